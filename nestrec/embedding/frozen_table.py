@@ -93,6 +93,7 @@ class FrozenTable:
         self._keys, self._layout, self._shard, self.rows, self.close = keys, layout, shard, rows, thaw
         self._num_left = int(np.count_nonzero(keys.state))
         self._turn = np.empty((_ROWS_A_TURN, layout.num_words), np.int32)
+        self._hands_out_aside = False
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         """Chunks of host columns, as `TableShard.snapshot` gives them."""
@@ -111,18 +112,21 @@ class FrozenTable:
     def due(self) -> Iterator[dict[str, torch.Tensor]]:
         """Chunks that are to be read at once, so that training need not wait: what is aside, where that is much."""
         self.rows.begin()
-        if self.rows.aside.is_crowded:
+        # Who asks may have got its last chunk from aside: until it asks for the next one, those rows still lie there.
+        if self.rows.aside.is_crowded and not self._hands_out_aside:
             self.rows.hurry()
             yield from self._aside()
             self.rows.calm()
 
     def _aside(self) -> Iterator[dict[str, torch.Tensor]]:
+        self._hands_out_aside = True
         slots, places = self.rows.held_aside()
         order = self._keys.in_order(slots)
         num_chunks = max(1, min(_ASIDE_CHUNKS, len(slots) * self._layout.row_bytes // _MIN_CHUNK_BYTES))
         for part in np.array_split(order, num_chunks):
             yield self._chunk_aside(slots[part], places[part])
         self.rows.aside.forget(len(slots))
+        self._hands_out_aside = False
 
     def _chunk_aside(self, slots: Keys, places: Keys) -> dict[str, torch.Tensor]:
         num_read = 0

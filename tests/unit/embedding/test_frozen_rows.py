@@ -1,5 +1,6 @@
 """Rows of a table as they were at a moment, while training writes on: equal to a copy of that moment."""
 
+import itertools
 import resource
 import sys
 import threading
@@ -147,6 +148,20 @@ def test_what_has_no_room_is_handed_out_before_its_turn_and_training_goes_on(tmp
     assert frozen.rows.aside.num_put > 500
     assert len(frozen.rows.aside.rows) == 100, "never more memory than it was given"
     assert_same(columns_of(chunks), expected)
+
+
+@pytest.mark.parametrize("num_rows", [20, 4000])
+def test_rows_that_training_was_first_at_are_handed_out_once_by_who_looks_at_all_tables(tmp_path, num_rows):
+    """All of them lie aside when the reader comes: of a small table that is all the room there is."""
+    shard = make_shard(tmp_path, "dram", num_rows)
+    owned = np.flatnonzero(hash_of(np.arange(num_rows)) >= 2**31)
+    train(shard, owned, 1)
+    expected = columns_of(shard.snapshot())
+    frozen = shard.freeze(max_bytes=1 << 20)
+    train(shard, owned, 2)
+    chunks = itertools.islice(chunks_of({"t": frozen}), 300)  # where it does not end, neither may this
+    assert_same(columns_of(chunk for _, chunk in chunks), expected)
+    frozen.close()
 
 
 def test_training_does_not_wait_for_a_table_whose_turn_has_not_come(tmp_path):
