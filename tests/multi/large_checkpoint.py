@@ -431,6 +431,7 @@ class Work:
         self._seen_s[what] = took_s
         row = self._row(what, world) | summary(what, found, self._table_bytes)
         if what == "save":
+            row["past_cache"] = not self._options.through_cache
             row |= cost_of_saves(steps_of(self._options, world, step), row["on_device"])
         row |= {"part_s": round(took_s, 1), "left_s": round(sum(self._about_s(each) for each, _ in self._parts))}
         self._keep(row)

@@ -1,6 +1,8 @@
 """Another number of ranks reads what it needs of a checkpoint, once, and finds damage on the way."""
 
 import re
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 import torch
 
 from nestrec.checkpoint import Checkpoints, Content, Peers, Restored
+from nestrec.checkpoint.durable import write_file
 from nestrec.embedding.shard import TableShard
 from nestrec.embedding.table import TableConfig
 from nestrec.testing.contents import make_rows
@@ -38,6 +41,16 @@ def save(folder: Path, world: int, step: int) -> None:
     assert run_ranks(world, work) == [None] * world
 
 
+def rows_of(shard: TableShard) -> dict[int, bytes]:
+    rows: dict[int, bytes] = {}
+    for chunk in shard.snapshot():
+        columns = [chunk[name].numpy() for name in sorted(chunk) if name != "keys"]
+        for place, key in enumerate(chunk["keys"].tolist()):
+            assert key not in rows
+            rows[key] = b"".join(column[place].tobytes() for column in columns)
+    return rows
+
+
 def load(folder: Path, world: int, messages: list[str] | None = None) -> tuple[list[int], dict[int, bytes], int]:
     """Step that each rank took, row of each key, and bytes that were read in all."""
 
@@ -57,11 +70,9 @@ def load(folder: Path, world: int, messages: list[str] | None = None) -> tuple[l
     rows: dict[int, bytes] = {}
     for each in found:
         assert isinstance(each, tuple), each
-        for chunk in each[1].snapshot():
-            columns = [chunk[name].numpy() for name in sorted(chunk) if name != "keys"]
-            for place, key in enumerate(chunk["keys"].tolist()):
-                assert key not in rows
-                rows[key] = b"".join(column[place].tobytes() for column in columns)
+        mine = rows_of(each[1])
+        assert not rows.keys() & mine.keys()
+        rows |= mine
     return [each[0] for each in found], rows, sum(each[2] for each in found)  # type: ignore[index]
 
 
@@ -83,6 +94,53 @@ def test_every_number_of_ranks_loads_the_same_bits_and_reads_little_more_than_th
             assert table_bytes <= num_bytes <= 1.1 * table_bytes
             num_rows_files = sum(name.startswith("rows-") for name in opened)
             assert num_rows_files <= len(files) + 2 * world, "nothing is read to be verified alone"
+
+
+@pytest.mark.parametrize("cores", [1, 4])
+def test_what_is_saved_while_training_goes_on_is_the_table_of_when_the_save_began(tmp_path, monkeypatch, cores):
+    """Rows aside, files written ahead and past the cache, another number of ranks: all of it together."""
+    monkeypatch.setattr("nestrec.embedding.frozen_table.CHUNK_BYTES", 16 << 10)
+    monkeypatch.setattr("nestrec.checkpoint.uncached.PIECE_BYTES", 4 << 10)
+    monkeypatch.setattr("nestrec.checkpoint.writer.cores_of_rank", lambda: cores)
+    have_trained, num_aside, expected = threading.Barrier(3), list[int](), dict[int, bytes]()
+    may_write = threading.Event()
+
+    def write_late(path: Path, content: Iterator[memoryview], *, past_cache: bool = False) -> tuple[int, str]:
+        assert may_write.wait(60)
+        return write_file(path, content, past_cache=past_cache)
+
+    monkeypatch.setattr("nestrec.checkpoint.writer.write_file", write_late)
+
+    def work(peers: Peers) -> None:
+        shard, draw = shard_of(peers), np.random.default_rng(peers.rank)
+        keys, checkpoints = shard.keys(), Checkpoints(tmp_path, peers=peers)
+
+        def train(step: int) -> None:
+            fetched = shard.fetch(np.unique(draw.choice(keys, 200)), step)
+            fetched.rows += step
+            shard.write_back(fetched)
+
+        for step in range(1, 30):
+            train(step)
+        expected.update(rows_of(shard))
+        frozen = shard.freeze(max_bytes=64 << 10)
+        content = Content(state={}, tables={"items": frozen}, close=frozen.close)
+        checkpoints.save_async(30, content, is_copied=True)
+        for step in range(30, 33):
+            train(step)
+        have_trained.wait(60)
+        may_write.set()
+        for step in range(33, 60):
+            train(step)
+        checkpoints.close()
+        num_aside.append(frozen.rows.aside.num_put)
+
+    assert run_ranks(3, work) == [None] * 3
+    assert all(num > 100 for num in num_aside)
+    assert len(expected) > 3000
+    steps, rows, _ = load(tmp_path, 2)
+    assert steps == [30, 30]
+    assert {key: rows[key] for key in expected} == expected
 
 
 def test_what_large_checkpoints_take_is_told_once(tmp_path, monkeypatch):
