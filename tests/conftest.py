@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from nestrec.serving.service import Service
@@ -84,7 +84,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
 
 
-settings.register_profile("nestrec", deadline=None, derandomize=True, max_examples=60)
+# How long it takes to make examples up says more about who else is on the machine than about a test.
+BY_TIME = [HealthCheck.too_slow]
+settings.register_profile("nestrec", deadline=None, derandomize=True, max_examples=60, suppress_health_check=BY_TIME)
 settings.load_profile("nestrec")
 
 
