@@ -35,6 +35,8 @@ PANELS: list[tuple[str, str, dict[str, str]]] = [
             "compute {{model}}": _QUANTILE.format(
                 q=0.99, by="model", metric="nestrec_compute_duration_seconds", where=""
             ),
+            "way {{model}}, P90": "max by (model) (nestrec_way_seconds)",
+            "host {{model}}, of a batch": "max by (model) (nestrec_batch_host_seconds)",
         },
     ),
     (
