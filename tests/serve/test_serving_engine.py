@@ -409,6 +409,36 @@ def test_what_a_signal_has_brought_back_from_dram_counts_as_found_there_by_the_f
     engine.close()
 
 
+def test_who_comes_while_a_signal_brings_the_prefix_back_from_dram_waits_for_that_copy(monkeypatch):
+    """Computing it as well would write to the pages that the copy writes to."""
+    rng, servable = np.random.default_rng(18), random_ranking(ENCODER, num_items=200)
+    engine, history, may_copy, copies = make_engine(servable), draw_history(rng, 9), threading.Event(), []
+    copy_in = engine.tiers._host.copy_in
+
+    def copied_later(pages, held):
+        copies.append(pages)
+        assert may_copy.wait(TIMEOUT_S)
+        copy_in(pages, held)
+
+    candidates = draw_candidates(rng, history)
+    engine.rank("a", history, candidates, timeout_s=1e9).future.result(TIMEOUT_S)
+    wait_for_copies(engine)
+    monkeypatch.setattr(engine.tiers._host, "copy_in", copied_later)
+    engine._post(lambda: engine.tiers.device.drop(engine._key("a")))
+    engine.preinfer("a", history, 0, 3, timeout_s=1e9)
+    end_s = time.perf_counter() + TIMEOUT_S
+    while not copies and time.perf_counter() < end_s:
+        time.sleep(0.001)
+    ranked = engine.rank("a", history, candidates, timeout_s=1e9)
+    other = engine.rank("b", draw_history(rng, 5), candidates, timeout_s=1e9)
+    other.future.result(TIMEOUT_S)  # planned after it
+    assert not ranked.future.done()
+    may_copy.set()
+    answer = ranked.future.result(TIMEOUT_S)
+    assert (answer.source, answer.num_cached) == ("dram", 18)
+    engine.close()
+
+
 def test_a_few_more_events_do_not_have_the_whole_prefix_copied_to_dram_again():
     rng, servable = np.random.default_rng(19), random_ranking(ENCODER, num_items=200)
     engine, history, kept = make_engine(servable), draw_history(rng, 0), []

@@ -105,8 +105,9 @@ class PrefixTiers:
             self._host.give(held)
 
     def find(self, work: Work) -> Entry | None:
-        """The prefix of a work on the device, without a pin."""
-        if not self.cfg.keeps_prefix or work.tokens.num_cacheable == 0:
+        """The prefix of a work on the device, without a pin; none while a copy of it is on its way, which `reload` then
+        has the work wait for: pages that are written to have one writer."""
+        if not self.cfg.keeps_prefix or work.tokens.num_cacheable == 0 or work.key in self._reloading:
             return None
         entry = self.device.find(work.key, work.content_of)
         if entry is not None and work.source == "none":
