@@ -1,9 +1,16 @@
 """Paths that a user names, checked before anything is written."""
 
+import contextlib
+import errno
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from nestrec.base.errors import UserError
+
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG)
+_SHORT_OF_NUMPY = " requested and "
+"""Part of what it says, without a number, where it wrote less than it should."""
 
 
 def check_folder(path: Path, field: str) -> None:
@@ -28,6 +35,18 @@ def check_file(path: Path | None) -> Path | None:
         if path.is_dir():
             raise UserError("is a folder", field="file", value=str(path), remedy="name a file")
     return path
+
+
+@contextlib.contextmanager
+def told_if_unwritable(path: Path, field: str) -> Iterator[None]:
+    """A full disk, or one that may not be written, is an error that names the path and not one of the system."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _UNWRITABLE and _SHORT_OF_NUMPY not in str(error):
+            raise
+        problem, remedy = f"cannot be written: {error.strerror or error}", "free disk space or mend permissions"
+        raise UserError(problem, field=field, value=str(error.filename or path), remedy=remedy) from error
 
 
 def sync_folder(path: Path) -> None:

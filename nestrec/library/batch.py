@@ -5,10 +5,11 @@ that is there is not computed again. When all are there the first rank joins the
 bytes on any number of ranks and however often the job was begun.
 """
 
+import contextlib
 import hashlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +22,7 @@ from nestrec.base.bounds import Count
 from nestrec.base.config import config, to_plain
 from nestrec.base.errors import UserError
 from nestrec.base.failpoints import fail_point
-from nestrec.base.paths import check_file
+from nestrec.base.paths import check_file, told_if_unwritable
 from nestrec.distributed import Topology
 from nestrec.distributed.exchange import barrier
 from nestrec.library.batch_users import BatchUsers, NamedUser, strings, users_of
@@ -66,20 +67,29 @@ class BatchRecommender:
         self._form = form
         self._item_keys = strings(list(servable.item_keys))
 
-    def recommend(self, users: str, output: Path, *, data: Path | None = None) -> int:
+    def recommend(self, users: str, output: Path | str, *, data: Path | str | None = None) -> int:
         """Write user, items and scores, best first; the number of users. users, data: see `users_of`."""
-        return self._write(users_of(users, self.servable, data), output, "recommend", self._recommended)
+        if Path(output).suffix == ".npy":
+            remedy = "name a .parquet file"
+            raise UserError("holds arrays, not lists of items", field="--output", value=str(output), remedy=remedy)
+        found = users_of(users, self.servable, data if data is None else Path(data))
+        with told_if_unwritable(Path(output), "--output"):
+            return self._write(found, Path(output), "recommend", self._recommended)
 
-    def embed_users(self, users: str, output: Path, *, data: Path | None = None) -> int:
+    def embed_users(self, users: str, output: Path | str, *, data: Path | str | None = None) -> int:
         """Write vectors whose products with those of items are the scores; the number of users."""
-        return self._write(users_of(users, self.servable, data), output, "embed", self._embedded)
+        found = users_of(users, self.servable, data if data is None else Path(data))
+        with told_if_unwritable(Path(output), "--output"):
+            return self._write(found, Path(output), "embed", self._embedded)
 
-    def embed_items(self, output: Path) -> int:
+    def embed_items(self, output: Path | str) -> int:
         """Write the vectors of all items; their number."""
         assert self.servable.index is not None
         if self._topology.is_first:
             vectors = np.concatenate([part.float().cpu().numpy() for _, part in self.servable.index.parts()])
-            _write_output(output, [_vector_table("item", self._item_keys, vectors)])
+            check_file(Path(output))
+            with told_if_unwritable(Path(output), "--output"):
+                _write_output(Path(output), [_vector_table("item", self._item_keys, vectors)])
         return len(self._item_keys)
 
     def _write(
@@ -181,21 +191,28 @@ def _write_output(output: Path, tables: list[pa.Table]) -> None:
         _write_table(output, *tables)
         return
     table = pa.concat_tables(tables)
-    if "vector" not in table.column_names:
-        remedy = "name a .parquet file"
-        raise UserError("holds arrays, not lists of items", field="--output", value=str(output), remedy=remedy)
     vectors = table["vector"].combine_chunks()
-    temporary = output.with_name(f".{output.name}.writing.npy")
-    np.save(temporary, vectors.flatten().to_numpy().reshape(len(table), vectors.type.list_size))
-    output.with_suffix(".keys.json").write_text(json.dumps(table.column(0).to_pylist()))
-    temporary.replace(output)
+    with _whole(output, ".writing.npy") as temporary:
+        np.save(temporary, vectors.flatten().to_numpy().reshape(len(table), vectors.type.list_size))
+        output.with_suffix(".keys.json").write_text(json.dumps(table.column(0).to_pylist()))
 
 
 def _write_table(path: Path, *tables: pa.Table) -> None:
-    """It appears whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.writing")
-    with pq.ParquetWriter(temporary, tables[0].schema, compression="zstd") as writer:
+    with (
+        _whole(path, ".writing") as temporary,
+        pq.ParquetWriter(temporary, tables[0].schema, compression="zstd") as writer,
+    ):
         for table in tables:
             writer.write_table(table, row_group_size=max(1, len(table)))
-    temporary.replace(path)
+
+
+@contextlib.contextmanager
+def _whole(path: Path, suffix: str) -> Iterator[Path]:
+    """Where to write the file, which appears whole or not at all."""
+    temporary = path.with_name(f".{path.name}{suffix}")
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from nestrec.base.devices import chosen_device
 from nestrec.base.errors import UserError
+from nestrec.distributed.topology import check_device
 from nestrec.library.asking import NO_LIMITS, History, Items, asked_request, explained, plain_ids
 from nestrec.serving.engine.plain_runner import plain_runner
 from nestrec.serving.engine.runner import Part, Scored
@@ -266,11 +267,10 @@ def load(run: "Run | Path | str", *, best: bool = True, device: str = "cpu") -> 
 def _known_device(device: str) -> str:
     try:
         found = torch.device(chosen_device(device))
-        has_it = found.type != "cuda" or torch.cuda.is_available()
     except RuntimeError:
-        has_it = False
-    if not has_it:
-        raise UserError("is no device of this machine", field="device", value=device, remedy='"cpu", "cuda" or "auto"')
+        remedy = 'take "cpu", "cuda" or "auto"'
+        raise UserError("is no device", field="device", value=device, remedy=remedy) from None
+    check_device(found)
     return str(found)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from nestrec.base.errors import DataError
 from nestrec.base.failpoints import fail_point
-from nestrec.base.paths import check_folder
+from nestrec.base.paths import check_folder, told_if_unwritable
 from nestrec.data.card import CARD_FILE
 
 
@@ -27,9 +27,10 @@ def whole_folder(output: Path, *, force: bool) -> Iterator[Path]:
     descriptor = _lock(temporary, output)
     try:
         _clear(temporary)
-        yield temporary
-        fail_point("data.before_rename")
-        _replace(output, temporary)
+        with told_if_unwritable(output, "output"):
+            yield temporary
+            fail_point("data.before_rename")
+            _replace(output, temporary)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

@@ -19,7 +19,7 @@ from torch import nn
 from nestrec.base.config import config, dumps, to_plain
 from nestrec.base.devices import DeviceChoice, chosen_device
 from nestrec.base.errors import DataError, UserError
-from nestrec.base.paths import check_folder, sync_folder
+from nestrec.base.paths import check_folder, sync_folder, told_if_unwritable
 from nestrec.checkpoint import Checkpoints, Restored
 from nestrec.checkpoint.durable import remove_folder, rename_folder, safetensors_content, write_file
 from nestrec.data.samples.features import Column, item_column
@@ -162,9 +162,14 @@ def write_servable(servable: Servable, output: Path) -> ServableManifest:
         raise UserError("exists already", field="OUT", value=str(output), remedy="name a new folder")
     partial = output.with_name(output.name + ".partial")
     remove_folder(partial)
-    partial.mkdir(parents=True)
-    manifest = _write(partial, servable)
-    rename_folder(partial, output)
+    try:
+        with told_if_unwritable(output, "OUT"):
+            partial.mkdir(parents=True)
+            manifest = _write(partial, servable)
+            rename_folder(partial, output)
+    except UserError:
+        remove_folder(partial)
+        raise
     return manifest
 
 
