@@ -2,6 +2,8 @@
 
 import gc
 import os
+import random
+import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -82,6 +84,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Not by their place on the command line: pytest gives a file its place in a folder that stands there too.
     """
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """What a test draws without a seed of its own does not depend on the tests that happened to run before it."""
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 # How long it takes to make examples up says more about who else is on the machine than about a test.

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(*command, **named):
-    named.setdefault("timeout", 100)
+    named.setdefault("timeout", 250)
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, **named)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

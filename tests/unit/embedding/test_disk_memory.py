@@ -44,7 +44,7 @@ def measure(folder) -> dict:
     command = [sys.executable, "-c", PROGRAM, str(folder)]
     # Else malloc keeps freed batches or not, by what was allocated before them: megabytes, from run to run.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=100, env=environment)
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=250, env=environment)
     return json.loads(done.stdout)
 
 

@@ -30,7 +30,7 @@ def test_a_lane_runs_its_tasks_in_order_and_tickets_carry_results(tracer):
 
 def test_a_task_waits_for_tasks_of_other_lanes(tracer):
     first, second, go = Lane("a", tracer, CPU), Lane("b", tracer, CPU), threading.Event()
-    slow = first.submit(lambda span: go.wait(5), label("slow"))
+    slow = first.submit(lambda span: go.wait(60), label("slow"))
     after = second.submit(lambda span: "done", label("after"), after=[slow])
     assert not after._done.is_set()
     go.set()
@@ -60,8 +60,9 @@ def test_an_error_stops_its_lane_and_whoever_waits_for_it(tracer):
 
 def test_a_wait_names_the_span_that_it_waited_for(tracer):
     lane, go = Lane("a", tracer, CPU), threading.Event()
-    ticket = lane.submit(lambda span: go.wait(5), label("slow", step=7))
-    threading.Timer(0.02, go.set).start()
+    ticket = lane.submit(lambda span: go.wait(60), label("slow", step=7))
+    wait_for_end = ticket._done.wait
+    ticket._done.wait = lambda: (go.set(), wait_for_end())  # the task goes on when it is waited for
     with tracer.context(lane="compute", step=8):
         ticket.wait()
     lane.close()
