@@ -159,7 +159,8 @@ def _attempt(
     scratch: Path,
 ) -> Attempt:
     fail_log, output = scratch / "fired.txt", scratch / "output.txt"
-    fail_log.write_text("")
+    for path in (fail_log, output):  # a process that is ended at once has not begun to write
+        path.write_text("")
     points = _points_of(faults[0]) if faults else ""
     armed = {**env, "NESTREC_FAIL_POINTS": points, "NESTREC_FAIL_LOG": str(fail_log)}
     start_s = time.monotonic()

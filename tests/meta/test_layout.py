@@ -88,7 +88,9 @@ def _is_for_type_checkers(node: ast.stmt) -> bool:
 def test_importing_the_package_loads_nothing_heavy():
     heavy = ("torch", "numba", "pyarrow", "numpy")
     code = f"import sys, nestrec, nestrec.cli.app, nestrec.client; print([m for m in {heavy} if m in sys.modules])"
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=250).stdout
+    output = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=250
+    ).stdout
     assert output.strip() == "[]"
 
 

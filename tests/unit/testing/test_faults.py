@@ -51,8 +51,11 @@ def test_a_command_that_fails_by_itself_shows_its_output(is_forked: bool) -> Non
 
 @pytest.mark.parametrize("is_forked", [False, True])
 def test_a_command_that_hangs_is_ended_at_the_limit(is_forked: bool) -> None:
-    with pytest.raises(AssertionError, match="not over after"):
-        run_with_faults([sys.executable, "-c", "import time; time.sleep(60)"], [], limit_s=0.2, is_forked=is_forked)
+    for limit_s in (0.2, 0.0):  # also before it has begun
+        with pytest.raises(AssertionError, match="not over after"):
+            run_with_faults(
+                [sys.executable, "-c", "import time; time.sleep(60)"], [], limit_s=limit_s, is_forked=is_forked
+            )
 
 
 HANG_ONCE = """
