@@ -54,7 +54,6 @@ class ReplicaSyncConfig:
 def check_tables_can_differ(tables: Sequence[TableConfig]) -> None:
     """Between two averages groups use different keys: which rows exist may not depend on that, and means are whole."""
     for table in tables:
-        store = table.store
         if table.is_half:
             raise UserError(
                 "a mean of 16-bit copies would be rounded again, and not by chance",
@@ -62,11 +61,11 @@ def check_tables_can_differ(tables: Sequence[TableConfig]) -> None:
                 value=table.dtype,
                 remedy="take replica_sync.mode=gradients, or a table of float32",
             )
-        if store.admission_count > 1 or store.eviction != "none" or store.max_rows is not None:
+        for name, value in table.store.counts_uses.items():
             raise UserError(
                 "counts uses of keys, which differ between replica groups while weights are averaged",
-                field=f"tables.{table.name}.store",
-                value=store.eviction,
+                field=f"tables.{table.name}.{name}",
+                value=value,
                 remedy="take replica_sync.mode=gradients, or a table that keeps every row",
             )
 

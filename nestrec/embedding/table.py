@@ -62,6 +62,12 @@ class StoreConfig:
     ttl_steps: Natural | None = None
     """A row that has not been used for more than this many steps is gone."""
 
+    @property
+    def counts_uses(self) -> dict[str, object]:
+        """The options, with their values, by which it depends on the uses of a key whether that has a row."""
+        options = {"eviction": self.eviction, "admission_count": self.admission_count, "max_rows": self.max_rows}
+        return {name: value for name, value in options.items() if value not in ("none", 1, None)}
+
 
 @config
 class TableConfig:
@@ -226,13 +232,12 @@ def _check_table(table: TableConfig) -> None:
         raise UserError(
             "is required by the disk store", field=f"{where}.store.folder", value="", remedy="name a folder"
         )
-    kept = {"eviction": store.eviction, "admission_count": store.admission_count, "max_rows": store.max_rows}
-    given = [name for name, value in kept.items() if value not in ("none", 1, None)]
-    if table.num_rows is not None and given:
+    if table.num_rows is not None and store.counts_uses:
+        name, value = next(iter(store.counts_uses.items()))
         raise UserError(
             f"a table of {table.num_rows} rows keeps every row",
-            field=f"{where}.{given[0]}",
-            value=kept[given[0]],
+            field=f"{where}.{name}",
+            value=value,
             remedy="leave it out, of the task's store too, or let ids be dynamic (tables.NAME.ids, num_rows=None)",
         )
     if store.eviction in ("lru", "lfu") and store.max_rows is None:

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from nestrec.base.bounds import Count
 from nestrec.base.config import config
 from nestrec.bench.bench import Bench, More, Row, Shown
 from nestrec.data.batches import Batch, MicroBatch
@@ -58,19 +59,19 @@ OTHER = "other"
 class HostBench:
     """What is measured."""
 
-    ranks: tuple[int, ...] = (8, 64, 512, 1536)
+    ranks: tuple[Count, ...] = (8, 64, 512, 1536)
     """numbers of ranks, of which one is real"""
     models: tuple[Model, ...] = ("retrieval", "tables")
     """retrieval: one table, histories; tables: many tables of several widths, one key a sample in each"""
-    num_tables: int = 40
+    num_tables: Count = 40
     """tables of the model of many"""
-    micro_batches: int = 8
+    micro_batches: Count = 8
     """parts of a rank's batch"""
-    samples: int = 512
+    samples: Count = 512
     """samples of a rank's batch; retrieval: an eighth of them, each with 128 events"""
-    table_rows: int = 100_000
+    table_rows: Count = 100_000
     """rows of a table; retrieval: ten times as many"""
-    rounds: int = 12
+    rounds: Count = 12
     """timed steps, after four that are not counted"""
     window_cache: bool = False
     """as --pipeline.window_cache"""

@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+from nestrec.base.config import with_overrides
+from nestrec.base.errors import UserError
 from nestrec.bench.step.host import BENCH, OTHER, PARTS, HostBench
 
 
@@ -39,3 +41,8 @@ def test_parts_of_a_step_are_told(rows):
 def test_the_window_cache_is_measured_too():
     [row] = rows_of(ranks=(4,), models=("tables",), num_tables=3, micro_batches=2, window_cache=True)
     assert row["exchanges"] == 6
+
+
+def test_what_cannot_be_measured_is_refused_by_name():
+    with pytest.raises(UserError, match=r"ranks = \(0,\): must be 1 or more"):
+        with_overrides(HostBench(), {"ranks": "0"})
