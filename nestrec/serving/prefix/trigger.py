@@ -3,7 +3,7 @@
     short      tail * t_full(n, m) <= short_share * budget        never computed ahead, whatever the load
                or t_full(n, m) - t_rank(n, m) < least_gain * s
     at risk    wait + tail * t_full(n, m) + t_host + t_way + w99 > budget
-               s = t_full(n, m) + t_host,   w99 = s ln(100 load) / (2 (1 - load))
+               s = t_full(n, m) + t_host,   w99 = s * waited_p99(load)
     live cap   bytes of admitted prefixes that ranking has not consumed yet   <= rho * bytes of the device cache
     rate cap   device seconds of pre-inference, as a token bucket filled with u_pre a second
 
@@ -12,7 +12,8 @@ law the live cap is the bound on admissions a second of the formulas that this f
 so the device is not all of it: t_host is the host's part of a batch, for which the device waits, and t_way the time
 from a request's arrival to its engine and of the answer back, at the 90th percentile of late. `load` is the share of
 time that ranking all requests of late in full, each by itself, would have taken, and w99 what one then waits at the
-99th percentile (a queue with random arrivals and equal work).
+99th percentile: with less, those are signalled who would be late; with more, also those who would not, whose signals
+are then what others wait for.
 
 `foresee` is the first half alone, from numbers that whoever routes a request knows without its history. Computing ahead
 moves work and does not save any, so it is for those who would be late: who is short, or not at risk, sends no signal.
@@ -34,6 +35,7 @@ USUAL_CANDIDATES = 256
 """of a ranking request to come, where a signal does not say"""
 _LOAD_WINDOW_S, _SHORTEST_SPAN_S = 0.5, 0.1
 _FEWEST_LIVES, _REFRESH_EVERY = 16, 8
+_P99, _HIGHEST_LOAD, _NEWTON_STEPS = 0.99, 0.99, 8
 _WAYS, _WAYS_EVERY, _WAY_QUANTILE, _LONGEST_WAY_S = 256, 16, 0.9, 10.0
 """requests whose way is known, after how many it is looked at again, and what counts of them"""
 
@@ -66,6 +68,25 @@ class Decision:
     is_admitted: bool
     reason: str
     """`admitted`, `short`, `safe`, `never`, `live_cap` or `rate_cap`; `wanted`: it may be, and needs the history"""
+
+
+def waited_p99(load: float) -> float:
+    """What one in a hundred waits for at least, in times of service, where requests come at random and take equally
+    long; `load` is the share of time that they take. Nobody waits for ever: a load is at most 0.99.
+
+    P(W > t) = 1 - (1 - load) e^(load t) within one time of service, and C e^(-r t) beyond it, with r from
+    load (e^r - 1) = r and C = (1 - load) / (load e^r - 1).
+    """
+    load = min(load, _HIGHEST_LOAD)
+    if load <= 1 - _P99:
+        return 0.0
+    within_one = math.log(_P99 / (1 - load)) / load
+    if within_one <= 1:
+        return within_one
+    rate = -2 * math.log(load)  # never below r, from where Newton's steps only come down
+    for _ in range(_NEWTON_STEPS):
+        rate -= (math.log1p(rate / load) - rate) / (1 / (load + rate) - 1)
+    return math.log((1 - load) / (load * math.exp(rate) - 1) / (1 - _P99)) / rate
 
 
 class Trigger:
@@ -155,8 +176,7 @@ class Trigger:
         self._forget_offered()
         span_s = max(now_s - self._offered[0][0], _SHORTEST_SPAN_S) if self._offered else _LOAD_WINDOW_S
         self._offered_s = self._offered_s if self._offered else 0.0  # rounding does not pile up
-        load = min(0.99, self._offered_s / span_s)
-        return served_s * math.log(max(1.0, 100 * load)) / (2 * (1 - load))
+        return served_s * waited_p99(self._offered_s / span_s)
 
     def consumed(self, key: CacheKey) -> None:
         """Ranking has read the prefix, or it is gone: it no longer counts as live."""

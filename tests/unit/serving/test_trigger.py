@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 
 from nestrec.base.clock import SimulatedClock
@@ -10,7 +11,7 @@ from nestrec.base.errors import UserError
 from nestrec.serving.engine.cost_model import EngineCostModel, work_of
 from nestrec.serving.keyed_hash import KeyedHash
 from nestrec.serving.prefix.cache import CacheKey
-from nestrec.serving.prefix.trigger import Trigger, TriggerConfig
+from nestrec.serving.prefix.trigger import Trigger, TriggerConfig, waited_p99
 
 
 def key_of(user):
@@ -37,7 +38,7 @@ def test_only_requests_at_risk_are_admitted():
 
 
 def test_load_puts_requests_at_risk_that_alone_would_be_safe():
-    """Full ranking of 10 ms at 70% of the device waits 10 ln(70) / 0.6 = 71 ms at the 99th percentile."""
+    """Full ranking of 10 ms at 70% of the device waits 65 ms at the 99th percentile."""
     shares = {}
     for gap_s in (0.1, 0.010 / 0.7):
         trigger, clock = make(budget_ms=50.0, compute_share=100.0, burst_s=100.0, cache_share=1e9)
@@ -48,6 +49,22 @@ def test_load_puts_requests_at_risk_that_alone_would_be_safe():
             reasons.append(decide(trigger, user, full_rank_s=0.010).reason)
         shares[gap_s] = reasons[50:].count("admitted") / 150
     assert list(shares.values()) == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("load", [0.005, 0.05, 0.1, 0.2, 0.34, 0.5, 0.7])
+def test_what_one_waits_is_what_one_waits_in_a_queue(load):
+    """Where the load is small, too: requests that would be in time anyhow are not signalled."""
+    gaps = np.random.default_rng(1).exponential(1 / load, 400_000)
+    behind = np.cumsum(1 - gaps)  # each waits for what those before it have left over
+    waits = behind - np.minimum.accumulate(np.minimum(behind, 0))
+    assert waited_p99(load) == pytest.approx(np.quantile(waits, 0.99), rel=0.05)
+
+
+def test_one_waits_longer_the_higher_the_load_is_and_never_for_ever():
+    waits = [waited_p99(load) for load in np.linspace(0, 3, 601)]
+    assert waits[0] == 0
+    assert waits == sorted(waits)
+    assert waits[-1] < 250
 
 
 def test_short_requests_are_never_computed_ahead_whatever_waits():
