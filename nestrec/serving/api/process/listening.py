@@ -4,9 +4,12 @@ A port is taken before the models are loaded, so that one in use is told at once
 something to answer: a socket that is bound and does not listen refuses.
 """
 
+import asyncio
 import contextlib
 import errno
+import select
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import uvicorn
@@ -15,6 +18,10 @@ from nestrec.base.errors import UserError
 from nestrec.serving.api.process.signals import Signals
 
 _PORT_REMEDY = "stop what listens there, or name another port (--port 0 takes a free one)"
+_MOST_ACCEPTING_S = 10.0
+"""where more connect than are accepted: event loops accept one at a turn"""
+_TURNS_TO_READ = 10
+"""of the event loop, in which it reads what has come on a connection that it has just accepted"""
 
 
 def bound_sockets(host: str, port: int, *, is_shared: bool = False) -> list[socket.socket]:
@@ -81,6 +88,16 @@ class Server(uvicorn.Server):
         if self.started and not self.should_exit:
             self._announce()
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Who has connected is accepted first, and what they have sent is read: a socket that is closed resets all who
+        wait in its queue, and a connection that has read nothing is closed."""
+        until_s = time.monotonic() + _MOST_ACCEPTING_S
+        while _does_any_wait(sockets or ()) and not self.force_exit and time.monotonic() < until_s:
+            await asyncio.sleep(0)
+        for _ in range(_TURNS_TO_READ):
+            await asyncio.sleep(0)
+        await super().shutdown(sockets)
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
@@ -88,6 +105,14 @@ class Server(uvicorn.Server):
     def end(self, is_impatient: bool) -> None:
         """Answer what was accepted, then return from `run`; at once where nobody waits for it any longer."""
         self.should_exit, self.force_exit = True, self.force_exit or is_impatient
+
+
+def _does_any_wait(sockets: Sequence[socket.socket]) -> bool:
+    """For being accepted."""
+    waiting = select.poll()
+    for one in sockets:
+        waiting.register(one, select.POLLIN)
+    return bool(waiting.poll(0))
 
 
 def run_server(
