@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test all-tests test-quick test-slow check docs results format torchrec test-torchrec ray test-ray clean
+.PHONY: setup demo test all-tests test-quick test-slow test-gpu check docs results format torchrec test-torchrec ray test-ray clean
 
 setup: $(READY)
 
@@ -53,8 +53,15 @@ test-quick: setup
 
 # Ranks are interpreters of their own here, which hash strings each in its way; in `make test` those under torchrun are.
 test-slow: setup
-	NESTREC_RANKS_START=spawn $(PYTEST) -m "slow and not gpu" --timeout 7200 --junit-xml docs/results/test-slow.xml; \
-	status=$$?; $(BIN)/python docs/slow_tests.py docs/results/test-slow.xml && $(BIN)/python docs/result_tables.py; exit $$status
+	NESTREC_RANKS_START=spawn $(PYTEST) -m "slow and not gpu" --timeout 7200 --junit-xml build/test-slow.xml; \
+	status=$$?; $(BIN)/python docs/test_reports.py slow-tests.json build/test-slow.xml && $(BIN)/python docs/result_tables.py; exit $$status
+
+# On a machine with a GPU, in the environment that has a torch for it (`make test-gpu PY=python3`): kernels are compiled
+# by as many processes as there are cores for it, ranks and servers of tests share the device.
+PY := $(BIN)/python
+test-gpu:
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m "gpu and not slow" tests/gpu --numprocesses 10 --junit-xml build/test-gpu.xml; \
+	status=$$?; $(PY) docs/test_reports.py gpu-tests.json build/test-gpu.xml && $(PY) docs/result_tables.py; exit $$status
 
 format: setup
 	$(BIN)/ruff format .

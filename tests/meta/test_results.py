@@ -24,7 +24,7 @@ def script(name: str) -> ModuleType:
     return module
 
 
-result_tables, slow_tests = script("result_tables"), script("slow_tests")
+result_tables, test_reports = script("result_tables"), script("test_reports")
 
 
 @pytest.mark.parametrize("page", [DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))], ids=lambda page: page.name)
@@ -152,12 +152,12 @@ def test_what_the_long_tests_gave_is_joined_with_what_is_known() -> None:
         <testcase classname="tests.multi.test_a" name="b" time="2"><failure/></testcase>
         <testcase classname="tests.unit.base.test_b" name="c" time="0.1"><skipped/></testcase>
     </testsuite></testsuites>"""
-    rows = slow_tests.rows_of(xml)
+    rows = test_reports.rows_of(xml)
     ended = [[row[name] for name in ("file", "cases", "passed", "failed", "skipped", "seconds")] for row in rows]
     assert ended == [["tests/multi/test_a.py", 2, 1, 1, 0, 4], ["tests/unit/base/test_b.py", 1, 0, 0, 1, 0]]
     old = [{"file": "tests/multi/test_a.py", "what": "a grid", "run": 0}, {"file": "tests/multi/test_z.py", "run": 1}]
     known = {"rows": old, "runs": [{"date": "first"}, {"date": "second"}], "command": "before"}
-    found = slow_tests.joined(known, rows, {"command": "now", "date": "third"})
+    found = test_reports.joined(known, rows, {"command": "now", "date": "third"})
     assert [(row["file"], found["runs"][row["run"]]["date"]) for row in found["rows"]] == [
         ("tests/multi/test_a.py", "third"),
         ("tests/multi/test_z.py", "second"),
@@ -171,21 +171,43 @@ def test_a_report_that_was_cut_short_tells_what_ran_and_files_that_could_not_be_
     xml = """<testsuite><testcase classname="tests.multi.test_a" name="test_x" time="1"/><testcase time="0.1"/>
         <testcase classname="" name="tests.serve.test_b" time="0"><error/></testcase>
         <testcase classname="" name="tests.serve.test_c" time="0"><skipped/></testcase></testsuite>"""
-    rows = [(row["file"], row["passed"], row["failed"]) for row in slow_tests.rows_of(xml, by_test=True)]
+    rows = [(row["file"], row["passed"], row["failed"]) for row in test_reports.rows_of(xml, by_test=True)]
     assert rows == [("tests/multi/test_a.py::test_x", 1, 0), ("tests/serve/test_b.py", 0, 1)]
 
 
 def test_some_tests_of_a_file_have_rows_of_their_own_until_the_whole_file_runs() -> None:
     xml = """<testsuite><testcase classname="tests.multi.test_a" name="test_x[1]" time="1"/>
         <testcase classname="tests.multi.test_a" name="test_x[2]" time="1"/></testsuite>"""
-    rows = slow_tests.rows_of(xml, xml.replace("test_x", "test_y"), by_test=True)
+    rows = test_reports.rows_of(xml, xml.replace("test_x", "test_y"), by_test=True)
     assert [(row["file"], row["cases"]) for row in rows] == [
         ("tests/multi/test_a.py::test_x", 2),
         ("tests/multi/test_a.py::test_y", 2),
     ]
     known = {"rows": [{"file": "tests/multi/test_a.py", "cases": 9, "run": 0}], "runs": [{"date": "first"}]}
-    some = slow_tests.joined(known, rows, {"date": "second"})
+    some = test_reports.joined(known, rows, {"date": "second"})
     assert [row["cases"] for row in some["rows"]] == [9, 2, 2]
-    whole = slow_tests.joined(some, slow_tests.rows_of(xml), {"date": "third"})
+    whole = test_reports.joined(some, test_reports.rows_of(xml), {"date": "third"})
     assert [(row["file"], row["cases"]) for row in whole["rows"]] == [("tests/multi/test_a.py", 2)]
     assert whole["runs"] == [{"date": "third"}]
+
+
+def test_a_report_gives_a_run_that_says_how_long_it_took_by_the_clock_and_of_which_commit_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Side by side, tests take more seconds together than the clock goes on."""
+    results = tmp_path / "results" / "gpu-tests.json"
+    results.parent.mkdir()
+    results.write_text(json.dumps({"rows": [], "runs": []}))
+    report = tmp_path / "test-gpu.xml"
+    cases = "".join(f'<testcase classname="tests.gpu.test_{name}_gpu" name="a" time="40"/>' for name in "ab")
+    report.write_text(f'<testsuites><testsuite time="41.2">{cases}</testsuite></testsuites>')
+    monkeypatch.setattr(test_reports, "DOCS", tmp_path)
+    monkeypatch.setattr(test_reports, "commit", lambda: "abc123")
+    test_reports.main(["gpu-tests.json", str(report)])
+    found = json.loads(results.read_text())
+    assert (found["command"], found["note"]) == ("make test-gpu", "41 s in all, commit abc123")
+    assert [(row["file"], row["seconds"]) for row in found["rows"]] == [
+        ("tests/gpu/test_a_gpu.py", 40),
+        ("tests/gpu/test_b_gpu.py", 40),
+    ]
+    assert found["runs"][0]["hardware"]["cores"]

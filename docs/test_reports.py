@@ -1,12 +1,14 @@
-"""Writes what the long tests gave into results/slow-tests.json, for `make test-slow`, from the file that pytest leaves.
+"""Writes what long tests and those on a GPU gave into a file of results/, from the reports that pytest leaves.
 
-    python docs/slow_tests.py test-slow.xml ... ["command that wrote them"] [--by-test]
+    python docs/test_reports.py slow-tests.json test-slow.xml ... ["command that wrote them"] [--by-test]
 
-A row is a test file, or, where only some tests of files ran, with --by-test a test. What ran again replaces what was
-known of it, a file that of its tests too; the others keep their rows, with the run that they are of.
+`make test-slow` and `make test-gpu` call it. A row is a test file, or, where only some tests of files ran, with
+--by-test a test. What ran again replaces what was known of it, a file that of its tests too; the others keep their
+rows, with the run that they are of: how long all of it took by the clock, and of which commit it was.
 """
 
 import json
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -15,7 +17,8 @@ from xml.etree import ElementTree
 
 from nestrec.bench.harness.frame import make_frame
 
-RESULTS = Path(__file__).resolve().parent / "results" / "slow-tests.json"
+DOCS = Path(__file__).resolve().parent
+COMMANDS = {"slow-tests.json": "make test-slow", "gpu-tests.json": "make test-gpu"}
 Row = dict[str, Any]
 
 
@@ -60,11 +63,29 @@ def joined(known: dict[str, Any], rows: list[Row], run: dict[str, Any]) -> dict[
     return {**known, **run, "rows": found, "runs": [*(known["runs"][number] for number in used), run]}
 
 
-if __name__ == "__main__":
-    given = [word for word in sys.argv[1:] if word != "--by-test"]
+def wall_of(*reports: str) -> int:
+    """Seconds by the clock, all reports together: tests of one report may have run side by side."""
+    suites = (suite for xml in reports for suite in ElementTree.fromstring(xml).iter("testsuite"))
+    return round(sum(float(suite.attrib.get("time", 0.0)) for suite in suites))
+
+
+def commit() -> str:
+    """Of the tree that the tests ran on, with a word where it was changed; nothing where there is no repository."""
+    asked = ["git", "-C", str(DOCS), "describe", "--always", "--dirty=, changed"]
+    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def main(words: list[str]) -> None:
+    name, *given = (word for word in words if word != "--by-test")
     reports = [Path(word).read_text() for word in given if word.endswith(".xml")]
-    command = next((word for word in given if not word.endswith(".xml")), "make test-slow")
-    frame = make_frame(bench="slow tests", command=command, rows=[])
-    run = {name: frame[name] for name in ("command", "date", "hardware")}
-    rows = rows_of(*reports, by_test="--by-test" in sys.argv)
-    RESULTS.write_text(json.dumps(joined(json.loads(RESULTS.read_text()), rows, run), indent=2) + "\n")
+    command = next((word for word in given if not word.endswith(".xml")), COMMANDS[name])
+    frame = make_frame(bench=name.removesuffix(".json").replace("-", " "), command=command, rows=[])
+    note = ", ".join(part for part in (f"{wall_of(*reports)} s in all", f"commit {commit()}") if part != "commit ")
+    run = {name: frame[name] for name in ("command", "date", "hardware")} | {"note": note}
+    rows = rows_of(*reports, by_test="--by-test" in words)
+    results = DOCS / "results" / name
+    results.write_text(json.dumps(joined(json.loads(results.read_text()), rows, run), indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
