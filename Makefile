@@ -53,7 +53,8 @@ test-quick: setup
 
 # Ranks are interpreters of their own here, which hash strings each in its way; in `make test` those under torchrun are.
 test-slow: setup
-	NESTREC_RANKS_START=spawn $(PYTEST) -m "slow and not gpu" --timeout 7200 --junit-xml build/test-slow.xml; \
+	NESTREC_RANKS_START=spawn $(PYTEST) -m "slow and not gpu" --timeout 7200 --numprocesses $(WORKERS) $(BY_FILE) \
+		--junit-xml build/test-slow.xml; \
 	status=$$?; $(BIN)/python docs/test_reports.py slow-tests.json build/test-slow.xml && $(BIN)/python docs/result_tables.py; exit $$status
 
 # On a machine with a GPU, in the environment that has a torch for it (`make test-gpu PY=python3`): kernels are compiled
