@@ -98,6 +98,30 @@ class SocketLoad:
         self._close()
         return self._outcome
 
+    def run_in_turn(self, requests: Sequence[bytes]) -> Floats:
+        """Seconds of requests that leave one after the other over one connection, as those of a load do; infinite from
+        the first one that is refused or not answered."""
+        seconds = np.full(len(requests), np.inf)
+        connection = self._opened()
+        connection.socket.settimeout(self._timeout_s)
+        try:
+            for number, request in enumerate(requests):
+                start_s, answer = time.perf_counter(), None
+                connection.socket.sendall(request)
+                while answer is None:
+                    while self._polls and not self._epoll.poll(0):
+                        if time.perf_counter() - start_s > self._timeout_s:
+                            raise TimeoutError
+                    answer = connection.whole_answer()
+                if not answer[0].startswith(b"HTTP/1.1 200"):
+                    break
+                seconds[number] = time.perf_counter() - start_s
+        except (OSError, EOFError):
+            pass
+        finally:
+            self._close()
+        return seconds
+
     def _send(self, number: int, data: bytes) -> None:
         if number >= 0:
             self._outcome.sent_s[number] = time.perf_counter() - self._start_s

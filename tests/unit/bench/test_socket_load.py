@@ -125,3 +125,31 @@ def test_connections_are_used_in_turn():
         first = idle[0].socket.getsockname()
         assert (load.run([0.0], [post("/", b"{}")]).status == 200).all()
     assert asked == [first]
+
+
+@pytest.mark.parametrize("polls", [False, True])
+def test_requests_in_turn_share_a_connection_and_are_timed_each(polls):
+    """A connection of its own for each would be in the time of one alone, and not in that of one of a load."""
+    asked = []
+
+    def answer(connection, number):
+        asked.append((connection.getpeername(), number))
+        reply(connection, body=b"x" * 70_000)
+
+    with serving(answer) as port:
+        seconds = SocketLoad(port, polls=polls).run_in_turn([post("/", b"{}")] * 5)
+    assert np.isfinite(seconds).all()
+    assert len({peer for peer, _ in asked}) == 1
+    assert [number for _, number in asked] == [0, 1, 2, 3, 4]
+
+
+def test_requests_in_turn_end_with_the_first_that_is_not_answered():
+    def answer(connection, number):
+        reply(connection, b"200 OK" if number == 0 else b"503 Service Unavailable")
+
+    with serving(answer) as port:
+        assert np.isfinite(SocketLoad(port).run_in_turn([post("/", b"{}")] * 3)).tolist() == [True, False, False]
+    with serving(lambda *_: False) as port:
+        assert np.isinf(SocketLoad(port).run_in_turn([post("/", b"{}")] * 2)).all()
+    with serving(lambda *_: None) as port:
+        assert np.isinf(SocketLoad(port, polls=True, timeout_s=0.05).run_in_turn([b"x"])).all()
