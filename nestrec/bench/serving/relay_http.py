@@ -55,12 +55,15 @@ def measure_over_http(bench: RelayBench) -> Iterator[dict[str, Any]]:
                         remedy=f"give {len(bench.returning)} of them, or none")  # fmt: skip
     longest = _Longest(bench, sizes[0])
     full: dict[_Size, dict[str, Any]] = {}
+    alone_ms, parts_ms = dict[_Size, float](), dict[_Size, dict[str, float]]()
     if "full" not in modes and bench.slo_ms:  # nothing is to be learned of it
         slo_ms = dict.fromkeys(sizes, bench.slo_ms[0])
         alone_ms = {size: slo_ms[size] / bench.slo_factor for size in sizes}
     else:
         with _Bed(bench, "full", 0.0) as bed:
-            alone_ms = {size: bed.unloaded_ms(*size) for size in sizes}
+            for size in sizes:
+                alone_ms[size] = bed.unloaded_ms(*size)
+                parts_ms[size] = bed.parts_ms()
             slo_ms = {size: bench.slo_ms[0] if bench.slo_ms else bench.slo_factor * alone_ms[size] for size in sizes}
             for size in sizes if "full" in modes else ():  # whoever keeps nothing does not mind who returns
                 start = _BEGIN * bench.instances / alone_ms[size]
@@ -68,7 +71,8 @@ def measure_over_http(bench: RelayBench) -> Iterator[dict[str, Any]]:
             yield from longest.rows(bed, slo_ms[sizes[0]], full.get(sizes[0], {}).get("max_qps", 0.0))
     for size in sizes:
         for returning in bench.returning if "full" in modes else ():
-            yield {**full[size], "returning": returning, "full_p50_ms": round(alone_ms[size], 3), "speedup": 1.0}
+            yield {**full[size], "returning": returning, "full_p50_ms": round(alone_ms[size], 3), "speedup": 1.0,
+                   "alone_parts_ms": parts_ms[size]}  # fmt: skip
     for lengths in mixed if "relay" in modes else ():
         budget_ms = min(slo_ms[lengths, asked] for asked in bench.candidates)
         with _Bed(bench, "relay", budget_ms) as bed:
@@ -150,6 +154,15 @@ class _Bed:
             raise UserError("is not answered by the server", field="history, candidates", value=(lengths, asked),
                             remedy=remedy)  # fmt: skip
         return alone_s * 1e3
+
+    def parts_ms(self) -> dict[str, float]:
+        """Where the time of those requests went (`engine.recent.parts_ms`), medians; `device` is a part of `compute`.
+        What is missing of all is the way over the socket, and the front's reading of a body."""
+        relay = self._get("/v1/live" + ("?slot=0" if self.bench.instances > 1 else ""))["relay"]
+        ranked = [one for one in relay.get("ranking") or relay["retrieval"] if one["kind"] == "rank"][-_ALONE:]
+        parts = [{**one["parts_ms"], "device": 1e3 * one["computed_s"]} for one in ranked]
+        names = dict.fromkeys(name for its in parts for name in its)
+        return {name: round(float(np.median([its[name] for its in parts if name in its])), 3) for name in names}
 
     @property
     def _client(self) -> SocketLoad:

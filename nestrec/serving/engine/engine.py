@@ -315,7 +315,7 @@ class Engine:
             candidates=candidates,
             deadline_s=self.clock.now_s() + timeout_s,
             estimate_s=self.costs.share_s(*work),
-            client=sender.client,
+            sender=sender,
         )
 
     def _key(self, user: str) -> CacheKey:

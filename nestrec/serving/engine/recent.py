@@ -48,6 +48,7 @@ class RecentRequests:
             "came_s": work.arrived_s,
             "ended_s": now_s,
             "computed_s": round(work.computed_s, 6),
+            "parts_ms": parts_ms(work, now_s),
             "prefix": work.source,
             "tokens": work.tokens.length,
             "cached": work.num_cached,
@@ -55,3 +56,21 @@ class RecentRequests:
         }
         self._done.append(one)
         return number
+
+
+def parts_ms(work: Work, ended_s: float) -> dict[str, float]:
+    """Where the time of a request went, but for the wire: `in` from its front, which had read all of it, to the engine,
+    `queue` until its last batch was begun, `launch` until the device had that, `compute` until it was answered (with
+    the batches' work on the device), `back` to the front, as long as the answer before it took. Without what nobody
+    knows."""
+    if not work.launched_s:  # a signal of what was there
+        return {}
+    sender = work.sender
+    parts = {
+        "in": work.arrived_s - sender.began_s if sender.began_s else None,
+        "queue": work.planned_s - work.arrived_s,
+        "launch": work.launched_s - work.planned_s,
+        "compute": ended_s - work.launched_s,
+        "back": sender.back_s or None,
+    }
+    return {name: round(1e3 * seconds, 3) for name, seconds in parts.items() if seconds is not None}

@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from nestrec.serving.client import NOBODY, Sender
 from nestrec.serving.model.forms import Tokens
 from nestrec.serving.model.inputs import Candidates
 from nestrec.serving.prefix.cache import CacheKey
@@ -57,7 +58,7 @@ class Work:
     deadline_s: float
     estimate_s: float
     """device seconds that it was admitted with"""
-    client: str = ""
+    sender: Sender = NOBODY
     """whom it is from"""
     future: "Future[Answer]" = field(default_factory=Future)
     source: Source = "none"
@@ -89,6 +90,10 @@ class Work:
         self.key = replace(self.key, version=version)
         self.source, self.num_cached, self.is_begun, self.num_planned = "none", 0, False, 0
         self.scored.clear()
+
+    @property
+    def client(self) -> str:
+        return self.sender.client
 
     @property
     def is_rank(self) -> bool:

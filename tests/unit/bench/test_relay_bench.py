@@ -196,6 +196,8 @@ def test_an_exported_model_is_measured_over_http_with_its_front_and_router(tmp_p
     assert [row["in_process"] for row in (full, relay)] == [False, False]
     assert min(full["max_qps"], relay["max_qps"]) > 0, (full["tried"], relay["tried"])
     assert (full["history"], full["biases"], full["dtype"]) == ([4, 40], "position+buckets", "float32")
+    assert set(full["alone_parts_ms"]) == {"in", "queue", "launch", "compute", "back", "device"}
+    assert 0.0 < full["alone_parts_ms"]["device"] < full["full_p50_ms"]
     assert full["hit_rate"] == 0.0
     assert full["admitted"] is None
     assert relay["admitted"] is None, "nobody is at risk, so no history was sent ahead"

@@ -50,4 +50,9 @@ def test_the_relay_tells_where_prefixes_were_and_nothing_of_who_asked(service):
     assert first["came_s"] < first["ended_s"] <= second["ended_s"] < 0.0
     assert (first["kind"], first["candidates"], first["signal"]) == ("rank", 2, None)
     assert 0.0 < first["computed_s"] <= first["ended_s"] - first["came_s"] + 1e-6
+    parts = second["parts_ms"]
+    assert set(parts) == {"in", "queue", "launch", "compute", "back"}
+    assert min(parts.values()) >= 0.0
+    inside_ms = sum(parts[name] for name in ("queue", "launch", "compute"))
+    assert inside_ms == pytest.approx(1e3 * (second["ended_s"] - second["came_s"]), abs=0.01)
     assert "someone-secret" not in live.text
