@@ -130,7 +130,9 @@ function showRelay(relay) {
     const busy = Math.max(1.5, Math.min(whole, whole * one.computed_s / Math.max(1e-9, one.ended_s - one.came_s)));
     const tone = signal ? 4 : colour;
     const frame = draw('rect', {class: `outline s${tone}`, x: x(one.came_s), y, width: whole, height: step - 5, rx: 2});
-    frame.append(draw('title', {}, `${took} ms, ${(1e3 * one.computed_s).toFixed(1)} ms on the device, prefix: ${words}`));
+    const parts = Object.entries(one.parts_ms).map(([name, ms]) => `${name} ${ms.toFixed(2)}`).join(', ');
+    frame.append(draw('title', {}, `${took} ms, ${(1e3 * one.computed_s).toFixed(1)} ms on the device, prefix: ${words}`
+      + (parts && `\nparts, ms: ${parts}`)));
     picture.append(frame, draw('rect', {class: signal ? 'outline s4' : `f${tone}`, x: x(one.ended_s) - busy, y, width: busy,
       height: step - 5, rx: 2}));
     picture.append(draw('text', {x: x(one.ended_s) + 5, y: y + 9}, `${took} ms`));
