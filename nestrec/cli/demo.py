@@ -29,6 +29,7 @@ from nestrec.distributed import Topology
 from nestrec.distributed.local_ranks import run_on_ranks
 from nestrec.report import progress_for, write_report
 from nestrec.report.sections.two_schedules import two_schedules
+from nestrec.serving.api.schema import LimitsConfig
 from nestrec.serving.many.ports import free_port
 from nestrec.trace import load_spans
 from nestrec.training.config import RunConfig
@@ -136,7 +137,8 @@ def _request(data: Path) -> dict[str, Any]:
     keys = dataset.items()["item_key"].to_pylist()
     items = [keys[item - 1] for item in rows.lists[schema.ITEM_IDS][0].tolist()]
     history = {"items": items, "times_ms": rows.lists[schema.TIMESTAMPS_MS][0].tolist()}
-    return {"user": dataset.user_keys(np.array([0]))[0], "history": history, "k": 5}
+    most_ms = LimitsConfig().max_timeout_ms  # a machine that is busy with others may need more than the default
+    return {"user": dataset.user_keys(np.array([0]))[0], "history": history, "k": 5, "timeout_ms": most_ms}
 
 
 def _wait_until_ready(server: "subprocess.Popen[bytes]", address: str) -> None:
@@ -154,5 +156,10 @@ def _wait_until_ready(server: "subprocess.Popen[bytes]", address: str) -> None:
 
 def _post(url: str, body: dict[str, Any]) -> dict[str, Any]:
     headers = {"content-type": "application/json"}
-    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=30) as answer:
-        return dict(json.load(answer))
+    try:
+        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return dict(json.load(answer))
+    except OSError as error:  # an answer that is none, or none in time
+        remedy = "run the same command once more: what is trained and exported is kept"
+        raise UserError(f"was not answered: {error}", field="POST", value=url, remedy=remedy) from None

@@ -1,11 +1,15 @@
 """The demo: trained on two ranks, compared, exported and served, by the commands that anyone would use."""
 
+import socket
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from nestrec.base.errors import UserError
 from nestrec.cli.app import app
+from nestrec.cli.demo import _post
 from nestrec.report.evaluations import ratio_to_best
 from nestrec.report.run_folder import headline_evaluation, load_run
 
@@ -50,3 +54,22 @@ def test_at_full_size_the_model_is_half_again_as_good_as_the_best_baseline(demo:
     assert record is not None
     assert record["part"] == "test"
     assert ratio_to_best(record["metrics"], "model", "ndcg@10") >= 1.5
+
+
+def test_a_server_that_gives_no_answer_is_an_error_that_says_what_to_do() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+
+        def refuse() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(
+                    b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+                )
+
+        thread = threading.Thread(target=refuse)
+        thread.start()
+        with pytest.raises(UserError, match=r"503[\s\S]*once more"):
+            _post(f"http://127.0.0.1:{port}/v1/recommend", {})
+        thread.join()
