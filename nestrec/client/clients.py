@@ -9,7 +9,7 @@ from typing import Any, Self, cast
 import httpx
 
 from nestrec.client.attempts import Attempts, BusyError
-from nestrec.client.questions import Category, Id, ServerQuestion, Unknown, UserHistory, asked, forgotten, told
+from nestrec.client.questions import Id, ServerQuestion, Unknown, UserHistory, Value, asked, forgotten, told
 from nestrec.serving.api.answers import EventsAnswer, ModelsAnswer, PreinferAnswer, RankAnswer, RecommendAnswer
 
 
@@ -35,7 +35,7 @@ class Client:
         *,
         history: UserHistory | None = None,
         prefer_kept: bool | None = None,
-        user_features: Mapping[str, Category] | None = None,
+        user_features: Mapping[str, Value] | None = None,
         now_ms: int | None = None,
         unknown: Unknown | None = None,
         num_candidates: int | None = None,
@@ -63,9 +63,9 @@ class Client:
         *,
         history: UserHistory | None = None,
         prefer_kept: bool | None = None,
-        user_features: Mapping[str, Category] | None = None,
-        context: Mapping[str, Category] | None = None,
-        candidate_features: Mapping[str, Sequence[Category] | Category] | None = None,
+        user_features: Mapping[str, Value] | None = None,
+        context: Mapping[str, Value] | None = None,
+        candidate_features: Mapping[str, Sequence[Value] | Value] | None = None,
         now_ms: int | None = None,
         unknown: Unknown | None = None,
         deadline_s: float | None = None,
@@ -95,9 +95,9 @@ class Client:
         exclude_seen: bool | None = None,
         exclude: Sequence[Id] | None = None,
         allow: Sequence[Id] | None = None,
-        user_features: Mapping[str, Category] | None = None,
-        context: Mapping[str, Category] | None = None,
-        candidate_features: Mapping[str, Category] | None = None,
+        user_features: Mapping[str, Value] | None = None,
+        context: Mapping[str, Value] | None = None,
+        candidate_features: Mapping[str, Value] | None = None,
         now_ms: int | None = None,
         unknown: Unknown | None = None,
         deadline_s: float | None = None,
@@ -204,7 +204,7 @@ class AsyncClient:
         *,
         history: UserHistory | None = None,
         prefer_kept: bool | None = None,
-        user_features: Mapping[str, Category] | None = None,
+        user_features: Mapping[str, Value] | None = None,
         now_ms: int | None = None,
         unknown: Unknown | None = None,
         num_candidates: int | None = None,
@@ -232,9 +232,9 @@ class AsyncClient:
         *,
         history: UserHistory | None = None,
         prefer_kept: bool | None = None,
-        user_features: Mapping[str, Category] | None = None,
-        context: Mapping[str, Category] | None = None,
-        candidate_features: Mapping[str, Sequence[Category] | Category] | None = None,
+        user_features: Mapping[str, Value] | None = None,
+        context: Mapping[str, Value] | None = None,
+        candidate_features: Mapping[str, Sequence[Value] | Value] | None = None,
         now_ms: int | None = None,
         unknown: Unknown | None = None,
         deadline_s: float | None = None,
@@ -264,9 +264,9 @@ class AsyncClient:
         exclude_seen: bool | None = None,
         exclude: Sequence[Id] | None = None,
         allow: Sequence[Id] | None = None,
-        user_features: Mapping[str, Category] | None = None,
-        context: Mapping[str, Category] | None = None,
-        candidate_features: Mapping[str, Category] | None = None,
+        user_features: Mapping[str, Value] | None = None,
+        context: Mapping[str, Value] | None = None,
+        candidate_features: Mapping[str, Value] | None = None,
         now_ms: int | None = None,
         unknown: Unknown | None = None,
         deadline_s: float | None = None,

@@ -7,7 +7,9 @@ from typing import Any, Literal, TypedDict
 from urllib.parse import quote
 
 Id = str | int
-Category = str | int | None
+Category = str | int | float | None
+Value = Category | Sequence[Category]
+"""what the log has of a feature: a category, a number, a text, a list of categories, or the numbers of a vector"""
 Unknown = Literal["last", "score", "drop", "refuse"]
 _LONGEST_MS = 10_000
 """deadline that a server takes by default"""
@@ -22,8 +24,8 @@ class UserHistory(TypedDict, total=False):
     """Unix milliseconds of each event"""
     actions: Sequence[int | str | Sequence[str] | None]
     """what the user did at each event"""
-    features: Mapping[str, Sequence[Category]]
-    """by name of a category, a value an event"""
+    features: Mapping[str, Sequence[Value]]
+    """by name of a feature, a value an event"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nestrec.base.errors import UserError
-from nestrec.serving.api.requests import Category, HistoryFields, ItemId, Moment, RankRequest
+from nestrec.serving.api.requests import HistoryFields, ItemId, Moment, RankRequest, Value
 from nestrec.serving.api.schema import BadRequestError, LimitsConfig
 from nestrec.serving.api.shapes import reader
 
@@ -28,8 +28,8 @@ class _Given:
 
     history: HistoryFields
     candidates: list[ItemId]
-    context: Mapping[str, Category] | None = None
-    user_features: Mapping[str, Category] | None = None
+    context: Mapping[str, Value] | None = None
+    user_features: Mapping[str, Value] | None = None
     now_ms: Moment | None = None
 
 

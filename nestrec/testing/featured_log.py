@@ -15,6 +15,8 @@ _START_MS = 1_700_000_000_000
 ITEM_FEATURES = ("brand", "tags", "price", "title_bag", "picture")
 EVENT_FEATURES = ("device", "place", "query")
 USER_FEATURES = ("country", "age", "languages")
+MORE_OF_EVENTS, MORE_OF_USERS = ("filters",), ("taste",)
+"""a list of each event, a vector of each user"""
 
 
 def write_featured_log(folder: Path, *, seed: int = 0) -> Path:
@@ -28,6 +30,8 @@ def write_featured_log(folder: Path, *, seed: int = 0) -> Path:
     vectors = np.random.default_rng(seed).normal(size=(len(names), 3)).astype(np.float32)
     np.save(folder / "pictures.npy", vectors)
     (folder / "ids.txt").write_text("\n".join(names) + "\n")
+    np.save(folder / "tastes.npy", np.random.default_rng(seed + 1).normal(size=(NUM_USERS, 5)).astype(np.float32))
+    (folder / "user_ids.txt").write_text("".join(f"u{user}\n" for user in range(NUM_USERS)))
     prepare("log", folder / "log.csv", folder / "data", **_options(folder))
     return folder / "data"
 
@@ -61,6 +65,7 @@ def _events(user: int, draw: random.Random) -> list[dict[str, Any]]:
             "device": draw.choice(["phone", "tv", "web"]),
             "place": draw.choice(["", str(draw.randrange(20))]),
             "query": draw.choice(["red shoe", "", "blue shoe"]),
+            "filters": "|".join(f"f{(user + place + k) % 5}" for k in range((user + place) % 4)),
             "clicked": draw.randrange(2),
             "bought": int(draw.random() < 0.2),
         }
@@ -78,6 +83,8 @@ def _options(folder: Path) -> dict[str, Any]:
             "numbers": ("place",),
             "transforms": {"place": "standard"},
             "texts": ("query",),
+            "lists": ("filters",),
+            "list_separator": "|",
         },
         "items": str(folder / "items.csv"),
         "item_columns": {
@@ -89,6 +96,7 @@ def _options(folder: Path) -> dict[str, Any]:
             "texts": ("title",),
         },
         "item_vectors": {"picture": f"{folder / 'pictures.npy'}:{folder / 'ids.txt'}"},
+        "user_vectors": {"taste": f"{folder / 'tastes.npy'}:{folder / 'user_ids.txt'}"},
         "users": str(folder / "users.csv"),
         "user_columns": {
             "categories": ("country",),

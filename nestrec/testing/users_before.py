@@ -12,7 +12,7 @@ from nestrec.serving.model.spec import ColumnSpec
 from nestrec.serving.model.tables import ResidentTable
 
 FEATURES = ("country", "age", "city")
-"""of users: an odd number of tokens, one of them a number"""
+"""of users: an odd number of tokens; a list, a number and a vector"""
 
 
 def with_users_before(make_model: Callable[..., Servable]) -> Callable[..., Servable]:
@@ -24,8 +24,11 @@ def with_users_before(make_model: Callable[..., Servable]) -> Callable[..., Serv
         task = replace(task, inputs=replace(task.inputs, user_features=FEATURES, user_tokens="prefix"))
         if hasattr(task, "head"):
             task = replace(task, head=replace(task.head, interactions=True))
-        columns = [ColumnSpec(name=f"user_{name}", keys=("a", "b"), num_rows=3) for name in FEATURES]
-        columns[1] = ColumnSpec(name="user_age", keys=None, num_rows=0, kind="number", width=2)
+        columns = [
+            ColumnSpec(name="user_country", keys=("a", "b"), num_rows=3, kind="categories", pooling="mean", most_ids=3),
+            ColumnSpec(name="user_age", keys=None, num_rows=0, kind="number", width=2),
+            ColumnSpec(name="user_city", keys=None, num_rows=0, kind="vector", width=5),
+        ]
         spec = replace(servable.spec, task=task, columns=(*servable.spec.columns, *columns))
         tables = {c.name: torch.randn(3, encoder.dim) * 0.05 for c in columns if c.has_table}
         served = {name: ResidentTable(rows.to(servable.device, servable.dtype)) for name, rows in tables.items()}

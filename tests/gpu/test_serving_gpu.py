@@ -46,7 +46,7 @@ def scores_of(encoder, device, dtype, tiers=TIERS, *, make_model=random_ranking,
     cfg = EngineConfig(tiers=tiers, max_queue_s=1e9, trigger=trigger, max_batch_tokens=1024, prefix_dtype=prefix_dtype)
     engine = Engine(make_form(make_model(encoder, device=device, dtype=dtype)), cfg)
     assert isinstance(engine._runner, Runner) == (device == "cpu")
-    works, users = [], [column.name for column in engine.form.servable.prefix_columns]
+    works, users = [], [field for column in engine.form.servable.prefix_columns for field in column.fields]
     for user in range(16):
         count, of_user = int(rng.integers(100, 512)), dict.fromkeys(users, user % 3)
         history = History(

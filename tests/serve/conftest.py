@@ -1,33 +1,15 @@
 """Trained and exported models, shared by the tests of serving."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from small_recipes import LENGTH, ranking_recipe
+from small_recipes import LENGTH, Exported, ranking_recipe, train_and_export
 
 from nestrec.data.synthetic.logs import generate, preset
-from nestrec.distributed import Topology
-from nestrec.serving.model.export import export_run
 from nestrec.tasks.table_options import TableOptions
-from nestrec.training.config import DataConfig, RunConfig, TrainingConfig
+from nestrec.training.config import DataConfig
 from nestrec.training.recipes import recipe
-from nestrec.training.trainer import Trainer
-
-
-@dataclass(frozen=True)
-class Exported:
-    trainer: Trainer
-    run: Path
-    folder: Path
-
-
-def train_and_export(cfg: RunConfig, root: Path) -> Exported:
-    cfg = replace(cfg, training=TrainingConfig(epochs=1, max_steps=12, evaluate_every_epochs=0))
-    trainer = Trainer(cfg, root / "run", Topology.from_environment("cpu"))
-    trainer.train()
-    export_run(root / "run", root / "model")
-    return Exported(trainer, root / "run", root / "model")
 
 
 @pytest.fixture(scope="session")

@@ -1,13 +1,17 @@
 """Small runs that tests of serving train."""
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nestrec.data.batches import BatchConfig
 from nestrec.data.samples.ranking import RankingInputConfig
 from nestrec.data.samples.split import SplitConfig
+from nestrec.distributed import Topology
 from nestrec.models import HSTUConfig
+from nestrec.serving.model.export import export_run
 from nestrec.tasks.ranking import RankingTaskConfig
-from nestrec.training.config import DataConfig, RunConfig
+from nestrec.training.config import DataConfig, RunConfig, TrainingConfig
+from nestrec.training.trainer import Trainer
 
 LENGTH = 32
 
@@ -24,3 +28,18 @@ def ranking_recipe(folder: Path) -> RunConfig:
     return RunConfig(
         name="small_ranking", task=task, data=DataConfig(folder=str(folder)), batch=BatchConfig(batch_samples=64)
     )
+
+
+@dataclass(frozen=True)
+class Exported:
+    trainer: Trainer
+    run: Path
+    folder: Path
+
+
+def train_and_export(cfg: RunConfig, root: Path) -> Exported:
+    cfg = replace(cfg, training=TrainingConfig(epochs=1, max_steps=12, evaluate_every_epochs=0))
+    trainer = Trainer(cfg, root / "run", Topology.from_environment("cpu"))
+    trainer.train()
+    export_run(root / "run", root / "model")
+    return Exported(trainer, root / "run", root / "model")

@@ -1,6 +1,7 @@
 """Features reach exports and servers: scores are those of the trained model, new items are known by what they are."""
 
 import asyncio
+import csv
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,13 +21,23 @@ from nestrec.library.asking import asked_request
 from nestrec.serving.api.app import App
 from nestrec.serving.api.notes import Notes
 from nestrec.serving.api.reading import Reader
-from nestrec.serving.api.schema import LimitsConfig
+from nestrec.serving.api.schema import BadRequestError, LimitsConfig
+from nestrec.serving.client import NOBODY
 from nestrec.serving.engine.user_queries import user_queries
+from nestrec.serving.fronts.layouts import Asking
 from nestrec.serving.model.export import export_run
+from nestrec.serving.model.inputs import Candidates, History
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.new_items import Growth, NewItem
 from nestrec.serving.service import Service, ServiceConfig
-from nestrec.testing.featured_log import ITEM_FEATURES, write_featured_log
+from nestrec.testing.featured_log import (
+    EVENT_FEATURES,
+    ITEM_FEATURES,
+    MORE_OF_EVENTS,
+    MORE_OF_USERS,
+    USER_FEATURES,
+    write_featured_log,
+)
 from nestrec.training.recipes import recipe
 from nestrec.training.trainer import Trainer
 
@@ -55,8 +66,13 @@ ROLES = {
     "ranking": ("ranking", {"task.encoder.max_length": "16", "task.inputs.max_events": "8"}),
 }
 PREFIX = {"task.inputs.user_tokens": "prefix", "task.encoder.attention.window": "4"}
+OF_EVENTS, OF_USERS = (*EVENT_FEATURES, *MORE_OF_EVENTS), (*USER_FEATURES, *MORE_OF_USERS)
+EVERY_KIND = {"task.inputs.event_features": ",".join(OF_EVENTS), "task.inputs.user_features": ",".join(OF_USERS)}
 VARIANTS = {
-    "retrieval, prefix": ("demo", {**ROLES["retrieval"][1], **PREFIX}),
+    "retrieval, prefix": (
+        "demo",
+        {**ROLES["retrieval"][1], **PREFIX, **EVERY_KIND, "task.inputs.context": ",".join(OF_EVENTS)},
+    ),
     # An odd number of tokens before the two of each event, and features whose products the head reads.
     "ranking, prefix": (
         "ranking",
@@ -64,10 +80,17 @@ VARIANTS = {
     ),
     "ranking, dlrm": (
         "ranking",
-        {**ROLES["ranking"][1], "task.head.interactions": "true", "task.encoder.num_layers": "0"},
+        {
+            **ROLES["ranking"][1],
+            **EVERY_KIND,
+            "task.head.interactions": "true",
+            "task.encoder.num_layers": "0",
+            "tables.filters.pooling": "sum",
+        },
     ),
+    "ranking, every kind": ("ranking", {**ROLES["ranking"][1], **EVERY_KIND, "tables.query.dim": "4"}),
 }
-"""Ways in which a model reads the same; the last is a DLRM with pooled bags."""
+"""Ways in which a model reads the same; one is a DLRM with pooled bags."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +105,7 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Runs:
-    """A run of each role and its export. Of events and users, servers take categories and numbers; of items, all."""
+    """A run of each role and its export."""
     log = tmp_path_factory.mktemp("featured")
     made = Runs(log, write_featured_log(log), {})
     for role, (name, more) in (ROLES | VARIANTS).items():
@@ -93,9 +116,15 @@ def runs(tmp_path_factory) -> Runs:
     return made
 
 
-def request_of(dataset: Dataset, user: int, length: int) -> tuple[dict, dict, str]:
+def request_of(runs: Runs, user: int, length: int) -> tuple[dict, dict, str]:
     """The first events of a user as a request tells them, the context of the next one, and its item."""
-    rows = dataset.rows(np.array([user]))
+    dataset = Dataset.open(runs.data)
+    rows, key = dataset.rows(np.array([user])), dataset.user_keys(np.array([user]))[0]
+    with (runs.log / "log.csv").open() as log, (runs.log / "users.csv").open() as users:
+        raw = sorted((row for row in csv.DictReader(log) if row["user"] == key), key=lambda row: int(row["at"]))
+        of_user = next(row for row in csv.DictReader(users) if row["user"] == key)
+    lists = [row["filters"].split("|") if row["filters"] else None for row in raw]
+    queries = [row["query"] for row in raw]
     keys = dataset.items()["item_key"].to_pylist()
     devices = [None, *dataset.vocabulary("event_device")["key"].to_pylist()]
     countries = [None, *dataset.vocabulary("user_country")["key"].to_pylist()]
@@ -106,29 +135,39 @@ def request_of(dataset: Dataset, user: int, length: int) -> tuple[dict, dict, st
         "items": [keys[i - 1] for i in of["item_ids"][:length]],
         "times_ms": of["timestamps_ms"][:length],
         "actions": of["actions"][:length].astype(int).tolist(),
-        "features": {"device": named[:length], "place": places[:length]},
+        "features": {
+            "device": named[:length],
+            "place": places[:length],
+            "query": queries[:length],
+            "filters": lists[:length],
+        },
         "user_features": {
             "country": countries[int(rows.scalars["user_country"][0])],
             "age": float(rows.scalars["user_age"][0]),
+            "languages": of_user["languages"].split("|") if of_user["languages"] else [],
+            "taste": np.load(runs.log / "tastes.npy")[int(key[1:])].tolist(),
         },
         "now_ms": int(of["timestamps_ms"][length]),
     }
-    return history, {"device": named[length], "place": places[length]}, keys[of["item_ids"][length] - 1]
+    context = {"device": named[length], "place": places[length], "query": queries[length], "filters": lists[length]}
+    return history, context, keys[of["item_ids"][length] - 1]
 
 
-def known_to(task, history: dict) -> dict:
-    """What a request tells a model that reads some of the features of users."""
-    told = {name: history["user_features"][name] for name in task.inputs.user_features}
-    return {**history, "user_features": told}
+def known_to(task, history: dict, context: dict) -> tuple[dict, dict]:
+    """What a request tells a model that reads some of the features."""
+    of_user = {name: history["user_features"][name] for name in task.inputs.user_features}
+    of_events = {name: history["features"][name] for name in task.inputs.event_features}
+    asked = {name: context[name] for name in task.inputs.event_features}
+    return {**history, "user_features": of_user, "features": of_events}, asked
 
 
-@pytest.mark.parametrize("role", ["ranking", "ranking, prefix", "ranking, dlrm"])
+@pytest.mark.parametrize("role", ["ranking", "ranking, prefix", "ranking, dlrm", "ranking, every kind"])
 def test_served_scores_of_ranking_are_those_of_the_model_that_was_trained(runs, role):
-    trainer, served, dataset = runs.trainers[role], nestrec.load(runs.folder(role)), Dataset.open(runs.data)
+    trainer, served = runs.trainers[role], nestrec.load(runs.folder(role))
     task = trainer.session.task
     for user, length in ((3, 4), (8, 5), (7, 0)):
-        history, context, item = request_of(dataset, user, length)
-        history = known_to(task.cfg, history)
+        history, context, item = request_of(runs, user, length)
+        history, context = known_to(task.cfg, history, context)
         batch = task._inputs.slices(task._inputs.read(np.array([user])), np.array([0]), np.array([length + 1]), epoch=0)
         offline = task._logits(trainer.session.engine, batch)[-1]
         found = served.rank(history, [item], context=context).scores
@@ -150,7 +189,8 @@ def test_served_scores_of_retrieval_are_those_of_the_model_that_was_trained(runs
         user, length = int(queries.users[query]), int(queries.target_at[query])
         states = task.side.states(engine, queries.assemble(np.array([query])))
         offline = (compared @ states[-1].double()).numpy()
-        history, context, _ = request_of(dataset, user, length)
+        history, context, _ = request_of(runs, user, length)
+        history, context = known_to(task.cfg, history, context)
         keys = dataset.items()["item_key"].to_pylist()
         found = served.rank(history, keys, context=context).scores["score"]
         np.testing.assert_allclose(found, offline, rtol=1e-4, atol=1e-4)
@@ -169,8 +209,8 @@ def test_what_is_kept_behind_tokens_of_users_is_of_no_use_once_these_have_change
     servable, oracle = Servable.load(runs.folder(role)), nestrec.load(runs.folder(role))
     engine = replace(SERVICE.engine, max_batch_tokens=4)
     service = Service({servable.serving.role: servable}, replace(SERVICE, engine=engine))
-    history, context, _ = request_of(Dataset.open(runs.data), 8, 6)
-    history = known_to(servable.spec.task, history)
+    history, context, _ = request_of(runs, 8, 6)
+    history, context = known_to(servable.spec.task, history, context)
     moved = {**history, "user_features": {**history["user_features"], "country": "SE"}}
     assert moved != history
     shorter = {**history, **{name: history[name][:4] for name in ("items", "times_ms", "actions")}}
@@ -207,6 +247,61 @@ def test_what_is_kept_behind_tokens_of_users_is_of_no_use_once_these_have_change
             np.testing.assert_allclose(scores, expected[name], rtol=1e-5, atol=1e-5)
     before, after = (np.array(list(answer["scores"].values())) for answer in answers[1:3])
     assert np.abs(before - after).max() > 1e-6, "the country says something"
+
+
+def test_lists_texts_and_vectors_that_a_model_cannot_read_are_refused_by_name(runs):
+    servable = Servable.load(runs.folder("ranking, every kind"))
+    history, context, item = request_of(runs, 8, 4)
+
+    def read(**changes) -> tuple[History, Notes]:
+        told = {**history, "user_features": {**history["user_features"], **changes.pop("user", {})}}
+        told["features"] = {**history["features"], **changes.pop("events", {})}
+        notes = Notes()
+        request = asked_request(told, [item], {**context, **changes})
+        reader = Reader(servable, LimitsConfig(), notes)
+        reader.candidate_features(request, 1)
+        return reader.user(request).history, notes
+
+    for changes, field, said in (
+        ({"user": {"languages": ["no"] * 33}}, "user_features.languages", "at most 32 values"),
+        ({"user": {"taste": [1.0, 2.0]}}, "user_features.taste", "a list of 5 numbers"),
+        ({"user": {"taste": [1.0, 2.0, 3.0, 4.0, "x"]}}, "user_features.taste", "a list of 5 numbers"),
+        ({"user": {"country": ["NO", "SE"]}}, "user_features.country", "must be one value"),
+        ({"query": 7}, "context.query", "must be text"),
+        ({"device": ["tv"]}, "context.device", "must be one value"),
+        ({"events": {"query": ["red", 3, None, "blue"]}}, "history.features.query", "must be text"),
+        ({"events": {"filters": [["f1"]] * 3}}, "history.features.filters", "must have 4 values"),
+    ):
+        with pytest.raises(BadRequestError, match=said) as refused:
+            read(**changes)
+        assert refused.value.field == field
+    found, notes = read(
+        user={"languages": ["en", "klingon", "no"], "taste": None}, events={"filters": ["f1", None, [], ["f2"]]}
+    )
+    known = servable.column_ids["user_languages"]
+    assert [found.asked[f"user_languages/{place}"] for place in range(3)] == [known["en"], known["no"], 0]
+    assert notes.said()["unknown"][0]["ids"] == ["klingon"]
+    assert [found.asked[f"user_taste/{place}"] for place in range(5)] == [0] * 5
+    filters = servable.column_ids["event_filters"]
+    assert found.features["event_filters/0"].tolist() == [filters["f1"], 0, 0, filters["f2"]]
+
+
+def test_what_a_front_reads_of_every_kind_is_what_the_engine_gets(runs):
+    servable = Servable.load(runs.folder("ranking, every kind"))
+    history, context, item = request_of(runs, 8, 4)
+    reader = Reader(servable, LimitsConfig(), Notes())
+    request = asked_request(history, [item], context)
+    asked, features = reader.user(request), reader.candidate_features(request, 1)
+    candidates = Candidates(items=servable.ids_of([item]), now_ms=asked.now_ms, features=features)
+    asking = Asking(
+        fleet=1, by="name", user="u", sender=NOBODY, timeout_s=1.0, history=asked.history, candidates=candidates
+    )
+    again = Asking.unpacked(asking.packed())
+    assert set(again.history.features) == set(servable.given_fields)
+    for name, values in asked.history.features.items():
+        assert np.array_equal(again.history.features[name], values)
+        assert np.array_equal(again.candidates.features[name], features[name])
+    assert again.history.asked == asked.history.asked
 
 
 def test_a_new_item_has_its_features_apart_where_a_head_reads_their_products(runs):

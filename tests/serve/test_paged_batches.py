@@ -11,7 +11,7 @@ from nestrec.models.reach import AttentionReach
 from nestrec.ops.registry import IS_INTERPRETED
 from nestrec.serving.engine.runner import Part, Runner, found_by_states
 from nestrec.serving.model.forms import make_form
-from nestrec.serving.model.inputs import Candidates, History
+from nestrec.serving.model.inputs import Candidates, History, number_bits
 from nestrec.serving.model.random_model import random_ranking, random_retrieval
 from nestrec.serving.model.row_sources import DramRows
 from nestrec.serving.model.tables import CachedTable
@@ -29,7 +29,11 @@ SHAPES = [(0, 40, 3), (128, 150, 5), (20, 20, 0), (0, 130, 0), (64, 64, 7)]
 
 def make_parts(form, rng, shapes):
     parts, page, before = [], 0, len(form.servable.prefix_columns)
-    of_user = {column.name: 1 + place % 2 for place, column in enumerate(form.servable.prefix_columns)}
+    of_user = {
+        field: 1 + place % 2 if column.has_table else int(number_bits(rng.normal(size=1).astype(np.float32))[0])
+        for column in form.servable.prefix_columns
+        for place, field in enumerate(column.fields)
+    }
     for first, end, asked in shapes:
         count = (end - before) // form.tokens_an_event
         history = History(

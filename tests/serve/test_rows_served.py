@@ -4,8 +4,8 @@ import json
 
 import numpy as np
 import pytest
-from conftest import train_and_export
 from server_process import exchange, post, running_server, status_of
+from small_recipes import train_and_export
 
 from nestrec.base.errors import UserError
 from nestrec.data.formats.criteo import CATEGORY_NAMES, DENSE_NAMES

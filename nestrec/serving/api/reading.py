@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from nestrec.data.formats.criteo import category_keys
 from nestrec.serving.api.notes import Notes
-from nestrec.serving.api.requests import Action, Category, HistoryFields, ItemId
+from nestrec.serving.api.requests import Action, Category, HistoryFields, ItemId, Value
 from nestrec.serving.api.schema import BadRequestError, LimitsConfig, parse_user
-from nestrec.serving.model.inputs import History, buckets_of, number_bits
+from nestrec.serving.model.inputs import History, buckets_of, number_bits, packed_ids
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.spec import ColumnSpec
 from nestrec.serving.plain_list import PlainList, types_of
@@ -37,7 +37,7 @@ class AboutUser(Protocol):
     @property
     def history(self) -> HistoryFields | None: ...
     @property
-    def user_features(self) -> Mapping[str, Category] | None: ...
+    def user_features(self) -> Mapping[str, Value] | None: ...
     @property
     def now_ms(self) -> int | None: ...
     @property
@@ -48,9 +48,9 @@ class AboutCandidates(Protocol):
     """What requests tell of candidates."""
 
     @property
-    def user_features(self) -> Mapping[str, Category] | None: ...
+    def user_features(self) -> Mapping[str, Value] | None: ...
     @property
-    def context(self) -> Mapping[str, Category] | None: ...
+    def context(self) -> Mapping[str, Value] | None: ...
     @property
     def candidate_features(self) -> Mapping[str, Any] | None: ...
 
@@ -99,7 +99,7 @@ class Reader:
         seen = history.items
         if not len(history) and self.servable.reads_items:
             history = self._default_events(is_told=given.items is not None and not len(given.items), now_ms=now_ms)
-        of_user = self._user_categories(request.user_features, len(history) + 1)
+        of_user = self._user_values(request.user_features, len(history) + 1)
         if of_user:
             of_events = {name: values[:-1] for name, values in of_user.items()}
             history = replace(history, features={**history.features, **of_events})
@@ -113,9 +113,9 @@ class Reader:
         return self._events(given, self.items(given.items or [], "history.items"), now_ms)
 
     def candidate_features(self, request: AboutCandidates, count: int) -> Features:
-        """Categories of so many candidates, in the model's ids."""
+        """Features of so many candidates, in the model's ids."""
         given, context = request.candidate_features or {}, request.context or {}
-        found = {}
+        found: Features = {}
         for name, column in self.servable.event_features.items():
             field, value = f"candidate_features.{name}", given.get(name)
             if name in context:
@@ -124,17 +124,18 @@ class Reader:
                 field, value = f"context.{name}", context[name]
             elif name not in given:
                 value = self._default_category(name, self._defaults.features, field)
-            found[column.name] = self._categories(value, count, column, field)
-        return found | self._user_categories(request.user_features, count)
+            found |= self._values(value, count, column, field, is_each=_is_each(request, name, value))
+        return found | self._user_values(request.user_features, count)
 
     def _asked_for(self, request: AboutUser) -> dict[str, int]:
         """What histories read of the event that is asked for."""
         given = {**(getattr(request, "candidate_features", None) or {}), **(getattr(request, "context", None) or {})}
-        found = {}
+        found: dict[str, int] = {}
         for name in self.servable.context_features:
             field, column = f"context.{name}", self.servable.event_features[name]
             value = given[name] if name in given else self._default_category(name, self._defaults.features, field)
-            found[column.name] = int(self._categories(value, 1, column, field)[0])
+            values = self._values(value, 1, column, field, is_each=_is_each(request, name, value))
+            found |= {its: int(one[0]) for its, one in values.items()}
         return found
 
     def items(self, keys: Sequence[ItemId], field: str) -> Ids:
@@ -149,7 +150,7 @@ class Reader:
             items=items,
             times_ms=self._times(given.times_ms, len(items), now_ms),
             actions=self._actions(given.actions, len(items)),
-            features=self._event_categories(given.features or {}, len(items)),
+            features=self._event_values(given.features or {}, len(items)),
         )
 
     def _known_events(self, given: HistoryFields, now_ms: int) -> History:
@@ -220,22 +221,23 @@ class Reader:
             raise BadRequestError(f"must be names of actions, lists of them, or sums of their bits: {names}", field)
         return actions
 
-    def _event_categories(self, given: Mapping[str, list[Category] | None], count: int) -> Features:
-        found = {}
+    def _event_values(self, given: Mapping[str, list[Value] | None], count: int) -> Features:
+        found: Features = {}
         for name, column in self.servable.event_features.items():
             field, value = f"history.features.{name}", given.get(name)
             default = self._default_category(name, self._defaults.features, field) if value is None and count else None
-            found[column.name] = self._categories(default if value is None else value, count, column, field)
+            is_each = value is not None
+            found |= self._values(value if is_each else default, count, column, field, is_each=is_each)
         return found
 
-    def _user_categories(self, given: Mapping[str, Category] | None, count: int) -> Features:
-        found = {}
+    def _user_values(self, given: Mapping[str, Value] | None, count: int) -> Features:
+        found: Features = {}
         for name, column in self.servable.user_features.items():
             field, is_given = f"user_features.{name}", given is not None and name in given
             value = given[name] if given is not None and is_given else None
             if not is_given:
                 value = self._default_category(name, self._defaults.user_features, field)
-            found[column.name] = self._categories(value, count, column, field)
+            found |= self._values(value, count, column, field, is_each=False)
         return found
 
     def _default_category(self, name: str, defaults: Mapping[str, str | None], field: str) -> str | None:
@@ -243,6 +245,49 @@ class Reader:
             raise BadRequestError(_NEEDED, field)
         self.notes.add_default(field, defaults[name])
         return defaults[name]
+
+    def _values(self, given: Any, count: int, column: ColumnSpec, field: str, *, is_each: bool) -> Features:
+        """What histories and candidates hold of a column. is_each: a value for each of so many, else one for all."""
+        if not column.has_several:
+            if isinstance(given, list | PlainList) and not is_each:
+                raise BadRequestError("must be one value", field)
+            return {column.name: self._categories(given, count, column, field)}
+        values = list(given) if is_each else [given]
+        if is_each:
+            _check_count(values, count, field)
+        several = self._several(values, column, field)
+        if not is_each:
+            several = np.broadcast_to(several, (count, several.shape[1]))
+        return dict(zip(column.fields, np.ascontiguousarray(several.T), strict=True))
+
+    def _several(self, values: Sequence[Any], column: ColumnSpec, field: str) -> Ids:
+        """(values, fields of the column) of lists of categories, texts or vectors; nothing of a null."""
+        match column.kind:
+            case "vector":
+                return number_bits(self._vectors(values, column.width, field))
+            case "bag":
+                if not all(value is None or isinstance(value, str) for value in values):
+                    raise BadRequestError("must be text or null", field)
+                return packed_ids(*column.transform.bags(pa.array(values, pa.string())), column.most_ids)
+        lists = [[] if value is None else value if isinstance(value, list) else [value] for value in values]
+        counts = np.fromiter(map(len, lists), np.int64, len(lists))
+        if counts.max(initial=0) > column.most_ids:
+            raise BadRequestError(f"must have at most {column.most_ids} values", field)
+        listed = [*itertools.chain.from_iterable(lists)]
+        ids = self._categories(listed, len(listed), column, field)
+        known = np.bincount(np.repeat(np.arange(len(lists)), counts)[ids > 0], minlength=len(lists))
+        return packed_ids(ids[ids > 0], known, column.most_ids)
+
+    def _vectors(self, values: Sequence[Any], width: int, field: str) -> NDArray[np.float32]:
+        found = np.zeros((len(values), width), np.float32)
+        for place, value in enumerate(values):
+            if value is None:
+                continue
+            is_fit = isinstance(value, list) and len(value) == width and not types_of(value) - {int, float}
+            if not is_fit or not np.isfinite(numbers := np.array(value, np.float64)).all():
+                raise BadRequestError(f"must be a list of {width} numbers, or null", field)
+            found[place] = numbers
+        return found
 
     def _categories(
         self, given: PlainList | list[Category] | Category, count: int, column: ColumnSpec, field: str
@@ -297,6 +342,12 @@ class Reader:
             return np.array([np.nan if value is None else float(value) for value in values])
         except ValueError:
             raise BadRequestError("must be numbers", field) from None
+
+
+def _is_each(request: Any, name: str, value: Any) -> bool:
+    """A list of what is told of candidates, and not a list that is one value for all of them."""
+    is_of_candidates = hasattr(request, "candidates") and name not in (request.context or {})
+    return is_of_candidates and isinstance(value, list | PlainList)
 
 
 def unknown_of(keys: Sequence[ItemId], ids: Ids) -> list[ItemId]:

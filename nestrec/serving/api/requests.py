@@ -12,6 +12,8 @@ LATEST_MS = 7_258_118_400_000
 ItemId = Annotated[str, Most("max_id_characters")] | int
 Category = Annotated[str, Most("max_id_characters")] | int | float | None
 """a category by its name or number, or the value of a number"""
+Value = Category | list[Category]
+"""the same, a text, a list of categories, or the numbers of a vector: what the log has of the feature"""
 Moment = Annotated[int, Bound(0, LATEST_MS)]
 Action = int | str | list[str] | None
 UserId = Annotated[str, Least(1), Most("max_user_characters")] | int
@@ -30,8 +32,8 @@ class HistoryFields:
     actions: list[Action] | None = None
     """what the user did at each event: the name of an action, a list of names, or the sum of their bits (GET /v1/models
     lists both); null where nobody knows"""
-    features: Mapping[str, list[Category] | None] | None = None
-    """by name of a category, a value an event; null is a value that nobody knows"""
+    features: Mapping[str, list[Value] | None] | None = None
+    """by name of a feature, a value an event; null is a value that nobody knows"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +46,8 @@ class PreinferRequest:
     """where it is left out, the events that the server keeps"""
     prefer_kept: bool | None = None
     """the events that the server keeps are read even so; `history` stands in where it has none or cannot reach them"""
-    user_features: Mapping[str, Category] | None = None
-    """by name of a category of the user"""
+    user_features: Mapping[str, Value] | None = None
+    """by name of a feature of the user"""
     now_ms: Moment | None = None
     """when it is asked, in Unix milliseconds; the time of the server where it is left out"""
     timeout_ms: Timeout | None = None
@@ -72,12 +74,12 @@ class RankRequest:
     """where it is left out, the events that the server keeps"""
     prefer_kept: bool | None = None
     """the events that the server keeps are read even so; `history` stands in where it has none or cannot reach them"""
-    user_features: Mapping[str, Category] | None = None
-    """by name of a category of the user"""
-    context: Mapping[str, Category] | None = None
-    """by name of a category of an event: its value for every candidate, such as the device of this request"""
-    candidate_features: Mapping[str, list[Category] | Category] | None = None
-    """by name of a category of an event: a value a candidate, or one for all of them"""
+    user_features: Mapping[str, Value] | None = None
+    """by name of a feature of the user"""
+    context: Mapping[str, Value] | None = None
+    """by name of a feature of an event: its value for every candidate, such as the device of this request"""
+    candidate_features: Mapping[str, list[Value] | Category] | None = None
+    """by name of a feature of an event: a value a candidate, or one for all of them; a list for all is `context`"""
     now_ms: Moment | None = None
     """when it is asked, in Unix milliseconds; the time of the server where it is left out"""
     timeout_ms: Timeout | None = None
@@ -106,11 +108,11 @@ class RecommendRequest:
     """items that are not recommended"""
     allow: Annotated[list[ItemId], Most("max_listed")] | None = None
     """only these are recommended"""
-    user_features: Mapping[str, Category] | None = None
-    """by name of a category of the user"""
-    context: Mapping[str, Category] | None = None
-    """by name of a category of an event: its value for every candidate, such as the device of this request"""
-    candidate_features: Mapping[str, Category] | None = None
+    user_features: Mapping[str, Value] | None = None
+    """by name of a feature of the user"""
+    context: Mapping[str, Value] | None = None
+    """by name of a feature of an event: its value for every candidate, such as the device of this request"""
+    candidate_features: Mapping[str, Value] | None = None
     """the same as `context`: a request cannot know its candidates"""
     now_ms: Moment | None = None
     """when it is asked, in Unix milliseconds; the time of the server where it is left out"""
@@ -150,7 +152,7 @@ class NewItemFields:
 
     id: ItemId
     """as requests will name it"""
-    features: Mapping[str, Category | list[Category]] | None = None
+    features: Mapping[str, Value] | None = None
     """by name of a feature of items: a category, a list of them, a number, a text, or the numbers of a vector; what is
     left out nobody knows"""
     title: str | None = None

@@ -144,17 +144,23 @@ def _request(form: Form, rows: Rows, place: int, event: int, rng: np.random.Gene
         return rows.lists[name][0][: target + 1].astype(np.int64)
 
     def feature(name: str, is_category: bool) -> NDArray[np.int64]:
-        """Categories as the dataset has them; numbers, which a transformation stands before, as unknown ones."""
+        """Categories as the dataset has them; numbers, which a transformation stands before, as unknown ones. (So are
+        lists, texts and vectors.)"""
         if not is_category:
             return number_bits(np.full(target + 1, np.nan, np.float32))
         if name in rows.scalars:
             return np.full(target + 1, int(rows.scalars[name][place]))
         return values(name)
 
-    times, actions = values(TIMESTAMPS_MS), values(ACTIONS)
+    times, actions, unknown = values(TIMESTAMPS_MS), values(ACTIONS), np.zeros(target + 1, np.int64)
     given = [c for c in servable.spec.columns if not c.name.startswith(ITEM_PREFIX)]
-    of_events = {c.name.replace(CONTEXT_PREFIX, EVENT_PREFIX, 1): c.has_table for c in given}
-    features = {name: feature(name, is_category) for name, is_category in of_events.items()}
+    features = {
+        field.replace(CONTEXT_PREFIX, EVENT_PREFIX, 1): unknown
+        if c.has_several
+        else feature(c.name.replace(CONTEXT_PREFIX, EVENT_PREFIX, 1), c.has_table)
+        for c in given
+        for field in c.fields
+    }
     history = History(
         items=items[past].astype(np.int64),
         times_ms=times[past],

@@ -91,7 +91,7 @@ def _part(form: Form, probe: Probe) -> Part:
 
 def _features(servable: Servable, count: int) -> dict[str, NDArray[np.int64]]:
     """Categories by turns, those that a request gives."""
-    given = {c.name: c for c in (*servable.event_features.values(), *servable.user_features.values())}
+    given = servable.given_fields
     numbers, places = number_bits(np.arange(count, dtype=np.float32)), np.arange(count)
     found = {n: places % max(1, column.num_rows) if column.has_table else numbers for n, column in given.items()}
     keyed = {n: t.keys for n, t in servable.tables.items() if isinstance(t, KeyedTable) and len(t.keys)}

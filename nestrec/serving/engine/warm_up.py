@@ -27,10 +27,10 @@ def warm_up(runner: BatchRunner, costs: EngineCostModel) -> None:
 def _part(form: Form, num_events: int, num_candidates: int) -> Part:
     zeros, asked = np.zeros(num_events, np.int64), np.zeros(num_candidates, np.int64)
     servable = form.servable
-    columns = [c.name for c in (*servable.event_features.values(), *servable.user_features.values())]
-    history = History(items=zeros, times_ms=zeros, actions=zeros, features=dict.fromkeys(columns, zeros))
+    fields = servable.given_fields
+    history = History(items=zeros, times_ms=zeros, actions=zeros, features=dict.fromkeys(fields, zeros))
     tokens = form.tokens(history, 0)
-    candidates = Candidates(items=asked, now_ms=0, features=dict.fromkeys(columns, asked))
+    candidates = Candidates(items=asked, now_ms=0, features=dict.fromkeys(fields, asked))
     if servable.index is not None and servable.device.type == "cuda":  # what it costs to find items is in their graph
         candidates = Candidates(items=asked[:0], now_ms=0, num_best=num_candidates)
     return Part(tokens=tokens, first=0, end=tokens.length, pages=[], store_until=0, candidates=candidates)

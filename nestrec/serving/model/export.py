@@ -45,6 +45,7 @@ from nestrec.serving.model.spec import (
     INDEX_FILE,
     ITEMS_FILE,
     KEYS_FILE,
+    LONGEST_LIST,
     MANIFEST_FILE,
     PROBE_FILE,
     SEARCH_FILE,
@@ -243,8 +244,10 @@ def _column(session: Session, tables: ExportedTables, column: Column) -> ColumnS
     if not column.vocabulary_size:
         return spec
     table = tables.table_of(column.name)
+    most_ids = {"categories": LONGEST_LIST, "bag": spec.transform.max_ids}.get(spec.kind, 0)
     return replace(
         spec,
+        most_ids=most_ids,
         keys=_vocabulary(session, stored),
         num_rows=tables.num_rows(column.name),
         table="" if table == column.name else table,

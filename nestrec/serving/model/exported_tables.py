@@ -15,7 +15,6 @@ import torch
 from numpy.typing import NDArray
 
 from nestrec.base.errors import UserError
-from nestrec.data.samples.features import NUMBER_WIDTH
 from nestrec.data.schema import ITEM_PREFIX
 from nestrec.embedding import TableConfig
 from nestrec.serving.model.mapped import mapped
@@ -42,10 +41,6 @@ class ExportedTables:
         for feature in self._table_of:
             if feature not in known and feature not in of_items:
                 raise _not_served(feature)
-        for column in serving_form_of(task).columns(task, card):
-            is_more = column.is_bag or column.width > NUMBER_WIDTH
-            if is_more and not column.name.startswith(ITEM_PREFIX):
-                raise _not_served(column.name)
 
     def table_of(self, feature: str) -> str:
         return self._table_of[feature]
@@ -134,7 +129,7 @@ class ExportedTables:
 
 
 def _not_served(feature: str) -> UserError:
-    problem = "is read by the model, and not by servers: of events and users they take categories and numbers"
+    problem = "is read by the model, and not by servers: its task tells no column of it"
     return UserError(problem, field="feature", value=feature, remedy="train without it to serve the model")
 
 

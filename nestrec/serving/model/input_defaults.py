@@ -47,8 +47,11 @@ def _check_categories(
     _check_known(given, known, field, "is no category that the model reads")
     for name, value in given.items():
         column = known[name]
-        if value is None:
+        if value is None or column.kind == "bag":  # any text
             continue
+        if column.kind == "vector":
+            remedy = "leave it out, or give none: a vector that nobody knows"
+            raise UserError("is no vector", field=f"defaults.{field}.{name}", value=value, remedy=remedy)
         if column.keys is not None:
             _check_known([value], set(column.keys), f"{field}.{name}", "is no value of this category")
         elif not (value.isdecimal() and 0 <= int(value) < column.num_rows):

@@ -24,7 +24,8 @@ class History:
     actions: Ints
     """action bits; zeros where the model does not look at them"""
     features: Mapping[str, Ints] = field(default_factory=dict)
-    """event and user features the model asks for, one value an event: categories by id, numbers by `number_bits`"""
+    """event and user features the model asks for, by `ColumnSpec.fields`, one value an event: categories by id, numbers
+    and those of vectors by `number_bits`, lists and texts by `packed_ids`"""
     asked: Mapping[str, int] = field(default_factory=dict)
     """the same of the event that is asked for, as far as histories read them"""
 
@@ -50,7 +51,7 @@ class Candidates:
     items: Ints
     now_ms: int
     features: Mapping[str, Ints] = field(default_factory=dict)
-    """event and user categories the model asks for, one value a candidate"""
+    """the same of what the model asks for, one value a candidate"""
     num_best: int = 0
     """instead of `items`: so many best of the whole catalogue (retrieval)"""
     excluded: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -84,6 +85,13 @@ def number_bits(values: NDArray[np.float32]) -> Ints:
     return values.astype(np.float32).view(np.int32).astype(np.int64)
 
 
+def packed_ids(ids: Ints, counts: Ints, most: int) -> Ints:
+    """(places, most) of lists of ids one after the other, so many of each place; 0 behind the last one."""
+    found = np.zeros((len(counts), most), np.int64)
+    found[np.arange(most) < counts[:, None]] = ids
+    return found
+
+
 def buckets_of(values: Sequence[Any], transform: Transform, names: Mapping[str, int]) -> Ints:
     """Buckets of raw values, each a number, also as text, or the name of a bucket; 0 of a null and of other texts."""
     found = transform.bucket_ids(np.array([number_of(value) for value in values]))
@@ -101,9 +109,14 @@ def number_of(value: Any) -> float:
         return math.nan
 
 
+def values_of(bits: torch.Tensor) -> torch.Tensor:
+    """Numbers of their bits."""
+    return bits.to(torch.int32).contiguous().view(torch.float32)
+
+
 def numbers_of(bits: torch.Tensor) -> torch.Tensor:
     """(..., 2) numbers of their bits, 0 where one is not known, and whether it is not."""
-    values = bits.to(torch.int32).contiguous().view(torch.float32)
+    values = values_of(bits)
     return torch.stack([values.nan_to_num(0.0), values.isnan().float()], dim=-1)
 
 

@@ -18,7 +18,7 @@ from nestrec.data.samples.ranking import checked_columns
 from nestrec.data.schema import ITEM_PREFIX
 from nestrec.models.dlrm import Interactions
 from nestrec.models.ranking import RankingModel
-from nestrec.serving.model.before import Before, column_vectors
+from nestrec.serving.model.before import Before, column_vectors, places_of
 from nestrec.serving.model.forms import AskedRows, Tokens
 from nestrec.serving.model.inputs import Candidates, History, history_start
 from nestrec.serving.model.servable import Servable
@@ -43,8 +43,10 @@ class RankingForm:
         self.max_events = task.inputs.max_events - 1
         folded = ITEM_PREFIX if servable.spec.folds_items else "\0"
         self._columns = [c for c in servable.spec.columns if not c.name.startswith(folded)]
-        self._given = [c.name for c in self._columns if c.name not in servable.item_columns]
-        self._before = Before(servable, {name: 3 + place for place, name in enumerate(self._given)})
+        given = [c for c in self._columns if c.name not in servable.item_columns]
+        self._given = [field for column in given for field in column.fields]
+        self._places = places_of(given, first=3)
+        self._before = Before(servable, self._places)
         self._uses_time = servable.reads_times
 
     def follow(self, servable: Servable) -> None:
@@ -92,7 +94,7 @@ class RankingForm:
     ) -> list[tuple[NDArray[np.int64], NDArray[np.float32]]]:
         raise UserError("has no retrieval index", field="model", value=self.servable.spec.name, remedy=_NEEDS_RETRIEVAL)
 
-    # The same in steps over the records of many users at once: (R, fields) item, action bits, time, given categories,
+    # The same in steps over the records of many users at once: (R, fields) item, action bits, time, given features,
     # and which token before a history it is where there are any.
 
     @property
@@ -141,10 +143,10 @@ class RankingForm:
         return torch.cat([total, interactions(torch.stack([item_id, *given.values(), *of_item], dim=1))], dim=1)
 
     def _vectors(self, column: ColumnSpec, records: torch.Tensor) -> torch.Tensor:
-        is_given = column.name in self._given
-        place = 3 + self._given.index(column.name) if is_given else 0
-        ids = records[:, place] if is_given else self.servable.item_columns[column.name][records[:, 0]]
-        return column_vectors(self.servable, column, ids)
+        where = self._places.get(column.name)
+        if where is None:
+            return column_vectors(self.servable, column, self.servable.item_columns[column.name][records[:, :1]])
+        return column_vectors(self.servable, column, records[:, where])
 
     def event_tokens(self, records: torch.Tensor, content_EW: torch.Tensor) -> torch.Tensor:
         """(2E, D) content and action tokens of events by turns."""

@@ -19,7 +19,7 @@ from nestrec.data.samples.features import Column, column_of, num_prefix
 from nestrec.data.samples.retrieval_inputs import CONTEXT_PREFIX, context_column, features_of
 from nestrec.data.schema import EVENT_PREFIX, ITEM_PREFIX
 from nestrec.models.retrieval import RetrievalModel
-from nestrec.serving.model.before import Before, column_vectors
+from nestrec.serving.model.before import Before, column_vectors, places_of
 from nestrec.serving.model.forms import AskedRows, Tokens
 from nestrec.serving.model.inputs import Candidates, History, history_start
 from nestrec.serving.model.item_search import ExactSearch, Excluded, ItemSearch, exactly_ordered
@@ -45,7 +45,8 @@ class RetrievalForm:
         self._uses_time = servable.reads_times
         self.max_events = task.history.max_length
         self._columns = [c for c in servable.spec.columns if not c.name.startswith(ITEM_PREFIX)]
-        self._before = Before(servable, {column.name: place for place, column in enumerate(self._columns, start=1)})
+        self._places = places_of(self._columns, first=1)
+        self._before = Before(servable, self._places)
 
     def follow(self, servable: Servable) -> None:
         if servable.search is not self.servable.search:  # else it reads the index where it lies
@@ -59,7 +60,7 @@ class RetrievalForm:
         if self._asks_next and self._uses_time:
             asked = np.empty_like(times)
             asked[:-1], asked[-1:] = times[1:], now_ms
-        given = [self._values(column.name, history) for column in self._columns]
+        given = [self._values(field, history) for column in self._columns for field in column.fields]
         before = self._before.records(history, self.num_fields)[: None if len(history) else 0]
         return Tokens(
             history=history,
@@ -164,7 +165,7 @@ class RetrievalForm:
     @property
     def num_fields(self) -> int:
         """of a record"""
-        return 1 + len(self._columns) + bool(self._before)
+        return 1 + sum(len(column.fields) for column in self._columns) + bool(self._before)
 
     @property
     def action_vectors(self) -> torch.Tensor:
@@ -185,9 +186,9 @@ class RetrievalForm:
     def content(self, records: torch.Tensor) -> torch.Tensor:
         """(R, D) rows of the items, and of what is read beside them"""
         total = self.servable.tables["items"].rows(records[:, 0]).to(self.servable.dtype)
-        for place, column in enumerate(self._columns, start=1):
+        for column in self._columns:
             if column.name not in self._before.names:
-                total += column_vectors(self.servable, column, records[:, place])
+                total += column_vectors(self.servable, column, records[:, self._places[column.name]])
         return self._before.put(self.servable, records, total)
 
     def outcome(self, state_CD: torch.Tensor, content_CD: torch.Tensor) -> torch.Tensor:

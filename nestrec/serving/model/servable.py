@@ -172,8 +172,14 @@ class Servable:
 
     @cached_property
     def user_features(self) -> dict[str, ColumnSpec]:
-        """Categories of users, by the name that the log gives them."""
+        """Features of users, by the name that the log gives them."""
         return self._columns_of(USER_PREFIX)
+
+    @cached_property
+    def given_fields(self) -> dict[str, ColumnSpec]:
+        """Of all that requests tell of events and users: under which names histories and candidates hold it."""
+        told = (*self.event_features.values(), *self.user_features.values())
+        return {field: column for column in told for field in column.fields}
 
     @cached_property
     def prefix_columns(self) -> tuple[ColumnSpec, ...]:

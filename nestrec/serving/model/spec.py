@@ -19,6 +19,8 @@ WEIGHTS_FILE, INDEX_FILE = "weights.safetensors", "index.safetensors"
 ITEMS_FILE, COLUMNS_FILE = "item_keys.json", "item_columns.safetensors"
 PROBE_FILE, TITLES_FILE = "probe.json", "item_titles.json"
 SEARCH_FILE, KEYS_FILE = "search.safetensors", "row_keys.safetensors"
+LONGEST_LIST = 32
+"""categories of one event or user that a request may tell"""
 
 
 @config
@@ -39,8 +41,23 @@ class ColumnSpec:
     """of the matrix of numbers and vectors"""
     pooling: str = ""
     """how several values become one vector"""
+    most_ids: int = 0
+    """of a list or a text, the most that a request may tell of one place"""
     by_key: KeyedRows | None = None
     """of a table whose rows are found by keys of any size; none: by ids from 1"""
+
+    @property
+    def has_several(self) -> bool:
+        """A place has a list, a text or a vector of it."""
+        return self.kind in ("categories", "bag", "vector")
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Names under which histories and candidates hold it: its own, or one for each id or number of a place."""
+        if not self.has_several:
+            return (self.name,)
+        count = self.width if self.kind == "vector" else self.most_ids
+        return tuple(f"{self.name}/{place}" for place in range(count))
 
     @property
     def table_name(self) -> str:
