@@ -57,11 +57,14 @@ class Elsewhere:
         """Take a checkpoint and what it builds on into a folder; what is wrong, where it cannot be had whole."""
         problem = f"step {step} could not be taken from {self.address}"
         try:
-            for each in self._on_first(partial(self._chain, step), problem) or []:
-                beside = folder_of(parent, each).with_suffix(".partial")
+            chain = self._on_first(partial(self._chain, step), problem) or []
+            for each in chain:
+                beside = _beside(parent, each)
                 self._on_first(partial(_begin, beside), problem)
                 self._peers.agree(partial(self._fetch_files, beside, each), problem)
-                self._on_first(partial(self._place_here, beside, parent, each), problem)
+                fail_point("checkpoint.after_fetched")
+            # Only now: whoever finds any in the folder does not look here again.
+            self._on_first(partial(self._place_here, parent, chain), problem)
         except SaveError as error:
             return error.problem
         return None
@@ -107,10 +110,13 @@ class Elsewhere:
             content = self._place.read(f"{folder_of(Path(), step).name}/{entry.name}")
             _compare(entry, write_file(beside / entry.name, iter([memoryview(content)])))
 
-    def _place_here(self, beside: Path, parent: Path, step: int) -> None:
-        write_file(beside / MANIFEST_NAME, iter([memoryview(encode(self._manifest(step)))]))
-        sync_folder(beside)
-        rename_folder(beside, folder_of(parent, step))
+    def _place_here(self, parent: Path, chain: list[int]) -> None:
+        for step in chain:
+            beside = _beside(parent, step)
+            write_file(beside / MANIFEST_NAME, iter([memoryview(encode(self._manifest(step)))]))
+            sync_folder(beside)
+        for step in chain:
+            rename_folder(_beside(parent, step), folder_of(parent, step))
 
     def _retire(self, kept: list[int]) -> None:
         for name in self._place.folders(""):
@@ -123,6 +129,10 @@ def _compare(entry: FileEntry, written: tuple[int, str]) -> None:
     """written: size and digest."""
     if written != (entry.bytes, entry.sha256):
         raise DamagedError("its content does not match its digest", field="checkpoint", value=entry.name)
+
+
+def _beside(parent: Path, step: int) -> Path:
+    return folder_of(parent, step).with_suffix(".partial")
 
 
 def _begin(beside: Path) -> None:

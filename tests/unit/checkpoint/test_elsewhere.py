@@ -14,6 +14,14 @@ from nestrec.testing.contents import assert_same, make_content, make_rows, table
 from nestrec.testing.thread_ranks import run_ranks
 
 
+class CrashError(BaseException):
+    pass
+
+
+def crash() -> None:
+    raise CrashError
+
+
 @pytest.fixture
 def address():
     name = f"memory://{secrets.token_hex(4)}/run"
@@ -63,13 +71,20 @@ def test_a_chain_is_copied_with_what_it_builds_on_and_taken_back_whole(tmp_path:
     assert values_of(restored, "items") == rows
 
 
+def test_who_dies_while_a_chain_is_taken_back_takes_all_of_it_when_started_again(tmp_path: Path, address: str) -> None:
+    checkpoints = Checkpoints(tmp_path / "a", max_deltas=3, address=address)
+    for step in range(1, 4):
+        base = checkpoints.base_for_next()
+        checkpoints.save(step, Content(state={}, tables={"items": [make_rows(range(step), step)]}, base=base))
+    shutil.rmtree(tmp_path / "a")
+    with armed("checkpoint.after_fetched", crash, at=2), pytest.raises(CrashError):
+        Checkpoints(tmp_path / "a", max_deltas=3, address=address).restore_latest()
+    restored = Checkpoints(tmp_path / "a", max_deltas=3, address=address).restore_latest()
+    assert restored is not None
+    assert restored.step == 3
+
+
 def test_what_was_not_copied_to_its_end_or_is_damaged_there_is_not_taken(tmp_path: Path, address: str) -> None:
-    class CrashError(BaseException):
-        pass
-
-    def crash() -> None:
-        raise CrashError
-
     checkpoints = Checkpoints(tmp_path / "a", address=address)
     for step in (1, 2):
         checkpoints.save(step, make_content(step))
