@@ -6,12 +6,13 @@ the cause on standard error and exit code 76. Peers come to the same end, each b
 again. (torch's own watchdog would abort the process instead, with no code that says why.)
 """
 
+import contextlib
 import os
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -49,14 +50,28 @@ class CollectiveWatch:
         self._progress_s = clock()
         self._thread: threading.Thread | None = None
 
-    def note(self, what: str) -> None:
+    def start(self) -> None:
+        """Look from now on, on a thread of its own."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, name="nestrec-collectives", daemon=True)
+            self._thread.start()
+
+    @contextlib.contextmanager
+    def launching(self, what: str) -> Iterator[None]:
+        """Around the call of a collective: the host may wait inside it, for keys or for a communicator to be made."""
+        returned = threading.Event()
+        self.await_end(what, returned.is_set)
+        try:
+            yield
+            self._note(what)
+        finally:
+            returned.set()
+
+    def _note(self, what: str) -> None:
         """A collective was launched into the current stream of this thread."""
         event = torch.cuda.Event()
         event.record()
         self.await_end(what, event.query)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._watch, name="nestrec-collectives", daemon=True)
-            self._thread.start()
 
     def await_end(self, what: str, is_over: Callable[[], bool]) -> None:
         """Something that must be over in time."""

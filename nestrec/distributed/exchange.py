@@ -39,10 +39,10 @@ def peers_watched(communicator: Communicator, operation: str) -> Iterator[None]:
 @contextlib.contextmanager
 def losses_named(communicator: Communicator, operation: str) -> Iterator[None]:
     """`peers_watched` for what another library launches on a thread of its own choice: no part of what is recorded."""
+    watch = communicator.watch
     try:
-        yield
-        if communicator.watch is not None:
-            communicator.watch.note(f"{communicator.name}.{operation}")
+        with contextlib.nullcontext() if watch is None else watch.launching(f"{communicator.name}.{operation}"):
+            yield
     except (RuntimeError, dist.DistError) as error:
         problem = f"a peer was lost in {communicator.name}.{operation}: {str(error).splitlines()[0]}"
         raise PeerLostError(problem, remedy="restart all ranks from the last checkpoint") from error

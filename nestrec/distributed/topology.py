@@ -362,6 +362,7 @@ def _group_maker(rank: int, device: torch.device, timeout: timedelta, log: Colle
         backend: Backend = "nccl" if exchange == "collectives" and device.type == "cuda" else "gloo"
         if backend == "nccl":  # the watch says why; torch's own would abort the process
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+            watch.start()
         mine: Communicator | None = None
         for ranks in axis:
             # Every rank takes part in the making of every group, its own or not.

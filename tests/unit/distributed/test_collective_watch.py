@@ -1,6 +1,13 @@
 """Collectives that the host does not wait for end the process when they do not end."""
 
+import pytest
+import torch
+
+from nestrec.base.errors import PeerLostError
 from nestrec.distributed.collective_watch import CollectiveWatch
+from nestrec.distributed.exchange import all_reduce_sum
+from nestrec.distributed.topology import Communicator
+from nestrec.trace.collective_log import CollectiveLog
 
 
 class Watched:
@@ -47,3 +54,21 @@ def test_an_error_of_the_device_is_told_at_once():
     (end,) = watched.look_at(0.1)
     assert "a peer was lost in vectors.all_to_all: NCCL communicator was aborted" in end
     assert "long trace" not in end
+
+
+def test_a_host_that_waits_inside_a_collective_is_watched_too():
+    watched = Watched()
+
+    class Waits:
+        """As keys do, which the host reads: a peer is gone, and the call does not return."""
+
+        def all_reduce(self, tensor: torch.Tensor) -> None:
+            assert not watched.look_at(9.0)
+            assert len(watched.look_at(11.0)) == 1
+            raise RuntimeError("the process has ended")
+
+    keys = Communicator("keys", 0, 2, None, CollectiveLog(), Waits(), watch=watched.watch)
+    with pytest.raises(PeerLostError):
+        all_reduce_sum(keys, torch.zeros(1))
+    assert "a peer was lost in keys.all_reduce: no answer in 10 s" in watched.ends[0]
+    assert watched.look_at(40.0) == watched.ends[:1], "it has returned"
