@@ -41,7 +41,8 @@ class DeviceRows(FrozenRows):
             with self._launching:
                 if self._stream is not None and self._moved is not None:
                     self._stream.wait_event(self._moved)
-                kept, rows = self._claimed(slots)
+                kept, rows = self._waiting_rows(slots)
+                self._state[kept] = GONE
                 self._read = self._launched()
             torch.from_numpy(out[: len(kept)]).copy_(rows)
         return kept
@@ -53,14 +54,15 @@ class DeviceRows(FrozenRows):
         return found
 
     def _claim(self, slots: Slots, out: Words) -> Slots:
-        kept, rows = self._claimed(slots)
+        kept, rows = self._waiting_rows(slots)
         torch.from_numpy(out[: len(kept)]).copy_(rows, non_blocking=True)
         self._put = self._launched()
+        self._state[kept] = GONE  # last: where this fails, the reader must not wait for them
         return kept
 
-    def _claimed(self, slots: Slots) -> tuple[Slots, torch.Tensor]:
+    def _waiting_rows(self, slots: Slots) -> tuple[Slots, torch.Tensor]:
+        """Those of these slots that nobody has claimed, and their rows."""
         kept = slots[self._state[slots] == WAITS]
-        self._state[kept] = GONE
         rows = torch.empty(len(kept), self.aside.rows.shape[1], dtype=torch.int32, device=self._device)
         self._gather(kept, rows)
         return kept, rows

@@ -131,6 +131,26 @@ def test_a_copy_of_the_moment_whoever_is_slow_and_however_little_room_there_is(t
     assert int(found["keys"].shape[0]) == len(OWNED)
 
 
+@pytest.mark.parametrize("kind", ["launched", "disk"])
+def test_rows_that_could_not_be_put_aside_are_read_all_the_same(tmp_path, monkeypatch, kind):
+    """A device without memory ends the training; the save beside it would wait for these rows for ever."""
+    shard = make_shard(tmp_path, kind, 4000)
+    train(shard, OWNED, 1)
+    expected = columns_of(shard.snapshot())
+    fetched = shard.fetch(OWNED[:60], 2)
+    frozen = shard.freeze(max_bytes=100 * shard.layout.row_bytes)
+
+    def fail(slots, out) -> None:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(frozen.rows, "_gather" if kind == "launched" else "_read", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            shard.write_back(fetched)
+    assert_same(columns_of(frozen), expected)
+    frozen.close()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_has_no_room_is_handed_out_before_its_turn_and_training_goes_on(tmp_path, monkeypatch, kind):
     monkeypatch.setattr("nestrec.embedding.frozen_table.CHUNK_BYTES", 1024)
