@@ -11,6 +11,7 @@ from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine, RowOptimizerConfig, StoreConfig, TableConfig
 from nestrec.embedding.flight.device_dedup import MIN_KEYS
 from nestrec.embedding.initial import initial_vectors, initial_vectors_torch
+from nestrec.embedding.stores.device import DeviceStore
 from nestrec.jagged import Jagged, offsets_of
 from nestrec.ops.rows.gather import gather_rows
 from nestrec.ops.rows.pool import pool_rows
@@ -171,3 +172,21 @@ def test_rows_are_watched_without_waiting_for_the_device():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert (fine.tolist(), bad.isnan().tolist()) == ([0.0], [True])
+
+
+def test_a_table_that_grows_on_another_stream_keeps_its_rows():
+    """As that of a resumed run does: it was loaded on the stream that computes, which takes freed memory at once."""
+    store, slots = DeviceStore(4, CUDA), np.arange(1 << 20)
+    rows = torch.arange(4 << 20, dtype=torch.int32, device=CUDA).view(-1, 4)
+    store.reserve(len(slots))
+    store.scatter(slots, rows)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(200_000_000)  # its copy comes later
+        store.reserve(2 * len(slots))
+    taken = [torch.full_like(rows, -1) for _ in range(4)]
+    torch.cuda.synchronize()
+    found = torch.empty_like(rows)
+    store.gather(slots, found)
+    assert torch.equal(found, rows)
+    assert len(taken) == 4

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nestrec.base.transfer import to_device
+from nestrec.base.transfer import to_device, used_here
 from nestrec.embedding.stores.aside import Aside
 from nestrec.embedding.stores.frozen import Freezable, FrozenRows, MemoryRows, State, host_memory
 from nestrec.embedding.stores.frozen_device import DeviceRows, pinned_memory
@@ -27,6 +27,7 @@ class DeviceStore(Freezable):
         with self._changing():
             slab = _memory(capacity, self._slab)
             slab[: len(self._slab)] = self._slab
+            used_here([self._slab])  # of a resumed run it is another stream's, which may take its memory at once
             self._slab = slab
 
     def gather(self, slots: Slots, out: torch.Tensor) -> None:
