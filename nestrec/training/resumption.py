@@ -6,15 +6,17 @@ goes on; it may change, and the change is recorded.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from nestrec.base.config import from_plain, leaves
-from nestrec.base.errors import UserError
+from nestrec.base.errors import DamagedError, UserError
 from nestrec.data.card import CARD_FILE, Card
 from nestrec.training.config import RunConfig
 
+T = TypeVar("T")
 _FIXED = (
     "task.",
     "tables.",
@@ -35,6 +37,19 @@ _FREE_IN_TASK = (
 """How a task computes the same thing."""
 
 
+def read_kept(file: Path, read: Callable[[Any], T]) -> T:
+    """What a file of the folder holds; a `DamagedError` where that is no JSON, or not what belongs into it."""
+    try:
+        return read(json.loads(file.read_text()))
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedError(
+            f"cannot be read: {type(error).__name__}: {error}",
+            field="RUN",
+            value=str(file),
+            remedy="delete this file and start the training of the run again, which writes it anew",
+        ) from error
+
+
 def check_same_data(run: Path, card: Card, *, or_later: bool = False) -> None:
     """Raise a UserError where the run has been trained on other files than those of this dataset.
 
@@ -43,7 +58,7 @@ def check_same_data(run: Path, card: Card, *, or_later: bool = False) -> None:
     file = run / CARD_FILE
     if not file.exists():
         return
-    trained_on = from_plain(Card, json.loads(file.read_text()))
+    trained_on = read_kept(file, partial(from_plain, Card))
     if or_later and (card.generation_of(trained_on) or trained_on.generation_of(card)) is not None:
         return
     if _digests(trained_on) != _digests(card):

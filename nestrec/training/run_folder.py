@@ -8,6 +8,7 @@ import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 import nestrec
 from nestrec.base.config import dumps, from_plain
 from nestrec.base.errors import UserError
+from nestrec.base.paths import sync_folder
 from nestrec.checkpoint.folders import committed_steps
 from nestrec.data.dataset import Dataset
 from nestrec.data.samples.windows import TimeWindow
@@ -26,6 +28,7 @@ from nestrec.tasks.task import Evaluation
 from nestrec.trace import Span, save_spans, write_perfetto
 from nestrec.training.config import RunConfig
 from nestrec.training.identity import Identity
+from nestrec.training.resumption import read_kept
 from nestrec.training.step_marks import Lost, StepMarks
 
 _IDENTITY_FILE = "identity.json"
@@ -120,7 +123,7 @@ class RunFolder:
     def identity(self) -> Identity | None:
         """What the run is called and how it went, or none where nobody has begun it yet."""
         file = self.path / _IDENTITY_FILE
-        return Identity.from_plain(json.loads(file.read_text())) if file.exists() else None
+        return read_kept(file, Identity.from_plain) if file.exists() else None
 
     def name(self, identity: Identity) -> None:
         """Write what the run is called and how it goes on."""
@@ -130,7 +133,7 @@ class RunFolder:
     def began_from(self) -> str | None:
         """The run that this one was begun from, as it was called; none where it began anew, or was not begun yet."""
         file = self.path / _BEGINNING_FILE
-        return str(json.loads(file.read_text())["run"]) if file.exists() else None
+        return read_kept(file, lambda plain: str(plain["run"])) if file.exists() else None
 
     def write_following(self, plain: dict[str, Any]) -> None:
         """From where the run follows a stream."""
@@ -149,7 +152,7 @@ class RunFolder:
                 value=str(self.path),
                 remedy="name a folder that `nestrec train` wrote",
             )
-        return from_plain(RunConfig, json.loads(file.read_text()))
+        return read_kept(file, partial(from_plain, RunConfig))
 
     def resumed_config(self) -> RunConfig | None:
         """With what the run was last started, where it has saved anything."""
@@ -237,9 +240,10 @@ def versions(device: torch.device) -> dict[str, Any]:
 
 
 def _replace(file: Path, text: str) -> None:
-    """A crash in between must not cost what the file held: a later start reads it."""
+    """A crash in between must not cost what the file held, and where power fails neither: a later start reads it."""
     rewritten = file.with_suffix(".partial")
     rewritten.write_text(text)
+    sync_folder(rewritten)
     rewritten.replace(file)
 
 

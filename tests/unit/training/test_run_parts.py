@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nestrec.base.clock import SimulatedClock
-from nestrec.base.errors import NonFiniteError, UserError
+from nestrec.base.errors import DamagedError, NonFiniteError, UserError
 from nestrec.data.batches import Batch, MicroBatch
 from nestrec.data.order import Position
 from nestrec.pipeline import Totals
@@ -20,6 +20,7 @@ from nestrec.tasks.metrics import Interval
 from nestrec.tasks.task import Evaluation, share_of_ranks
 from nestrec.training.meter import Meter
 from nestrec.training.recipes import recipe
+from nestrec.training.resumption import check_same_data
 from nestrec.training.run_folder import RunFolder
 from nestrec.training.state import TrainState
 from nestrec.training.stopping import StopRequest
@@ -152,6 +153,20 @@ def test_a_run_folder_gives_its_config_back_and_others_are_refused(tmp_path: Pat
     assert json.loads((tmp_path / "run" / "versions.json").read_text())["torch"] == torch.__version__
     with pytest.raises(UserError, match="is not the folder of a run"):
         RunFolder(tmp_path).config()
+
+
+@pytest.mark.parametrize("content", [b"", b'{"run": "a', b"\xff\xfe"])
+@pytest.mark.parametrize("name", ["config.json", "identity.json", "beginning.json", "card.json"])
+def test_a_file_of_a_run_that_power_or_a_disk_has_damaged_is_named(tmp_path: Path, name: str, content: bytes) -> None:
+    read = {
+        "config.json": RunFolder(tmp_path).config,
+        "identity.json": RunFolder(tmp_path).identity,
+        "beginning.json": RunFolder(tmp_path).began_from,
+        "card.json": lambda: check_same_data(tmp_path, None),  # type: ignore[arg-type]
+    }[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DamagedError, match=f"{name}.*cannot be read"):
+        read()
 
 
 def test_an_evaluation_is_kept_with_the_values_of_every_user(tmp_path: Path) -> None:
