@@ -16,6 +16,9 @@ class WindowChange:
     """the first batch that is cut so; those before it may have been cut already"""
     micro_batches: int
     """micro-batches from then on"""
+    before_ms: tuple[float, float] | None = None
+    """computation and communication of a step as it was cut before, where a choice between the two is still to come: a
+    run that is started again before it has no measurements of its own of them"""
 
 
 class WindowSchedule:

@@ -54,14 +54,18 @@ class WindowChoice:
         everyone = all_gather_json(self._topology.control, {str(n): times for n, times in self._times.items()})
         if min(len(rank.get(str(tried), [])) for rank in everyone) < STEPS_TO_MEASURE:
             return None
-        chosen = MANY
-        if tried == MANY:
-            model = fit_window(_measured(FEW, everyone), _measured(MANY, everyone))
+        chosen, before_ms = MANY, None
+        few = _measured(FEW, everyone)
+        if tried == FEW:
+            before_ms = few.compute_ms, few.communication_ms
+        else:
+            if (known_ms := self.schedule.changes[0].before_ms) is not None:
+                few = MeasuredWindow(FEW, *known_ms)
             assert self._window_ms is not None
-            chosen = choose_window(model, CANDIDATES, self._window_ms)
+            chosen = choose_window(fit_window(few, _measured(MANY, everyone)), CANDIDATES, self._window_ms)
         for _ in range(self._delay):
             position = after(position)
-        change = WindowChange(step=step, first=position, micro_batches=chosen)
+        change = WindowChange(step=step, first=position, micro_batches=chosen, before_ms=before_ms)
         self.schedule.add(change)
         return change
 

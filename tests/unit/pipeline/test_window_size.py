@@ -1,9 +1,11 @@
 """The model of a frozen window, and the number of micro-batches that follows from it."""
 
+import json
 from dataclasses import replace
 
 import pytest
 
+from nestrec.base.config import from_plain, to_plain
 from nestrec.base.errors import UserError
 from nestrec.data.batches import BatchConfig
 from nestrec.data.order import Position
@@ -109,6 +111,19 @@ def test_the_number_is_chosen_by_the_order_of_the_schedule_that_runs(schedule, c
     second = choice.decide(measured_spans(13, MANY), 24, Position(0, 24), lambda position: Position(1, 0))
     assert second is not None
     assert second.micro_batches == chosen
+
+
+def test_a_run_that_is_started_again_while_many_are_tried_remembers_what_few_took():
+    def choice() -> WindowChoice:
+        return WindowChoice(BatchConfig(micro_batches="auto"), PipelineConfig(schedule="nested"), Topology.single())
+
+    first = choice().decide(measured_spans(1, FEW), 12, Position(0, 12), lambda position: Position(0, 40))
+    assert first is not None
+    resumed = choice()
+    resumed.resume([from_plain(WindowChange, json.loads(json.dumps(to_plain(first))))], 40)
+    second = resumed.decide(measured_spans(41, MANY), 52, Position(0, 52), lambda position: Position(1, 0))
+    assert second is not None
+    assert second.micro_batches == 32
 
 
 def test_a_schedule_that_cannot_tell_is_not_guessed_at(monkeypatch):
