@@ -5,6 +5,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
+from nestrec.base.bounds import Count, NonNegative, Positive
 from nestrec.base.config import config, from_plain
 from nestrec.base.errors import UserError, did_you_mean
 from nestrec.planning.links import Link, Links
@@ -19,13 +20,13 @@ class DeviceConfig:
 
     kind: Literal["cuda", "cpu"]
     """cpu: a rank has no memory but its host's"""
-    memory_gib: float
+    memory_gib: Positive
     """of one device; for a CPU the part of the host's memory that a rank may use"""
-    peak_tflops: float
+    peak_tflops: Positive
     """dense products in the training precision; what MFU is a part of"""
-    reserved_gib: float = 0.0
+    reserved_gib: NonNegative = 0.0
     """taken by the runtime: contexts, communication buffers, fragmentation"""
-    collective_slowdown: float = 0.0
+    collective_slowdown: NonNegative = 0.0
     """by what part kernels take longer beside collectives, which run on the same multiprocessors"""
 
 
@@ -33,17 +34,17 @@ class DeviceConfig:
 class HostConfig:
     """What ranks share."""
 
-    ranks: int
+    ranks: Count
     """devices of a host, one rank each"""
-    cores: int
+    cores: Count
     """processor cores of a host, shared by its ranks"""
-    memory_gib: float
+    memory_gib: Positive
     """memory of a host, for tables in DRAM and what the ranks keep there"""
-    disk_gib: float = 0.0
+    disk_gib: NonNegative = 0.0
     """of a host, for stores on disk"""
-    crowding: float = 0.0
+    crowding: NonNegative = 0.0
     """extra time of work while more lanes work than there are cores"""
-    copy_gb_per_s: float = 0.0
+    copy_gb_per_s: NonNegative = 0.0
     """of a rank, through host memory and a network driven by the host; 0: not to be used"""
 
 
@@ -53,7 +54,7 @@ class ClusterConfig:
 
     name: str
     """what plans and pages call it"""
-    hosts: int
+    hosts: Count
     """how many equal hosts it has"""
     device: DeviceConfig
     """one rank"""
@@ -83,7 +84,11 @@ def load_cluster(name: str) -> ClusterConfig:
     if path.suffix == ".toml":
         if not path.exists():
             raise UserError("there is no such file", field="--cluster", value=name, remedy="see docs/planning.md")
-        text = path.read_text()
+        try:
+            text = path.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            remedy = "name a file of text in UTF-8, see docs/planning.md"
+            raise UserError(f"cannot be read: {error}", field="--cluster", value=name, remedy=remedy) from error
     else:
         known = cluster_names()
         if name not in known:
@@ -109,21 +114,6 @@ def parse(text: str, name: str) -> dict[str, Any]:
 def cluster_of(plain: dict[str, Any]) -> ClusterConfig:
     """Checked: every name, type and sign."""
     cluster = from_plain(ClusterConfig, plain)
-    for field, value in (
-        ("hosts", cluster.hosts),
-        ("host.ranks", cluster.host.ranks),
-        ("host.cores", cluster.host.cores),
-    ):
-        if value < 1:
-            raise UserError("must be at least 1", field=field, value=value, remedy="give a positive number")
-    for link in cluster.links:
-        if link.gb_per_s <= 0:
-            raise UserError(
-                "must be positive",
-                field=f"links.{link.name}.gb_per_s",
-                value=link.gb_per_s,
-                remedy="give gigabytes a second",
-            )
     if not cluster.links or cluster.links[-1].ranks != 0:
         raise UserError(
             "the outermost level must join all ranks",

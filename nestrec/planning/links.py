@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from nestrec.base.bounds import Natural, NonNegative, Positive
 from nestrec.base.config import config
 
 
@@ -18,17 +19,17 @@ class Link:
 
     name: str
     """host, rack, fabric"""
-    ranks: int
+    ranks: Natural
     """neighbouring ranks that it joins; 0: all"""
-    gb_per_s: float
+    gb_per_s: Positive
     """bandwidth of a rank, each way"""
-    latency_us: float = 0.0
+    latency_us: NonNegative = 0.0
     """of a transfer"""
-    message_us: float = 0.0
+    message_us: NonNegative = 0.0
     """of each further peer"""
-    fan_in: float = 0.0
+    fan_in: NonNegative = 0.0
     """by what part the bytes of an All2All take longer for each peer"""
-    burst_bytes: float = 0.0
+    burst_bytes: NonNegative = 0.0
     """bytes that pass at no cost after a pause: the bucket of a link that is limited"""
 
 

@@ -5,6 +5,7 @@ The amounts that an operation is charged for stand beside its name. Time on link
 
 from typing import Literal
 
+from nestrec.base.bounds import NonNegative
 from nestrec.base.config import config
 
 StoreKind = Literal["device", "dram", "disk"]
@@ -14,9 +15,9 @@ StoreKind = Literal["device", "dram", "disk"]
 class Rate:
     """Seconds of an operation: `fixed_s + unit_s * amount`."""
 
-    fixed_s: float = 0.0
+    fixed_s: NonNegative = 0.0
     """however little there is to do"""
-    unit_s: float = 0.0
+    unit_s: NonNegative = 0.0
     """for each unit of its amount"""
 
     def of(self, amount: float) -> float:
@@ -37,11 +38,11 @@ class StoreRates:
 class ComputeRates:
     """Forward and backward of a micro-batch."""
 
-    fixed_s: float = 0.0
+    fixed_s: NonNegative = 0.0
     """launches and whatever does not depend on tokens"""
-    flop_s: float = 0.0
+    flop_s: NonNegative = 0.0
     """for each operation that grows with tokens"""
-    attention_flop_s: float = 0.0
+    attention_flop_s: NonNegative = 0.0
     """for each operation that grows with the square of a length"""
 
 

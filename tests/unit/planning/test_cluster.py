@@ -28,6 +28,11 @@ def test_the_shipped_clusters_are_the_documented_ones():
         ({"hosts": "many"}, "hosts"),
         ({"links": []}, "links"),
         ({"hots": 3}, "hots"),
+        ({"links": [{"name": "fabric", "ranks": 0, "gb_per_s": float("nan")}]}, "gb_per_s"),
+        ({"links": [{"name": "fabric", "ranks": 0, "gb_per_s": 1.0, "latency_us": -1.0}]}, "latency_us"),
+        ({"device": {"kind": "cpu", "memory_gib": float("nan"), "peak_tflops": 1.0}}, "device.memory_gib"),
+        ({"device": {"kind": "cpu", "memory_gib": 1.0, "peak_tflops": 0.0}}, "device.peak_tflops"),
+        ({"profile": {"copy": {"unit_s": -1e-9}}}, "profile.copy.unit_s"),
     ],
 )
 def test_a_mistake_names_its_field(change, field):
@@ -38,13 +43,18 @@ def test_a_mistake_names_its_field(change, field):
         cluster_of({**parse(text, "cpu-hosts"), **change})
 
 
-def test_unknown_names_and_files_are_refused():
+def test_unknown_names_and_files_are_refused(tmp_path):
     with pytest.raises(UserError, match="h100-ib400"):
         load_cluster("h100-ib40")
     with pytest.raises(UserError, match="no such file"):
         load_cluster("nowhere.toml")
     with pytest.raises(UserError, match="TOML"):
         parse("hosts = ", "x.toml")
+    (tmp_path / "latin.toml").write_bytes("name = 'Zürich'".encode("latin-1"))
+    (tmp_path / "folder.toml").mkdir()
+    for name in ("latin.toml", "folder.toml"):
+        with pytest.raises(UserError, match="cannot be read"):
+            load_cluster(str(tmp_path / name))
 
 
 def test_this_machine_is_a_cluster_of_one():
