@@ -80,7 +80,11 @@ def open_cluster(name: str, hosts: int | None, profile: Path | None) -> ClusterC
     if hosts is not None:
         cluster = replace(cluster, hosts=hosts)
     if profile is not None:
-        frame = json_module.loads(profile.read_text())
+        try:
+            frame = json_module.loads(profile.read_text())
+        except (OSError, ValueError) as error:
+            remedy = "name what `nestrec bench calibrate --json` wrote"
+            raise UserError(f"cannot be read: {error}", field="--profile", value=str(profile), remedy=remedy) from error
         if "profile" not in frame:
             raise UserError(
                 "holds no profile",

@@ -1,26 +1,23 @@
 """Whether a run fits as it is configured: asked before anything is allocated."""
 
-from typing import Any
-
 from nestrec.base.errors import UserError
 from nestrec.planning.advice import shortages
 from nestrec.planning.candidate import Candidate, Space
 from nestrec.planning.cluster import ClusterConfig
 from nestrec.planning.outcome import Outcome, Predictor
+from nestrec.planning.profile import StoreKind
 from nestrec.planning.workload import Workload
 from nestrec.training.config import RunConfig
 
 
-def candidate_of(cfg: RunConfig) -> Candidate:
+def candidate_of(cfg: RunConfig, store: StoreKind = "device") -> Candidate:
     """The run's own choices. Micro-batches that are chosen while training count as one, which needs most memory."""
-    task: Any = cfg.task
-    store = task.item_store if hasattr(task, "item_store") else task.table_store
     parts = cfg.batch.micro_batches if isinstance(cfg.batch.micro_batches, int) else 1
     exchange = cfg.ranks.exchange
     return Candidate(
         schedule=cfg.pipeline.schedule,
         micro_batches=parts,
-        store=store.kind,
+        store=store,
         policy=cfg.balance.policy,
         window_cache=cfg.pipeline.window_cache,
         replicas=cfg.ranks.replicas,
@@ -30,7 +27,9 @@ def candidate_of(cfg: RunConfig) -> Candidate:
 
 def check_fits(cfg: RunConfig, workload: Workload, cluster: ClusterConfig) -> Outcome:
     """Predicted figures of the run as configured, or a UserError that says what is short and what would fix it."""
-    predictor, candidate = Predictor(workload, cluster), candidate_of(cfg)
+    # A plan knows one store: that of the table with most to keep, which may be said of it alone (tables.NAME.store).
+    largest = max(workload.tables, key=lambda table: table.rows * table.row_bytes)
+    predictor, candidate = Predictor(workload, cluster), candidate_of(cfg, largest.store)
     if cluster.world % candidate.replicas:
         raise UserError(
             "must divide the number of ranks",

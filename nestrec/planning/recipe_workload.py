@@ -90,6 +90,7 @@ def _table_load(table: TableConfig, batches: list[MicroBatch]) -> TableLoad:
         distinct_keys=tuple(distinct),
         keys_a_token=seen[-1] / max(1, batches[-1].num_tokens),
         has_fixed_rows=table.num_rows is not None,
+        store=table.store.kind,
     )
 
 

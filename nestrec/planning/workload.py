@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from nestrec.base.config import config
 from nestrec.planning.loads import Amounts
+from nestrec.planning.profile import StoreKind
 
 
 @config
@@ -31,6 +32,8 @@ class TableLoad:
     """how many of them were distinct"""
     has_fixed_rows: bool = False
     """it could be held whole by every rank"""
+    store: StoreKind = "device"
+    """where the recipe keeps its rows"""
 
     @property
     def state_bytes(self) -> int:

@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from nestrec.base.errors import UserError
 from nestrec.cli.app import app
 from nestrec.pipeline import SCHEDULES
 from nestrec.planning.cluster import load_cluster
+from nestrec.planning.own_plan import check_fits
 from nestrec.planning.plan import make_plan
 from nestrec.planning.recipe_workload import workload_of
 from nestrec.report.plan_page import render_plan
@@ -67,6 +69,22 @@ def test_plan_only_says_that_a_run_fits_and_trains_nothing(data, tmp_path, monke
     assert result.exit_code == 0, result.output
     assert "fits: demo on this machine" in result.output
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("option", ["task.item_store.kind", "tables.items.store", "tables.*.store"])
+def test_rows_are_looked_for_where_the_run_keeps_them(data, option):
+    cfg = config_of("hstu", data, {option: "dram"})
+    memory = check_fits(cfg, workload_of(cfg), load_cluster("h100-ib400")).memory
+    assert (memory["device"].tables, memory["host"].tables > 0) == (0.0, True)
+
+
+def test_a_profile_that_cannot_be_read_is_named(data, tmp_path):
+    (tmp_path / "cut.json").write_text('{"profile": {"copy"')
+    for name in ("cut.json", "none.json"):
+        chosen = ["--profile", str(tmp_path / name)]
+        error = CliRunner().invoke(app, command(data, "plan", "demo", "--cluster", "cpu-hosts", *chosen)).exception
+        assert isinstance(error, UserError)
+        assert error.field == "--profile"
 
 
 def test_the_page_holds_curves_and_a_timeline(data):
