@@ -135,12 +135,14 @@ class StreamFollower:
     def _awaited(self, stop: StopRequest) -> dict[str, Any] | None:
         """What comes next, on the first rank; the others read their share of it meanwhile."""
         assert self._source is not None
-        with self._source.helping():
+        with self._source.helping(lambda: stop.is_set):
             return self._next(stop) if self._topology.is_first else None
 
     def _next(self, stop: StopRequest) -> dict[str, Any] | None:
         """The generation to train on next, waited for; none at the end. On the first rank alone."""
-        assert self._stream is not None
+        stream, source = self._stream, self._source
+        assert stream is not None
+        assert source is not None
         reached = self.trainer.state.generation
         reached = self._first() if reached is None else reached
         card = Card.load(self._folder)
@@ -148,18 +150,21 @@ class StreamFollower:
             return {"generation": reached + 1, "times": {}}
         since = time.monotonic()
 
+        def wants_stop() -> bool:
+            return stop.is_set or source.others_want_stop
+
         def wants_end() -> bool:
             idle_s = self._options.idle_s
-            if stop.is_set or (idle_s is not None and time.monotonic() - since >= idle_s):
+            if wants_stop() or (idle_s is not None and time.monotonic() - since >= idle_s):
                 return True
             time.sleep(self._options.poll_s if idle_s is None else min(self._options.poll_s, idle_s))
             return False
 
-        found = self._stream.next_window(wants_end)
+        found = stream.next_window(wants_end)
         if found is None:
-            return {"stopped": True} if stop.is_set else None
+            return {"stopped": True} if wants_stop() else None
         card, times = found
-        lag = self._stream.lag(card)
+        lag = stream.lag(card)
         self.trainer.folder.record("lag", step=self.trainer.state.step, generation=card.generation, **lag)
         shown = ", ".join(f"{number:,.0f} {unit}" for unit, number in lag.items())
         self._listener.noted(f"generation {card.generation}: {card.counts.events:,} events; waiting: {shown}")

@@ -10,7 +10,7 @@ the same order. The first rank decides, and the others do what it says until it 
 import contextlib
 import json
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -22,7 +22,7 @@ from nestrec.base.errors import UserError
 from nestrec.data.prepare.raw import BadRow, RawBatch
 from nestrec.data.sources.source import StreamPiece, StreamPosition, StreamRows, StreamSource
 from nestrec.distributed import Topology
-from nestrec.distributed.exchange import all_gather_rows, broadcast_json, raise_together
+from nestrec.distributed.exchange import all_gather_json, all_gather_rows, raise_together
 
 _LINES = "line of a row"
 
@@ -33,12 +33,17 @@ class SharedSource(StreamSource):
     def __init__(self, source: StreamSource, topology: Topology):
         self._source, self._topology = source, topology
         self._ready: deque[tuple[StreamPosition, StreamRows]] = deque()
+        self.others_want_stop = False
+        """One of the other ranks was told to stop. Known to the first."""
 
     @contextlib.contextmanager
-    def helping(self) -> Iterator[None]:
-        """The first rank goes on inside; the others come back from here when it has left."""
+    def helping(self, wants_stop: Callable[[], bool] = lambda: False) -> Iterator[None]:
+        """The first rank goes on inside; the others come back from here when it has left.
+
+        wants_stop: asked on the others, whenever the first says something.
+        """
         if not self._topology.is_first:
-            while (said := broadcast_json(self._topology.control, None)) is not None:
+            while (said := all_gather_json(self._topology.control, wants_stop())[0]) is not None:
                 if said:
                     with contextlib.suppress(UserError):  # the first has it too, and all raise it when they are let go
                         self._fetched([StreamPiece(**piece) for piece in said])
@@ -47,9 +52,14 @@ class SharedSource(StreamSource):
         try:
             yield
         except UserError:
-            broadcast_json(self._topology.control, None)
+            self._say(None)
             raise
-        broadcast_json(self._topology.control, None)
+        self._say(None)
+
+    def _say(self, said: list[dict[str, Any]] | None) -> None:
+        """To the other ranks, which read these pieces, or leave."""
+        _, *answers = all_gather_json(self._topology.control, said)
+        self.others_want_stop = self.others_want_stop or any(answers)
 
     def read(self, position: StreamPosition, max_rows: int) -> StreamRows | None:
         ready = self._ready
@@ -65,9 +75,9 @@ class SharedSource(StreamSource):
             pieces = self._source.pieces(behind, max_rows, self._topology.world)
             if not pieces:
                 # A sign of life: who hears nothing for minutes takes the first for lost, and a source may be quiet.
-                broadcast_json(self._topology.control, [])
+                self._say([])
                 return
-            broadcast_json(self._topology.control, [asdict(piece) for piece in pieces])
+            self._say([asdict(piece) for piece in pieces])
             before = behind
             for rows in _in_order(self._fetched(pieces)):
                 behind = rows.position

@@ -1,13 +1,20 @@
 """What ranks do that read a stream together."""
 
+import os
+import signal
+from pathlib import Path
 from typing import Any
 
 from nestrec.base.errors import UserError
 from nestrec.data.sources.source import StreamPiece, StreamPosition, StreamRows, open_source
 from nestrec.distributed import Topology
 from nestrec.testing.streams import follow_options
+from nestrec.testing.tiny_runs import config_of
+from nestrec.training.following import StreamFollower
 from nestrec.training.session import together
 from nestrec.training.shared_source import SharedSource
+from nestrec.training.stopping import Interrupted, StopRequest
+from nestrec.training.trainer import Trainer
 
 
 def read_all(
@@ -55,3 +62,23 @@ def words_while_nothing_comes(topology: Topology, address: str, looks: int) -> i
             assert shared.read({}, 16) is None
     shared.close()
     return topology.control.log.count - before
+
+
+def follow_until_told(topology: Topology, data: str, run: str, address: str) -> bool:
+    """A run that waits for events, of which the last rank alone is told to stop; whether it was stopped."""
+    cfg = config_of("hstu", Path(data), {"training.max_steps": 2, "training.evaluate_every_epochs": 0})
+    Trainer(cfg, Path(run), topology).train()
+    follower = StreamFollower(address, Path(run), topology, follow_options({"idle_s": 20, "poll_s": 0.01}))
+    follow = follower._follow
+
+    def told(stop: StopRequest) -> None:
+        if topology.rank == topology.world - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        follow(stop)
+
+    follower._follow = told  # type: ignore[method-assign]
+    try:
+        follower.follow()
+    except Interrupted:
+        return True
+    return False

@@ -3,11 +3,12 @@
 from pathlib import Path
 
 import pytest
-from source_jobs import read_all, words_while_nothing_comes
+from source_jobs import follow_until_told, read_all, words_while_nothing_comes
 
 from nestrec.distributed import Topology
 from nestrec.testing.ranks import RankFailure
 from nestrec.testing.streams import drop_files, stream_events, topic
+from nestrec.testing.tiny_runs import make_datasets
 
 
 @pytest.fixture
@@ -55,3 +56,10 @@ def test_ranks_hear_of_the_first_while_a_source_is_quiet(pools, tmp_path: Path) 
     """Who hears nothing for as long as a peer may be silent would take it for lost, and end."""
     few, many = (pools[2].run(words_while_nothing_comes, str(tmp_path), looks) for looks in (1, 4))
     assert all(after >= before + 3 for before, after in zip(few, many, strict=True))
+
+
+def test_a_stop_of_any_rank_ends_all_while_they_wait_for_events(pools, tmp_path: Path) -> None:
+    make_datasets(tmp_path)
+    (tmp_path / "events").mkdir()
+    told = pools[2].run(follow_until_told, str(tmp_path), str(tmp_path / "run"), str(tmp_path / "events"))
+    assert told == [True, True]
