@@ -43,6 +43,8 @@ def losses_named(communicator: Communicator, operation: str) -> Iterator[None]:
     try:
         with contextlib.nullcontext() if watch is None else watch.launching(f"{communicator.name}.{operation}"):
             yield
+    except torch.OutOfMemoryError:
+        raise  # of this rank's own device: who starts it again would see the same
     except (RuntimeError, dist.DistError) as error:
         problem = f"a peer was lost in {communicator.name}.{operation}: {str(error).splitlines()[0]}"
         raise PeerLostError(problem, remedy="restart all ranks from the last checkpoint") from error

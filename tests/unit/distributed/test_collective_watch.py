@@ -72,3 +72,13 @@ def test_a_host_that_waits_inside_a_collective_is_watched_too():
         all_reduce_sum(keys, torch.zeros(1))
     assert "a peer was lost in keys.all_reduce: no answer in 10 s" in watched.ends[0]
     assert watched.look_at(40.0) == watched.ends[:1], "it has returned"
+
+
+def test_a_rank_without_memory_for_what_it_receives_has_lost_no_peer():
+    class Full:
+        def all_reduce(self, tensor: torch.Tensor) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    vectors = Communicator("vectors", 0, 2, None, CollectiveLog(), Full())
+    with pytest.raises(torch.OutOfMemoryError):
+        all_reduce_sum(vectors, torch.zeros(1))
