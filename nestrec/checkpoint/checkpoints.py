@@ -49,11 +49,13 @@ class Checkpoints:
         report: Report = _LOG.warning,
         note: Report = _LOG.info,
         address: str = "",
+        beside: "Checkpoints | None" = None,
     ):
         """`keep`: how many to retain. `max_deltas`: incremental saves in a row; 0 makes every save a full one.
 
         report: told of what is wrong. note: told what large ones take. address: a second place for them, any address of
-        `fsspec`; they are taken from there where the folder has none.
+        `fsspec`; they are taken from there where the folder has none. beside: others, whose newest is looked after in
+        their second place with every save of these.
         """
         if keep < 1:
             raise UserError("at least one checkpoint must be kept", field="keep", value=keep, remedy="give 1 or more")
@@ -64,6 +66,7 @@ class Checkpoints:
         self._report = report if self._peers.is_first else _say_nothing
         self._note = note if self._peers.is_first else _say_nothing
         self._elsewhere = Elsewhere(address, self._peers) if address else None
+        self._beside = beside
         self._background = Background()
         self._base: int | None = None
         self._num_deltas = 0
@@ -155,12 +158,20 @@ class Checkpoints:
             self._report(problem)
         return self._peers.gather(self.steps())[0]  # type: ignore[no-any-return]
 
-    def _send(self, step: int) -> None:
-        """A copy for the second place. What is here is whole: a failure there is told, and the next save goes on."""
+    def _send_newest(self) -> None:
+        """A copy for the second place, where it has none: an earlier start may have ended, or failed, before that.
+
+        What is here is whole: a failure there is told, and the next save goes on.
+        """
         if self._elsewhere is None:
             return
+        steps: list[int] = self._peers.gather(self.steps())[0]
+        if not steps:
+            return
+        path = folder_of(self._folder, steps[-1])
         try:
-            self._elsewhere.send(folder_of(self._folder, step), self._peers.gather(self.steps())[0])
+            self._peers.agree(lambda: len(read_chain(path)), f"{path.name} could not be copied")
+            self._elsewhere.send(path, steps)
         except SaveError as error:
             self._report(error.problem)
 
@@ -221,7 +232,10 @@ class Checkpoints:
 
     def _save(self, step: int, content: Content, also: "Checkpoints | None") -> Path:
         with contextlib.closing(content):
-            return self._save_open(step, content, also)
+            path = self._save_open(step, content, also)
+        for place in dict.fromkeys(place for place in (self, also, self._beside) if place is not None):
+            place._send_newest()
+        return path
 
     def _save_open(self, step: int, content: Content, also: "Checkpoints | None" = None) -> Path:
         target = folder_of(self._folder, step)
@@ -270,10 +284,9 @@ class Checkpoints:
                 remove_folder(partial)
             raise
         self._tell(step, "written", sum(entry.bytes for entry in entries), start_s)
-        for place in [self] if also is None else [self, also]:
-            if self._peers.is_first:
+        if self._peers.is_first:
+            for place in [self] if also is None else [self, also]:
                 place._retire()
-            place._send(step)
         return base is not None
 
     def _tell(self, step: int, what: str, num_bytes: int, start_s: float) -> None:

@@ -19,6 +19,13 @@ class Saving:
 
     def __init__(self, session: Session, folder: RunFolder, listener: Listener):
         self._session, self._cfg, self._folder = session, session.cfg.training, folder
+        self._best = Checkpoints(
+            folder.best,
+            keep=1,
+            peers=Peers.of_topology(session.topology),
+            report=listener.warned,
+            address=self._address("best"),
+        )
         self._last = Checkpoints(
             folder.checkpoints,
             keep=self._cfg.keep_checkpoints,
@@ -27,13 +34,7 @@ class Saving:
             report=listener.warned,
             note=listener.noted,
             address=self._address("checkpoints"),
-        )
-        self._best = Checkpoints(
-            folder.best,
-            keep=1,
-            peers=Peers.of_topology(session.topology),
-            report=listener.warned,
-            address=self._address("best"),
+            beside=self._best,
         )
         self._is_best = False
         # Of the first rank alone: it writes what checkpoints name, and checks it.

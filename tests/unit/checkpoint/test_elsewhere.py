@@ -113,3 +113,43 @@ def test_an_address_that_cannot_be_written_is_told_and_the_run_goes_on(tmp_path:
     assert checkpoints.steps() == [1]
     (problem,) = told
     assert "step-00000001 could not be copied to" in problem
+
+
+def test_best_weights_that_did_not_reach_the_second_place_are_sent_with_the_next_save(tmp_path: Path) -> None:
+    there, told = tmp_path / "there", list[str]()
+
+    def places() -> tuple[Checkpoints, Checkpoints]:
+        best = Checkpoints(tmp_path / "best", keep=1, report=told.append, address=str(there / "best"))
+        last = Checkpoints(
+            tmp_path / "last", report=told.append, address=str(there / "last"), max_deltas=2, beside=best
+        )
+        return last, best
+
+    there.write_text("no folder, as a network may be gone")
+    last, best = places()
+    last.save(1, make_content(1), also=best)
+    assert len(told) == 2
+    there.unlink()
+    last.save(2, make_content(2))
+    assert Checkpoints(there / "best").steps() == [1]
+
+    with armed("checkpoint.before_sent_manifest", crash, at=2), pytest.raises(CrashError):
+        last.save(3, make_content(3), also=best)
+    assert Checkpoints(there / "last").steps() == [2, 3]
+    assert verify(there / "best" / "step-00000003") != []
+    last, best = places()
+    last.save(3, make_content(3))
+    assert verify(there / "best" / "step-00000003") == []
+
+
+def test_best_weights_that_are_damaged_are_told_and_end_no_save(tmp_path: Path) -> None:
+    told: list[str] = []
+    best = Checkpoints(tmp_path / "best", keep=1, report=told.append, address=str(tmp_path / "there"))
+    last = Checkpoints(tmp_path / "last", report=told.append, beside=best)
+    last.save(1, make_content(1), also=best)
+    shutil.rmtree(tmp_path / "there")
+    (tmp_path / "best" / "step-00000001" / "manifest.json").unlink()
+    last.save(2, make_content(2))
+    assert last.steps() == [1, 2]
+    (problem,) = told
+    assert "step-00000001 could not be copied" in problem
