@@ -1,5 +1,6 @@
 """The loss of a module of the user's own, as schedules compute it."""
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, get_args
 
@@ -29,6 +30,7 @@ class ModuleLoss:
     ) -> None:
         """table_of: features to tables. pooled: those that have one vector a sample, and how it is made; by default a
         sum."""
+        pooled = (pooled,) if isinstance(pooled, str) else pooled
         for feature in pooled:
             if feature not in table_of:
                 raise UserError(
@@ -60,7 +62,7 @@ class ModuleLoss:
                 remedy="return loss.sum(), num_samples (or what `weight` gives for the batch)",
             )
         loss, weight = answer
-        summed: torch.Tensor = loss
+        summed = _checked_sum(loss)
         if summed.device.type == "cpu":  # on a GPU the host would wait for it
             self._check(weight, batch)
         return summed
@@ -87,11 +89,42 @@ class ModuleLoss:
 
     def _check(self, weight: Any, batch: Samples) -> None:
         """What was announced before the computation must be what the model computed."""
-        found, announced = float(weight), self._weight(batch)
-        if abs(found - announced) > _TOLERANCE * max(1.0, abs(announced)):
+        found, said = _number(weight, "the weight that the model returns"), announced(self._weight(batch))
+        if not abs(found - said) <= _TOLERANCE * max(1.0, abs(said)):
             raise UserError(
-                f"the model says {found:g} of a micro-batch that was announced with {announced:g}",
+                f"the model says {found:g} of a micro-batch that was announced with {said:g}",
                 field="weight",
                 value=found,
                 remedy="give TrainingPipeline weight=..., a function of a batch that says the same",
             )
+
+
+def announced(weight: Any) -> float:
+    """What `weight` gave for a batch or a part of it, where a sum of losses can be divided by it."""
+    found = _number(weight, "what the function `weight` gives")
+    if not (math.isfinite(found) and found >= 0):
+        remedy = "let the function give 0 or more, and 0 only where no sample counts"
+        raise UserError("is no weight of a batch", field="weight", value=found, remedy=remedy)
+    return found
+
+
+def _number(value: Any, what: str) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        remedy = "give a number, such as how many samples there are"
+        raise UserError(f"{what} is no number", field="weight", value=value, remedy=remedy) from None
+
+
+def _checked_sum(loss: Any) -> torch.Tensor:
+    """A number that a gradient can be taken of."""
+    if not isinstance(loss, torch.Tensor):
+        problem, value = "its loss is no tensor", type(loss).__name__
+    elif loss.dim() > 0 or not loss.is_floating_point():
+        problem, value = "its loss must be one number, the sum over samples", f"{loss.dtype} of {tuple(loss.shape)}"
+    elif not loss.requires_grad:
+        problem, value = "its loss depends on no weight and no row of a table", "a loss without a gradient"
+    else:
+        return loss
+    remedy = "return losses.sum() as it was computed from the vectors, without detach, item or no_grad"
+    raise UserError(problem, field="model", value=value, remedy=remedy)

@@ -24,6 +24,9 @@ Samples = Mapping[str, Any]
 
 def num_samples_of(batch: Samples) -> int:
     """How many samples a batch holds; all fields that have a row for each must agree."""
+    if not isinstance(batch, Mapping):
+        remedy = "give a mapping of names to tensors, such as {'items': keys}"
+        raise UserError("is no batch", field="batch", value=type(batch).__name__, remedy=remedy)
     counts = {name: _num_rows(value) for name, value in batch.items() if _has_samples(value)}
     if not counts:
         raise UserError("holds no tensor", field="batch", value=sorted(batch), remedy="give keys of the tables in it")
@@ -55,6 +58,9 @@ def micro_batch_of(batch: Samples, features: Collection[str], samples: NDArray[n
     others: dict[str, Any] = {}
     chosen = torch.from_numpy(samples)
     for name, value in batch.items():
+        if name.endswith(OFFSETS):
+            problem = "is how the offsets of a Jagged are kept, and would not reach the model"
+            raise UserError(problem, field="field of a batch", value=name, remedy="give it another name")
         if not _has_samples(value):
             others[name] = value
             continue
@@ -64,9 +70,25 @@ def micro_batch_of(batch: Samples, features: Collection[str], samples: NDArray[n
             taken = taken.values
         tensors[name] = taken
         if name in features:
-            keys[name] = taken.cpu().numpy()
+            keys[name] = whole_keys(name, taken)
     longest = max((int(keys_of.size) for keys_of in keys.values()), default=0)
     return MicroBatch(samples, keys, tensors, longest, len(samples), others)
+
+
+def whole_keys(name: str, values: Any) -> NDArray[np.int64]:
+    """Keys of a field: whole numbers, never cut to them. An array without any may be of any type."""
+    if isinstance(values, Jagged):
+        remedy = "give its values, whose vectors come in their order"
+        raise UserError("must hold a tensor or an array here", field="keys", value=name, remedy=remedy)
+    keys = torch.as_tensor(values).cpu().numpy()
+    if keys.dtype.kind not in "iu" and keys.size:
+        raise UserError(
+            f"holds {keys.dtype} where keys are whole numbers",
+            field="field of a batch",
+            value=name,
+            remedy="give int64 keys",
+        )
+    return keys
 
 
 def given_to_model(micro_batch: MicroBatch) -> dict[str, Any]:

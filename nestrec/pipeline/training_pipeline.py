@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from nestrec.base.devices import DeviceChoice, chosen_device
-from nestrec.base.errors import UserError
+from nestrec.base.errors import UserError, did_you_mean
 from nestrec.data.batches import Batch
 from nestrec.data.order import Position
 from nestrec.distributed import Topology
@@ -29,13 +29,21 @@ from nestrec.embedding.flight.source_keys import FeatureKeys
 from nestrec.embedding.replica_sync import ReplicaSyncConfig
 from nestrec.embedding.table import Table
 from nestrec.ops.rows.pool import Pooling
+from nestrec.pipeline.arguments import (
+    check_batches,
+    check_choices,
+    check_fence,
+    check_micro_batches,
+    check_optimizer,
+    configs_of,
+)
 from nestrec.pipeline.compute import LossCompute, Precision
 from nestrec.pipeline.dense.options import OptimizerConfig
 from nestrec.pipeline.dense.update import DenseUpdate
 from nestrec.pipeline.lanes import make_tracer
-from nestrec.pipeline.module_loss import ModuleLoss
+from nestrec.pipeline.module_loss import ModuleLoss, announced
 from nestrec.pipeline.options import PipelineConfig
-from nestrec.pipeline.samples import Samples, cut, micro_batch_of, num_samples_of
+from nestrec.pipeline.samples import Samples, cut, micro_batch_of, num_samples_of, whole_keys
 from nestrec.pipeline.schedule_spec import ScheduleSpec
 from nestrec.pipeline.stages import Compute, Coupling, Dense, Feed, Rates, Step, Totals
 from nestrec.trace import Tracer
@@ -94,12 +102,15 @@ class TrainingPipeline:
         Parts that exist already are taken as they are: a `Compute` as the model, an engine as the tables, a `Dense` as
         the dense optimiser.
         """
-        self.options = schedule if isinstance(schedule, PipelineConfig) else PipelineConfig(schedule=schedule)
+        check_choices(device=device, precision=precision, couples_samples=couples_samples)
+        check_micro_batches(micro_batches)
+        check_optimizer(dense_optimizer, model)
+        self.options = schedule if isinstance(schedule, PipelineConfig) else PipelineConfig(schedule=str(schedule))
         if isinstance(tables, EmbeddingEngine):
             self.engine = tables
         else:
+            configs = configs_of(tables)
             topology = topology or Topology.from_environment(chosen_device(device))
-            configs = [table.config if isinstance(table, Table) else table for table in tables]
             self.engine = EmbeddingEngine(configs, topology, topology.device, replica_sync)
         self.topology = self.engine.topology
         spec = spec or self.options.spec
@@ -119,6 +130,8 @@ class TrainingPipeline:
         self.number = 0
         """Steps made."""
         self._is_whole = True
+        self._ended: str | None = None
+        """Why it trains no more."""
 
     def run(self, batches: Iterable[Samples], *, fence_every: int | None = None) -> Iterator[torch.Tensor]:
         """Train on all batches, looking ahead as far as the schedule does; the loss of each step, still on the device.
@@ -128,9 +141,12 @@ class TrainingPipeline:
         left early: shorten the batches instead (`itertools.islice`).
         """
         self._check_whole()
+        check_fence(fence_every)
+        check_batches(batches)
         feed = Feed(self._prepared(iter(batches)))
-        for batch in feed:
-            is_fence = feed.peek(1) is None or (fence_every is not None and (self.number + 1) % fence_every == 0)
+        while (batch := self._begun(lambda: next(feed, None))) is not None:
+            is_last = self._begun(lambda: feed.peek(1)) is None
+            is_fence = is_last or (fence_every is not None and (self.number + 1) % fence_every == 0)
             yield self._advance(batch, feed, is_fence=is_fence)
 
     def step(self, batch: Samples) -> torch.Tensor:
@@ -148,7 +164,12 @@ class TrainingPipeline:
     def lookup(self, keys: FeatureKeys) -> dict[str, torch.Tensor]:
         """Feature to (*shape of its keys, dim) vectors, as they are now; changes nothing. Collective."""
         self._check_whole()
-        return self.issue(lambda: self.engine.lookup_readonly(keys))
+        for name in keys:
+            if name not in self._features:
+                remedy = did_you_mean(str(name), self._features)
+                raise UserError("is no feature of a table", field="keys", value=name, remedy=remedy)
+        checked = {name: whole_keys(name, values) for name, values in keys.items()}
+        return self.issue(lambda: self.engine.lookup_readonly(checked))
 
     def digest(self) -> str:
         """The same text for the same tables and dense weights, to the bit, whatever the ranks. Collective."""
@@ -168,11 +189,13 @@ class TrainingPipeline:
 
     def close(self) -> None:
         """End the threads, and give back the memory and files of the tables."""
+        self._ended = self._ended or "it was closed"
         self.schedule.close()
         self.engine.close()
 
     def abandon(self, error: BaseException) -> None:
         """Training has failed: end the threads without finishing what was begun."""
+        self._ended = self._ended or f"a step failed ({type(error).__name__}: {error})"
         self.schedule.abandon(error)
 
     def _dense_of(
@@ -196,15 +219,27 @@ class TrainingPipeline:
         self.number += 1
         self._is_whole = False
         step = Step(number=self.number, batch=batch, rates=self._rates(self.number), is_fence=is_fence)
-        try:
-            loss = self.advance(step, feed).loss
-        except BaseException as error:
-            self.abandon(error)
-            raise
+        loss = self._begun(lambda: self.advance(step, feed).loss)
         self._is_whole = is_fence
         return loss
 
+    def _begun(self, work: Callable[[], T]) -> T:
+        """What `work` gives; where it fails while batches are in flight, so has the training."""
+        try:
+            return work()
+        except BaseException as error:
+            if not self._is_whole:
+                self.abandon(error)
+            raise
+
     def _check_whole(self) -> None:
+        if self._ended is not None:
+            raise UserError(
+                f"trains no more: {self._ended}",
+                field="pipeline",
+                value=f"after step {self.number}",
+                remedy="build a new TrainingPipeline",
+            )
         if not self._is_whole:
             raise UserError(
                 "batches are still in flight",
@@ -217,10 +252,11 @@ class TrainingPipeline:
         """Batches as schedules take them: cut, with the weight of the global batch."""
         for number, batch in enumerate(batches):
             num_samples = num_samples_of(batch)
-            weight = self._global_weight(self._weight(batch))
+            weight = self._global_weight(announced(self._weight(batch)))
             groups = cut(batch, self._features, self._micro_batches, self.options.clustering)
             micro_batches = tuple(micro_batch_of(batch, self._features, samples) for samples in groups)
             samples = np.arange(num_samples)
+            weight = weight or 1.0  # no sample counts: a sum of nothing, over any weight
             yield Batch(Position(0, number), weight, samples, micro_batches, tokens=np.ones(num_samples, np.int64))
         self._global_weight(None)
 

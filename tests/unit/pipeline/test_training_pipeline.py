@@ -285,3 +285,76 @@ def test_bags_are_pooled_as_named_and_weighted_ones_need_their_weights():
     with pytest.raises(UserError, match="history/weight"):
         list(pipeline.run(bags()))
     pipeline.close()
+
+
+def test_a_pipeline_that_was_closed_or_has_failed_says_so_instead_of_reading_memory_given_back():
+    closed, failed = made(), made("nested")
+    closed.step(next(batches(1)))
+    closed.close()
+
+    def breaking():
+        yield from batches(2)
+        raise OSError("disk gone")
+
+    with pytest.raises(OSError, match="disk gone"):
+        list(failed.run(breaking()))
+    for pipeline, why in ((closed, "it was closed"), (failed, "disk gone")):
+        for use in (pipeline.digest, lambda p=pipeline: p.step(next(batches(1)))):
+            with pytest.raises(UserError, match=rf"trains no more: .*{why}.*\n.*build a new"):
+                use()
+    failed.close()
+
+
+def test_a_mistake_in_a_batch_before_anything_is_in_flight_can_be_mended():
+    pipeline, batch = made(), next(batches(1))
+    for wrong in (
+        [batch],
+        {**batch, "item": batch["item"] + 0.5},
+        {**batch, "sign": torch.ones(3)},
+        {**batch, "item/offsets": batch["item"]},
+    ):
+        with pytest.raises(UserError, match="batch"):
+            pipeline.step(wrong)
+    assert float(pipeline.step(batch)) == trained("serial")[0][0]
+    with pytest.raises(UserError, match="give an iterable of batches"):
+        list(pipeline.run(batch))
+    with pytest.raises(UserError, match="did you mean 'item'"):
+        pipeline.lookup({"itm": np.array([1])})
+    with pytest.raises(UserError, match="keys are whole numbers"):
+        pipeline.lookup({"item": np.array([1.5])})
+    with pytest.raises(UserError, match="fence_every = 0"):
+        list(pipeline.run(batches(2), fence_every=0))
+    pipeline.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (lambda loss: (loss.expand(3), 3), r"torch.float32 of \(3,\).*must be one number"),
+        (lambda loss: (loss.detach(), 3), "depends on no weight"),
+        (lambda loss: (loss.item(), 3), "its loss is no tensor"),
+        (lambda loss: (loss, float("nan")), "the model says nan"),
+        (lambda loss: (loss, None), "is no number"),
+    ],
+)
+def test_what_a_model_returns_is_checked(answer, words):
+    model = Towers()
+    model.forward = lambda vectors, batch: answer(Towers.forward(model, vectors, batch)[0])
+    with pytest.raises(UserError, match=words):
+        trained("serial", model=model)
+
+
+class Masked(Towers):
+    def forward(self, vectors, batch):
+        return super().forward(vectors, batch)[0] * batch["shift"], len(batch["sign"]) * batch["shift"]
+
+
+def test_a_batch_in_which_no_sample_counts_teaches_nothing():
+    pipeline = made(model=Masked(), weight=lambda batch: len(batch["sign"]) * batch["shift"])
+    before = pipeline.digest()
+    assert float(pipeline.step({**next(batches(1)), "shift": 0.0})) == 0
+    assert np.isfinite(float(pipeline.step({**next(batches(1)), "shift": 1.0})))
+    assert pipeline.digest() != before
+    pipeline.close()
+    with pytest.raises(UserError, match="is no weight of a batch"):
+        trained("serial", weight=lambda batch: -1.0)
