@@ -5,10 +5,11 @@ cannot be moved apart: every gather, scatter, cache and buffer copy moves whole 
 this file and the row optimisers know.
 """
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -165,19 +166,26 @@ class Table:
         optimizer, store = self.optimizer, self.store
         if isinstance(optimizer, RowOptimizerConfig):
             optimizer.check_is_read(f"optimizer of table {self.name}")
-        return TableConfig(
-            name=self.name,
-            dim=self.dim,
-            num_rows=self.rows,
-            is_hashed=self.hashed,
-            features=self.features,
-            dtype=self.dtype,
-            seed=self.seed,
-            init=self.init,
-            optimizer=RowOptimizerConfig(kind=optimizer) if isinstance(optimizer, str) else optimizer,
-            store=from_plain(StoreConfig, {"kind": store}, "store") if isinstance(store, str) else store,
-            placement=self.placement,
-        )
+        where = f"tables.{self.name}"
+        plain = {
+            "name": self.name,
+            "dim": _whole_number(self.dim),
+            "num_rows": _whole_number(self.rows),
+            "is_hashed": self.hashed,
+            "features": self.features,
+            "dtype": self.dtype,
+            "seed": _whole_number(self.seed),
+            "init": self.init,
+            "optimizer": RowOptimizerConfig(kind=optimizer) if isinstance(optimizer, str) else optimizer,
+            "store": from_plain(StoreConfig, {"kind": store}, f"{where}.store") if isinstance(store, str) else store,
+            "placement": self.placement,
+        }
+        return from_plain(TableConfig, plain, where)
+
+
+def _whole_number(value: Any) -> Any:
+    """Numbers of numpy and torch as Python's; anything else as it is."""
+    return operator.index(value) if hasattr(value, "__index__") and not isinstance(value, bool) else value
 
 
 def check_tables(tables: Sequence[TableConfig]) -> None:

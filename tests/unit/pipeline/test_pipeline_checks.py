@@ -1,11 +1,13 @@
 """What a schedule cannot do is said before it begins."""
 
+import numpy as np
 import pytest
 import torch
 
 from nestrec.base.errors import UserError
 from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine, StoreConfig, TableConfig
+from nestrec.embedding.table import Table
 from nestrec.pipeline import TrainingPipeline
 
 
@@ -25,3 +27,46 @@ def test_rows_that_do_not_outlive_the_next_step_are_refused_where_two_batches_ar
 
 def test_one_batch_at_a_time_needs_no_row_to_outlive_it():
     pipeline_of("serial", 0).close()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"micro_batches": 0}, "micro_batches = 0: must be a whole number from 1"),
+        ({"micro_batches": "4"}, "micro_batches = '4'"),
+        ({"precision": "fp16"}, "precision = 'fp16'.*\n.*'bf16'"),
+        ({"couples_samples": "all"}, "couples_samples = 'all'"),
+        ({"device": "tpu"}, "device = 'tpu': is no device"),
+        ({"schedule": 3}, "schedule = '3'"),
+        ({"tables": []}, "tables = .*must be a list of tables"),
+        ({"tables": Table("t", rows=4, dim=2)}, "must be a list of tables"),
+        ({"tables": ["t"]}, "tables = 't': is no table"),
+        ({"dense_optimizer": "adam"}, r"dense_optimizer = 'adam'.*\n.*model.parameters\(\)"),
+        ({"dense_optimizer": torch.optim.Adam(torch.nn.Linear(1, 1).parameters())}, "2 weights that are not the model"),
+    ],
+)
+def test_an_argument_that_means_nothing_is_refused_and_not_ignored(given, words):
+    given = {"tables": [Table("t", rows=4, dim=2)], "topology": Topology.single(), **given}
+    with pytest.raises(UserError, match=words):
+        TrainingPipeline(torch.nn.Linear(1, 1), **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"rows": 4.5}, "tables.t.num_rows = 4.5"),
+        ({"dim": "2"}, "tables.t.dim = '2'"),
+        ({"dtype": "int8"}, "tables.t.dtype = 'int8'"),
+        ({"placement": "all"}, "tables.t.placement = 'all'"),
+        ({"store": "ram"}, "tables.t.store.kind = 'ram'"),
+    ],
+)
+def test_a_table_is_checked_by_name_and_type(given, words):
+    with pytest.raises(UserError, match=words):
+        _ = Table("t", **{"rows": 4, "dim": 2, **given}).config
+
+
+def test_numbers_of_numpy_and_one_feature_by_its_name_are_what_they_mean():
+    table = Table("t", rows=np.int64(4), dim=np.int32(2), features="history").config
+    assert (table.num_rows, table.dim, table.features) == (4, 2, ("history",))
+    assert type(table.num_rows) is int
