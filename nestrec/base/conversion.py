@@ -126,11 +126,11 @@ def _convert_union(value: Any, members: tuple[Any, ...], where: str, raw: str | 
             return convert(value, member, where, raw)
         except UserError as error:
             errors.append(error)
-    if len(members) == 1:
+    if len(errors) == 1 and (len(members) == 1 or errors[0].field != where):  # of a part of the value
         raise errors[0]
     remedy = ", or ".join([str(error.remedy) for error in errors] + ["none"] * (len(others) < len(members)))
     problem = errors[0].problem if len(errors) == 1 else "is nothing that this option takes"
-    raise UserError(problem, field=errors[0].field if len(errors) == 1 else where, value=value, remedy=remedy)
+    raise UserError(problem, field=where, value=value, remedy=remedy)
 
 
 def _members_by_kind(members: list[Any]) -> dict[str, type]:

@@ -287,3 +287,16 @@ def test_nothing_between_quotes_is_an_empty_list() -> None:
 def test_types_are_named_in_english() -> None:
     with pytest.raises(UserError, match=r"remedy: give an int$"):
         with_overrides(Either(), {"limit": "x"})
+
+
+@config
+class _Named:
+    sizes: dict[str, int] | None = None
+
+
+def test_mistakes_inside_an_optional_value_are_named_with_their_own_values():
+    with pytest.raises(UserError, match=r"^sizes.a = 'x': is not of type int\n  remedy: give an int$"):
+        from_plain(_Named, {"sizes": {"a": "x"}})
+    with pytest.raises(UserError, match=r"(?s)2 mistakes.*sizes.a = 'x'.*sizes.b = 'y'") as both:
+        from_plain(_Named, {"sizes": {"a": "x", "b": "y"}})
+    assert "None" not in str(both.value)
