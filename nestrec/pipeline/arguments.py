@@ -1,6 +1,6 @@
 """What a script gives a `TrainingPipeline`, checked before anything is built of it."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
 import numpy as np
@@ -53,7 +53,7 @@ def check_batches(batches: Any) -> None:
         raise UserError("is no series of batches", field="batches", value=type(batches).__name__, remedy=remedy)
 
 
-def configs_of(tables: Sequence[Table | TableConfig]) -> list[TableConfig]:
+def configs_of(tables: Any) -> list[TableConfig]:
     """The tables in full."""
     remedy = 'give a list, such as [nestrec.Table("items", rows=1_000_000, dim=64)]'
     if isinstance(tables, Table | TableConfig) or not tables:

@@ -22,7 +22,7 @@ Samples = Mapping[str, Any]
 """A batch of a script's own."""
 
 
-def num_samples_of(batch: Samples) -> int:
+def num_samples_of(batch: Samples | Any) -> int:
     """How many samples a batch holds; all fields that have a row for each must agree."""
     if not isinstance(batch, Mapping):
         remedy = "give a mapping of names to tensors, such as {'items': keys}"
