@@ -543,6 +543,22 @@ def test_a_batch_that_fails_answers_with_an_error_and_leaks_no_page(servable, mo
     engine.tiers.device.check()
 
 
+def test_what_is_forgotten_while_a_batch_computes_with_it_is_not_copied_to_dram_afterwards(servable, monkeypatch):
+    rng = np.random.default_rng(8)
+    engine = make_engine(servable)
+    history, launch = draw_history(rng, 10), engine._runner.launch
+
+    def launch_and_forget(parts):
+        engine.forget("a")
+        return launch(parts)
+
+    monkeypatch.setattr(engine._runner, "launch", launch_and_forget)
+    engine.rank("a", history, draw_candidates(rng, history), timeout_s=TIMEOUT_S).future.result(TIMEOUT_S)
+    assert engine.tiers.device.entries() == engine.tiers.dram.entries() == []
+    engine.close()
+    engine.tiers.device.check()
+
+
 def test_without_prefixes_every_request_is_computed_in_full(servable):
     rng = np.random.default_rng(7)
     engine = make_engine(servable, replace(CONFIG, tiers=replace(TIERS, keeps_prefix=False)))

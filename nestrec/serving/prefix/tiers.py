@@ -138,8 +138,10 @@ class PrefixTiers:
         """Copy the prefix of a work to DRAM where the device is getting full, or keeps nothing by itself.
 
         Only what would be worth a reload now and DRAM lacks a good part of, and not where the link is behind: what
-        waits for it could not leave the device.
+        waits for it could not leave the device. What was forgotten while a batch computed with it stays forgotten.
         """
+        if entry.is_dropped:
+            return
         used = 1.0 - self.device.num_free_pages / self.device.num_pages
         stays = self.cfg.keeps_on_device
         if self.dram.max_bytes == 0 or entry.length == 0 or (stays and used <= self.cfg.spill_above):
