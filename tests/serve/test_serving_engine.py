@@ -559,6 +559,17 @@ def test_what_is_forgotten_while_a_batch_computes_with_it_is_not_copied_to_dram_
     engine.tiers.device.check()
 
 
+def test_a_prefix_that_there_is_no_room_for_is_not_told_as_found(servable):
+    rng = np.random.default_rng(21)
+    engine = make_engine(servable, replace(CONFIG, tiers=replace(TIERS, cache_bytes=1)))
+    history = draw_history(rng, 10)
+    for _ in range(2):
+        answer = engine.rank("a", history, draw_candidates(rng, history), timeout_s=TIMEOUT_S).future.result(TIMEOUT_S)
+        assert (answer.source, answer.num_cached) == ("none", 0)
+    engine.close()
+    engine.tiers.device.check()
+
+
 def test_without_prefixes_every_request_is_computed_in_full(servable):
     rng = np.random.default_rng(7)
     engine = make_engine(servable, replace(CONFIG, tiers=replace(TIERS, keeps_prefix=False)))

@@ -67,9 +67,10 @@ class PrefixCache:
         self.num_evicted = 0
 
     def find(self, key: CacheKey, content_of: ContentOf) -> Entry | None:
-        """The entry whose tokens are the first ones of the request; one that no longer matches is dropped."""
+        """The entry whose tokens are the first ones of the request; one that no longer matches is dropped. One that
+        there was no room for has none."""
         entry = self._entries.get(self._bucket_of(key))
-        if entry is None or entry.key != key:
+        if entry is None or entry.key != key or entry.length == 0:
             return None
         if self._clock.now_s() >= entry.expires_s or content_of(entry.length) != entry.content:
             if entry.pins == 0:
