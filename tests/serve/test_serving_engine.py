@@ -559,6 +559,31 @@ def test_what_is_forgotten_while_a_batch_computes_with_it_is_not_copied_to_dram_
     engine.tiers.device.check()
 
 
+def test_a_prefix_that_was_forgotten_on_its_way_back_is_not_told_as_found(servable, monkeypatch):
+    rng = np.random.default_rng(22)
+    engine, history = make_engine(servable), draw_history(rng, 10)
+    host = engine.tiers._host
+    copy_in, has_left = host.copy_in, threading.Event()
+
+    def forget_and_copy(pages, held):
+        engine.forget("a")
+        copy_in(pages, held)
+
+    def leave_the_device():
+        engine.tiers.device.drop(engine.tiers.device.entries()[0].key)
+        has_left.set()
+
+    monkeypatch.setattr(host, "copy_in", forget_and_copy)
+    engine.rank("a", history, draw_candidates(rng, history), timeout_s=TIMEOUT_S).future.result(TIMEOUT_S)
+    engine.tiers._out._pool.submit(lambda: engine._post(leave_the_device))  # after the copy to DRAM
+    assert has_left.wait(TIMEOUT_S)
+    answer = engine.rank("a", history, draw_candidates(rng, history), timeout_s=TIMEOUT_S).future.result(TIMEOUT_S)
+    assert engine.counts["reloaded"] == 1
+    assert (answer.source, answer.num_cached) == ("none", 0)
+    engine.close()
+    engine.tiers.device.check()
+
+
 def test_a_prefix_that_there_is_no_room_for_is_not_told_as_found(servable):
     rng = np.random.default_rng(21)
     engine = make_engine(servable, replace(CONFIG, tiers=replace(TIERS, cache_bytes=1)))

@@ -476,6 +476,8 @@ class Engine:
     def _answer(self, step: EngineStep, scored: Scored) -> None:
         work = step.work
         assert work.candidates is not None
+        if work.num_cached == 0:  # what came back was forgotten or evicted before it was read, or is another version's
+            work.source = "none"
         with self._condition:
             self.trigger.consumed(work.key)
         self._count(f"rank_{work.source}")
