@@ -126,7 +126,10 @@ class BatchRecommender:
         if self._topology.is_first:
             parts.mkdir(parents=True, exist_ok=True)
             if not (parts / JOB_FILE).exists():
-                (parts / JOB_FILE).write_text(text)
+                for left in parts.glob("part-*.parquet"):  # of a job that was killed as it removed them
+                    left.unlink()
+                with _whole(parts / JOB_FILE, ".writing") as temporary:
+                    temporary.write_text(text)
         barrier(self._topology.control)
         if (parts / JOB_FILE).read_text() != text:
             remedy = "remove the folder, or give the model, users and options that it was begun with"

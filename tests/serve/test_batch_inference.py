@@ -99,6 +99,16 @@ def test_a_killed_job_goes_on_and_leaves_the_same_bytes(retrieval, listed, whole
     assert not parts.exists()
 
 
+def test_parts_that_nobody_names_the_job_of_are_of_no_use(retrieval, listed, whole, dataset_folder, tmp_path):
+    """A job was killed while it removed its parts; another one begins there."""
+    batch, output = nestrec.load(retrieval.folder).batch(CFG), tmp_path / "recs.parquet"
+    parts = tmp_path / "recs.parquet.parts"
+    parts.mkdir()
+    (parts / "part-000001.parquet").write_bytes(whole.read_bytes())
+    batch.recommend(listed, output, data=dataset_folder)
+    assert output.read_bytes() == whole.read_bytes()
+
+
 def test_ranks_share_the_parts_and_leave_the_same_bytes(retrieval, listed, whole, dataset_folder, tmp_path):
     output = tmp_path / "recs.parquet"
     assert run_on_ranks(2, recommend_on, retrieval.folder, listed, output, dataset_folder) == [70, 70]
