@@ -25,15 +25,18 @@ from nestrec.base.failpoints import fail_point
 from nestrec.base.paths import check_file, told_if_unwritable
 from nestrec.distributed import Topology
 from nestrec.distributed.exchange import barrier
+from nestrec.library.asking import NO_LIMITS
 from nestrec.library.batch_users import BatchUsers, NamedUser, strings, users_of
+from nestrec.serving.api.requests import HistoryFields, RankRequest
 from nestrec.serving.engine.user_queries import user_queries
 from nestrec.serving.model.forms import make_form
-from nestrec.serving.model.inputs import Candidates, distinct
+from nestrec.serving.model.inputs import Candidates, History, distinct
 from nestrec.serving.model.retrieval_form import RetrievalForm
 from nestrec.serving.model.servable import Servable
 
 JOB_FILE = "job.json"
 _NO_ITEMS, _BYTES = np.zeros(0, np.int64), torch.uint8
+_NOTHING = _NO_ITEMS, np.zeros((0, 1), np.float32)
 
 
 @config
@@ -156,8 +159,25 @@ class BatchRecommender:
             tokens += length
         return batches
 
+    def _read(self, users: list[NamedUser]) -> list[tuple[History, int]]:
+        """What is asked with: by whoever has no event that the model knows, the history that its export names for
+        them, as by a server; none where it names none."""
+        return [(history if len(history) else self._of_nobody(now_ms), now_ms) for _, history, now_ms in users]
+
+    def _of_nobody(self, now_ms: int) -> History:
+        from nestrec.serving.api.notes import Notes
+        from nestrec.serving.api.reading import Reader
+        from nestrec.serving.api.schema import BadRequestError
+
+        request = RankRequest(user="-", candidates=[], history=HistoryFields(items=[]), now_ms=now_ms)
+        try:
+            return Reader(self.servable, NO_LIMITS, Notes()).user(request).history
+        except BadRequestError:
+            return History(items=_NO_ITEMS, times_ms=_NO_ITEMS, actions=_NO_ITEMS)
+
     def _recommended(self, users: list[NamedUser]) -> pa.Table:
-        queries = user_queries(self._form, [(history, now_ms) for _, history, now_ms in users])
+        read = self._read(users)
+        queries = user_queries(self._form, read)
         asked = [
             Candidates(
                 items=_NO_ITEMS,
@@ -168,6 +188,8 @@ class BatchRecommender:
             for _, history, now_ms in users
         ]
         found = self._form.best_of_queries(queries, asked)
+        # A server refuses to recommend to whom nothing is known of.
+        found = [one if len(history) else _NOTHING for one, (history, _) in zip(found, read, strict=True)]
         offsets = pa.array(np.concatenate([[0], np.cumsum([len(items) for items, _ in found])]).astype(np.int32))
         items = np.concatenate([_NO_ITEMS, *(items for items, _ in found)])
         scores = np.concatenate([np.zeros(0, np.float32), *(scores[:, 0] for _, scores in found)])
@@ -179,7 +201,7 @@ class BatchRecommender:
         return pa.table(columns)
 
     def _embedded(self, users: list[NamedUser]) -> pa.Table:
-        queries = user_queries(self._form, [(history, now_ms) for _, history, now_ms in users])
+        queries = user_queries(self._form, self._read(users))
         return _vector_table("user", strings([key for key, _, _ in users]), queries.float().cpu().numpy())
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+from dataclasses import replace
 
 import httpx
 import numpy as np
@@ -15,9 +16,11 @@ import nestrec
 from nestrec.base.errors import UserError
 from nestrec.base.failpoints import armed
 from nestrec.distributed.local_ranks import run_on_ranks
-from nestrec.library.batch import BatchJobConfig
+from nestrec.library.batch import BatchJobConfig, BatchRecommender
+from nestrec.library.loaded import Recommender
 from nestrec.serving.api.app import App
 from nestrec.serving.api.schema import LimitsConfig
+from nestrec.serving.model.servable import Servable
 from nestrec.serving.service import Service, ServiceConfig
 
 
@@ -120,6 +123,22 @@ def test_a_file_of_histories_needs_no_dataset(retrieval, histories, whole, tmp_p
     pq.write_table(pa.Table.from_pylist(users), tmp_path / "users.parquet")
     nestrec.load(retrieval.folder).batch(CFG).recommend(str(tmp_path / "users.parquet"), tmp_path / "recs.parquet")
     assert pq.read_table(tmp_path / "recs.parquet").equals(pq.read_table(whole))
+
+
+@pytest.mark.parametrize("default", [None, ("12", "7")])
+def test_whoever_the_model_knows_nothing_of_gets_what_the_server_would_answer(retrieval, tmp_path, default):
+    """That is nothing, or what the history brings that the export names for them."""
+    now_ms = 1642271351894
+    lists = {"items": [["nobody knows"], []], "times_ms": [[now_ms], []]}
+    pq.write_table(pa.table({"user": ["a", "b"], **lists}), tmp_path / "users.parquet")
+    servable = Servable.load(retrieval.folder)
+    defaults = replace(servable.spec.defaults, history=default, times="now")
+    servable = replace(servable, spec=replace(servable.spec, defaults=defaults))
+    BatchRecommender(servable, CFG).recommend(str(tmp_path / "users.parquet"), tmp_path / "recs.parquet")
+    found = pq.read_table(tmp_path / "recs.parquet").to_pylist()
+    known = {"items": list(default or ()), "times_ms": [now_ms] * len(default or ()), "now_ms": now_ms}
+    expected = Recommender(servable, None).recommend(known, k=7, exclude_seen=False).items if default else ()
+    assert [row["items"] for row in found] == [list(expected)] * 2
 
 
 def test_products_of_embedded_users_and_items_are_the_scores(retrieval, listed, whole, dataset_folder, tmp_path):
