@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from nestrec.base.errors import UserError
 from nestrec.data.dataset import Dataset
+from nestrec.serving.api.requests import LATEST_MS
 from nestrec.serving.model.dataset_users import DatasetUsers
 from nestrec.serving.model.inputs import History
 from nestrec.serving.model.servable import Servable
@@ -52,7 +53,7 @@ class _UsersOfDataset:
         self._dataset, self._histories = dataset, DatasetUsers(dataset, servable)
         self._places = np.arange(dataset.num_samples)
         if listed is not None:
-            keys = [line for line in listed.read_text().split("\n") if line]
+            keys = [line for line in _text_of(listed).split("\n") if line]
             known = {key: place for place, key in enumerate(dataset.user_keys(self._places))}
             unknown = [key for key in keys if key not in known]
             if unknown:
@@ -78,12 +79,57 @@ class _UsersOfFile:
             names = ", ".join([*servable.event_features, *servable.user_features])
             remedy = "ask a server, whose requests tell them"
             raise UserError(f"the model also reads {names}", field="--users", value=str(path), remedy=remedy)
-        self._table = pq.read_table(path)
+        self._table = self._opened()
         needed = ["user", "items", *(["times_ms"] if servable.reads_times else [])]
         missing = [name for name in needed if name not in self._table.column_names]
         if missing:
             remedy = "give columns user, items (lists of item ids) and times_ms (lists, where the model reads times)"
             raise UserError(f"has no column {', '.join(missing)}", field="--users", value=str(path), remedy=remedy)
+        self._check()
+
+    def _opened(self) -> pa.Table:
+        try:
+            return pq.read_table(self._path)
+        except (pa.ArrowInvalid, OSError) as error:
+            remedy = "write it anew, with columns user, items and times_ms, each once"
+            reason = f"cannot be read as Parquet ({str(error).splitlines()[0]})"
+            raise UserError(reason, field="--users", value=str(self._path), remedy=remedy) from None
+
+    def _check(self) -> None:
+        """All of it before the first part is computed, as a server looks at a request. In chunks: lists of texts of a
+        whole file may be more than one array can hold."""
+        if self._table["user"].null_count:
+            raise self._wrong("user", None, "name each user")
+        for chunk in self._table["items"].chunks:
+            kind = getattr(chunk.type, "value_type", None)
+            keys = pa.nulls(1) if kind is None else chunk.flatten()
+            is_whole = keys.null_count == 0
+            if is_whole and pa.types.is_floating(keys.type):
+                is_whole = bool(pc.all(pc.equal(pc.floor(keys), keys)).as_py() is not False)
+            if not is_whole:
+                raise self._wrong("items", str(chunk.type), "give lists of item ids: texts or whole numbers, no nulls")
+        if "times_ms" in self._table.column_names:
+            self._check_times()
+
+    def _check_times(self) -> None:
+        first = 0
+        for chunk in self._table["times_ms"].chunks:
+            remedy = "give lists of Unix milliseconds, oldest event first"
+            try:
+                told, bounds = _flat(pa.chunked_array([chunk]))
+                times = _milliseconds(told)
+            except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+                raise self._wrong("times_ms", str(chunk.type), remedy) from None
+            goes_back = np.append(False, times[1:] < times[:-1])
+            goes_back[bounds[:-1][bounds[:-1] < len(times)]] = False  # from one user to the next
+            wrong = np.flatnonzero(goes_back | (times < 0) | (times > LATEST_MS))
+            if len(wrong):
+                user = first + int(np.searchsorted(bounds, wrong[0], side="right")) - 1
+                raise self._wrong("times_ms", f"{times[wrong[0]]} of user {self._table['user'][user]}", remedy)
+            first += len(chunk)
+
+    def _wrong(self, column: str, value: Any, remedy: str) -> UserError:
+        return UserError(f"is wrong in {self._path}", field=column, value=value, remedy=remedy)
 
     @property
     def digest(self) -> str:
@@ -102,7 +148,7 @@ class _UsersOfFile:
         times, time_bounds = np.zeros(0, np.int64), np.zeros_like(bounds)
         if "times_ms" in rows.column_names:
             told, time_bounds = _flat(rows["times_ms"])
-            times = told.cast(pa.int64()).to_numpy(zero_copy_only=False)
+            times = _milliseconds(told)
         users = list[NamedUser]()
         for place, user in enumerate(rows["user"].to_pylist()):
             own = items[bounds[place] : bounds[place + 1]]
@@ -124,6 +170,24 @@ def _flat(column: pa.ChunkedArray) -> tuple[pa.Array, NDArray[np.int64]]:
     lists = column.combine_chunks()
     counts = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
     return lists.flatten(), np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+
+
+def _milliseconds(told: pa.Array) -> NDArray[np.int64]:
+    """Of whole numbers, or of moments in any unit."""
+    if told.null_count:
+        raise pa.ArrowInvalid("a null")
+    if pa.types.is_timestamp(told.type):
+        told = told.cast(pa.timestamp("ms", told.type.tz), safe=False)
+    found: NDArray[np.int64] = told.cast(pa.int64()).to_numpy(zero_copy_only=False)
+    return found
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        remedy = "write a text file in UTF-8 with a user a line, or name a file that ends with .parquet"
+        raise UserError("is no text in UTF-8", field="--users", value=str(path), remedy=remedy) from None
 
 
 def strings(values: list[str]) -> pa.Array:

@@ -163,3 +163,44 @@ def test_mistakes_in_batch_jobs_are_named(retrieval, ranking, dataset_folder, tm
     (tmp_path / "users.txt").write_text("no such user\n")
     with pytest.raises(UserError, match="no users of the dataset"):
         batch.recommend(str(tmp_path / "users.txt"), tmp_path / "out.parquet", data=dataset_folder)
+
+
+T = 1642271351894
+WRONG = {
+    "times that go back": ({"items": [["1"], ["1", "2"]], "times_ms": [[T], [T, T - 1]]}, "times_ms.*of user b"),
+    "microseconds": ({"items": [["1"], ["2"]], "times_ms": [[T], [1000 * T]]}, "times_ms.*of user b"),
+    "no time": ({"items": [["1"], ["1", "2"]], "times_ms": [[T], [T, None]]}, "times_ms"),
+    "names of times": ({"items": [["1"], ["2"]], "times_ms": [["noon"], ["now"]]}, "times_ms"),
+    "times without lists": ({"items": [["1"], ["2"]], "times_ms": [T, T]}, "times_ms"),
+    "no item": ({"items": [["1"], [None]], "times_ms": [[T], [T]]}, "items"),
+    "half an item": ({"items": [[1.0], [1.5]], "times_ms": [[T], [T]]}, "items"),
+    "items without lists": ({"items": ["1", "2"], "times_ms": [[T], [T]]}, "items"),
+    "items of nobody": ({"items": pa.nulls(2), "times_ms": [[T], [T]]}, "items"),
+}
+
+
+@pytest.mark.parametrize(("columns", "match"), WRONG.values(), ids=list(WRONG))
+def test_a_file_of_histories_is_looked_through_before_anything_is_computed(retrieval, tmp_path, columns, match):
+    pq.write_table(pa.table({"user": ["a", "b"], **columns}), tmp_path / "users.parquet")
+    with pytest.raises(UserError, match=match):
+        nestrec.load(retrieval.folder).batch(CFG).recommend(str(tmp_path / "users.parquet"), tmp_path / "out.parquet")
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_moments_of_a_file_of_histories_may_have_any_unit(retrieval, tmp_path):
+    batch, written = nestrec.load(retrieval.folder).batch(CFG), []
+    for unit, ticks in (("ms", 1), ("ns", 10**6)):
+        moments = pa.array([[T * ticks, (T + 10**7) * ticks]], pa.list_(pa.timestamp(unit)))
+        pq.write_table(pa.table({"user": ["a"], "items": [["1", "2"]], "times_ms": moments}), tmp_path / "u.parquet")
+        batch.recommend(str(tmp_path / "u.parquet"), tmp_path / "out.parquet")
+        written.append(pq.read_table(tmp_path / "out.parquet"))
+    assert written[0].equals(written[1])
+
+
+@pytest.mark.parametrize(("name", "content"), [("u.parquet", b"PAR1 and no more"), ("u.txt", b"\xe9\n")])
+def test_a_file_of_users_that_cannot_be_read_is_named(retrieval, dataset_folder, tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=name):
+        nestrec.load(retrieval.folder).batch(CFG).recommend(
+            str(tmp_path / name), tmp_path / "out.parquet", data=dataset_folder
+        )
