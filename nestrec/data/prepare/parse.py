@@ -14,6 +14,8 @@ _INTEGER = r"^-?\d{1,18}$"
 _BLANK_WORDS = pa.array(["", "nan", "NaN", "null", "NULL", "None", r"\N"])
 _MS_OF_UNIT = {"s": 1000.0, "ms": 1.0, "us": 1e-3, "ns": 1e-6}
 GOOD, BLANK, BAD = 0, 1, 2
+_LARGEST = float(np.finfo(np.float32).max)
+"""Datasets hold numbers of 32 bits: what lies beyond would be infinite there."""
 NOT_A_TIME, OUT_OF_RANGE = "time is not a time", "time out of range"
 ABOUT_TIME = (NOT_A_TIME, OUT_OF_RANGE)
 """Reasons for which a row is bad that another unit of time may mend."""
@@ -38,15 +40,19 @@ def parse_integers(column: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.uint
 
 
 def parse_numbers(column: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.uint8]]:
-    """float64 values (NaN where blank or bad) and states."""
+    """float64 values (NaN where blank or bad) and states. A number that 32 bits cannot hold is bad."""
+    return _parse_up_to(_LARGEST, column)
+
+
+def _parse_up_to(largest: float, column: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.uint8]]:
     fast = _cast(column, pa.float64())
-    if fast is not None and np.isfinite(fast).all():
+    if fast is not None and (np.abs(fast) <= largest).all():
         return fast, np.zeros(fast.size, dtype=np.uint8)
     text = pc.utf8_trim_whitespace(column.cast(pa.string()).fill_null(""))
     is_number = pc.match_substring_regex(text, _NUMBER)
     values = pc.if_else(is_number, text, None).cast(pa.float64()).fill_null(np.nan).to_numpy(zero_copy_only=False)
     states = np.full(len(text), BAD, dtype=np.uint8)
-    states[np.isfinite(values)] = GOOD
+    states[np.abs(values) <= largest] = GOOD
     states[pc.is_in(text, _BLANK_WORDS).to_numpy(zero_copy_only=False)] = BLANK
     return np.where(states == GOOD, values, np.nan), states
 
@@ -76,7 +82,7 @@ def _parse_scaled(column: pa.Array, unit: str) -> tuple[NDArray[np.int64], NDArr
     if whole is not None and whole.size and np.abs(whole).max() < 2**53:
         scaled: NDArray[Any] = whole * 1000 if unit == "s" else whole // round(1 / factor)
         return scaled, np.zeros(whole.size, dtype=np.uint8)
-    numbers, states = parse_numbers(column)
+    numbers, states = _parse_up_to(float(np.finfo(np.float64).max), column)
     clipped = np.clip(np.nan_to_num(numbers) * factor, -1, LATEST_TIME_MS)
     return np.floor(clipped).astype(np.int64), states
 

@@ -42,6 +42,7 @@ def quarantined(folder: Path) -> list[tuple[int, str]]:
         (b"u1,i1,100,four,1", "rating is not a number"),
         (b"u1,i1,100,,1", "missing rating"),
         (b"u1,i1,100,inf,1", "rating is not a number"),
+        (b"u1,i1,100,1e39,1", "rating is not a number"),
         (b"u1,i1,100,4,yes", "click is not a whole number"),
         (b"u1,i1,100,4", "wrong number of fields"),
         (b"u1,i1,100,4,1,1", "wrong number of fields"),
