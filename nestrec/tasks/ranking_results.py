@@ -100,7 +100,15 @@ class RankingResults:
                 logits[system][mask], label_EK[mask], user_E[mask], num_draws=SLICE_DRAWS
             ),
         )
-        return Evaluation(part, headline, metrics, details, tuple(self._notes), slices)
+        return Evaluation(part, headline, metrics, details, (*self._notes, *self._one_sided(label_EK)), slices)
+
+    def _one_sided(self, label_EK: Ints) -> list[str]:
+        """Why some metrics are not known."""
+        return [
+            f"all {len(label_EK):,} events have {name!r}, or none has: auc, gauc and ne of it cannot be told"
+            for k, name in enumerate(self._labels)
+            if len(label_EK) and label_EK[:, k].min() == label_EK[:, k].max()
+        ]
 
     def _measure(self, logit_EK: Logits, label_EK: Ints, user_E: Ints, *, num_draws: int) -> dict[str, Interval]:
         found: dict[str, Interval] = {}

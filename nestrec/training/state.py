@@ -1,6 +1,7 @@
 """Where a run stands: everything besides weights that a checkpoint must hold."""
 
 import hashlib
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -65,8 +66,9 @@ class TrainState:
         return replace(self, windows_done=self.windows_done + 1, window_step=self.step)
 
     def evaluated(self, score: float) -> "TrainState":
-        """The state after an evaluation on the validation part."""
-        if self.best_score is None or score > self.best_score:
+        """The state after an evaluation on the validation part. Where no score is known, the last weights are the best:
+        none are better than others, and patience has nothing to wait for."""
+        if self.best_score is None or math.isnan(self.best_score) or score > self.best_score:
             return replace(self, best_score=score, best_step=self.step, evaluations_since_best=0)
         return replace(self, evaluations_since_best=self.evaluations_since_best + 1)
 

@@ -1,6 +1,7 @@
 """The training loop."""
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -384,6 +385,11 @@ class Trainer:
     def _validate(self) -> None:
         self._meter.flush()
         evaluation = self.session.evaluate("valid")
+        if self.state.best_score is None and math.isnan(evaluation.score):
+            self._listener.warned(
+                f"{evaluation.headline} cannot be told on the validation part (events of both labels are needed): no "
+                "epoch is better than another, and the last weights are taken"
+            )
         self.state = self.state.evaluated(evaluation.score)
         self.folder.write_evaluation(evaluation, self.state.step, self.state.position.epoch)
         self._listener.evaluated(evaluation, self.state.step, self.state.position.epoch)

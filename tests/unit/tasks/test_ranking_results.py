@@ -76,6 +76,16 @@ def test_ranking_takes_the_last_events_of_users_as_well(dataset: Dataset) -> Non
     assert list(found.metrics) == ["model", "logistic"]
 
 
+def test_a_part_of_one_label_alone_says_why_nothing_is_known(dataset: Dataset) -> None:
+    split = split_of(SplitConfig(kind="leave_one_out"), dataset)
+    results = RankingResults(dataset, split, ("click",), baselines=(), category="", slices=())
+    count = dataset.num_samples
+    given = np.zeros((count, 1)), np.ones((count, 1), np.int64), np.arange(count), Topology.single()
+    found = results.evaluation("test", *given)
+    assert np.isnan(found.score)
+    assert found.notes[0].startswith("all 40 events have 'click', or none has")
+
+
 def test_without_the_package_a_line_says_what_is_missing(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranking_results, "is_available", lambda: False)
     found = evaluated(dataset, SplitConfig())

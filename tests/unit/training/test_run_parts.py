@@ -1,6 +1,7 @@
 """Small parts of a run: state, meter, stop request, run folder."""
 
 import json
+import math
 import os
 import signal
 import threading
@@ -60,6 +61,13 @@ def test_state_counts_evaluations_since_the_best() -> None:
     worse = state.evaluated(0.5).evaluated(0.4)
     assert (worse.best_score, worse.best_step, worse.evaluations_since_best) == (0.5, 3, 2)
     assert worse.evaluated(0.6).evaluations_since_best == 0
+    assert worse.evaluated(math.nan).best_step == 3
+
+
+def test_where_no_score_is_known_the_last_weights_are_taken() -> None:
+    state = replace(TrainState(step=3).evaluated(math.nan), step=6).evaluated(math.nan)
+    assert (state.best_step, state.evaluations_since_best) == (6, 0)
+    assert state.evaluated(0.5).best_score == 0.5
 
 
 def test_state_comes_back_from_json() -> None:
