@@ -28,7 +28,9 @@ from nestrec.report.run_folder import best_evaluation, load_run
 Overrides = Mapping[str, str]
 Measure = Callable[[Overrides, Path, float | None], float]
 """(options, run folder, seconds that are left or none) to the best validation score; NaN where there is none."""
-BEST_FILE, STUDY_FILE = "best.json", "study.log"
+_MOST_FAILED, _FIRST_FAILED = 10, 3
+"""Tries in a row without a score that end a search; so many are enough where none had one before."""
+BEST_FILE, STUDY_FILE, LOG_FILE = "best.json", "study.log", "train.log"
 USUAL: dict[str, str] = {
     "optimizer.learning_rate": "3e-4..1e-2",
     "task.encoder.dropout": "0.1..0.6",
@@ -111,7 +113,7 @@ def tune(
     clock: Clock | None = None,
     said: Callable[[str], None] = print,
 ) -> Tuned:
-    """Try options until so many tries have a score, or so many minutes have gone by since this start."""
+    """Try options until so many tries have a score, so many minutes have gone by since this start, or tries fail."""
     if runs is None and minutes is None:
         remedy = "give --runs 20, --minutes 60, or both"
         raise UserError("a search needs an end", field="--runs", value=None, remedy=remedy)
@@ -128,11 +130,13 @@ def tune(
     _take_up(study, optuna)
     clock = clock or RealClock()
     end_s = None if minutes is None else clock.now_s() + 60 * minutes
+    num_failed = 0
     while (runs is None or _num_scored(study) < runs) and (end_s is None or clock.now_s() < end_s):
         trial = study.ask()
         overrides = {option: what.suggest(trial, option) for option, what in search.items()}
         run = folder / run_name(overrides)
         score = measure(overrides, run, None if end_s is None else end_s - clock.now_s())
+        num_failed = 0 if math.isfinite(score) else num_failed + 1
         if math.isfinite(score):
             study.tell(trial, score)
         else:
@@ -140,6 +144,13 @@ def tune(
         trial_ids = {"run": run.name, "overrides": overrides}
         said(f"try {trial.number}: {score:.4f} {json.dumps(trial_ids)}")
         _keep_best(study, search, folder)
+        if num_failed >= (_MOST_FAILED if _num_scored(study) else _FIRST_FAILED):
+            raise UserError(
+                f"{num_failed} tries in a row have no validation score",
+                field="tune",
+                value=str(folder),
+                remedy=f"{run / LOG_FILE} tells why; mend it, and the same command goes on",
+            )
     if not _num_scored(study):
         remedy = "look into the newest run folder, or give more time"
         raise UserError("no try has a validation score", field="tune", value=str(folder), remedy=remedy)
@@ -206,7 +217,7 @@ def by_training(recipe: str, given: Overrides, ranks: int) -> Measure:
     def measure(overrides: Overrides, run: Path, left_s: float | None) -> float:
         command = train_command(recipe, given, overrides, run, ranks)
         run.mkdir(parents=True, exist_ok=True)
-        with (run / "train.log").open("a") as log:
+        with (run / LOG_FILE).open("a") as log:
             print(shlex.join(command), file=log, flush=True)
             process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
             try:

@@ -73,6 +73,20 @@ def test_time_ends_a_search_and_failures_count_for_nothing(tmp_path: Path) -> No
         tune(tmp_path / "none", SEARCH, lambda *_: math.nan, runs=None, minutes=0.5, clock=Ticking())
 
 
+def test_a_search_whose_tries_all_fail_ends(tmp_path: Path) -> None:
+    tried: list[Overrides] = []
+
+    def failing(overrides: Overrides, run: Path, left_s: float | None) -> float:
+        tried.append(overrides)
+        return math.nan if len(tried) < 50 else 1.0
+
+    with pytest.raises(UserError, match=r"3 tries in a row have no validation score[\s\S]*train.log"):
+        tune(tmp_path, SEARCH, failing, runs=2, minutes=None, said=lambda _: None)
+    tune(tmp_path, SEARCH, score, runs=1, minutes=None, said=lambda _: None)
+    with pytest.raises(UserError, match="10 tries in a row"):
+        tune(tmp_path, SEARCH, failing, runs=2, minutes=None, said=lambda _: None)
+
+
 class Ticking(SimulatedClock):
     """Ten seconds go by whenever somebody looks."""
 
