@@ -1,7 +1,8 @@
 """Logistic regression on a few hand-made features: the baseline that a ranking model must beat.
 
 Features of an event: logit of the smoothed rate of its item, logit of the smoothed rate of its user, and its category
-(such as the tab) as one-hot. Rates come from training events; while fitting, an event's own label is left out of them.
+(such as the tab) as one-hot, or by its rate too where it has many values. Rates come from training events; while
+fitting, an event's own label is left out of them.
 """
 
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 SMOOTHING = 10.0
 _LEAST_RATE = 1e-6
+MOST_ONE_HOT = 100
+"""Values of a category that have a column each: memory is events times columns, and time goes with their cube."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,8 @@ class LogisticBaseline:
         num_users: int,
         num_categories: int,
     ):
-        self._num_categories = num_categories
+        self._num_columns = num_categories if num_categories <= MOST_ONE_HOT else 1
+        self._categories = None if num_categories <= MOST_ONE_HOT else IdRates.of(category, label, num_categories)
         self._items = IdRates.of(item, label, num_items)
         self._users = IdRates.of(user, label, num_users)
         features = self._features(item, user, category, label)
@@ -64,9 +68,11 @@ class LogisticBaseline:
         return self._features(item, user, category, None) @ self._weight
 
     def _features(self, item: Ints, user: Ints, category: Ints, own_label: Ints | None) -> Floats:
-        one_hot = np.eye(self._num_categories)[category]
-        rates = np.stack([self._items.logit(item, own_label), self._users.logit(user, own_label)], axis=1)
-        return np.concatenate([rates, one_hot], axis=1)
+        rates = [self._items.logit(item, own_label), self._users.logit(user, own_label)]
+        if self._categories is not None:
+            rates.append(self._categories.logit(category, own_label))
+            category = np.zeros_like(category)  # one column for all of them
+        return np.concatenate([np.stack(rates, axis=1), np.eye(self._num_columns)[category]], axis=1)
 
 
 def fit(features: Floats, label: Ints, *, ridge: float = 1.0, num_steps: int = 25) -> Floats:

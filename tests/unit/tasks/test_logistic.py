@@ -68,3 +68,14 @@ def test_labels_that_are_all_alike_give_finite_scores(only: int) -> None:
     ids, label = np.arange(6) % 3, np.full(6, only)
     model = LogisticBaseline(ids, ids, np.zeros(6, np.int64), label, num_items=3, num_users=3, num_categories=1)
     assert np.isfinite(model.logits(ids, ids, np.zeros(6, np.int64))).all()
+
+
+def test_a_category_of_very_many_values_counts_by_its_rates() -> None:
+    draw, count, many = np.random.default_rng(2), 4000, 10**6
+    nobody = np.zeros(count, np.int64)
+    category = draw.integers(0, 20, count) * (many // 20)
+    label = (draw.random(count) < np.where(category < many // 2, 0.8, 0.2)).astype(np.int64)
+    model = LogisticBaseline(nobody, nobody, category, label, num_items=1, num_users=1, num_categories=many)
+    good, bad = (model.logits(nobody[:1], nobody[:1], np.full(1, c))[0] for c in (0, many - many // 20))
+    assert good > 0.5
+    assert bad < -0.5
