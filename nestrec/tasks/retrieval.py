@@ -15,7 +15,7 @@ from nestrec.base.errors import Mistakes, UserError
 from nestrec.data.batches import BatchConfig, MicroBatch
 from nestrec.data.dataset import Dataset
 from nestrec.data.samples.negatives import ByPopularity, Groups, InBatch, Known, Sampler, Uniform
-from nestrec.data.samples.retrieval import HistoryConfig, RetrievalAssembler, RetrievalQueries
+from nestrec.data.samples.retrieval import HistoryConfig, RetrievalAssembler, RetrievalQueries, held_out_events
 from nestrec.data.samples.retrieval_inputs import CONTEXT_PREFIX, RetrievalInputConfig, RetrievalInputs
 from nestrec.data.samples.slice_samples import RetrievalSlices
 from nestrec.data.samples.split import Part, SplitConfig, split_of
@@ -107,7 +107,8 @@ class RetrievalTask(Task):
     reads_stored_rows = True
     remedy_if_empty = (
         "give it users with three events and more: two are held out (nestrec prepare ... --user_core 3); or cut where "
-        "there are events on both sides (--task.split.valid_from, --task.split.test_from)"
+        "there are events on both sides (--task.split.valid_from, --task.split.test_from). Where task.inputs.actions "
+        "names some, events with one of them count"
     )
 
     def __init__(self, cfg: RetrievalTaskConfig, dataset: Dataset, *, seed: int, dtype: Literal["float32", "float64"]):
@@ -167,8 +168,7 @@ class RetrievalTask(Task):
         )
 
     def num_held_out(self, part: Part) -> int:
-        first, end = self._split.held_out(part)
-        return int((end > np.maximum(first, 1)).sum())
+        return len(held_out_events(self._read, self._split, part, self._inputs, 1)[0])
 
     def cost(self) -> TrainingCost:
         """The layers, and a product with the positive's and every negative's vector, which the plain loss keeps."""

@@ -127,7 +127,7 @@ class RetrievalQueries:
     """Evaluation: the history of a user up to a held-out event, and that event as the target.
 
     Queries are numbered from 0 in the order of users and events. Every held-out event that has one before it is asked
-    for, up to `max_targets` of a user.
+    for, up to `max_targets` of a user; where `inputs` names actions that are to be found, those with one of them.
     """
 
     def __init__(
@@ -142,13 +142,9 @@ class RetrievalQueries:
         inputs: RetrievalInputs | None = None,
     ):
         self._dataset, self._history, self._use_times, self._inputs = dataset, history, use_times, inputs
-        first, end = split.held_out(part)
-        first = np.maximum(first, 1)
-        counts = np.clip(end - first, 0, max_targets)
-        self.users = np.repeat(np.arange(len(counts)), counts)
-        """(Q,) user of each query"""
-        self.target_at, _ = slice_index(first, first + counts)
-        """(Q,) place of the target in the user's row, which is also the number of events before it"""
+        self.users, self.target_at = held_out_events(dataset, split, part, inputs, max_targets)
+        """(Q,) user of each query, and (Q,) place of the target in the user's row, which is also the number of events
+        before it"""
 
     @property
     def ids(self) -> NDArray[np.int64]:
@@ -177,6 +173,22 @@ class RetrievalQueries:
         if self._inputs is None:
             return batch
         return self._inputs.with_tokens(batch, rows, index, index + 1, np.diff(offsets))
+
+
+def held_out_events(
+    dataset: Dataset, split: Split, part: Part, inputs: RetrievalInputs | None, most: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Users and places of the events that are asked for, so many of the first of a user."""
+    first, end = split.held_out(part)
+    first = np.maximum(first, 1)
+    places, offsets = slice_index(first, np.maximum(first, end))
+    users = np.repeat(np.arange(len(first)), np.diff(offsets))
+    if inputs is not None:
+        is_asked = inputs.is_to_be_found(dataset, users, places)
+        users, places = users[is_asked], places[is_asked]
+    counts = np.bincount(users, minlength=len(first))
+    is_early = positions(np.concatenate([[0], np.cumsum(counts)])) < most
+    return users[is_early], places[is_early]
 
 
 def sequence_tensors(offsets: NDArray[np.int64], key_T: NDArray[np.uint64]) -> dict[str, torch.Tensor]:

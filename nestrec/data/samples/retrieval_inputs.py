@@ -106,6 +106,18 @@ class RetrievalInputs:
         weights: NDArray[np.float64] = self._weight_of_mask[masks]
         return weights
 
+    def is_to_be_found(self, dataset: Dataset, users: Ints, places: Ints) -> NDArray[np.bool_]:
+        """Whether each of these events, in the order of users, has one of the actions that are to be found."""
+        wanted = sum(self._card.action_bits[name] for name in self._cfg.actions)
+        if not wanted:
+            return np.ones(len(users), np.bool_)
+        found = [np.zeros(0, np.bool_)]
+        for first, group in dataset.scan([ACTIONS]):
+            masks, offsets = group.lists[ACTIONS]
+            start, end = np.searchsorted(users, [first, first + len(offsets) - 1])
+            found.append((masks[offsets[users[start:end] - first] + places[start:end]] & wanted) > 0)
+        return np.concatenate(found)
+
     def with_weights(self, batch: MicroBatch, rows: Rows, targets: Ints) -> MicroBatch:
         """The micro-batch with what each target counts. targets: places in the concatenated rows."""
         if self._weight_of_mask is None:

@@ -85,6 +85,28 @@ def test_few_targets_a_user_and_a_catalogue_too_large_for_all_pairs(data: Path) 
     assert note.startswith("baseline 'ease' is left out: all pairs of 25 items are more than task.evaluation.ease_max")
 
 
+@pytest.mark.parametrize("kind", ["time", "leave_one_out"])
+def test_only_actions_that_are_to_be_found_are_asked_for(tmp_path: Path, kind: str) -> None:
+    draw = np.random.default_rng(0)
+    events = [(draw.integers(8), draw.integers(9), at, draw.choice(["buy", "view"], p=[0.3, 0.7])) for at in range(400)]
+    text = "\n".join(["user,item,at,what", *(",".join(map(str, event)) for event in events)])
+    (tmp_path / "log.csv").write_text(text + "\n")
+    log = {"time": "at", "actions": {"buy": "what:buy", "view": "what:view"}}
+    prepare("log", tmp_path / "log.csv", tmp_path / "out", log=log)
+    asked_for: dict[str, Any] = {"task.inputs.actions": "buy", "task.evaluation.slices": "users"}
+    cuts = {"task.split.valid_from": "none", "task.split.test_from": "none"}
+    session = session_of(tmp_path / "out", **cuts, **asked_for, **{"task.split.kind": kind})
+    evaluation = session.task.evaluate(session.engine, "test")
+    dataset = session.dataset
+    first, end = split_of(SplitConfig(kind=kind), dataset).held_out("test")  # type: ignore[arg-type]
+    masks, offsets = dataset.rows(np.arange(dataset.num_samples)).lists["actions"]
+    wanted = [
+        u for u, start in enumerate(offsets[:-1]) for at in range(first[u], end[u]) if at and masks[start + at] & 1
+    ]
+    assert evaluation.details["users"].tolist() == wanted
+    assert session.task.num_held_out("test") == len(set(wanted)) > 0
+
+
 def test_what_a_dataset_cannot_be_split_or_sliced_by_is_refused(data: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"task.evaluation.slices = 'item_brnd'.*\n.*item_brand"):
         session_of(data, **{"task.evaluation.slices": "item_brnd"})
