@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from nestrec.base.bounds import Share
 from nestrec.base.config import config
 from nestrec.base.errors import Mistakes, UserError
-from nestrec.base.moments import moment_ms
+from nestrec.base.moments import iso_moment, moment_ms
 from nestrec.data.dataset import Dataset
 from nestrec.data.prepare.features.fitting import ValueSample
 from nestrec.data.schema import TIMESTAMPS_MS
@@ -65,11 +65,12 @@ class SplitConfig:
         if valid_from is None:
             valid_from = _cut(ordered[ordered < test_from], self.valid_share * ordered.size)
         if valid_from > test_from:
+            by = "" if self.test_from else f" (the last test_share = {self.test_share:g} of the events)"
             raise UserError(
-                f"is later than test_from = {self.test_from}",
+                f"is later than test_from = {iso_moment(test_from)}{by}",
                 field="task.split.valid_from",
                 value=self.valid_from,
-                remedy="validation comes before the test",
+                remedy="validation comes before the test: give an earlier date, or task.split.test_from too",
             )
         return valid_from, test_from
 

@@ -112,6 +112,8 @@ def test_what_a_dataset_cannot_be_split_or_sliced_by_is_refused(data: Path, tmp_
         session_of(data, **{"task.evaluation.slices": "item_brnd"})
     with pytest.raises(UserError, match=r"means nothing to task.split.kind = 'leave_one_out'"):
         SplitConfig(kind="leave_one_out", valid_from="2026-01-01")
+    with pytest.raises(UserError, match=r"later than test_from = 1970-01-01T00:31:\S+ \(the last test_share = 0.1 "):
+        split_of(SplitConfig(valid_from="2026-01-01"), Dataset.open(data))
     (tmp_path / "log.csv").write_text("user,item\nu,a\nu,b\n")
     prepare("log", tmp_path / "log.csv", tmp_path / "out")
     with pytest.raises(UserError, match="needs times, and the dataset has none"):
