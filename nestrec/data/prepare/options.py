@@ -22,9 +22,9 @@ class HashingConfig:
 
     buckets: Annotated[int, Bound(2, 2**31 - 1)] = 1 << 14
     """Rows of the table that they share; two words in one bucket cannot be told apart."""
-    words: tuple[int, ...] = (1, 2)
+    words: tuple[Count, ...] = (1, 2)
     """How many words in a row make an id."""
-    characters: tuple[int, ...] = (3,)
+    characters: tuple[Count, ...] = (3,)
     """How many characters of a word, its ends marked, make an id; none for whole words alone."""
     max_ids: Count = 64
     """The most ids of a text: words first, then runs of words, then pieces."""

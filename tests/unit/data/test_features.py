@@ -245,6 +245,9 @@ def test_a_column_named_twice_and_a_transform_of_no_number_are_refused(tmp_path:
         prepare("log", source, tmp_path / "out", log={"numbers": ("place",), "transforms": {"plce": "log"}})
     with pytest.raises(DataError, match=r"column = 'brnd': is no column of log.csv.*\n.*'brand'"):
         prepare("log", source, tmp_path / "out", item_columns={"categories": ("brnd",)})
+    for option in ("words", "characters"):
+        with pytest.raises(UserError, match=f"log.hashing.{option}"):
+            prepare("log", source, tmp_path / "out", log={"texts": ("device",), "hashing": {option: (-1,)}})
 
 
 def test_datasets_of_version_1_are_read(tmp_path: Path) -> None:
