@@ -233,7 +233,7 @@ def _problem(servable: Servable, column: ColumnSpec, value: Any) -> str | None:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and not np.isnan(number_of(value))
 
 
 def _numbers(values: Sequence[Any]) -> NDArray[np.float64]:

@@ -14,6 +14,7 @@ from every_model import LIMITS, SERVICE
 
 import nestrec
 from nestrec.base.config import with_overrides
+from nestrec.base.errors import UserError
 from nestrec.data.dataset import Dataset
 from nestrec.data.samples.retrieval import RetrievalQueries
 from nestrec.distributed import Topology
@@ -174,6 +175,9 @@ def test_served_scores_of_ranking_are_those_of_the_model_that_was_trained(runs, 
         np.testing.assert_allclose([scores[0] for scores in found.values()], offline, rtol=1e-4, atol=1e-5)
         other = served.rank(history, [item], context={**context, "place": 99.0}).scores
         assert abs(other["click"][0] - found["click"][0]) > 1e-6, "the context says something"
+        for endless in (1e39, 10**400, "inf"):
+            with pytest.raises(UserError, match=r"context.place[\s\S]*must be numbers"):
+                served.rank(history, [item], context={**context, "place": endless})
 
 
 @pytest.mark.parametrize("role", ["retrieval", "retrieval, prefix"])

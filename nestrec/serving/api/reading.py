@@ -16,7 +16,7 @@ from nestrec.data.formats.criteo import category_keys
 from nestrec.serving.api.notes import Notes
 from nestrec.serving.api.requests import Action, Category, HistoryFields, ItemId, Value
 from nestrec.serving.api.schema import BadRequestError, LimitsConfig, parse_user
-from nestrec.serving.model.inputs import History, buckets_of, number_bits, packed_ids
+from nestrec.serving.model.inputs import LARGEST, History, buckets_of, number_bits, number_of, packed_ids
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.spec import ColumnSpec
 from nestrec.serving.plain_list import PlainList, types_of
@@ -284,7 +284,8 @@ class Reader:
             if value is None:
                 continue
             is_fit = isinstance(value, list) and len(value) == width and not types_of(value) - {int, float}
-            if not is_fit or not np.isfinite(numbers := np.array(value, np.float64)).all():
+            numbers = np.array([number_of(one) for one in value]) if is_fit else found[place]
+            if not is_fit or np.isnan(numbers).any():
                 raise BadRequestError(f"must be a list of {width} numbers, or null", field)
             found[place] = numbers
         return found
@@ -339,9 +340,12 @@ class Reader:
     def _numbers(values: Sequence[Category], field: str) -> NDArray[np.float64]:
         """NaN where nobody knows one."""
         try:
-            return np.array([np.nan if value is None else float(value) for value in values])
-        except ValueError:
+            found = np.array([np.nan if value is None else float(value) for value in values])
+        except (ValueError, OverflowError):
             raise BadRequestError("must be numbers", field) from None
+        if (np.abs(found) > LARGEST).any():
+            raise BadRequestError(f"must be numbers from {-LARGEST:.2g} to {LARGEST:.2g}", field)
+        return found
 
 
 def _is_each(request: Any, name: str, value: Any) -> bool:

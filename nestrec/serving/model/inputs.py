@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from nestrec.data.transform import Transform
 
 Ints = NDArray[np.int64]
+LARGEST = float(np.finfo(np.float32).max)
+"""Number that models can read; what lies beyond would be infinite, and scores no numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,11 +104,12 @@ def buckets_of(values: Sequence[Any], transform: Transform, names: Mapping[str, 
 
 
 def number_of(value: Any) -> float:
-    """NaN of a null and of a text that is none."""
+    """NaN of a null, of a text that is none, and of what 32 bits cannot hold, as models read it."""
     try:
-        return math.nan if value is None else float(value)
-    except ValueError:
+        number = math.nan if value is None else float(value)
+    except (ValueError, OverflowError):
         return math.nan
+    return number if abs(number) <= LARGEST else math.nan
 
 
 def values_of(bits: torch.Tensor) -> torch.Tensor:
