@@ -7,7 +7,7 @@ from typing import Any, Literal, TypedDict
 from urllib.parse import quote
 
 Id = str | int
-Category = str | int | float | None
+Category = str | int | float | bool | None
 Value = Category | Sequence[Category]
 """what the log has of a feature: a category, a number, a text, a list of categories, or the numbers of a vector"""
 Unknown = Literal["last", "score", "drop", "refuse"]

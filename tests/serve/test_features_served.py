@@ -270,8 +270,10 @@ def test_lists_texts_and_vectors_that_a_model_cannot_read_are_refused_by_name(ru
         ({"user": {"languages": ["no"] * 33}}, "user_features.languages", "at most 32 values"),
         ({"user": {"taste": [1.0, 2.0]}}, "user_features.taste", "a list of 5 numbers"),
         ({"user": {"taste": [1.0, 2.0, 3.0, 4.0, "x"]}}, "user_features.taste", "a list of 5 numbers"),
+        ({"user": {"taste": [1.0, 2.0, 3.0, 4.0, 10**400]}}, "user_features.taste", "a list of 5 numbers"),
         ({"user": {"country": ["NO", "SE"]}}, "user_features.country", "must be one value"),
         ({"query": 7}, "context.query", "must be text"),
+        ({"events": {"device": ["tv", ["web"], None, "tv"]}}, "history.features.device", "one value each"),
         ({"device": ["tv"]}, "context.device", "must be one value"),
         ({"events": {"query": ["red", 3, None, "blue"]}}, "history.features.query", "must be text"),
         ({"events": {"filters": [["f1"]] * 3}}, "history.features.filters", "must have 4 values"),
@@ -286,6 +288,10 @@ def test_lists_texts_and_vectors_that_a_model_cannot_read_are_refused_by_name(ru
     assert [found.asked[f"user_languages/{place}"] for place in range(3)] == [known["en"], known["no"], 0]
     assert notes.said()["unknown"][0]["ids"] == ["klingon"]
     assert [found.asked[f"user_taste/{place}"] for place in range(5)] == [0] * 5
+    servable.column_ids["user_languages"]["1"] = 2
+    found, _ = read(user={"languages": [True, False]})
+    assert found.asked["user_languages/0"] == 2, "Booleans of a log are 1 and 0"
+    found, _ = read(events={"filters": ["f1", None, [], ["f2"]]})
     filters = servable.column_ids["event_filters"]
     assert found.features["event_filters/0"].tolist() == [filters["f1"], 0, 0, filters["f2"]]
 

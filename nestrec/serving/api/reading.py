@@ -16,7 +16,7 @@ from nestrec.data.formats.criteo import category_keys
 from nestrec.serving.api.notes import Notes
 from nestrec.serving.api.requests import Action, Category, HistoryFields, ItemId, Value
 from nestrec.serving.api.schema import BadRequestError, LimitsConfig, parse_user
-from nestrec.serving.model.inputs import LARGEST, History, buckets_of, number_bits, number_of, packed_ids
+from nestrec.serving.model.inputs import LARGEST, History, buckets_of, key_of, number_bits, number_of, packed_ids
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.spec import ColumnSpec
 from nestrec.serving.plain_list import PlainList, types_of
@@ -251,6 +251,8 @@ class Reader:
         if not column.has_several:
             if isinstance(given, list | PlainList) and not is_each:
                 raise BadRequestError("must be one value", field)
+            if is_each and list in types_of(given):
+                raise BadRequestError("must be one value each, and no lists", field)
             return {column.name: self._categories(given, count, column, field)}
         values = list(given) if is_each else [given]
         if is_each:
@@ -316,7 +318,7 @@ class Reader:
         elif column.transform.kind == "quantiles":
             found = buckets_of(values, column.transform, ids or {})
         elif ids is not None:
-            found = np.fromiter((0 if v is None else ids.get(str(v), 0) for v in values), np.int64, len(values))
+            found = np.fromiter((0 if v is None else ids.get(key_of(v), 0) for v in values), np.int64, len(values))
         else:
             found = np.fromiter((_row(v, column.num_rows) for v in values), np.int64, len(values))
         if not found.all():
@@ -330,7 +332,7 @@ class Reader:
     def _keys(values: Sequence[Category], hash_key: int | None, field: str) -> Ids:
         """Of rows by key; 0 of what nobody knows."""
         if hash_key is not None:
-            return category_keys(pa.array(["" if value is None else str(value) for value in values]), hash_key)
+            return category_keys(pa.array(["" if value is None else key_of(value) for value in values]), hash_key)
         try:
             return np.array([0 if value is None else int(value) for value in values], np.int64)
         except (ValueError, OverflowError):

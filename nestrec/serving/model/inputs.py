@@ -94,6 +94,11 @@ def packed_ids(ids: Ints, counts: Ints, most: int) -> Ints:
     return found
 
 
+def key_of(value: Any) -> str:
+    """A category as vocabularies have it: Booleans of a log are 1 and 0."""
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
 def buckets_of(values: Sequence[Any], transform: Transform, names: Mapping[str, int]) -> Ints:
     """Buckets of raw values, each a number, also as text, or the name of a bucket; 0 of a null and of other texts."""
     found = transform.bucket_ids(np.array([number_of(value) for value in values]))
