@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +15,10 @@ from nestrec.library.loaded import Recommender
 from nestrec.serving.api.reloader import Reloader
 from nestrec.serving.api.schema import LimitsConfig
 from nestrec.serving.many.front_follower import FrontFollower
+from nestrec.serving.model.export import write_servable
+from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.tables import TablesConfig
+from nestrec.serving.new_items import Growth, NewItem, add_items
 from nestrec.serving.service import Service, ServiceConfig
 from nestrec.serving.versions.followed import Staged
 from nestrec.serving.versions.follower import VersionFollowConfig
@@ -218,6 +222,54 @@ def test_a_server_can_be_pinned_to_a_version_and_go_on_from_it(data, tmp_path):
 
     with serving(data, tmp_path, "hstu") as served:
         asyncio.run(run(served))
+
+
+def test_items_are_told_to_models_that_do_not_follow_whatever_the_server_was_started_with(data, tmp_path):
+    """Those of a run come with its versions: items that were told meanwhile would have their numbers."""
+    told = {"items": [{"id": "told", "features": {}}]}
+
+    async def run(served):
+        async with served.client() as client:
+            for model, status in ((folder, 200), (served.address, 409), (folder, 200)):
+                swapped = await client.post("/v1/admin/swap", json={"models": [model]})
+                assert swapped.status_code == 200, swapped.text
+                added = await client.post("/v1/items", json=told)
+                assert added.status_code == status, added.text
+                if status != 200:
+                    served.publish()
+                    assert served.reloader.followers["ranking"].look()
+                    served.check()
+
+    with serving(data, tmp_path, "ranking") as served:
+        folder = str(tmp_path / "exported")
+        write_servable(served.run.export(tmp_path), Path(folder))
+        asyncio.run(run(served))
+
+
+@pytest.mark.parametrize("meanwhile", ["a delta", "items"])
+def test_a_swap_is_not_undone_by_what_was_on_its_way_to_the_model_before(data, tmp_path, monkeypatch, meanwhile):
+    """Staged or grown beside the old model, it is written into that, or nowhere."""
+    with serving(data, tmp_path, "ranking") as served:
+        one, two = str(tmp_path / "one"), str(tmp_path / "two")
+        for folder in (one, two):
+            write_servable(served.publish() and served.run.export(tmp_path), Path(folder))
+        if meanwhile == "items":
+            served.reloader.swap([one])
+        swap = threading.Thread(target=lambda: served.reloader.swap([two]))
+
+        def swapped(*_):
+            swap.start()
+            swap.join(0.2)  # it waits for who is here
+
+        if meanwhile == "items":
+            monkeypatch.setattr(Growth, "has_room", property(swapped))
+            add_items(served.service, [NewItem(key="told")])
+        else:
+            with armed("follow.before_apply", swapped):
+                served.follower.look()
+        swap.join()
+        assert served.servable.version == Servable.load(Path(two)).version
+        assert served.reloader.current["ranking"].folder == two
 
 
 def test_how_fresh_answers_are_is_told_with_its_parts(data, tmp_path):

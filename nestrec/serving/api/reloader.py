@@ -5,6 +5,7 @@ service before is remembered, so that a rollback needs no name. A model of an ad
 on, where the server is to follow, or stays at the version that is named with it (ADDRESS@VERSION).
 """
 
+import contextlib
 import logging
 import threading
 from collections.abc import Mapping, Sequence
@@ -114,7 +115,8 @@ class Reloader:
         fresh: dict[str, tuple[str, Servable, Followed | None]] = {}
         for text, version in wanted:
             if (found := self._follower_at(text)) is not None:
-                moves.append(found)
+                _, follower, at = found
+                moves.append((follower, at))
                 continue
             # Where the folder is a link, all files come from what it points to now, wherever it points meanwhile.
             whole, source = _whole(text), source_of(text)
@@ -131,24 +133,38 @@ class Reloader:
                 _LOG.info("the %s model is %s already", role, servable.version[:12])
                 continue
             fresh[role] = (text if source is not None else whole, servable, followed)
-        for follower, at in moves:
-            follower.move(at)
-        if fresh:
-            self._service.swap(*(servable for _, servable, _ in fresh.values()))
-        for role, (text, _, followed) in fresh.items():
-            self._folders[role] = text
-            if (old := self.followers.pop(role, None)) is not None:
-                old.close()
-            if followed is not None:
-                self._begin_to_follow(role, followed, text)
+        with contextlib.ExitStack() as held:
+            held.enter_context(self._service.adding)  # items are added to what is in service, before or after the swap
+            replaced = [self.followers[role] for role in fresh if role in self.followers]
+            for follower in replaced:
+                held.enter_context(follower.halted())
+            for follower, at in moves:
+                follower.move(at)
+            if fresh:
+                self._service.swap(*(servable for _, servable, _ in fresh.values()))
+            for follower in replaced:
+                follower.end()
+            for role, (text, _, followed) in fresh.items():
+                self._follow_or_not(role, text, followed)
+        for follower in replaced:
+            follower.close()
         self._tell(before)
 
-    def _follower_at(self, text: str) -> tuple[VersionFollower, str | None] | None:
-        """Who follows this address already, and the version that is named with it."""
+    def _follow_or_not(self, role: str, text: str, followed: Followed | None) -> None:
+        """What has come into service goes on from here, where it is a version; nobody else moves it."""
+        self._folders[role] = text
+        self._service.followed.pop(role, None)
+        self.followers.pop(role, None)
+        if followed is not None:
+            self._service.followed[role] = followed
+            self._begin_to_follow(role, followed, text)
+
+    def _follower_at(self, text: str) -> tuple[str, VersionFollower, str | None] | None:
+        """Role and follower of the model that comes from this address already, and the version that is named now."""
         source = source_of(text)
-        for follower in self.followers.values():
+        for role, follower in self.followers.items():
             if source is not None and follower.source.address == source.address:
-                return follower, source.version
+                return role, follower, source.version
         return None
 
     def _tell(self, before: Mapping[str, LoadedModel]) -> None:

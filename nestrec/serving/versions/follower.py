@@ -107,9 +107,19 @@ class VersionFollower:
         with self._lock:
             self._service.advance(self._role, self._followed.servable, self._followed.rehearse)
 
+    @contextlib.contextmanager
+    def halted(self) -> Iterator[None]:
+        """Nothing is looked for and taken while the block lasts; a look that is under way is finished before."""
+        with self._lock:
+            yield
+
+    def end(self) -> None:
+        """No further look."""
+        self._is_closed.set()
+
     def close(self) -> None:
         """No further look; one that is under way is finished."""
-        self._is_closed.set()
+        self.end()
         if self._thread is not None:
             self._thread.join()
 
@@ -117,7 +127,7 @@ class VersionFollower:
         """Go to the newest version where there is a newer one, unless one is to stay; whether it is there now. Nothing
         is raised: the version in service stays where that fails."""
         with self._lock:
-            if self.source.version is not None:
+            if self.source.version is not None or self._is_closed.is_set():
                 return True
             try:
                 newest = self._versions.newest()
