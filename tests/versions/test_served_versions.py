@@ -272,6 +272,18 @@ def test_a_swap_is_not_undone_by_what_was_on_its_way_to_the_model_before(data, t
         assert served.reloader.current["ranking"].folder == two
 
 
+def test_a_rollback_undoes_a_swap_to_the_newest_version(data, tmp_path):
+    with serving(data, tmp_path, "hstu") as served:
+        first, second = served.servable.version, served.publish()
+        served.reloader.swap([served.address])
+        assert served.servable.version == second
+        served.reloader.rollback()
+        assert served.servable.version == first
+        served.check()
+        served.reloader.rollback()
+        assert served.servable.version == second
+
+
 def test_how_fresh_answers_are_is_told_with_its_parts(data, tmp_path):
     async def run(served):
         async with served.client() as client:

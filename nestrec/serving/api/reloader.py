@@ -93,8 +93,15 @@ class Reloader:
             if not self.previous:
                 remedy = "name a model to swap to"
                 raise UserError("has had no other model yet", field="server", value="rollback", remedy=remedy)
-            was = self.previous.values()
-            self._swap([(one.folder, None if source_of(one.folder) else one.version) for one in was])
+            self._swap([self._as_it_was(role, one) for role, one in self.previous.items()])
+
+    def _as_it_was(self, role: str, was: LoadedModel) -> tuple[str, str | None]:
+        """What leads back to a model, and the version that a folder must hold."""
+        source = source_of(was.folder)
+        if source is None:
+            return was.folder, was.version
+        goes_on = self._follow.on and self._follow.moves == "itself" and self.current[role].folder != was.folder
+        return (was.folder if source.version is not None or goes_on else str(source.at(was.version))), None
 
     def _reload_all(self) -> None:
         reloads = self._service.reloads
