@@ -10,6 +10,7 @@ import pytest
 from front_processes import wait_for
 from served_run import serving
 
+from nestrec.base.errors import UserError
 from nestrec.base.failpoints import armed
 from nestrec.library.loaded import Recommender
 from nestrec.serving.api.reloader import Reloader
@@ -282,6 +283,23 @@ def test_a_rollback_undoes_a_swap_to_the_newest_version(data, tmp_path):
         served.check()
         served.reloader.rollback()
         assert served.servable.version == second
+
+
+def test_models_of_two_addresses_are_swapped_together_or_not_at_all(data, tmp_path):
+    with serving(data, tmp_path / "a", "hstu") as served, serving(data, tmp_path / "b", "ranking") as other:
+        addresses = [served.address, other.address]
+        service = Service.load(addresses, ServiceConfig())
+        reloader = Reloader(service, "cpu", TablesConfig(), FOLLOW)
+        before = reloader.current
+        served.publish()
+        for wrong in (f"{other.address}@abcdef123456", str(tmp_path), served.address):
+            with pytest.raises(UserError):
+                reloader.swap([served.address, wrong])
+            assert reloader.current == before
+        reloader.swap(addresses)
+        assert reloader.current["retrieval"].version != before["retrieval"].version
+        reloader.close()
+        service.close()
 
 
 def test_how_fresh_answers_are_is_told_with_its_parts(data, tmp_path):

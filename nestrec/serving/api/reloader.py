@@ -19,7 +19,7 @@ from nestrec.serving.model.tables import TablesConfig
 from nestrec.serving.service import Service, role_of
 from nestrec.serving.versions.followed import Followed
 from nestrec.serving.versions.follower import VersionFollowConfig, VersionFollower
-from nestrec.serving.versions.opening import open_source, source_of
+from nestrec.serving.versions.opening import Source, open_source, source_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -122,7 +122,10 @@ class Reloader:
         fresh: dict[str, tuple[str, Servable, Followed | None]] = {}
         for text, version in wanted:
             if (found := self._follower_at(text)) is not None:
-                _, follower, at = found
+                role, follower, at = found
+                if role in seen:
+                    raise _other_role(role, list(self._service.fleets), text)
+                seen.add(role)
                 moves.append((follower, at))
                 continue
             # Where the folder is a link, all files come from what it points to now, wherever it points meanwhile.
@@ -145,10 +148,7 @@ class Reloader:
             replaced = [self.followers[role] for role in fresh if role in self.followers]
             for follower in replaced:
                 held.enter_context(follower.halted())
-            for follower, at in moves:
-                follower.move(at)
-            if fresh:
-                self._service.swap(*(servable for _, servable, _ in fresh.values()))
+            self._move_all(moves, [servable for _, servable, _ in fresh.values()])
             for follower in replaced:
                 follower.end()
             for role, (text, _, followed) in fresh.items():
@@ -156,6 +156,22 @@ class Reloader:
         for follower in replaced:
             follower.close()
         self._tell(before)
+
+    def _move_all(self, moves: Sequence[tuple[VersionFollower, str | None]], fresh: Sequence[Servable]) -> None:
+        """All of it, or nothing."""
+        moved: list[tuple[VersionFollower, str, Source]] = []
+        try:
+            for follower, at in moves:
+                was = follower.version, follower.source
+                follower.move(at)
+                moved.append((follower, *was))
+            if fresh:
+                self._service.swap(*fresh)
+        except BaseException:
+            for follower, version, source in moved:
+                follower.move(version)
+                follower.source = source
+            raise
 
     def _follow_or_not(self, role: str, text: str, followed: Followed | None) -> None:
         """What has come into service goes on from here, where it is a version; nobody else moves it."""
