@@ -16,6 +16,7 @@ from nestrec.distributed import Topology
 from nestrec.library.runs import train
 from nestrec.serving.model.export import restored_session, servable_of_session
 from nestrec.serving.versions.followed import Followed
+from nestrec.serving.versions.opening import Source, open_source
 from nestrec.serving.versions.publish_run import publish_run
 from nestrec.serving.versions.reader import Versions
 from nestrec.testing.tiny_runs import config_of, make_datasets
@@ -171,6 +172,26 @@ def test_old_versions_go_and_those_that_newer_ones_build_on_stay(data, tmp_path)
     for at in versions.history():  # a server can be pinned to any of the newest six
         if versions.told(*at).number >= 9:
             Followed.open(versions, versions.way_from_full(at))
+
+
+def test_versions_of_earlier_starts_can_be_gone_back_to_and_go_in_their_turn(data, tmp_path):
+    """Each start that does not know what changed publishes in full: its versions build on none of those before."""
+    address = str(tmp_path / "published")
+    versions, exported = Versions(place_of(address)), {}
+    for start in range(6):
+        run = ChangingRun.begin(
+            Topology.single(), data, address, family="hstu", store="lru", seed=start, snapshot_every=1
+        )  # four are kept
+        for _ in range(2):
+            run.change()
+            run.publisher.publish(run.session, run.step)
+            run.publisher.close()
+            exported[run.publisher.newest.manifest.version] = run.export(tmp_path)
+    kept = list(versions.published())
+    assert [version for _, version in kept] == list(exported)[:-5:-1]
+    assert sorted(versions.place.folders("versions")) == sorted(folder for folder, _ in kept)
+    for _, version in kept:
+        assert_same(open_source(Source(address, version[:12])).servable, exported[version])
 
 
 def test_a_run_without_a_form_for_serving_does_not_begin_to_publish(data, tmp_path):

@@ -55,7 +55,7 @@ def open_source(
 ) -> Followed:
     """The newest version that can be read, or the one that is named. A `UserError` where there is none."""
     versions = Versions(source.place)
-    history = list(versions.history())
+    history = list(versions.published())
     problem = "holds no version yet"
     if source.version is not None:
         history = [at for at in history if at[1].startswith(source.version)][:1]

@@ -1,5 +1,6 @@
 """Reading versions: which there are, how one follows from another, what they hold. Nothing is believed unverified."""
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
@@ -26,6 +27,7 @@ from nestrec.serving.versions.manifest import (
     version_of,
 )
 
+KINDS: tuple[Kind, Kind] = ("delta", "full")
 VersionRows = tuple[torch.Tensor, torch.Tensor]
 """(n,) int64 ids and (n, D) rows, on the host"""
 
@@ -67,15 +69,43 @@ class Versions:
     def history(self) -> Iterator[tuple[str, str]]:
         """(folder, version) from the newest back, as far as they are told of."""
         newest = self.newest()
-        at = None if newest is None else (newest.folder, newest.version)
+        return self._back_from(None if newest is None else (newest.folder, newest.version))
+
+    def _back_from(self, at: tuple[str, str] | None) -> Iterator[tuple[str, str]]:
         while at is not None and (manifest := self.told(*at)) is not None:
             yield at
             parent = manifest.parent
             at = None if parent is None else (parent.folder, parent.version)
 
+    def published(self) -> Iterator[tuple[str, str]]:
+        """The same, and on behind a version that builds on none: those that were published before it."""
+        last = None
+        for last in self.history():
+            yield last
+        while last is not None and self._builds_on_none(*last):
+            number = last[0].partition("-")[0]
+            earlier = [name for name in self.place.folders(VERSIONS) if name.partition("-")[0] < number]
+            begun = next((at for at in map(self._named, sorted(earlier, reverse=True)) if at is not None), None)
+            last = None
+            for last in self._back_from(begun):
+                yield last
+
     def find(self, version: str) -> tuple[str, str] | None:
         """(folder, version) of the one whose name begins so."""
-        return next((at for at in self.history() if at[1].startswith(version)), None)
+        return next((at for at in self.published() if at[1].startswith(version)), None)
+
+    def _builds_on_none(self, folder: str, version: str) -> bool:
+        manifest = self.told(folder, version)
+        return manifest is not None and manifest.parent is None
+
+    def _named(self, folder: str) -> tuple[str, str] | None:
+        """(folder, version) of what lies in a folder; none where that is not told, or damaged."""
+        for kind in KINDS:
+            with contextlib.suppress(FileNotFoundError, DamagedError):
+                where = manifest_file(folder, kind)
+                version = decode_manifest(self.place.read(where), where).version
+                return (folder, version) if self.told(folder, version) is not None else None
+        return None
 
     def way(self, target: tuple[str, str], current: str) -> list[VersionStep]:
         """What leads from a version to another, oldest first. A `DamagedError` or `FileNotFoundError` where nothing
@@ -155,8 +185,7 @@ class Versions:
 
     def told(self, folder: str, version: str) -> VersionManifest | None:
         """A manifest of a version, in whichever way it is told; none where it is not, or is damaged."""
-        kinds: tuple[Kind, Kind] = ("delta", "full")
-        for kind in kinds:
+        for kind in KINDS:
             try:
                 return self.manifest(folder, kind, version)
             except (FileNotFoundError, DamagedError):

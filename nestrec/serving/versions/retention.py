@@ -12,7 +12,7 @@ def prune(versions: Versions, keep: int) -> list[str]:
     Manifests go first: what is half deleted is not there.
     """
     kept: set[str] = set()
-    for folder, version in versions.history():
+    for folder, version in versions.published():
         kept.add(folder)
         if len(kept) >= keep and _is_full(versions, folder, version):
             break
