@@ -1,17 +1,20 @@
 """Servers that follow: every answer is that of one version, the one that it names, whatever happens to deltas."""
 
 import asyncio
+import shutil
 import threading
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from changing_run import ChangingRun, assert_same
 from front_processes import wait_for
 from served_run import serving
 
 from nestrec.base.errors import UserError
 from nestrec.base.failpoints import armed
+from nestrec.distributed import Topology
 from nestrec.library.loaded import Recommender
 from nestrec.serving.api.reloader import Reloader
 from nestrec.serving.api.schema import LimitsConfig
@@ -300,6 +303,22 @@ def test_models_of_two_addresses_are_swapped_together_or_not_at_all(data, tmp_pa
         assert reloader.current["retrieval"].version != before["retrieval"].version
         reloader.close()
         service.close()
+
+
+def test_an_address_that_was_emptied_and_published_anew_is_followed(data, tmp_path):
+    """Its numbers begin anew: the server would stay at a model that is gone until they have come as far."""
+    with serving(data, tmp_path, "hstu") as served:
+        for _ in range(3):
+            served.publish()
+        assert served.follower.look()
+        shutil.rmtree(served.address)
+        fresh = ChangingRun.begin(Topology.single(), data, served.address, family="hstu", store="lru", seed=9)
+        fresh.change()
+        fresh.publisher.publish(fresh.session, fresh.step)
+        fresh.publisher.close()
+        assert served.follower.look()
+        assert (served.follower.number, served.follower.counts.behind) == (1, 0)
+        assert_same(served.servable, fresh.export(tmp_path))
 
 
 def test_how_fresh_answers_are_is_told_with_its_parts(data, tmp_path):

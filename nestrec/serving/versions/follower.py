@@ -133,7 +133,7 @@ class VersionFollower:
                 newest = self._versions.newest()
                 if newest is None:
                     return True
-                self.counts.behind = newest.number - self._followed.step.manifest.number
+                self.counts.behind = max(0, newest.number - self.number)
                 self._go((newest.folder, newest.version), is_asked=False)
             except Exception as error:
                 self._failed(error)
@@ -161,9 +161,10 @@ class VersionFollower:
             return
         except (DamagedError, FileNotFoundError, NoRoomError, _TooLargeError) as error:
             way = self._versions.way_from_full(target)
-            is_ahead = way[0].manifest.number > self._followed.step.manifest.number
+            # A full version from before this one would lead the same way, unless all was deleted and published anew.
+            is_ahead = way[0].manifest.number > self.number or self._versions.is_gone(self._followed.step.folder)
             if not (is_ahead or is_asked or isinstance(error, NoRoomError | _TooLargeError)):
-                raise  # a full version from before this one would lead the same way
+                raise
         self._load(way)
 
     def _apply(self, step: VersionStep) -> None:

@@ -107,6 +107,14 @@ class Versions:
                 return (folder, version) if self.told(folder, version) is not None else None
         return None
 
+    def is_gone(self, folder: str) -> bool:
+        """Whether nothing tells of what was published in a folder any more."""
+        for kind in KINDS:
+            with contextlib.suppress(FileNotFoundError):
+                self.place.read(manifest_file(folder, kind))
+                return False
+        return True
+
     def way(self, target: tuple[str, str], current: str) -> list[VersionStep]:
         """What leads from a version to another, oldest first. A `DamagedError` or `FileNotFoundError` where nothing
         does."""
