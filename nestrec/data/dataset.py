@@ -96,6 +96,7 @@ class Dataset:
         """
         folder = Path(path)
         card = Card.load(folder, generation)
+        _check_kept(folder, card, generation)
         _check_files(folder, card)
         layers = [EventLayer(folder, card, entry, is_base=i == 0) for i, entry in enumerate(card.all_layers)]
         available = [field.name for field in layers[0].parts[0].metadata.schema.to_arrow_schema()]
@@ -310,6 +311,14 @@ class Dataset:
         for layer in self._layers:
             lengths[slice(layer.num_rows) if layer.users is None else layer.users] += layer.lengths()
         return lengths
+
+
+def _check_kept(folder: Path, card: Card, generation: int | None) -> None:
+    """Of an earlier generation the card may be gone, or the files that it names: newer ones are not damaged by that."""
+    is_there = card.generation == generation and all((folder / entry.path).is_file() for entry in card.files)
+    if generation is not None and not is_there and generation != (newest := Card.load(folder).generation):
+        remedy = f"open a later one, up to {newest}; a run that stands there goes on by `nestrec train --from RUN`"
+        raise DataError("is no generation that is kept", field="generation", value=generation, remedy=remedy)
 
 
 def _check_files(folder: Path, card: Card) -> None:

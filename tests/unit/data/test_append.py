@@ -232,6 +232,8 @@ def test_a_generation_whose_files_are_gone_is_not_restored(grown: Path) -> None:
     for number in (1, 13, -1):
         with pytest.raises(DataError, match=r"(?s)is no generation that is kept.*take one of .*11, 12"):
             restore(grown, number)
+        with pytest.raises(DataError, match="is no generation that is kept"):
+            Dataset.open(grown, generation=number)
     assert files_in(grown) == before
 
 
