@@ -77,7 +77,7 @@ class StreamFollower:
         self._listener = listener or Listener()
         self._cfg = _without_epochs(cfg or RunFolder(run).config())
         self._folder = Path(self._cfg.data.folder)
-        generation = all_gather_json(topology.control, self._reached() if topology.is_first else None)[0]
+        generation = all_gather_json(topology.control, on_first(topology, self._reached))[0]
         self.trainer = Trainer(
             self._cfg, run, topology, listener, window_hooks=window_hooks, generation=int(generation)
         )
@@ -178,6 +178,7 @@ class StreamFollower:
 
     def _reached(self) -> int:
         """The generation that the run has come to, by its newest checkpoint, or else where it began to follow."""
+        self._last_on()  # of which the ids mean what they meant
         checkpoints = Checkpoints(self._run / "checkpoints")
         saved = [checkpoints.state(step) for step in checkpoints.steps()]
         found = [TrainState.from_plain(state["train"]).generation for state in saved if state is not None]
@@ -188,6 +189,10 @@ class StreamFollower:
         file = self._run / FOLLOWING_FILE
         if file.exists():
             return int(json.loads(file.read_text())["from_generation"])
+        return self._last_on()
+
+    def _last_on(self) -> int:
+        """The generation of the data that the run was on last; a UserError where it has never been one."""
         trained_on, card = Card.load(self._run), Card.load(self._folder)
         if trained_on.digest_of_files == card.digest_of_files:
             return card.generation
@@ -197,7 +202,8 @@ class StreamFollower:
                 "is not the data that this run was trained on",
                 field="data.folder",
                 value=str(self._folder),
-                remedy="name it with --run.data.folder, or train a run on this data first",
+                remedy="name it with --run.data.folder, put the generation that it was trained on in force again "
+                "(nestrec restore), or train a run on this data first",
             )
         return found.number
 

@@ -9,11 +9,13 @@ from urllib.parse import urlsplit
 import confluent_kafka
 import pytest
 
+from nestrec.base.errors import UserError
 from nestrec.base.failpoints import armed
 from nestrec.checkpoint import SaveError
 from nestrec.data.card import Card
 from nestrec.data.dataset import Dataset
 from nestrec.data.growth.append import append
+from nestrec.data.growth.generations import restore
 from nestrec.data.samples.windows import slices_of_runs
 from nestrec.data.sources.kafka import KafkaSource
 from nestrec.distributed import Topology
@@ -155,3 +157,20 @@ def test_a_message_without_a_value_is_a_bad_row() -> None:
     assert rows.batch.num_rows == 3
     assert len(rows.batch.bad) == 1
     assert rows.position["offsets"] == {"0": 4}
+
+
+def test_data_that_was_taken_back_behind_a_run_is_not_what_the_run_goes_on_with(
+    base: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Its rows stand for users and items that came after that; others may have their numbers by now."""
+    drop_files(tmp_path / "events", stream_events(60), events_a_file=60)
+    run = copied(*base, tmp_path)
+    follow(str(tmp_path / "events"), run, BY_COUNT)
+    restore(tmp_path / "data", 0)
+    with pytest.raises(UserError, match="not the data that this run was trained on"):
+        follow(str(tmp_path / "events"), run, BY_COUNT)
+    drop_files(tmp_path / "others", stream_events(90, seed=1), events_a_file=30)
+    for path in sorted((tmp_path / "others").iterdir()):
+        append(path, tmp_path / "data", format="log", overrides=COLUMNS)
+    with pytest.raises(UserError, match="not the data that this run was trained on"):
+        follow(str(tmp_path / "events"), run, BY_COUNT)
