@@ -70,7 +70,8 @@ class EventLayer:
             places = np.flatnonzero(users < self.num_rows)
             return places, users[places]
         at = np.searchsorted(self.users, users)
-        places = np.flatnonzero((at < self.users.size) & (self.users[np.minimum(at, self.users.size - 1)] == users))
+        within = np.flatnonzero(at < self.users.size)
+        places = within[self.users[at[within]] == users[within]]
         return places, at[places]
 
     def table(self, name: str) -> pa.Table | None:

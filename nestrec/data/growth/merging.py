@@ -192,7 +192,7 @@ def _rows_above(layers: list[EventLayer], file: str) -> NDArray[Any]:
         end = max(first + len(rows) for first, rows in held)
     else:
         start = min(first for first, _ in held)
-        end = max(int(layer.users[-1]) + 1 for layer in layers if layer.users is not None)
+        end = max(int(layer.users[-1]) + 1 for layer in layers if layer.users is not None and layer.users.size)
     out = np.zeros((end - start, held[0][1].shape[1]), held[0][1].dtype)
     for first, rows in held:
         out[first - start : first - start + len(rows)] = rows

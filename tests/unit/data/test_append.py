@@ -237,6 +237,21 @@ def test_a_generation_whose_files_are_gone_is_not_restored(grown: Path) -> None:
     assert files_in(grown) == before
 
 
+def test_a_file_of_nothing_but_repeats_adds_nothing(grown: Path) -> None:
+    first = write(grown.parent / "1.csv", rows_of(1))
+    append(first, grown, overrides={"duplicates": "drop"})
+    before = content(grown)
+    repeats = write(grown.parent / "repeats.csv", rows_of(1)[:1])
+    card = append(repeats, grown, overrides={"duplicates": "drop"})
+    assert (card.generation, card.counts.duplicates_dropped) == (2, 1)
+    assert content(grown) == before
+    for number in (2, 3):
+        append(write(grown.parent / f"{number}.csv", rows_of(number)), grown)
+    after = content(grown)
+    compact(grown)
+    assert content(grown) == after
+
+
 def test_many_small_appends_leave_few_layers(grown: Path) -> None:
     for number in range(1, 13):
         append(write(grown.parent / f"{number}.csv", rows_of(number)), grown)
