@@ -111,7 +111,7 @@ def append_source(
         entry = LayerEntry(name=f"{number:06d}", events=0)
         partial = partial_folder(folder, entry.name)
         growth = _Growth(folder, card, source, options, partial, progress)
-        files, grown = growth.write()
+        files, grown = growth.write(may_be_empty=stream is not None)
         files += carried_on(folder, card, partial) if beside is None else beside(partial)
         fail_point("data.append.before_layer")
         place_layer(folder, partial, entry.name)
@@ -164,14 +164,15 @@ class _Growth:
         self.last_ms_before = self.dataset.last_ms() if not card.generations else 0
         self.last_ms = 0
 
-    def write(self) -> tuple[list[DataFile], Card]:
-        """The files of the layer, and the card of the dataset with them, but for its layers and files."""
+    def write(self, *, may_be_empty: bool = False) -> tuple[list[DataFile], Card]:
+        """The files of the layer, and the card of the dataset with them, but for its layers and files. may_be_empty:
+        a stream goes on behind rows that are all bad."""
         work, parser = self._work, self._work.parser
         sizes = {column: len(self._vocabulary(column)) for column in self._category_columns()}
         spilled, user_counts = read_events(work)
         work.quarantine.check(work.num_rows_read, work.options.max_bad_share)
         work.num_bad_events = work.quarantine.num_rows
-        if not user_counts.sum():
+        if not user_counts.sum() and not may_be_empty:
             remedy = "check the columns and filters"
             raise DataError("has no usable events", field="input", value=self._source.name, remedy=remedy)
         partitions = split_events(work, spilled, user_counts)

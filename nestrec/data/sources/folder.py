@@ -5,6 +5,7 @@ by its name; one that comes later is read whatever its name.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from nestrec.data.prepare.files import SUFFIXES, LogFiles
@@ -49,9 +50,9 @@ class FolderSource(StreamSource):
     def fetch(self, piece: StreamPiece) -> StreamRows:
         done, name, row = (piece.what[part] for part in ("done", "file", "row"))
         batch, came_s = self._next(name, row, piece.what["max_rows"]), (self._folder / name).stat().st_mtime
-        if batch is None:
+        if not batch.num_rows:
             self._open = None
-            return StreamRows(no_rows(name), {"done": sorted([*done, name])}, came_s)
+            return StreamRows(batch, {"done": sorted([*done, name])}, came_s)
         return StreamRows(batch, {"done": done, "file": name, "row": row + batch.num_rows}, came_s, self._is_over())
 
     def lag(self, position: StreamPosition) -> dict[str, float]:
@@ -65,16 +66,21 @@ class FolderSource(StreamSource):
         found = (path for path in self._folder.iterdir() if not path.name.startswith(".") and path.is_file())
         return sorted(p.name for p in found if plain_name(p).endswith(SUFFIXES) and p.name not in known)
 
-    def _next(self, name: str, row: int, max_rows: int) -> RawBatch | None:
-        """At most so many rows of a file behind the first `row`; none at its end."""
+    def _next(self, name: str, row: int, max_rows: int) -> RawBatch:
+        """At most so many rows of a file behind the first `row`, with the bad ones before them; none at its end, where
+        bad ones may be left."""
         if self._open is None or self._open[:2] != (name, row):
             batches = LogFiles(self._how, self._wanted).read(self._folder / name)
             self._open = (name, row, *_skipped(batches, row))
         _, _, batches, left = self._open
-        while left is None or not (left.num_rows or left.bad):
-            left = next(batches, None)
-            if left is None:
-                return None
+        left = next(batches, None) if left is None else left
+        while left is not None and not left.num_rows:  # a position counts rows: bad ones come with those behind them
+            after = next(batches, None)
+            if after is None:
+                return left
+            left = replace(after, bad=left.bad + after.bad)
+        if left is None:
+            return no_rows(name)
         part, rest = cut(left, max_rows)
         self._open = (name, row + part.num_rows, batches, rest)
         return part
@@ -91,11 +97,11 @@ class FolderSource(StreamSource):
 
 def _skipped(batches: Iterator[RawBatch], row: int) -> tuple[Iterator[RawBatch], RawBatch | None]:
     """The batches behind the first `row` rows, and what is left of the one in which they end."""
-    for batch in batches:
+    while row > 0 and (batch := next(batches, None)) is not None:
         if batch.num_rows > row:
-            return batches, cut(batch, row)[1] if row else batch
+            return batches, cut(batch, row)[1]
         row -= batch.num_rows
-    return iter(()), None
+    return batches, None
 
 
 def cut(batch: RawBatch, number: int) -> tuple[RawBatch, RawBatch | None]:

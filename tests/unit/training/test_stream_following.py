@@ -174,3 +174,19 @@ def test_data_that_was_taken_back_behind_a_run_is_not_what_the_run_goes_on_with(
         append(path, tmp_path / "data", format="log", overrides=COLUMNS)
     with pytest.raises(UserError, match="not the data that this run was trained on"):
         follow(str(tmp_path / "events"), run, BY_COUNT)
+
+
+@pytest.mark.parametrize("rule", [BY_COUNT, BY_TIME])
+@pytest.mark.parametrize("bad", ['{"who": 1}', "{not JSON"])
+def test_bad_rows_alone_are_set_aside_and_what_comes_after_them_is_trained_on(
+    base: tuple[Path, Path], tmp_path: Path, rule: dict[str, Any], bad: str
+) -> None:
+    folder, events = tmp_path / "events", stream_events(70)
+    drop_files(folder, events, events_a_file=70)
+    (folder / "first.jsonl").write_text(f"{bad}\n" * 30)  # before the others by name, and a window of its own
+    (folder / "z.jsonl").write_text(f"{bad}\n" * 5)
+    run = copied(*base, tmp_path)
+    follower = follow(str(folder), run, rule)
+    card = Card.load(tmp_path / "data")
+    assert follower.trainer.state.windows_done >= 2
+    assert sum(card.counts.quarantined.values()) >= 30
