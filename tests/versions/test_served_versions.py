@@ -11,6 +11,7 @@ import pytest
 from changing_run import ChangingRun, assert_same
 from front_processes import wait_for
 from served_run import serving
+from test_rollout import behind_gateway
 
 from nestrec.base.errors import UserError
 from nestrec.base.failpoints import armed
@@ -344,6 +345,55 @@ def test_how_fresh_answers_are_is_told_with_its_parts(data, tmp_path):
 
     with serving(data, tmp_path, "hstu") as served:
         asyncio.run(run(served))
+
+
+def test_a_fleet_that_moves_together_stays_where_it_is_told_to(data, tmp_path):
+    """At a version that is named, at a model that does not follow; and goes on from an address that is named."""
+
+    async def use(client, gateway, _):
+        loop, rollout = asyncio.get_running_loop(), gateway.rollout
+
+        def move(models):
+            return asyncio.run_coroutine_threadsafe(rollout.follow(models), loop).result().status == 200
+
+        front = FrontFollower([served.address], 1.0, move, rollout.followed)
+
+        async def told(path, *models):
+            answer = await client.post(f"/v1/admin/{path}", json={"models": list(models)} if models else {})
+            assert answer.status_code == 200, answer.text
+            return await serve()
+
+        async def serve():
+            models = (await client.get("/v1/admin/fleet")).json()["instances"]
+            (version,) = {one["models"]["retrieval"]["version"] for one in models}
+            return version
+
+        async def published():
+            version = served.publish()[:12]
+            assert await asyncio.to_thread(front.look)
+            return version
+
+        first = await published()
+        assert await serve() == first
+        second = await published()
+        assert await told("swap", f"{served.address}@{first}") == first
+        third = await published()
+        assert await serve() == first, "it is pinned"
+        assert await told("swap", served.address) == third
+        assert await published() == await serve(), "and goes on"
+        await told("swap", folder)
+        last = await published()
+        assert await serve() not in (second, third, last), "another model is not replaced"
+        assert await told("swap", served.address) == last
+        newest = served.publish()[:12]
+        assert await told("swap", served.address) == newest
+        assert await told("rollback") == last
+        assert not rollout.followed([served.address]), "nor is what was gone back to"
+
+    with serving(data, tmp_path, "hstu") as served:
+        folder = str(tmp_path / "exported")
+        write_servable(served.run.export(tmp_path), Path(folder))
+        behind_gateway(served.address, use, count=2)
 
 
 def test_a_fleet_moves_together_by_deltas(data, tmp_path):

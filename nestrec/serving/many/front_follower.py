@@ -18,11 +18,16 @@ _LOG = logging.getLogger(__name__)
 class FrontFollower:
     """Looks on a thread of its own."""
 
-    def __init__(self, models: Sequence[str], poll_s: float, swap: Callable[[list[str]], bool]):
+    def __init__(
+        self,
+        models: Sequence[str],
+        poll_s: float,
+        swap: Callable[[list[str]], bool],
+        followed: Callable[[Sequence[str]], Sequence[str]] = lambda models: models,
+    ):
         """models: those of the instances; the ones that come from addresses are followed. swap: has all instances serve
-        these, or none; whether they do."""
-        found = (source_of(model) for model in models)
-        self._sources: list[Source] = [source for source in found if source is not None and source.version is None]
+        these, or none; whether they do. followed: what is to be followed by now, instead of those models."""
+        self._models, self._followed = list(models), followed
         self._swap, self._poll_s = swap, poll_s
         self._tried: dict[str, str] = {}
         self._is_closed = threading.Event()
@@ -38,7 +43,7 @@ class FrontFollower:
     def look(self) -> bool:
         """Take the instances to the newest versions; whether all of them took what is new."""
         newer: list[str] = []
-        for source in self._sources:
+        for source in self._sources():
             try:
                 newest = Versions(source.place).newest()
             except (OSError, DamagedError) as error:
@@ -48,6 +53,10 @@ class FrontFollower:
                 self._tried[source.address] = newest.version
                 newer.append(str(source.at(newest.version)))
         return not newer or self._swap(newer)
+
+    def _sources(self) -> list[Source]:
+        found = (source_of(model) for model in self._followed(self._models))
+        return [source for source in found if source is not None and source.version is None]
 
     def _loop(self) -> None:
         while not self._is_closed.wait(self._poll_s):

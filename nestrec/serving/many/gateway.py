@@ -138,11 +138,12 @@ class Gateway:
                 return await self._live(slot)
         return None
 
-    def swapped(self, models: list[str]) -> bool:
-        """Have all instances serve these; whether they do. From another thread than the loop's, and waits."""
+    def moved(self, models: list[str]) -> bool:
+        """Have all instances go to these newer versions, unless they are to stay; whether they do. From another thread
+        than the loop's, and waits."""
         if self._loop is None:
             return False
-        return asyncio.run_coroutine_threadsafe(self.rollout.swap(models), self._loop).result().status == _OK
+        return asyncio.run_coroutine_threadsafe(self.rollout.follow(models), self._loop).result().status == _OK
 
     def ask_reload(self) -> None:
         """Let all instances load the folders that they were started with anew, soon; from any thread."""

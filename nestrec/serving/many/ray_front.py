@@ -109,6 +109,14 @@ class Gate:
         """As POST /v1/admin/swap; the status."""
         return (await self._app.rollout.swap(folders)).status
 
+    async def follow(self, addresses: list[str]) -> int:
+        """To newer versions, unless the replicas were told to stay; the status."""
+        return (await self._app.rollout.follow(addresses)).status
+
+    async def followed(self, models: list[str]) -> list[str]:
+        """What is to be followed by now."""
+        return self._app.rollout.followed(models)
+
 
 class GateApp:
     """Finds out whom a request is about and hands it on. What concerns all replicas is asked of one after the other."""
@@ -214,11 +222,16 @@ def serve_on_ray(folders: Sequence[str], cfg: ServeConfig, signals: Signals, ann
     announce(url_of(cfg.host, cfg.port))
 
     def roll_all() -> None:
-        _roll(gate, list(folders))
+        _roll(lambda: gate.swap.remote(list(folders)))
 
     rolls = Serially("nestrec-roll", roll_all)
     signals.when_reloaded(rolls.ask)
-    follower = FrontFollower(folders, cfg.follow.poll_s, lambda models: _roll(gate, models))
+    follower = FrontFollower(
+        folders,
+        cfg.follow.poll_s,
+        lambda models: _roll(lambda: gate.follow.remote(models)),
+        lambda models: list(gate.followed.remote(list(models)).result()),
+    )
     if cfg.follow.on and cfg.follow.moves == "together":
         follower.start()
     signals.wait_for_stop()
@@ -238,9 +251,9 @@ def num_gpus(cfg: ServeConfig) -> float:
     return 1.0 if chosen_device(cfg.device).startswith("cuda") else 0.0
 
 
-def _roll(gate: Any, folders: list[str]) -> bool:
+def _roll(ask: Callable[[], Any]) -> bool:
     try:
-        status = gate.swap.remote(folders).result()
+        status = ask().result()
     except Exception as error:  # whatever Ray says, the replicas serve on
         _LOG.error("the models stay as they are: %s", type(error).__name__)
         return False

@@ -9,7 +9,7 @@ old ones back.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -20,9 +20,10 @@ from nestrec.serving.api.protocol.http import Answered, as_json, problem
 from nestrec.serving.many.probes import Turn, version_of
 from nestrec.serving.many.router import Router
 from nestrec.serving.many.upstream import Upstream
+from nestrec.serving.versions.opening import source_of
 
 _LOG = logging.getLogger(__name__)
-_CONFLICT = 409
+_OK, _CONFLICT = 200, 409
 _LOAD_S = 3600.0
 """that an instance may take to load and warm up its models"""
 _BACK_S = 120.0
@@ -57,6 +58,8 @@ class Taken:
     """What an instance says of itself after a change."""
 
     folders: list[str]
+    exact: list[str]
+    """the same, with the versions of those that come from addresses"""
     version: str
     """of all its models"""
 
@@ -79,6 +82,10 @@ class Rollout:
         self._upstreams, self._router, self._supervisor, self._probe = upstreams, router, supervisor, probe
         self._lock = asyncio.Lock()
         self._previous: list[str] | None = None
+        self._stays_at: dict[str, str | None] = {}
+        """by address: the version at which the instances stay, as they were told; none: they go on from there"""
+        self._served: list[str] | None = None
+        """folders and addresses of all models since the last change; none: those of the start"""
         self.rolling: int | None = None
         """the slot whose turn it is"""
         self._num_turns = 0
@@ -92,14 +99,38 @@ class Rollout:
     async def swap(self, folders: list[str]) -> Answered:
         """Every instance serves the models of these folders, or none does."""
         async with self._lock:
-            return await self._rolled([whole_name(folder) for folder in folders])
+            return await self._told_to([whole_name(folder) for folder in folders])
+
+    async def follow(self, addresses: list[str]) -> Answered:
+        """The same for newer versions that nobody has asked for: those of addresses that are served, unless the
+        instances were told to stay at a version."""
+        async with self._lock:
+            wanted = [address for address in addresses if self._goes_on(_address_of(address))]
+            return await self._rolled(wanted) if wanted else await self.fleet()
+
+    def followed(self, models: Sequence[str]) -> list[str]:
+        """Of these models, which the instances began with, or of those that they were told to serve since: the ones
+        whose newer versions they are to be taken to."""
+        served = models if self._served is None else [_address_of(model) for model in self._served]
+        return [model for model in served if self._goes_on(_address_of(model))]
+
+    def _goes_on(self, address: str) -> bool:
+        is_served = self._served is None or address in map(_address_of, self._served)
+        return is_served and self._stays_at.get(address) is None
+
+    async def _told_to(self, folders: list[str]) -> Answered:
+        answer = await self._rolled(folders)
+        if answer.status == _OK:
+            for source in filter(None, map(source_of, folders)):
+                self._stays_at[source.address] = source.version
+        return answer
 
     async def rollback(self) -> Answered:
         """Every instance serves what all of them served before the last swap."""
         async with self._lock:
             if self._previous is None:
                 return problem(_CONFLICT, "the instances have had no other models yet")
-            return await self._rolled(self._previous)
+            return await self._told_to(self._previous)
 
     async def drain(self, slot: int, drain: bool) -> Answered:
         """An instance is left out, or taken in again; what it has accepted is answered."""
@@ -139,17 +170,23 @@ class Rollout:
 
     async def _rolled(self, folders: list[str]) -> Answered:
         done: list[tuple[int, Taken]] = []
+        now: Taken | None = None
         for slot in range(len(self._upstreams)):
             try:
-                before, _ = await self._changed(slot, folders)
+                before, now = await self._changed(slot, folders)
             except RefusedByInstanceError as error:
                 _LOG.error("instance %d has not taken the new model; all have the old one: %s", slot, error)
                 for earlier, had in done:
                     await self._restored(earlier, had.folders)
                 return problem(_CONFLICT, f"instance {slot} does not take the models: {error}")
             done.append((slot, before))
-        if done and sorted(done[0][1].folders) != sorted(folders):
-            self._previous = done[0][1].folders
+        if now is not None:
+            before = done[0][1]
+            if sorted(before.folders) != sorted(folders):
+                self._previous = before.folders
+            elif before.version != now.version:  # another version of the same addresses
+                self._previous = before.exact
+            self._served = now.folders
         _LOG.info("all %d instances have loaded their models anew", len(done))
         return await self.fleet()
 
@@ -245,9 +282,21 @@ def whole_name(folder: str) -> str:
     return folder if "://" in folder else str(Path(folder).resolve())
 
 
+def _address_of(model: str) -> str:
+    """Without the version that is named with it; a folder as it is."""
+    source = source_of(model)
+    return model if source is None else source.address
+
+
+def _at_version(model: str, version: str) -> str:
+    source = source_of(model)
+    return model if source is None or source.version is not None else str(source.at(version))
+
+
 def _taken(answer: dict[str, Any]) -> Taken:
     models = answer["models"]
     return Taken(
         [model["folder"] for model in models.values()],
+        [_at_version(model["folder"], model["version"]) for model in models.values()],
         version_of({role: model["version"] for role, model in models.items()}),
     )

@@ -102,7 +102,8 @@ def _serve_gateway(
     )
     gateway.rollout.on_resized = when_resized
     signals.when_reloaded(gateway.ask_reload)
-    follower = FrontFollower(instances.slots[0].models, cfg.follow.poll_s, gateway.swapped)
+    models = list(instances.slots[0].models)
+    follower = FrontFollower(models, cfg.follow.poll_s, gateway.moved, gateway.rollout.followed)
     if cfg.follow.on and cfg.follow.moves == "together":
         follower.start()
     run_server(uvicorn_config(gateway, cfg, gateway, safety), sockets, signals, announce)
