@@ -59,7 +59,7 @@ class KafkaSource(StreamSource):
         while max_rows > 0 and num_empty <= len(self._partitions):
             partition = self._partitions[turn % len(self._partitions)]
             low, high = bounds(partition)
-            offset = self._checked(partition, offsets.get(str(partition)), low)
+            offset = self._checked(partition, offsets.get(str(partition)), low, high)
             wanted = min(max_rows, ROWS_A_TURN - taken, high - offset)
             if wanted <= 0:
                 turn, taken, num_empty = (turn + 1) % len(self._partitions), 0, num_empty + 1
@@ -94,8 +94,16 @@ class KafkaSource(StreamSource):
             consumer.close()
         self._consumers.clear()
 
-    def _checked(self, partition: int, offset: int | None, low: int) -> int:
+    def _checked(self, partition: int, offset: int | None, low: int, high: int) -> int:
         """Where to go on in a partition, of which the first messages may be gone by now."""
+        if offset is not None and offset > high:
+            remedy = "name the topic that was read so far, or begin a run anew"
+            raise UserError(
+                f"ends at {high} in partition {partition}, where {offset} was read: it was made anew, or is another",
+                field="SOURCE",
+                value=self._address,
+                remedy=remedy,
+            )
         if offset is not None and offset < low:
             remedy = "keep messages for longer (retention.ms), or begin a run anew"
             raise UserError(

@@ -144,6 +144,17 @@ def test_questions_to_brokers_do_not_wait_for_a_fetch_that_finds_nothing() -> No
     assert number == 60
 
 
+def test_a_topic_that_ends_before_what_was_read_is_not_waited_for() -> None:
+    """It was made anew under its name: nothing would come until it is as long as the one before."""
+    wanted = tuple(stream_events(1)[0])
+    with topic(stream_events(3), partitions=1) as address:
+        source = KafkaSource(address, wanted)
+        assert source.read({"offsets": {"0": 3}}, 5) is None
+        with pytest.raises(UserError, match="ends at 3 in partition 0, where 4 was read"):
+            source.read({"offsets": {"0": 4}}, 5)
+        source.close()
+
+
 def test_a_message_without_a_value_is_a_bad_row() -> None:
     wanted = tuple(stream_events(1)[0])
     with topic(stream_events(3), partitions=1) as address:
