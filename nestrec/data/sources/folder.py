@@ -4,10 +4,12 @@ Files must appear whole: write them under a name that begins with a dot, and ren
 by its name; one that comes later is read whatever its name.
 """
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from nestrec.base.errors import UserError
 from nestrec.data.prepare.files import SUFFIXES, LogFiles
 from nestrec.data.prepare.options import LogColumns
 from nestrec.data.prepare.raw import Delimited, RawBatch
@@ -49,7 +51,8 @@ class FolderSource(StreamSource):
 
     def fetch(self, piece: StreamPiece) -> StreamRows:
         done, name, row = (piece.what[part] for part in ("done", "file", "row"))
-        batch, came_s = self._next(name, row, piece.what["max_rows"]), (self._folder / name).stat().st_mtime
+        with self._told():
+            batch, came_s = self._next(name, row, piece.what["max_rows"]), (self._folder / name).stat().st_mtime
         if not batch.num_rows:
             self._open = None
             return StreamRows(batch, {"done": sorted([*done, name])}, came_s)
@@ -57,14 +60,30 @@ class FolderSource(StreamSource):
 
     def lag(self, position: StreamPosition) -> dict[str, float]:
         waiting = self._waiting(list(position.get("done", ())))
-        sizes = [(self._folder / name).stat().st_size for name in waiting]
-        return {"files": float(len(waiting)), "bytes": float(sum(sizes))}
+        sizes = []
+        for name in waiting:
+            with contextlib.suppress(FileNotFoundError):  # taken away meanwhile
+                sizes.append((self._folder / name).stat().st_size)
+        return {"files": float(len(sizes)), "bytes": float(sum(sizes))}
 
     def _waiting(self, done: list[str]) -> list[str]:
         """Files that are not done, in order of name."""
         known = set(done)
-        found = (path for path in self._folder.iterdir() if not path.name.startswith(".") and path.is_file())
+        with self._told():
+            found = [path for path in self._folder.iterdir() if not path.name.startswith(".") and path.is_file()]
         return sorted(p.name for p in found if plain_name(p).endswith(SUFFIXES) and p.name not in known)
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """What the system says against it is an error for people, on all ranks."""
+        try:
+            yield
+        except OSError as error:
+            remedy = "put it back: files stay until they have been read; started again, it goes on where it stood"
+            where = str(error.filename or self._folder)
+            raise UserError(
+                f"cannot be read: {error.strerror or error}", field="SOURCE", value=where, remedy=remedy
+            ) from error
 
     def _next(self, name: str, row: int, max_rows: int) -> RawBatch:
         """At most so many rows of a file behind the first `row`, with the bad ones before them; none at its end, where

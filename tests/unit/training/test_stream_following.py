@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,7 +17,9 @@ from nestrec.data.card import Card
 from nestrec.data.dataset import Dataset
 from nestrec.data.growth.append import append
 from nestrec.data.growth.generations import restore
+from nestrec.data.prepare.options import LogColumns
 from nestrec.data.samples.windows import slices_of_runs
+from nestrec.data.sources.folder import FolderSource
 from nestrec.data.sources.kafka import KafkaSource
 from nestrec.distributed import Topology
 from nestrec.report.run_folder import load_run
@@ -142,6 +145,20 @@ def test_questions_to_brokers_do_not_wait_for_a_fetch_that_finds_nothing() -> No
             assert source.lag(position) == {"messages": 60.0 - number}
         source.close()
     assert number == 60
+
+
+def test_files_that_are_taken_away_before_they_were_read_are_told_of(tmp_path: Path) -> None:
+    folder, wanted = tmp_path / "events", tuple(stream_events(1)[0])
+    drop_files(folder, stream_events(4), events_a_file=2)
+    source = FolderSource(folder, LogColumns(), wanted)
+    first = source.read({}, 1)
+    assert first is not None
+    (folder / "part-00000.jsonl").unlink()
+    with pytest.raises(UserError, match=r"(?s)part-00000.jsonl.*cannot be read"):
+        source.read(first.position, 1)
+    shutil.rmtree(folder)
+    with pytest.raises(UserError, match="cannot be read"):
+        source.read({}, 1)
 
 
 def test_a_topic_that_ends_before_what_was_read_is_not_waited_for() -> None:
