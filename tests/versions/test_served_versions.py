@@ -341,6 +341,9 @@ def test_how_fresh_answers_are_is_told_with_its_parts(data, tmp_path):
             await client.post("/v1/rank", json=ASKED)
             text = (await client.get("/metrics")).text
             assert 'nestrec_freshness_seconds_count{model="retrieval"} 1.0' in text
+            assert 'nestrec_freshness_seconds_bucket{le="5.0",model="retrieval"} 0.0' in text
+            longest = 'nestrec_freshness_seconds_bucket{le="86400.0",model="retrieval"} 1.0'
+            assert longest in text, "windows are longer than what a user waits for"
             assert 'nestrec_freshness_part_seconds{model="retrieval",part="window"} 15.' in text
 
     with serving(data, tmp_path, "hstu") as served:

@@ -13,7 +13,7 @@ Clocks of several machines are taken at their word.
 from collections import deque
 from dataclasses import dataclass, replace
 
-from nestrec.serving.histogram import Histogram
+from nestrec.serving.histogram import LONG_BOUNDS_S, Histogram
 from nestrec.serving.versions.manifest import VersionManifest
 
 PARTS = ("window", "training", "publish", "fetch", "apply", "answer")
@@ -46,7 +46,7 @@ class Freshness:
 
     def __init__(self) -> None:
         self.recent: deque[Fresh] = deque(maxlen=_KEPT)
-        self.times = Histogram()
+        self.times = Histogram(LONG_BOUNDS_S)
         """seconds from event to answer"""
 
     def began(self, manifest: VersionManifest, *, fetched_s: float, applied_s: float) -> None:
