@@ -25,7 +25,7 @@ from nestrec.serving.api.reading import Reader
 from nestrec.serving.api.schema import BadRequestError, LimitsConfig
 from nestrec.serving.client import NOBODY
 from nestrec.serving.engine.user_queries import user_queries
-from nestrec.serving.fronts.layouts import Asking
+from nestrec.serving.fronts import layouts
 from nestrec.serving.model.export import export_run
 from nestrec.serving.model.inputs import Candidates, History
 from nestrec.serving.model.servable import Servable
@@ -296,6 +296,50 @@ def test_lists_texts_and_vectors_that_a_model_cannot_read_are_refused_by_name(ru
     assert found.features["event_filters/0"].tolist() == [filters["f1"], 0, 0, filters["f2"]]
 
 
+@dataclass(frozen=True)
+class Asking:
+    """A server of one model, asked about a user."""
+
+    service: Service
+    body: dict
+
+    def __call__(self, *, events: dict | None = None, **changes) -> httpx.Response:
+        """The answer where events, or one of the other fields, have other features."""
+        body = {**self.body, **{name: {**self.body.get(name, {}), **told} for name, told in changes.items()}}
+        features = {**self.body["history"]["features"], **(events or {})}
+        body["history"] = {**self.body["history"], "features": features}
+        for name in body.get("candidate_features", {}):
+            body["context"] = {other: value for other, value in body["context"].items() if other != name}
+
+        async def asked() -> httpx.Response:
+            transport = httpx.ASGITransport(App(self.service, LIMITS))
+            async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+                return await client.post("/v1/rank", json=body)
+
+        return asyncio.run(asked())
+
+
+@pytest.fixture(scope="module")
+def asking(runs):
+    servable = Servable.load(runs.folder("ranking, every kind"))
+    history, context, item = request_of(runs, 8, 4)
+    history["times_ms"] = [int(time) for time in history["times_ms"]]
+    body = {"user": "u", "now_ms": history.pop("now_ms"), "user_features": history.pop("user_features")}
+    with closing(Service({servable.serving.role: servable}, SERVICE)) as service:
+        yield Asking(service, {**body, "history": history, "context": context, "candidates": [item]})
+
+
+def test_a_long_list_is_the_value_that_it_is_in_a_long_request_too(asking):
+    """Bodies from 2 KiB on are looked through for long lists, which are then read as arrays."""
+    languages, filters = ["en", "no"] * 8, ["f1", "f2"] * 8
+    told = asking(user_features={"languages": languages}, context={"filters": filters})
+    long = Asking(asking.service, {**asking.body, "candidates": asking.body["candidates"] * 600})
+    found = long(user_features={"languages": languages}, context={"filters": filters})
+    assert found.status_code == 200, found.text
+    assert not found.json()["unknown"]
+    np.testing.assert_allclose(found.json()["scores"]["click"], told.json()["scores"]["click"] * 600, rtol=1e-5)
+
+
 def test_what_a_front_reads_of_every_kind_is_what_the_engine_gets(runs):
     servable = Servable.load(runs.folder("ranking, every kind"))
     history, context, item = request_of(runs, 8, 4)
@@ -303,10 +347,10 @@ def test_what_a_front_reads_of_every_kind_is_what_the_engine_gets(runs):
     request = asked_request(history, [item], context)
     asked, features = reader.user(request), reader.candidate_features(request, 1)
     candidates = Candidates(items=servable.ids_of([item]), now_ms=asked.now_ms, features=features)
-    asking = Asking(
+    asking = layouts.Asking(
         fleet=1, by="name", user="u", sender=NOBODY, timeout_s=1.0, history=asked.history, candidates=candidates
     )
-    again = Asking.unpacked(asking.packed())
+    again = layouts.Asking.unpacked(asking.packed())
     assert set(again.history.features) == set(servable.given_fields)
     for name, values in asked.history.features.items():
         assert np.array_equal(again.history.features[name], values)

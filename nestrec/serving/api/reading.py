@@ -254,7 +254,8 @@ class Reader:
             if is_each and list in types_of(given):
                 raise BadRequestError("must be one value each, and no lists", field)
             return {column.name: self._categories(given, count, column, field)}
-        values = list(given) if is_each else [given]
+        given = list(given) if isinstance(given, PlainList) else given  # also one that is the value of all
+        values = given if is_each else [given]
         if is_each:
             _check_count(values, count, field)
         several = self._several(values, column, field)
