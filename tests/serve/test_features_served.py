@@ -358,6 +358,22 @@ def test_what_a_front_reads_of_every_kind_is_what_the_engine_gets(runs):
     assert again.history.asked == asked.history.asked
 
 
+def test_features_of_any_width_come_through_a_front():
+    """The names of the numbers of a wide vector alone have more than 64 KiB."""
+    wide = {f"event_picture/{place}": np.full(2, place) for place in range(6000)}
+    nothing = np.zeros(2, np.int64)
+    history = History(items=nothing, times_ms=nothing, actions=nothing, features=wide, asked=dict.fromkeys(wide, 3))
+    asking = layouts.Asking(
+        fleet=1, by="name", user="ü", sender=NOBODY, timeout_s=1.0, history=history,
+        candidates=Candidates(items=nothing, now_ms=1, features=wide),
+    )  # fmt: skip
+    again = layouts.Asking.unpacked(asking.packed())
+    assert again.user == "ü"
+    assert again.history.asked == history.asked
+    for found in (again.history.features, again.candidates.features):
+        assert {name: values.tolist() for name, values in found.items()} == {n: [*v] for n, v in wide.items()}
+
+
 def test_a_new_item_has_its_features_apart_where_a_head_reads_their_products(runs):
     servable = Servable.load(runs.folder("ranking, dlrm"))
     new = [NewItem(key="fresh", features=told_of(runs.log, "n0"))]

@@ -20,7 +20,7 @@ from nestrec.serving.tracing import EngineTimes
 
 Ids = NDArray[np.int64]
 By = Literal["name", "session"]
-_ASK = struct.Struct("<IBdqIddIiiiiiHHHHH")
+_ASK = struct.Struct("<IBdqIddIiiiiiHHIII")
 _BY: tuple[By, ...] = ("name", "session")
 _ANSWER = struct.Struct("<BBdIIIBHddddIII")
 _SOURCES: tuple[Source, ...] = ("none", "device", "dram")
