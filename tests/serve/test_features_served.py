@@ -273,7 +273,7 @@ def test_lists_texts_and_vectors_that_a_model_cannot_read_are_refused_by_name(ru
         ({"user": {"taste": [1.0, 2.0, 3.0, 4.0, 10**400]}}, "user_features.taste", "a list of 5 numbers"),
         ({"user": {"country": ["NO", "SE"]}}, "user_features.country", "must be one value"),
         ({"query": 7}, "context.query", "must be text"),
-        ({"events": {"device": ["tv", ["web"], None, "tv"]}}, "history.features.device", "one value each"),
+        ({"events": {"device": ["tv", ["web"], None, "tv"]}}, "history.features.device", "one value for each"),
         ({"device": ["tv"]}, "context.device", "must be one value"),
         ({"events": {"query": ["red", 3, None, "blue"]}}, "history.features.query", "must be text"),
         ({"events": {"filters": [["f1"]] * 3}}, "history.features.filters", "must have 4 values"),
@@ -338,6 +338,18 @@ def test_a_long_list_is_the_value_that_it_is_in_a_long_request_too(asking):
     assert found.status_code == 200, found.text
     assert not found.json()["unknown"]
     np.testing.assert_allclose(found.json()["scores"]["click"], told.json()["scores"]["click"] * 600, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["device", "place"])
+@pytest.mark.parametrize("value", [["tv"], [1.5], [None], []])
+def test_a_list_in_place_of_one_value_is_refused_by_name(asking, name, value):
+    for field, told in (
+        (f"history.features.{name}", {"events": {name: [None, value, None, None]}}),
+        (f"candidate_features.{name}", {"candidate_features": {name: [value]}}),
+    ):
+        refused = asking(**told)
+        assert refused.status_code == 400, refused.text
+        assert refused.json()["error"] == {"message": "must be one value for each, and no lists", "field": field}
 
 
 def test_what_a_front_reads_of_every_kind_is_what_the_engine_gets(runs):

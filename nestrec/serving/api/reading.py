@@ -252,7 +252,7 @@ class Reader:
             if isinstance(given, list | PlainList) and not is_each:
                 raise BadRequestError("must be one value", field)
             if is_each and list in types_of(given):
-                raise BadRequestError("must be one value each, and no lists", field)
+                raise BadRequestError("must be one value for each, and no lists", field)
             return {column.name: self._categories(given, count, column, field)}
         given = list(given) if isinstance(given, PlainList) else given  # also one that is the value of all
         values = given if is_each else [given]
