@@ -352,6 +352,19 @@ def test_a_list_in_place_of_one_value_is_refused_by_name(asking, name, value):
         assert refused.json()["error"] == {"message": "must be one value for each, and no lists", "field": field}
 
 
+def test_numbers_that_are_too_large_for_the_model_are_refused_by_name(asking):
+    for field, told in (
+        ("history.features.place", {"events": {"place": [1.0, 1e300, None, -1e300]}}),
+        ("context.place", {"context": {"place": "inf"}}),
+        ("user_features.age", {"user_features": {"age": -1e38}}),
+        ("user_features.taste", {"user_features": {"taste": [0.0, 1e39, 0.0, 0.0, 0.0]}}),
+    ):
+        refused = asking(**told)
+        assert refused.status_code == 400, refused.text
+        assert refused.json()["error"]["field"] == field
+    assert asking(context={"place": -1e18}).json()["scores"]["click"][0] is not None
+
+
 def test_what_a_front_reads_of_every_kind_is_what_the_engine_gets(runs):
     servable = Servable.load(runs.folder("ranking, every kind"))
     history, context, item = request_of(runs, 8, 4)

@@ -24,6 +24,9 @@ from nestrec.serving.plain_list import PlainList, types_of
 Ids = NDArray[np.int64]
 Features = dict[str, Ids]
 _NEEDED = "is needed: the model reads it, and its export names no default"
+_LARGEST = 1e18
+"""of a number as a model reads it: in 32 bits, where the square of 1.8e19 is infinite"""
+_TOO_LARGE = f"must be numbers within {_LARGEST:g}, which the model can compute with"
 _LONGEST_NUMBER = 18
 """digits"""
 _NO_EVENT = "must hold an event of an item that the model knows: it knows a user by nothing else"
@@ -291,6 +294,8 @@ class Reader:
             if not is_fit or np.isnan(numbers).any():
                 raise BadRequestError(f"must be a list of {width} numbers, or null", field)
             found[place] = numbers
+        if (np.abs(found) > _LARGEST).any():
+            raise BadRequestError(_TOO_LARGE, field)
         return found
 
     def _categories(
@@ -306,7 +311,7 @@ class Reader:
         if isinstance(given, list):
             _check_count(values, count, field)
         if not column.has_table:
-            numbers = number_bits(column.transform.numbers(self._numbers(values, field)))
+            numbers = number_bits(self._transformed(values, column, field))
             return numbers if isinstance(given, list) else np.full(count, numbers[0])
         ids = self.servable.column_ids.get(column.name)
         if column.transform.kind != "quantiles" and float in types_of(values):
@@ -338,6 +343,13 @@ class Reader:
             return np.array([0 if value is None else int(value) for value in values], np.int64)
         except (ValueError, OverflowError):
             raise BadRequestError("must be keys: whole numbers of 64 bits", field) from None
+
+    def _transformed(self, values: Sequence[Category], column: ColumnSpec, field: str) -> NDArray[np.float32]:
+        with np.errstate(over="ignore"):
+            found = column.transform.numbers(self._numbers(values, field))
+        if (np.abs(found) > _LARGEST).any():
+            raise BadRequestError(_TOO_LARGE, field)
+        return found
 
     @staticmethod
     def _numbers(values: Sequence[Category], field: str) -> NDArray[np.float64]:
