@@ -26,6 +26,8 @@ from nestrec.serving.api.schema import BadRequestError, LimitsConfig
 from nestrec.serving.client import NOBODY
 from nestrec.serving.engine.user_queries import user_queries
 from nestrec.serving.fronts import layouts
+from nestrec.serving.histories.memory import MemoryHistoryStore
+from nestrec.serving.histories.store import HistoryStoreConfig
 from nestrec.serving.model.export import export_run
 from nestrec.serving.model.inputs import Candidates, History
 from nestrec.serving.model.servable import Servable
@@ -363,6 +365,34 @@ def test_numbers_that_are_too_large_for_the_model_are_refused_by_name(asking):
         assert refused.status_code == 400, refused.text
         assert refused.json()["error"]["field"] == field
     assert asking(context={"place": -1e18}).json()["scores"]["click"][0] is not None
+
+
+def test_kept_values_that_only_another_model_could_read_are_values_that_nobody_knows(asking):
+    """They came when another model served, whose features of these names were of other kinds."""
+    kept = {
+        "device": [["tv"], 1.5, "tv", None],
+        "place": [["x"], "far", "3", 1e300],
+        "query": [7, ["red"], "red shoe", None],
+        "filters": [["f1", 2.5], 1.5, ["f2"] * 40, "f3"],
+    }
+    read = {
+        "device": [None, None, "tv", None],
+        "place": [None, None, "3", None],
+        "query": [None, None, "red shoe", None],
+        "filters": [["f1"], None, ["f2"] * 32, "f3"],
+    }
+    store = MemoryHistoryStore(HistoryStoreConfig())
+    asyncio.run(store.append("u", {**asking.body["history"], "features": kept}))
+
+    async def asked() -> httpx.Response:
+        transport = httpx.ASGITransport(App(asking.service, LIMITS, store))
+        body = {name: value for name, value in asking.body.items() if name != "history"}
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            return await client.post("/v1/rank", json=body)
+
+    expected, found = asking(events=read), asyncio.run(asked())
+    assert expected.status_code == found.status_code == 200, (expected.text, found.text)
+    assert found.json()["scores"]["click"] == pytest.approx(expected.json()["scores"]["click"], rel=1e-5)
 
 
 def test_what_a_front_reads_of_every_kind_is_what_the_engine_gets(runs):

@@ -7,6 +7,8 @@ does not fit any more is cut and never refused.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nestrec.serving.api.notes import Notes
+from nestrec.serving.api.reading import Reader
 from nestrec.serving.api.schema import LimitsConfig
 from nestrec.serving.histories.packed import newest
 from nestrec.serving.histories.store import RawHistory
@@ -14,17 +16,20 @@ from nestrec.serving.model.servable import Servable
 
 
 def fitted(kept: RawHistory, servable: Servable, limits: LimitsConfig) -> dict[str, Any]:
-    """The newest events that a request may hold, with the actions and categories that the model knows. A category that
+    """The newest events that a request may hold, with the actions and features that the model can read. A feature that
     was not told is one that nobody knows; where actions were not told and the model names no default, none was."""
     kept, bits = newest(kept, limits.max_history), servable.spec.action_bits
+    reader, unknown = Reader(servable, limits, Notes()), [None] * len(kept["items"])
     features = {name: kept["features"].get(name) for name in servable.event_features}
-    unknown = [None] * len(kept["items"])
     missing = None if servable.spec.defaults.actions is not None else 0
     return {
         "items": kept["items"],
         "times_ms": kept["times_ms"],
         "actions": _known(kept["actions"], bits, missing) if servable.reads_actions else None,
-        "features": {name: unknown if values is None else values for name, values in features.items()},
+        "features": {
+            name: unknown if values is None else reader.readable(values, servable.event_features[name])
+            for name, values in features.items()
+        },
     }
 
 

@@ -115,6 +115,25 @@ class Reader:
         """Events as they were given, those of unknown items with id 0; without categories of the user."""
         return self._events(given, self.items(given.items or [], "history.items"), now_ms)
 
+    def readable(self, values: list[Any], column: ColumnSpec) -> list[Any]:
+        """Values of events, a null in place of each that the model cannot read; of a list, what it can."""
+        is_plain = column.kind == "category" and column.by_key is None  # read at a glance: most are
+        if (is_plain and types_of(values) <= {str, int, type(None)}) or self._can_read(values, column):
+            return values
+        return [self._readable(value, column) for value in values]
+
+    def _readable(self, value: Any, column: ColumnSpec) -> Any:
+        if isinstance(value, list) and column.kind == "categories":
+            value = [one for one in value if self._can_read([one], column)][: column.most_ids]
+        return value if self._can_read([value], column) else None
+
+    def _can_read(self, values: list[Any], column: ColumnSpec) -> bool:
+        try:
+            self._values(values, len(values), column, "", is_each=True)
+        except BadRequestError:
+            return False
+        return True
+
     def candidate_features(self, request: AboutCandidates, count: int) -> Features:
         """Features of so many candidates, in the model's ids."""
         given, context = request.candidate_features or {}, request.context or {}
