@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from nestrec.base.errors import UserError, did_you_mean
 from nestrec.data.schema import ITEM_PREFIX
 from nestrec.models.features import ToWidth, summed
-from nestrec.serving.model.inputs import buckets_of, key_of, number_bits, number_of, numbers_of
+from nestrec.serving.model.inputs import LARGEST_NUMBER, buckets_of, key_of, number_bits, number_of, numbers_of
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.spec import ColumnSpec
 from nestrec.serving.model.tables import ResidentTable, ServedTable
@@ -218,10 +218,10 @@ def _check(servable: Servable, items: Sequence[NewItem]) -> None:
 def _problem(servable: Servable, column: ColumnSpec, value: Any) -> str | None:
     match column.kind:
         case "number":
-            return None if _is_number(value) else "must be a number"
+            return _problem_of([value], column) if _is_number(value) else "must be a number"
         case "vector":
             is_fit = isinstance(value, list) and len(value) == column.width and all(map(_is_number, value))
-            return None if is_fit else f"must be a list of {column.width} numbers"
+            return _problem_of(value, column) if is_fit else f"must be a list of {column.width} numbers"
         case "categories":
             return None if isinstance(value, list) else "must be a list"
         case "bag":
@@ -230,6 +230,13 @@ def _problem(servable: Servable, column: ColumnSpec, value: Any) -> str | None:
         return "must be one value"
     is_named = column.transform.kind != "quantiles" or value in servable.column_ids.get(column.name, ())
     return None if is_named or not np.isnan(number_of(value)) else "must be a number"
+
+
+def _problem_of(numbers: Sequence[float], column: ColumnSpec) -> str | None:
+    """A row that is not finite would stay in the tables."""
+    with np.errstate(over="ignore"):
+        is_fit = (np.abs(column.transform.numbers(_numbers(numbers))) <= LARGEST_NUMBER).all()
+    return None if is_fit else f"must be within {LARGEST_NUMBER:g}, to be computed with"
 
 
 def _is_number(value: Any) -> bool:

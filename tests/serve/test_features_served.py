@@ -495,6 +495,7 @@ def test_new_items_are_served_as_an_export_that_had_them(runs):
         for features, said in (
             ({"brnd": "b1"}, "did you mean 'brand'"),
             ({"picture": [*picture[1:], "dark"]}, "numbers"),
+            ({"picture": [*picture[1:], 1e39]}, "must be within"),
         ):
             status, refused = asyncio.run(post("/v1/items", {"items": [{"id": "x", "features": features}]}))
             assert status == 409

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from nestrec.data.transform import Transform
 
 Ints = NDArray[np.int64]
-LARGEST = float(np.finfo(np.float32).max)
-"""Number that models can read; what lies beyond would be infinite, and scores no numbers."""
+LARGEST_NUMBER = 1e18
+"""that a model is given to read: in 32 bits, where the square of 1.8e19 is infinite"""
+_MOST_OF_32_BITS = float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +115,7 @@ def number_of(value: Any) -> float:
         number = math.nan if value is None else float(value)
     except (ValueError, OverflowError):
         return math.nan
-    return number if abs(number) <= LARGEST else math.nan
+    return number if abs(number) <= _MOST_OF_32_BITS else math.nan
 
 
 def values_of(bits: torch.Tensor) -> torch.Tensor:
