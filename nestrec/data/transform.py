@@ -48,18 +48,20 @@ class Transform:
     """Of `ngrams`: the most ids of a text; words come first."""
 
     def numbers(self, values: NDArray[Any]) -> NDArray[np.float32]:
-        """What a model reads of raw numbers; NaN stays NaN."""
+        """What a model reads of raw numbers; NaN stays NaN, and what does not fit into 32 bits is infinite."""
         raw = values.astype(np.float64)
         if self.kind == "log":
             raw = squashed(raw)
         if self.kind in ("standard", "log"):
             raw = (raw - self.mean) / self.scale
-        return raw.astype(np.float32)
+        with np.errstate(over="ignore"):
+            return raw.astype(np.float32)
 
     def bucket_ids(self, values: NDArray[Any]) -> NDArray[np.int64]:
         """Buckets of raw numbers from 1; 0 for NaN. A value beyond all that were seen lies in the nearest bucket."""
         upper = np.array(self.bounds, dtype=np.float32)
-        raw = values.astype(np.float32)
+        with np.errstate(over="ignore"):  # beyond all bounds as well
+            raw = values.astype(np.float32)
         ids = np.minimum(np.searchsorted(upper, raw, side="left"), upper.size - 1) + 1
         return np.where(np.isnan(raw), 0, ids).astype(np.int64)
 

@@ -234,13 +234,13 @@ def _problem(servable: Servable, column: ColumnSpec, value: Any) -> str | None:
 
 def _problem_of(numbers: Sequence[float], column: ColumnSpec) -> str | None:
     """A row that is not finite would stay in the tables."""
-    with np.errstate(over="ignore"):
-        is_fit = (np.abs(column.transform.numbers(_numbers(numbers))) <= LARGEST_NUMBER).all()
+    read = column.transform.numbers(np.array([number_of(number) for number in numbers]))
+    is_fit = (np.abs(read) <= LARGEST_NUMBER).all()
     return None if is_fit else f"must be within {LARGEST_NUMBER:g}, to be computed with"
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and not np.isnan(number_of(value))
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _numbers(values: Sequence[Any]) -> NDArray[np.float64]:

@@ -299,7 +299,11 @@ class Reader:
             case "bag":
                 if not all(value is None or isinstance(value, str) for value in values):
                     raise BadRequestError("must be text or null", field)
-                return packed_ids(*column.transform.bags(pa.array(values, pa.string())), column.most_ids)
+                try:
+                    texts = pa.array(values, pa.string())
+                except UnicodeEncodeError as error:  # half of a surrogate pair, which only Python's texts can hold
+                    raise BadRequestError(f"must be text in Unicode ({error.reason})", field) from None
+                return packed_ids(*column.transform.bags(texts), column.most_ids)
         lists = [[] if value is None else value if isinstance(value, list) else [value] for value in values]
         counts = np.fromiter(map(len, lists), np.int64, len(lists))
         if counts.max(initial=0) > column.most_ids:
@@ -370,8 +374,7 @@ class Reader:
             raise BadRequestError("must be keys: whole numbers of 64 bits", field) from None
 
     def _transformed(self, values: Sequence[Category], column: ColumnSpec, field: str) -> NDArray[np.float32]:
-        with np.errstate(over="ignore"):
-            found = column.transform.numbers(self._numbers(values, field))
+        found = column.transform.numbers(self._numbers(values, field))
         if (np.abs(found) > LARGEST_NUMBER).any():
             raise BadRequestError(_TOO_LARGE, field)
         return found
