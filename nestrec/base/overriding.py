@@ -31,7 +31,7 @@ def override_texts(overrides: Any) -> dict[str, str]:
     if overrides is not None and not isinstance(overrides, Mapping):
         remedy = 'give names with values, such as {"training.epochs": 2}'
         raise UserError("are not named values", field="overrides", value=overrides, remedy=remedy)
-    return {name: override_text(value) for name, value in (overrides or {}).items()}
+    return {str(name): override_text(value) for name, value in (overrides or {}).items()}
 
 
 def _plain(value: Any) -> Any:

@@ -59,6 +59,9 @@ class BatchRecommender:
 
     def __init__(self, servable: Servable, cfg: BatchJobConfig | None = None, topology: Topology | None = None):
         """topology: the ranks that share the work; none: this process alone"""
+        if not isinstance(cfg, BatchJobConfig | None):
+            remedy = "give a nestrec.library.batch.BatchJobConfig, such as BatchJobConfig(k=20)"
+            raise UserError("are not the options of a batch job", field="cfg", value=cfg, remedy=remedy)
         self.servable, self.cfg = servable, cfg or BatchJobConfig()
         self._topology = topology or Topology.single(servable.device)
         form = make_form(servable, self.cfg.slide_events)
@@ -70,7 +73,7 @@ class BatchRecommender:
         self._form = form
         self._item_keys = strings(list(servable.item_keys))
 
-    def recommend(self, users: str, output: Path | str, *, data: Path | str | None = None) -> int:
+    def recommend(self, users: Path | str, output: Path | str, *, data: Path | str | None = None) -> int:
         """Write user, items and scores, best first; the number of users. users, data: see `users_of`."""
         if Path(output).suffix == ".npy":
             remedy = "name a .parquet file"
@@ -79,7 +82,7 @@ class BatchRecommender:
         with told_if_unwritable(Path(output), "--output"):
             return self._write(found, Path(output), "recommend", self._recommended)
 
-    def embed_users(self, users: str, output: Path | str, *, data: Path | str | None = None) -> int:
+    def embed_users(self, users: Path | str, output: Path | str, *, data: Path | str | None = None) -> int:
         """Write vectors whose products with those of items are the scores; the number of users."""
         found = users_of(users, self.servable, data if data is None else Path(data))
         with told_if_unwritable(Path(output), "--output"):

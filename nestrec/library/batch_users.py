@@ -34,9 +34,10 @@ class BatchUsers(Protocol):
     def part(self, first: int, end: int) -> list[NamedUser]: ...
 
 
-def users_of(users: str, servable: Servable, data: Path | None) -> BatchUsers:
+def users_of(users: Path | str, servable: Servable, data: Path | None) -> BatchUsers:
     """users: `all`, a text file with a key a line, or a Parquet file with the columns user, items and perhaps times_ms.
     data: the dataset that keys are of."""
+    users = str(users)
     if users != "all" and not Path(users).is_file():
         remedy = "write all, or a text file with a user a line, or a Parquet file with user, items and times_ms"
         raise UserError("is no file", field="--users", value=users, remedy=remedy)

@@ -12,7 +12,7 @@ of the server: the same code reads histories and scores candidates.
 
 import dataclasses
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -136,7 +136,7 @@ class Recommender:
             excluded = np.union1d(asked.seen, barred) if exclude_seen else barred
             return Candidates(items=none, now_ms=asked.now_ms, num_best=int(k), excluded=excluded, allowed=allowed)
 
-        asked = [self._asked(asked_request(history, (), context), wanted) for history in _many(histories)]
+        asked = [self._asked(asked_request(history, (), context), wanted) for history in _many(histories, "histories")]
         return [
             Ranking(tuple(keys[i - 1] for i in found.items.tolist()), self._columns(found.scores), one.unknown)
             for one, found in zip(asked, self._computed(asked), strict=True)
@@ -153,6 +153,7 @@ class Recommender:
         self, histories: Sequence[History], candidates: Sequence[Items], *, context: Mapping[str, Any] | None = None
     ) -> list[Ranking]:
         """Scores for each of many histories and its own list of candidates, computed together."""
+        histories, candidates = _many(histories, "histories"), _many(candidates, "candidates")
         if len(candidates) != len(histories):
             raise UserError(
                 f"must be lists for each of {len(histories)} histories",
@@ -166,7 +167,7 @@ class Recommender:
             features = reader.candidate_features(request, len(request.candidates))
             return Candidates(items=ids, now_ms=asked.now_ms, features=features)
 
-        requests = [asked_request(h, c, context) for h, c in zip(_many(histories), candidates, strict=True)]
+        requests = [asked_request(h, c, context) for h, c in zip(histories, candidates, strict=True)]
         asked = [self._asked(request, wanted) for request in requests]
         answers = []
         for request, one, found in zip(requests, asked, self._computed(asked), strict=True):
@@ -181,9 +182,10 @@ class Recommender:
 
         Of a retrieval model those whose products with its states are the scores; of a ranking model rows of its table.
         """
-        ids = np.arange(1, len(self.item_ids) + 1) if items is None else self.servable.ids_of(plain_ids(items, "items"))
+        named = self.item_ids if items is None else plain_ids(items, "items")
+        ids = self.servable.ids_of(named) if items is not None else np.arange(1, len(named) + 1)
         if not ids.all():
-            unknown = [items[i] for i in np.flatnonzero(ids == 0)[:10]] if items is not None else []
+            unknown = [named[i] for i in np.flatnonzero(ids == 0)[:10]]
             raise UserError("the model knows no such item", field="items", value=unknown, remedy="see item_ids")
         index = self.servable.index
         table, rows = (self.servable.tables["items"], ids) if index is None else (index, ids - 1)
@@ -251,6 +253,9 @@ def load(run: "Run | Path | str", *, best: bool = True, device: str = "cpu") -> 
     best: of a run the weights of the best validation score, else the last ones. Models of every sequence task can be
     loaded; those that the server cannot serve are computed in whole passes.
     """
+    if not isinstance(run, str | Path) and not hasattr(run, "folder"):
+        remedy = "give what nestrec.train gave, its folder, or one that `nestrec export` wrote"
+        raise UserError("is neither a run nor an export", field="run", value=run, remedy=remedy)
     folder = Path(run) if isinstance(run, str | Path) else run.folder
     device = _known_device(device)
     if (folder / MANIFEST_FILE).exists():
@@ -267,7 +272,7 @@ def load(run: "Run | Path | str", *, best: bool = True, device: str = "cpu") -> 
 def _known_device(device: str) -> str:
     try:
         found = torch.device(chosen_device(device))
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         remedy = 'take "cpu", "cuda" or "auto"'
         raise UserError("is no device", field="device", value=device, remedy=remedy) from None
     check_device(found)
@@ -287,9 +292,11 @@ def _moved(servable: Servable, device: str) -> Servable:
     )
 
 
-def _many(histories: Sequence[History]) -> Sequence[History]:
+def _many(given: Iterable[Any], field: str) -> list[Any]:
     """One history in the place of many would be read as many, by its fields or letters."""
-    if isinstance(histories, Mapping | str):
-        remedy = "give a list of histories, or call recommend or rank for one"
-        raise UserError("is one history", field="histories", value=histories, remedy=remedy)
-    return histories
+    if isinstance(given, Mapping | str) or not isinstance(given, Iterable):
+        one = "history" if field == "histories" else "list of candidates"
+        problem = f"is one {one}" if isinstance(given, Mapping | str) else "is no list"
+        remedy = f"give a list with a {one} for each, or call recommend or rank for one"
+        raise UserError(problem, field=field, value=given, remedy=remedy)
+    return list(given)

@@ -99,7 +99,7 @@ def evaluate(run: Run | Path | str, part: Part = "test", *, best: bool = True) -
 
 
 def follow(
-    source: str,
+    source: Path | str,
     run: Run | Path | str,
     overrides: Mapping[str, Any] | None = None,
     *,
@@ -118,7 +118,7 @@ def follow(
     with contextlib.ExitStack() as held:
         topology = held.enter_context(_ranks_of(cfg, cfg.ranks))
         follower = StreamFollower(
-            source, folder, topology, options, cfg=cfg, listener=listener, window_hooks=window_hooks
+            str(source), folder, topology, options, cfg=cfg, listener=listener, window_hooks=window_hooks
         )
         held.enter_context(contextlib.closing(follower.trainer))
         return Run(folder=folder, steps=follower.follow().step, evaluation=None)
@@ -147,4 +147,7 @@ def _ranks_of(cfg: RunConfig, ranks: RanksConfig) -> Iterator[Topology]:
 
 
 def _folder_of(run: Run | Path | str) -> Path:
+    if not isinstance(run, Run | Path | str):
+        remedy = "give what nestrec.train gave, or a folder that it wrote"
+        raise UserError("is no run", field="run", value=run, remedy=remedy)
     return run.folder if isinstance(run, Run) else Path(run)

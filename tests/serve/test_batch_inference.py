@@ -121,7 +121,7 @@ def test_ranks_share_the_parts_and_leave_the_same_bytes(retrieval, listed, whole
 def test_a_file_of_histories_needs_no_dataset(retrieval, histories, whole, tmp_path):
     users = [{"user": user, "items": items, "times_ms": times} for user, (items, times) in histories.items()]
     pq.write_table(pa.Table.from_pylist(users), tmp_path / "users.parquet")
-    nestrec.load(retrieval.folder).batch(CFG).recommend(str(tmp_path / "users.parquet"), tmp_path / "recs.parquet")
+    nestrec.load(retrieval.folder).batch(CFG).recommend(tmp_path / "users.parquet", tmp_path / "recs.parquet")
     assert pq.read_table(tmp_path / "recs.parquet").equals(pq.read_table(whole))
 
 

@@ -196,6 +196,10 @@ MISTAKES = {
     "part of an item": (lambda model: model.recommend(HISTORIES[1], 2.5), "k = 2.5: must be a whole number"),
     "no item": (lambda model: model.recommend(HISTORIES[1], 0), "k = 0: must be a whole number"),
     "one history for many": (lambda model: model.recommend_all(HISTORIES[1]), "histories = .*is one history"),
+    "no histories": (lambda model: model.recommend_all(None), "histories = None: is no list"),
+    "one list for many": (lambda model: model.rank_all([["1"]], "1"), "candidates = '1': is one list of candidates"),
+    "unknown items of a set": (lambda model: model.item_vectors({"x"}), r"items = \['x'\]: the model knows no such"),
+    "options of a batch job": (lambda model: model.batch({"k": 3}), "cfg = {'k': 3}: are not the options of a batch"),
     "a copy": (pickle.dumps, "cannot be pickled"),
 }
 
@@ -217,8 +221,12 @@ def test_histories_may_be_arrays_and_columns_of_any_kind(drawn):
     ):
         found = drawn.recommend({"items": items, "times_ms": times, "now_ms": float(NOW_MS)}, k=np.int64(10))
         assert found.items == wanted.items
+    (ranked,) = drawn.rank_all(iter([["3", "4"]]), iter([["5"]]))
+    assert ranked.items == ("5",)
 
 
 def test_a_device_that_is_not_there_is_refused():
     with pytest.raises(nestrec.UserError, match=r"(?s)device = 'gpu': is no device.*remedy: .*cpu"):
         nestrec.load("runs/any", device="gpu")
+    with pytest.raises(nestrec.UserError, match="device = None: is no device"):
+        nestrec.load("runs/any", device=None)

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from nestrec.base.config import from_plain, with_overrides
 from nestrec.base.errors import DataError
 from nestrec.base.failpoints import fail_point
+from nestrec.base.overriding import override_texts
 from nestrec.data import schema
 from nestrec.data.card import Card, Counts, DataFile, Feature, Generation, LayerEntry, describe_file
 from nestrec.data.dataset import Dataset
@@ -67,13 +68,14 @@ def append(
     dataset: Path | str,
     *,
     format: str | None = None,
-    overrides: Mapping[str, str] | None = None,
+    overrides: Mapping[str, Any] | None = None,
     progress: Progress = silent,
 ) -> Card:
     """Add the events of `events` to a dataset; its new card.
 
     Columns mean what they meant when it was prepared, unless `overrides` say otherwise (`{"items": "more.csv"}` names a
-    table of new items). format: of the events, where it is another than the dataset was prepared from.
+    table of new items), by values or text as on the command line. format: of the events, where it is another than the
+    dataset was prepared from.
     """
     folder = Path(dataset)
     card = Card.load(folder)
@@ -85,7 +87,7 @@ def append(
     options = found.options()
     if name == card.source_format:
         options = from_plain(found.options, _kept_options(card.options))
-    options = with_overrides(options, dict(overrides or {}))
+    options = with_overrides(options, override_texts(overrides))
     return append_source(folder, found.open(Path(events), options), options, progress=progress)
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from nestrec.base.errors import DataError
+from nestrec.base.errors import DataError, UserError
 from nestrec.base.failpoints import armed
 from nestrec.cli.app import app
 from nestrec.data.card import Card
@@ -266,10 +266,14 @@ def test_what_the_dataset_does_not_have_is_refused(grown: Path) -> None:
     for overrides, problem in (
         ({"log.actions": '{"like": "click"}'}, "has actions click"),
         ({"log.categories": "[]"}, "the dataset has price, tab"),
+        ({"log.categories": []}, "the dataset has price, tab"),
         ({"log.time": "none"}, "has times"),
     ):
         with pytest.raises(DataError, match=problem):
             append(path, grown, overrides=overrides)
+    with pytest.raises(UserError, match=r"overrides = \['items'\]: are not named values"):
+        append(path, grown, overrides=["items"])  # type: ignore[arg-type]
+    append(path, grown, overrides={"max_bad_share": 0.5, "log.user": Path("user")})
 
 
 def test_a_scan_sees_what_rows_see(grown: Path) -> None:

@@ -1,6 +1,8 @@
 """Runs from Python: what `nestrec train` and `nestrec eval` do, with values instead of text."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -97,6 +99,17 @@ def test_a_folder_that_is_neither_a_run_nor_a_model_is_refused(tmp_path: Path) -
         nestrec.load(tmp_path)
 
 
+@pytest.mark.parametrize("use", [nestrec.load, nestrec.evaluate, lambda run: nestrec.follow("events", run)])
+def test_what_is_no_run_is_refused(use: Callable[[Any], Any]) -> None:
+    with pytest.raises(nestrec.UserError, match=r"run = None: is n.*\n  remedy: give what nestrec.train gave"):
+        use(None)
+
+
+def test_a_source_may_be_a_path(run: nestrec.Run, tmp_path: Path) -> None:
+    with pytest.raises(nestrec.UserError, match=r"SOURCE = .*nowhere': is no source"):
+        nestrec.follow(tmp_path / "nowhere", run, {"log.user": "user", "log.item": "item", "log.time": "time"})
+
+
 def test_every_public_name_is_there() -> None:
     for name in nestrec.__all__:
         assert getattr(nestrec, name).__doc__, name
@@ -114,6 +127,8 @@ def test_a_part_that_is_none_is_refused_and_not_kept(run: nestrec.Run) -> None:
 def test_overrides_that_are_no_names_with_values_are_refused() -> None:
     with pytest.raises(nestrec.UserError, match=r"(?s)overrides = 'training.epochs=2'.*remedy: .*\{"):
         nestrec.train("demo", "training.epochs=2")  # type: ignore[arg-type]
+    with pytest.raises(nestrec.UserError, match="5 = '2': no such option"):
+        nestrec.train("demo", {5: 2})  # type: ignore[dict-item]
 
 
 def test_data_that_is_looked_for_in_another_folder_says_where(
