@@ -37,6 +37,11 @@ class Seam(Generic[T]):
     def __len__(self) -> int:
         return len(self._built_in) + len(self._foreign)
 
+    @property
+    def own(self) -> tuple[str, ...]:
+        """Our names alone."""
+        return tuple(self._built_in)
+
     def find(self, name: str, *, field: str | None = None) -> T:
         """The member of this name; `field` is the option that named it, for the error."""
         if name not in self._loaded:
@@ -89,7 +94,7 @@ class Seam(Generic[T]):
     def _load_foreign(self, point: EntryPoint) -> Any:
         try:
             return point.load()
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a script that ends itself would end this program without a word
             remedy = f"mend or uninstall the package {self.package_of(point.name)!r}"
             problem = f"cannot be loaded ({type(error).__name__}: {error})"
             raise UserError(problem, field=f"{self.group}: {point.name}", value=point.value, remedy=remedy) from error

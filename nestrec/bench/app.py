@@ -36,6 +36,7 @@ PageFile = Annotated[Path | None, typer.Option(help="Also write the bench's page
 @app.callback()
 def show_progress(context: typer.Context) -> None:
     """A bar for as long as a benchmark runs, on a terminal; its help and its result do not need one."""
+    list(BENCHES)
     if "--help" not in sys.argv:
         from nestrec.report import progress_for
 
@@ -51,14 +52,26 @@ def _command_of(name: str) -> Callable[..., None]:
 
 
 def _help_of(name: str) -> str:
-    """The docstring of a bench's module, read without importing it."""
-    spec = importlib.util.find_spec(BENCHES.module_of(name))
-    if spec is None or spec.origin is None:
+    """The docstring of a bench's module, read without importing it. One of another package that cannot be read is told
+    when it is run: all commands come by here."""
+    try:
+        spec = importlib.util.find_spec(BENCHES.module_of(name))
+        source = "" if spec is None or spec.origin is None else Path(spec.origin).read_text()
+        return ast.get_docstring(ast.parse(source)) or ""
+    except (Exception, SystemExit):  # of its source, or of the package around it, which is imported
         return ""
-    return ast.get_docstring(ast.parse(Path(spec.origin).read_text())) or ""
 
 
-for _name in BENCHES:
+def _names() -> list[str]:
+    """Where two packages bring one name, ours: whoever asks for a bench is told (`show_progress`), and no other command
+    ends by it."""
+    try:
+        return list(BENCHES)
+    except UserError:
+        return list(BENCHES.own)
+
+
+for _name in _names():
     app.command(_name, help=_help_of(_name), context_settings=PASSED_ON)(_command_of(_name))
 
 

@@ -106,6 +106,9 @@ def open_source(address: str, log: LogColumns) -> StreamSource:
     for name in SOURCES:
         spec = SOURCES.find(name)
         if spec.fits(address):
-            return spec.open(address, log, wanted)
+            source = spec.open(address, log, wanted)
+            if not isinstance(source, StreamSource):
+                raise SOURCES.unanswered(name, "open", f"gives {source!r} of {address}, which is no StreamSource")
+            return source
     remedy = f"name a folder, or an address of {', '.join(SOURCES)} (kafka://localhost:9092/events)"
     raise UserError("is no source", field="SOURCE", value=address, remedy=remedy)

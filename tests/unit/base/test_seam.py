@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 
@@ -54,3 +55,10 @@ def test_a_member_of_another_type_or_that_cannot_be_imported_is_named(monkeypatc
         seam.find("wrong")
     with pytest.raises(UserError, match=r"tests.shapes: gone.*cannot be loaded \(ModuleNotFoundError"):
         seam.find("gone")
+
+
+def test_a_member_whose_module_ends_the_program_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "a_script_of_others.py").write_text("import sys\nsys.exit(3)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match=r"tests.shapes: script.*cannot be loaded \(SystemExit: 3"):
+        shapes(monkeypatch, script="a_script_of_others:X").find("script")

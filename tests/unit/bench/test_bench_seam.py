@@ -1,7 +1,10 @@
 """A bench is one file and one entry; what it wrote can be repeated."""
 
 import json
+import os
 import shlex
+import subprocess
+import sys
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -9,6 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import nestrec
 from nestrec.base.config import config
 from nestrec.base.errors import UserError
 from nestrec.bench.app import app, configured, run_bench
@@ -66,6 +70,28 @@ def test_help_of_a_bench_is_its_docstring_with_an_example() -> None:
         if name != "squares":
             text = CliRunner().invoke(app, [name, "--help"]).output
             assert f"nestrec bench {name} " in text, name
+
+
+def test_benches_of_others_that_cannot_be_read_end_no_other_command(tmp_path: Path) -> None:
+    (tmp_path / "half_a_bench.py").write_text("BENCH = (\n")
+    (tmp_path / "half-1.0.dist-info").mkdir()
+    (tmp_path / "half-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: half\nVersion: 1.0\n")
+    points = "[nestrec.benches]\nhalf = half_a_bench:BENCH\ngone = no_such_package.bench:BENCH\n"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+
+    def run(points: str, *words: str) -> tuple[int, str]:
+        (tmp_path / "half-1.0.dist-info" / "entry_points.txt").write_text(points)
+        command = [sys.executable, "-m", "nestrec", *words]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout + done.stderr
+
+    assert run(points, "--version") == (0, f"nestrec {nestrec.__version__}\n")
+    code, said = run(points, "bench", "half")
+    assert (code, "nestrec.benches: half" in said, "SyntaxError" in said, "Traceback" in said) == (2, True, True, False)
+    twice = "[nestrec.benches]\nsimulator = half_a_bench:BENCH\n"
+    assert run(twice, "--version")[0] == 0
+    code, said = run(twice, "bench", "simulator")
+    assert (code, "of one name" in said, "Traceback" in said) == (2, True, False)
 
 
 def commands() -> list[str]:

@@ -9,6 +9,7 @@ import pytest
 
 import nestrec
 from nestrec.data.dataset import Dataset
+from nestrec.data.sources.source import SOURCES, SourceSpec
 from nestrec.library.configured import configured
 from nestrec.testing.tiny_runs import config_of, make_datasets
 from nestrec.training.listener import Listener
@@ -108,6 +109,15 @@ def test_what_is_no_run_is_refused(use: Callable[[Any], Any]) -> None:
 def test_a_source_may_be_a_path(run: nestrec.Run, tmp_path: Path) -> None:
     with pytest.raises(nestrec.UserError, match=r"SOURCE = .*nowhere': is no source"):
         nestrec.follow(tmp_path / "nowhere", run, {"log.user": "user", "log.item": "item", "log.time": "time"})
+
+
+def test_a_source_of_others_that_opens_nothing_is_named(run: nestrec.Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing = SourceSpec("nothing", lambda address: address == "mine://events", lambda *_: None)  # type: ignore[arg-type, return-value]
+    monkeypatch.setitem(SOURCES._built_in, "mine", nothing)
+    with pytest.raises(
+        nestrec.UserError, match=r"source = 'mine': gives None of mine://events.*\n.*`open` of its spec"
+    ):
+        nestrec.follow("mine://events", run, {"log.user": "user", "log.item": "item", "log.time": "time"})
 
 
 def test_every_public_name_is_there() -> None:
