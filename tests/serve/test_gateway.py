@@ -18,7 +18,7 @@ from nestrec.serving.engine.config import EngineConfig
 from nestrec.serving.histories.memory import MemoryHistoryStore
 from nestrec.serving.histories.store import HistoryStoreConfig
 from nestrec.serving.many.gateway import Gateway
-from nestrec.serving.model.random_model import random_retrieval
+from nestrec.serving.model.random_model import random_ranking, random_retrieval
 from nestrec.serving.prefix.trigger import TriggerConfig
 from nestrec.serving.service import Service, ServiceConfig
 
@@ -288,6 +288,30 @@ def test_an_erasure_counts_only_when_every_instance_has_confirmed_it(service):
             assert (await client.delete(f"/v1/users/{user}/events")).status_code == 204, "who is gone has forgotten"
 
     through_gateway(service, use_all)
+
+
+@pytest.mark.parametrize("num_hung", [0, 1])
+def test_new_items_are_told_to_every_instance(num_hung):
+    services = [Service({"ranking": random_ranking(ENCODER, num_items=50)}, ServiceConfig()) for _ in range(2)]
+
+    async def run():
+        async with contextlib.AsyncExitStack() as made:
+            ports = [await made.enter_async_context(listening(App(service, LIMITS))) for service in services]
+            ports += [made.enter_context(hung()) for _ in range(num_hung)]
+            gateway = Gateway(ports, LIMITS, adding_s=1.0 if num_hung else 60.0)
+            made.push_async_callback(gateway.close)
+            port = await made.enter_async_context(listening(gateway))
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60.0) as client:
+                return await client.post("/v1/items", json={"items": [{"id": "fresh"}]})
+
+    try:
+        answer = asyncio.run(run())
+        known = [service.fleet("ranking").servable.ids_of(["fresh"])[0] for service in services]
+    finally:
+        for service in services:
+            service.close()
+    assert answer.status_code == (503 if num_hung else 200), answer.text
+    assert num_hung or known == [51, 51]
 
 
 def test_ids_of_any_characters_can_be_erased(service):

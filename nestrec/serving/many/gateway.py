@@ -41,6 +41,7 @@ _LOG = logging.getLogger(__name__)
 _PROMETHEUS, _JSON = b"text/plain; version=0.0.4; charset=utf-8", b"application/json"
 _REPEATABLE = ("/v1/rank", "/v1/preinfer", "/v1/recommend")
 _FORWARDED = (b"retry-after", b"allow", b"x-content-type-options", b"content-security-policy")
+_ITEMS = "/v1/items"
 _OK = 200
 _TOLD_TIMEOUT_S = 2.0
 _GRACE_S = 0.2
@@ -63,11 +64,13 @@ class Gateway:
         supervisor: Supervisor | None = None,
         folders: Sequence[str] = (),
         drain_s: float = 30.0,
+        adding_s: float = 60.0,
     ):
         """shares_histories: any instance has the events of any user. supervisor: who has started the instances.
-        folders: of the models that `ask_reload` loads anew."""
+        folders: of the models that `ask_reload` loads anew. adding_s: that an instance may take to know new items, for
+        which it may have to make its tables anew."""
         self._upstreams, self._limits = [Upstream(port) for port in ports], limits
-        self._shares_histories = shares_histories
+        self._shares_histories, self._adding_s = shares_histories, adding_s
         keyed = KeyedHash()
         self.router = Router(Ring.make(len(ports), keyed), keyed, RealClock(), bound=bound)
         self._probes = Probes(self._upstreams, self.router, lambda: self.rollout.turn)
@@ -121,6 +124,8 @@ class Gateway:
             return await self._operations.answer(method, path, body)
         if method == "DELETE" and path.startswith("/v1/users/"):
             return await self._everywhere(method, scope["raw_path"])
+        if (method, path) == ("POST", _ITEMS):
+            return await self._everywhere(method, scope["raw_path"], body)
         return await self._routed(method, path, scope["raw_path"], body, client_in(scope))
 
     async def _of_front(self, method: str, path: str, query: bytes) -> Answered | None:
@@ -239,16 +244,25 @@ class Gateway:
         answer = {"admitted": False, "reason": "short", "model": "", "unknown": [], "defaults": []}
         return as_json(answer, 202, (b"x-nestrec-slot", str(slot).encode()))
 
-    async def _everywhere(self, method: str, target: bytes) -> Answered:
-        """The user may have been served by any of them: all must say that it is done."""
-        slots = range(len(self._upstreams))
-        responses = await asyncio.gather(*(self._erased(slot, method, target) for slot in slots))
+    async def _everywhere(self, method: str, target: bytes, body: bytes = b"") -> Answered:
+        """A user may have been served by any of them, and items are known to each by itself: all must say that it is
+        done."""
+        slots, send = range(len(self._upstreams)), self._added if method == "POST" else self._erased
+        responses = await asyncio.gather(*(send(slot, method, target, body) for slot in slots))
         heard = [response for response in responses if response is not None]
         if len(heard) < len(slots):
             return problem(503, "not every instance has answered; send it again", "", retry_after(1.0))
         return _answered(max(heard, key=lambda response: response.status), None)
 
-    async def _erased(self, slot: int, method: str, target: bytes) -> Response | None:
+    async def _added(self, slot: int, method: str, target: bytes, body: bytes) -> Response | None:
+        """None where an instance may not know the items."""
+        try:
+            return await self._upstreams[slot].send(method, target, body, timeout_s=self._adding_s)
+        except (OSError, EOFError):
+            self._probes.begin(slot)
+            return None
+
+    async def _erased(self, slot: int, method: str, target: bytes, _: bytes) -> Response | None:
         """None where an instance that may remember does not answer."""
         timeout_s = self._limits.default_timeout_ms / 1000.0 + _GRACE_S
         try:
