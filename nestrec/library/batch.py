@@ -59,9 +59,10 @@ class BatchRecommender:
 
     def __init__(self, servable: Servable, cfg: BatchJobConfig | None = None, topology: Topology | None = None):
         """topology: the ranks that share the work; none: this process alone"""
-        if not isinstance(cfg, BatchJobConfig | None):
+        given: Any = cfg
+        if not isinstance(given, BatchJobConfig | None):
             remedy = "give a nestrec.library.batch.BatchJobConfig, such as BatchJobConfig(k=20)"
-            raise UserError("are not the options of a batch job", field="cfg", value=cfg, remedy=remedy)
+            raise UserError("are not the options of a batch job", field="cfg", value=given, remedy=remedy)
         self.servable, self.cfg = servable, cfg or BatchJobConfig()
         self._topology = topology or Topology.single(servable.device)
         form = make_form(servable, self.cfg.slide_events)

@@ -146,7 +146,7 @@ def _ranks_of(cfg: RunConfig, ranks: RanksConfig) -> Iterator[Topology]:
             take_leave_of_ranks()
 
 
-def _folder_of(run: Run | Path | str) -> Path:
+def _folder_of(run: Any) -> Path:
     if not isinstance(run, Run | Path | str):
         remedy = "give what nestrec.train gave, or a folder that it wrote"
         raise UserError("is no run", field="run", value=run, remedy=remedy)
