@@ -19,7 +19,7 @@ _FIELDS = (*_OF_HISTORY, "user_features", "now_ms")
 _WHOLE = ("items", "times_ms", "now_ms", "candidates")
 _SHOWN = 8
 """values of a list that an error shows"""
-NO_LIMITS = LimitsConfig(max_history=1 << 40, max_id_characters=1 << 20)
+NO_LIMITS = LimitsConfig(max_history=1 << 40, max_id_characters=1 << 20, max_text_characters=1 << 30)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 import asyncio
 import csv
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,7 +22,9 @@ from nestrec.library.asking import asked_request
 from nestrec.serving.api.app import App
 from nestrec.serving.api.notes import Notes
 from nestrec.serving.api.reading import Reader
+from nestrec.serving.api.requests import RankRequest
 from nestrec.serving.api.schema import BadRequestError, LimitsConfig
+from nestrec.serving.api.shapes import reader
 from nestrec.serving.client import NOBODY
 from nestrec.serving.engine.user_queries import user_queries
 from nestrec.serving.fronts import layouts
@@ -264,9 +266,9 @@ def test_lists_texts_and_vectors_that_a_model_cannot_read_are_refused_by_name(ru
         told["features"] = {**history["features"], **changes.pop("events", {})}
         notes = Notes()
         request = asked_request(told, [item], {**context, **changes})
-        reader = Reader(servable, LimitsConfig(), notes)
-        reader.candidate_features(request, 1)
-        return reader.user(request).history, notes
+        reading = Reader(servable, LimitsConfig(), notes)
+        reading.candidate_features(request, 1)
+        return reading.user(request).history, notes
 
     for changes, field, said in (
         ({"user": {"languages": ["no"] * 33}}, "user_features.languages", "at most 32 values"),
@@ -399,12 +401,21 @@ def test_kept_values_that_only_another_model_could_read_are_values_that_nobody_k
     assert found.json()["scores"]["click"] == pytest.approx(expected.json()["scores"]["click"], rel=1e-5)
 
 
+@pytest.mark.parametrize(("length", "is_read"), [(4096, True), (4097, False)])
+def test_texts_may_be_longer_than_ids(length, is_read):
+    body = {"user": "u", "candidates": ["i0"], "context": {"query": "w" * length}}
+    with nullcontext() if is_read else pytest.raises(BadRequestError, match="4096 characters"):
+        reader(RankRequest, LimitsConfig())(body)
+    with pytest.raises(BadRequestError, match="256 characters"):
+        reader(RankRequest, LimitsConfig())({**body, "candidates": ["w" * 300]})
+
+
 def test_what_a_front_reads_of_every_kind_is_what_the_engine_gets(runs):
     servable = Servable.load(runs.folder("ranking, every kind"))
     history, context, item = request_of(runs, 8, 4)
-    reader = Reader(servable, LimitsConfig(), Notes())
+    reading = Reader(servable, LimitsConfig(), Notes())
     request = asked_request(history, [item], context)
-    asked, features = reader.user(request), reader.candidate_features(request, 1)
+    asked, features = reading.user(request), reading.candidate_features(request, 1)
     candidates = Candidates(items=servable.ids_of([item]), now_ms=asked.now_ms, features=features)
     asking = layouts.Asking(
         fleet=1, by="name", user="u", sender=NOBODY, timeout_s=1.0, history=asked.history, candidates=candidates

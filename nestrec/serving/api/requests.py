@@ -10,7 +10,7 @@ from nestrec.serving.api.shapes import Least, Most
 LATEST_MS = 7_258_118_400_000
 """the year 2200"""
 ItemId = Annotated[str, Most("max_id_characters")] | int
-Category = Annotated[str, Most("max_id_characters")] | int | float | bool | None
+Category = Annotated[str, Most("max_text_characters")] | int | float | bool | None
 """a category by its name or number, true and false where the log has those, or the value of a number"""
 Value = Category | list[Category]
 """the same, a text, a list of categories, or the numbers of a vector: what the log has of the feature"""

@@ -24,7 +24,9 @@ class LimitsConfig:
     max_user_characters: Count = 256
     """longest user id"""
     max_id_characters: Count = 256
-    """longest item id, and longest name of a category"""
+    """longest item id"""
+    max_text_characters: Count = 4096
+    """longest value of a feature: a category's name, or a text"""
     max_timeout_ms: Count = 10_000
     """longest deadline a request may ask for"""
     default_timeout_ms: Count = 1_000
