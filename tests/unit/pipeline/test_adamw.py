@@ -41,6 +41,7 @@ def test_it_is_the_update_of_torch_to_the_bit(dtype: torch.dtype) -> None:
             assert ours.state[name][part].dtype == value.dtype
 
 
+@pytest.mark.skipif(torch.version.cuda is not None, reason="a torch that was built for GPUs loads Triton")
 def test_training_on_a_cpu_imports_neither_the_compiler_nor_triton() -> None:
     code = """
 import sys, torch
