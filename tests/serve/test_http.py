@@ -418,6 +418,11 @@ def test_an_id_at_its_limit_and_one_character_above(front):
         assert call(front, "POST", "/v1/rank", rank_body(candidates=["x" * length] * 4)).status_code == status
         history = {**rank_body()["history"], "items": ["1", "2", 3, "x" * length, "5"]}
         assert call(front, "POST", "/v1/rank", rank_body(history=history)).status_code == status
+
+
+def test_a_value_of_a_feature_at_its_limit_and_one_character_above(front):
+    """It may be a text."""
+    for length, status in ((4096, 200), (4097, 400)):
         history = {**rank_body()["history"], "features": {"tab": ["home"] * 4 + ["x" * length]}}
         assert call(front, "POST", "/v1/rank", rank_body(history=history)).status_code == status
         body = rank_body(candidate_features={"tab": "x" * length})
