@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nestrec.base.devices import chosen_device
+from nestrec.base.devices import known_device
 from nestrec.base.errors import UserError
 from nestrec.distributed.topology import check_device
 from nestrec.library.asking import NO_LIMITS, History, Items, asked_request, explained, plain_ids
@@ -257,7 +257,9 @@ def load(run: "Run | Path | str", *, best: bool = True, device: str = "cpu") -> 
         remedy = "give what nestrec.train gave, its folder, or one that `nestrec export` wrote"
         raise UserError("is neither a run nor an export", field="run", value=run, remedy=remedy)
     folder = Path(run) if isinstance(run, str | Path) else run.folder
-    device = _known_device(device)
+    place = known_device(device)
+    check_device(place)
+    device = str(place)
     if (folder / MANIFEST_FILE).exists():
         return Recommender(Servable.load(folder, device))
     if isinstance(run, str | Path) and (source := source_of(str(run))) is not None:
@@ -267,16 +269,6 @@ def load(run: "Run | Path | str", *, best: bool = True, device: str = "cpu") -> 
 
     servable = servable_of_run(folder, Path(tempfile.gettempdir()), best=best)
     return Recommender(servable if device == "cpu" else _moved(servable, device))
-
-
-def _known_device(device: str) -> str:
-    try:
-        found = torch.device(chosen_device(device))
-    except (RuntimeError, TypeError):
-        remedy = 'take "cpu", "cuda" or "auto"'
-        raise UserError("is no device", field="device", value=device, remedy=remedy) from None
-    check_device(found)
-    return str(found)
 
 
 def _moved(servable: Servable, device: str) -> Servable:

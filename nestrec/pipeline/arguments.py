@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from nestrec.base.devices import chosen_device
+from nestrec.base.devices import known_device
 from nestrec.base.errors import UserError, did_you_mean
 from nestrec.embedding import TableConfig
 from nestrec.embedding.table import Table
@@ -17,11 +17,7 @@ from nestrec.pipeline.stages import Coupling
 
 def check_choices(*, device: str, precision: str, couples_samples: str) -> None:
     """Names are among those that mean something."""
-    try:
-        torch.device(chosen_device(device))
-    except (RuntimeError, TypeError):
-        remedy = 'take "cpu", "cuda" or "auto"'
-        raise UserError("is no device", field="device", value=device, remedy=remedy) from None
+    known_device(device)
     given = {
         "precision": (precision, get_args(Precision)),
         "couples_samples": (couples_samples, get_args(Coupling)),
@@ -33,15 +29,19 @@ def check_choices(*, device: str, precision: str, couples_samples: str) -> None:
             )
 
 
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and bool(value >= 1)
+
+
 def check_micro_batches(count: Any) -> None:
     """A whole number of parts."""
-    if isinstance(count, bool) or not isinstance(count, int | np.integer) or count < 1:
+    if not _is_count(count):
         raise UserError("must be a whole number from 1", field="micro_batches", value=count, remedy="such as 4")
 
 
 def check_fence(every: Any) -> None:
     """A whole number of steps, or none."""
-    if every is not None and (isinstance(every, bool) or not isinstance(every, int | np.integer) or every < 1):
+    if every is not None and not _is_count(every):
         remedy = "give a number of steps, or leave it out: the tables are whole after the last batch"
         raise UserError("must be a whole number from 1", field="fence_every", value=every, remedy=remedy)
 

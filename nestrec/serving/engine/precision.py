@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 
 from nestrec.base.devices import DeviceChoice, chosen_device
 from nestrec.data.dataset import Rows
-from nestrec.data.samples.retrieval_inputs import CONTEXT_PREFIX
 from nestrec.data.samples.split import split_of
-from nestrec.data.schema import ACTIONS, EVENT_PREFIX, ITEM_IDS, ITEM_PREFIX, TIMESTAMPS_MS
+from nestrec.data.schema import ACTIONS, ITEM_IDS, TIMESTAMPS_MS
 from nestrec.serving.engine.runner import Part, Runner, Scored
 from nestrec.serving.model.forms import Form, make_form
 from nestrec.serving.model.inputs import Candidates, History, number_bits
@@ -153,13 +152,9 @@ def _request(form: Form, rows: Rows, place: int, event: int, rng: np.random.Gene
         return values(name)
 
     times, actions, unknown = values(TIMESTAMPS_MS), values(ACTIONS), np.zeros(target + 1, np.int64)
-    given = [c for c in servable.spec.columns if not c.name.startswith(ITEM_PREFIX)]
     features = {
-        field.replace(CONTEXT_PREFIX, EVENT_PREFIX, 1): unknown
-        if c.has_several
-        else feature(c.name.replace(CONTEXT_PREFIX, EVENT_PREFIX, 1), c.has_table)
-        for c in given
-        for field in c.fields
+        name: unknown if column.has_several else feature(name, column.has_table)
+        for name, column in servable.given_fields.items()
     }
     history = History(
         items=items[past].astype(np.int64),

@@ -34,6 +34,7 @@ class Before:
     def __init__(self, servable: Servable, places: Mapping[str, slice]):
         self._columns = servable.prefix_columns
         self._places = [places[column.name] for column in self._columns]
+        self._fields = [column.fields for column in self._columns]
         self.names = frozenset(column.name for column in self._columns)
 
     def __len__(self) -> int:
@@ -46,8 +47,8 @@ class Before:
     def records(self, history: History, num_fields: int) -> Ints:
         """(P, fields) of a user."""
         found = np.zeros((len(self), num_fields if self._columns else 0), np.int64)
-        for place, (column, where) in enumerate(zip(self._columns, self._places, strict=True)):
-            for field, name in enumerate(column.fields, start=where.start):
+        for place, (fields, where) in enumerate(zip(self._fields, self._places, strict=True)):
+            for field, name in enumerate(fields, start=where.start):
                 of_events = history.features.get(name, found[:0, -1])  # all of them alike
                 found[place, field] = history.asked.get(name, of_events[-1] if len(of_events) else 0)
             found[place, -1] = place + 1

@@ -45,6 +45,7 @@ class RetrievalForm:
         self._uses_time = servable.reads_times
         self.max_events = task.history.max_length
         self._columns = [c for c in servable.spec.columns if not c.name.startswith(ITEM_PREFIX)]
+        self._given = [field for column in self._columns for field in column.fields]
         self._places = places_of(self._columns, first=1)
         self._before = Before(servable, self._places)
 
@@ -60,7 +61,7 @@ class RetrievalForm:
         if self._asks_next and self._uses_time:
             asked = np.empty_like(times)
             asked[:-1], asked[-1:] = times[1:], now_ms
-        given = [self._values(field, history) for column in self._columns for field in column.fields]
+        given = [self._values(field, history) for field in self._given]
         before = self._before.records(history, self.num_fields)[: None if len(history) else 0]
         return Tokens(
             history=history,
@@ -165,7 +166,7 @@ class RetrievalForm:
     @property
     def num_fields(self) -> int:
         """of a record"""
-        return 1 + sum(len(column.fields) for column in self._columns) + bool(self._before)
+        return 1 + len(self._given) + bool(self._before)
 
     @property
     def action_vectors(self) -> torch.Tensor:
