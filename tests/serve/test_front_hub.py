@@ -40,7 +40,9 @@ class BusyStore(MemoryHistoryStore):
 def hub_of(app):
     """(hub, a front of it)"""
     hub = FrontHub(app, None, list, count=1, config=b"", drain_s=1.0, refusals={})
-    return hub, FrontProcess(0, hub.names(), Channel(lambda *_: None, lambda: None))
+    front = FrontProcess(0, hub.names())
+    front.channel = Channel(lambda *_: None, lambda: None)
+    return hub, front
 
 
 def test_what_a_front_tells_late_is_counted_all_the_same(service):
@@ -99,6 +101,11 @@ def test_an_answer_by_a_later_version_that_knows_more_items_sends_its_front_back
     slot, work = service.begin_rank(now, "u", history, asked, timeout_s=10.0, sender=sender)
     work.future.result(10.0)
     service.end_rank(slot)
-    replied = hub._outcome(_Ended(front, 1, slot, before, sender, work))
+
+    async def outcome():
+        hub._loop = asyncio.get_running_loop()
+        return hub._outcome(_Ended(front, 1, slot, before, sender, work))
+
+    replied = asyncio.run(outcome())
     assert replied.outcome == (SWAPPED if has_grown else OK)
     assert (replied.answer is None) == has_grown

@@ -30,7 +30,8 @@ from nestrec.serving.service import Service, ServiceConfig
 
 ENCODER = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=64)
 OPTIONS = (
-    "--front_processes", str(NUM_FRONTS), "--limits.default_timeout_ms", "10000", "--limits.tells_prefix", "true",
+    "--front_processes", str(NUM_FRONTS), "--front_awake_ms", "1",
+    "--limits.default_timeout_ms", "10000", "--limits.tells_prefix", "true",
     "--service.engine.trigger.policy", "never", "--service.engine.max_queue_s", "1000",
     "--service.engine.chunk_ms", "0",
 )  # fmt: skip

@@ -81,8 +81,8 @@ class ServeConfig:
     """processes that read requests and write answers, beside the one that computes; 0 or 1: that one does it itself;
     none: one for every four cores beside a GPU, four at most, where no front stands before"""
     front_awake_ms: NonNegative | None = None
-    """for which a front process keeps its core awake after a request, since one that slept is slow for the next; none:
-    20 beside a GPU, else 0"""
+    """for which front processes, and the thread that takes what they ask, keep their cores awake after a request, since
+    one that slept is slow for the next; none: 20 beside a GPU, else 0"""
     ray_gpus: NonNegative | None = None
     """GPUs that each instance asks Ray for, a part of one where several share it; none: one where it runs on a GPU"""
     threads: Count = 1
@@ -176,6 +176,7 @@ def _hub(app: App, cfg: ServeConfig, safety: Safety, template: Template, *, coun
         config=pickle.dumps((cfg, count)),
         drain_s=cfg.service.drain_s,
         refusals=safety.refusals,
+        awake_s=(cfg.front_awake_ms or 0.0) / 1e3,
     )
 
 

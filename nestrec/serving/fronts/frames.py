@@ -1,8 +1,10 @@
-"""What fronts and the engine say to each other: frames over a pair of sockets.
+"""What fronts and the engine say to each other: frames over two pairs of sockets a front.
 
     bytes    4        1      4         the rest
              length   kind   number    payload          length: of all after it; number: of the request it belongs to
 
+One pair has what is asked of engines and their answers (RANK, SIGNAL, their CANCEL, ANSWER), and is read by a thread of
+its own in the process that computes (`wires`). The other one has everything else, and is read by the event loop there.
 What a front says is numbers, text and JSON, and nothing that could run: it is the process that strangers talk to.
 """
 
@@ -50,29 +52,42 @@ Received = Callable[[int, int, bytes], None]
 """kind, number, payload"""
 
 
+class FrameReader:
+    """Frames out of what comes in pieces."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def taken(self, data: bytes | memoryview) -> list[tuple[int, int, bytes]]:
+        """(kind, number, payload) of the frames that are whole now."""
+        self._buffer += data
+        frames, first, end = [], 0, len(self._buffer)
+        while end - first >= _HEAD.size:
+            length, kind, number = _HEAD.unpack_from(self._buffer, first)
+            after = first + 4 + length
+            if after > end:
+                break
+            frames.append((kind, number, bytes(memoryview(self._buffer)[first + _HEAD.size : after])))
+            first = after
+        if first:
+            del self._buffer[:first]
+        return frames
+
+
 class Channel(asyncio.Protocol):
     """One end. Used inside one event loop."""
 
     def __init__(self, received: Received, lost: Callable[[], None]):
         self._received, self._lost = received, lost
-        self._buffer = bytearray()
+        self._reader = FrameReader()
         self._transport: asyncio.WriteTransport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.WriteTransport, transport)  # uvloop's are of no such class
 
     def data_received(self, data: bytes) -> None:
-        self._buffer += data
-        first, end = 0, len(self._buffer)
-        while end - first >= _HEAD.size:
-            length, kind, number = _HEAD.unpack_from(self._buffer, first)
-            after = first + 4 + length
-            if after > end:
-                break
-            self._received(kind, number, bytes(memoryview(self._buffer)[first + _HEAD.size : after]))
-            first = after
-        if first:
-            del self._buffer[:first]
+        for kind, number, payload in self._reader.taken(data):
+            self._received(kind, number, payload)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None

@@ -29,11 +29,12 @@ from nestrec.serving.safety.rates import RatesOfKeys
 _HEAD = struct.Struct("<IBI")
 
 
-def run_front(channel: socket.socket, sockets: list[socket.socket], rates: RatesOfKeys) -> None:
-    """Serve until it is told to stop. channel: to the process that computes. rates: of keys, of all fronts together."""
+def run_front(control: socket.socket, quick: socket.socket, sockets: list[socket.socket], rates: RatesOfKeys) -> None:
+    """Serve until it is told to stop. control, quick: to the process that computes (`frames`). rates: of keys, of all
+    fronts together."""
     signals = Signals.installed()
     signals.when_reloaded(lambda: None)  # models are loaded by the process that computes
-    cfg = _share_of(*pickle.loads(_first_frame(channel)))
+    cfg = _share_of(*pickle.loads(_first_frame(control)))
     log_without_waiting(cfg.log)
     tracing.start(cfg.tracing)
     allow_open_files(cfg.limits.max_connections)
@@ -45,11 +46,13 @@ def run_front(channel: socket.socket, sockets: list[socket.socket], rates: Rates
         return {**observed.told(), "unread": unread}
 
     async def connect() -> None:
-        await asyncio.get_running_loop().create_connection(lambda: service.channel, sock=channel)
+        loop = asyncio.get_running_loop()
+        await loop.create_connection(lambda: service.quick, sock=quick)
+        await loop.create_connection(lambda: service.control, sock=control)
         await service.until_told()
 
     def announce() -> None:
-        service.channel.send(FrameKind.LISTENING, os.getpid())
+        service.control.send(FrameKind.LISTENING, os.getpid())
 
     service = RemoteService(cfg.service, tell, signals.stop)
     awake = Awake((cfg.front_awake_ms or 0.0) / 1e3)

@@ -1,8 +1,8 @@
 """The side of the process that computes: what its fronts ask goes to the engines, and answers go back, many at a time.
 
 Of a ranking request this process has the arrays alone: nothing is parsed, looked up or written as JSON here, so that
-the interpreter is free for the thread that launches batches. A front that dies is replaced (`processes`), and costs the
-requests that it was answering.
+the interpreter is free for the thread that launches batches. The event loop has no part in it either (`wires`). A front
+that dies is replaced (`processes`), and costs the requests that it was answering.
 """
 
 import asyncio
@@ -10,7 +10,6 @@ import contextlib
 import logging
 import socket
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -25,7 +24,7 @@ from nestrec.serving.api.protocol.http import Message, Receive, Scope, Send
 from nestrec.serving.api.protocol.incoming import Incoming
 from nestrec.serving.client import Sender
 from nestrec.serving.engine.work import Answer, OverloadedError, RefusedError, UnavailableError, Work
-from nestrec.serving.fronts.frames import FrameKind, frame
+from nestrec.serving.fronts.frames import FrameKind
 from nestrec.serving.fronts.layouts import FAILED, OK, OVERLOADED, SWAPPED, UNAVAILABLE, Asking, Replied
 from nestrec.serving.fronts.names import FleetNumbers, TellNames
 from nestrec.serving.fronts.processes import FrontProcess, FrontProcesses, Spawner
@@ -65,15 +64,16 @@ class FrontHub:
         config: bytes,
         drain_s: float,
         refusals: dict[str, int],
+        awake_s: float = 0.0,
     ):
         """sockets: that one more front is to listen on. config: what a front is told first. refusals: counts of the
-        gates are added to them."""
+        gates are added to them. awake_s: see `Wires`."""
         self._app, self._service, self._refusals = app, app.front.service, refusals
         self._access = Access(app.front.endpoints.values())
-        self._processes = FrontProcesses(spawner, sockets, self, count=count, config=config, drain_s=drain_s)
+        self._processes = FrontProcesses(
+            spawner, sockets, self, count=count, config=config, drain_s=drain_s, awake_s=awake_s
+        )
         self._numbers = FleetNumbers()
-        self._ended: deque[_Ended] = deque()
-        self._is_woken = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tell_number = 0
         app.metrics.gather = self._gather
@@ -90,6 +90,7 @@ class FrontHub:
         try:
             server.run([])
         finally:
+            processes.close()
             close_all(sockets)
         if processes.failure is not None:
             raise processes.failure
@@ -117,10 +118,9 @@ class FrontHub:
 
     def received(self, front: FrontProcess, kind: int, number: int, payload: bytes) -> None:
         match kind:
-            case FrameKind.RANK | FrameKind.SIGNAL:
-                self._asked(front, kind, number, payload)
             case FrameKind.CANCEL:
-                self._cancelled(front, number)
+                if (gone := front.forwarded.get(number)) is not None:
+                    gone.set()
             case FrameKind.FORWARD:
                 self._processes.run(self._forwarded(front, number, payload))
             case FrameKind.TELL:
@@ -128,7 +128,13 @@ class FrontHub:
             case FrameKind.LISTENING:
                 self._processes.listens(front, number)
 
-    def _asked(self, front: FrontProcess, kind: int, number: int, payload: bytes) -> None:
+    # What fronts ask of engines: the thread of `Wires`.
+
+    def asked(self, front: FrontProcess, kind: int, number: int, payload: bytes) -> None:
+        if kind == FrameKind.CANCEL:
+            if (work := front.works.get(number)) is not None:
+                work.future.cancel()
+            return
         try:
             asking = Asking.unpacked(payload)
             fleet = self._fleet_of(asking, is_signal=kind == FrameKind.SIGNAL)
@@ -137,8 +143,7 @@ class FrontHub:
             else:
                 self._begin(front, number, fleet, asking)
         except _OtherFleetError as other:
-            self._tell_names(front, other.fleet)
-            self._reply(front, number, Replied(outcome=SWAPPED, fleet=self._numbers.of(other.fleet)))
+            self._reply(front, number, self._swapped(front, other.fleet))
         except Exception as error:
             self._reply(front, number, _refused(error))
 
@@ -183,37 +188,13 @@ class FrontHub:
             raise _OtherFleetError(_newest(self._service, self._numbers)) from None
         return Replied(outcome=OK, reason=decision.reason)
 
-    def _cancelled(self, front: FrontProcess, number: int) -> None:
-        work, gone = front.works.get(number), front.forwarded.get(number)
-        if work is not None:
-            work.future.cancel()
-        if gone is not None:
-            gone.set()
-
-    # What has been computed.
+    # What has been computed: the thread of an engine, or of whoever gives a request up.
 
     def _has_ended(self, ended: _Ended) -> None:
-        """On the thread of an engine: one call for all that end until it is heeded."""
-        self._ended.append(ended)
-        if not self._is_woken:
-            self._is_woken = True
-            assert self._loop is not None
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                self._loop.call_soon_threadsafe(self._answer_ended)
-
-    def _answer_ended(self) -> None:
-        self._is_woken = False
-        frames: dict[FrontProcess, list[bytes]] = {}
-        while self._ended:
-            ended = self._ended.popleft()
-            self._service.end_rank(ended.slot)
-            ended.front.works.pop(ended.number, None)
-            if ended.work.future.cancelled():
-                continue
-            packed = self._outcome(ended).packed()
-            frames.setdefault(ended.front, []).append(frame(FrameKind.ANSWER, ended.number, packed))
-        for front, several in frames.items():
-            front.channel.write(b"".join(several))
+        self._service.end_rank(ended.slot)
+        ended.front.works.pop(ended.number, None)
+        if not ended.work.future.cancelled():
+            self._reply(ended.front, ended.number, self._outcome(ended))
 
     def _outcome(self, ended: _Ended) -> Replied:
         error = ended.work.future.exception()
@@ -223,9 +204,7 @@ class FrontHub:
         try:
             self._service.check_names(ended.fleet, answer)
         except SwappedError:
-            newest = _newest(self._service, self._numbers)
-            self._tell_names(ended.front, newest)
-            return Replied(outcome=SWAPPED, fleet=self._numbers.of(newest))
+            return self._swapped(ended.front, _newest(self._service, self._numbers))
         return Replied(
             outcome=OK,
             is_full=self._service.is_full(ended.fleet, ended.sender),
@@ -234,8 +213,15 @@ class FrontHub:
             times=EngineTimes.of(ended.work),
         )
 
+    def _swapped(self, front: FrontProcess, fleet: Fleet) -> Replied:
+        """Read it again, by the names of this fleet; they are on their way."""
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            self._loop.call_soon_threadsafe(self._tell_names, front, fleet)
+        return Replied(outcome=SWAPPED, fleet=self._numbers.of(fleet))
+
     def _reply(self, front: FrontProcess, number: int, replied: Replied) -> None:
-        front.channel.send(FrameKind.ANSWER, number, replied.packed())
+        front.wire.send(FrameKind.ANSWER, number, replied.packed())
 
     def _tell_names(self, front: FrontProcess, *others: Fleet) -> None:
         front.channel.send(FrameKind.NAMES, 0, front.names.message(self._service.fleets, others))

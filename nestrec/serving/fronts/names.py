@@ -5,6 +5,7 @@ one version and computed by another.
 """
 
 import pickle
+import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -54,23 +55,26 @@ class _Message:
 
 
 class FleetNumbers:
-    """Of the fleets of a service, as long as it has them."""
+    """Of the fleets of a service, as long as it has them. Any thread asks."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._numbers: WeakKeyDictionary[Fleet, int] = WeakKeyDictionary()
         self._fleets: WeakValueDictionary[int, Fleet] = WeakValueDictionary()
         self._last = 0
 
     def of(self, fleet: Fleet) -> int:
-        number = self._numbers.get(fleet)
-        if number is None:
-            self._last += 1
-            number = self._numbers[fleet] = self._last
-            self._fleets[number] = fleet
-        return number
+        with self._lock:
+            number = self._numbers.get(fleet)
+            if number is None:
+                self._last += 1
+                number = self._numbers[fleet] = self._last
+                self._fleets[number] = fleet
+            return number
 
     def find(self, number: int) -> Fleet | None:
-        return self._fleets.get(number)
+        with self._lock:
+            return self._fleets.get(number)
 
 
 class TellNames:

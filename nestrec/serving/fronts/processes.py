@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import signal
@@ -14,9 +15,11 @@ from functools import partial
 from typing import Any, Protocol
 
 from nestrec.base.errors import UserError
+from nestrec.serving.api.process.listening import close_all
 from nestrec.serving.engine.work import Work
 from nestrec.serving.fronts.frames import Channel, FrameKind
 from nestrec.serving.fronts.names import TellNames
+from nestrec.serving.fronts.wires import Wire, Wires
 
 _LOG = logging.getLogger(__name__)
 _SOCKET_BYTES = 4 << 20
@@ -28,7 +31,7 @@ _MOST_FAILURES = 3
 class Spawner(Protocol):
     """Starts fronts."""
 
-    def spawn(self, channel: socket.socket, sockets: list[socket.socket]) -> None: ...
+    def spawn(self, sockets: list[socket.socket]) -> None: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -37,7 +40,8 @@ class FrontProcess:
 
     slot: int
     names: TellNames
-    channel: Channel
+    channel: Channel = field(init=False)
+    wire: Wire = field(init=False)
     started_s: float = field(default_factory=time.monotonic)
     heard_s: float = field(default_factory=time.monotonic)
     pid: int = 0
@@ -50,6 +54,7 @@ class FrontProcess:
 
     def give_up(self) -> None:
         """Its process has ended: nobody waits any more, here or there."""
+        self.wire.give_up()
         for work in list(self.works.values()):
             work.future.cancel()
         for gone in self.forwarded.values():
@@ -77,6 +82,10 @@ class FrontListener(Protocol):
 
     def received(self, front: FrontProcess, kind: int, number: int, payload: bytes) -> None: ...
 
+    def asked(self, front: FrontProcess, kind: int, number: int, payload: bytes) -> None:
+        """Of an engine; on the thread of `Wires`."""
+        ...
+
 
 class FrontProcesses:
     """From `start` to `stop`, inside one event loop."""
@@ -90,9 +99,10 @@ class FrontProcesses:
         count: int,
         config: bytes,
         drain_s: float,
+        awake_s: float,
     ):
-        """sockets: that one more front is to listen on. config: what a front is told first."""
-        self._spawner, self._sockets, self._listener = spawner, sockets, listener
+        """sockets: that one more front is to listen on. config: what a front is told first. awake_s: see `Wires`."""
+        self._spawner, self._sockets, self._listener, self._awake_s = spawner, sockets, listener, awake_s
         self._count, self._config, self._drain_s = count, config, drain_s
         self.announce: Callable[[], None] = lambda: None
         """called when all of them listen"""
@@ -106,6 +116,7 @@ class FrontProcesses:
         self._is_announced = self._is_stopping = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = threading.Lock()
+        self._wires: Wires | None = None
 
     @property
     def listening(self) -> list[FrontProcess]:
@@ -118,6 +129,7 @@ class FrontProcesses:
         if is_stopping:
             self.end(False)
             return
+        self._wires = Wires(self._awake_s)
         for slot in range(self._count):
             self._spawn(slot)
 
@@ -127,6 +139,11 @@ class FrontProcesses:
             loop, self._is_stopping = self._loop, True
         if loop is not None:
             loop.call_soon_threadsafe(self._stop_all, is_impatient)
+
+    def close(self) -> None:
+        """After the event loop."""
+        if self._wires is not None:
+            self._wires.close()
 
     def run(self, work: Coroutine[Any, Any, None]) -> None:
         """In a task of its own."""
@@ -158,22 +175,23 @@ class FrontProcesses:
             front.kill()
 
     def _spawn(self, slot: int) -> None:
-        if self._is_stopping:
+        if self._is_stopping or self._wires is None:
             return
-        ours, theirs = socket.socketpair()
-        sockets = self._sockets()
+        pairs, sockets = [socket.socketpair() for _ in range(2)], self._sockets()
+        theirs = [one for _, one in pairs]
         try:
-            for one in (ours, theirs):
+            for one in itertools.chain(*pairs):
                 one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
-            ours.setblocking(False)
-            self._spawner.spawn(theirs, sockets)
+            self._spawner.spawn([*theirs, *sockets])
         finally:
-            for one in (theirs, *sockets):
-                one.close()
-        front = FrontProcess(slot, self._listener.names(), Channel(lambda *_: None, lambda: None))
+            close_all([*theirs, *sockets])
+        (control, _), (quick, _) = pairs
+        control.setblocking(False)
+        front = FrontProcess(slot, self._listener.names())
+        front.wire = self._wires.add(quick, partial(self._listener.asked, front))
         front.channel = Channel(partial(self._listener.received, front), partial(self._lost, front))
         self._fronts[slot] = front
-        self.run(self._opened(front, ours))
+        self.run(self._opened(front, control))
 
     async def _opened(self, front: FrontProcess, ours: socket.socket) -> None:
         await asyncio.get_running_loop().create_connection(lambda: front.channel, sock=ours)

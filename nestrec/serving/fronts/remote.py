@@ -42,7 +42,7 @@ class RemoteService:
     def __init__(self, cfg: ServiceConfig, tell: Callable[[], Mapping[str, Any]], stop: Callable[[], None]):
         """tell: what has been counted since it was called last. stop: called when this front is to end."""
         self.cfg, self._tell, self._stop = cfg, tell, stop
-        self.channel = Channel(self._received, self._lost)
+        self.control, self.quick = (Channel(self._received, self._lost) for _ in range(2))
         self.known, self._are_known = KnownFleets(), asyncio.Condition()
         self.unread: dict[str, int] = {}
         """by role: requests that were refused without being read"""
@@ -168,11 +168,12 @@ class RemoteService:
         waiter: asyncio.Future[bytes] = loop.create_future()
         self._waiting[number] = waiter
         timer = None if patience_s is None else loop.call_later(patience_s, _give_up, waiter)
-        self.channel.send(kind, number, payload)
+        channel = self.control if kind == FrameKind.FORWARD else self.quick
+        channel.send(kind, number, payload)
         try:
             return await waiter
         except BaseException:
-            self.channel.send(FrameKind.CANCEL, number)
+            channel.send(FrameKind.CANCEL, number)
             raise
         finally:
             del self._waiting[number]
@@ -197,7 +198,7 @@ class RemoteService:
                 if waiter is not None and not waiter.done():
                     waiter.set_result(payload)
             case FrameKind.TELL:
-                self.channel.send(FrameKind.TELL, number, orjson.dumps(self._tell()))
+                self.control.send(FrameKind.TELL, number, orjson.dumps(self._tell()))
             case FrameKind.NAMES:
                 self._untaken.append(payload)
                 if self._taking is None or self._taking.done():

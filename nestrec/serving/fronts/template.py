@@ -26,9 +26,9 @@ class Template:
     def __init__(self) -> None:
         self._start()
 
-    def spawn(self, channel: socket.socket, sockets: Sequence[socket.socket]) -> None:
-        """A front that has these sockets; they can be closed here afterwards."""
-        descriptors = [channel.fileno(), *(one.fileno() for one in sockets)]
+    def spawn(self, sockets: Sequence[socket.socket]) -> None:
+        """A front that has these sockets (`run_front`, in that order); they can be closed here afterwards."""
+        descriptors = [one.fileno() for one in sockets]
         if self._process.poll() is None:
             with contextlib.suppress(OSError):
                 socket.send_fds(self._control, [b"f"], descriptors)
@@ -74,8 +74,8 @@ def _run(control: socket.socket) -> None:
             try:
                 control.close()
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                channel, *sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
-                run_front(channel, sockets, rates)
+                control, quick, *sockets = [socket.socket(fileno=descriptor) for descriptor in descriptors]
+                run_front(control, quick, sockets, rates)
                 code = 0
             except EOFError:
                 code = 0
