@@ -21,9 +21,10 @@ from dataclasses import replace
 from typing import Any
 
 from nestrec.bench.bench import Bench
-from nestrec.bench.serving.relay_bed import LONGEST, RelayBed, RelayBench
-from nestrec.bench.serving.relay_bound import RequestCosts, measure_costs
+from nestrec.bench.serving.relay_bed import LONGEST, Bed, RelayBed, RelayBench
+from nestrec.bench.serving.relay_bound import RequestCosts
 from nestrec.bench.serving.relay_modes import mode_named
+from nestrec.bench.serving.relay_simulated import SimulatedBed
 from nestrec.report.benches.relay_page import write_page
 from nestrec.report.benches.relay_tables import short_rows, summary
 from nestrec.serving.load.engine_load import RelayLoad, RelayOutcome
@@ -42,7 +43,7 @@ def measure_relay(bench: RelayBench) -> Iterator[dict[str, Any]]:
     before_s = sys.getswitchinterval()
     sys.setswitchinterval(5e-5)  # as in a server: generator and engine share an interpreter
     try:
-        bed = RelayBed(bench)
+        bed = SimulatedBed(bench) if bench.costs_of else RelayBed(bench)
         gc.collect()
         gc.freeze()  # what is there by now is never garbage, and looking through it again would stall requests
         sizes = list(zip(bench.history, bench.candidates, strict=True) if bench.is_paired
@@ -62,12 +63,12 @@ def measure_relay(bench: RelayBench) -> Iterator[dict[str, Any]]:
 class Size:
     """Everything about one history and one number of candidates."""
 
-    def __init__(self, bed: RelayBed, history: int, candidates: int):
+    def __init__(self, bed: Bed, history: int, candidates: int):
         self._bed, self._history, self._candidates = bed, history, candidates
         self._best: dict[tuple[str, float, float], float] = {}  # by mode, share of returning users and SLO
         self._sweeps: dict[tuple[str, float, float], Sweep] = {}  # by mode, share and budget
         load = replace(self._load(0.0), lengths=())
-        self._costs = measure_costs(bed.runner, load)
+        self._costs = bed.costs(load)
         self._unloaded_ms = bed.unloaded_ms(load)
         self._slo_ms = bed.bench.slo_factor * self._unloaded_ms
 
@@ -142,7 +143,7 @@ class Size:
 class Sweep:
     """Trials of one mode under one load; a rate is tried once."""
 
-    def __init__(self, bed: RelayBed, name: str, load: RelayLoad, costs: RequestCosts, budget_ms: float):
+    def __init__(self, bed: Bed, name: str, load: RelayLoad, costs: RequestCosts, budget_ms: float):
         self._bed, self._name, self.load, self._costs, self._budget_ms = bed, name, load, costs, budget_ms
         self._mode = mode_named(name)
         self._outcomes: dict[float, RelayOutcome] = {}
@@ -194,8 +195,16 @@ class Sweep:
             "mode": self._name, "history": load.history, "candidates": load.candidates, "returning": load.returning,
             "in_process": True, "model": "random weights", "biases": _biases(bench), "lengths": list(load.lengths),
             "device": bench.device, "dtype": bench.dtype, "prefix_dtype": bench.prefix_dtype,
-            "emulated": self._mode.fetch_gb_per_s > 0,
+            "emulated": bool(self._mode.fetch_gb_per_s or bench.costs_of), **_simulated(bench),
         }  # fmt: skip
+
+
+def _simulated(bench: RelayBench) -> dict[str, Any]:
+    """What a row in simulated time says of its device."""
+    if not bench.costs_of:
+        return {}
+    return {"device": "simulated", "costs_of": bench.costs_of, "costs_of_model": bench.costs_of_model,
+            "host_ms": bench.host_ms, "way_ms": bench.way_ms}  # fmt: skip
 
 
 def _biases(bench: RelayBench) -> str:

@@ -2,12 +2,13 @@
 
 import gc
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
 
 from nestrec.base.config import config
+from nestrec.bench.serving.relay_bound import RequestCosts, measure_costs
 from nestrec.bench.serving.relay_modes import MODES, Mode
 from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.engine.engine import Engine, EngineConfig
@@ -105,21 +106,44 @@ class RelayBench:
     """of weights and products"""
     prefix_dtype: PrefixDtype = "model"
     """of prefixes"""
+    costs_of: str = ""
+    """file that `nestrec bench engine --json` has written on some device: the engine runs in simulated time, its
+    batches take as long as they would there, and nothing is computed; for the sizes of its `encoder`"""
+    costs_of_model: str = "tables"
+    """model of that file"""
+    host_ms: float = 0.25
+    """of each batch, from its plan until the device has it (in simulated time)"""
+    way_ms: float = 0.0
+    """from a client to the engine and back (in simulated time)"""
     seed: int = 0
     """of weights, arrivals and histories"""
 
 
+class Bed(Protocol):
+    """On which engines of all modes run one after the other."""
+
+    bench: RelayBench
+
+    def load(self, history: int, candidates: int, returning: float) -> RelayLoad: ...
+
+    def costs(self, load: RelayLoad) -> RequestCosts: ...
+
+    def unloaded_ms(self, load: RelayLoad) -> float:
+        """Median of full inference with one request at a time."""
+        ...
+
+    def trial(self, mode: Mode, load: RelayLoad, rate: float, slo_ms: float) -> RelayOutcome:
+        """By an engine of its own with empty caches."""
+        ...
+
+
 class RelayBed:
-    """A model with its memory and graphs, on which engines of all modes run one after the other."""
+    """A model with its memory and graphs."""
 
     def __init__(self, bench: RelayBench):
         self.bench = bench
-        events = max((*bench.history, *bench.lengths)) * (LONGEST if bench.longest else 1)
-        events += _MOST_VISITS * bench.new_events
-        encoder = replace(bench.encoder, max_length=2 * (events + 1))
-        dtype = getattr(torch, bench.dtype)
-        servable = random_ranking(encoder, num_items=NUM_ITEMS, seed=bench.seed, device=bench.device, dtype=dtype)
-        self.form: Form = make_form(servable)
+        self.form = form_of(bench)
+        servable = self.form.servable
         pool = pool_for(
             servable, cache_bytes=bench.cache_bytes, page_tokens=TiersConfig().page_tokens,
             prefix_dtype=bench.prefix_dtype,
@@ -127,16 +151,12 @@ class RelayBed:
         self.runner = make_runner(self.form, pool, EngineConfig(max_batch_tokens=bench.max_batch_tokens))
 
     def load(self, history: int, candidates: int, returning: float) -> RelayLoad:
-        bench = self.bench
-        return RelayLoad(
-            history=history, candidates=candidates, returning=returning, new_events=bench.new_events,
-            recent_users=bench.recent_users, signal_s=bench.signal_ms / 1e3, duration_s=bench.duration_s,
-            warm_s=bench.warm_s if returning else min(bench.warm_s, _WARM_S), fewest=bench.fewest, seed=bench.seed,
-            longest_s=max(bench.duration_s, bench.search_s / 4), lengths=bench.lengths,
-        )  # fmt: skip
+        return load_of(self.bench, history, candidates, returning)
+
+    def costs(self, load: RelayLoad) -> RequestCosts:
+        return measure_costs(self.runner, load)
 
     def unloaded_ms(self, load: RelayLoad) -> float:
-        """Median of full inference with one request at a time."""
         full = MODES["full"]
         engine = Engine(self.form, engine_config(full, self.bench, 1e3), runner=self.runner)
         try:
@@ -145,7 +165,6 @@ class RelayBed:
             engine.close()
 
     def trial(self, mode: Mode, load: RelayLoad, rate: float, slo_ms: float) -> RelayOutcome:
-        """By an engine of its own with empty caches."""
         engine = Engine(self.form, engine_config(mode, self.bench, slo_ms), runner=self.runner)
         gc.disable()  # the garbage is the generator's, and collecting it would stall the engine for milliseconds
         try:
@@ -154,6 +173,24 @@ class RelayBed:
             engine.close()
             gc.enable()
             gc.collect()
+
+
+def form_of(bench: RelayBench) -> Form:
+    """The model of a bench, with room for its longest histories."""
+    events = max((*bench.history, *bench.lengths)) * (LONGEST if bench.longest else 1)
+    events += _MOST_VISITS * bench.new_events
+    encoder = replace(bench.encoder, max_length=2 * (events + 1))
+    dtype = getattr(torch, bench.dtype)
+    return make_form(random_ranking(encoder, num_items=NUM_ITEMS, seed=bench.seed, device=bench.device, dtype=dtype))
+
+
+def load_of(bench: RelayBench, history: int, candidates: int, returning: float) -> RelayLoad:
+    return RelayLoad(
+        history=history, candidates=candidates, returning=returning, new_events=bench.new_events,
+        recent_users=bench.recent_users, signal_s=bench.signal_ms / 1e3, duration_s=bench.duration_s,
+        warm_s=bench.warm_s if returning else min(bench.warm_s, _WARM_S), fewest=bench.fewest, seed=bench.seed,
+        longest_s=max(bench.duration_s, bench.search_s / 4), lengths=bench.lengths,
+    )  # fmt: skip
 
 
 def engine_config(mode: Mode, bench: RelayBench, slo_ms: float) -> EngineConfig:

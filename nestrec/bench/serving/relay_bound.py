@@ -17,7 +17,9 @@ from nestrec.serving.engine.runner import BatchRunner, Part
 from nestrec.serving.load.engine_load import RelayLoad, bank_of
 from nestrec.serving.prefix.host_pages import HostPages
 
-_REPEATS, _BATCH, _WARM_S = 9, 8, 0.3
+_REPEATS, _WARM_S = 9, 0.3
+BATCH = 8
+"""requests of a batch that ranks, or extends prefixes"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +73,8 @@ def measure_costs(runner: BatchRunner, load: RelayLoad) -> RequestCosts:
     return RequestCosts(
         full_ms=milliseconds(0, last, ranks=True),
         prefix_ms=milliseconds(0, last, ranks=False),
-        rank_ms=milliseconds(last, last, ranks=True, batch=_BATCH),
-        extend_ms=milliseconds(last, tokens.length, ranks=False, batch=_BATCH),
+        rank_ms=milliseconds(last, last, ranks=True, batch=BATCH),
+        extend_ms=milliseconds(last, tokens.length, ranks=False, batch=BATCH),
         reload_ms=_median_ms(lambda: _seconds_of(lambda: host.copy_in(pages, held))),
         prefix_mb=host.bytes_of(last) / 1e6,
     )

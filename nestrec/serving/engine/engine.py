@@ -69,8 +69,10 @@ class Engine:
         keyed: KeyedHash | None = None,
         clock: Clock | None = None,
         runner: BatchRunner | None = None,
+        has_thread: bool = True,
     ):
-        """runner: one of an engine that has been closed, with its memory and graphs."""
+        """runner: one of an engine that has been closed, with its memory and graphs. has_thread: else the caller takes
+        `turn` after `turn`, as a simulation does."""
         self.form, self.cfg, self.keyed, self.clock = form, cfg, keyed or KeyedHash(), clock or RealClock()
         self._version, self._slide = form.servable.version, f"slide={form.slide_events}"
         self.counts: dict[str, int] = {}
@@ -112,15 +114,19 @@ class Engine:
         self._inbox: deque[Work] = deque()
         self._messages: deque[Callable[[], None]] = deque()  # from the copier and other threads, to run on this one
         self._in_flight: deque[_Batch] = deque()
-        self._pace = EnginePace(spins=self._runner.spins)
+        self._pace = EnginePace(spins=self._runner.spins, clock=self.clock)
         self._backlog = Backlog()
         self._byte_s = 0.0  # device seconds of a byte of a request, of late
         self._is_draining = self._is_closed = self._has_ended = False
         self._failure: BaseException | None = None
         self._is_warm = threading.Event()
-        self._thread = threading.Thread(target=self._loop, name="nestrec-engine", daemon=True)
-        self._thread.start()
-        self._is_warm.wait()
+        self._thread: threading.Thread | None = None
+        if has_thread:
+            self._thread = threading.Thread(target=self._loop, name="nestrec-engine", daemon=True)
+            self._thread.start()
+            self._is_warm.wait()
+        else:
+            self._warm_up()
         self._check_warm()
 
     # Submitting: any thread.
@@ -245,7 +251,10 @@ class Engine:
         with self._condition:
             self._is_closed = True
             self._called()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
+        else:
+            self._fail_all()
         self.tiers.close()
 
     @property
@@ -309,11 +318,13 @@ class Engine:
             min(prefix, end), end - min(prefix, end), len(candidates) if candidates is not None else 0
         )
 
+        now_s = self.clock.now_s()
         return Work(
             key=key,
             tokens=tokens,
             candidates=candidates,
-            deadline_s=self.clock.now_s() + timeout_s,
+            arrived_s=now_s,
+            deadline_s=now_s + timeout_s,
             estimate_s=self.costs.share_s(*work),
             sender=sender,
         )
@@ -362,18 +373,24 @@ class Engine:
     def _loop(self) -> None:
         try:
             self._warm_up()
-            while self._take_new():
-                if self._is_answer_due:
-                    self._complete(self._in_flight.popleft())
-                elif self._planner.has_work and (
-                    not self._in_flight or (self._is_device_busy and self._pace.turn_in_s <= 0)
-                ):
-                    self._launch_next()
+            while self.turn():
+                pass
         except BaseException:
             _LOG.exception("an engine failed; its requests go elsewhere")
             raise
         finally:
             self._fail_all()
+
+    def turn(self) -> bool:
+        """Take what has come, then answer a batch that has ended or launch the next one; waits where there is nothing
+        to do. False when the engine is to end."""
+        if not self._take_new():
+            return False
+        if self._is_answer_due:
+            self._complete(self._in_flight.popleft())
+        elif self._planner.has_work and (not self._in_flight or (self._is_device_busy and self._pace.turn_in_s <= 0)):
+            self._launch_next()
+        return True
 
     def _warm_up(self) -> None:
         """Ready for requests, or known to have failed."""
@@ -389,9 +406,9 @@ class Engine:
         """Move what has arrived to this thread; waits where there is nothing to do. False when the engine is to end."""
         if self._in_flight and not self._is_answer_due:
             self._pace.wait(has_work=self._is_device_busy and (self._planner.has_work or bool(self._inbox)))
-        self._pace.stay_awake(lambda: self._has_something_to_do)
+        self._pace.stay_awake(lambda: self.has_something_to_do)
         with self._condition:
-            while not self._has_something_to_do:
+            while not self.has_something_to_do:
                 self._condition.wait()
             if self._is_closed:
                 return False
@@ -412,11 +429,12 @@ class Engine:
         return bool(flying) and (len(flying) >= self._runner.depth or flying[0].launched.is_done())
 
     @property
-    def _has_something_to_do(self) -> bool:
+    def has_something_to_do(self) -> bool:
+        """The next turn would not wait for somebody else."""
         return bool(self._in_flight or self._planner.has_work or self._inbox or self._messages or self._is_closed)
 
     def _launch_next(self) -> None:
-        planned_s, is_alone = time.perf_counter(), not self._in_flight
+        planned_s, is_alone = self.clock.now_s(), not self._in_flight
         steps = self._planner.plan()
         if not steps:
             return
@@ -427,7 +445,7 @@ class Engine:
             for step in steps:
                 self._fail(step)
             return
-        launched_s = time.perf_counter()
+        launched_s = self.clock.now_s()
         work = _work_of(steps, self.costs)
         self._pace.launched(planned_s, launched_s, self.costs.predict_s(*work))
         for step in steps:
@@ -451,7 +469,7 @@ class Engine:
             for step in batch.steps:
                 self._fail(step)
             return
-        ended_s = time.perf_counter()
+        ended_s = self.clock.now_s()
         self._count("batches")
         self.device_s += seconds
         self._pace.worked(ended_s, seconds)
@@ -469,7 +487,7 @@ class Engine:
                 self._release(step)
         answered_s = sum(step.work.estimate_s for step in batch.steps if step.work.is_finished)
         if batch.is_alone and not self._in_flight:
-            self._pace.answered_alone(time.perf_counter() - batch.planned_s - seconds)
+            self._pace.answered_alone(self.clock.now_s() - batch.planned_s - seconds)
         self._pace.done(ended_s, answered_s, has_more=self._backlog.num_works > 0)
         self._pace.ended(ended_s, sum(self.costs.predict_s(*later.work) for later in self._in_flight))
 
@@ -486,7 +504,7 @@ class Engine:
             if step.entry.pins == 1:  # else another batch is still writing to it, and spills it when it ends
                 self.tiers.spill(step.entry, work, ahead_s=self.queued_s)
         self._release(step)
-        work.ended_s = ended_s = time.perf_counter()
+        work.ended_s = ended_s = self.clock.now_s()
         if self.answered_s is None:
             self.answered_s = time.time()
         self.compute_times.observe(work.computed_s)
@@ -507,7 +525,7 @@ class Engine:
             life_s = self.trigger.life_s
         self.tiers.device.hold(entry, self.clock.now_s() + life_s)
         self._count("signal_done")
-        self.recent.signalled(work, time.perf_counter())
+        self.recent.signalled(work, self.clock.now_s())
         self._finish(work, Answer(_NO_ITEMS, _NO_SCORES, work.key.version, work.source, entry.length), None)
 
     def _release(self, step: EngineStep) -> None:

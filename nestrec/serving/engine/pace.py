@@ -4,9 +4,9 @@ Planned as late as keeps the device busy, a batch also holds what came a moment 
 launch are learned, and the end of the batch before is predicted. One that ends early is seen by looking.
 """
 
-import time
 from collections.abc import Callable
 
+from nestrec.base.clock import Clock, RealClock
 from nestrec.serving.engine.spin import Calls, Spin
 
 _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 5e-5, 1e-3
@@ -26,16 +26,16 @@ _SLOWNESS_WINDOW_S, _SLOWNESS_SMOOTH, _MOST_SLOWNESS = 0.2, 0.3, 10.0
 class EnginePace:
     """Used on the engine's thread."""
 
-    def __init__(self, *, spins: bool):
+    def __init__(self, *, spins: bool, clock: Clock | None = None):
         """spins: the thread keeps its core busy while there is work."""
-        self.spins = spins
+        self.spins, self._clock = spins, clock or RealClock()
         self._spin = Spin() if spins else None
         self._calls = Calls()
         self._busy_until_s = 0.0
         self._lead_s, self._spread_s = 1e-3, 2e-4  # of late, from plan to launch
         self.busy_share = 1.0
         """of its time of late for which the device has worked"""
-        self._window_began_s, self._window_worked_s = time.perf_counter(), 0.0
+        self._window_began_s, self._window_worked_s = self._clock.now_s(), 0.0
         self.host_s = 0.0
         """of a batch by itself, beside the device's: from its plan to its last answer, of late"""
         self.slowness = 1.0
@@ -81,12 +81,12 @@ class EnginePace:
     @property
     def turn_in_s(self) -> float:
         """Until the next batch is to be planned, while one is on its way."""
-        return self._busy_until_s - (self._lead_s + 2 * self._spread_s) - time.perf_counter()
+        return self._busy_until_s - (self._lead_s + 2 * self._spread_s) - self._clock.now_s()
 
     def wait(self, *, has_work: bool) -> None:
         """A part of the time until the next batch is to be planned, or until one on its way ends: what arrives
         meanwhile can wait for the next turn."""
-        left_s, turn_in_s = self._busy_until_s - time.perf_counter(), self.turn_in_s
+        left_s, turn_in_s = self._busy_until_s - self._clock.now_s(), self.turn_in_s
         has_turn = has_work or turn_in_s > 0
         if self._spin is not None:
             self._spin.wait(max(_SHORTEST_SPIN_S, min(_LOOKED_FOR * left_s, turn_in_s if has_turn else left_s)))
@@ -94,7 +94,7 @@ class EnginePace:
         wait_s = min(max(_SHORTEST_SLEEP_S, left_s / 2), _LONGEST_SLEEP_S)
         wait_s = min(wait_s, turn_in_s) if has_turn else wait_s
         if wait_s > 0:
-            time.sleep(wait_s)
+            self._clock.sleep(wait_s)
 
     def call(self) -> None:
         """There is something to do; by any thread, one at a time."""
@@ -104,7 +104,7 @@ class EnginePace:
         """A moment before sleeping: requests come in bursts, and a core that slept is slow for the first of them."""
         if self._spin is None:
             return
-        seen, end_s = self._calls.count, time.perf_counter() + _AWAKE_S
+        seen, end_s = self._calls.count, self._clock.now_s() + _AWAKE_S
         if not has_something_to_do():
-            while self._calls.count == seen and (left_s := end_s - time.perf_counter()) > 0:
+            while self._calls.count == seen and (left_s := end_s - self._clock.now_s()) > 0:
                 self._spin.wait_for_call(left_s, self._calls, seen)

@@ -1,6 +1,5 @@
 """What waits for an engine: requests to rank and signals to compute a prefix ahead."""
 
-import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -55,6 +54,8 @@ class Work:
     key: CacheKey
     tokens: Tokens
     candidates: Candidates | None
+    arrived_s: float
+    """by the engine's clock, as all moments here: `perf_counter` but in simulations"""
     deadline_s: float
     estimate_s: float
     """device seconds that it was admitted with"""
@@ -72,16 +73,14 @@ class Work:
     """of the candidates so far"""
     is_finished: bool = False
     """answered, refused or cancelled"""
-    arrived_s: float = field(default_factory=time.perf_counter)
-    """`perf_counter`"""
     computed_s: float = 0.0
     """device seconds of the batches that it had a part in"""
     planned_s: float = 0.0
-    """`perf_counter` when its last batch began to be put together"""
+    """when its last batch began to be put together"""
     launched_s: float = 0.0
-    """`perf_counter` when that batch had been given to the device"""
+    """when that batch had been given to the device"""
     ended_s: float = 0.0
-    """`perf_counter` when it was answered"""
+    """when it was answered"""
     _content: tuple[int, bytes] = (0, b"")
     """of how many tokens, and what it is: asked for at every chunk of a signal"""
 

@@ -6,12 +6,15 @@ import math
 import queue
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from nestrec.base.clock import AgendaClock
+from nestrec.serving.client import NOBODY, Sender
 from nestrec.serving.engine.engine import Engine
 from nestrec.serving.engine.spin import Spin
 from nestrec.serving.engine.work import Answer, RefusedError, Work
@@ -139,47 +142,99 @@ def run_trial(
     The sender is a plain thread of the engine's process, as a front would be, since the event loop's clock ticks in
     milliseconds.
     """
-    at_s = arrivals(rate, load)
-    visits, bank = load.visits(at_s), bank_of(load.seed)
-    requests = [bank.request(load, *visit) for visit in visits]
-    is_stray = np.random.default_rng(load.seed).random(len(at_s)) < strays
-    ended_s, planned_s, launched_s, lateness_ms = (np.full(len(at_s), np.inf) for _ in range(4))
-    works: dict[int, Work] = {}  # of requests on their way: kept longer, their memory would have to be new each time
-    moments = [(at, False, number) for number, at in enumerate(at_s)] if sends_signals else []
-    moments = sorted(moments + [(at + load.signal_s, True, number) for number, at in enumerate(at_s)])
+    sent = _Sent(engine, load, rate, strays=strays)
     wait_until = _Clock(Spin() if engine.spins else None).wait_until
-    start_s = time.perf_counter() + 0.01
-
-    def answered(number: int, future: "Future[Answer]") -> None:
-        work = works.pop(number)
-        if future.exception() is None:
-            ended_s[number], planned_s[number], launched_s[number] = (
-                time.perf_counter(),
-                work.planned_s,
-                work.launched_s,
-            )
-
-    for moment_s, is_rank, number in moments:
-        wait_until(start_s + moment_s)
-        user, (history, candidates) = f"{visits[number][0]}", requests[number]
-        if not is_rank:
-            with contextlib.suppress(RefusedError):
-                engine.preinfer(user, history, candidates.now_ms, len(candidates), timeout_s=_TIMEOUT_S)
-            continue
-        lateness_ms[number] = (time.perf_counter() - start_s - moment_s) * 1e3
-        name = f"{user}.{number}" if is_stray[number] else user  # whoever comes by chance finds nothing of theirs
-        with contextlib.suppress(RefusedError):
-            works[number] = work = engine.rank(name, history, candidates, timeout_s=_TIMEOUT_S)
-            work.future.add_done_callback(functools.partial(answered, number))
+    sent.start_s = time.perf_counter() + 0.01
+    for moment_s, send in sent.agenda(sends_signals=sends_signals):
+        wait_until(sent.start_s + moment_s)
+        send()
     engine.wait_until_idle(_TIMEOUT_S)
-    device_share = engine.device_s / (time.perf_counter() - start_s)
-    asked_s, counted = start_s + load.signal_s + at_s, at_s >= load.warm_s
-    latency_ms = (ended_s - asked_s) * 1e3
-    span_s = float(at_s[-1]) - load.warm_s
-    trial = Trial(rate, latency_ms[counted], float(np.quantile(lateness_ms[counted], 0.99)), span_s)
-    chosen = counted & np.isfinite(latency_ms)
-    parts = _parts(*(times_s[chosen] for times_s in (asked_s, planned_s, launched_s, ended_s)))
-    return RelayOutcome(trial=trial, counts=engine.counts, parts={**parts, "device_share": round(device_share, 3)})
+    return sent.outcome()
+
+
+def simulate_trial(
+    engine: Engine, clock: AgendaClock, load: RelayLoad, rate: float, *, sends_signals: bool, way_s: float = 0.0
+) -> RelayOutcome:
+    """The same in simulated time, by an engine without a thread. way_s: from the sender to the engine and back."""
+    sent = _Sent(engine, load, rate, way_s=way_s)
+    sent.start_s = clock.now_s()
+    for moment_s, send in sent.agenda(sends_signals=sends_signals):
+        clock.at(sent.start_s + moment_s, send)
+    take_turns(engine, clock)
+    return sent.outcome()
+
+
+def take_turns(engine: Engine, clock: AgendaClock) -> None:
+    """Until nothing is left to do, now or later."""
+    while engine.has_something_to_do or clock.next_s < math.inf:
+        if engine.has_something_to_do:
+            engine.turn()
+        else:
+            clock.sleep(max(0.0, clock.next_s - clock.now_s()))
+
+
+class _Sent:
+    """Signals and requests of one trial, and what became of them. Moments are of the engine's clock."""
+
+    def __init__(self, engine: Engine, load: RelayLoad, rate: float, *, strays: float = 0.0, way_s: float = 0.0):
+        self._engine, self._load, self._rate, self._way_s, self.start_s = engine, load, rate, way_s, 0.0
+        self._at_s = arrivals(rate, load)
+        self._visits, bank = load.visits(self._at_s), bank_of(load.seed)
+        self._requests = [bank.request(load, *visit) for visit in self._visits]
+        self._is_stray = np.random.default_rng(load.seed).random(len(self._at_s)) < strays
+        self._ended_s, self._planned_s, self._launched_s, self._lateness_ms = (
+            np.full(len(self._at_s), np.inf) for _ in range(4)
+        )
+        # Works on their way: kept longer, their memory would have to be new each time.
+        self._works: dict[int, Work] = {}
+
+    def agenda(self, *, sends_signals: bool) -> list[tuple[float, Callable[[], None]]]:
+        """What is to be sent, and when after the start, in order."""
+        numbers = range(len(self._at_s))
+        ranks = [(self._at_s[i] + self._load.signal_s, functools.partial(self._rank, i)) for i in numbers]
+        signals = [(self._at_s[i], functools.partial(self._signal, i)) for i in numbers if sends_signals]
+        return sorted([*signals, *ranks], key=lambda one: one[0])
+
+    def outcome(self) -> RelayOutcome:
+        """When all have been answered or given up."""
+        load, at_s = self._load, self._at_s
+        device_share = self._engine.device_s / (self._engine.clock.now_s() - self.start_s)
+        asked_s, counted = self.start_s + load.signal_s + at_s, at_s >= load.warm_s
+        latency_ms = (self._ended_s + self._way_s - asked_s) * 1e3
+        span_s = float(at_s[-1]) - load.warm_s
+        late_ms = float(np.quantile(self._lateness_ms[counted], 0.99))
+        trial = Trial(self._rate, latency_ms[counted], late_ms, span_s)
+        chosen = counted & np.isfinite(latency_ms)
+        times = (asked_s, self._planned_s, self._launched_s, self._ended_s)
+        parts = _parts(*(times_s[chosen] for times_s in times))
+        share = {"device_share": round(device_share, 3)}
+        return RelayOutcome(trial=trial, counts=self._engine.counts, parts={**parts, **share})
+
+    def _signal(self, number: int) -> None:
+        history, candidates = self._requests[number]
+        with contextlib.suppress(RefusedError):
+            self._engine.preinfer(self._user(number), history, candidates.now_ms, len(candidates), timeout_s=_TIMEOUT_S)
+
+    def _rank(self, number: int) -> None:
+        (history, candidates), now_s = self._requests[number], self._engine.clock.now_s()
+        self._lateness_ms[number] = (now_s - self.start_s - self._at_s[number] - self._load.signal_s) * 1e3
+        name = self._user(number)
+        if self._is_stray[number]:  # whoever comes by chance finds nothing of theirs
+            name = f"{name}.{number}"
+        sender = Sender(began_s=now_s - self._way_s) if self._way_s else NOBODY
+        with contextlib.suppress(RefusedError):
+            work = self._engine.rank(name, history, candidates, timeout_s=_TIMEOUT_S, sender=sender)
+            self._works[number] = work
+            work.future.add_done_callback(functools.partial(self._answered, number))
+
+    def _user(self, number: int) -> str:
+        return f"{self._visits[number][0]}"
+
+    def _answered(self, number: int, future: "Future[Answer]") -> None:
+        work = self._works.pop(number)
+        if future.exception() is None:
+            self._ended_s[number] = self._engine.clock.now_s()
+            self._planned_s[number], self._launched_s[number] = work.planned_s, work.launched_s
 
 
 class _Clock:
