@@ -11,9 +11,13 @@ A prefix counts as live until it is consumed or until T_life = P99(ready to cons
 law the live cap is the bound on admissions a second of the formulas that this follows. The budget is what a user sees,
 so the device is not all of it: t_host is the host's part of a batch, for which the device waits, and t_way the time
 from a request's arrival to its engine and of the answer back, at the 90th percentile of late. `load` is the share of
-time that ranking all requests of late in full, each by itself, would have taken, and w99 what one then waits at the
-99th percentile: with less, those are signalled who would be late; with more, also those who would not, whose signals
-are then what others wait for.
+time that ranking all requests of late in full, each by itself, would take, and w99 what one then waits at the 99th
+percentile: with less, those are signalled who would be late; with more, also those who would not, whose signals are
+then what others wait for. Few requests of late say little about those to come, so two standard deviations are added
+(of a sum of as many terms as come at random): where half of the users are taken to be safe by chance, and are not,
+ranking is late for more than one in a hundred.
+
+    load = (sum of s + 2 sqrt(sum of s^2)) / span                  over the requests of the last half second
 
 `foresee` is the first half alone, from numbers that whoever routes a request knows without its history. Computing ahead
 moves work and does not save any, so it is for those who would be late: who is short, or not at risk, sends no signal.
@@ -33,7 +37,7 @@ from nestrec.serving.prefix.cache import CacheKey
 
 USUAL_CANDIDATES = 256
 """of a ranking request to come, where a signal does not say"""
-_LOAD_WINDOW_S, _SHORTEST_SPAN_S = 0.5, 0.1
+_LOAD_WINDOW_S, _SHORTEST_SPAN_S, _DEVIATIONS = 0.5, 0.1, 2.0
 _FEWEST_LIVES, _REFRESH_EVERY = 16, 8
 _P99, _HIGHEST_LOAD, _NEWTON_STEPS = 0.99, 0.99, 8
 _WAYS, _WAYS_EVERY, _WAY_QUANTILE, _LONGEST_WAY_S = 256, 16, 0.9, 10.0
@@ -102,7 +106,7 @@ class Trigger:
         self._num_lives = 0
         self._life_s = cfg.first_life_s
         self._offered: deque[tuple[float, float]] = deque()  # when, seconds in full
-        self._offered_s = 0.0
+        self._offered_s = self._offered_squares = 0.0
         self._ways: deque[float] = deque(maxlen=_WAYS)
         self._num_ways = 0
         self.way_s = 0.0
@@ -156,6 +160,7 @@ class Trigger:
         """A ranking request has come that would take so long in full, with the host's part."""
         self._offered.append((self._clock.now_s(), served_s))
         self._offered_s += served_s
+        self._offered_squares += served_s**2
         self._forget_offered()
 
     def came(self, way_s: float) -> None:
@@ -168,15 +173,19 @@ class Trigger:
     def _forget_offered(self) -> None:
         now_s = self._clock.now_s()
         while self._offered and self._offered[0][0] < now_s - _LOAD_WINDOW_S:
-            self._offered_s -= self._offered.popleft()[1]
+            _, served_s = self._offered.popleft()
+            self._offered_s -= served_s
+            self._offered_squares -= served_s**2
+        if not self._offered:  # rounding does not pile up
+            self._offered_s = self._offered_squares = 0.0
 
     def _queue_tail_s(self, served_s: float) -> float:
         """w99"""
         now_s = self._clock.now_s()
         self._forget_offered()
         span_s = max(now_s - self._offered[0][0], _SHORTEST_SPAN_S) if self._offered else _LOAD_WINDOW_S
-        self._offered_s = self._offered_s if self._offered else 0.0  # rounding does not pile up
-        return served_s * waited_p99(self._offered_s / span_s)
+        most_s = self._offered_s + _DEVIATIONS * math.sqrt(max(0.0, self._offered_squares))
+        return served_s * waited_p99(most_s / span_s)
 
     def consumed(self, key: CacheKey) -> None:
         """Ranking has read the prefix, or it is gone: it no longer counts as live."""

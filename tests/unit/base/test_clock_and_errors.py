@@ -1,6 +1,6 @@
 import pytest
 
-from nestrec.base.clock import RealClock, SimulatedClock
+from nestrec.base.clock import AgendaClock, RealClock, SimulatedClock
 from nestrec.base.errors import DamagedError, UserError, did_you_mean
 
 
@@ -9,6 +9,18 @@ def test_the_simulated_clock_moves_only_when_told() -> None:
     assert clock.now_s() == clock.now_s() == 3.0
     clock.sleep(0.5)
     assert clock.now_s() == 3.5
+
+
+def test_what_is_due_happens_in_order_and_at_its_moment_while_somebody_sleeps() -> None:
+    clock, seen = AgendaClock(), list[tuple[str, float]]()
+    clock.at(2.0, lambda: seen.append(("second", clock.now_s())))
+    clock.at(1.0, lambda: (seen.append(("first", clock.now_s())), clock.at(1.5, lambda: seen.append(("then", 1.5)))))
+    clock.at(2.0, lambda: seen.append(("third", clock.now_s())))
+    clock.sleep(0.5)
+    assert (seen, clock.next_s) == ([], 1.0)
+    clock.sleep(1.5)
+    assert seen == [("first", 1.0), ("then", 1.5), ("second", 2.0), ("third", 2.0)]
+    assert (clock.now_s(), clock.next_s) == (2.0, float("inf"))
 
 
 def test_the_real_clock_never_goes_back() -> None:

@@ -51,6 +51,19 @@ def test_load_puts_requests_at_risk_that_alone_would_be_safe():
     assert list(shares.values()) == [0.0, 1.0]
 
 
+def test_few_requests_of_late_say_little_about_those_to_come():
+    """The same load of a few long requests may be twice as high in a moment."""
+    reasons = {}
+    for count in (8, 800):
+        served_s = 0.08 / count
+        trigger, clock = make(budget_ms=2.8e3 * served_s, short_share=0.0)
+        for _ in range(count):
+            clock.sleep(0.5 / count)
+            trigger.offered(served_s)
+        reasons[count] = decide(trigger, 1, full_rank_s=served_s).reason
+    assert reasons == {8: "admitted", 800: "safe"}
+
+
 @pytest.mark.parametrize("load", [0.005, 0.05, 0.1, 0.2, 0.34, 0.5, 0.7])
 def test_what_one_waits_is_what_one_waits_in_a_queue(load):
     """Where the load is small, too: requests that would be in time anyhow are not signalled."""

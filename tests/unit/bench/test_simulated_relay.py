@@ -1,0 +1,102 @@
+"""Engines in simulated time: a device that was measured is fitted, nothing is left to chance, and the relay is in time
+wherever full inference is."""
+
+import json
+
+import pytest
+
+from nestrec.base.errors import UserError
+from nestrec.bench.serving.relay import measure_relay
+from nestrec.bench.serving.relay_bed import RelayBench
+from nestrec.bench.serving.relay_modes import MODES
+from nestrec.bench.serving.relay_simulated import SimulatedBed
+from nestrec.models.hstu import HSTUConfig
+from nestrec.serving.engine.simulated import DeviceCosts, costs_of_rows
+
+COSTS = DeviceCosts((0.35, 2e-3, 6e-7, 2e-4, 1.4e-6))
+"""4 ms for 1,024 tokens, 0.8 ms for 256 candidates against them: an H200 with eight times as many of HSTU-8x1024"""
+ENCODER = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, position_bias=False)
+
+
+def extents(tokens, candidates):
+    return {"prefix": (0, tokens, 0), "rank": (tokens, 0, candidates), "full": (0, tokens, candidates)}
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """A file as `nestrec bench engine` writes it."""
+    rows = [
+        {"model": "tables", "step": step, "tokens": tokens, "candidates": extent[2], "ms": COSTS.milliseconds([extent])}
+        for tokens in (512, 1024, 2048)
+        for candidates in (64, 256)
+        for step, extent in extents(tokens, candidates).items()
+    ]
+    file = tmp_path_factory.mktemp("costs") / "engine.json"
+    file.write_text(json.dumps({"rows": rows}))
+    return file
+
+
+def bench_of(measured, **changes):
+    return RelayBench(
+        encoder=ENCODER, costs_of=str(measured), history=(512,), candidates=(256,), returning=(0.0,), duration_s=1.5,
+        fewest=400, dram_bytes=0, modes=("full", "relay"), **changes,
+    )  # fmt: skip
+
+
+def test_costs_are_fitted_to_what_was_measured(measured):
+    found, error = costs_of_rows(json.loads(measured.read_text())["rows"], "tables")
+    assert error < 1e-3
+    for extent in extents(1500, 100).values():
+        assert found.milliseconds([extent] * 3) == pytest.approx(COSTS.milliseconds([extent] * 3), rel=1e-2)
+
+
+def test_no_cost_is_below_zero():
+    odd = DeviceCosts.fitted([((0, 512, 0), 3.0), ((0, 1024, 0), 2.0), ((512, 0, 64), 0.1)])
+    assert min(odd.values) >= 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [({"costs_of": "/nowhere.json"}, "costs_of"), ({"costs_of_model": "other"}, "costs_of_model"),
+     ({"modes": ("relay_dram",)}, "modes")],
+)  # fmt: skip
+def test_what_cannot_be_simulated_is_refused_by_name(measured, changes, field):
+    with pytest.raises(UserError) as caught:
+        list(measure_relay(RelayBench(**{"encoder": ENCODER, "costs_of": str(measured), **changes})))
+    assert caught.value.field == field
+
+
+def test_a_request_alone_takes_what_device_host_and_way_take_together(measured):
+    bed = SimulatedBed(bench_of(measured, host_ms=0.5, way_ms=1.25))
+    load = bed.load(512, 256, 0.0)
+    assert bed.unloaded_ms(load) == pytest.approx(bed.costs(load).full_ms + 1.75, abs=0.06)
+
+
+def test_the_same_trial_gives_the_same_numbers(measured):
+    outcomes = []
+    for _ in range(2):
+        bed = SimulatedBed(bench_of(measured))
+        outcome = bed.trial(MODES["relay"], bed.load(512, 256, 0.5), 150.0, 13.0)
+        outcomes.append((outcome.trial.latency_ms.tolist(), outcome.counts, outcome.parts))
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0][1]["rank_device"] > 0
+
+
+@pytest.mark.parametrize(
+    ("budget", "rates"), [(3.0, (65, 71, 77)), (6.0, (166, 178, 182))], ids=["short budget", "long budget"]
+)
+def test_the_relay_is_in_time_where_full_inference_begins_to_be_late(measured, budget, rates):
+    """There half of the users were once taken to be safe, by chance, and were not."""
+    bed = SimulatedBed(bench_of(measured))
+    load = bed.load(512, 256, 0.0)
+    slo_ms = budget * bed.unloaded_ms(load)
+    late = [rate for rate in rates if not bed.trial(MODES["relay"], load, float(rate), slo_ms).trial.meets(slo_ms)]
+    assert late == []
+    assert not bed.trial(MODES["full"], load, 2.0 * rates[-1], slo_ms).trial.meets(slo_ms)
+
+
+def test_rows_say_that_they_are_emulated_and_of_what(measured):
+    rows = list(measure_relay(bench_of(measured, at_least=0.95, search_s=5.0, rounds=0, factor=1.5)))
+    assert [row["mode"] for row in rows] == ["full", "relay"]
+    assert all(row["emulated"] and row["device"] == "simulated" and row["costs_of_model"] == "tables" for row in rows)
+    assert rows[1]["max_qps"] >= 0.95 * rows[0]["max_qps"] > 0
