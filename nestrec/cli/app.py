@@ -1,6 +1,7 @@
 """The command line: nestrec {demo, prepare, train, plan, eval, export, serve, replay, report, doctor, bench}.
 
-Heavy imports stand inside the commands, so that `nestrec --help` answers at once.
+Heavy imports stand inside the commands, so that `nestrec --help` answers at once. Below its first paragraph, help keeps
+the lines of a docstring: they fit a terminal of 80 columns. Examples are a list there, and on the page of commands too.
 """
 
 import os
@@ -23,8 +24,20 @@ from nestrec.cli.help import with_plain_flags
 from nestrec.cli.said_once import say_once
 
 app = typer.Typer(
-    help="Train and serve large sequence recommenders. Start with [bold]nestrec demo[/bold]: it needs no data and "
-    "takes a few minutes on two cores.",
+    help="""Train and serve large sequence recommenders.
+
+    Start with [bold]nestrec demo[/bold]: it needs no data and takes a few minutes on two
+    cores. Then, with a log of your own:
+
+    - [bold]nestrec prepare log events.csv data/mine --log.user uid --log.item iid
+      --log.time ts --log.time_unit iso[/bold]
+    - [bold]nestrec train auto --data.folder data/mine --output runs/mine[/bold]
+    - [bold]nestrec report runs/mine[/bold]
+    - [bold]nestrec export runs/mine models/mine[/bold]
+    - [bold]nestrec serve --model models/mine[/bold]
+
+    [bold]nestrec COMMAND --help[/bold] shows examples of each command.
+    """,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -63,11 +76,15 @@ def train(  # noqa: PLR0917
 ) -> None:
     """Train a recipe, then measure its best epoch on the test part.
 
-    Started again on the same folder, it goes on from the last checkpoint. Any field of the recipe can be changed by its
-    dotted name: [bold]nestrec train demo --training.epochs 3 --task.encoder.num_layers 4[/bold];
-    [bold]nestrec options train demo[/bold] lists them. [bold]nestrec train auto --data.folder data/mine[/bold] reads
-    the card of a dataset and chooses task, model, sizes, loss, split and rates, with reasons. On several ranks of this
-    machine: [bold]nestrec launch -n 2 train demo[/bold]; under torchrun the same command trains on all ranks.
+    Started again on the same folder, it goes on from the last checkpoint.
+
+    - [bold]nestrec train demo --training.epochs 3[/bold]: any field of a recipe can be
+      changed by its dotted name; [bold]nestrec options train demo[/bold] lists them.
+    - [bold]nestrec train auto --data.folder data/mine --output runs/mine[/bold]: reads
+      the card of a dataset and chooses task, model, sizes, loss, split and
+      rates, with reasons.
+    - [bold]nestrec launch -n 2 train demo[/bold]: on two ranks of this machine. Under
+      torchrun the same command trains on all ranks.
     """
     with loading():
         from nestrec.cli.training import train_run
@@ -103,9 +120,12 @@ def tune(
 ) -> None:
     """Search for better options of a recipe, judged by its best validation, within a number of runs or minutes.
 
-    [bold]nestrec tune auto --data.folder data/mine --output runs/tune --search optimizer.learning_rate=1e-4..1e-2
-    --search task.encoder.dim=32,64,128 --runs 20 --minutes 60[/bold]. Other dotted options hold for all tries. Killed
-    and started again, it goes on with the try that was under way.
+    - [bold]nestrec tune auto --data.folder data/mine --output runs/tune --runs 20
+      --search optimizer.learning_rate=1e-4..1e-2
+      --search task.encoder.dim=32,64,128 --minutes 60[/bold]
+
+    Other dotted options hold for all tries. Killed and started again, it goes on
+    with the try that was under way.
     """
     from nestrec.cli.tuning import by_training, parse_search
     from nestrec.cli.tuning import tune as tune_recipe
@@ -129,9 +149,13 @@ def launch(
 ) -> None:
     """Run a command on several ranks of this machine: nestrec launch -n 2 train demo.
 
-    A thin wrapper of torchrun. The exit code is that of the ranks: 0, 2 a mistake of the user, 70 a loss that is not
-    finite, 75 saved and stopped by a signal, 76 a rank was lost; a line says which. Several machines and restarts:
-    docs/many-machines.md.
+    - [bold]nestrec launch -n 2 train demo --output runs/two[/bold]
+    - [bold]nestrec launch -n 2 recommend runs/mine --output recs.parquet[/bold]
+
+    A thin wrapper of torchrun. A line says how it ended, and the exit code is
+    that of the ranks: 0 done, 2 a mistake of the user, 70 a loss that is not
+    finite, 75 saved and stopped by a signal, 76 a rank was lost. Several
+    machines and restarts: docs/many-machines.md.
     """
     with loading():
         from nestrec.cli.launch import launch as run_ranks
@@ -167,9 +191,12 @@ def plan(
 ) -> None:
     """Search for the quickest way to run a recipe on a cluster that you may not have yet.
 
-    Tries schedules, micro-batches, replicas of the tables, stores, balance and window cache by simulation, within the
-    memory that there is: [bold]nestrec plan demo --cluster h100-ib400 --hosts 4 --batch.batch_samples 4096[/bold]. Any
-    field of the recipe can be changed as in `train`.
+    - [bold]nestrec plan demo --cluster h100-ib400 --hosts 4
+      --batch.batch_samples 4096[/bold]: any field of the recipe can be changed as in
+      `train`.
+
+    Tries schedules, micro-batches, replicas of the tables, stores, balance and
+    window cache by simulation, within the memory that there is.
     """
     from nestrec.bench.harness.frame import make_frame, save_frame
     from nestrec.cli.plan import open_cluster, plan_run
@@ -194,8 +221,12 @@ def plan(
 def demo(context: typer.Context, output: Annotated[Path, typer.Option(help="Run folder.")] = Path("runs/demo")) -> None:
     """Train on two ranks beside baselines, show that a fast schedule keeps the bits of the slow one, export and serve.
 
-    Synthetic logs, no download, at most three minutes on two cores. Ends with the path of a report. Fields of the
-    recipe can be changed as in `train`.
+    - [bold]nestrec demo[/bold]
+    - [bold]nestrec demo --output runs/wide --task.encoder.dim 64[/bold]: fields of the
+      recipe can be changed as in `train`.
+
+    Synthetic logs, no download, at most three minutes on two cores. Ends with
+    the path of a report.
     """
     with loading():
         from nestrec.cli.demo import run_demo
@@ -205,7 +236,12 @@ def demo(context: typer.Context, output: Annotated[Path, typer.Option(help="Run 
 
 @app.command()
 def recipes() -> None:
-    """List the recipes that `train` knows."""
+    """List the recipes that `train` knows.
+
+    - [bold]nestrec recipes[/bold]
+
+    A recipe is a model with its task, data and options, known by a name.
+    """
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -229,7 +265,10 @@ def list_options(
 ) -> None:
     """List a command's dotted options with their values and meaning: nestrec options train demo learning_rate.
 
-    Without a command, lists the commands that have such options.
+    - [bold]nestrec options train demo[/bold]: all options of a recipe.
+    - [bold]nestrec options train demo learning_rate[/bold]: those whose name or meaning
+      holds the word.
+    - [bold]nestrec options[/bold]: the commands that have such options.
     """
     from nestrec.cli.options import show_commands, show_options
 
@@ -245,7 +284,13 @@ def evaluate(
     part: Annotated[str, typer.Option(help="valid or test.")] = "test",
     last: Annotated[bool, typer.Option("--last", help="The last weights instead of the best ones.")] = False,
 ) -> None:
-    """Measure a trained run on held-out data, beside its baselines. RUN/eval keeps the result of the best weights."""
+    """Measure a trained run on held-out data, beside its baselines. RUN/eval keeps the result of the best weights.
+
+    - [bold]nestrec eval runs/mine[/bold]: the test part, with the weights of the best
+      epoch.
+    - [bold]nestrec eval runs/mine --part valid --last[/bold]: the validation part, with
+      the last weights.
+    """
     from nestrec.cli.training import evaluate_run
 
     if part not in ("valid", "test"):
@@ -265,12 +310,16 @@ def export(
 ) -> None:
     """Write a run as a servable folder: safetensors and JSON with digests, nothing executable.
 
-    A request must tell what the model reads, unless the export names a default ([bold]nestrec options export[/bold]
-    lists them): [bold]nestrec export runs/mine models/mine --defaults.actions click --defaults.features.device
-    phone[/bold]. Answers say where one was taken.
+    - [bold]nestrec export runs/mine models/mine[/bold]
+    - [bold]nestrec export runs/mine models/mine --defaults.actions click
+      --defaults.features.device phone[/bold]: a request must tell what the model
+      reads, unless the export names a default. Answers say where one was taken.
+    - [bold]nestrec export runs/mine models/small --dtype bfloat16 --tables int8[/bold]:
+      weights and tables in fewer bits. What that costs is measured on the run's
+      validation part, shown, and kept in the manifest; with [bold]--prefixes fp8[/bold]
+      for prefixes of 8 bits.
 
-    [bold]--dtype bfloat16 --tables int8[/bold] writes weights and tables in fewer bits. What that costs is measured on
-    the run's validation part, shown, and kept in the manifest; with [bold]--prefixes fp8[/bold] for prefixes of 8 bits.
+    [bold]nestrec options export[/bold] lists all options.
     """
     from nestrec.base.config import with_overrides
     from nestrec.report import progress_for
@@ -310,8 +359,10 @@ def publish(
 ) -> None:
     """Publish a run as the newest version at an address, for servers that follow it (`nestrec serve --follow`).
 
-    A run publishes by itself as it goes on: [bold]nestrec train demo --publish.address published/demo
-    --publish.every_steps 100[/bold]; then each version holds only what has changed since the one before.
+    - [bold]nestrec publish runs/mine published/mine[/bold]
+    - [bold]nestrec train demo --publish.address published/demo
+      --publish.every_steps 100[/bold]: a run publishes by itself as it goes on. Then
+      each version holds only what has changed since the one before.
     """
     from nestrec.report import progress_for
     from nestrec.serving.versions.publish_run import publish_run
@@ -334,10 +385,14 @@ def recommend(
 ) -> None:
     """Write the best items of very many users; the same command goes on after a kill.
 
-    Equal to /v1/recommend for each of them, asked at the moment of the last event. Several ranks share the work:
-    [bold]nestrec launch -n 2 recommend runs/mine --k 100 --output recs.parquet[/bold]. A Parquet file of users has the
-    columns user, items (lists of ids) and, where the model reads times, times_ms. [bold]nestrec options
-    recommend[/bold] lists the other options.
+    - [bold]nestrec recommend runs/mine --k 100 --output recs.parquet[/bold]
+    - [bold]nestrec launch -n 2 recommend runs/mine --k 100 --output recs.parquet[/bold]:
+      several ranks share the work.
+
+    Equal to /v1/recommend for each user, asked at the moment of the last event.
+    A Parquet file of users has the columns user, items (lists of ids) and, where
+    the model reads times, times_ms. [bold]nestrec options recommend[/bold] lists the other
+    options.
     """
     from nestrec.cli.batch import recommend_users
 
@@ -355,7 +410,14 @@ def embed(
     data: Annotated[Path | None, typer.Option(help="Dataset of the users; of a run its own.")] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda; auto takes a GPU where there is one.")] = "auto",
 ) -> None:
-    """Write vectors of users or items: the product of a user's and an item's is the item's score."""
+    """Write vectors of users or items: the product of a user's and an item's is the item's score.
+
+    - [bold]nestrec embed runs/mine --what items --output items.npy[/bold]
+    - [bold]nestrec embed models/mine --data data/mine --output users.parquet[/bold]
+
+    The same command goes on after a kill. [bold]nestrec options embed[/bold] lists the other
+    options.
+    """
     from nestrec.cli.batch import embed_all
 
     embed_all(model, what, users, output, data=data, device=device, words=context.args)
@@ -373,12 +435,18 @@ def serve(
 ) -> None:
     """Serve exported models over HTTP, on this machine only unless told otherwise; stops cleanly on SIGTERM.
 
-    One retrieval model answers /v1/recommend and /v1/rank; with a ranking model beside it, retrieval finds and ranking
-    orders. Options are dotted fields ([bold]nestrec options serve[/bold] lists them): [bold]nestrec serve --model
-    models/demo --port 8080 --service.engine.tiers.cache_bytes 4000000000[/bold]. Several instances on
-    this machine, each with a cache of its own, behind one address: [bold]--instances 3 --front gateway[/bold] (nginx,
-    ray). Versions that a run publishes are taken as they come: [bold]nestrec serve --model published/demo
-    --follow[/bold].
+    - [bold]nestrec serve --model models/demo[/bold]: one retrieval model answers
+      /v1/recommend and /v1/rank.
+    - [bold]nestrec serve --model models/finds --model models/orders[/bold]: with a
+      ranking model beside it, retrieval finds and ranking orders.
+    - [bold]nestrec serve --model models/demo --port 8080
+      --service.engine.tiers.cache_bytes 4000000000[/bold]: options are dotted fields;
+      [bold]nestrec options serve[/bold] lists them.
+    - [bold]nestrec serve --model models/demo --instances 3 --front gateway[/bold]:
+      several instances on this machine, each with a cache of its own, behind one
+      address (gateway, nginx or ray).
+    - [bold]nestrec serve --model published/demo --follow[/bold]: versions that a run
+      publishes are taken as they come.
     """
     from nestrec.base.config import with_overrides
     from nestrec.serving.api.process.signals import Signals
@@ -425,9 +493,12 @@ def swap(
 ) -> None:
     """Have a server, or every instance of a front, serve other models: warmed up first, one instance after the other.
 
-    Where one does not take them, all keep the old ones. A version that is named with its address stays until the
-    address is named alone: [bold]nestrec swap SERVER published/demo@9f2c41[/bold]. A key for administrators is read
-    from NESTREC_ADMIN_KEY.
+    - [bold]nestrec swap http://127.0.0.1:8000 models/newer[/bold]
+    - [bold]nestrec swap http://127.0.0.1:8000 published/demo@9f2c41[/bold]: a version that
+      is named with its address stays until the address is named alone.
+
+    Where one instance does not take them, all keep the old ones. A key for
+    administrators is read from NESTREC_ADMIN_KEY.
     """
     from nestrec.cli.fleet import as_seen_by_server, operate, served
 
@@ -436,7 +507,12 @@ def swap(
 
 @app.command()
 def rollback(address: _ADDRESS) -> None:
-    """Have a server, or every instance of a front, serve what it served before the last swap."""
+    """Have a server, or every instance of a front, serve what it served before the last swap.
+
+    - [bold]nestrec rollback http://127.0.0.1:8000[/bold]
+
+    A key for administrators is read from NESTREC_ADMIN_KEY.
+    """
     from nestrec.cli.fleet import operate, served
 
     typer.echo("\n".join(served(operate(address, "rollback", {}))))
@@ -447,7 +523,13 @@ def scale(
     address: _ADDRESS,
     instances: Annotated[int, typer.Argument(help="How many are to serve.")],
 ) -> None:
-    """Have a front start or stop instances while users ask; those of the others keep their slots."""
+    """Have a front start or stop instances while users ask; those of the others keep their slots.
+
+    - [bold]nestrec scale http://127.0.0.1:8000 5[/bold]
+
+    The front was started by `nestrec serve --instances N --front gateway` (or
+    another front). A key for administrators is read from NESTREC_ADMIN_KEY.
+    """
     from nestrec.cli.fleet import operate
 
     typer.echo(f"{operate(address, 'scale', {'instances': instances})['instances']} instances")
@@ -455,7 +537,12 @@ def scale(
 
 @app.command()
 def fleet(address: _ADDRESS) -> None:
-    """Tell what a server, or every instance of a front, serves."""
+    """Tell what a server, or every instance of a front, serves.
+
+    - [bold]nestrec fleet http://127.0.0.1:8000[/bold]
+
+    A key for administrators is read from NESTREC_ADMIN_KEY.
+    """
     from nestrec.cli.fleet import operate, served
 
     typer.echo("\n".join(served(operate(address, "fleet"))))
@@ -469,8 +556,11 @@ def key(
 ) -> None:
     """Make an API key: printed once, with its digest added to a file of keys. A running server takes it at once.
 
-    [bold]nestrec key shop --file keys.toml --expires 2027-01-01T00:00:00Z --requests_per_s 200[/bold]; [bold]nestrec
-    key ann --file keys.toml --role admin[/bold] (public, monitor or admin).
+    - [bold]nestrec key shop --file keys.toml --expires 2027-01-01T00:00:00Z
+      --requests_per_s 200[/bold]
+    - [bold]nestrec key ann --file keys.toml --role admin[/bold]: public, monitor or admin.
+
+    The server reads the file by `nestrec serve --safety.keys keys.toml`.
     """
     from nestrec.base.config import to_plain, with_overrides
     from nestrec.serving.safety.digests import digest_of, new_key
@@ -487,7 +577,11 @@ def key(
 def health(
     address: Annotated[str, typer.Argument(help="Where a server answers health checks.")] = "127.0.0.1:8001",
 ) -> None:
-    """Ask a server on this machine whether it lives: exit code 0 where it does. For a container's health check."""
+    """Ask a server on this machine whether it lives: exit code 0 where it does. For a container's health check.
+
+    - [bold]nestrec health 127.0.0.1:8001[/bold]: of a server that was started with
+      `--health_port 8001`.
+    """
     from nestrec.cli.health import check_health
 
     check_health(address)
@@ -503,9 +597,13 @@ def replay(
 ) -> None:
     """Put open-loop load on a server: latency counts from the intended moment, so stalls are not hidden.
 
-    Made-up users by default, or a recorded load ([bold]nestrec options replay[/bold] lists all options): [bold]nestrec
-    replay http://127.0.0.1:8000 --rate 100 --duration_s 20 --history 200 --candidates 256[/bold]; [bold]--finds rate
-    --slo_ms 50[/bold] searches for the largest rate.
+    - [bold]nestrec replay http://127.0.0.1:8000 --rate 100 --duration_s 20
+      --history 200 --candidates 256[/bold]
+    - [bold]nestrec replay http://127.0.0.1:8000 --finds rate --slo_ms 50[/bold]: searches
+      for the largest rate.
+
+    Users are made up by default; a recorded load can be given too.
+    [bold]nestrec options replay[/bold] lists all options.
     """
     from nestrec.base.config import with_overrides
     from nestrec.bench.harness.frame import write_frame
@@ -526,7 +624,12 @@ def report(
     run: Annotated[Path, typer.Argument(help="A folder that `nestrec train` wrote.")],
     cluster: Annotated[str | None, typer.Option(help="Add what a cluster would make of the run, simulated.")] = None,
 ) -> None:
-    """Write RUN/report.html: one self-contained page with curves, metrics, histograms, config and versions."""
+    """Write RUN/report.html: one self-contained page with curves, metrics, histograms, config and versions.
+
+    - [bold]nestrec report runs/mine[/bold]
+    - [bold]nestrec report runs/mine --cluster h100-ib400[/bold]: also what a cluster would
+      make of the run, simulated.
+    """
     from nestrec.cli.report import sample_recommendations
     from nestrec.report import progress_for, write_report
 
@@ -542,7 +645,10 @@ def report(
 
 @app.command()
 def doctor() -> None:
-    """Tell what this machine can do, and what is missing for the rest."""
+    """Tell what this machine can do, and what is missing for the rest.
+
+    - [bold]nestrec doctor[/bold]
+    """
     from rich.console import Console
 
     from nestrec.report.doctor import doctor_table, examine

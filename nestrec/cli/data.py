@@ -26,10 +26,17 @@ def prepare(
 ) -> None:
     """Turn interaction logs into a dataset: Parquet with one row a user, an items table and a card.
 
-    Options are dotted fields ([bold]nestrec options prepare log[/bold] lists them), for example a log of CSV, Parquet
-    or JSON lines: [bold]nestrec prepare log 'events/*.jsonl.gz' data/mine --log.user uid --log.item iid --log.time ts
-    --log.time_unit iso --log.actions click=clicked,buy=event:buy --items items.csv --users users.parquet[/bold]; a
-    synthetic set: [bold]nestrec prepare synthetic tiny data/tiny --num_users 500[/bold]. Bad rows are set aside in
+    - [bold]nestrec prepare log events.csv data/mine --log.user uid --log.item iid
+      --log.time ts --log.time_unit iso[/bold]: a log of CSV, Parquet or JSON lines, and
+      the names of its columns.
+    - [bold]nestrec prepare log 'events/*.jsonl.gz' data/mine --log.user uid
+      --log.item iid --log.time ts --log.actions click=clicked,buy=event:buy
+      --items items.csv --users users.parquet[/bold]: several files, what users did, and
+      tables of features.
+    - [bold]nestrec prepare synthetic tiny data/tiny --num_users 500[/bold]: a synthetic
+      set.
+
+    [bold]nestrec options prepare log[/bold] lists all options. Bad rows are set aside in
     quarantine.csv with their line and reason.
     """
     from nestrec.cli.cards import show_card
@@ -55,8 +62,10 @@ def append(
 ) -> None:
     """Add events to a dataset: ids keep their numbers, late events land in their place, a kill leaves it as it was.
 
-    Columns mean what they meant to `prepare`; options of its format change that, and name tables of what is new:
-    [bold]nestrec append today.parquet data/mine --items new-items.csv[/bold]. A file that is in the dataset already is
+    - [bold]nestrec append today.parquet data/mine --items new-items.csv[/bold]
+
+    Columns mean what they meant to `prepare`; options of its format change that,
+    and name tables of what is new. A file that is in the dataset already is
     refused.
     """
     from nestrec.cli.cards import show_card
@@ -72,7 +81,10 @@ def append(
 
 @app.command("compact")
 def compact_dataset(dataset: Annotated[Path, typer.Argument(help="A folder that `nestrec append` has grown.")]) -> None:
-    """Put what was appended to a dataset together with the rest, so that rows are read from one place again."""
+    """Put what was appended to a dataset together with the rest, so that rows are read from one place again.
+
+    - [bold]nestrec compact data/mine[/bold]
+    """
     from nestrec.data.growth.merging import compact
     from nestrec.report import progress_for
 
@@ -86,7 +98,10 @@ def restore_dataset(
     dataset: Annotated[Path, typer.Argument(help="A folder that `nestrec append` or `nestrec follow` has grown.")],
     generation: Annotated[int, typer.Option(help="Its number, from 0; the last ones are kept.")],
 ) -> None:
-    """Put an earlier generation of a dataset in force again; what came after it goes with the next append."""
+    """Put an earlier generation of a dataset in force again; what came after it goes with the next append.
+
+    - [bold]nestrec restore data/mine --generation 3[/bold]: its number, as `append` told it.
+    """
     from nestrec.data.growth.generations import restore
 
     card = restore(dataset, generation)
@@ -101,10 +116,15 @@ def follow(
 ) -> None:
     """Go on training with what a stream brings: window by window, each predicted before it is trained on.
 
-    A window closes by count or by event time ([bold]--window.events 10000[/bold], or [bold]--window.events none
-    --window.hours 1 --window.lateness_s 60[/bold]); its events are appended to the run's data, it is trained on and
-    saved. Killed at any moment and started again, it comes to the same bits. Fields of the run can be changed with
-    [bold]--run.NAME[/bold], such as --run.publish.address; [bold]nestrec options follow[/bold] lists the others.
+    - [bold]nestrec follow incoming --run runs/mine --window.events 10000[/bold]: a window
+      closes by count.
+    - [bold]nestrec follow kafka://localhost:9092/events --run runs/mine
+      --window.events none --window.hours 1 --window.lateness_s 60[/bold]: by event time.
+
+    The events of a window are appended to the run's data; it is trained on and
+    saved. Killed at any moment and started again, it comes to the same bits.
+    Fields of the run can be changed with [bold]--run.NAME[/bold], such as
+    --run.publish.address; [bold]nestrec options follow[/bold] lists the others.
     """
     with loading():
         from nestrec.cli.training import follow_run
@@ -114,7 +134,10 @@ def follow(
 
 @app.command()
 def describe(dataset: Annotated[Path, typer.Argument(help="A folder that `nestrec prepare` wrote.")]) -> None:
-    """Show what a dataset holds: coverage, cardinality and examples of its features, and what looks like a leak."""
+    """Show what a dataset holds: coverage, cardinality and examples of its features, and what looks like a leak.
+
+    - [bold]nestrec describe data/mine[/bold]
+    """
     from nestrec.cli.cards import show_dataset
 
     show_dataset(dataset)
@@ -122,7 +145,10 @@ def describe(dataset: Annotated[Path, typer.Argument(help="A folder that `nestre
 
 @app.command()
 def formats() -> None:
-    """List the formats that `prepare` reads; packages can add more by entry points of the group nestrec.formats."""
+    """List the formats that `prepare` reads; packages can add more by entry points of the group nestrec.formats.
+
+    - [bold]nestrec formats[/bold]
+    """
     from rich.console import Console
     from rich.table import Table
 

@@ -1,9 +1,14 @@
 """Mistakes on the command line: each ends with a message that names the field, and nothing is trained."""
 
+import inspect
+import re
+import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import typer.main
 from typer.testing import CliRunner
 
 import nestrec
@@ -228,6 +233,23 @@ def test_help_shows_no_type_of_flags() -> None:
         result = CliRunner().invoke(app, [*words, "--help"])
         assert result.exit_code == 0, words
         assert "bool" not in result.output, words
+
+
+def test_help_of_every_command_shows_examples_that_it_takes_in_lines_of_80_columns() -> None:
+    commands: dict[str, Any] = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    for name in sorted(set(commands) - {"bench"}):
+        text = inspect.cleandoc(commands[name].help)
+        rest = text.partition("\n\n")[2]
+        assert max(len(re.sub(r"\[/?bold\]", "", line)) for line in rest.splitlines()) <= 78, name
+        examples = [shlex.split(found) for found in re.findall(r"^- \[bold\]nestrec (.*?)\[/bold\]", rest, re.S | re.M)]
+        assert examples, f"{name} shows no example"
+        for example in examples:
+            words = example[example.index("-n") + 2 :] if example[0] == "launch" else example
+            words = ["demo" if word == "auto" else word for word in words]
+            own = {option for param in commands[words[0]].params for option in param.opts}
+            dotted = {word[2:]: words[i + 1] for i, word in enumerate(words) if word[:2] == "--" and word not in own}
+            if dotted:
+                with_overrides(config_of(words)[0], dotted)  # refuses what it does not know
 
 
 @pytest.mark.parametrize("inner", ["", "deeper/run"])
