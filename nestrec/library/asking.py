@@ -75,6 +75,14 @@ def plain_ids(items: Items, field: str) -> list[str | int]:
     return plain
 
 
+def plain_values(values: Any, field: str) -> dict[str, Any]:
+    """Named values as JSON would have them."""
+    plain = _plain(values)
+    if not isinstance(plain, Mapping):
+        raise UserError("are no named values", field=field, value=values, remedy='such as {"device": "web"}')
+    return dict(plain)
+
+
 def explained(error: BadRequestError, given: Mapping[str, Any]) -> UserError:
     """The error for Python users: with the value that was given, and what may be done."""
     field, value = error.field or "history", given

@@ -7,9 +7,11 @@ bytes on any number of ranks and however often the job was begun.
 
 import contextlib
 import hashlib
+import itertools
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,16 +27,20 @@ from nestrec.base.failpoints import fail_point
 from nestrec.base.paths import check_file, told_if_unwritable
 from nestrec.distributed import Topology
 from nestrec.distributed.exchange import barrier
-from nestrec.library.asking import NO_LIMITS
-from nestrec.library.batch_users import BatchUsers, NamedUser, strings, users_of
-from nestrec.serving.api.requests import HistoryFields, RankRequest
+from nestrec.library.asking import plain_values
+from nestrec.library.batch_users import BatchUsers, users_of
 from nestrec.serving.engine.user_queries import user_queries
 from nestrec.serving.model.forms import make_form
-from nestrec.serving.model.inputs import Candidates, History, distinct
+from nestrec.serving.model.inputs import Candidates, distinct
 from nestrec.serving.model.retrieval_form import RetrievalForm
 from nestrec.serving.model.servable import Servable
+from nestrec.serving.users.columns import ReadUser, UserColumns
 
 JOB_FILE = "job.json"
+_DIGESTS = ("model", "users")
+"""of a job: what nobody reads"""
+_USUAL_FIELDS = 32
+"""of an event: models that read more of each get fewer events at once"""
 _NO_ITEMS, _BYTES = np.zeros(0, np.int64), torch.uint8
 _NOTHING = _NO_ITEMS, np.zeros((0, 1), np.float32)
 
@@ -52,6 +58,8 @@ class BatchJobConfig:
     slide_events: Count | None = None
     """events by which a full history slides; none: an eighth of the longest history as a server has it, 1: as in
     evaluation"""
+    context: Mapping[str, Any] = field(default_factory=dict)
+    """of the event that is asked for, by name of a feature: its value for all users, where the model reads one"""
 
 
 class BatchRecommender:
@@ -63,7 +71,8 @@ class BatchRecommender:
         if not isinstance(given, BatchJobConfig | None):
             remedy = "give a nestrec.library.batch.BatchJobConfig, such as BatchJobConfig(k=20)"
             raise UserError("are not the options of a batch job", field="cfg", value=given, remedy=remedy)
-        self.servable, self.cfg = servable, cfg or BatchJobConfig()
+        own = cfg or BatchJobConfig()
+        self.servable, self.cfg = servable, replace(own, context=plain_values(own.context, "context"))
         self._topology = topology or Topology.single(servable.device)
         form = make_form(servable, self.cfg.slide_events)
         if not isinstance(form, RetrievalForm):
@@ -72,20 +81,20 @@ class BatchRecommender:
                 "has no catalogue to recommend from", field="model", value=servable.spec.name, remedy=remedy
             )
         self._form = form
-        self._item_keys = strings(list(servable.item_keys))
+        self._item_keys = _strings(list(servable.item_keys))
 
     def recommend(self, users: Path | str, output: Path | str, *, data: Path | str | None = None) -> int:
         """Write user, items and scores, best first; the number of users. users, data: see `users_of`."""
         if Path(output).suffix == ".npy":
             remedy = "name a .parquet file"
             raise UserError("holds arrays, not lists of items", field="--output", value=str(output), remedy=remedy)
-        found = users_of(users, self.servable, data if data is None else Path(data))
+        found = self._users(users, data, output)
         with told_if_unwritable(Path(output), "--output"):
             return self._write(found, Path(output), "recommend", self._recommended)
 
     def embed_users(self, users: Path | str, output: Path | str, *, data: Path | str | None = None) -> int:
         """Write vectors whose products with those of items are the scores; the number of users."""
-        found = users_of(users, self.servable, data if data is None else Path(data))
+        found = self._users(users, data, output)
         with told_if_unwritable(Path(output), "--output"):
             return self._write(found, Path(output), "embed", self._embedded)
 
@@ -99,12 +108,18 @@ class BatchRecommender:
                 _write_output(Path(output), [_vector_table("item", self._item_keys, vectors)])
         return len(self._item_keys)
 
+    def _users(self, users: Path | str, data: Path | str | None, output: Path | str) -> BatchUsers:
+        if Path(output).exists() and Path(users).exists() and Path(output).samefile(users):
+            remedy = "name another file: this one would be written over"
+            raise UserError("is the file of users", field="--output", value=str(output), remedy=remedy)
+        return users_of(users, self.servable, data if data is None else Path(data), self.cfg.context)
+
     def _write(
         self,
         users: BatchUsers,
         output: Path,
         what: Literal["recommend", "embed"],
-        compute: Callable[[list[NamedUser]], pa.Table],
+        compute: Callable[[list[ReadUser]], pa.Table],
     ) -> int:
         check_file(output)
         parts = output.with_name(output.name + ".parts")
@@ -115,8 +130,8 @@ class BatchRecommender:
         for number in range(self._topology.rank, len(firsts), self._topology.world):
             if not files[number].exists():
                 first = firsts[number]
-                chosen = users.part(first, min(first + self.cfg.part_size, len(users)))
-                tables = [compute(batch) for batch in self._batches(chosen)]
+                chosen = users.read(first, min(first + self.cfg.part_size, len(users)))
+                tables = [compute(chosen.users(*span)) for span in self._batches(chosen)]
                 _write_table(files[number], pa.concat_tables(tables))
                 fail_point("batch.part_written")
         barrier(self._topology.control)
@@ -138,9 +153,12 @@ class BatchRecommender:
                 with _whole(parts / JOB_FILE, ".writing") as temporary:
                     temporary.write_text(text)
         barrier(self._topology.control)
-        if (parts / JOB_FILE).read_text() != text:
+        begun = json.loads((parts / JOB_FILE).read_text())
+        if others := sorted(name for name in begun.keys() | job.keys() if begun.get(name) != job.get(name)):
+            shown = [f"{name} {begun.get(name)}" for name in others if name not in _DIGESTS]
+            named = ", ".join([*(f"other {name}" for name in others if name in _DIGESTS), *shown])
             remedy = "remove the folder, or give the model, users and options that it was begun with"
-            raise UserError("holds parts of another job", field="--output", value=str(parts), remedy=remedy)
+            raise UserError(f"holds parts of another job ({named})", field="--output", value=str(parts), remedy=remedy)
 
     def _weights_digest(self) -> str:
         """Of a run that was never exported."""
@@ -148,65 +166,54 @@ class BatchRecommender:
         for name, tensor in sorted(self.servable.model.state_dict().items()):
             digest.update(name.encode() + tensor.cpu().contiguous().view(-1).view(dtype=_BYTES).numpy().tobytes())
         assert self.servable.index is not None
-        for _, part in self.servable.index.parts():
-            digest.update(part.cpu().contiguous().view(-1).view(dtype=_BYTES).numpy().tobytes())
+        tables = {id(table): table for table in (self.servable.index, *self.servable.tables.values())}
+        for table in tables.values():  # columns may share one
+            for _, part in table.parts():
+                digest.update(part.cpu().contiguous().view(-1).view(dtype=_BYTES).numpy())
         return digest.hexdigest()
 
-    def _batches(self, users: list[NamedUser]) -> list[list[NamedUser]]:
-        batches, tokens = [list[NamedUser]()], 0
-        for user in users:
-            length = min(len(user[1]), self._form.max_events)
-            if batches[-1] and tokens + length > self.cfg.batch_tokens:
-                batches.append([])
+    def _batches(self, users: UserColumns) -> list[tuple[int, int]]:
+        """First user of each and the one behind its last. What is looked up of an event takes memory, too."""
+        most = self.cfg.batch_tokens // max(1, self._form.num_fields // _USUAL_FIELDS)
+        bounds, tokens = [0], 0
+        for place, length in enumerate(np.minimum(users.lengths, self._form.max_events).tolist()):
+            if place > bounds[-1] and tokens + length > most:
+                bounds.append(place)
                 tokens = 0
-            batches[-1].append(user)
             tokens += length
-        return batches
+        return [*itertools.pairwise([*bounds, len(users)])]
 
-    def _read(self, users: list[NamedUser]) -> list[tuple[History, int]]:
-        """What is asked with: by whoever has no event that the model knows, the history that its export names for
-        them, as by a server; none where it names none."""
-        return [(history if len(history) else self._of_nobody(now_ms), now_ms) for _, history, now_ms in users]
-
-    def _of_nobody(self, now_ms: int) -> History:
-        from nestrec.serving.api.notes import Notes
-        from nestrec.serving.api.reading import Reader
-        from nestrec.serving.api.schema import BadRequestError
-
-        request = RankRequest(user="-", candidates=[], history=HistoryFields(items=[]), now_ms=now_ms)
-        try:
-            return Reader(self.servable, NO_LIMITS, Notes()).user(request).history
-        except BadRequestError:
-            return History(items=_NO_ITEMS, times_ms=_NO_ITEMS, actions=_NO_ITEMS)
-
-    def _recommended(self, users: list[NamedUser]) -> pa.Table:
-        read = self._read(users)
-        queries = user_queries(self._form, read)
+    def _recommended(self, users: list[ReadUser]) -> pa.Table:
+        queries = user_queries(self._form, [(user.history, user.now_ms) for user in users])
         asked = [
             Candidates(
                 items=_NO_ITEMS,
-                now_ms=now_ms,
+                now_ms=user.now_ms,
                 num_best=self.cfg.k,
-                excluded=distinct(history.items) if self.cfg.exclude_seen else _NO_ITEMS,
+                excluded=distinct(user.seen) if self.cfg.exclude_seen else _NO_ITEMS,
             )
-            for _, history, now_ms in users
+            for user in users
         ]
         found = self._form.best_of_queries(queries, asked)
         # A server refuses to recommend to whom nothing is known of.
-        found = [one if len(history) else _NOTHING for one, (history, _) in zip(found, read, strict=True)]
+        found = [one if len(user.history) else _NOTHING for one, user in zip(found, users, strict=True)]
         offsets = pa.array(np.concatenate([[0], np.cumsum([len(items) for items, _ in found])]).astype(np.int32))
         items = np.concatenate([_NO_ITEMS, *(items for items, _ in found)])
         scores = np.concatenate([np.zeros(0, np.float32), *(scores[:, 0] for _, scores in found)])
         columns = {
-            "user": strings([key for key, _, _ in users]),
+            "user": _strings([user.key for user in users]),
             "items": pa.ListArray.from_arrays(offsets, self._item_keys.take(pa.array(items - 1))),
             "scores": pa.ListArray.from_arrays(offsets, pa.array(scores, pa.float32())),
         }
         return pa.table(columns)
 
-    def _embedded(self, users: list[NamedUser]) -> pa.Table:
-        queries = user_queries(self._form, self._read(users))
-        return _vector_table("user", strings([key for key, _, _ in users]), queries.float().cpu().numpy())
+    def _embedded(self, users: list[ReadUser]) -> pa.Table:
+        queries = user_queries(self._form, [(user.history, user.now_ms) for user in users])
+        return _vector_table("user", _strings([user.key for user in users]), queries.float().cpu().numpy())
+
+
+def _strings(values: list[str]) -> pa.Array:
+    return pa.array(values, pa.string())
 
 
 def _vector_table(name: str, keys: pa.Array, vectors: np.ndarray[Any, np.dtype[np.float32]]) -> pa.Table:

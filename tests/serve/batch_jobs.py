@@ -8,5 +8,5 @@ from nestrec.serving.model.servable import Servable
 CFG = BatchJobConfig(k=7, part_size=20, batch_tokens=200)
 
 
-def recommend_on(topology, folder: Path, users: str, output: Path, data: Path) -> int:
-    return BatchRecommender(Servable.load(folder), CFG, topology).recommend(users, output, data=data)
+def recommend_on(topology, folder: Path, users: str, output: Path, data: Path, cfg=CFG) -> int:  # noqa: PLR0917
+    return BatchRecommender(Servable.load(folder), cfg, topology).recommend(users, output, data=data)

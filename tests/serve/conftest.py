@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from featured_runs import Runs
 from small_recipes import LENGTH, Exported, ranking_recipe, train_and_export
 
 from nestrec.data.synthetic.logs import generate, preset
@@ -39,3 +40,9 @@ def half_ranking(tmp_path_factory, dataset_folder) -> Exported:
     tables = {"items": TableOptions(dtype="bfloat16"), "item_topic": TableOptions(dtype="float16")}
     cfg = replace(ranking_recipe(dataset_folder), tables=tables)
     return train_and_export(cfg, tmp_path_factory.mktemp("half_ranking"))
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory) -> Runs:
+    """On a log with features of every kind."""
+    return Runs(tmp_path_factory.mktemp("featured"))

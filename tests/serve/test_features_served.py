@@ -1,7 +1,6 @@
 """Features reach exports and servers: scores are those of the trained model, new items are known by what they are."""
 
 import asyncio
-import csv
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,13 +10,12 @@ import numpy as np
 import pytest
 import torch
 from every_model import LIMITS, SERVICE
+from featured_runs import ROLES, known_to, request_of
 
 import nestrec
-from nestrec.base.config import with_overrides
 from nestrec.base.errors import UserError
 from nestrec.data.dataset import Dataset
 from nestrec.data.samples.retrieval import RetrievalQueries
-from nestrec.distributed import Topology
 from nestrec.library.asking import asked_request
 from nestrec.serving.api.app import App
 from nestrec.serving.api.notes import Notes
@@ -30,145 +28,18 @@ from nestrec.serving.engine.user_queries import user_queries
 from nestrec.serving.fronts import layouts
 from nestrec.serving.histories.memory import MemoryHistoryStore
 from nestrec.serving.histories.store import HistoryStoreConfig
-from nestrec.serving.model.export import export_run
 from nestrec.serving.model.inputs import Candidates, History
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.new_items import Growth, NewItem
 from nestrec.serving.service import Service, ServiceConfig
 from nestrec.testing.featured_log import (
-    EVENT_FEATURES,
     ITEM_FEATURES,
-    MORE_OF_EVENTS,
-    MORE_OF_USERS,
-    USER_FEATURES,
-    write_featured_log,
 )
-from nestrec.training.recipes import recipe
-from nestrec.training.trainer import Trainer
-
-SMALL = {
-    "task.encoder.dim": "8",
-    "task.encoder.head_dim": "4",
-    "training.device": "cpu",
-    "training.max_steps": "2",
-    "training.evaluate_every_epochs": "0",
-    "task.inputs.item_features": ",".join(ITEM_FEATURES),
-    "task.inputs.event_features": "device,place",
-    "task.inputs.user_features": "country,age",
-    "tables.tags.dim": "4",
-}
-ROLES = {
-    "retrieval": (
-        "demo",
-        {
-            "data.synthetic": "none",
-            "task.history.max_length": "12",
-            "task.encoder.max_length": "12",
-            "task.num_negatives": "4",
-            "task.inputs.context": "device,place",
-        },
-    ),
-    "ranking": ("ranking", {"task.encoder.max_length": "16", "task.inputs.max_events": "8"}),
-}
-PREFIX = {"task.inputs.user_tokens": "prefix", "task.encoder.attention.window": "4"}
-OF_EVENTS, OF_USERS = (*EVENT_FEATURES, *MORE_OF_EVENTS), (*USER_FEATURES, *MORE_OF_USERS)
-EVERY_KIND = {"task.inputs.event_features": ",".join(OF_EVENTS), "task.inputs.user_features": ",".join(OF_USERS)}
-VARIANTS = {
-    "retrieval, prefix": (
-        "demo",
-        {**ROLES["retrieval"][1], **PREFIX, **EVERY_KIND, "task.inputs.context": ",".join(OF_EVENTS)},
-    ),
-    # An odd number of tokens before the two of each event, and features whose products the head reads.
-    "ranking, prefix": (
-        "ranking",
-        {**ROLES["ranking"][1], **PREFIX, "task.inputs.user_features": "country", "task.head.interactions": "true"},
-    ),
-    "ranking, dlrm": (
-        "ranking",
-        {
-            **ROLES["ranking"][1],
-            **EVERY_KIND,
-            "task.head.interactions": "true",
-            "task.encoder.num_layers": "0",
-            "tables.filters.pooling": "sum",
-        },
-    ),
-    "ranking, every kind": ("ranking", {**ROLES["ranking"][1], **EVERY_KIND, "tables.query.dim": "4"}),
-}
-"""Ways in which a model reads the same; one is a DLRM with pooled bags."""
-
-
-@dataclass(frozen=True)
-class Runs:
-    log: Path
-    data: Path
-    trainers: dict[str, Trainer]
-
-    def folder(self, role: str) -> Path:
-        return self.log / "exports" / role
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> Runs:
-    """A run of each role and its export."""
-    log = tmp_path_factory.mktemp("featured")
-    made = Runs(log, write_featured_log(log), {})
-    for role, (name, more) in (ROLES | VARIANTS).items():
-        cfg = with_overrides(recipe(name), {**SMALL, **more, "data.folder": str(made.data)})
-        made.trainers[role] = Trainer(cfg, log / "runs" / role, Topology.single())
-        made.trainers[role].train()
-        export_run(log / "runs" / role, made.folder(role), best=False)
-    return made
-
-
-def request_of(runs: Runs, user: int, length: int) -> tuple[dict, dict, str]:
-    """The first events of a user as a request tells them, the context of the next one, and its item."""
-    dataset = Dataset.open(runs.data)
-    rows, key = dataset.rows(np.array([user])), dataset.user_keys(np.array([user]))[0]
-    with (runs.log / "log.csv").open() as log, (runs.log / "users.csv").open() as users:
-        raw = sorted((row for row in csv.DictReader(log) if row["user"] == key), key=lambda row: int(row["at"]))
-        of_user = next(row for row in csv.DictReader(users) if row["user"] == key)
-    lists = [row["filters"].split("|") if row["filters"] else None for row in raw]
-    queries = [row["query"] for row in raw]
-    keys = dataset.items()["item_key"].to_pylist()
-    devices = [None, *dataset.vocabulary("event_device")["key"].to_pylist()]
-    countries = [None, *dataset.vocabulary("user_country")["key"].to_pylist()]
-    of = {name: values for name, (values, _) in rows.lists.items()}
-    places = [None if np.isnan(value) else float(value) for value in of["event_place"]]
-    named = [devices[i] for i in of["event_device"]]
-    history = {
-        "items": [keys[i - 1] for i in of["item_ids"][:length]],
-        "times_ms": of["timestamps_ms"][:length],
-        "actions": of["actions"][:length].astype(int).tolist(),
-        "features": {
-            "device": named[:length],
-            "place": places[:length],
-            "query": queries[:length],
-            "filters": lists[:length],
-        },
-        "user_features": {
-            "country": countries[int(rows.scalars["user_country"][0])],
-            "age": float(rows.scalars["user_age"][0]),
-            "languages": of_user["languages"].split("|") if of_user["languages"] else [],
-            "taste": np.load(runs.log / "tastes.npy")[int(key[1:])].tolist(),
-        },
-        "now_ms": int(of["timestamps_ms"][length]),
-    }
-    context = {"device": named[length], "place": places[length], "query": queries[length], "filters": lists[length]}
-    return history, context, keys[of["item_ids"][length] - 1]
-
-
-def known_to(task, history: dict, context: dict) -> tuple[dict, dict]:
-    """What a request tells a model that reads some of the features."""
-    of_user = {name: history["user_features"][name] for name in task.inputs.user_features}
-    of_events = {name: history["features"][name] for name in task.inputs.event_features}
-    asked = {name: context[name] for name in task.inputs.event_features}
-    return {**history, "user_features": of_user, "features": of_events}, asked
 
 
 @pytest.mark.parametrize("role", ["ranking", "ranking, prefix", "ranking, dlrm", "ranking, every kind"])
 def test_served_scores_of_ranking_are_those_of_the_model_that_was_trained(runs, role):
-    trainer, served = runs.trainers[role], nestrec.load(runs.folder(role))
+    trainer, served = runs.trainer(role), nestrec.load(runs.folder(role))
     task = trainer.session.task
     for user, length in ((3, 4), (8, 5), (7, 0)):
         history, context, item = request_of(runs, user, length)
@@ -186,7 +57,7 @@ def test_served_scores_of_ranking_are_those_of_the_model_that_was_trained(runs, 
 
 @pytest.mark.parametrize("role", ["retrieval", "retrieval, prefix"])
 def test_served_scores_of_retrieval_are_those_of_the_model_that_was_trained(runs, role):
-    trainer, served, dataset = runs.trainers[role], nestrec.load(runs.folder(role)), Dataset.open(runs.data)
+    trainer, served, dataset = runs.trainer(role), nestrec.load(runs.folder(role)), Dataset.open(runs.data)
     task, engine = trainer.session.task, trainer.session.engine
     queries = RetrievalQueries(
         task._read, task._split, task.cfg.history, "test", use_times=task._use_times, inputs=task._inputs

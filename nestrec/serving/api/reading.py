@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from nestrec.data.formats.criteo import category_keys
 from nestrec.serving.api.notes import Notes
 from nestrec.serving.api.requests import Action, Category, HistoryFields, ItemId, Value
-from nestrec.serving.api.schema import BadRequestError, LimitsConfig, parse_user
+from nestrec.serving.api.schema import BadRequestError, LimitsConfig, NotToldError, parse_user
 from nestrec.serving.model.inputs import (
     LARGEST_NUMBER,
     History,
@@ -31,7 +31,6 @@ from nestrec.serving.plain_list import PlainList, types_of
 
 Ids = NDArray[np.int64]
 Features = dict[str, Ids]
-_NEEDED = "is needed: the model reads it, and its export names no default"
 _TOO_LARGE = f"must be numbers within {LARGEST_NUMBER:g}, which the model can compute with"
 _LONGEST_NUMBER = 18
 """digits"""
@@ -135,7 +134,7 @@ class Reader:
 
     def _can_read(self, values: list[Any], column: ColumnSpec) -> bool:
         try:
-            self._values(values, len(values), column, "", is_each=True)
+            self.values(values, len(values), column, "", is_each=True)
         except BadRequestError:
             return False
         return True
@@ -151,8 +150,8 @@ class Reader:
                     raise BadRequestError("is in context as well; give it once", field)
                 field, value = f"context.{name}", context[name]
             elif name not in given:
-                value = self._default_category(name, self._defaults.features, field)
-            found |= self._values(value, count, column, field, is_each=_is_each(request, name, value))
+                value = self.default(name, self._defaults.features, field)
+            found |= self.values(value, count, column, field, is_each=_is_each(request, name, value))
         return found | self._user_values(request.user_features, count)
 
     def _asked_for(self, request: AboutUser) -> dict[str, int]:
@@ -161,8 +160,8 @@ class Reader:
         found: dict[str, int] = {}
         for name in self.servable.context_features:
             field, column = f"context.{name}", self.servable.event_features[name]
-            value = given[name] if name in given else self._default_category(name, self._defaults.features, field)
-            values = self._values(value, 1, column, field, is_each=_is_each(request, name, value))
+            value = given[name] if name in given else self.default(name, self._defaults.features, field)
+            values = self.values(value, 1, column, field, is_each=_is_each(request, name, value))
             found |= {its: int(one[0]) for its, one in values.items()}
         return found
 
@@ -177,7 +176,7 @@ class Reader:
         return History(
             items=items,
             times_ms=self._times(given.times_ms, len(items), now_ms),
-            actions=self._actions(given.actions, len(items)),
+            actions=self.actions(given.actions, len(items)),
             features=self._event_values(given.features or {}, len(items)),
         )
 
@@ -213,11 +212,11 @@ class Reader:
         if not (count and self.servable.reads_times):
             return np.zeros(count, np.int64)
         if self._defaults.times is None:
-            raise BadRequestError(_NEEDED, field)
+            raise NotToldError(field)
         self.notes.add_default(field, now_ms)
         return np.full(count, now_ms)
 
-    def _actions(self, given: Sequence[Action] | None, count: int) -> Ids:
+    def actions(self, given: Sequence[Action] | None, count: int) -> Ids:
         """Action bits of events: from their sum, a name or a list of names."""
         field, bits = "history.actions", self.servable.spec.action_bits
         if given is not None:
@@ -229,7 +228,7 @@ class Reader:
         kinds, default = types_of(given), self._defaults.actions
         if type(None) in kinds:
             if default is None:
-                raise BadRequestError(_NEEDED, field)
+                raise NotToldError(field)
             self.notes.add_default(field, list(default))
 
         def sum_of(action: Action) -> int:
@@ -253,9 +252,9 @@ class Reader:
         found: Features = {}
         for name, column in self.servable.event_features.items():
             field, value = f"history.features.{name}", given.get(name)
-            default = self._default_category(name, self._defaults.features, field) if value is None and count else None
+            default = self.default(name, self._defaults.features, field) if value is None and count else None
             is_each = value is not None
-            found |= self._values(value if is_each else default, count, column, field, is_each=is_each)
+            found |= self.values(value if is_each else default, count, column, field, is_each=is_each)
         return found
 
     def _user_values(self, given: Mapping[str, Value] | None, count: int) -> Features:
@@ -264,17 +263,17 @@ class Reader:
             field, is_given = f"user_features.{name}", given is not None and name in given
             value = given[name] if given is not None and is_given else None
             if not is_given:
-                value = self._default_category(name, self._defaults.user_features, field)
-            found |= self._values(value, count, column, field, is_each=False)
+                value = self.default(name, self._defaults.user_features, field)
+            found |= self.values(value, count, column, field, is_each=False)
         return found
 
-    def _default_category(self, name: str, defaults: Mapping[str, str | None], field: str) -> str | None:
+    def default(self, name: str, defaults: Mapping[str, str | None], field: str) -> str | None:
         if name not in defaults:
-            raise BadRequestError(_NEEDED, field)
+            raise NotToldError(field)
         self.notes.add_default(field, defaults[name])
         return defaults[name]
 
-    def _values(self, given: Any, count: int, column: ColumnSpec, field: str, *, is_each: bool) -> Features:
+    def values(self, given: Any, count: int, column: ColumnSpec, field: str, *, is_each: bool) -> Features:
         """What histories and candidates hold of a column. is_each: a value for each of so many, else one for all."""
         if not column.has_several:
             if isinstance(given, list | PlainList) and not is_each:

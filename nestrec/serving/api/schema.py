@@ -63,6 +63,13 @@ class BadRequestError(Exception):
         self.message, self.field, self.status = message, field, status
 
 
+class NotToldError(BadRequestError):
+    """The model reads something that nobody told, and its export names no default."""
+
+    def __init__(self, field: str):
+        super().__init__("is needed: the model reads it, and its export names no default", field)
+
+
 def parse_user(value: Any, limits: LimitsConfig) -> str:
     if type(value) is int:
         value = str(value)
