@@ -1,6 +1,7 @@
 """Features reach exports and servers: scores are those of the trained model, new items are known by what they are."""
 
 import asyncio
+import tracemalloc
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from nestrec.base.errors import UserError
 from nestrec.data.dataset import Dataset
 from nestrec.data.samples.retrieval import RetrievalQueries
 from nestrec.library.asking import asked_request
+from nestrec.models import HSTUConfig
 from nestrec.serving.api.app import App
 from nestrec.serving.api.notes import Notes
 from nestrec.serving.api.reading import Reader
@@ -28,8 +30,11 @@ from nestrec.serving.engine.user_queries import user_queries
 from nestrec.serving.fronts import layouts
 from nestrec.serving.histories.memory import MemoryHistoryStore
 from nestrec.serving.histories.store import HistoryStoreConfig
-from nestrec.serving.model.inputs import Candidates, History
+from nestrec.serving.model.forms import make_form
+from nestrec.serving.model.inputs import Candidates, History, number_bits
+from nestrec.serving.model.random_model import random_ranking, random_retrieval
 from nestrec.serving.model.servable import Servable
+from nestrec.serving.model.spec import ColumnSpec, InputDefaults
 from nestrec.serving.new_items import Growth, NewItem
 from nestrec.serving.service import Service, ServiceConfig
 from nestrec.testing.featured_log import (
@@ -297,6 +302,35 @@ def test_what_a_front_reads_of_every_kind_is_what_the_engine_gets(runs):
         assert np.array_equal(again.history.features[name], values)
         assert np.array_equal(again.candidates.features[name], features[name])
     assert again.history.asked == asked.history.asked
+
+
+@pytest.mark.parametrize("make", [random_retrieval, random_ranking])
+def test_a_wide_vector_of_a_user_is_not_held_for_each_event(make):
+    """1,536 numbers at 2,000 events were 25 MB, copied several times for a request and kept with its prefix."""
+    plain = make(HSTUConfig(dim=8, head_dim=4, num_heads=1, num_layers=1, max_length=4096))
+    taste = ColumnSpec(name="user_taste", keys=None, num_rows=0, kind="vector", width=1536)
+    defaults = InputDefaults(features={"tab": None}, actions=()) if plain.event_features else InputDefaults()
+    servable = replace(plain, spec=replace(plain.spec, columns=(*plain.spec.columns, taste), defaults=defaults))
+    form, reading = make_form(servable), Reader(servable, LimitsConfig(), Notes())
+    told, contents = {"items": ["1"] * 2000, "times_ms": [7] * 2000, "now_ms": 8}, []
+    for vector in ([0.5] * 1536, [0.5] * 1535 + [0.25]):
+        request = asked_request({**told, "user_features": {"taste": vector}}, ["1"] * 500, None)
+        tracemalloc.start()
+        asked, features = reading.user(request), reading.candidate_features(request, 500)
+        candidates = Candidates(items=servable.ids_of(request.candidates), now_ms=8, features=features).copied()
+        sent = layouts.Asking(
+            fleet=1, by="name", user="u", sender=NOBODY, timeout_s=1.0, history=asked.history, candidates=candidates
+        ).packed()
+        found = layouts.Asking.unpacked(sent)
+        contents.append(form.tokens(found.history, asked.now_ms).content(2000))
+        assert tracemalloc.get_traced_memory()[1] < 6 << 20
+        tracemalloc.stop()
+        of_vector = number_bits(np.array(vector, np.float32))
+        for told_of in (found.history, found.candidates):
+            assert np.array_equal([told_of.features[name][-1] for name in taste.fields], of_vector)
+            assert {len(told_of.features[name]) for name in taste.fields} == {len(told_of)}
+    assert contents[0] != contents[1], "a prefix is kept for one vector"
+    assert len(contents[0]) < 1 << 20
 
 
 def test_features_of_any_width_come_through_a_front():

@@ -285,10 +285,10 @@ class Reader:
         values = given if is_each else [given]
         if is_each:
             _check_count(values, count, field)
-        several = self._several(values, column, field)
-        if not is_each:
-            several = np.broadcast_to(several, (count, several.shape[1]))
-        return dict(zip(column.fields, np.ascontiguousarray(several.T), strict=True))
+        by_field = np.ascontiguousarray(self._several(values, column, field).T)
+        if not is_each:  # wide vectors would be many numbers at each of many events
+            by_field = np.broadcast_to(by_field, (len(by_field), count))
+        return dict(zip(column.fields, by_field, strict=True))
 
     def _several(self, values: Sequence[Any], column: ColumnSpec, field: str) -> Ids:
         """(values, fields of the column) of lists of categories, texts or vectors; nothing of a null."""

@@ -7,6 +7,7 @@ the interpreter's objects.
 """
 
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from nestrec.serving.client import Sender
 from nestrec.serving.engine.work import Answer, Source
-from nestrec.serving.model.inputs import Candidates, History
+from nestrec.serving.model.inputs import Candidates, History, is_shared
 from nestrec.serving.tracing import EngineTimes
 
 Ids = NDArray[np.int64]
@@ -25,6 +26,8 @@ _BY: tuple[By, ...] = ("name", "session")
 _ANSWER = struct.Struct("<BBdIIIBHddddIII")
 _SOURCES: tuple[Source, ...] = ("none", "device", "dram")
 _NOBODY = -1
+_ONCE = "*"
+"""before the name of a feature that has one value at all places, which is sent once; no feature's name begins so"""
 OK, SWAPPED, OVERLOADED, UNAVAILABLE, FAILED = range(5)
 
 
@@ -45,7 +48,7 @@ class Asking:
 
     def packed(self) -> bytes:
         history, candidates = self.history, self.candidates
-        names = [*history.features], [*candidates.features], [*history.asked]
+        names = _names(history.features), _names(candidates.features), [*history.asked]
         texts = self.user.encode(), self.sender.client.encode(), *("\n".join(group).encode() for group in names)
         allowed = candidates.allowed
         head = _ASK.pack(
@@ -56,8 +59,8 @@ class Asking:
         )  # fmt: skip
         asked = np.array([*history.asked.values()], np.int64)
         arrays = (
-            history.items, history.times_ms, history.actions, *history.features.values(), candidates.items,
-            *candidates.features.values(), asked, candidates.excluded, *(() if allowed is None else (allowed,)),
+            history.items, history.times_ms, history.actions, *_told(history.features), candidates.items,
+            *_told(candidates.features), asked, candidates.excluded, *(() if allowed is None else (allowed,)),
         )  # fmt: skip
         return b"".join((head, *texts, *(np.ascontiguousarray(array, np.int64).tobytes() for array in arrays)))
 
@@ -77,10 +80,10 @@ class Asking:
             items=arrays.next(num_events),
             times_ms=arrays.next(num_events),
             actions=arrays.next(num_events),
-            features={name: arrays.next(num_events) for name in of_events},
+            features=arrays.features(of_events, num_events),
         )
         items = arrays.next(num_candidates)
-        features = {name: arrays.next(num_candidates) for name in of_candidates}
+        features = arrays.features(of_candidates, num_candidates)
         if num_asked:
             asked = dict(zip(of_asked, arrays.next(num_asked).tolist(), strict=True))
             history = History(
@@ -113,6 +116,21 @@ class _Arrays:
     def next(self, count: int) -> Ids:
         self._place += count
         return self._values[self._place - count : self._place]
+
+    def features(self, names: list[str], count: int) -> dict[str, Ids]:
+        found: dict[str, Ids] = {}
+        for name in names:
+            is_once = name.startswith(_ONCE)
+            found[name.removeprefix(_ONCE)] = np.broadcast_to(self.next(1), count) if is_once else self.next(count)
+        return found
+
+
+def _names(features: Mapping[str, Ids]) -> list[str]:
+    return [_ONCE + name if is_shared(values) else name for name, values in features.items()]
+
+
+def _told(features: Mapping[str, Ids]) -> list[Ids]:
+    return [values[:1] if is_shared(values) else values for values in features.values()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from nestrec.data.schema import USER_PREFIX
 from nestrec.serving.model.inputs import Candidates, History, history_start
 from nestrec.serving.model.servable import Servable
 
@@ -31,6 +32,8 @@ class Tokens:
     num_cacheable: int
     """tokens that do not depend on the request"""
     tokens_an_event: int
+    alike: frozenset[int] = frozenset()
+    """columns of what is known of the user, which have the same value at all events"""
     cut: int = 0
     """first token that all layers compute: keys and values of the others' depend on it"""
     before: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 0), np.int64))
@@ -44,7 +47,10 @@ class Tokens:
         cut = self.cut.to_bytes(8, "little") if self.cut else b""
         if len(self.before):
             cut += self.before.tobytes() + self.before_ms.to_bytes(8, "little", signed=True)
-        return b"".join([cut, *(column[:num_events].tobytes() for column in self.columns)])
+        once = min(1, num_events)
+        counts = [once if place in self.alike else num_events for place in range(len(self.columns))]
+        columns = zip(self.columns, counts, strict=True)
+        return b"".join([cut, *(column[:count].tobytes() for column, count in columns)])
 
     @property
     def length(self) -> int:
@@ -95,6 +101,11 @@ class Tokens:
         if first >= len(self.before):
             return found
         return np.concatenate([np.full(min(end, len(self.before)) - first, self.before_ms), found])
+
+
+def of_users(fields: Sequence[str], first: int) -> frozenset[int]:
+    """Which of the columns from `first` on, which hold these fields, are `Tokens.alike`."""
+    return frozenset(place for place, field in enumerate(fields, start=first) if field.startswith(USER_PREFIX))
 
 
 class Form(Protocol):

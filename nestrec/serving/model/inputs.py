@@ -28,7 +28,8 @@ class History:
     """action bits; zeros where the model does not look at them"""
     features: Mapping[str, Ints] = field(default_factory=dict)
     """event and user features the model asks for, by `ColumnSpec.fields`, one value an event: categories by id, numbers
-    and those of vectors by `number_bits`, lists and texts by `packed_ids`"""
+    and those of vectors by `number_bits`, lists and texts by `packed_ids`. What is the same at all events may be a view
+    of one value: a vector of a user has many numbers"""
     asked: Mapping[str, int] = field(default_factory=dict)
     """the same of the event that is asked for, as far as histories read them"""
 
@@ -37,7 +38,7 @@ class History:
 
     def copied(self, first: int = 0) -> "History":
         """A copy without the first events: whatever its owner does with the arrays, a prefix is kept as it was read."""
-        features = {name: values[first:].copy() for name, values in self.features.items()}
+        features = {name: _copied(values[first:]) for name, values in self.features.items()}
         return replace(
             self,
             items=self.items[first:].copy(),
@@ -72,9 +73,23 @@ class Candidates:
 
     def copied(self) -> "Candidates":
         """A copy, which its owner cannot change."""
-        features = {name: values.copy() for name, values in self.features.items()}
+        features = {name: _copied(values) for name, values in self.features.items()}
         allowed = None if self.allowed is None else self.allowed.copy()
         return replace(self, items=self.items.copy(), features=features, excluded=self.excluded.copy(), allowed=allowed)
+
+
+def is_shared(values: Ints) -> bool:
+    """They are a view of one value."""
+    return len(values) > 1 and values.strides == (0,)
+
+
+def marked(values: Ints, is_marked: NDArray[np.bool_]) -> Ints:
+    """Those that are marked."""
+    return values[: np.count_nonzero(is_marked)] if is_shared(values) else values[is_marked]
+
+
+def _copied(values: Ints) -> Ints:
+    return np.broadcast_to(values[:1].copy(), len(values)) if is_shared(values) else values.copy()
 
 
 def distinct(ids: Ints) -> Ints:

@@ -19,7 +19,7 @@ from nestrec.data.schema import ITEM_PREFIX
 from nestrec.models.dlrm import Interactions
 from nestrec.models.ranking import RankingModel
 from nestrec.serving.model.before import Before, column_vectors, places_of
-from nestrec.serving.model.forms import AskedRows, Tokens
+from nestrec.serving.model.forms import AskedRows, Tokens, of_users
 from nestrec.serving.model.inputs import Candidates, History, history_start
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.serving_form import ServingForm
@@ -45,7 +45,7 @@ class RankingForm:
         self._columns = [c for c in servable.spec.columns if not c.name.startswith(folded)]
         given = [c for c in self._columns if c.name not in servable.item_columns]
         self._given = [field for column in given for field in column.fields]
-        self._places = places_of(given, first=3)
+        self._places, self._alike = places_of(given, first=3), of_users(self._given, first=3)
         self._before = Before(servable, self._places)
         self._uses_time = servable.reads_times
 
@@ -66,6 +66,7 @@ class RankingForm:
             # What stands before no event at all has the time of the request.
             num_cacheable=self.servable.cacheable(length if len(history) else 0),
             tokens_an_event=self.tokens_an_event,
+            alike=self._alike,
             cut=self.servable.cut(length + 2),
             before=self._before.records(history, self.num_fields),
             before_ms=first_ms,

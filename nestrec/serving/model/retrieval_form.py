@@ -20,7 +20,7 @@ from nestrec.data.samples.retrieval_inputs import CONTEXT_PREFIX, context_column
 from nestrec.data.schema import EVENT_PREFIX, ITEM_PREFIX
 from nestrec.models.retrieval import RetrievalModel
 from nestrec.serving.model.before import Before, column_vectors, places_of
-from nestrec.serving.model.forms import AskedRows, Tokens
+from nestrec.serving.model.forms import AskedRows, Tokens, of_users
 from nestrec.serving.model.inputs import Candidates, History, history_start
 from nestrec.serving.model.item_search import ExactSearch, Excluded, ItemSearch, exactly_ordered
 from nestrec.serving.model.servable import Servable
@@ -46,7 +46,7 @@ class RetrievalForm:
         self.max_events = task.history.max_length
         self._columns = [c for c in servable.spec.columns if not c.name.startswith(ITEM_PREFIX)]
         self._given = [field for column in self._columns for field in column.fields]
-        self._places = places_of(self._columns, first=1)
+        self._places, self._alike = places_of(self._columns, first=1), of_users(self._given, first=1)
         self._before = Before(servable, self._places)
 
     def follow(self, servable: Servable) -> None:
@@ -70,6 +70,7 @@ class RetrievalForm:
             asked_ms=asked,
             num_cacheable=self.servable.cacheable(max(len(before) + len(history) - 1, 0)),
             tokens_an_event=self.tokens_an_event,
+            alike=self._alike,
             cut=self.servable.cut(len(before) + len(history)),
             before=before,
             before_ms=int(times[0]) if len(times) else 0,

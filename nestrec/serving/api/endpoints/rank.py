@@ -14,7 +14,7 @@ from nestrec.serving.api.reading import Asked, Features, Reader, check_feature_n
 from nestrec.serving.api.requests import ItemId, RankRequest
 from nestrec.serving.api.schema import parse_user
 from nestrec.serving.engine.work import Answer
-from nestrec.serving.model.inputs import Candidates
+from nestrec.serving.model.inputs import Candidates, marked
 from nestrec.serving.service import Fleet
 
 LAST = float(np.finfo(np.float32).min)
@@ -76,7 +76,7 @@ async def score(front: HotFront, fleet: Fleet, asked: Asked, wanted: Wanted, not
         notes.add_unknown(wanted.field, unknown_of(keys, ids), done)
         is_scored |= done == "scored"
     if not is_scored.all():
-        features = {name: values[is_scored] for name, values in features.items()}
+        features = {name: marked(values, is_scored) for name, values in features.items()}
     chosen = Candidates(items=ids[is_scored], now_ms=asked.now_ms, features=features)
     scores = np.full((len(ids), len(fleet.outputs)), LAST, np.float32)
     prefix: Prefix = {"from": "none", "tokens": 0}

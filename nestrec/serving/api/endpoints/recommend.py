@@ -71,7 +71,7 @@ class _Recommending:
         asked, features = reader.user(self._request), reader.candidate_features(self._request, 1)
         await service.preinfer(ranking, asked.user, asked.history, asked.now_ms, preranked, timeout_s=asked.timeout_s)
         keys = (await self.found(preranked))["items"]
-        of_all = {name: np.repeat(values, len(keys)) for name, values in features.items()}
+        of_all = {name: np.broadcast_to(values, len(keys)) for name, values in features.items()}
         notes.policy = "last" if notes.policy == "refuse" else notes.policy  # the client has named none of these
         scored = await score(self._front, ranking, asked, Wanted(keys, of_all, "items"), notes)
         order = np.argsort(-scored.scores[:, 0], kind="stable")[: self._k]
