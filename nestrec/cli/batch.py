@@ -23,7 +23,8 @@ def recommend_users(
 ) -> None:
     batch, topology = _batch(model, device, words)
     start_s = time.perf_counter()
-    _say(topology, batch.recommend(users, output, data=data or _data_of(model)), "users", output, start_s)
+    count = batch.recommend(users, output, data=data or _data_of(model))
+    _say(topology, count, "users", output, start_s, num_without=batch.num_without)
 
 
 def embed_all(
@@ -37,7 +38,7 @@ def embed_all(
         count = batch.embed_items(output)
     else:
         count = batch.embed_users(users, output, data=data or _data_of(model))
-    _say(topology, count, what, output, start_s)
+    _say(topology, count, what, output, start_s, num_without=batch.num_without)
 
 
 def _batch(model: str, device: str, words: Sequence[str]) -> tuple[BatchRecommender, Topology]:
@@ -52,7 +53,9 @@ def _data_of(model: str) -> Path | None:
     return Path(RunFolder(Path(model)).config().data.folder) if has_config else None
 
 
-def _say(topology: Topology, count: int, what: str, output: Path, start_s: float) -> None:
+def _say(topology: Topology, count: int, what: str, output: Path, start_s: float, *, num_without: int) -> None:
     if topology.is_first:
         seconds = time.perf_counter() - start_s
         typer.echo(f"{output}: {count:,} {what} in {seconds:.1f} s ({count / max(seconds, 1e-9):,.0f} a second)")
+        if num_without:
+            typer.echo(f"{num_without:,} of them got nothing: the model knows no event of theirs", err=True)

@@ -17,11 +17,12 @@ from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 
 from nestrec.base.bounds import Count
-from nestrec.base.config import config, to_plain
+from nestrec.base.config import config, from_plain, to_plain
 from nestrec.base.errors import UserError
 from nestrec.base.failpoints import fail_point
 from nestrec.base.paths import check_file, told_if_unwritable
@@ -39,6 +40,7 @@ from nestrec.serving.users.columns import ReadUser, UserColumns
 JOB_FILE = "job.json"
 _DIGESTS = ("model", "users")
 """of a job: what nobody reads"""
+_PARQUET = ("", ".parquet", ".pq")
 _USUAL_FIELDS = 32
 """of an event: models that read more of each get fewer events at once"""
 _NO_ITEMS, _BYTES = np.zeros(0, np.int64), torch.uint8
@@ -72,7 +74,8 @@ class BatchRecommender:
             remedy = "give a nestrec.library.batch.BatchJobConfig, such as BatchJobConfig(k=20)"
             raise UserError("are not the options of a batch job", field="cfg", value=given, remedy=remedy)
         own = cfg or BatchJobConfig()
-        self.servable, self.cfg = servable, replace(own, context=plain_values(own.context, "context"))
+        told = {"context": plain_values(own.context, "context")}
+        self.servable, self.cfg = servable, from_plain(BatchJobConfig, to_plain(replace(own, context={})) | told)
         self._topology = topology or Topology.single(servable.device)
         form = make_form(servable, self.cfg.slide_events)
         if not isinstance(form, RetrievalForm):
@@ -80,39 +83,41 @@ class BatchRecommender:
             raise UserError(
                 "has no catalogue to recommend from", field="model", value=servable.spec.name, remedy=remedy
             )
+        self.num_without = 0
+        """users of the last job who got nothing, on the first rank: the model knows no event of theirs"""
         self._form = form
         self._item_keys = _strings(list(servable.item_keys))
 
     def recommend(self, users: Path | str, output: Path | str, *, data: Path | str | None = None) -> int:
         """Write user, items and scores, best first; the number of users. users, data: see `users_of`."""
-        if Path(output).suffix == ".npy":
-            remedy = "name a .parquet file"
-            raise UserError("holds arrays, not lists of items", field="--output", value=str(output), remedy=remedy)
-        found = self._users(users, data, output)
-        with told_if_unwritable(Path(output), "--output"):
-            return self._write(found, Path(output), "recommend", self._recommended)
+        file = _named(output, _PARQUET)
+        found = self._users(users, data, file)
+        with told_if_unwritable(file, "--output"):
+            return self._write(found, file, "recommend", self._recommended)
 
     def embed_users(self, users: Path | str, output: Path | str, *, data: Path | str | None = None) -> int:
         """Write vectors whose products with those of items are the scores; the number of users."""
-        found = self._users(users, data, output)
-        with told_if_unwritable(Path(output), "--output"):
-            return self._write(found, Path(output), "embed", self._embedded)
+        file = _named(output, (*_PARQUET, ".npy"))
+        found = self._users(users, data, file)
+        with told_if_unwritable(file, "--output"):
+            return self._write(found, file, "embed", self._embedded)
 
     def embed_items(self, output: Path | str) -> int:
         """Write the vectors of all items; their number."""
         assert self.servable.index is not None
+        file = _named(output, (*_PARQUET, ".npy"))
         if self._topology.is_first:
             vectors = np.concatenate([part.float().cpu().numpy() for _, part in self.servable.index.parts()])
-            check_file(Path(output))
-            with told_if_unwritable(Path(output), "--output"):
-                _write_output(Path(output), [_vector_table("item", self._item_keys, vectors)])
+            with told_if_unwritable(file, "--output"):
+                _write_output(file, [_vector_table("item", self._item_keys, vectors)])
         return len(self._item_keys)
 
-    def _users(self, users: Path | str, data: Path | str | None, output: Path | str) -> BatchUsers:
-        if Path(output).exists() and Path(users).exists() and Path(output).samefile(users):
+    def _users(self, users: Path | str, data: Path | str | None, output: Path) -> BatchUsers:
+        found = users_of(users, self.servable, data, self.cfg.context)
+        if output.exists() and Path(users).exists() and output.samefile(users):
             remedy = "name another file: this one would be written over"
             raise UserError("is the file of users", field="--output", value=str(output), remedy=remedy)
-        return users_of(users, self.servable, data if data is None else Path(data), self.cfg.context)
+        return found
 
     def _write(
         self,
@@ -121,7 +126,6 @@ class BatchRecommender:
         what: Literal["recommend", "embed"],
         compute: Callable[[list[ReadUser]], pa.Table],
     ) -> int:
-        check_file(output)
         parts = output.with_name(output.name + ".parts")
         model = self.servable.version or self._weights_digest()
         self._begin(parts, {"what": what, "model": model, "users": users.digest, **to_plain(self.cfg)})
@@ -136,8 +140,9 @@ class BatchRecommender:
                 fail_point("batch.part_written")
         barrier(self._topology.control)
         if self._topology.is_first:
-            empty = [] if files else [compute([])]
-            _write_output(output, [*empty, *(pq.read_table(file) for file in files)])
+            tables = [pq.read_table(file) for file in files] or [compute([])]
+            self.num_without = sum(_num_without(table) for table in tables)
+            _write_output(output, tables)
             shutil.rmtree(parts)
         barrier(self._topology.control)
         return len(users)
@@ -210,6 +215,25 @@ class BatchRecommender:
     def _embedded(self, users: list[ReadUser]) -> pa.Table:
         queries = user_queries(self._form, [(user.history, user.now_ms) for user in users])
         return _vector_table("user", _strings([user.key for user in users]), queries.float().cpu().numpy())
+
+
+def _named(output: Path | str, suffixes: tuple[str, ...]) -> Path:
+    """The file to be written: its name says what it is."""
+    if not isinstance(output, str | Path):
+        raise UserError("is no path", field="output", value=output, remedy="name a file, such as recs.parquet")
+    if Path(output).suffix not in suffixes:
+        remedy = f"name a file that ends with {' or '.join(suffixes[1:])}"
+        raise UserError("has a name of another kind of file", field="--output", value=str(output), remedy=remedy)
+    check_file(Path(output))
+    return Path(output)
+
+
+def _num_without(table: pa.Table) -> int:
+    if "items" in table.column_names:
+        return int(pc.sum(pc.equal(pc.list_value_length(table["items"]), 0)).as_py() or 0)
+    vectors = table["vector"].combine_chunks()
+    numbers = vectors.flatten().to_numpy().reshape(len(table), vectors.type.list_size)
+    return int((~numbers.any(axis=1)).sum())
 
 
 def _strings(values: list[str]) -> pa.Array:

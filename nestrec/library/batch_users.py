@@ -9,11 +9,16 @@ import numpy as np
 
 from nestrec.base.errors import UserError, did_you_mean
 from nestrec.data.dataset import Dataset
+from nestrec.serving.api.notes import Notes
+from nestrec.serving.api.reading import Reader
 from nestrec.serving.api.schema import BadRequestError, NotToldError
 from nestrec.serving.model.servable import Servable
-from nestrec.serving.users.columns import UserColumns
+from nestrec.serving.users.columns import NO_LIMITS, UserColumns
 from nestrec.serving.users.dataset_users import DatasetUsers
 from nestrec.serving.users.file_users import FileUsers
+
+_MOST_NAMED = 1000
+"""values of a category among which a similar one is looked for"""
 
 
 class BatchUsers(Protocol):
@@ -31,10 +36,13 @@ class BatchUsers(Protocol):
         ...
 
 
-def users_of(users: Path | str, servable: Servable, data: Path | None, context: Mapping[str, Any]) -> BatchUsers:
+def users_of(users: Path | str, servable: Servable, data: Path | str | None, context: Mapping[str, Any]) -> BatchUsers:
     """users: `all`, a text file with a key a line, or a Parquet file with the columns user, items and perhaps others of
     `nestrec.serving.users.users_file`. data: the dataset that keys are of. context: of the event that is asked for, by
     name of a feature, where a file does not tell it of each user."""
+    if not isinstance(users, str | Path):  # of scripts
+        remedy = 'give "all", or the path of a text file with a user a line or of a Parquet file with histories'
+        raise UserError("is no path", field="users", value=users, remedy=remedy)
     users = str(users)
     if users != "all" and not Path(users).is_file():
         remedy = "write all, or a text file with a user a line, or a Parquet file with user, items and times_ms"
@@ -45,6 +53,8 @@ def users_of(users: Path | str, servable: Servable, data: Path | None, context: 
     if data is None:
         remedy = "name the dataset with --data, or a Parquet file of users with their histories"
         raise UserError("an exported model does not say who its users are", field="--users", value=users, remedy=remedy)
+    if not isinstance(data, str | Path):
+        raise UserError("is no path", field="data", value=data, remedy="give the folder of a dataset")
     return _UsersOfDataset(Dataset.open(data), servable, None if users == "all" else Path(users), context)
 
 
@@ -57,16 +67,15 @@ class _UsersOfDataset:
             known = {key: place for place, key in enumerate(dataset.user_keys(self._places))}
             unknown = [key for key in keys if key not in known]
             if unknown:
-                remedy = "list users of the dataset"
+                remedy = "list users of the dataset, one a line; histories stand in a file that ends with .parquet"
                 raise UserError("are no users of the dataset", field="--users", value=unknown[:10], remedy=remedy)
             self._places = np.array([known[key] for key in keys], np.int64)
         try:
             self.read(0, 0)
-        except BadRequestError as error:  # about the context: all else is as the dataset was prepared
-            name, remedy = error.field.partition(".")[2], f"give --{error.field} VALUE"
-            if isinstance(error, NotToldError):
-                remedy += f", or export the model with --defaults.features.{name} VALUE"
-            raise UserError(error.message, field=error.field, value=context.get(name), remedy=remedy) from None
+        except NotToldError as error:  # of the context: a dataset does not say what will be
+            name = error.field.partition(".")[2]
+            remedy = f"give --{error.field} VALUE, or export the model with --defaults.features.{name} VALUE"
+            raise UserError(error.message, field=error.field, value=None, remedy=remedy) from None
 
     @property
     def digest(self) -> str:
@@ -80,11 +89,22 @@ class _UsersOfDataset:
 
 
 def _check_context(context: Mapping[str, Any], servable: Servable) -> None:
+    """A mistake in it would be one in what everybody gets."""
     for name, value in context.items():
-        if name not in servable.context_features:
-            known = servable.context_features
+        field, known = f"context.{name}", servable.context_features
+        if name not in known:
             remedy = did_you_mean(name, known) if known else "leave it out: the model reads none"
-            raise UserError("is not read by the model", field=f"context.{name}", value=value, remedy=remedy)
+            raise UserError("is not read by the model", field=field, value=value, remedy=remedy)
+        reader, column = Reader(servable, NO_LIMITS, Notes()), servable.event_features[name]
+        try:
+            reader.values(value, 1, column, field, is_each=False)
+        except BadRequestError as error:
+            raise UserError(error.message, field=field, value=value, remedy="give it as requests do") from None
+        for said in reader.notes.said()["unknown"]:
+            is_short = column.keys is not None and len(column.keys) < _MOST_NAMED
+            remedy = did_you_mean(str(said["ids"][0]), column.keys or ()) if is_short else "give one of the log"
+            remedy += "; none stands for one that nobody knows"
+            raise UserError("is no value that the model knows", field=field, value=value, remedy=remedy)
 
 
 def _text_of(path: Path) -> str:

@@ -92,7 +92,7 @@ def test_a_killed_job_goes_on_and_leaves_the_same_bytes(retrieval, listed, whole
     assert len(before) == 2
     assert not output.exists()
     other = nestrec.load(retrieval.folder).batch(BatchJobConfig(k=8, part_size=20, batch_tokens=200))
-    with pytest.raises(UserError, match="parts of another job"):
+    with pytest.raises(UserError, match=r"parts of another job \(k 7\)"):
         other.recommend(listed, output, data=dataset_folder)
     written = []
     with armed("batch.part_written", lambda: written.append(1)):
@@ -134,7 +134,9 @@ def test_whoever_the_model_knows_nothing_of_gets_what_the_server_would_answer(re
     servable = Servable.load(retrieval.folder)
     defaults = replace(servable.spec.defaults, history=default, times="now")
     servable = replace(servable, spec=replace(servable.spec, defaults=defaults))
-    BatchRecommender(servable, CFG).recommend(str(tmp_path / "users.parquet"), tmp_path / "recs.parquet")
+    batch = BatchRecommender(servable, CFG)
+    batch.recommend(str(tmp_path / "users.parquet"), tmp_path / "recs.parquet")
+    assert batch.num_without == (0 if default else 2)
     found = pq.read_table(tmp_path / "recs.parquet").to_pylist()
     known = {"items": list(default or ()), "times_ms": [now_ms] * len(default or ()), "now_ms": now_ms}
     expected = Recommender(servable, None).recommend(known, k=7, exclude_seen=False).items if default else ()
@@ -160,9 +162,32 @@ def test_mistakes_in_batch_jobs_are_named(retrieval, ranking, dataset_folder, tm
         batch.recommend("nobody.txt", tmp_path / "out.parquet")
     with pytest.raises(UserError, match="no catalogue"):
         nestrec.load(ranking.folder).batch(CFG)
+    with pytest.raises(UserError, match="is no path"):
+        batch.recommend(["u1", "u2"], tmp_path / "out.parquet", data=dataset_folder)
+    with pytest.raises(UserError, match=r"another kind of file[\s\S]*\.parquet"):
+        batch.recommend("all", tmp_path / "out.csv", data=dataset_folder)
+    with pytest.raises(UserError, match="is not of type int"):
+        nestrec.load(retrieval.folder).batch(BatchJobConfig(k="7"))
     (tmp_path / "users.txt").write_text("no such user\n")
     with pytest.raises(UserError, match="no users of the dataset"):
         batch.recommend(str(tmp_path / "users.txt"), tmp_path / "out.parquet", data=dataset_folder)
+
+
+@pytest.mark.parametrize("kind", [pa.null(), pa.list_(pa.string())])
+def test_a_file_of_nobody_gives_a_file_of_nobody(retrieval, tmp_path, kind):
+    """Tables without rows often have columns of no type."""
+    pq.write_table(pa.table({n: pa.array([], kind) for n in ("user", "items", "times_ms")}), tmp_path / "u.parquet")
+    batch = nestrec.load(retrieval.folder).batch(CFG)
+    assert batch.recommend(tmp_path / "u.parquet", tmp_path / "recs.parquet") == 0
+    assert pq.read_table(tmp_path / "recs.parquet").column_names == ["user", "items", "scores"]
+
+
+def test_the_file_of_users_is_not_written_over(retrieval, tmp_path):
+    pq.write_table(pa.table({"user": ["a"], "items": [["1"]], "times_ms": [[T]]}), tmp_path / "u.parquet")
+    before = (tmp_path / "u.parquet").read_bytes()
+    with pytest.raises(UserError, match="is the file of users"):
+        nestrec.load(retrieval.folder).batch(CFG).recommend(tmp_path / "u.parquet", tmp_path / "u.parquet")
+    assert (tmp_path / "u.parquet").read_bytes() == before
 
 
 T = 1642271351894
@@ -175,6 +200,10 @@ WRONG = {
     "no item": ({"items": [["1"], [None]], "times_ms": [[T], [T]]}, "items"),
     "half an item": ({"items": [[1.0], [1.5]], "times_ms": [[T], [T]]}, "items"),
     "items without lists": ({"items": ["1", "2"], "times_ms": [[T], [T]]}, "items"),
+    "items as words": ({"items": pa.array(["1", "2"]).dictionary_encode(), "times_ms": [[T], [T]]}, "items"),
+    "items that are true": ({"items": [[True], [False]], "times_ms": [[T], [T]]}, "items"),
+    "fewer times than items": ({"items": [["1"], ["1", "2"]], "times_ms": [[T], [T]]}, "times_ms.*of user b"),
+    "a moment of nobody": ({"items": [["1"], ["2"]], "times_ms": [[T], [T]], "now_ms": [T, None]}, "now_ms"),
     "items of nobody": ({"items": pa.nulls(2), "times_ms": [[T], [T]]}, "items"),
 }
 

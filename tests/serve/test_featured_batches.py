@@ -209,6 +209,7 @@ def test_what_nobody_can_know_is_asked_for_by_name(runs, everybody, tmp_path):
     for context, match in (
         ({}, r"context.device = None: is needed[\s\S]*--context.device VALUE, or export"),
         ({**CONTEXTS[0], "device": ["tv"]}, r"context.device = .*must be one value"),
+        ({**CONTEXTS[0], "device": "radio"}, r"context.device = 'radio': is no value[\s\S]*phone, tv, web"),
         ({"devise": "tv"}, r"context.devise = 'tv': is not read[\s\S]*did you mean 'device'"),
     ):
         with pytest.raises(UserError, match=match):

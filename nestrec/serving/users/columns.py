@@ -3,7 +3,7 @@
 Legend: U users, E events of all of them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -11,20 +11,29 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nestrec.serving.api.answers import Done
 from nestrec.serving.api.notes import Notes
 from nestrec.serving.api.reading import Reader
-from nestrec.serving.api.requests import HistoryFields
+from nestrec.serving.api.requests import HistoryFields, ItemId
 from nestrec.serving.api.schema import LimitsConfig
 from nestrec.serving.model.inputs import History
 from nestrec.serving.model.servable import Servable
 
 Ints = NDArray[np.int64]
-_NO_LIMITS = LimitsConfig(max_history=1 << 40, max_id_characters=1 << 20, max_text_characters=1 << 30)
+NO_LIMITS = LimitsConfig(max_history=1 << 40, max_id_characters=1 << 20, max_text_characters=1 << 30)
+
+
+class _Unsaid(Notes):
+    """Of very many users: nobody is told what of theirs is unknown or a default."""
+
+    def add_unknown(self, field: str, ids: Iterable[ItemId], done: Done) -> None: ...
+
+    def add_default(self, field: str, value: Any) -> None: ...
 
 
 def reader_of(servable: Servable) -> Reader:
-    """Reads what is told of users as a server does; what is unknown or a default, nobody is told."""
-    return Reader(servable, _NO_LIMITS, Notes())
+    """Reads what is told of users as a server does."""
+    return Reader(servable, NO_LIMITS, _Unsaid())
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,8 @@ class _UsersFile:
         for field, column in zip(table.schema, table.columns, strict=True):
             inner = {field.name: column}
             if field.name in _GROUPS:
+                if pa.types.is_null(field.type):  # told of nobody
+                    continue
                 if not pa.types.is_struct(field.type):
                     remedy = f"give named fields, or columns {field.name}.NAME"
                     raise self._wrong(field.name, str(field.type), remedy)
@@ -86,9 +88,13 @@ class _UsersFile:
 
     def _check_keys(self) -> None:
         """In chunks: lists of texts of a whole file may be more than one array can hold."""
+        if not len(self.table):  # nobody's columns may be of any type
+            return
         for chunk in self.table["user"].chunks:
             if not is_id(chunk.type) or not is_whole(chunk):
-                raise self._wrong("user", None if chunk.null_count else str(chunk.type), "name each user")
+                raise self._wrong(
+                    "user", None if chunk.null_count else str(chunk.type), "name each user by a text or a whole number"
+                )
         for chunk in self.table["items"].chunks:
             keys = chunk.flatten() if is_list(chunk.type) else pa.nulls(1)
             if len(keys) and not (is_id(keys.type) and is_whole(keys)):
