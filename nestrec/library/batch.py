@@ -174,7 +174,7 @@ class BatchRecommender:
         tables = {id(table): table for table in (self.servable.index, *self.servable.tables.values())}
         for table in tables.values():  # columns may share one
             for _, part in table.parts():
-                digest.update(part.cpu().contiguous().view(-1).view(dtype=_BYTES).numpy())
+                digest.update(part.cpu().contiguous().view(-1).view(dtype=_BYTES).numpy().data)
         return digest.hexdigest()
 
     def _batches(self, users: UserColumns) -> list[tuple[int, int]]:

@@ -40,9 +40,10 @@ def users_of(users: Path | str, servable: Servable, data: Path | str | None, con
     """users: `all`, a text file with a key a line, or a Parquet file with the columns user, items and perhaps others of
     `nestrec.serving.users.users_file`. data: the dataset that keys are of. context: of the event that is asked for, by
     name of a feature, where a file does not tell it of each user."""
-    if not isinstance(users, str | Path):  # of scripts
+    given: Any = users
+    if not isinstance(given, str | Path):
         remedy = 'give "all", or the path of a text file with a user a line or of a Parquet file with histories'
-        raise UserError("is no path", field="users", value=users, remedy=remedy)
+        raise UserError("is no path", field="users", value=given, remedy=remedy)
     users = str(users)
     if users != "all" and not Path(users).is_file():
         remedy = "write all, or a text file with a user a line, or a Parquet file with user, items and times_ms"

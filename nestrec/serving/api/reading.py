@@ -22,8 +22,8 @@ from nestrec.serving.model.inputs import (
     buckets_of,
     key_of,
     number_bits,
-    number_of,
     packed_ids,
+    vector_of,
 )
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.spec import ColumnSpec
@@ -318,7 +318,7 @@ class Reader:
             if value is None:
                 continue
             is_fit = isinstance(value, list) and len(value) == width and not types_of(value) - {int, float}
-            numbers = np.array([number_of(one) for one in value]) if is_fit else found[place]
+            numbers = vector_of(value) if is_fit else found[place]
             if not is_fit or np.isnan(numbers).any():
                 raise BadRequestError(f"must be a list of {width} numbers, or null", field)
             found[place] = numbers

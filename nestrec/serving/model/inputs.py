@@ -133,6 +133,15 @@ def number_of(value: Any) -> float:
     return number if abs(number) <= _MOST_OF_32_BITS else math.nan
 
 
+def vector_of(values: Sequence[float]) -> NDArray[np.float64]:
+    """`number_of` each of many numbers."""
+    try:
+        numbers = np.array(values, np.float64)
+    except OverflowError:
+        return np.array([number_of(value) for value in values])
+    return np.where(np.abs(numbers) <= _MOST_OF_32_BITS, numbers, np.nan)
+
+
 def values_of(bits: torch.Tensor) -> torch.Tensor:
     """Numbers of their bits."""
     return bits.to(torch.int32).contiguous().view(torch.float32)
