@@ -92,7 +92,7 @@ def explained(error: BadRequestError, given: Mapping[str, Any]) -> UserError:
 
 
 def _remedy(field: str) -> str:
-    if field.startswith("context"):
+    if field.startswith(("context", "candidate_features")):
         return f"give context={{{field.partition('.')[2] or 'name'!r}: value}}, the value now"
     like = '{"items": ["12"], "times_ms": [1642271351894], "features": {"device": ["web"]}}'
     return f"a history may be a mapping with {', '.join(_FIELDS)}, such as {like}"

@@ -17,9 +17,12 @@ import nestrec
 from nestrec.base.errors import UserError
 from nestrec.data.dataset import Dataset
 from nestrec.data.samples.retrieval import RetrievalQueries
+from nestrec.data.samples.retrieval_inputs import CONTEXT_PREFIX
 from nestrec.library.asking import asked_request
+from nestrec.library.loaded import Recommender
 from nestrec.models import HSTUConfig
 from nestrec.serving.api.app import App
+from nestrec.serving.api.endpoints.about import _model
 from nestrec.serving.api.notes import Notes
 from nestrec.serving.api.reading import Reader
 from nestrec.serving.api.requests import RankRequest
@@ -85,6 +88,23 @@ def test_served_scores_of_retrieval_are_those_of_the_model_that_was_trained(runs
             (queried,) = user_queries(served._form, [(asked.history, asked.now_ms)])
             together = (compared @ queried.double()).numpy()
             np.testing.assert_allclose(together, offline, rtol=1e-4, atol=1e-4)
+
+
+def test_retrieval_asks_nobody_for_a_context_that_it_does_not_read(runs):
+    """Ranking candidates by it refused where the context was not told, which recommending them does not read."""
+    servable = Servable.load(runs.folder("retrieval"))
+    columns = tuple(column for column in servable.spec.columns if not column.name.startswith(CONTEXT_PREFIX))
+    tables = {name: table for name, table in servable.tables.items() if not name.startswith(CONTEXT_PREFIX)}
+    servable = replace(servable, spec=replace(servable.spec, columns=columns), tables=tables, probe=None)
+    history, _, _ = request_of(runs, 3, 4)
+    history, _ = known_to(servable.spec.task, history, dict.fromkeys(history["features"]))
+    served = Recommender(servable)
+    best = served.recommend(history, 5)
+    np.testing.assert_allclose(served.rank(history, best.items).scores["score"], best.scores["score"], rtol=1e-5)
+    with closing(Service({"retrieval": servable}, SERVICE)) as service:
+        told = _model(service.fleet("retrieval"))
+    assert "history.features.device" in told["reads"]
+    assert "context.device" not in told["reads"]
 
 
 @pytest.mark.parametrize("role", ["ranking, prefix", "retrieval, prefix"])
@@ -326,7 +346,7 @@ def test_a_wide_vector_of_a_user_is_not_held_for_each_event(make):
         assert tracemalloc.get_traced_memory()[1] < 6 << 20
         tracemalloc.stop()
         of_vector = number_bits(np.array(vector, np.float32))
-        for told_of in (found.history, found.candidates):
+        for told_of in (found.history, *([found.candidates] if found.candidates.features else [])):
             assert np.array_equal([told_of.features[name][-1] for name in taste.fields], of_vector)
             assert {len(told_of.features[name]) for name in taste.fields} == {len(told_of)}
     assert contents[0] != contents[1], "a prefix is kept for one vector"

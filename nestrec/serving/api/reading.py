@@ -140,7 +140,9 @@ class Reader:
         return True
 
     def candidate_features(self, request: AboutCandidates, count: int) -> Features:
-        """Features of so many candidates, in the model's ids."""
+        """Features of so many candidates, in the model's ids; none where it does not read them."""
+        if not self.servable.serving.reads_candidate_features:
+            return {}
         given, context = request.candidate_features or {}, request.context or {}
         found: Features = {}
         for name, column in self.servable.event_features.items():

@@ -237,4 +237,5 @@ SERVING = ServingForm(
     index=lambda model, rows_ND: model.item_vectors(rows_ND),
     num_prefix=_num_prefix,
     needs_event=True,
+    reads_candidate_features=False,
 )

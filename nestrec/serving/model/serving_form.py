@@ -70,6 +70,8 @@ class ServingForm:
     reads_items: bool = True
     """events and candidates are items of a catalogue; without one a history is not read, and candidates are what a
     request tells of them"""
+    reads_candidate_features: bool = True
+    """scores depend on what a request tells of candidates, such as the context they would be shown in"""
     exported: Callable[[Any, int], Any] | None = None
     """(session, step) to the `Servable` of a run, of models that have no table of items; none: that of all others"""
 

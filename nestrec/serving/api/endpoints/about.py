@@ -75,7 +75,8 @@ def _model(fleet: Fleet) -> ModelAnswer:
     servable, form = fleet.servable, fleet.engines[0].form
     features, user_features = list(servable.event_features), list(servable.user_features)
     of_events = {"times_ms": servable.reads_times, "actions": servable.reads_actions}
-    reads = [f"context.{name}" for name in features]
+    of_asked = features if servable.serving.reads_candidate_features else servable.context_features
+    reads = [f"context.{name}" for name in of_asked]
     if servable.reads_items:
         of_history = ["history.items", *(f"history.{name}" for name, is_read in of_events.items() if is_read)]
         reads = of_history + [f"history.features.{name}" for name in features] + reads
