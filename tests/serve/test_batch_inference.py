@@ -226,6 +226,23 @@ def test_moments_of_a_file_of_histories_may_have_any_unit(retrieval, tmp_path):
     assert written[0].equals(written[1])
 
 
+def test_a_file_may_tell_when_users_are_asked_for_and_the_export_when_events_happened(retrieval, tmp_path):
+    servable = Servable.load(retrieval.folder)
+    servable = replace(servable, spec=replace(servable.spec, defaults=replace(servable.spec.defaults, times="now")))
+    users = {"user": ["a", "b"], "items": [["1", "2"], ["3"]], "now_ms": [T, T + 10**7]}
+    found = []
+    for told in ({}, {"times_ms": [[T - 10**8, T - 10**6], [T - 10**7]]}):
+        pq.write_table(pa.table(users | told), tmp_path / "u.parquet")
+        BatchRecommender(servable, CFG).recommend(tmp_path / "u.parquet", tmp_path / "out.parquet")
+        found.append(pq.read_table(tmp_path / "out.parquet").to_pylist())
+        asked = [{n: v[row] for n, v in (users | told).items() if n != "user"} for row in range(2)]
+        expected = Recommender(servable, None).recommend_all(asked, 7)
+        assert [row["items"] for row in found[-1]] == [list(one.items) for one in expected]
+        for row, one in zip(found[-1], expected, strict=True):
+            np.testing.assert_allclose(row["scores"], one.scores["score"], rtol=1e-5)
+    assert found[0] != found[1]
+
+
 @pytest.mark.parametrize(("name", "content"), [("u.parquet", b"PAR1 and no more"), ("u.txt", b"\xe9\n")])
 def test_a_file_of_users_that_cannot_be_read_is_named(retrieval, dataset_folder, tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
