@@ -9,6 +9,7 @@ last checkpoint has not seen, and goes on reading behind them.
 import contextlib
 import json
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import field, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from nestrec.data.formats.log import LogOptions
 from nestrec.data.prepare.options import LogColumns
 from nestrec.data.samples.windows import ReplayShare, TimeWindow, window_of_events
 from nestrec.data.sources.closing import WindowRule
+from nestrec.data.sources.positions import ChangedSource
 from nestrec.data.sources.source import open_source
 from nestrec.data.sources.stream import Stream, WindowTimes
 from nestrec.distributed import Topology
@@ -52,6 +54,9 @@ class StreamConfig:
     """share of the samples of a window that are drawn from older events instead"""
     max_bad_share: Share = 1.0
     """more bad rows in a window than this share is an error; they are set aside in any case"""
+    changed_source: ChangedSource = "refuse"
+    """what to do where another source was read into this data before. moved: this is the same stream at another place,
+    go on where it stood. begin: this is another stream, read it from its beginning, or from where it was left"""
     poll_s: Positive = 0.5
     """how long to wait where there is nothing to read"""
     idle_s: Positive | None = None
@@ -145,8 +150,8 @@ class StreamFollower:
         assert source is not None
         reached = self.trainer.state.generation
         reached = self._first() if reached is None else reached
-        card = Card.load(self._folder)
-        if card.generation > reached:
+        before = Card.load(self._folder)
+        if before.generation > reached:
             return {"generation": reached + 1, "times": {}}
         since = time.monotonic()
 
@@ -167,6 +172,7 @@ class StreamFollower:
         lag = stream.lag(card)
         self.trainer.folder.record("lag", step=self.trainer.state.step, generation=card.generation, **lag)
         shown = ", ".join(f"{number:,.0f} {unit}" for unit, number in lag.items())
+        self._tell_of_bad(before, card)
         self._listener.noted(f"generation {card.generation}: {card.counts.events:,} events; waiting: {shown}")
         return {"generation": card.generation, "times": _plain(times)}
 
@@ -174,7 +180,28 @@ class StreamFollower:
         log = self._options.log or _log_of(Card.load(self._folder))
         options = LogOptions(log=log, max_bad_share=self._options.max_bad_share)
         self._source = SharedSource(open_source(self._address, log), self._topology)
-        self._stream = Stream(self._source, self._address, self._folder, self._options.window, options)
+        self._stream = Stream(
+            self._source,
+            self._address,
+            self._folder,
+            self._options.window,
+            options,
+            changed_source=self._options.changed_source,
+            tell=self._told,
+        )
+
+    def _tell_of_bad(self, before: Card, card: Card) -> None:
+        """How many rows of a window were set aside, and where they lie."""
+        reasons = Counter(card.counts.quarantined) - Counter(before.counts.quarantined)
+        if reasons:
+            shown = ", ".join(f"{reason} {number:,}" for reason, number in reasons.most_common())
+            name = f"quarantine/{card.generation:06d}.csv of {self._folder}"
+            self._told(f"generation {card.generation}: {reasons.total():,} bad rows are set aside in {name} ({shown})")
+
+    def _told(self, text: str) -> None:
+        """To people, and into the run's folder."""
+        self.trainer.folder.record("event", step=self.trainer.state.step, text=text)
+        self._listener.warned(text)
 
     def _reached(self) -> int:
         """The generation that the run has come to, by its newest checkpoint, or else where it began to follow."""

@@ -24,7 +24,7 @@ from nestrec.data.sources.source import StreamPiece, StreamPosition, StreamRows,
 from nestrec.distributed import Topology
 from nestrec.distributed.exchange import all_gather_json, all_gather_rows, raise_together
 
-_LINES = "line of a row"
+_LINES, _CAME = "line of a row", "when a row came"
 
 
 class SharedSource(StreamSource):
@@ -87,6 +87,9 @@ class SharedSource(StreamSource):
             if behind == before:
                 return
 
+    def identity(self) -> str | None:
+        return self._source.identity()
+
     def lag(self, position: StreamPosition) -> dict[str, float]:
         return self._source.lag(position)
 
@@ -136,7 +139,8 @@ def _packed(rows: StreamRows) -> bytes:
     batch = rows.batch
     about = {"file": batch.file, "bad": [asdict(bad) for bad in batch.bad], "done": batch.done}
     about |= {"position": rows.position, "arrived_s": rows.arrived_s, "is_whole": rows.is_whole}
-    table = pa.table({**batch.columns, _LINES: pa.array(batch.lines)})
+    came = np.zeros(batch.num_rows, np.int64) if rows.came_ms is None else rows.came_ms
+    table = pa.table({**batch.columns, _LINES: pa.array(batch.lines), _CAME: pa.array(came)})
     table = table.replace_schema_metadata({"about": json.dumps(about)})
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, table.schema) as stream:
@@ -148,11 +152,11 @@ def _packed(rows: StreamRows) -> bytes:
 def _unpacked(content: bytes) -> StreamRows:
     table = pa.ipc.open_stream(content).read_all()
     about: dict[str, Any] = json.loads(table.schema.metadata[b"about"])
-    columns = {name: _one(table[name]) for name in table.column_names if name != _LINES}
-    lines = table[_LINES].to_numpy().astype(np.int64)
+    columns = {name: _one(table[name]) for name in table.column_names if name not in (_LINES, _CAME)}
+    lines, came = (table[name].to_numpy().astype(np.int64) for name in (_LINES, _CAME))
     bad = tuple(BadRow(**entry) for entry in about["bad"])
     batch = RawBatch(about["file"], lines, columns, bad, about["done"])
-    return StreamRows(batch, about["position"], about["arrived_s"], about["is_whole"])
+    return StreamRows(batch, about["position"], about["arrived_s"], about["is_whole"], came)
 
 
 def _one(column: pa.ChunkedArray) -> pa.Array:

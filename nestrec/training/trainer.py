@@ -41,7 +41,7 @@ from nestrec.training.step_marks import Lost
 from nestrec.training.stopping import Interrupted, StopRequest
 from nestrec.training.traced_ranks import spans_of_ranks
 from nestrec.training.unused_options import check_options_are_used
-from nestrec.training.windows import WindowEnd, WindowHook
+from nestrec.training.windows import WindowEnd, WindowHook, check_any_window
 
 REPORT_EVERY_STEPS = 20
 TRACED_STEPS = 2 * REPORT_EVERY_STEPS
@@ -257,9 +257,11 @@ class Trainer:
         if self.cfg.batch.order == "shuffled" or self._follows:
             return []
         start_ms = moment_ms(self.cfg.windows.start, "windows.start")
-        if start_ms is None:
-            start_ms = 0 if self._beginning is None else self._beginning.after_ms
-        windows = self.session.task.windows_by_time(self.cfg.windows, start_ms)
+        seen_by = None
+        if start_ms is None and self._beginning is not None:
+            start_ms, seen_by = self._beginning.after_ms, self._beginning.run
+        windows = self.session.task.windows_by_time(self.cfg.windows, start_ms or 0)
+        check_any_window(windows, start_ms or 0, seen_by)
         self.session.task.take_windows(windows, None, replay_share=self.cfg.windows.replay_share)
         return windows
 

@@ -1,8 +1,12 @@
 """What happens when a window of a run has ended."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from nestrec.base.errors import UserError
+from nestrec.base.moments import iso_moment
+from nestrec.data.samples.windows import TimeWindow
 from nestrec.training.session import Session
 from nestrec.training.state import TrainState
 
@@ -34,6 +38,24 @@ class WindowEnd:
     is_restart: bool = False
     """the run was started again and stands at the end of this window: a kill may have come before the hooks were
     called, or after"""
+
+
+def check_any_window(windows: Sequence[TimeWindow], start_ms: int, seen_by: Path | None) -> None:
+    """Raise a UserError where no event to train on comes after the beginning.
+
+    seen_by: the run whose newest event gave the beginning; one event of a wrong clock may be that.
+    """
+    if windows or not start_ms:
+        return
+    moment = iso_moment(start_ms)
+    why = "" if seen_by is None else f", and {seen_by} has seen an event of just before then"
+    raise UserError(
+        f"no event to train on is from then or later{why}",
+        field="windows.start",
+        value=moment,
+        remedy="append newer events (some of the last are held out, see task.split), or name the moment from which "
+        "events are new: --windows.start",
+    )
 
 
 WindowHook = Callable[[WindowEnd], None]

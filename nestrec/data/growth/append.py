@@ -28,6 +28,7 @@ from nestrec.data.growth.generations import (
     carried_on,
     commit,
     first_generation,
+    followed_by,
     growing,
     moved,
     partial_folder,
@@ -133,7 +134,7 @@ def append_source(
             inputs=digests,
             stream=generations[-1].stream if stream is None else dict(stream),
         )
-        return commit(folder, card, dataclasses.replace(after, generations=(*generations, new)))
+        return commit(folder, card, dataclasses.replace(after, generations=followed_by(generations, new)))
 
 
 class _Growth:

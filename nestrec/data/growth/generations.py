@@ -131,6 +131,12 @@ def first_generation(card: Card, last_ms: int) -> tuple[Generation, ...]:
     return card.generations or (prepared,)
 
 
+def followed_by(generations: tuple[Generation, ...], new: Generation) -> tuple[Generation, ...]:
+    """With a new one, which alone says how far a stream was read: the names of all files that were, once for each
+    generation, would soon outweigh all else, and earlier ones have theirs on their own cards."""
+    return (*(dataclasses.replace(generation, stream={}) for generation in generations), new)
+
+
 def remove_unused(folder: Path, card: Card) -> None:
     """Delete what no generation of the last few names; a generation after the one in force was never in force."""
     numbers = [g.number for g in card.generations][-KEPT_GENERATIONS:]

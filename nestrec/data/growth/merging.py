@@ -14,12 +14,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from nestrec.data.card import Card, DataFile, Generation, LayerEntry, describe_file
+from nestrec.data.card import Card, DataFile, LayerEntry, describe_file
 from nestrec.data.dataset import Dataset, Rows
 from nestrec.data.growth.generations import (
     carried_on,
     commit,
     first_generation,
+    followed_by,
     growing,
     moved,
     partial_folder,
@@ -71,8 +72,7 @@ def compact(folder: Path | str) -> Card:
         after = dataclasses.replace(card, layers=(entry,), files=(*files, *quarantined))
         before = first_generation(card, 0)
         new = dataclasses.replace(before[-1], number=card.generation + 1, digest=after.digest_of_files, inputs={})
-        generations: tuple[Generation, ...] = (*before, new)
-        return commit(folder, card, dataclasses.replace(after, generations=generations))
+        return commit(folder, card, dataclasses.replace(after, generations=followed_by(before, new)))
 
 
 def _merged_layer(folder: Path, card: Card, entries: Sequence[LayerEntry]) -> tuple[LayerEntry, list[DataFile]]:

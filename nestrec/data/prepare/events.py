@@ -1,5 +1,6 @@
 """Raw rows to event records: checked, filtered by rating, with dense codes for users, items and categories."""
 
+import time
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from nestrec.data.prepare.features.fitting import Fitting, bucket_labels
 from nestrec.data.prepare.keys import KeyTable
 from nestrec.data.prepare.options import LogColumns
 from nestrec.data.prepare.parse import (
+    AHEAD,
     BAD,
     BLANK,
     GOOD,
@@ -30,7 +32,7 @@ from nestrec.data.prepare.parse import (
 from nestrec.data.prepare.raw import WHOLE_LINE, BadRow, RawBatch
 from nestrec.data.prepare.signature import row_signatures
 from nestrec.data.prepare.spill import Records
-from nestrec.data.schema import COUNTS_SUFFIX, EVENT_PREFIX
+from nestrec.data.schema import COUNTS_SUFFIX, EVENT_PREFIX, LATEST_TIME_MS
 from nestrec.data.transform import Transform
 
 POSITIVE = "positive"
@@ -133,6 +135,8 @@ class EventParser:
         self.transforms: dict[str, Transform] = {}
         """Of the numbers, as soon as they are fitted."""
         self._ngrams = columns.log.hashing.transform()
+        ahead_s = columns.log.max_ahead_s
+        self._latest_ms = LATEST_TIME_MS if ahead_s is None else round(1000 * (time.time() + ahead_s))
         self.num_below_rating = 0
         self._actions_met: set[str] = set()
         self._values: dict[str, dict[str, None]] = {}
@@ -224,6 +228,7 @@ class EventParser:
             verdict.reject(states == BLANK, "missing time")
             verdict.reject(states == BAD, NOT_A_TIME)
             verdict.reject(out_of_range, OUT_OF_RANGE)
+            verdict.reject(times_ms > self._latest_ms, AHEAD)
             records["time"] = times_ms
         if log.position:
             positions, states = parse_integers(batch.columns[log.position])

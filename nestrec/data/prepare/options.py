@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import Annotated, Literal
 
-from nestrec.base.bounds import Bound, Count, Natural, Share
+from nestrec.base.bounds import Bound, Count, Natural, NonNegative, Share
 from nestrec.base.config import config
 from nestrec.base.errors import UserError
 from nestrec.base.moments import moment_ms
@@ -51,6 +51,10 @@ class LogColumns:
     """Column of the time of the event; without it and `position`, events keep the order of the file."""
     time_unit: TimeUnit = "s"
     """Unit of numbers in the time column, or `iso` for dates as text; a date that names no zone is in UTC."""
+    max_ahead_s: NonNegative | None = 86_400.0
+    """Events whose time lies further ahead of the clock than this are set aside as bad rows: the clock that made them
+    was wrong. The clock is that of the machine that reads; of a stream, that at which an event came. A day lets times
+    of any zone pass; none lets any time pass."""
     position: str | None = None
     """Column that orders the events of a user (after the time, where both are given)."""
     rating: str | None = None

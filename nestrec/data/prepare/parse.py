@@ -16,8 +16,8 @@ _MS_OF_UNIT = {"s": 1000.0, "ms": 1.0, "us": 1e-3, "ns": 1e-6}
 GOOD, BLANK, BAD = 0, 1, 2
 _LARGEST = float(np.finfo(np.float32).max)
 """Datasets hold numbers of 32 bits: what lies beyond would be infinite there."""
-NOT_A_TIME, OUT_OF_RANGE = "time is not a time", "time out of range"
-ABOUT_TIME = (NOT_A_TIME, OUT_OF_RANGE)
+NOT_A_TIME, OUT_OF_RANGE, AHEAD = "time is not a time", "time out of range", "time lies ahead of the clock"
+ABOUT_TIME = (NOT_A_TIME, OUT_OF_RANGE, AHEAD)
 """Reasons for which a row is bad that another unit of time may mend."""
 
 

@@ -2,10 +2,14 @@
 
 A window of time closes when an event was seen that is later than its end by the lateness that is allowed for. Events of
 later windows that were read by then wait; events that come when their window is closed belong to the one that is open.
+
+Clocks that run ahead close no window: an event counts as no later than it came. What lies further ahead than times can
+be right is set aside (`log.max_ahead_s`).
 """
 
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +23,8 @@ from nestrec.base.config import config
 from nestrec.base.errors import UserError
 from nestrec.data.card import PENDING, DataFile, describe_file
 from nestrec.data.prepare.options import LogColumns
-from nestrec.data.prepare.parse import GOOD, parse_times_ms
-from nestrec.data.prepare.raw import RawBatch, read_parquet
+from nestrec.data.prepare.parse import AHEAD, GOOD, parse_times_ms
+from nestrec.data.prepare.raw import BadRow, RawBatch, read_parquet
 from nestrec.data.sources.source import StreamRows
 
 HOUR_MS = 3_600_000
@@ -37,7 +41,7 @@ class WindowRule:
     lateness_s: NonNegative = 0.0
     """how late an event may come and still find its window open, in event time; more waits longer"""
     max_events: Count = 1_000_000
-    """rows that are held for a window; it closes with these even where its time is not over"""
+    """rows that are held for a window, bad ones included; it closes with these even where its time is not over"""
 
     def __post_init__(self) -> None:
         if (self.events is None) == (self.hours is None):
@@ -78,8 +82,9 @@ class OpenWindow:
     from_ms: int | None = None
     """begin of a window of time; none before the first event"""
     latest_ms: int = -1
-    """time of the latest event that was seen"""
+    """time of the latest event that was seen, or when that came where its clock ran ahead"""
     num_rows: int = 0
+    num_bad: int = 0
     _held: list[tuple[RawBatch, NDArray[np.int64], float]] = field(default_factory=list)
 
     @staticmethod
@@ -87,7 +92,7 @@ class OpenWindow:
         """As the window before left it."""
         window = OpenWindow(rule, log, state.get("from_ms"), int(state.get("latest_ms", -1)))
         for batch in waiting:
-            window._take(batch, float(state.get("waits_since_s", 0.0)))
+            window._hold(batch, window._times(batch), float(state.get("waits_since_s", 0.0)))
         return window
 
     @property
@@ -99,14 +104,26 @@ class OpenWindow:
     @property
     def is_full(self) -> bool:
         """Whether the rule closes it now."""
-        if self.room <= 0:
+        if self.room <= 0 or self.num_rows + self.num_bad >= max(self.rule.max_events, self.rule.events or 0):
             return True
         if self.rule.hours is None or self.from_ms is None:
             return False
-        return self.latest_ms - round(1000 * self.rule.lateness_s) >= self.from_ms + self._length_ms
+        return self._over_ms >= self.from_ms + self._length_ms
 
-    def add(self, rows: StreamRows) -> None:
-        self._take(rows.batch, rows.arrived_s)
+    def add(self, rows: StreamRows) -> RawBatch:
+        """Take rows; as they were taken, with those that were set aside."""
+        times, came = self._times(rows.batch), _came_ms(rows)
+        batch, kept = rows.batch, np.ones(times.size, np.bool_)
+        if self.log.max_ahead_s is not None:
+            kept = times <= came + round(1000 * self.log.max_ahead_s)
+            batch = _without(batch, ~kept, AHEAD)
+        known = np.minimum(times, came)[kept & (times >= 0)]
+        if known.size:
+            self.latest_ms = max(self.latest_ms, int(known.max()))
+            if self.from_ms is None and self.rule.hours is not None:
+                self.from_ms = int(known.min()) // self._length_ms * self._length_ms
+        self._hold(batch, times[kept], rows.arrived_s)
+        return batch
 
     def close(self) -> ClosedWindow:
         """What is in it now; it may not be empty."""
@@ -129,21 +146,16 @@ class OpenWindow:
         mean = float(np.average(arrivals, weights=weights))
         return ClosedWindow(tuple(batches), tuple(waiting), state, min(arrivals), mean, max(arrivals))
 
-    def _take(self, batch: RawBatch, arrived_s: float) -> None:
-        times = self._times(batch)
-        known = times[times >= 0]
-        if known.size:
-            self.latest_ms = max(self.latest_ms, int(known.max()))
-            if self.from_ms is None and self.rule.hours is not None:
-                self.from_ms = int(known.min()) // self._length_ms * self._length_ms
+    def _hold(self, batch: RawBatch, times: NDArray[np.int64], arrived_s: float) -> None:
         self._held.append((batch, times, arrived_s))
         self.num_rows += batch.num_rows
+        self.num_bad += len(batch.bad)
 
     def _times(self, batch: RawBatch) -> NDArray[np.int64]:
         """Of each row; -1 where there is none, which the append will set aside."""
-        if self.rule.hours is None:
-            return np.full(batch.num_rows, -1, np.int64)
         if not self.log.time or self.log.time not in batch.columns:
+            if self.rule.hours is None:
+                return np.full(batch.num_rows, -1, np.int64)
             remedy = "name it with --log.time, or close windows by --window.events"
             raise UserError(
                 "windows of time need a column of times", field="log.time", value=self.log.time, remedy=remedy
@@ -155,8 +167,13 @@ class OpenWindow:
         if end_ms is None:
             return None
         times = np.concatenate([np.zeros(0, np.int64), *(self._times(batch) for batch in waiting)])
-        first = int(times.min()) if times.size else end_ms
+        first = min(int(times.min()), self._over_ms) if times.size else end_ms
         return max(end_ms, first // self._length_ms * self._length_ms)
+
+    @property
+    def _over_ms(self) -> int:
+        """Windows that end by then are over."""
+        return self.latest_ms - round(1000 * self.rule.lateness_s)
 
     @property
     def _length_ms(self) -> int:
@@ -168,6 +185,21 @@ def _chosen(batch: RawBatch, rows: NDArray[np.bool_], *, bad: bool = True) -> Ra
     mask = pa.array(rows)
     columns = {name: column.filter(mask) for name, column in batch.columns.items()}
     return RawBatch(batch.file, batch.lines[rows], columns, batch.bad if bad else (), batch.done)
+
+
+def _came_ms(rows: StreamRows) -> NDArray[np.int64]:
+    """When each row came, by the source, and no later than now: whoever sent it may have had a wrong clock, too."""
+    now_ms = round(1000 * time.time())
+    came = np.full(rows.batch.num_rows, now_ms) if rows.came_ms is None else rows.came_ms
+    return np.where(came > 0, np.minimum(came, now_ms), now_ms)
+
+
+def _without(batch: RawBatch, rows: NDArray[np.bool_], reason: str) -> RawBatch:
+    """Some rows are bad ones, for a reason."""
+    if not rows.any():
+        return batch
+    bad = [BadRow(int(batch.lines[row]), reason, batch.text_of(int(row))) for row in np.flatnonzero(rows)]
+    return _chosen(replace(batch, bad=(*batch.bad, *bad)), ~rows)
 
 
 def write_waiting(folder: Path, waiting: Sequence[RawBatch]) -> list[DataFile]:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from nestrec.base.errors import UserError
 from nestrec.data.prepare.files import SUFFIXES, LogFiles
 from nestrec.data.prepare.options import LogColumns
@@ -52,11 +54,17 @@ class FolderSource(StreamSource):
     def fetch(self, piece: StreamPiece) -> StreamRows:
         done, name, row = (piece.what[part] for part in ("done", "file", "row"))
         with self._told():
-            batch, came_s = self._next(name, row, piece.what["max_rows"]), (self._folder / name).stat().st_mtime
+            batch, came = self._next(name, row, piece.what["max_rows"]), (self._folder / name).stat()
         if not batch.num_rows:
             self._open = None
-            return StreamRows(batch, {"done": sorted([*done, name])}, came_s)
-        return StreamRows(batch, {"done": done, "file": name, "row": row + batch.num_rows}, came_s, self._is_over())
+            return StreamRows(batch, {"done": sorted([*done, name])}, came.st_mtime)
+        behind = {"done": done, "file": name, "row": row + batch.num_rows}
+        # When it was written is what its writer says; when it came here is known.
+        came_ms = np.full(batch.num_rows, round(1000 * max(came.st_mtime, came.st_ctime)))
+        return StreamRows(batch, behind, came.st_mtime, self._is_over(), came_ms)
+
+    def identity(self) -> str:
+        return f"folder:{self._folder.resolve()}"
 
     def lag(self, position: StreamPosition) -> dict[str, float]:
         waiting = self._waiting(list(position.get("done", ())))

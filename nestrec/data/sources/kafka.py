@@ -1,10 +1,12 @@
 """A topic of Kafka: messages are JSON objects. Its client is an extra (`pip install nestrec[kafka]`).
 
+Partitions that a topic is given later are read from their first message, as soon as the brokers tell of them.
 Offsets are kept with the data and never by the brokers: who reads again, reads from where the data ends.
 """
 
 import functools
 import time
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
@@ -19,6 +21,7 @@ ROWS_A_TURN = 512
 """Partitions are read by turns of so many messages, or of those that are there."""
 _ANSWER_S = 10.0
 """Brokers that say nothing for so long are taken for gone."""
+_ANEW = "name the topic that was read so far, or begin a run anew"
 
 
 class KafkaSource(StreamSource):
@@ -39,14 +42,16 @@ class KafkaSource(StreamSource):
         self._kafka = _client()
         self._lines = JsonLines(wanted)
         self._consumers: dict[int, tuple[Any, int]] = {}
+        self._known: list[int] = []
         # Questions go past those who fetch: brokers answer a connection in order, and a fetch that finds nothing new
         # waits there for half a second.
         self._asks = self._make_consumer()
-        metadata = self._guarded(lambda: self._asks.list_topics(self._topic, timeout=_ANSWER_S))
-        self._partitions = sorted(metadata.topics[self._topic].partitions)
-        if not self._partitions:
-            remedy = "create the topic, or write to it first"
-            raise UserError("has no such topic", field="SOURCE", value=address, remedy=remedy)
+        self._cluster = self._metadata().cluster_id or ""
+        self._partitions()  # raises where there is no such topic
+
+    def identity(self) -> str:
+        """Brokers come and go; a cluster keeps its id."""
+        return f"kafka:{self._cluster}/{self._topic}"
 
     def read(self, position: StreamPosition, max_rows: int) -> StreamRows | None:
         found = (self.fetch(piece) for piece in self.pieces(position, max_rows, 1))
@@ -55,20 +60,20 @@ class KafkaSource(StreamSource):
     def pieces(self, position: StreamPosition, max_rows: int, number: int) -> list[StreamPiece]:
         offsets, turn = dict(position.get("offsets", {})), int(position.get("turn", 0))
         taken, found, num_empty = int(position.get("taken", 0)), list[StreamPiece](), 0
-        bounds = functools.cache(self._bounds)
-        while max_rows > 0 and num_empty <= len(self._partitions):
-            partition = self._partitions[turn % len(self._partitions)]
+        bounds, partitions = functools.cache(self._bounds), self._partitions_behind(offsets)
+        while max_rows > 0 and num_empty <= len(partitions):
+            partition = partitions[turn % len(partitions)]
             low, high = bounds(partition)
             offset = self._checked(partition, offsets.get(str(partition)), low, high)
             wanted = min(max_rows, ROWS_A_TURN - taken, high - offset)
             if wanted <= 0:
-                turn, taken, num_empty = (turn + 1) % len(self._partitions), 0, num_empty + 1
+                turn, taken, num_empty = (turn + 1) % len(partitions), 0, num_empty + 1
                 continue
             max_rows, taken, num_empty = max_rows - wanted, taken + wanted, 0
             offsets[str(partition)] = offset + wanted
             behind = {"offsets": dict(offsets), "turn": turn, "taken": taken}
             what = {"partition": partition, "from": offset, "to": offset + wanted, "behind": behind}
-            found.append(StreamPiece(self._partitions.index(partition), what))
+            found.append(StreamPiece(partitions.index(partition), what))
         return found
 
     def fetch(self, piece: StreamPiece) -> StreamRows:
@@ -80,11 +85,13 @@ class KafkaSource(StreamSource):
         lines = [(message.value() or b"null").decode("utf-8", "replace") for message in messages]
         numbers = np.array([message.offset() + 1 for message in messages], dtype=np.int64)
         batch = self._lines.rows(f"{self._topic}/{partition}", lines, numbers)
-        return StreamRows(batch, piece.what["behind"], max(message.timestamp()[1] for message in messages) / 1000)
+        at_ms = np.array([message.timestamp()[1] for message in messages], dtype=np.int64)
+        came_ms = at_ms[np.searchsorted(numbers, batch.lines)]
+        return StreamRows(batch, piece.what["behind"], int(at_ms.max()) / 1000, came_ms=came_ms)
 
     def lag(self, position: StreamPosition) -> dict[str, float]:
         offsets, left = position.get("offsets", {}), 0
-        for partition in self._partitions:
+        for partition in self._partitions_behind(offsets):
             low, high = self._bounds(partition)
             left += high - max(low, int(offsets.get(str(partition), 0)))
         return {"messages": float(left)}
@@ -97,12 +104,11 @@ class KafkaSource(StreamSource):
     def _checked(self, partition: int, offset: int | None, low: int, high: int) -> int:
         """Where to go on in a partition, of which the first messages may be gone by now."""
         if offset is not None and offset > high:
-            remedy = "name the topic that was read so far, or begin a run anew"
             raise UserError(
                 f"ends at {high} in partition {partition}, where {offset} was read: it was made anew, or is another",
                 field="SOURCE",
                 value=self._address,
-                remedy=remedy,
+                remedy=_ANEW,
             )
         if offset is not None and offset < low:
             remedy = "keep messages for longer (retention.ms), or begin a run anew"
@@ -143,6 +149,35 @@ class KafkaSource(StreamSource):
             consumer.assign([self._kafka.TopicPartition(self._topic, partition, offset)])
         self._consumers[partition] = (consumer, offset)
         return consumer
+
+    def _metadata(self) -> Any:
+        return self._guarded(lambda: self._asks.list_topics(self._topic, timeout=_ANSWER_S))
+
+    def _partitions(self) -> list[int]:
+        """Those that the topic has now; while brokers change places and cannot tell, those that it had."""
+        topic = self._metadata().topics[self._topic]
+        error = None if topic.error is None else topic.error.code()
+        if error == self._kafka.KafkaError.UNKNOWN_TOPIC_OR_PART or (error is None and not topic.partitions):
+            remedy = "create the topic, or write to it first"
+            raise UserError("has no such topic", field="SOURCE", value=self._address, remedy=remedy)
+        if error is None:
+            self._known = sorted(topic.partitions)
+        elif not self._known:
+            raise self._gone(topic.error)
+        return self._known
+
+    def _partitions_behind(self, offsets: Mapping[str, int]) -> list[int]:
+        """Those that the topic has now, which are those that were read before and any that it was given since."""
+        partitions = self._partitions()
+        gone = sorted({int(partition) for partition in offsets} - set(partitions))
+        if gone:
+            raise UserError(
+                f"has no partition {gone[0]}, which was read: it was made anew, or is another",
+                field="SOURCE",
+                value=self._address,
+                remedy=_ANEW,
+            )
+        return partitions
 
     def _bounds(self, partition: int) -> tuple[int, int]:
         place = self._kafka.TopicPartition(self._topic, partition)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nestrec.base.errors import UserError
 from nestrec.base.seam import Seam
@@ -31,6 +32,9 @@ class StreamRows:
     """when the newest of them came to the source, in seconds since 1970"""
     is_whole: bool = True
     """of a piece: there is no more in it, so that the next piece follows"""
+    came_ms: NDArray[np.int64] | None = None
+    """when each of them came, in milliseconds since 1970, where the source knows it of each; of one that is not known
+    it is not above 0"""
 
     @property
     def is_empty(self) -> bool:
@@ -66,6 +70,11 @@ class StreamSource(ABC):
     def fetch(self, piece: StreamPiece) -> StreamRows | None:
         """The rows of a piece; none where there is nothing now."""
         return self.read(piece.what["position"], piece.what["max_rows"])
+
+    def identity(self) -> str | None:
+        """What is read, by whatever address, with its kind before a colon: a position holds for nothing else. None: the
+        address says it."""
+        return None
 
     @abstractmethod
     def lag(self, position: StreamPosition) -> dict[str, float]:

@@ -17,6 +17,7 @@ from nestrec.data.prepare.events import EventColumns
 from nestrec.data.prepare.raw import RawBatch
 from nestrec.data.prepare.source import LogSource
 from nestrec.data.sources.closing import ClosedWindow, OpenWindow, WindowRule, read_waiting, write_waiting
+from nestrec.data.sources.positions import ChangedSource, SavedPosition
 from nestrec.data.sources.source import StreamSource
 
 ROWS_AT_A_TIME = 1 << 14
@@ -35,10 +36,23 @@ class WindowTimes:
 class Stream:
     """Reads a source into a dataset."""
 
-    def __init__(self, source: StreamSource, name: str, folder: Path, rule: WindowRule, options: LogOptions):
-        """name: of the source, for messages. options: what the columns mean and others, as for `prepare`."""
-        self._source, self._name, self._folder, self._rule, self._options = source, name, folder, rule, options
-        self._log = options.log
+    def __init__(
+        self,
+        source: StreamSource,
+        address: str,
+        folder: Path,
+        rule: WindowRule,
+        options: LogOptions,
+        *,
+        changed_source: ChangedSource = "refuse",
+        tell: Callable[[str], None] = lambda _: None,
+    ):
+        """options: what the columns mean and others, as for `prepare`. changed_source: what to do where another source
+        was read before. tell: takes texts for people."""
+        self._source, self._name, self._folder, self._rule, self._options = source, address, folder, rule, options
+        self._log, self._tell, self._has_told = options.log, tell, False
+        self._identity, self._changed = source.identity() or address, changed_source
+        self._saved(Card.load(folder))  # raises before anything is read or trained on
         self._columns = EventColumns.of(self._log)
 
     def next_window(self, wants_end: Callable[[], bool]) -> tuple[Card, WindowTimes] | None:
@@ -48,7 +62,8 @@ class Stream:
         """
         card = Card.load(self._folder)
         before = card.generations[-1].stream if card.generations else {}
-        position = before.get("position", {})
+        saved = self._saved(card)
+        position = saved.position
         newest = self._folder / card.all_layers[-1].folder
         window = OpenWindow.of(self._rule, self._log, before, read_waiting(newest) if before else [])
         while not window.is_full:
@@ -57,20 +72,31 @@ class Stream:
                 if wants_end():
                     return None
                 continue
-            window.add(rows)
+            self._tell_of_bad(window.add(rows))
             position = rows.position
             fail_point("stream.read")
         closed = window.close()
-        return self._append(closed, position), WindowTimes(
+        return self._append(closed, saved.at(position)), WindowTimes(
             closed.first_at_s, closed.mean_at_s, closed.newest_at_s, time.time()
         )
 
     def lag(self, card: Card) -> dict[str, float]:
         """What the source has beyond a generation."""
-        stream = card.generations[-1].stream if card.generations else {}
-        return self._source.lag(stream.get("position", {}))
+        return self._source.lag(self._saved(card).position)
 
-    def _append(self, window: ClosedWindow, position: object) -> Card:
+    def _saved(self, card: Card) -> SavedPosition:
+        state = card.generations[-1].stream if card.generations else {}
+        return SavedPosition.of(state).of_source(self._identity, self._name, self._changed)
+
+    def _tell_of_bad(self, batch: RawBatch) -> None:
+        """Of the first bad rows at once: where all are bad, no window may close for long."""
+        if batch.bad and not self._has_told:
+            self._has_told = True
+            bad = batch.bad[-1]
+            where = f"{batch.file}, line {bad.line}: {bad.reason}: {bad.text[:80]!r}"
+            self._tell(f"rows are set aside as bad ones, such as {where}")
+
+    def _append(self, window: ClosedWindow, position: SavedPosition) -> Card:
         def batches() -> Iterator[tuple[RawBatch, float]]:
             for batch in window.batches:
                 yield batch, 1.0
@@ -80,6 +106,6 @@ class Stream:
             LogSource(self._name, "log", self._columns, batches),
             self._options,
             inputs={},
-            stream={**window.state, "position": position},
+            stream={**window.state, **position.to_plain()},
             beside=lambda folder: write_waiting(folder, window.waiting),
         )

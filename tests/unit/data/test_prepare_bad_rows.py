@@ -39,6 +39,7 @@ def quarantined(folder: Path) -> list[tuple[int, str]]:
         (b"u1,i1,-1,4,1", "time out of range"),
         (b"u1,i1,7258118400,4,1", "time out of range"),
         (b"u1,i1,1e300,4,1", "time out of range"),
+        (b"u1,i1,4070908800,4,1", "time lies ahead of the clock"),
         (b"u1,i1,100,four,1", "rating is not a number"),
         (b"u1,i1,100,,1", "missing rating"),
         (b"u1,i1,100,inf,1", "rating is not a number"),

@@ -12,12 +12,14 @@ import pytest
 
 from nestrec.base.errors import UserError
 from nestrec.base.failpoints import armed
+from nestrec.base.moments import moment_ms
 from nestrec.checkpoint import SaveError
 from nestrec.data.card import Card
 from nestrec.data.dataset import Dataset
 from nestrec.data.growth.append import append
 from nestrec.data.growth.generations import restore
 from nestrec.data.prepare.options import LogColumns
+from nestrec.data.prepare.parse import AHEAD
 from nestrec.data.samples.windows import slices_of_runs
 from nestrec.data.sources.folder import FolderSource
 from nestrec.data.sources.kafka import KafkaSource
@@ -26,11 +28,13 @@ from nestrec.report.run_folder import load_run
 from nestrec.testing.streams import COLUMNS, copied, drop_files, follow_options, source_of, stream_events, topic
 from nestrec.testing.tiny_runs import config_of
 from nestrec.training.following import StreamFollower
+from nestrec.training.listener import Listener
 from nestrec.training.run_digest import run_digest
 from nestrec.training.trainer import Trainer
 from nestrec.training.windows import WindowEnd
 
 BY_COUNT = {"window.events": 30, "idle_s": 0.01, "replay_share": 0.2}
+WRONG_MS = moment_ms("2099-01-01", "time")
 BY_TIME = {"window.events": "none", "window.hours": 0.01, "window.lateness_s": 20, "idle_s": 0.01}
 
 
@@ -145,6 +149,91 @@ def test_questions_to_brokers_do_not_wait_for_a_fetch_that_finds_nothing() -> No
             assert source.lag(position) == {"messages": 60.0 - number}
         source.close()
     assert number == 60
+
+
+def test_partitions_that_a_topic_is_given_later_are_read_without_a_restart_and_with_the_same_bits_after_a_kill(
+    base: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mock brokers cannot add partitions: the last of four is kept from their answers until a window has ended."""
+    known: dict[str, int] = {}
+    asked = KafkaSource._metadata
+
+    def metadata(source: KafkaSource) -> Any:
+        found = asked(source)
+        for partition in range(known["partitions"], 4):
+            del found.topics["events"].partitions[partition]
+        return found
+
+    def add(end: WindowEnd) -> None:
+        known["partitions"] = 4 if end.number == 1 else known["partitions"]
+
+    monkeypatch.setattr(KafkaSource, "_metadata", metadata)
+    with topic(stream_events(100), partitions=4) as source:
+        for name, points in (("whole", ()), ("cut", ("data.append.before_card", "follow.window"))):
+            run = copied(*base, tmp_path / name)
+            known["partitions"] = 3
+            for point in points:
+                with armed(point, crash, at=2), pytest.raises((Crash, SaveError)):
+                    follow(source, run, {**BY_COUNT, "window.events": 25}, window_hooks=[add])
+            state = follow(source, run, {**BY_COUNT, "window.events": 25}, window_hooks=[add]).trainer.state
+            assert state.windows_done == 4
+    cards = [Card.load(tmp_path / name / "data") for name in ("whole", "cut")]
+    assert cards[0].generations[-1].stream["position"]["offsets"] == {f"{partition}": 25 for partition in range(4)}
+    assert without_times(cards[0]) == without_times(cards[1])
+    assert run_digest(tmp_path / "cut" / "run") == run_digest(tmp_path / "whole" / "run")
+
+
+def test_another_source_than_the_one_that_was_read_is_refused_until_it_is_said_what_it_is(
+    base: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Names and offsets of one mean nothing in another: files of the same names were taken for read."""
+    first, second, events = tmp_path / "first", tmp_path / "second", stream_events(90)
+    drop_files(first, events[:30], events_a_file=30)
+    drop_files(second, events[30:60], events_a_file=30)
+    run = copied(*base, tmp_path)
+    known = follow(str(first), run, BY_COUNT).trainer.state
+    with pytest.raises(UserError, match=r"(?s)SOURCE.*second.*first.*--changed_source begin"):
+        follow(str(second), run, BY_COUNT)
+    assert Card.load(tmp_path / "data").generation == known.generation, "nothing was read or trained on"
+    begun = {**BY_COUNT, "changed_source": "begin"}
+    for _ in range(2):  # the same command again goes on where it stood
+        assert follow(str(second), run, begun).trainer.state.windows_done == 2
+    moved = second.rename(tmp_path / "third")
+    drop_files(tmp_path / "more", events[60:], events_a_file=30)
+    (tmp_path / "more" / "part-00000.jsonl").rename(moved / "part-00001.jsonl")
+    with pytest.raises(UserError, match="is not what this data was fed from"):
+        follow(str(moved), run, BY_COUNT)
+    assert follow(str(moved), run, {**BY_COUNT, "changed_source": "moved"}).trainer.state.windows_done == 3
+    states = [generation.stream for generation in Card.load(tmp_path / "data").generations]
+    assert not any(states[:-1]), "names of all files, once for each generation"
+    # Back at the first, which was left behind its only file.
+    assert follow(str(first), run, begun).trainer.state.windows_done == 3
+    with topic(events) as other, pytest.raises(UserError, match="is of another kind"):
+        follow(other, run, {**BY_COUNT, "changed_source": "moved"})
+    assert Card.load(tmp_path / "data").counts.events == Card.load(base[1]).counts.events + 90
+
+
+def test_one_event_of_a_wrong_clock_is_set_aside_and_told_of(base: tuple[Path, Path], tmp_path: Path) -> None:
+    """It closed every window from then on."""
+    events = stream_events(100)
+    wrong = [*events[:20], {**events[20], "time_ms": WRONG_MS}, *events[20:]]
+    told: list[str] = []
+
+    class Heard(Listener):
+        def warned(self, message: str) -> None:
+            told.append(message)
+
+    for name, given in (("right", events), ("wrong", wrong)):
+        drop_files(tmp_path / name / "events", given, events_a_file=200)
+        follow(str(tmp_path / name / "events"), copied(*base, tmp_path / name), BY_TIME, listener=Heard())
+    assert run_digest(tmp_path / "wrong" / "run") == run_digest(tmp_path / "right" / "run")
+    card = Card.load(tmp_path / "wrong" / "data")
+    assert card.counts.quarantined == {AHEAD: 1}
+    assert card.generations[-1].last_ms < WRONG_MS
+    assert AHEAD in (tmp_path / "wrong" / "data" / "quarantine" / "000001.csv").read_text()
+    first, counted = (text for text in told if AHEAD in text)
+    assert "part-00000.jsonl, line 21" in first
+    assert "1 bad rows are set aside in quarantine/000001.csv" in counted
 
 
 def test_files_that_are_taken_away_before_they_were_read_are_told_of(tmp_path: Path) -> None:

@@ -167,3 +167,25 @@ def test_what_does_not_fit_is_refused(tiny_data: Path, tmp_path: Path) -> None:
         trainer_of("rows", tiny_data, tmp_path / "rows", IN_TIME)
     with pytest.raises(UserError, match="there are no windows"):
         trainer_of("hstu", tiny_data, tmp_path / "shuffled", {"windows.hours": 5}).train()
+
+
+def test_a_beginning_behind_all_events_is_told_with_its_moment(tiny_data: Path, tmp_path: Path) -> None:
+    """One event of a wrong clock in what the first run has seen is enough for that: nothing new comes after it."""
+    data = tmp_path / "data"
+    shutil.copytree(tiny_data / "sequences", data / "sequences")
+    columns = {"log.time": "time_ms", "log.time_unit": "ms", "log.actions": "click=click,like=like,long_view=long_view"}
+    far = {"wrong": START_MS + 700 * SPAN_MS, "right": START_MS + 9 * SPAN_MS}
+    for name, start in far.items():
+        if name == "right":
+            first = {"training.max_steps": 1, "training.evaluate_every_epochs": 0}
+            trainer_of("hstu", data, tmp_path / "first", first).train()
+        lines = ["user,item,time_ms,click,like,long_view", *(f"1,{i},{start + i},1,0,0" for i in range(1, 5))]
+        (tmp_path / f"{name}.csv").write_text("\n".join(lines) + "\n")
+        overrides = {**columns, "log.max_ahead_s": "none"}
+        append(tmp_path / f"{name}.csv", data / "sequences", format="log", overrides=overrides)
+    with pytest.raises(
+        UserError, match=r"(?s)windows.start.*no event to train on is from then or later.*first has seen"
+    ):
+        trainer_of("hstu", data, tmp_path / "second", IN_TIME, start_from=tmp_path / "first")
+    named = {**IN_TIME, "windows.start": "2020-01-01", "windows.hours": 10_000}
+    assert trainer_of("hstu", data, tmp_path / "second", named, start_from=tmp_path / "first").windows
