@@ -16,19 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from nestrec.base.bounds import Positive, Share
-from nestrec.base.config import config, from_plain
+from nestrec.base.config import config
 from nestrec.base.errors import UserError
 from nestrec.base.failpoints import fail_point
 from nestrec.checkpoint import Checkpoints
 from nestrec.data.card import Card
 from nestrec.data.dataset import Dataset
-from nestrec.data.formats.log import LogOptions
 from nestrec.data.prepare.options import LogColumns
 from nestrec.data.samples.windows import ReplayShare, TimeWindow, window_of_events
 from nestrec.data.sources.closing import WindowRule
 from nestrec.data.sources.positions import ChangedSource
-from nestrec.data.sources.source import open_source
-from nestrec.data.sources.stream import Stream, WindowTimes
+from nestrec.data.sources.stream import Stream, WindowTimes, open_stream_source, options_of
 from nestrec.distributed import Topology
 from nestrec.distributed.exchange import all_gather_json
 from nestrec.training.config import RunConfig
@@ -177,9 +175,8 @@ class StreamFollower:
         return {"generation": card.generation, "times": _plain(times)}
 
     def _open_stream(self) -> None:
-        log = self._options.log or _log_of(Card.load(self._folder))
-        options = LogOptions(log=log, max_bad_share=self._options.max_bad_share)
-        self._source = SharedSource(open_source(self._address, log), self._topology)
+        options = options_of(Card.load(self._folder), self._options.log, self._options.max_bad_share)
+        self._source = SharedSource(open_stream_source(self._address, options), self._topology)
         self._stream = Stream(
             self._source,
             self._address,
@@ -247,14 +244,3 @@ def _plain(times: WindowTimes) -> dict[str, float]:
 def _without_epochs(cfg: RunConfig) -> RunConfig:
     """A stream has no end and no epochs: windows are measured as they come."""
     return replace(cfg, training=replace(cfg.training, evaluate_every_epochs=0, max_steps=None, patience=None))
-
-
-def _log_of(card: Card) -> LogColumns:
-    if "log" not in card.options:
-        raise UserError(
-            f"the data was prepared from {card.source_format!r}, which says nothing of the fields of a stream",
-            field="log",
-            value=None,
-            remedy="name them: --log.user user --log.item item --log.time time ...",
-        )
-    return from_plain(LogColumns, card.options["log"])

@@ -87,7 +87,7 @@ def append(
         raise DataError("is no format of event logs", field="format", value=name, remedy=remedy)
     options = found.options()
     if name == card.source_format:
-        options = from_plain(found.options, _kept_options(card.options))
+        options = from_plain(found.options, kept_options(card.options))
     options = with_overrides(options, override_texts(overrides))
     return append_source(folder, found.open(Path(events), options), options, progress=progress)
 
@@ -380,7 +380,7 @@ class _Growth:
         )
 
 
-def _kept_options(before: Mapping[str, Any]) -> dict[str, Any]:
+def kept_options(before: Mapping[str, Any]) -> dict[str, Any]:
     """What holds of the options that a dataset was prepared with; columns of a file go with the file."""
     gone = {f"{table.removesuffix('s')}_columns" for table in ("items", "users") if before.get(table) is not None}
     return {name: value for name, value in before.items() if name not in {*_NOT_AGAIN, *gone}}

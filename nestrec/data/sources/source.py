@@ -4,7 +4,7 @@ A new source is a file with a `SourceSpec`, and one entry: here, or elsewhere an
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,9 +109,12 @@ SOURCES: Seam[SourceSpec] = Seam(
 )
 
 
-def open_source(address: str, log: LogColumns) -> StreamSource:
-    """The source of an address: a folder, kafka://BROKERS/TOPIC, or what other packages bring."""
-    wanted = tuple(EventColumns.of(log).wanted())
+def open_source(address: str, log: LogColumns, more: Collection[str] = ()) -> StreamSource:
+    """The source of an address: a folder, kafka://BROKERS/TOPIC, or what other packages bring.
+
+    more: columns that are wanted beside those of the log.
+    """
+    wanted = tuple(dict.fromkeys([*EventColumns.of(log).wanted(), *more]))
     for name in SOURCES:
         spec = SOURCES.find(name)
         if spec.fits(address):

@@ -5,20 +5,25 @@ any moment loses nothing and doubles nothing, whatever the source does meanwhile
 """
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from nestrec.base.config import from_plain, to_plain
+from nestrec.base.errors import DataError, UserError, did_you_mean
 from nestrec.base.failpoints import fail_point
 from nestrec.data.card import Card
 from nestrec.data.formats.log import LogOptions
-from nestrec.data.growth.append import append_source
+from nestrec.data.formats.tables import TableColumns
+from nestrec.data.growth.append import append_source, kept_options
 from nestrec.data.prepare.events import EventColumns
+from nestrec.data.prepare.options import LogColumns
 from nestrec.data.prepare.raw import RawBatch
+from nestrec.data.prepare.side import SideSource
 from nestrec.data.prepare.source import LogSource
 from nestrec.data.sources.closing import ClosedWindow, OpenWindow, WindowRule, read_waiting, write_waiting
 from nestrec.data.sources.positions import ChangedSource, SavedPosition
-from nestrec.data.sources.source import StreamSource
+from nestrec.data.sources.source import StreamSource, open_source
 
 ROWS_AT_A_TIME = 1 << 14
 
@@ -31,6 +36,30 @@ class WindowTimes:
     mean_at_s: float
     newest_at_s: float
     closed_at_s: float
+
+
+def options_of(card: Card, log: LogColumns | None, max_bad_share: float) -> LogOptions:
+    """What the columns of a stream mean, and what is kept of it: as the data was prepared, but for a log that is named.
+
+    Columns of the log that told of items and users tell of new ones here.
+    """
+    if log is None and "log" not in card.options:
+        raise UserError(
+            f"the data was prepared from {card.source_format!r}, which says nothing of the fields of a stream",
+            field="log",
+            value=None,
+            remedy="name them: --log.user user --log.item item --log.time time ...",
+        )
+    kept = kept_options(card.options)
+    if card.source_format != "log":
+        kept = {name: kept[name] for name in ("duplicates", "min_rating", "positive_rating") if name in kept}
+    options = from_plain(LogOptions, {**kept, **({} if log is None else {"log": to_plain(log)})})
+    return replace(options, max_bad_share=max_bad_share)
+
+
+def open_stream_source(address: str, options: LogOptions) -> StreamSource:
+    """The source of an address, with all columns that a stream needs of it."""
+    return open_source(address, options.log, [*options.item_columns.kinds(), *options.user_columns.kinds()])
 
 
 class Stream:
@@ -53,7 +82,9 @@ class Stream:
         self._log, self._tell, self._has_told = options.log, tell, False
         self._identity, self._changed = source.identity() or address, changed_source
         self._saved(Card.load(folder))  # raises before anything is read or trained on
-        self._columns = EventColumns.of(self._log)
+        self._columns = EventColumns.of(
+            self._log, min_rating=options.min_rating, positive_rating=options.positive_rating
+        )
 
     def next_window(self, wants_end: Callable[[], bool]) -> tuple[Card, WindowTimes] | None:
         """Wait until a window closes and append it; none where `wants_end` says so before that.
@@ -101,11 +132,28 @@ class Stream:
             for batch in window.batches:
                 yield batch, 1.0
 
+        told_of = ((self._log.item, self._options.item_columns), (self._log.user, self._options.user_columns))
+        items, users = (_sides(window.batches, key, columns) for key, columns in told_of)
         return append_source(
             self._folder,
-            LogSource(self._name, "log", self._columns, batches),
+            LogSource(self._name, "log", self._columns, batches, users=users, items=items),
             self._options,
             inputs={},
             stream={**window.state, **position.to_plain()},
             beside=lambda folder: write_waiting(folder, window.waiting),
         )
+
+
+def _sides(batches: Sequence[RawBatch], key: str, columns: TableColumns) -> tuple[SideSource, ...]:
+    """What the events of a window tell of their items or users."""
+    kinds = columns.kinds()
+
+    def rows() -> Iterator[RawBatch]:
+        for batch in batches:
+            for name in (key, *kinds):
+                if name not in batch.columns:
+                    remedy = did_you_mean(name, batch.columns)
+                    raise DataError(f"is no column of {batch.file}", field="column", value=name, remedy=remedy)
+            yield replace(batch, bad=())  # they were set aside when the events were read
+
+    return (SideSource(rows, key, columns.sides(kinds)),) if kinds else ()

@@ -23,6 +23,8 @@ from nestrec.data.growth.generations import restore
 from nestrec.data.growth.merging import compact
 from nestrec.data.prepare.options import LogColumns
 from nestrec.data.prepare.preparation import prepare
+from nestrec.data.sources.closing import WindowRule
+from nestrec.data.sources.stream import Stream, open_stream_source, options_of
 
 NAMES = ("user", "item", "time", "click", "tab", "tags", "price", "note", "brand", "level", "weight")
 Row = tuple[Any, ...]
@@ -284,3 +286,33 @@ def test_a_scan_sees_what_rows_see(grown: Path) -> None:
     values, offsets = dataset.rows(np.arange(dataset.num_samples)).lists["item_ids"]
     assert np.array_equal(np.concatenate([values for _, (values, _) in found]), values)
     assert [int(first + len(o) - 1) for first, (_, o) in found][-1] == dataset.num_samples == len(offsets) - 1
+
+
+def test_events_of_a_stream_mean_what_they_meant_to_prepare(tmp_path: Path) -> None:
+    """Ratings, repeats, and what the log itself tells of new items and users."""
+    log = LogColumns(time="t", rating="stars", actions={"click": "click"})
+    given: dict[str, Any] = {
+        "log": log,
+        "min_rating": 2.0,
+        "positive_rating": 4.0,
+        "duplicates": "drop",
+        "item_columns": TableColumns(categories=("brand",)),
+        "user_columns": TableColumns(categories=("level",)),
+    }
+    rows = [f"u{k % 5},i{k % 7},{100 + k // 2},{1 + k % 5},{k % 2},b{k % 7},l{k % 5}" for k in range(40)]
+    header = "user,item,t,stars,click,brand,level"
+    (tmp_path / "first.csv").write_text("\n".join([header, *rows[:4]]) + "\n")
+    (tmp_path / "incoming").mkdir()
+    rest = tmp_path / "incoming" / "rest.csv"
+    rest.write_text("\n".join([header, *rows[4:], *rows[10:14]]) + "\n")
+    for name in ("appended", "streamed"):
+        prepare("log", tmp_path / "first.csv", tmp_path / name, **given)
+    append(rest, tmp_path / "appended")
+    folder = tmp_path / "streamed"
+    options = options_of(Card.load(folder), None, 1.0)
+    source = open_stream_source(str(tmp_path / "incoming"), options)
+    stream = Stream(source, str(tmp_path / "incoming"), folder, WindowRule(events=40), options)
+    found = stream.next_window(lambda: True)
+    assert found is not None
+    assert content(folder) == content(tmp_path / "appended")
+    assert found[0].counts == Card.load(tmp_path / "appended").counts
