@@ -104,6 +104,8 @@ class SharedSource(StreamSource):
         try:
             mine = [self._source.fetch(piece) for piece in pieces if piece.share % world == rank]
         except UserError as found:
+            if world == 1:
+                raise
             error = found
         raise_together(control, error)
         if world == 1:

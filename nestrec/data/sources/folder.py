@@ -1,17 +1,17 @@
 """A folder into which files are dropped: Parquet, CSV or JSON lines, read one after the other in order of name.
 
 Files must appear whole: write them under a name that begins with a dot, and rename them. A file that was read is done,
-by its name; one that comes later is read whatever its name.
+by its name (with or without .gz: it may be packed then); one that comes later is read whatever its name.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from nestrec.base.errors import UserError
+from nestrec.base.errors import DataError, UserError
 from nestrec.data.prepare.files import SUFFIXES, LogFiles
 from nestrec.data.prepare.options import LogColumns
 from nestrec.data.prepare.raw import Delimited, RawBatch
@@ -19,8 +19,14 @@ from nestrec.data.prepare.source import plain_name
 from nestrec.data.sources.source import SourceSpec, StreamPiece, StreamPosition, StreamRows, StreamSource, no_rows
 
 
+NUM_SIZES = 16
+"""Of so many files that were read last it is known whether they have changed since."""
+_WHOLE = "files must appear whole (write them under a name that begins with a dot, then rename them)"
+
+
 class FolderSource(StreamSource):
-    """Position: names of the files that are done, the file that is not, and how many of its rows were read."""
+    """Position: names of the files that are done, the file that is not, how many of its rows were read, and the sizes
+    of the last files."""
 
     def __init__(self, folder: Path, log: LogColumns, wanted: tuple[str, ...]):
         self._folder, self._wanted = folder, wanted
@@ -45,23 +51,31 @@ class FolderSource(StreamSource):
         waiting, found = self._waiting(done), list[StreamPiece]()
         if (current := position.get("file")) is not None:  # whatever has come before it by name
             waiting = [current, *(name for name in waiting if name != current)]
+        sizes = self._checked(position.get("sizes", {}))
         for name in waiting[:number]:
-            where = {"done": done, "file": name, "row": row if name == current else 0, "max_rows": max_rows}
+            with self._told():
+                sizes = _newest({**sizes, name: (self._folder / name).stat().st_size})
+            at = row if name == current else 0
+            where = {"done": done, "sizes": sizes, "file": name, "row": at, "max_rows": max_rows}
             found.append(StreamPiece(len(done), where))
             done = sorted([*done, name])
         return found
 
     def fetch(self, piece: StreamPiece) -> StreamRows:
-        done, name, row = (piece.what[part] for part in ("done", "file", "row"))
+        done, sizes, name, row = (piece.what[part] for part in ("done", "sizes", "file", "row"))
         with self._told():
             batch, came = self._next(name, row, piece.what["max_rows"]), (self._folder / name).stat()
-        if not batch.num_rows:
-            self._open = None
-            return StreamRows(batch, {"done": sorted([*done, name])}, came.st_mtime)
-        behind = {"done": done, "file": name, "row": row + batch.num_rows}
+        if came.st_size != sizes[name]:
+            raise self._changed(name, sizes[name], came.st_size)
         # When it was written is what its writer says; when it came here is known.
         came_ms = np.full(batch.num_rows, round(1000 * max(came.st_mtime, came.st_ctime)))
-        return StreamRows(batch, behind, came.st_mtime, self._is_over(), came_ms)
+        with self._told():
+            is_over = not batch.num_rows or self._is_over()
+        if is_over:
+            self._open = None
+            return StreamRows(batch, {"done": sorted([*done, name]), "sizes": sizes}, came.st_mtime, came_ms=came_ms)
+        behind = {"done": done, "sizes": sizes, "file": name, "row": row + batch.num_rows}
+        return StreamRows(batch, behind, came.st_mtime, False, came_ms)
 
     def identity(self) -> str:
         return f"folder:{self._folder.resolve()}"
@@ -76,16 +90,37 @@ class FolderSource(StreamSource):
 
     def _waiting(self, done: list[str]) -> list[str]:
         """Files that are not done, in order of name."""
-        known = set(done)
+        known = {plain_name(Path(name)) for name in done}
         with self._told():
             found = [path for path in self._folder.iterdir() if not path.name.startswith(".") and path.is_file()]
-        return sorted(p.name for p in found if plain_name(p).endswith(SUFFIXES) and p.name not in known)
+        return sorted(p.name for p in found if plain_name(p).endswith(SUFFIXES) and plain_name(p) not in known)
+
+    def _checked(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """Sizes of files that were read, where those that are still there have them."""
+        for name, before in sizes.items():
+            with contextlib.suppress(FileNotFoundError):  # done, and taken away
+                now = (self._folder / name).stat().st_size
+                if now != before:
+                    raise self._changed(name, before, now)
+        return dict(sizes)
+
+    def _changed(self, name: str, before: int, now: int) -> UserError:
+        return UserError(
+            f"had {before:,} bytes when it was read and has {now:,} now: what came later would be lost",
+            field="SOURCE",
+            value=str(self._folder / name),
+            remedy=f"{_WHOLE}; put what is new into a file of its own, and make this one as it was, or take it away "
+            "where all of it was read",
+        )
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:
         """What the system says against it is an error for people, on all ranks."""
         try:
             yield
+        except DataError as error:
+            remedy = f"{error.remedy}; {_WHOLE}; started again, it goes on where it stood"
+            raise DataError(error.problem, field=error.field, value=error.value, remedy=remedy) from error
         except OSError as error:
             remedy = "put it back: files stay until they have been read; started again, it goes on where it stood"
             where = str(error.filename or self._folder)
@@ -120,6 +155,10 @@ class FolderSource(StreamSource):
             left = next(batches, None)
             self._open = (name, row, batches, left)
         return left is None
+
+
+def _newest(sizes: dict[str, int]) -> dict[str, int]:
+    return dict(list(sizes.items())[-NUM_SIZES:])
 
 
 def _skipped(batches: Iterator[RawBatch], row: int) -> tuple[Iterator[RawBatch], RawBatch | None]:

@@ -1,5 +1,6 @@
 """Runs that follow a stream: cut short at any place, they come to the same bits. Real kills are in tests/faults."""
 
+import gzip
 import itertools
 import json
 import shutil
@@ -10,7 +11,7 @@ from urllib.parse import urlsplit
 import confluent_kafka
 import pytest
 
-from nestrec.base.errors import UserError
+from nestrec.base.errors import DataError, UserError
 from nestrec.base.failpoints import armed
 from nestrec.base.moments import moment_ms
 from nestrec.checkpoint import SaveError
@@ -248,6 +249,40 @@ def test_files_that_are_taken_away_before_they_were_read_are_told_of(tmp_path: P
     shutil.rmtree(folder)
     with pytest.raises(UserError, match="cannot be read"):
         source.read({}, 1)
+
+
+def test_a_file_that_changes_after_it_was_read_is_told_of(tmp_path: Path) -> None:
+    """What is written behind its end would never be read, and what is cut off would be skipped in what takes its place."""
+    folder, wanted = tmp_path / "events", tuple(stream_events(1)[0])
+    drop_files(folder, stream_events(40), events_a_file=20)
+    (folder / "part-00001.jsonl").rename(tmp_path / "later.jsonl")
+    file = folder / "part-00000.jsonl"
+    whole = file.read_text()
+    source = FolderSource(folder, LogColumns(), wanted)
+    half, all_of_it = source.read({}, 12), source.read({}, 20)
+    assert half is not None
+    assert all_of_it is not None
+    assert "file" not in all_of_it.position, "who waits for more would read it again at every look"
+    for text in (whole + whole.splitlines()[0] + "\n", whole[: len(whole) // 4]):
+        file.write_text(text)
+        for rows in (half, all_of_it):
+            with pytest.raises(UserError, match=r"(?s)part-00000.jsonl.*bytes when it was read.*must appear whole"):
+                FolderSource(folder, LogColumns(), wanted).read(rows.position, 20)
+    # Packed or taken away when it has been read, it is what it was; the next file comes.
+    file.unlink()
+    with gzip.open(folder / "part-00000.jsonl.gz", "wt") as packed:
+        packed.write(whole)
+    (tmp_path / "later.jsonl").rename(folder / "part-00001.jsonl")
+    rest = source.read(all_of_it.position, 30)
+    assert rest is not None
+    assert (rest.batch.file, rest.batch.num_rows) == ("part-00001.jsonl", 20)
+    assert source.read(rest.position, 30) is None
+
+
+def test_a_file_that_is_not_whole_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "half.jsonl.gz").write_bytes(gzip.compress(b'{"user": 1}\n' * 999)[:-20])
+    with pytest.raises(DataError, match=r"(?s)half.jsonl.gz.*must appear whole.*goes on where it stood"):
+        FolderSource(tmp_path, LogColumns(), ("user",)).read({}, 5)
 
 
 def test_a_topic_that_ends_before_what_was_read_is_not_waited_for() -> None:
