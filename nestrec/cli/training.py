@@ -17,7 +17,7 @@ from nestrec.report.run_folder import best_evaluation, load_run
 from nestrec.report.tables import print_rows
 from nestrec.tasks.task import Evaluation
 from nestrec.training.config import RunConfig
-from nestrec.training.following import StreamConfig, StreamFollower
+from nestrec.training.following import StreamFollower, stream_config
 from nestrec.training.listener import Listener, Listeners
 from nestrec.training.run_folder import RunFolder
 from nestrec.training.stopping import Interrupted
@@ -69,8 +69,9 @@ def _warn_of_baselines(folder: Path) -> None:
 def follow_run(source: str, folder: Path, overrides: dict[str, str]) -> None:
     """Train on what a source brings until it ends or a signal comes. overrides: `run.` begins those of the run."""
     of_run = {name.removeprefix("run."): text for name, text in overrides.items() if name.startswith("run.")}
-    options = with_overrides(StreamConfig(), {n: text for n, text in overrides.items() if not n.startswith("run.")})
+    of_stream = {name: text for name, text in overrides.items() if not name.startswith("run.")}
     cfg = with_overrides(RunFolder(folder).config(), of_run)
+    options = stream_config(Path(cfg.data.folder), of_stream)
     topology = topology_of(cfg, cfg.ranks)
     with contextlib.ExitStack() as shown:
         listeners: list[Listener] = []

@@ -10,13 +10,13 @@ import contextlib
 import json
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
 from nestrec.base.bounds import Positive, Share
-from nestrec.base.config import config
+from nestrec.base.config import config, from_plain, with_overrides
 from nestrec.base.errors import UserError
 from nestrec.base.failpoints import fail_point
 from nestrec.checkpoint import Checkpoints
@@ -59,6 +59,13 @@ class StreamConfig:
     """how long to wait where there is nothing to read"""
     idle_s: Positive | None = None
     """end when nothing was there to read for so long; none waits for ever"""
+
+
+def stream_config(data: Path, overrides: Mapping[str, str]) -> StreamConfig:
+    """Options as text on top of what the data was prepared with. data: its folder."""
+    options = Card.load(data).options
+    log = from_plain(LogColumns, options["log"]) if "log" in options else None
+    return with_overrides(StreamConfig(log=log), overrides)
 
 
 class StreamFollower:

@@ -18,7 +18,6 @@ from nestrec.data.prepare.raw import Delimited, RawBatch
 from nestrec.data.prepare.source import plain_name
 from nestrec.data.sources.source import SourceSpec, StreamPiece, StreamPosition, StreamRows, StreamSource, no_rows
 
-
 NUM_SIZES = 16
 """Of so many files that were read last it is known whether they have changed since."""
 _WHOLE = "files must appear whole (write them under a name that begins with a dot, then rename them)"

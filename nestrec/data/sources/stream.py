@@ -16,7 +16,7 @@ from nestrec.data.card import Card
 from nestrec.data.formats.log import LogOptions
 from nestrec.data.formats.tables import TableColumns
 from nestrec.data.growth.append import append_source, kept_options
-from nestrec.data.prepare.events import EventColumns
+from nestrec.data.prepare.events import EventColumns, is_missing
 from nestrec.data.prepare.options import LogColumns
 from nestrec.data.prepare.raw import RawBatch
 from nestrec.data.prepare.side import SideSource
@@ -59,7 +59,12 @@ def options_of(card: Card, log: LogColumns | None, max_bad_share: float) -> LogO
 
 def open_stream_source(address: str, options: LogOptions) -> StreamSource:
     """The source of an address, with all columns that a stream needs of it."""
-    return open_source(address, options.log, [*options.item_columns.kinds(), *options.user_columns.kinds()])
+    return open_source(address, options.log, _told_columns(options))
+
+
+def _told_columns(options: LogOptions) -> list[str]:
+    """Columns of the log that tell of items and users."""
+    return [*options.item_columns.kinds(), *options.user_columns.kinds()]
 
 
 class Stream:
@@ -80,6 +85,7 @@ class Stream:
         was read before. tell: takes texts for people."""
         self._source, self._name, self._folder, self._rule, self._options = source, address, folder, rule, options
         self._log, self._tell, self._has_told = options.log, tell, False
+        self._blank = set[str]()
         self._identity, self._changed = source.identity() or address, changed_source
         self._saved(Card.load(folder))  # raises before anything is read or trained on
         self._columns = EventColumns.of(
@@ -107,6 +113,7 @@ class Stream:
             position = rows.position
             fail_point("stream.read")
         closed = window.close()
+        self._tell_of_blank(closed.batches)
         return self._append(closed, saved.at(position)), WindowTimes(
             closed.first_at_s, closed.mean_at_s, closed.newest_at_s, time.time()
         )
@@ -126,6 +133,16 @@ class Stream:
             bad = batch.bad[-1]
             where = f"{batch.file}, line {bad.line}: {bad.reason}: {bad.text[:80]!r}"
             self._tell(f"rows are set aside as bad ones, such as {where}")
+
+    def _tell_of_blank(self, batches: Sequence[RawBatch]) -> None:
+        """Of columns that no event of a window has anything in: nothing else would tell of a mistyped name, or of a
+        field that is sent no longer."""
+        wanted = [*self._columns.wanted(batches[0].columns), *_told_columns(self._options)] if batches else []
+        for name in dict.fromkeys(wanted):
+            cells = [batch.columns[name] for batch in batches if name in batch.columns and batch.num_rows]
+            if cells and name not in self._blank and all(is_missing(column).all() for column in cells):
+                self._blank.add(name)
+                self._tell(f"no event of this window has anything in {name!r}: is the field still called so?")
 
     def _append(self, window: ClosedWindow, position: SavedPosition) -> Card:
         def batches() -> Iterator[tuple[RawBatch, float]]:

@@ -311,8 +311,16 @@ def test_events_of_a_stream_mean_what_they_meant_to_prepare(tmp_path: Path) -> N
     folder = tmp_path / "streamed"
     options = options_of(Card.load(folder), None, 1.0)
     source = open_stream_source(str(tmp_path / "incoming"), options)
-    stream = Stream(source, str(tmp_path / "incoming"), folder, WindowRule(events=40), options)
+    told: list[str] = []
+    stream = Stream(source, str(tmp_path / "incoming"), folder, WindowRule(events=40), options, tell=told.append)
     found = stream.next_window(lambda: True)
     assert found is not None
     assert content(folder) == content(tmp_path / "appended")
     assert found[0].counts == Card.load(tmp_path / "appended").counts
+    assert not told
+    # A field that is sent no longer.
+    (tmp_path / "incoming" / "z.csv").write_text(
+        "\n".join([header, *(f"u1,i{k},200,5,1,,l1" for k in range(40))]) + "\n"
+    )
+    assert stream.next_window(lambda: True) is not None
+    assert told == ["no event of this window has anything in 'brand': is the field still called so?"]

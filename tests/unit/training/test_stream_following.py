@@ -21,6 +21,7 @@ from nestrec.data.growth.append import append
 from nestrec.data.growth.generations import restore
 from nestrec.data.prepare.options import LogColumns
 from nestrec.data.prepare.parse import AHEAD
+from nestrec.data.prepare.preparation import prepare
 from nestrec.data.samples.windows import slices_of_runs
 from nestrec.data.sources.folder import FolderSource
 from nestrec.data.sources.kafka import KafkaSource
@@ -28,7 +29,7 @@ from nestrec.distributed import Topology
 from nestrec.report.run_folder import load_run
 from nestrec.testing.streams import COLUMNS, copied, drop_files, follow_options, source_of, stream_events, topic
 from nestrec.testing.tiny_runs import config_of
-from nestrec.training.following import StreamFollower
+from nestrec.training.following import StreamConfig, StreamFollower, stream_config
 from nestrec.training.listener import Listener
 from nestrec.training.run_digest import run_digest
 from nestrec.training.trainer import Trainer
@@ -237,6 +238,16 @@ def test_one_event_of_a_wrong_clock_is_set_aside_and_told_of(base: tuple[Path, P
     assert "1 bad rows are set aside in quarantine/000001.csv" in counted
 
 
+def test_an_option_of_the_log_changes_that_and_nothing_else(tmp_path: Path) -> None:
+    """One alone gave all others their defaults, and the columns of the data were found in no event."""
+    (tmp_path / "log.csv").write_text("who,what\na,b\n")
+    prepare("log", tmp_path / "log.csv", tmp_path / "data", log=LogColumns(user="who", item="what"))
+    options = stream_config(tmp_path / "data", {"log.max_ahead_s": "600", "idle_s": "1"})
+    assert options == StreamConfig(log=LogColumns(user="who", item="what", max_ahead_s=600.0), idle_s=1.0)
+    prepare("synthetic", "tiny", tmp_path / "made", num_users=20)
+    assert stream_config(tmp_path / "made", {}).log is None
+
+
 def test_files_that_are_taken_away_before_they_were_read_are_told_of(tmp_path: Path) -> None:
     folder, wanted = tmp_path / "events", tuple(stream_events(1)[0])
     drop_files(folder, stream_events(4), events_a_file=2)
@@ -252,7 +263,7 @@ def test_files_that_are_taken_away_before_they_were_read_are_told_of(tmp_path: P
 
 
 def test_a_file_that_changes_after_it_was_read_is_told_of(tmp_path: Path) -> None:
-    """What is written behind its end would never be read, and what is cut off would be skipped in what takes its place."""
+    """What is written behind its end would never be read; of a shorter one, rows would be skipped."""
     folder, wanted = tmp_path / "events", tuple(stream_events(1)[0])
     drop_files(folder, stream_events(40), events_a_file=20)
     (folder / "part-00001.jsonl").rename(tmp_path / "later.jsonl")
