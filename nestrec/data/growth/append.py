@@ -108,7 +108,7 @@ def append_source(
     """
     with growing(folder) as card:
         _check_kind(card, source, folder)
-        digests = source.digests() if inputs is None else dict(inputs)
+        digests = source.digests(of_rows=True) if inputs is None else dict(inputs)
         _check_new(card, digests)
         number = card.generation + 1
         entry = LayerEntry(name=f"{number:06d}", events=0)

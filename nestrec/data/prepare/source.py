@@ -1,10 +1,16 @@
 """What a format gives to `write_dataset`: raw rows, the meaning of their columns, and side tables."""
 
+import gzip
 import hashlib
+import itertools
 import os
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from nestrec.base.errors import DataError
 from nestrec.data.prepare.events import EventColumns
@@ -29,10 +35,28 @@ class LogSource:
     files: tuple[Path, ...] = ()
     """That hold the events."""
 
-    def digests(self) -> dict[str, str]:
-        """Of the files that hold the events, by name: below the folder of all, where files of several have one name."""
+    def digests(self, *, of_rows: bool = False) -> dict[str, str]:
+        """Of the files that hold the events, by name: below the folder of all, where files of several have one name.
+
+        of_rows: only of those that have any, since files without are all the same.
+        """
         folder = os.path.commonpath([path.absolute().parent for path in self.files]) if self.files else ""
-        return {str(path.absolute().relative_to(folder)): sha256_of_file(path) for path in self.files}
+        has_header = self.format == "log" and not self.columns.log.names
+        files = [path for path in self.files if not of_rows or _has_rows(path, has_header=has_header)]
+        return {str(path.absolute().relative_to(folder)): sha256_of_file(path) for path in files}
+
+
+def _has_rows(path: Path, *, has_header: bool) -> bool:
+    """Whether there is more in a file than a header. Of what cannot be read, whoever reads it tells."""
+    try:
+        if path.suffix == ".parquet":
+            return pq.read_metadata(path).num_rows > 0
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
+            lines = list(itertools.islice((line for line in stream if line.strip()), 2))
+    except (OSError, EOFError, zlib.error, pa.ArrowInvalid):
+        return True
+    is_json = bool(lines) and lines[0].lstrip().startswith(b"{")
+    return len(lines) > int(has_header and not is_json)
 
 
 def sha256_of_file(path: Path) -> str:

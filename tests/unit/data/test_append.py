@@ -2,11 +2,14 @@
 
 import csv
 import dataclasses
+import gzip
 import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -209,6 +212,24 @@ def test_a_file_that_is_in_the_dataset_is_refused(grown: Path) -> None:
         with pytest.raises(DataError, match=f"in the dataset already, as {known}"):
             append(path, grown)
     assert files_in(grown) == before
+
+
+def test_files_without_rows_are_no_files_that_are_in_the_dataset(grown: Path) -> None:
+    """Hours in which nothing happened are all the same: the second folder with one was refused, as was one with two."""
+    for number in (1, 2):
+        folder = grown.parent / f"day{number}"
+        folder.mkdir()
+        write(folder / "a.csv", rows_of(number))
+        for name in ("b.csv", "c.csv"):
+            write(folder / name, [])
+        (folder / "d.csv").touch()
+        pq.write_table(pa.table({name: pa.array([], pa.string()) for name in NAMES}), folder / "e.parquet")
+        assert len(append(folder, grown).generations[-1].inputs) == 1
+    (grown.parent / "half.csv.gz").write_bytes(gzip.compress(b"user,item\n" * 99)[:20])
+    with pytest.raises(DataError, match="whole"):
+        append(grown.parent / "half.csv.gz", grown)
+    with pytest.raises(DataError, match="has no usable events"):
+        append(folder / "d.csv", grown)
 
 
 def test_an_earlier_generation_can_be_read_and_gone_back_to(grown: Path) -> None:
