@@ -94,12 +94,14 @@ def follow_run(source: str, folder: Path, overrides: dict[str, str]) -> None:
 
 def evaluate_run(folder: Path, part: Part, *, best: bool) -> None:
     """Measure a run and print it; the result of its best weights is also written into its folder, as by `train`."""
-    cfg = RunFolder(folder).config()
+    run_folder = RunFolder(folder)
+    cfg = run_folder.config()
     topology = topology_of(cfg, RanksConfig())  # to read tables, one group of any number of ranks will do
     with progress_for(f"measure {folder}"), contextlib.closing(Trainer(cfg, folder, topology)) as trainer:
         evaluation = trainer.evaluate(part) if best else trainer.measure(part, best=False)
     if topology.is_first:
-        weights = "best validation epoch" if best else "last weights"
+        is_best = best and run_folder.best in run_folder.for_use
+        weights = "best validation epoch" if is_best else "last weights"
         name = f"{folder.resolve().name} (recipe {cfg.name})"
         _show(evaluation, f"{name}: {part} part, {weights} (step {trainer.state.step}), 95% intervals")
 

@@ -74,7 +74,7 @@ class Beginning:
 
     def _restored(self, peers: Peers, report: Callable[[str], None]) -> Restored:
         folder = RunFolder(self.run)
-        for path in (folder.best, folder.checkpoints):
+        for path in folder.for_use:
             restored = Checkpoints(path, peers=peers, report=report).restore_latest()
             if restored is not None:
                 return restored

@@ -112,8 +112,11 @@ class Saving:
         return state
 
     def restore_best(self) -> TrainState:
-        """The session at its best validation score; as last saved where nothing was validated."""
+        """The session with the weights that are for use: of its best validation score, or as last saved where nothing
+        was validated since."""
         self._wait()
+        if self._folder.best not in self._folder.for_use:
+            return self.restore_last()
         try:
             restored = self._best.restore_latest(self._take)
         except DamagedError as error:

@@ -158,6 +158,17 @@ def test_two_publishers_at_one_address_are_told_and_no_version_builds_on_what_is
     assert "nothing any more" in told[-1]
 
 
+def test_an_address_that_cannot_be_asked_is_told_of_and_training_goes_on(data, tmp_path):
+    """A store that was away when a run was started again ended it with a traceback."""
+    address, run = str(tmp_path / "published"), tmp_path / "run"
+    (tmp_path / "published").write_text("a file where a folder is to be")
+    options = {"training.max_steps": 1, "training.evaluate_every_epochs": 0, "publish.address": address}
+    train(config_of("hstu", data, options), output=run)
+    assert (run / "checkpoints" / "step-00000001").exists()
+    with pytest.raises(UserError, match=r"(?s)ADDRESS.*cannot be gone on from.*could not be written"):
+        publish_run(run, address)
+
+
 def test_old_versions_go_and_those_that_newer_ones_build_on_stay(data, tmp_path):
     address = str(tmp_path / "published")
     run = ChangingRun.begin(Topology.single(), data, address, family="hstu", store="lru", seed=1, snapshot_every=3)

@@ -175,8 +175,8 @@ def write_servable(servable: Servable, output: Path) -> ServableManifest:
 
 
 def _newest(folder: RunFolder, best: bool) -> Restored:
-    found = Checkpoints(folder.best, keep=1).restore_latest() if best else None
-    found = found or Checkpoints(folder.checkpoints).restore_latest()
+    places = folder.for_use if best else [folder.checkpoints]
+    found = next((found for path in places if (found := Checkpoints(path).restore_latest()) is not None), None)
     if found is None:
         raise UserError("has no checkpoint yet", field="RUN", value=str(folder.path), remedy="train it first")
     return found

@@ -142,7 +142,7 @@ class Publisher:
             if told is not None and told.step == step and told.run == self._run_at(step):
                 self._chain = self._versions.way_from_full((newest.folder, newest.version))
                 self._base = VersionStep(newest.folder, told)
-        except (DamagedError, FileNotFoundError) as error:
+        except (DamagedError, OSError) as error:  # training does not wait for a store that is away
             self._warn(f"what was published before cannot be gone on from, so a full version follows: {error}")
 
     def _look_for_others(self) -> None:

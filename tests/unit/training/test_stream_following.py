@@ -4,6 +4,7 @@ import gzip
 import itertools
 import json
 import shutil
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,7 +15,7 @@ import pytest
 from nestrec.base.errors import DataError, UserError
 from nestrec.base.failpoints import armed
 from nestrec.base.moments import moment_ms
-from nestrec.checkpoint import SaveError
+from nestrec.checkpoint import Checkpoints, SaveError
 from nestrec.data.card import Card
 from nestrec.data.dataset import Dataset
 from nestrec.data.growth.append import append
@@ -27,11 +28,14 @@ from nestrec.data.sources.folder import FolderSource
 from nestrec.data.sources.kafka import KafkaSource
 from nestrec.distributed import Topology
 from nestrec.report.run_folder import load_run
+from nestrec.serving.model.export import restored_session
 from nestrec.testing.streams import COLUMNS, copied, drop_files, follow_options, source_of, stream_events, topic
 from nestrec.testing.tiny_runs import config_of
+from nestrec.training.beginning import Beginning
 from nestrec.training.following import StreamConfig, StreamFollower, stream_config
 from nestrec.training.listener import Listener
 from nestrec.training.run_digest import run_digest
+from nestrec.training.run_folder import RunFolder
 from nestrec.training.trainer import Trainer
 from nestrec.training.windows import WindowEnd
 
@@ -139,6 +143,28 @@ def test_windows_of_a_stream_are_told_with_their_times_and_hold_every_event_once
     before = run_digest(run)
     follow(str(tmp_path / "events"), run, {**BY_COUNT, "window.events": 25})
     assert run_digest(run) == before
+
+
+def test_a_run_that_has_followed_is_used_as_it_is_now_and_not_as_it_was_at_its_best_epoch(
+    base: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """It was published, exported, measured and gone on from as it was before it followed."""
+    run = copied(*base, tmp_path)
+    before = max(Checkpoints(run / "checkpoints").steps())
+    shutil.copytree(run / "checkpoints", run / "best")
+    drop_files(tmp_path / "events", stream_events(20), events_a_file=20)
+    follow(str(tmp_path / "events"), run, BY_COUNT)  # too few for a window
+    with restored_session(run, best=True) as (_, step):
+        assert step == before
+    drop_files(tmp_path / "events", stream_events(40), events_a_file=20)
+    state = follow(str(tmp_path / "events"), run, BY_COUNT).trainer.state
+    assert state.step > before
+    for best in (True, False):
+        with restored_session(run, best=best) as (_, step):
+            assert step == state.step
+    with closing(Trainer(RunFolder(run).config(), run, Topology.single())) as trainer:
+        assert trainer.saving.restore_best().step == state.step
+        assert Beginning.of(run, trainer.session).load(trainer.session, print)[0].step == state.step
 
 
 def test_questions_to_brokers_do_not_wait_for_a_fetch_that_finds_nothing() -> None:
