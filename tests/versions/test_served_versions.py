@@ -322,6 +322,19 @@ def test_an_address_that_was_emptied_and_published_anew_is_followed(data, tmp_pa
         assert_same(served.servable, fresh.export(tmp_path))
 
 
+def test_an_address_that_is_gone_is_a_failure_until_it_is_back(data, tmp_path):
+    """It looked as if nothing newer was published, for ever."""
+    with serving(data, tmp_path, "hstu") as served:
+        away = Path(served.address).rename(tmp_path / "elsewhere")
+        assert not served.follower.look()
+        assert served.follower.counts.failures == {"away": 1}
+        assert "names no version any more" in served.follower.counts.problem
+        served.check()
+        away.rename(served.address)
+        assert served.follower.look()
+        assert not served.follower.counts.problem
+
+
 def test_how_fresh_answers_are_is_told_with_its_parts(data, tmp_path):
     async def run(served):
         async with served.client() as client:

@@ -91,7 +91,7 @@ class Reloader:
         """Serve what was served before the last swap."""
         with self._lock:
             if not self.previous:
-                remedy = "name a model to swap to"
+                remedy = "name what to go to: nestrec swap SERVER MODEL, or ADDRESS@VERSION for an earlier version"
                 raise UserError("has had no other model yet", field="server", value="rollback", remedy=remedy)
             self._swap([self._as_it_was(role, one) for role, one in self.previous.items()])
 

@@ -131,8 +131,8 @@ class VersionFollower:
                 return True
             try:
                 newest = self._versions.newest()
-                if newest is None:
-                    return True
+                if newest is None:  # it was there when the version in service was
+                    raise OSError(f"{self.source.address} names no version any more: it was emptied, or is elsewhere")
                 self.counts.behind = max(0, newest.number - self.number)
                 self._go((newest.folder, newest.version), is_asked=False)
             except Exception as error:
