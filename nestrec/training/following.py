@@ -26,7 +26,7 @@ from nestrec.data.prepare.options import LogColumns
 from nestrec.data.samples.windows import ReplayShare, TimeWindow, window_of_events
 from nestrec.data.sources.closing import WindowRule
 from nestrec.data.sources.positions import ChangedSource
-from nestrec.data.sources.stream import Stream, WindowTimes, open_stream_source, options_of
+from nestrec.data.sources.stream import OvertakenError, Stream, WindowTimes, open_stream_source, options_of
 from nestrec.distributed import Topology
 from nestrec.distributed.exchange import all_gather_json
 from nestrec.training.config import RunConfig
@@ -155,6 +155,7 @@ class StreamFollower:
         assert source is not None
         reached = self.trainer.state.generation
         reached = self._first() if reached is None else reached
+        self._last_on()  # raises where the data was put back meanwhile
         before = Card.load(self._folder)
         if before.generation > reached:
             return {"generation": reached + 1, "times": {}}
@@ -170,7 +171,10 @@ class StreamFollower:
             time.sleep(self._options.poll_s if idle_s is None else min(self._options.poll_s, idle_s))
             return False
 
-        found = stream.next_window(wants_end)
+        try:
+            found = stream.next_window(wants_end)
+        except OvertakenError:
+            return self._next(stop)
         if found is None:
             return {"stopped": True} if wants_stop() else None
         card, times = found
@@ -179,7 +183,8 @@ class StreamFollower:
         shown = ", ".join(f"{number:,.0f} {unit}" for unit, number in lag.items())
         self._tell_of_bad(before, card)
         self._listener.noted(f"generation {card.generation}: {card.counts.events:,} events; waiting: {shown}")
-        return {"generation": card.generation, "times": _plain(times)}
+        # What others have appended meanwhile comes before it.
+        return {"generation": reached + 1, "times": _plain(times) if card.generation == reached + 1 else {}}
 
     def _open_stream(self) -> None:
         options = options_of(Card.load(self._folder), self._options.log, self._options.max_bad_share)

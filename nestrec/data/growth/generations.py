@@ -25,6 +25,10 @@ KEPT_GENERATIONS = 8
 """Files of so many generations stay: runs may still read them, and go back to them."""
 
 
+class BusyError(DataError):
+    """Another process changes a dataset now."""
+
+
 @contextlib.contextmanager
 def growing(folder: Path) -> Iterator[Card]:
     """The card of a dataset that nobody else changes while the block lasts; leftovers of a killed append are gone."""
@@ -37,7 +41,7 @@ def growing(folder: Path) -> Iterator[Card]:
         yield Card.load(folder)
     except BlockingIOError:
         remedy = "wait for the other process to end"
-        raise DataError(
+        raise BusyError(
             "is being changed by another process", field="dataset", value=str(folder), remedy=remedy
         ) from None
     finally:

@@ -16,6 +16,7 @@ from nestrec.data.card import Card
 from nestrec.data.formats.log import LogOptions
 from nestrec.data.formats.tables import TableColumns
 from nestrec.data.growth.append import append_source, kept_options
+from nestrec.data.growth.generations import BusyError
 from nestrec.data.prepare.events import EventColumns, is_missing
 from nestrec.data.prepare.options import LogColumns
 from nestrec.data.prepare.raw import RawBatch
@@ -67,6 +68,11 @@ def _told_columns(options: LogOptions) -> list[str]:
     return [*options.item_columns.kinds(), *options.user_columns.kinds()]
 
 
+class OvertakenError(Exception):
+    """Another run has read the stream into the same data meanwhile, or the data was put back: the window that was read
+    is not the next one any more."""
+
+
 class Stream:
     """Reads a source into a dataset."""
 
@@ -95,7 +101,8 @@ class Stream:
     def next_window(self, wants_end: Callable[[], bool]) -> tuple[Card, WindowTimes] | None:
         """Wait until a window closes and append it; none where `wants_end` says so before that.
 
-        `wants_end` is asked whenever there is nothing to read.
+        `wants_end` is asked whenever there is nothing to read, or another process changes the data. An `OvertakenError`
+        where nothing was appended, and what the data holds now is to be looked at.
         """
         card = Card.load(self._folder)
         before = card.generations[-1].stream if card.generations else {}
@@ -114,9 +121,16 @@ class Stream:
             fail_point("stream.read")
         closed = window.close()
         self._tell_of_blank(closed.batches)
-        return self._append(closed, saved.at(position)), WindowTimes(
-            closed.first_at_s, closed.mean_at_s, closed.newest_at_s, time.time()
-        )
+        times = WindowTimes(closed.first_at_s, closed.mean_at_s, closed.newest_at_s, time.time())
+        while True:
+            now = Card.load(self._folder)
+            if (now.generations[-1].stream if now.generations else {}) != before:
+                raise OvertakenError
+            try:
+                return self._append(closed, saved.at(position)), times
+            except BusyError:
+                if wants_end():
+                    return None
 
     def lag(self, card: Card) -> dict[str, float]:
         """What the source has beyond a generation."""
