@@ -31,6 +31,9 @@ class KafkaSource(StreamSource):
         """address: kafka://HOST:PORT[,HOST:PORT]/TOPIC[?name=value], with settings of librdkafka behind the mark."""
         parts = urlsplit(address)
         self._topic, self._address = parts.path.strip("/"), address
+        if not self._topic or not parts.netloc:
+            remedy = "write kafka://HOST:PORT[,HOST:PORT]/TOPIC"
+            raise UserError("names no brokers or no topic", field="SOURCE", value=address, remedy=remedy)
         self._settings = {
             "bootstrap.servers": parts.netloc,
             "group.id": "nestrec",  # asked for by the client; nothing is committed

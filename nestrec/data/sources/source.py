@@ -6,6 +6,7 @@ A new source is a file with a `SourceSpec`, and one entry: here, or elsewhere an
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -122,5 +123,6 @@ def open_source(address: str, log: LogColumns, more: Collection[str] = ()) -> St
             if not isinstance(source, StreamSource):
                 raise SOURCES.unanswered(name, "open", f"gives {source!r} of {address}, which is no StreamSource")
             return source
-    remedy = f"name a folder, or an address of {', '.join(SOURCES)} (kafka://localhost:9092/events)"
-    raise UserError("is no source", field="SOURCE", value=address, remedy=remedy)
+    problem = "is no source: it is a file" if Path(address).is_file() else "is no source, and no folder that there is"
+    remedy = f"name a folder that exists, or an address of {', '.join(SOURCES)} (kafka://localhost:9092/events)"
+    raise UserError(problem, field="SOURCE", value=address, remedy=remedy)

@@ -26,6 +26,7 @@ from nestrec.data.prepare.preparation import prepare
 from nestrec.data.samples.windows import slices_of_runs
 from nestrec.data.sources.folder import FolderSource
 from nestrec.data.sources.kafka import KafkaSource
+from nestrec.data.sources.source import open_source
 from nestrec.distributed import Topology
 from nestrec.report.run_folder import load_run
 from nestrec.serving.model.export import restored_session
@@ -370,6 +371,21 @@ def test_a_file_that_is_not_whole_is_refused_with_what_to_do(tmp_path: Path) -> 
     (tmp_path / "half.jsonl.gz").write_bytes(gzip.compress(b'{"user": 1}\n' * 999)[:-20])
     with pytest.raises(DataError, match=r"(?s)half.jsonl.gz.*must appear whole.*goes on where it stood"):
         FolderSource(tmp_path, LogColumns(), ("user",)).read({}, 5)
+
+
+@pytest.mark.parametrize(
+    ("address", "problem"),
+    [
+        ("{}/nothing", "no folder that there is"),
+        ("{}/file.csv", "it is a file"),
+        ("kafka://localhost:9092", "names no brokers or no topic"),
+        ("kafka:///events", "names no brokers or no topic"),
+    ],
+)
+def test_what_is_no_source_is_refused_with_the_reason(tmp_path: Path, address: str, problem: str) -> None:
+    (tmp_path / "file.csv").touch()
+    with pytest.raises(UserError, match=problem):
+        open_source(address.format(tmp_path), LogColumns())
 
 
 def test_a_topic_that_ends_before_what_was_read_is_not_waited_for() -> None:
