@@ -251,6 +251,16 @@ def test_items_are_told_to_models_that_do_not_follow_whatever_the_server_was_sta
         asyncio.run(run(served))
 
 
+def test_a_server_that_is_to_follow_and_has_nothing_to_follow_says_so(data, tmp_path, caplog):
+    with serving(data, tmp_path, "ranking") as served:
+        write_servable(served.run.export(tmp_path), tmp_path / "exported")
+        assert "nothing is followed" not in caplog.text
+        service = Service.load([str(tmp_path / "exported")], ServiceConfig())
+        Reloader(service, "cpu", TablesConfig(), FOLLOW).close()
+        service.close()
+    assert f"no versions are published to {tmp_path / 'exported'}" in caplog.text
+
+
 @pytest.mark.parametrize("meanwhile", ["a delta", "items"])
 def test_a_swap_is_not_undone_by_what_was_on_its_way_to_the_model_before(data, tmp_path, monkeypatch, meanwhile):
     """Staged or grown beside the old model, it is written into that, or nowhere."""

@@ -50,7 +50,7 @@ def _has_rows(path: Path, *, has_header: bool) -> bool:
     """Whether there is more in a file than a header. Of what cannot be read, whoever reads it tells."""
     try:
         if path.suffix == ".parquet":
-            return pq.read_metadata(path).num_rows > 0
+            return bool(pq.read_metadata(path).num_rows)
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
             lines = list(itertools.islice((line for line in stream if line.strip()), 2))
     except (OSError, EOFError, zlib.error, pa.ArrowInvalid):

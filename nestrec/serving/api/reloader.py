@@ -45,6 +45,9 @@ class Reloader:
         """by role: models of addresses"""
         for role, followed in service.followed.items():
             self._begin_to_follow(role, followed, service.sources[role])
+        if self._follow.on and not self.followers:
+            told = ", ".join(str(source) for source in self._folders.values())
+            _LOG.warning("nothing is followed until an address is swapped in: no versions are published to %s", told)
         self.previous: Mapping[str, LoadedModel] = {}
         """what the last swap has replaced, by role"""
         self._turns = Serially("nestrec-reload", self._reload_all)

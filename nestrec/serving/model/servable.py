@@ -285,7 +285,7 @@ def _open_table(path: Path, tensor: str, device: torch.device, cfg: TablesConfig
 def verified_manifest(folder: Path) -> ServableManifest:
     """The manifest of a folder whose files are exactly those that were exported."""
     if not (folder / MANIFEST_FILE).exists():
-        remedy = "name a folder that `nestrec export RUN OUT` wrote"
+        remedy = "name a folder that `nestrec export RUN OUT` wrote, or an address where a run has published a version"
         raise DamagedError("holds no exported model", field="--model", value=str(folder), remedy=remedy)
     try:
         plain = json.loads((folder / MANIFEST_FILE).read_bytes())
