@@ -25,7 +25,7 @@ KEPT_GENERATIONS = 8
 """Files of so many generations stay: runs may still read them, and go back to them."""
 
 
-class BusyError(DataError):
+class DataBusyError(DataError):
     """Another process changes a dataset now."""
 
 
@@ -41,7 +41,7 @@ def growing(folder: Path) -> Iterator[Card]:
         yield Card.load(folder)
     except BlockingIOError:
         remedy = "wait for the other process to end"
-        raise BusyError(
+        raise DataBusyError(
             "is being changed by another process", field="dataset", value=str(folder), remedy=remedy
         ) from None
     finally:

@@ -16,7 +16,7 @@ from nestrec.data.card import Card
 from nestrec.data.formats.log import LogOptions
 from nestrec.data.formats.tables import TableColumns
 from nestrec.data.growth.append import append_source, kept_options
-from nestrec.data.growth.generations import BusyError
+from nestrec.data.growth.generations import DataBusyError
 from nestrec.data.prepare.events import EventColumns, is_missing
 from nestrec.data.prepare.options import LogColumns
 from nestrec.data.prepare.raw import RawBatch
@@ -128,7 +128,7 @@ class Stream:
                 raise OvertakenError
             try:
                 return self._append(closed, saved.at(position)), times
-            except BusyError:
+            except DataBusyError:
                 if wants_end():
                     return None
 
