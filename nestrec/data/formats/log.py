@@ -6,8 +6,9 @@ from pathlib import Path
 
 from nestrec.base.config import config
 from nestrec.base.errors import DataError, UserError, did_you_mean
+from nestrec.data.card import Owner
 from nestrec.data.formats.format import log_format
-from nestrec.data.formats.tables import TableColumns, open_table
+from nestrec.data.formats.tables import TableColumns, check_features, open_table
 from nestrec.data.formats.vectors import open_vectors
 from nestrec.data.prepare.events import EventColumns
 from nestrec.data.prepare.files import LogFiles, find_files
@@ -73,18 +74,20 @@ def open_log(path: Path, options: LogOptions) -> LogSource:
     columns = EventColumns.of(log, min_rating=options.min_rating, positive_rating=options.positive_rating)
     name, files = find_files(path)
     sides: dict[str, tuple[SideSource, ...]] = {}
-    for what, key, file, table, vectors in (
-        ("users", log.user, options.users, options.user_columns, options.user_vectors),
-        ("items", log.item, options.items, options.item_columns, options.item_vectors),
-    ):
+    given_tables: tuple[tuple[Owner, str, str | None, TableColumns, Mapping[str, str]], ...] = (
+        ("user", log.user, options.users, options.user_columns, options.user_vectors),
+        ("item", log.item, options.items, options.item_columns, options.item_vectors),
+    )
+    for owner, key, file, table, vectors in given_tables:
         tables = [_of_log(files, key, table, how)] if file is None and table.kinds() else []
         if file is not None:
-            tables = [open_table(Path(file), table.key or key, table, _with_header(how), what)]
+            tables = [open_table(Path(file), table.key or key, table, _with_header(how), f"{owner}s")]
         given = tables[0] if file is not None else None
-        tables += [open_vectors(n, text, given, f"{what.removesuffix('s')}_vectors") for n, text in vectors.items()]
-        sides[what] = tuple(tables)
+        tables += [open_vectors(n, text, given, f"{owner}_vectors") for n, text in vectors.items()]
+        check_features(owner, tables)
+        sides[owner] = tuple(tables)
     batches = _batches(files, how, columns)
-    return LogSource(name, "log", columns, batches, users=sides["users"], items=sides["items"], files=tuple(files))
+    return LogSource(name, "log", columns, batches, users=sides["user"], items=sides["item"], files=tuple(files))
 
 
 def _batches(files: list[Path], how: Delimited, columns: EventColumns) -> Batches:

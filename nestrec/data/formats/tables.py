@@ -1,6 +1,6 @@
 """Tables of items or users beside a log: which of their columns become features, and of which kind."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
 
@@ -10,15 +10,19 @@ import pyarrow as pa
 from nestrec.base.bounds import Count
 from nestrec.base.config import config
 from nestrec.base.errors import DataError, Mistakes, UserError, did_you_mean
+from nestrec.data.card import Owner
 from nestrec.data.prepare.features.cells import has_marks
 from nestrec.data.prepare.files import LogFiles, column_names, find_files
 from nestrec.data.prepare.options import HashingConfig, NumberTransform
 from nestrec.data.prepare.parse import BAD, BLANK, parse_numbers
 from nestrec.data.prepare.raw import Delimited, RawBatch
 from nestrec.data.prepare.side import SideColumn, SideKind, SideSource
+from nestrec.data.schema import COUNTS_SUFFIX
 
 _WORDS_OF_TEXT = ("title", "name", "description", "text")
 _WORDS_FOR_PEOPLE = ("url", "link", "image")
+_OF_IDS = ("id", "key")
+"""Names of features that the columns `item_id`, `item_key`, `user_id` and `user_key` leave no room for."""
 
 
 @config
@@ -107,6 +111,26 @@ def open_table(path: Path, key: str, columns: TableColumns, how: Delimited, what
     told = {} if first is None else {n: _told(n, first.columns[n]) for n in wanted if n not in named}
     kinds = {name: named.get(name) or told.get(name, "category") for name in wanted}
     return SideSource(batches, key, columns.sides(kinds), must_match=f"--{what} {path}")
+
+
+def check_features(owner: Owner, sources: Sequence[SideSource]) -> None:
+    """Refuse features whose columns would be those of the ids, or of each other, in the dataset."""
+    names = [column.feature for source in sources for column in source.columns]
+    lists = {c.feature + COUNTS_SUFFIX for source in sources for c in source.columns if c.kind in ("categories", "bag")}
+    mistakes = Mistakes()
+    for name in dict.fromkeys(names):
+        problem = ""
+        if name in _OF_IDS:
+            problem = f"would take the place of the dataset's own column {owner}_{name}"
+        elif names.count(name) > 1:
+            problem = f"is the name of {names.count(name)} features of the {owner}"
+        elif name in lists:
+            problem = "is what the dataset calls how many values each list has"
+        with mistakes.noted():
+            if problem:
+                remedy = f"rename it, or leave it out: --{owner}_columns.left_out {name}"
+                raise DataError(problem, field=f"{owner}_columns", value=name, remedy=remedy)
+    mistakes.raise_all()
 
 
 def _check(names: tuple[str, ...], key: str, columns: TableColumns, file: Path, what: str) -> None:

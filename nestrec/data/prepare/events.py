@@ -57,6 +57,10 @@ class EventColumns:
             if count > 1:
                 remedy = "name it in one of log.categories, lists, numbers, texts and values"
                 raise UserError("is named more than once", field="log", value=name, remedy=remedy)
+        for name in self.list_features():
+            if (clash := name + COUNTS_SUFFIX) in named:
+                problem = f"is what the dataset calls how many values of {name!r} each event has"
+                raise UserError(problem, field="log", value=clash, remedy="give the column another name")
         for name in log.transforms:
             if name not in log.numbers:
                 remedy = did_you_mean(name, log.numbers) if log.numbers else "name it in --log.numbers"

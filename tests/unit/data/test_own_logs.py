@@ -186,6 +186,23 @@ def test_a_table_that_cannot_be_meant_is_refused(tmp_path: Path, options: dict[s
         with_tables(tmp_path, **{"items": str(tmp_path / "items.csv"), **options})
 
 
+@pytest.mark.parametrize(
+    ("header", "options", "message"),
+    [
+        ("item,id,brand", {}, r"item_columns = 'id': would take the place of the dataset's own column item_id"),
+        ("item,brand,key", {}, r"item_columns = 'key'.*\n.*--item_columns.left_out key"),
+        ("item,a_counts,a", {"item_columns": {"lists": ("a",)}}, "'a_counts': is what the dataset calls how many"),
+        ("item,title,title_bag", {}, "'title_bag': is the name of 2 features of the item"),
+    ],
+)
+def test_a_feature_never_takes_the_place_of_ids_or_of_another(
+    tmp_path: Path, header: str, options: dict[str, object], message: str
+) -> None:
+    (tmp_path / "items.csv").write_text(f"{header}\n1,70,x\n2,80,y\n")
+    with pytest.raises(UserError, match=message):
+        with_tables(tmp_path, items=str(tmp_path / "items.csv"), **options)
+
+
 def test_ranges_hold_equally_many_rows_and_never_part_equal_values(tmp_path: Path) -> None:
     values = [*range(100), *[1000] * 100]
     (tmp_path / "log.csv").write_text("user,item\n" + "".join(f"u,{i}\n" for i in [*range(200), 0, 0]))
