@@ -1,6 +1,7 @@
 """Bytes of any encoding to UTF-8, with a mark where they cannot be decoded, so that a bad row does not stop a file."""
 
 import codecs
+from collections.abc import Callable
 from typing import Any
 
 MARK = "\ufdd0"
@@ -20,8 +21,9 @@ codecs.register_error(MARKING, _mark)
 class Utf8Stream:
     """A binary stream that reads another one as UTF-8."""
 
-    def __init__(self, inner: Any, encoding: str):
-        self._inner = inner
+    def __init__(self, inner: Any, encoding: str, see: Callable[[bytes], None] | None = None):
+        """see: is given each piece that is read."""
+        self._inner, self._see = inner, see
         self._is_ascii_alike = codecs.lookup(encoding).name in ("utf-8", "iso8859-1", "ascii")
         self._decoder = codecs.getincrementaldecoder(encoding)(errors=MARKING)
         self.closed = False
@@ -29,6 +31,12 @@ class Utf8Stream:
         """Whether something could not be decoded so far."""
 
     def read(self, size: int = -1) -> bytes:
+        data = self._read(size)
+        if self._see is not None:
+            self._see(data)
+        return data
+
+    def _read(self, size: int) -> bytes:
         while True:
             data: bytes = self._inner.read(size)
             is_between = self._decoder.getstate()[0] == b""

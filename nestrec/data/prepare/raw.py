@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from nestrec.base.errors import DataError
 from nestrec.data.prepare.encoding import MARK, MARKING, Utf8Stream
 from nestrec.data.prepare.features.cells import is_bytes, is_readable
+from nestrec.data.prepare.quotes import QuoteWatch
 
 BLOCK_BYTES = 8 << 20
 ROWS_A_BATCH = 1 << 17
@@ -127,14 +128,19 @@ def read_delimited(path: Path, how: Delimited) -> Iterator[RawBatch]:
 
     with pa.OSFile(str(path)) as file:
         binary = pa.CompressedInputStream(file, "gzip") if path.suffix == ".gz" else file
-        stream = Utf8Stream(binary, how.encoding)
-        for batch in _csv_batches(path, stream, names, how, reject):
+        quotes = QuoteWatch(how.separator, how.num_header_lines) if how.has_quotes else None
+        stream = Utf8Stream(binary, how.encoding, quotes.see if quotes else None)
+        for batch in _csv_batches(path, stream, names, how, reject, quotes):
             columns = dict(zip(names, batch.columns, strict=True))
             kept, batch_lines = _without_blank_lines(columns, lines.take(batch.num_rows))
             done = file.tell() / max(1, path.stat().st_size)
             found = RawBatch(path.name, batch_lines, kept, tuple(rejected), done)
             rejected.clear()
+            if quotes:
+                quotes.check(path, is_end=False)
             yield found.without_marked_rows() if stream.has_marks else found
+    if quotes:
+        quotes.check(path, is_end=True)
     if rejected:
         yield RawBatch(path.name, np.zeros(0, np.int64), {n: pa.array([], pa.string()) for n in names}, tuple(rejected))
 
@@ -222,8 +228,13 @@ def _read_split(path: Path, names: tuple[str, ...], how: Delimited) -> Iterator[
         yield RawBatch(path.name, numbers[is_good], columns, tuple(bad), done).without_marked_rows()
 
 
-def _csv_batches(
-    path: Path, stream: Any, fields: Sequence[str], how: Delimited, reject: Callable[[pyarrow.csv.InvalidRow], str]
+def _csv_batches(  # noqa: PLR0917
+    path: Path,
+    stream: Any,
+    fields: Sequence[str],
+    how: Delimited,
+    reject: Callable[[pyarrow.csv.InvalidRow], str],
+    quotes: QuoteWatch | None,
 ) -> Iterator[pa.RecordBatch]:
     try:
         reader = pyarrow.csv.open_csv(
@@ -244,6 +255,8 @@ def _csv_batches(
         )
         yield from reader
     except (OSError, pa.ArrowException) as error:
+        if quotes:
+            quotes.check(path, is_end=True)  # a field that takes in more than a block ends up here
         if "Empty CSV file" not in str(error):
             raise unreadable(path, error) from error
 

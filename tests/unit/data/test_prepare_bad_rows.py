@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from nestrec.base.errors import DataError, UserError
 from nestrec.data.dataset import Dataset
 from nestrec.data.formats.log import LogOptions
+from nestrec.data.prepare import raw
 from nestrec.data.prepare.options import LogColumns
 from nestrec.data.prepare.preparation import prepare
 
@@ -155,6 +156,33 @@ def test_line_ends_and_byte_order_marks_of_other_systems_are_read(tmp_path: Path
     (tmp_path / "log.csv").write_bytes(b"\xef\xbb\xbfuser,item\r\nu,a\r\nu,b\r\n")
     prepare("log", tmp_path / "log.csv", tmp_path / "out")
     assert Dataset.open(tmp_path / "out").items().column("item_key").to_pylist() == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "first", "last"),
+    [
+        (b'u1,"i1,4\nu2,i2,5\nu3,"i3,6\n', 2, 4),  # ends inside the field of another row
+        (b'u1,i1,"4\r\nu2,i2,5\r\n', 2, 4),  # never ends, in the last field: no row looks wrong
+        (b'u1,"i1\n""x""",4\nu2,"i2,5\n', 4, 5),
+    ],
+)
+def test_rows_that_an_open_quote_takes_in_are_never_lost_in_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: bytes, first: int, last: int
+) -> None:
+    (tmp_path / "log.csv").write_bytes(b"user,item,time\n" + rows)
+    for block, end in ((1 << 20, last), (16, "")):  # whole and in pieces, of which the field takes in one and more
+        monkeypatch.setattr(raw, "BLOCK_BYTES", block)
+        with pytest.raises(DataError, match=f"(?s)quote on line {first} that is not closed before line {end}.*has_quo"):
+            prepare("log", tmp_path / "log.csv", tmp_path / "out", max_bad_share=1.0)
+    card = prepare("log", tmp_path / "log.csv", tmp_path / "out", max_bad_share=1.0, **{"log.has_quotes": False})
+    assert card.counts.rows_read == rows.count(b"\n")
+
+
+def test_quotes_that_are_closed_or_plain_are_read(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_bytes(b'"user","item"\nu1,5" pipe\nu2,"a ""b"", c\n\nd"\nu3,"5" pipe\nu4, "x"\nu5,"e\nf"')
+    prepare("log", tmp_path / "log.csv", tmp_path / "out")
+    keys = Dataset.open(tmp_path / "out").items().column("item_key").to_pylist()
+    assert keys == ['5" pipe', 'a "b", c\n\nd', "5 pipe", ' "x"', "e\nf"]
 
 
 def test_parquet_columns_of_other_types_are_read(tmp_path: Path) -> None:
