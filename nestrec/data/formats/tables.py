@@ -6,12 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from nestrec.base.bounds import Count
 from nestrec.base.config import config
 from nestrec.base.errors import DataError, Mistakes, UserError, did_you_mean
 from nestrec.data.card import Owner
-from nestrec.data.prepare.features.cells import has_marks
+from nestrec.data.prepare.features.cells import MARK, has_marks, vectors, with_marks
 from nestrec.data.prepare.files import LogFiles, column_names, find_files
 from nestrec.data.prepare.options import HashingConfig, NumberTransform
 from nestrec.data.prepare.parse import BAD, BLANK, parse_numbers
@@ -34,7 +35,8 @@ class TableColumns:
     categories: tuple[str, ...] = ()
     """Columns with one value of a few, such as a brand."""
     lists: tuple[str, ...] = ()
-    """Columns with several such values in a cell: lists of Parquet or JSON, or text with a separator."""
+    """Columns with several such values in a cell: lists of Parquet or JSON, or text with a separator or as
+    ["a", "b"]."""
     list_separator: str = ","
     """Character between the values of such a text, or between the numbers of a vector that is text."""
     numbers: tuple[str, ...] = ()
@@ -169,10 +171,22 @@ def _told(name: str, column: pa.Array) -> SideKind:
         return "text"
     if any(part in word for part in _WORDS_OF_TEXT):
         return "bag"
-    if pa.types.is_string(column.type) and has_marks(column):
-        return "categories"
+    if pa.types.is_string(column.type) and (kind := _kind_of_lists(column)):
+        return kind
     if word.endswith("id") or pa.types.is_boolean(column.type):
         return "category"
     _, states = parse_numbers(column)
     has_numbers = bool(np.any(states != BLANK)) and not bool(np.any(states == BAD))
     return "range" if has_numbers else "category"
+
+
+def _kind_of_lists(column: pa.Array) -> SideKind | None:
+    """Of text whose cells are lists, as JSON or Python writes them; equally many fractions in each are a vector."""
+    filled = column.filter(pc.greater(pc.binary_length(column), 0))
+    marked = with_marks(filled, ",")
+    is_list = pc.or_(pc.starts_with(marked, MARK), pc.equal(pc.utf8_trim_whitespace(filled), "[]"))
+    if not len(filled) or not (pc.all(is_list).as_py() or has_marks(column)):
+        return None
+    numbers, counts = vectors(filled, ",")
+    is_vector = counts.min() == counts.max() > 1 and bool(np.isfinite(numbers).all() and (numbers % 1).any())
+    return "vector" if is_vector else "categories"

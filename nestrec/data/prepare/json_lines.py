@@ -14,7 +14,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from nestrec.base.errors import DataError, did_you_mean
-from nestrec.data.prepare.features.cells import MARK
+from nestrec.data.prepare.features.cells import text_of
 from nestrec.data.prepare.raw import WHOLE_LINE, BadRow, RawBatch, bad_row, first_line, read_lines
 
 SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -107,17 +107,4 @@ def _texts(value: dict[str, Any], where: str) -> Iterator[tuple[str, str]]:
         if isinstance(inner, dict):
             yield from _texts(inner, path)
         else:
-            yield path, _text(inner)
-
-
-def _text(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return str(int(value))
-    if isinstance(value, list):
-        plain = not any(isinstance(part, dict | list) for part in value)
-        return "".join(MARK + _text(part) for part in value) if plain else json.dumps(value)
-    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
-        return str(int(value))  # JSON does not tell 3.0 from 3, and ids of typed files are alike too
-    return value if isinstance(value, str) else json.dumps(value)
+            yield path, text_of(inner)

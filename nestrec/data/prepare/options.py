@@ -68,7 +68,7 @@ class LogColumns:
     categories: tuple[str, ...] = ()
     """Columns with one value of a few that are known before the user reacts, such as a device."""
     lists: tuple[str, ...] = ()
-    """Columns with several such values: lists of Parquet or JSON, or text with a separator."""
+    """Columns with several such values: lists of Parquet or JSON, or text with a separator or as ["a", "b"]."""
     list_separator: str = ","
     """Character between the values of such a text."""
     numbers: tuple[str, ...] = ()

@@ -1,5 +1,6 @@
 """Logs of one's own: JSON lines, folders and patterns of files, actions named in a word, tables of items and users."""
 
+import csv
 import gzip
 import json
 from pathlib import Path
@@ -184,6 +185,35 @@ def test_a_table_that_cannot_be_meant_is_refused(tmp_path: Path, options: dict[s
     (tmp_path / "items.csv").write_text("item,brand\n1,a\n")
     with pytest.raises(UserError, match=message):
         with_tables(tmp_path, **{"items": str(tmp_path / "items.csv"), **options})
+
+
+@pytest.mark.parametrize(
+    ("cells", "columns"),
+    [
+        (["['red', 'dark, blue']", "['red']", "[]"], {}),
+        (['["red", "dark, blue"]', '["red"]', "[]"], {}),
+        (["[red| dark, blue]", "[red]", ""], {"lists": ("tags",), "list_separator": "|"}),
+        (["red|dark, blue", "red", ""], {"lists": ("tags",), "list_separator": "|"}),
+    ],
+)
+def test_lists_in_text_are_read_as_they_are_written(
+    tmp_path: Path, cells: list[str], columns: dict[str, object]
+) -> None:
+    with (tmp_path / "items.csv").open("w", newline="") as stream:
+        csv.writer(stream).writerows([("item", "tags"), *zip("123", cells, strict=True)])
+    dataset = with_tables(tmp_path, items=str(tmp_path / "items.csv"), item_columns=columns)
+    assert [(f.name, f.kind) for f in dataset.card.item_features] == [("tags", "categories")]
+    keys = dataset.vocabulary("item_tags").column("key").to_pylist()
+    found = [[keys[i - 1] for i in row["item_tags"]] for row in dataset.items().to_pylist()]
+    assert found == [["red", "dark, blue"], ["red"], []]
+
+
+def test_equally_many_fractions_in_text_are_a_vector_and_whole_numbers_are_not(tmp_path: Path) -> None:
+    (tmp_path / "items.csv").write_text('item,picture,sizes\n1,"[0.5, 2]","[36, 38]"\n2,"[1, 4]","[40, 42]"\n')
+    dataset = with_tables(tmp_path, items=str(tmp_path / "items.csv"))
+    kinds = {feature.name: feature for feature in dataset.card.item_features}
+    assert (kinds["picture"].kind, kinds["sizes"].kind) == ("vector", "categories")
+    assert dataset.vectors(kinds["picture"])[1:3].tolist() == [[0.5, 2], [1, 4]]
 
 
 @pytest.mark.parametrize(

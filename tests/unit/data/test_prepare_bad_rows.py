@@ -179,7 +179,9 @@ def test_rows_that_an_open_quote_takes_in_are_never_lost_in_silence(
 
 
 def test_quotes_that_are_closed_or_plain_are_read(tmp_path: Path) -> None:
-    (tmp_path / "log.csv").write_bytes(b'"user","item"\nu1,5" pipe\nu2,"a ""b"", c\n\nd"\nu3,"5" pipe\nu4, "x"\nu5,"e\nf"')
+    (tmp_path / "log.csv").write_bytes(
+        b'"user","item"\nu1,5" pipe\nu2,"a ""b"", c\n\nd"\nu3,"5" pipe\nu4, "x"\nu5,"e\nf"'
+    )
     prepare("log", tmp_path / "log.csv", tmp_path / "out")
     keys = Dataset.open(tmp_path / "out").items().column("item_key").to_pylist()
     assert keys == ['5" pipe', 'a "b", c\n\nd', "5 pipe", ' "x"', "e\nf"]

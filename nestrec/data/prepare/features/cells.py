@@ -1,4 +1,9 @@
-"""Cells with several values: lists of typed files and of JSON, or text with a separator."""
+"""Cells with several values: lists of typed files and of JSON, or text: with a separator, or as JSON or Python writes it."""
+
+import ast
+import json
+import re
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -10,6 +15,9 @@ from nestrec.data.prepare.parse import parse_numbers
 
 MARK = "\x1f"
 """Stands before each value of a JSON list that was made text: values may hold any other separator."""
+_BRACKETS = re.compile(r"\[[^\[\]]*\]")
+_NO_COMMA = re.compile(r"""['"]\s+['"]""")
+"""Between two texts, as numpy writes them: to Python they would be one text."""
 
 
 def split_cells(column: pa.Array, separator: str) -> tuple[pa.Array, NDArray[np.int64]]:
@@ -18,7 +26,7 @@ def split_cells(column: pa.Array, separator: str) -> tuple[pa.Array, NDArray[np.
         flat, counts = column.flatten(), _lengths(column)
         values = flat.cast(pa.string())
     else:
-        text = column.cast(pa.string()).fill_null("")
+        text = with_marks(column.cast(pa.string()).fill_null(""), separator)
         is_marked = pc.starts_with(text, MARK)
         marked, plain = pc.split_pattern(text, MARK), pc.split_pattern(text, separator)
         lists = plain if not pc.any(is_marked).as_py() else pc.if_else(is_marked, marked, plain)
@@ -29,6 +37,53 @@ def split_cells(column: pa.Array, separator: str) -> tuple[pa.Array, NDArray[np.
         return values, counts
     row = np.repeat(np.arange(counts.size), counts)
     return values.filter(pa.array(is_value)), np.bincount(row[is_value], minlength=counts.size).astype(np.int64)
+
+
+def with_marks(text: pa.Array, separator: str) -> pa.Array:
+    """Cells such as `["a", "b"]`, `['a', 'b']` and `[a, b]` with a mark before each value; all others as they are."""
+    trimmed = pc.utf8_trim_whitespace(text)
+    is_written = pc.and_(pc.starts_with(trimmed, "["), pc.ends_with(trimmed, "]"))
+    if not pc.any(is_written).as_py():
+        return text
+    cells = trimmed.filter(is_written).dictionary_encode()
+    marked = pa.array([_marked(cell, separator) for cell in cells.dictionary.to_pylist()], pa.string())
+    return pc.replace_with_mask(text, is_written, marked.take(cells.indices))
+
+
+def _marked(cell: str, separator: str) -> str:
+    values = _written_list(cell)
+    if values is not None:
+        return text_of(values)
+    if _BRACKETS.fullmatch(cell) and not _NO_COMMA.search(cell):
+        return "".join(MARK + value.strip() for value in cell[1:-1].split(separator))
+    return cell
+
+
+def _written_list(cell: str) -> list[Any] | None:
+    try:
+        found = json.loads(cell)
+    except (ValueError, RecursionError):
+        if _NO_COMMA.search(cell):
+            return None
+        try:
+            found = ast.literal_eval(cell)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            return None
+    return found if isinstance(found, list) else None
+
+
+def text_of(value: Any) -> str:
+    """A value of JSON as a cell of text; a list has a mark before each of its values."""
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return str(int(value))
+    if isinstance(value, list):
+        plain = not any(isinstance(part, dict | list) for part in value)
+        return "".join(MARK + text_of(part) for part in value) if plain else json.dumps(value, default=str)
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return str(int(value))  # JSON does not tell 3.0 from 3, and ids of typed files are alike too
+    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def encode_lists(table: KeyTable, column: pa.Array, separator: str) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
