@@ -78,8 +78,13 @@ def verdict_on(metrics: Metrics, metric: str) -> Verdict | None:
     if mean <= base:
         sentence = f"THE MODEL DOES NOT BEAT ITS BEST BASELINE: {figures}"
         return Verdict(baseline, ratio, "loses", sentence)
-    if math.isfinite(low) and math.isfinite(base_high) and low <= base_high:
+    if low <= base_high:
         sentence = f"NO CLEAR LEAD over the best baseline: {figures}, and their 95% intervals overlap"
+        return Verdict(baseline, ratio, "unclear", sentence)
+    if not (math.isfinite(low) and math.isfinite(base_high)):
+        sentence = (
+            f"NO CLEAR LEAD over the best baseline: {figures}, and no interval is known (one user alone gives none)"
+        )
         return Verdict(baseline, ratio, "unclear", sentence)
     return Verdict(baseline, ratio, "wins", f"the model leads its best baseline: {figures}")
 

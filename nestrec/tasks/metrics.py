@@ -39,7 +39,8 @@ def bootstrap(
 ) -> dict[str, Interval]:
     """Mean of each metric and its interval under resampling of the users, the same draws for all metrics.
 
-    groups: user of each value, where users have several: a user's values are not independent.
+    groups: user of each value, where users have several: a user's values are not independent. One user alone has no
+    interval.
     """
     names = list(values)
     stacked = np.stack([values[name] for name in names], axis=1)
@@ -48,14 +49,15 @@ def bootstrap(
     member = np.arange(len(stacked)) if groups is None else np.unique(groups, return_inverse=True)[1]
     size = np.bincount(member)
     sums = np.stack([np.bincount(member, weights=column) for column in stacked.T], axis=1)
-    num_users = len(size)
+    num_users, mean = len(size), stacked.mean(axis=0)
+    if num_users == 1:
+        return {name: Interval(float(mean[i]), float("nan"), float("nan")) for i, name in enumerate(names)}
     generator = np.random.default_rng(seed)
     means = np.empty((num_draws, len(names)))
     for i in range(num_draws):
         times_drawn = np.bincount(generator.integers(0, num_users, num_users), minlength=num_users)
         means[i] = times_drawn @ sums / (times_drawn @ size)
     low, high = np.quantile(means, [0.025, 0.975], axis=0)
-    mean = stacked.mean(axis=0)
     return {name: Interval(float(mean[i]), float(low[i]), float(high[i])) for i, name in enumerate(names)}
 
 
@@ -98,6 +100,8 @@ def bootstrap_auc(
     if np.isnan(whole):
         return Interval(whole, whole, whole)
     num_groups = int(member.max()) + 1
+    if num_groups == 1:
+        return Interval(whole, float("nan"), float("nan"))
     draws = np.empty(num_draws)
     for i in range(num_draws):
         times_drawn = np.bincount(generator.integers(0, num_groups, num_groups), minlength=num_groups)
@@ -150,6 +154,8 @@ def weighted_bootstrap(values: Values, weights: Values, *, num_draws: int = 200,
     """Weighted mean with its interval under resampling of the users."""
     if not len(values):
         return Interval(float("nan"), float("nan"), float("nan"))
+    if len(values) == 1:
+        return Interval(float(values[0]), float("nan"), float("nan"))
     generator = np.random.default_rng(seed)
     draws = np.empty(num_draws)
     for i in range(num_draws):

@@ -276,7 +276,7 @@ class RetrievalTask(Task):
         slices = slices_of_runs(scored_runs(window.runs, self._reach), self._reach.max_events)
         queries = self._slices(Slices(slices, np.array([0, len(slices)])), None)
         ranks = ranks_of_slices(self.side, engine, queries, self.cfg.evaluation)
-        return bootstrap(ranking_metrics(ranks, self.cfg.evaluation.ks), num_draws=100)
+        return bootstrap(ranking_metrics(ranks, self.cfg.evaluation.ks), num_draws=100, groups=queries.scored_users)
 
     @property
     def _reach(self) -> Reach:

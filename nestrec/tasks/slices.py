@@ -2,7 +2,7 @@
 
 items     new (no training event), rare (1 to 5) and other targets
 users     new (no training event) and known
-history   events before the target
+history   events before the target; a ranking model is also asked for events that have none
 a column  values of a category of items, users or events, the most frequent ones
 """
 
@@ -20,7 +20,7 @@ from nestrec.tasks.metrics import Interval
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 RARE = 5
-HISTORY_BOUNDS = (1, 5, 10, 20, 50, 100)
+HISTORY_BOUNDS = (0, 1, 5, 10, 20, 50, 100)
 MOST_VALUES = 8
 """Of a category; the others are one slice."""
 MIN_MEMBERS = 10
@@ -79,7 +79,7 @@ def slice_masks(names: Sequence[str], dataset: Dataset, targets: Targets) -> dic
         masks |= {"new users": targets.user_events == 0, "known users": targets.user_events > 0}
     if "history" in names:
         for low, high in zip(HISTORY_BOUNDS, (*HISTORY_BOUNDS[1:], None), strict=True):
-            name = f"history {low}+" if high is None else f"history {low}-{high - 1}"
+            name = f"history {low}+" if high is None else f"history {low}-{high - 1}" if high - 1 > low else "history 0"
             masks[name] = (targets.place >= low) & ((targets.place < high) if high else True)
     for feature in sliced_features(dataset):
         if feature.column in names:

@@ -45,8 +45,9 @@ class QuoteWatch:
                 'write a quote inside a field as two ("") and put the field in quotes, or say that quotes are plain '
                 "characters (of a log of your own: --log.has_quotes false)"
             )
+            problem = f"has a quote on line {first:,} that is not closed before line {last:,}"
             raise DataError(
-                f"has a quote on line {first:,} that is not closed before line {last:,}: the rows between would be lost",
+                f"{problem}: the rows between would be lost",
                 field="input",
                 value=str(path),
                 remedy=remedy,
@@ -58,7 +59,7 @@ def _follow(data: NDArray[Any], seen: NDArray[np.int64], separator: int, num_hea
     """Go on in `seen`: the state, the line, where the last field in quotes opened, and the first one that is wrong."""
     state, line, opened = seen[_STATE], seen[_LINE], seen[_OPENED]
     for byte in data:
-        is_line_end = byte == 10 or byte == 13
+        is_line_end = byte in (10, 13)
         if state == _IN_QUOTES:
             if byte == 34:
                 state = _AFTER_QUOTE

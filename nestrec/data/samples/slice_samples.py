@@ -30,6 +30,11 @@ class SliceAssembler(Assembler):
         self._user, self._first, self._end, self._scored = slices.rows.T
         self.weights = (self._end - self._scored).astype(np.float64)
 
+    @property
+    def scored_users(self) -> Ints:
+        """User of each event that is scored, in the order of the slices."""
+        return np.repeat(self._user, self._end - self._scored)
+
     def token_keys_of(self, samples: Ints, epoch: int, offsets: Ints) -> NDArray[np.uint64]:
         """Of the counter-based generator; slices of one user differ by their ends."""
         key = fold_array(sample_keys(self._seed, epoch, self._user[samples]), self._end[samples])

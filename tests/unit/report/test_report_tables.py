@@ -1,3 +1,4 @@
+import math
 from io import StringIO
 from typing import Any
 
@@ -78,6 +79,7 @@ def test_without_a_baseline_there_is_no_ratio() -> None:
     [
         ([0.15, 0.14, 0.16], "wins", "leads its best baseline: ndcg@10 0.2000 against 0.1500 of 'last item'"),
         ([0.199, 0.18, 0.21], "unclear", "NO CLEAR LEAD"),
+        ([0.15, math.nan, math.nan], "unclear", "NO CLEAR LEAD over the best baseline: ndcg@10 0.2000 against 0.1500"),
         ([0.25, 0.24, 0.26], "loses", "DOES NOT BEAT ITS BEST BASELINE: ndcg@10 0.2000 against 0.2500"),
     ],
 )

@@ -14,6 +14,7 @@ from nestrec.tasks.metrics import (
     log_loss,
     normalised_entropy,
     ranking_metrics,
+    weighted_bootstrap,
 )
 
 scored = st.lists(st.tuples(st.integers(0, 1), st.integers(-3, 3), st.integers(0, 3)), min_size=1, max_size=30)
@@ -146,6 +147,17 @@ def test_gauc_and_calibration_equal_their_definitions(events: list[tuple[int, in
     if label.any():
         mean = sum(1 / (1 + np.exp(-s)) for _, s, _ in events) / len(events)
         assert found["calibration"].mean == pytest.approx(mean / (label.sum() / len(label)))
+
+
+def test_one_user_alone_has_no_interval() -> None:
+    label, user = np.array([0, 1, 1]), np.full(3, 7)
+    found = [
+        bootstrap({"hit": np.array([0.0, 1.0, 1.0])}, groups=user)["hit"],
+        bootstrap_auc(label, np.array([0.0, 1.0, 2.0]), user),
+        weighted_bootstrap(np.array([0.7]), np.array([3.0])),
+    ]
+    assert [interval.mean for interval in found] == [pytest.approx(2 / 3), 1.0, 0.7]
+    assert np.isnan([[interval.low, interval.high] for interval in found]).all()
 
 
 def test_values_of_one_user_are_drawn_together() -> None:

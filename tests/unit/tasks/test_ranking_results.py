@@ -11,6 +11,7 @@ from nestrec.distributed import Topology
 from nestrec.tasks import ranking_results
 from nestrec.tasks.boosted import NUM_FOLDS, _fewer_threads, _Sums, fold_of
 from nestrec.tasks.ranking_results import RankingResults
+from nestrec.tasks.slices import Targets, slice_masks
 from nestrec.tasks.task import Evaluation
 
 NUM_EVENTS = 1_500
@@ -54,6 +55,18 @@ def evaluated(dataset: Dataset, split: SplitConfig, **options: object) -> Evalua
     }
     results = RankingResults(dataset, found, ("click",), **given)  # type: ignore[arg-type]
     return results.evaluation("test", np.zeros(label.shape), label, user, Topology.single())
+
+
+def test_slices_of_history_hold_every_event_the_first_of_users_too(dataset: Dataset) -> None:
+    place, none = np.repeat([0, 1, 4, 5, 50, 120], 10), np.zeros(60, np.int64)
+    masks = slice_masks(("history",), dataset, Targets(none, none, place, none, none))
+    assert {name: int(mask.sum()) for name, mask in masks.items()} == {
+        "history 0": 10,
+        "history 1-4": 20,
+        "history 5-9": 10,
+        "history 50-99": 10,
+        "history 100+": 10,
+    }
 
 
 def test_trees_see_what_rates_cannot_and_slices_add_up(dataset: Dataset) -> None:

@@ -19,6 +19,8 @@ from nestrec.distributed import Topology
 from nestrec.embedding.initial import initial_rows
 from nestrec.report.html import render
 from nestrec.report.run_folder import load_run
+from nestrec.tasks import retrieval
+from nestrec.tasks.metrics import bootstrap
 from nestrec.testing.tiny_runs import config_of
 from nestrec.training.listener import Listener
 from nestrec.training.run_digest import run_digest
@@ -74,6 +76,21 @@ def test_each_window_is_predicted_then_trained_on_then_told(tiny_data: Path, tmp
     metric = "ndcg@10" if family == "hstu" else "gauc/click"
     assert any(np.isfinite(record["metrics"][metric][0]) for record in run.windows)
     assert f"{metric} (next window)" in render(run)
+
+
+def test_intervals_of_a_window_draw_its_users_and_not_its_events(
+    tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[tuple[int, Any]] = []
+
+    def heard(values: Any, **given: Any) -> Any:
+        drawn.append((len(values["hr@10"]), given["groups"]))
+        return bootstrap(values, **given)
+
+    monkeypatch.setattr(retrieval, "bootstrap", heard)
+    trainer_of("hstu", tiny_data, tmp_path, {**IN_TIME, "training.max_steps": 2}).train()
+    assert drawn
+    assert all(count == len(users) > len(set(users.tolist())) for count, users in drawn if count > 20)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,4 +1,4 @@
-"""Cells with several values: lists of typed files and of JSON, or text: with a separator, or as JSON or Python writes it."""
+"""Cells with several values: lists of typed files and of JSON, or text, with a separator or as lists are written."""
 
 import ast
 import json
