@@ -127,16 +127,23 @@ def tune(
     Other dotted options hold for all tries. Killed and started again, it goes on
     with the try that was under way.
     """
-    from nestrec.cli.tuning import by_training, parse_search
+    from nestrec.cli.tuning import about_tries, by_training, parse_search
     from nestrec.cli.tuning import tune as tune_recipe
     from nestrec.library.configured import configured
 
     given = parse_overrides(context.args, ("output", "search", "runs", "minutes", "ranks"))
     wanted = parse_search(search or [])
-    first = {option: text.partition("=")[2] for text in search or [] for option in [text.partition("=")[0]]}
-    trial = {option: what.split("..")[0].split(",")[0] for option, what in first.items()}
-    configured(recipe, {**given, **trial})  # a mistyped option is told before anything is trained
-    found = tune_recipe(output, wanted, by_training(recipe, given, ranks), runs=runs, minutes=minutes, said=typer.echo)
+    trial = {option: what.first for option, what in wanted.items()}
+    chosen = configured(recipe, {**given, **trial})  # a mistyped option is told before anything is trained
+    found = tune_recipe(
+        output,
+        wanted,
+        by_training(recipe, given, ranks),
+        runs=runs,
+        minutes=minutes,
+        about=about_tries(recipe, given, Path(chosen.data.folder)),
+        said=typer.echo,
+    )
     options = " ".join(f"--{name} {value}" for name, value in found.overrides.items())
     typer.echo(f"best of {found.tries} tries: {found.score:.4f}, {options}")
     typer.echo(f"its run: {found.folder}; nestrec eval {found.folder} measures it on the test part")

@@ -3,6 +3,7 @@
     folder/study.log         what was tried and how it went; several processes may share it
     folder/run-DIGEST        the run of each try, named by what was tried: a try that was cut short goes on in it
     folder/best.json         the best options so far, with the command that trains with them
+    folder/search.json       what all tries have in common: a search goes on with the same, and with nothing else
 
 Each try is a process of its own (`nestrec train`, on several ranks `nestrec launch`), judged by its best validation.
 """
@@ -20,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from nestrec.base.clock import Clock, RealClock
-from nestrec.base.errors import UserError
+from nestrec.base.errors import Mistakes, UserError
 from nestrec.base.exit_codes import INTERRUPTED
+from nestrec.data.card import CARD_FILE, Card
 from nestrec.report.evaluations import mean_of_metric
 from nestrec.report.run_folder import best_evaluation, load_run
 
@@ -30,7 +32,7 @@ Measure = Callable[[Overrides, Path, float | None], float]
 """(options, run folder, seconds that are left or none) to the best validation score; NaN where there is none."""
 _MOST_FAILED, _FIRST_FAILED = 10, 3
 """Tries in a row without a score that end a search; so many are enough where none had one before."""
-BEST_FILE, STUDY_FILE, LOG_FILE = "best.json", "study.log", "train.log"
+BEST_FILE, STUDY_FILE, LOG_FILE, SEARCH_FILE = "best.json", "study.log", "train.log", "search.json"
 USUAL: dict[str, str] = {
     "optimizer.learning_rate": "3e-4..1e-2",
     "task.encoder.dropout": "0.1..0.6",
@@ -53,6 +55,15 @@ class Range:
             return str(trial.suggest_int(option, int(self.low), int(self.high), log=is_log))
         return f"{trial.suggest_float(option, self.low, self.high, log=is_log):.6g}"
 
+    @property
+    def first(self) -> str:
+        """A value of it."""
+        return str(int(self.low)) if self.is_whole else f"{self.low:.6g}"
+
+    def to_plain(self) -> str:
+        """What must stay the same where a search goes on: its ends may move."""
+        return "a range of whole numbers" if self.is_whole else "a range"
+
 
 @dataclass(frozen=True, slots=True)
 class Choices:
@@ -62,6 +73,15 @@ class Choices:
 
     def suggest(self, trial: Any, option: str) -> str:
         return str(trial.suggest_categorical(option, list(self.values)))
+
+    @property
+    def first(self) -> str:
+        """A value of it."""
+        return self.values[0]
+
+    def to_plain(self) -> str:
+        """What must stay the same where a search goes on."""
+        return ",".join(self.values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,17 +129,24 @@ def tune(
     *,
     runs: int | None,
     minutes: float | None,
+    about: Mapping[str, str] | None = None,
     seed: int = 0,
     clock: Clock | None = None,
     said: Callable[[str], None] = print,
 ) -> Tuned:
-    """Try options until so many tries have a score, so many minutes have gone by since this start, or tries fail."""
+    """Try options until so many tries have a score, so many minutes have gone by since this start, or tries fail.
+
+    about: what all tries have in common, such as the recipe, by name; scores of others are not compared with them.
+    """
     if runs is None and minutes is None:
         remedy = "give --runs 20, --minutes 60, or both"
         raise UserError("a search needs an end", field="--runs", value=None, remedy=remedy)
     optuna = _optuna()
     journal = optuna.storages.journal
     folder.mkdir(parents=True, exist_ok=True)
+    _keep_search(
+        folder, {**(about or {}), **{f"--search {option}": what.to_plain() for option, what in search.items()}}
+    )
     study = optuna.create_study(
         storage=journal.JournalStorage(journal.JournalFileBackend(str(folder / STUDY_FILE))),
         study_name="tune",
@@ -160,6 +187,32 @@ def tune(
 def run_name(overrides: Overrides) -> str:
     """The folder of a try: the same options are the same run, which goes on where it was."""
     return f"run-{sha256(json.dumps(dict(sorted(overrides.items()))).encode()).hexdigest()[:12]}"
+
+
+def _keep_search(folder: Path, said: Mapping[str, str]) -> None:
+    """Refuse to go on with a search of something else: its scores would be taken for those of this one."""
+    file = folder / SEARCH_FILE
+    before: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}
+    mistakes = Mistakes()
+    for name in dict.fromkeys([*before, *said] if before else ()):
+        may_come_later = name == "data" or name.startswith("--search")
+        if before.get(name) == said.get(name) or (may_come_later and not (name in before and name in said)):
+            continue
+        with mistakes.noted():
+            raise UserError(
+                f"holds a search with another {name}: {before.get(name, 'none')}",
+                field="--output",
+                value=str(folder),
+                remedy=f"name another folder, or say the same as then (now: {said.get(name, 'none')})",
+            )
+    mistakes.raise_all()
+    file.write_text(json.dumps({**before, **said}, indent=2) + "\n")
+
+
+def about_tries(recipe: str, given: Overrides, data: Path) -> dict[str, str]:
+    """What all tries of a search have in common. data: folder of the dataset."""
+    digest = {"data": Card.load(data).digest_of_files} if (data / CARD_FILE).exists() else {}
+    return {"recipe": recipe, **{f"--{name}": value for name, value in given.items()}, **digest}
 
 
 def _take_up(study: Any, optuna: Any) -> None:

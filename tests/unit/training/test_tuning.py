@@ -56,6 +56,23 @@ def test_a_search_finds_what_is_good_and_goes_on_where_it_was(tmp_path: Path) ->
     assert (tried[0], len(tried)) == (tried[1], 3), "what was under way comes first, in the same run folder"
 
 
+def test_a_search_never_goes_on_with_the_scores_of_another(tmp_path: Path) -> None:
+    """It has all its tries already: the best of them was told as the answer for other data."""
+    about = {"recipe": "auto", "--data.folder": "data/a", "data": "1"}
+
+    def search(about: dict[str, str], *wanted: str) -> float:
+        return tune(tmp_path, parse_search(wanted), score, runs=2, minutes=None, about=about, said=lambda _: None).score
+
+    first = search(about, "rate=1e-4..1e-1", "kind=good,bad")
+    assert search(about, "rate=1e-3..1e-1", "kind=good,bad") == first
+    for other in ({"recipe": "demo"}, {"--data.folder": "data/b"}, {"data": "2"}, {"--training.epochs": "3"}):
+        with pytest.raises(UserError, match=f"holds a search with another {next(iter(other))}"):
+            search({**about, **other}, "rate=1e-4..1e-1", "kind=good,bad")
+    for wanted in ("kind=good,bad,odd", "kind=1..2"):
+        with pytest.raises(UserError, match=r"another --search kind: good,bad\n.*name another folder"):
+            search(about, "rate=1e-4..1e-1", wanted)
+
+
 def test_time_ends_a_search_and_failures_count_for_nothing(tmp_path: Path) -> None:
     clock = SimulatedClock()
     left: list[float | None] = []
