@@ -23,6 +23,7 @@ from nestrec.data.prepare.parse import (
     BAD,
     BLANK,
     GOOD,
+    NOT_A_NUMBER,
     NOT_A_TIME,
     OUT_OF_RANGE,
     parse_integers,
@@ -242,7 +243,7 @@ class EventParser:
     def _parse_numbers(self, batch: RawBatch, records: NDArray[Any], verdict: _Verdict) -> None:
         for name, column in self.columns.number_features().items():
             values, states = parse_numbers(batch.columns[column])
-            verdict.reject(states == BAD, f"{column} is not a number")
+            verdict.reject(states == BAD, f"{column} {NOT_A_NUMBER}")
             if name == RATING:
                 verdict.reject(states == BLANK, "missing rating")
             records[f"event_{name}"] = values

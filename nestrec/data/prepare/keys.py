@@ -4,6 +4,7 @@ Ids are text. An id that is the plain decimal form of an integer lives in a comp
 any other in a dictionary; `7` and `007` stay different ids.
 """
 
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -40,8 +41,8 @@ class KeyTable:
         numbers = as_numbers(ids)
         if numbers is not None:
             return self._encode_numbers(numbers)
-        encoded = ids.cast(pa.string()).dictionary_encode()
-        codes = np.array([self._encode_one(text) for text in encoded.dictionary.to_pylist()], dtype=np.int64)
+        encoded = _distinct(ids)
+        codes = np.array([self._encode_one(text) for text in map(_text, encoded.dictionary.to_pylist())], np.int64)
         return np.asarray(codes[encoded.indices.to_numpy()])
 
     def find(self, ids: pa.Array) -> NDArray[np.int64]:
@@ -49,8 +50,8 @@ class KeyTable:
         numbers = as_numbers(ids)
         if numbers is not None:
             return _find(self._buckets, self._codes, numbers)
-        encoded = ids.cast(pa.string()).dictionary_encode()
-        codes = np.array([self._find_one(text) for text in encoded.dictionary.to_pylist()], dtype=np.int64)
+        encoded = _distinct(ids)
+        codes = np.array([self._find_one(text) for text in map(_text, encoded.dictionary.to_pylist())], np.int64)
         return np.asarray(codes[encoded.indices.to_numpy()])
 
     def keys(self, codes: NDArray[np.int64]) -> pa.Array:
@@ -99,6 +100,19 @@ class KeyTable:
             grown = np.zeros(max(size, 2 * self._number_of_code.size), dtype=np.int64)
             grown[: self._size] = self._number_of_code[: self._size]
             self._number_of_code = grown
+
+
+def _distinct(ids: pa.Array) -> pa.DictionaryArray:
+    """Decimals stay what they are: as text, 7 would be `7.00` where others beside it have fractions."""
+    return (ids if pa.types.is_decimal(ids.type) else ids.cast(pa.string())).dictionary_encode()
+
+
+def _text(key: str | Decimal) -> str:
+    """A decimal without the zeros behind its last digit."""
+    if isinstance(key, str):
+        return key
+    text = f"{key:f}"
+    return text.rstrip("0").removesuffix(".") if "." in text else text
 
 
 def as_numbers(ids: pa.Array) -> NDArray[np.int64] | None:

@@ -17,6 +17,8 @@ GOOD, BLANK, BAD = 0, 1, 2
 _LARGEST = float(np.finfo(np.float32).max)
 """Datasets hold numbers of 32 bits: what lies beyond would be infinite there."""
 NOT_A_TIME, OUT_OF_RANGE, AHEAD = "time is not a time", "time out of range", "time lies ahead of the clock"
+NOT_A_NUMBER = "is not a number"
+"""The end of a reason that begins with the column."""
 ABOUT_TIME = (NOT_A_TIME, OUT_OF_RANGE, AHEAD)
 """Reasons for which a row is bad that another unit of time may mend."""
 
@@ -114,7 +116,7 @@ def _iso(cell: str) -> Any:
     import datetime
 
     try:
-        moment = datetime.datetime.fromisoformat(cell)
+        moment = datetime.datetime.fromisoformat(cell.removesuffix(" UTC"))  # as BigQuery writes it
     except ValueError:
         return None
     return moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from nestrec.base.errors import DataError
 from nestrec.data.card import DataFile, describe_file
-from nestrec.data.prepare.parse import ABOUT_TIME, AHEAD
+from nestrec.data.prepare.parse import ABOUT_TIME, AHEAD, NOT_A_NUMBER
 from nestrec.data.prepare.raw import BadRow
 
 QUARANTINE_FILE = "quarantine.csv"
@@ -52,12 +52,16 @@ class Quarantine:
         )
 
     def _remedy(self) -> str:
-        check = "check the format and its columns"
-        most = self.reasons.most_common(1)[0][0]
+        check, most = "check the format and its columns", self.reasons.most_common(1)[0][0]
         if most == AHEAD:
             check = "say what the times are (--log.time_unit), or let later ones pass (--log.max_ahead_s)"
         elif most in ABOUT_TIME:
-            check = "say what the times of a log are (--log.time_unit s, ms, us, ns, or iso for dates)"
+            check = (
+                "say what the times of a log are (--log.time_unit s, ms, us, ns, or iso for dates such as "
+                "2026-10-25T12:00:00+02:00)"
+            )
+        elif most.endswith(NOT_A_NUMBER):
+            check = "write numbers as 1234.5, without signs of thousands, currencies and units"
         return f"{check}, or allow more bad rows with --max_bad_share 1"
 
     def files(self) -> list[DataFile]:

@@ -19,7 +19,7 @@ from nestrec.data.prepare.features.fitting import Fitting, bucket_labels
 from nestrec.data.prepare.features.vector_file import VectorFile
 from nestrec.data.prepare.keys import KeyTable
 from nestrec.data.prepare.options import HashingConfig, NumberTransform
-from nestrec.data.prepare.parse import BAD, parse_days, parse_numbers
+from nestrec.data.prepare.parse import BAD, NOT_A_NUMBER, parse_days, parse_numbers
 from nestrec.data.prepare.quarantine import Quarantine
 from nestrec.data.prepare.raw import BadRow, RawBatch
 from nestrec.data.prepare.spill import Partitions, Records
@@ -217,7 +217,7 @@ class SideTable:
                 rows[name] = parse_days(values)
             elif column.kind in ("number", "range"):
                 rows[name], states = parse_numbers(values)
-                _set_aside(batch, states == BAD, f"{column.column} is not a number", quarantine)
+                _set_aside(batch, states == BAD, f"{column.column} {NOT_A_NUMBER}", quarantine)
             elif column.kind == "vector":
                 self._write_vectors(batch, column, codes, is_first, quarantine)
             elif column.kind == "categories":

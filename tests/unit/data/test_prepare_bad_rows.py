@@ -219,6 +219,7 @@ def test_parquet_columns_of_other_types_are_read(tmp_path: Path) -> None:
         ("ns", "1650000000123456789", 1650000000123),
         ("iso", "2022-04-15T05:20:00.5+00:00", 1650000000500),
         ("iso", "2022-04-15 05:20:00", 1650000000000),
+        ("iso", "2022-04-15 05:20:00.5 UTC", 1650000000500),
     ],
 )
 def test_times_of_every_unit_become_milliseconds(tmp_path: Path, unit: str, text: str, expected_ms: int) -> None:
@@ -227,6 +228,30 @@ def test_times_of_every_unit_become_milliseconds(tmp_path: Path, unit: str, text
     prepare("log", tmp_path / "log.csv", tmp_path / "out", options=options)
     rows = Dataset.open(tmp_path / "out").rows(np.array([0]))
     assert rows.lists["timestamps_ms"][0].tolist() == [expected_ms]
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "remedy"),
+    [
+        ('"1,234.50"', {"log.numbers": ("x",)}, "without signs of thousands"),
+        ("25.10.2026", {"log.time": "x", "log.time_unit": "iso"}, "dates such as 2026-10-25T12:00:00"),
+    ],
+)
+def test_numbers_and_times_that_nothing_can_read_say_how_to_write_them(
+    tmp_path: Path, text: str, options: dict[str, object], remedy: str
+) -> None:
+    (tmp_path / "log.csv").write_text(f"user,item,x\nu,a,{text}\n")
+    with pytest.raises(DataError, match=f"(?s)1 of 1 rows are bad.*{remedy}"):
+        prepare("log", tmp_path / "log.csv", tmp_path / "out", **options)
+
+
+def test_a_log_of_one_moment_says_how_its_numbers_can_be_learnt_from(tmp_path: Path) -> None:
+    (tmp_path / "log.csv").write_text("user,item,t,x\n" + "u,a,2026-10-25,5\n" * 4)
+    options = {"log.time": "t", "log.time_unit": "iso", "log.numbers": ("x",)}
+    with pytest.raises(DataError, match=r"(?s)fit_share = 0.8: leaves no event to learn from.*--fit_share 1"):
+        prepare("log", tmp_path / "log.csv", tmp_path / "out", **options)
+    card = prepare("log", tmp_path / "log.csv", tmp_path / "out", **options, fit_share=1)
+    assert card.fit.events == 2
 
 
 @pytest.mark.parametrize(

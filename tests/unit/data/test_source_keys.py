@@ -1,5 +1,7 @@
 """Codes of ids against a dictionary."""
 
+from decimal import Decimal
+
 import numpy as np
 import pyarrow as pa
 from hypothesis import given
@@ -49,3 +51,16 @@ def test_a_million_ids_keep_their_codes() -> None:
 @given(text=IDS)
 def test_a_batch_of_one_agrees_with_the_check_of_one(text: str) -> None:
     assert (as_numbers(pa.array([text], pa.string())) is not None) == is_plain_number(text)
+
+
+def test_decimals_are_the_ids_that_whole_numbers_and_text_are() -> None:
+    """In a batch with fractions 7.00 was another id than in one without."""
+    table = KeyTable()
+    kind, large = pa.decimal128(38, 10), 10**20
+    whole = table.encode(pa.array([Decimal(7), Decimal(0), Decimal(100)], kind))
+    mixed = pa.array([Decimal(7), Decimal("8.50"), Decimal(0), Decimal(100), Decimal(large)], kind)
+    codes = table.encode(mixed)
+    assert codes.tolist() == [whole[0], 3, whole[1], whole[2], 4]
+    assert table.all_keys().to_pylist() == ["7", "0", "100", "8.5", str(large)]
+    assert table.find(mixed).tolist() == codes.tolist()
+    assert table.find(pa.array(["7", "8.5", str(large)])).tolist() == [0, 3, 4]

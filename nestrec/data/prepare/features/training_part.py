@@ -51,7 +51,14 @@ def find_training_part(
         for name, fitting in fittings.items():
             fitting.add(chosen[f"event_{name}"])
     if not num_events:
-        remedy = "give a later date, or a share with --fit_share"
+        if options.fit_until is None:
+            raise DataError(
+                "leaves no event to learn from: so many of the events have the earliest time",
+                field="fit_share",
+                value=options.fit_share,
+                remedy="--fit_share 1 learns from all times (but not from the last two events of a user)",
+            )
+        remedy = "give a later date, or leave it out"
         raise DataError("leaves no event to learn from", field="fit_until", value=options.fit_until, remedy=remedy)
     parser.transforms = {name: fitting.result() for name, fitting in fittings.items()}
     return TrainingPart(users, items, Fit(until_ms=until_ms or 0, events=num_events))
