@@ -32,6 +32,8 @@ def show_card(card: Card, folder: Path) -> None:
             print(f"features of {whose}: {', '.join(f'{feature.name} ({feature.kind})' for feature in features)}")
     for reason, number in counts.quarantined.items():
         print(f"quarantined: {number:,} rows, {reason}; see {folder / 'quarantine.csv'}")
+    for note in card.notes:
+        print(f"WARNING: {note}")
     if card.kind == "sequences":
         lengths = card.lengths
         spread = f"median {lengths.p50:.0f}, 99% {lengths.p99:.0f}, longest {lengths.max:,}"

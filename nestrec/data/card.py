@@ -215,6 +215,8 @@ class Card:
     """Columns `user_<name>`."""
     item_features: tuple[Feature, ...] = ()
     """Columns `item_<name>` of the items table."""
+    notes: tuple[str, ...] = ()
+    """What a person should know of the input, such as ids that look like missing ones."""
     fit: Fit = field(default_factory=Fit)
     """What the parameters of transforms were learnt from."""
     options: Mapping[str, Any] = field(default_factory=dict)

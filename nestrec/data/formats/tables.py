@@ -1,7 +1,7 @@
 """Tables of items or users beside a log: which of their columns become features, and of which kind."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import field, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,7 @@ from nestrec.base.errors import DataError, Mistakes, UserError, did_you_mean
 from nestrec.data.card import Owner
 from nestrec.data.prepare.features.cells import MARK, has_marks, vectors, with_marks
 from nestrec.data.prepare.files import LogFiles, column_names, find_files
-from nestrec.data.prepare.options import HashingConfig, NumberTransform
+from nestrec.data.prepare.options import HashingConfig, NumberTransform, check_separator
 from nestrec.data.prepare.parse import BAD, BLANK, parse_numbers
 from nestrec.data.prepare.raw import Delimited, RawBatch
 from nestrec.data.prepare.side import SideColumn, SideKind, SideSource
@@ -32,6 +32,8 @@ class TableColumns:
 
     key: str = ""
     """Column of the id; by default of the name that it has in the log."""
+    separator: str = ""
+    """Between the fields of a table that is text, one character, `\\t` for a tab or `::`; that of the log by default."""
     categories: tuple[str, ...] = ()
     """Columns with one value of a few, such as a brand."""
     lists: tuple[str, ...] = ()
@@ -59,6 +61,8 @@ class TableColumns:
     """Columns that are not taken over; without this, a column that is named nowhere is guessed by name and content."""
 
     def __post_init__(self) -> None:
+        if self.separator:
+            check_separator(self.separator, "separator")
         for name in self.transforms:
             if name not in self.numbers:
                 remedy = did_you_mean(name, self.numbers) if self.numbers else "name it among the numbers as well"
@@ -99,6 +103,8 @@ class TableColumns:
 def open_table(path: Path, key: str, columns: TableColumns, how: Delimited, what: str) -> SideSource:
     """`what` is the option that names the table, for messages."""
     _, files = find_files(path)
+    if columns.separator:
+        how = replace(how, separator=columns.separator.replace("\\t", "\t"))
     names = column_names(files[0], how)
     _check(names, key, columns, files[0], what)
     wanted = [name for name in names if name != key and name not in columns.left_out]
@@ -152,11 +158,12 @@ def _check(names: tuple[str, ...], key: str, columns: TableColumns, file: Path, 
         for name in chosen:
             with mistakes.noted():
                 if name not in names:
+                    hint = f" (is the separator right? --{option}.separator ';')" if len(names) == 1 else ""
                     raise DataError(
                         f"is no column of {file.name}",
                         field=f"{option}.{group}",
                         value=name,
-                        remedy=did_you_mean(name, names),
+                        remedy=did_you_mean(name, names) + hint,
                     )
     mistakes.raise_all()
 

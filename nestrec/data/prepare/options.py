@@ -16,6 +16,13 @@ NumberTransform = Literal["none", "standard", "log", "quantiles"]
 """What is learnt of a column of numbers."""
 
 
+def check_separator(separator: str, field: str) -> None:
+    """Refuse what cannot stand between fields."""
+    if len(separator.replace("\\t", "\t")) != 1 and separator != "::":
+        remedy = "give one character, \\t for a tab, or ::"
+        raise UserError("cannot separate fields", field=field, value=separator, remedy=remedy)
+
+
 @config
 class HashingConfig:
     """How a text becomes ids: its words, runs of words and pieces of words, hashed."""
@@ -92,9 +99,7 @@ class LogColumns:
     """Of the characters of a text file, as Python names it: utf-8, latin-1, ..."""
 
     def __post_init__(self) -> None:
-        if len(self.separator.replace("\\t", "\t")) != 1 and self.separator != "::":
-            remedy = "give one character, \\t for a tab, or ::"
-            raise UserError("cannot separate fields", field="log.separator", value=self.separator, remedy=remedy)
+        check_separator(self.separator, "log.separator")
         try:
             codecs.lookup(self.encoding)
         except LookupError:

@@ -11,7 +11,9 @@ from nestrec.data.schema import LATEST_TIME_MS
 
 _NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
 _INTEGER = r"^-?\d{1,18}$"
-_BLANK_WORDS = pa.array(["", "nan", "NaN", "null", "NULL", "None", r"\N"])
+BLANK_WORDS = ("", "nan", "NaN", "null", "NULL", "None", r"\N")
+"""What programs write where there is no number and no time. Ids are taken as they are."""
+_BLANK = pa.array(BLANK_WORDS)
 _MS_OF_UNIT = {"s": 1000.0, "ms": 1.0, "us": 1e-3, "ns": 1e-6}
 GOOD, BLANK, BAD = 0, 1, 2
 _LARGEST = float(np.finfo(np.float32).max)
@@ -55,7 +57,7 @@ def _parse_up_to(largest: float, column: pa.Array) -> tuple[NDArray[np.float64],
     values = pc.if_else(is_number, text, None).cast(pa.float64()).fill_null(np.nan).to_numpy(zero_copy_only=False)
     states = np.full(len(text), BAD, dtype=np.uint8)
     states[np.abs(values) <= largest] = GOOD
-    states[pc.is_in(text, _BLANK_WORDS).to_numpy(zero_copy_only=False)] = BLANK
+    states[pc.is_in(text, _BLANK).to_numpy(zero_copy_only=False)] = BLANK
     return np.where(states == GOOD, values, np.nan), states
 
 
@@ -93,7 +95,7 @@ def _parse_dates(column: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.uint8]
     if not (pa.types.is_timestamp(column.type) or pa.types.is_date(column.type)):
         text = pc.utf8_trim_whitespace(column.cast(pa.string()).fill_null(""))
         times = pa.array([_iso(cell) for cell in text.to_pylist()], pa.timestamp("ms", tz="UTC"))
-        is_blank = pc.is_in(text, _BLANK_WORDS).to_numpy(zero_copy_only=False)
+        is_blank = pc.is_in(text, _BLANK).to_numpy(zero_copy_only=False)
     else:
         times, is_blank = column, column.is_null().to_numpy(zero_copy_only=False)
     is_null = times.is_null().to_numpy(zero_copy_only=False)

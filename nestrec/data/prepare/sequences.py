@@ -10,6 +10,7 @@
 What grows is a few bytes for each distinct user, item and category value.
 """
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ from nestrec.data.prepare.events import EventParser
 from nestrec.data.prepare.features.training_part import TrainingPart, find_training_part
 from nestrec.data.prepare.finish import finish_sequences, write_items
 from nestrec.data.prepare.options import PrepareOptions
+from nestrec.data.prepare.parse import BLANK_WORDS
 from nestrec.data.prepare.progress import Progress
 from nestrec.data.prepare.quarantine import Quarantine
 from nestrec.data.prepare.side import Keyed, SideSource, SideTable
@@ -63,6 +65,8 @@ class Assembly:
     num_duplicates: int = 0
     num_of_new_items: int = 0
     """events that were dropped so that their items are new"""
+    notes: list[str] = dataclasses.field(default_factory=list)
+    """what a person should know of the input"""
 
     @property
     def drops_duplicates(self) -> bool:
@@ -286,6 +290,7 @@ def side_table(work: Assembly, source: SideSource, of: Keyed, name: str, bounds:
     """Features of users or items, read."""
     table = SideTable(source, of, work.folder, name, bounds)
     table.read(work.quarantine, work.options.max_bad_share)
+    work.notes += table.notes()
     return table
 
 
@@ -341,10 +346,23 @@ def _card(
         event_features=work.parser.features(),
         user_features=user_features,
         item_features=item_features,
+        notes=(*notes_on_ids(work.parser, kept), *work.notes),
         fit=fit,
         options=to_plain(work.options),
         inputs=work.source.digests(),
     )
+
+
+def notes_on_ids(parser: EventParser, kept: FilterResult) -> Iterator[str]:
+    """Ids that are what programs write where there is none: their events are those of many."""
+    words = pa.array([word for word in BLANK_WORDS if word])
+    for what, table, counts in (("user", parser.users, kept.user_counts), ("item", parser.items, kept.item_counts)):
+        for word, code in zip(words.to_pylist(), table.find(words).tolist(), strict=True):
+            if code >= 0 and counts[code]:
+                yield (
+                    f"{counts[code]:,} events have the {what} {word!r}: if that stands for a missing id, leave the "
+                    "cell empty, and its rows are set aside"
+                )
 
 
 def _grown(counts: NDArray[np.int64], size: int) -> NDArray[np.int64]:

@@ -29,6 +29,8 @@ from nestrec.data.transform import Transform
 SideKind = Literal["category", "number", "text", "categories", "date", "range", "bag", "vector"]
 """`range`: a number that becomes the category of the bucket in which it lies. `bag`: a text that models read."""
 NUM_RANGES = 16
+LEAST_FOUND = 0.9
+"""A table that knows fewer of the items or users than this share is told of."""
 _NUMERIC = ("number", "date", "range")
 _LISTS = ("categories", "bag")
 _FEATURE_KIND: dict[SideKind, FeatureKind] = {
@@ -118,6 +120,7 @@ class SideTable:
                 self._tables[feature].encode(keys)
         self._vectors: dict[str, VectorFile] = {}
         self._is_seen = np.zeros(len(of.keys), dtype=np.bool_)
+        self._num_repeated = 0
         fields: list[tuple[str, str]] = [("key", "i4")]
         for column in source.columns:
             if column.kind in _LISTS:
@@ -131,13 +134,15 @@ class SideTable:
 
     def read(self, quarantine: Quarantine, max_bad_share: float) -> None:
         """Read all files; rows of keys that have no events only add to the vocabularies."""
-        num_bad_before, num_rows, num_known = quarantine.num_rows, 0, 0
+        num_bad_before, num_rows, num_known, first_id = quarantine.num_rows, 0, 0, None
         for batch in self._source.batches():
             quarantine.add(batch.file, batch.bad)
             num_rows += batch.num_rows + len(batch.bad)
             found = self._find(batch)
             num_known += int((found >= 0).sum())
             is_first = self._first_of_keys(found)
+            self._num_repeated += int((found >= 0).sum() - is_first.sum())
+            first_id = first_id or next(map(str, batch.columns[self._source.key][:1].to_pylist()), None)
             records = self._parse(batch, found, is_first, quarantine).take(is_first)
             is_fit = self._of.is_fit[records.rows["key"]]
             for name, fitting in self._fittings.items():
@@ -145,7 +150,10 @@ class SideTable:
             self._partitions.append(records)
         quarantine.check(num_rows, max_bad_share, num_bad_before)
         if num_rows and not num_known and self._source.must_match:
-            remedy = f"check its column of ids, {self._source.key!r}"
+            in_log = self._of.keys.keys(np.zeros(1, np.int64))[0].as_py()
+            remedy = (
+                f"check its column of ids, {self._source.key!r}: one there is {first_id!r}, one in the log {in_log!r}"
+            )
             raise DataError(
                 "has no row of any id in the log", field="table", value=self._source.must_match, remedy=remedy
             )
@@ -165,6 +173,21 @@ class SideTable:
         dense[records.rows["key"] - start] = records.rows
         stored = [c for c in self._source.columns if c.kind != "vector"]
         return {c.feature: self._values(c, Records(dense, records.lists)) for c in stored}
+
+    def notes(self) -> list[str]:
+        """What a person should know of a table of its own, after `read`."""
+        name, owner = self._source.must_match, self._of.owner
+        stays = self._of.row_of_code >= 0
+        num_found, num_all = int((stays & self._is_seen).sum()), int(stays.sum())
+        notes = []
+        if name and self._num_repeated:
+            notes.append(f"{self._num_repeated:,} rows of {name} repeat the id of an earlier row: the first one counts")
+        if name and num_found < LEAST_FOUND * num_all:
+            notes.append(
+                f"{num_all - num_found:,} of {num_all:,} {owner}s have no row in {name}: their features are unknown "
+                "(ids are compared as text: 7, 007 and 7.0 are three)"
+            )
+        return notes
 
     def features(self) -> tuple[Feature, ...]:
         return tuple(

@@ -11,6 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from nestrec.base.errors import DataError, UserError
+from nestrec.cli.cards import show_card
+from nestrec.data.card import Card
 from nestrec.data.dataset import Dataset
 from nestrec.data.formats.registry import FORMATS, typed_options
 from nestrec.data.prepare.options import LogColumns
@@ -231,6 +233,36 @@ def test_a_feature_never_takes_the_place_of_ids_or_of_another(
     (tmp_path / "items.csv").write_text(f"{header}\n1,70,x\n2,80,y\n")
     with pytest.raises(UserError, match=message):
         with_tables(tmp_path, items=str(tmp_path / "items.csv"), **options)
+
+
+def test_a_table_may_have_a_separator_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "items.csv").write_text("item;brand\n1;a,b\n2;c\n")
+    given = str(tmp_path / "items.csv")
+    with pytest.raises(UserError, match=r"known names: item;brand.*--item_columns.separator ';'"):
+        with_tables(tmp_path, items=given)
+    dataset = with_tables(tmp_path, items=given, item_columns={"separator": ";"})
+    assert dataset.vocabulary("item_brand").column("key").to_pylist() == ["a,b", "c"]
+    with pytest.raises(UserError, match="separator = 'ab': cannot separate fields"):
+        with_tables(tmp_path, items=given, item_columns={"separator": "ab"})
+
+
+def test_tables_that_fit_a_part_of_the_log_and_ids_that_look_missing_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "log.csv").write_text("user,item\nu1,1\nNULL,2\nu2,3\nNULL,1\n")
+    (tmp_path / "items.csv").write_text("item,brand\n1,a\n1,b\n2.0,c\n")
+    card = prepare("log", tmp_path / "log.csv", tmp_path / "out", items=str(tmp_path / "items.csv"))
+    show_card(Card.load(tmp_path / "out"), tmp_path / "out")
+    told = capsys.readouterr().out
+    assert [note.split(":")[0] for note in card.notes] == [
+        "2 events have the user 'NULL'",
+        f"1 rows of --items {tmp_path / 'items.csv'} repeat the id of an earlier row",
+        f"2 of 3 items have no row in --items {tmp_path / 'items.csv'}",
+    ]
+    assert all(f"WARNING: {note}" in told for note in card.notes)
+    (tmp_path / "items.csv").write_text("item,brand\n1.0,a\n")
+    with pytest.raises(UserError, match=r"one there is '1\.0', one in the log '1'"):
+        prepare("log", tmp_path / "log.csv", tmp_path / "b", items=str(tmp_path / "items.csv"))
 
 
 def test_ranges_hold_equally_many_rows_and_never_part_equal_values(tmp_path: Path) -> None:
