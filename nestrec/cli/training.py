@@ -12,7 +12,7 @@ from nestrec.data.samples.split import Part
 from nestrec.distributed.options import RanksConfig
 from nestrec.library.runs import topology_of
 from nestrec.report import LiveProgress, evaluation_table, progress_for
-from nestrec.report.evaluations import slice_rows, verdict_on
+from nestrec.report.evaluations import OF_SLICES, slice_rows, verdict_on
 from nestrec.report.run_folder import best_evaluation, load_run
 from nestrec.report.tables import print_rows
 from nestrec.tasks.task import Evaluation
@@ -110,7 +110,7 @@ def _show(evaluation: Evaluation, title: str) -> None:
     plain = evaluation.to_plain()
     Console().print(evaluation_table(plain, title=title))
     if rows := slice_rows(plain):
-        print_rows(rows, title="by slices")
+        print_rows(rows, title=OF_SLICES)
     if (verdict := verdict_on(plain["metrics"], plain["headline"])) is not None:
         print(verdict.sentence)
     for note in evaluation.notes:

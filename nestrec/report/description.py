@@ -13,12 +13,14 @@ from numpy.typing import NDArray
 
 from nestrec.data.card import Feature
 from nestrec.data.dataset import Dataset, Rows
+from nestrec.data.schema import TIMESTAMPS_MS
 from nestrec.tasks.metrics import auc
 
 MAX_GROUPS = 16
 """Row groups of users that are looked at; a dataset of more is sampled evenly."""
 SUSPICIOUS_AUC = 0.95
 SUSPICIOUS_CORRELATION = 0.9
+MANY_SAME_TIMES = 0.2
 _MIN_EVENTS = 50
 """Fewer events of either outcome say nothing."""
 _NUM_EXAMPLES = 3
@@ -69,7 +71,7 @@ def describe(dataset: Dataset) -> Description:
     features = tuple(_facts(dataset, rows, feature) for feature in dataset.card.features)
     actions = {name: _labels(rows, bit) for name, bit in dataset.card.action_bits.items()}
     shares = {name: float(label.mean()) if label.size else 0.0 for name, label in actions.items()}
-    warnings = (*_blank(features), *_answers(dataset, rows, actions), *_counted(dataset))
+    warnings = (*_same_times(rows), *_blank(features), *_answers(dataset, rows, actions), *_counted(dataset))
     return Description(features, shares, warnings, int(rows.lists["item_ids"][0].size))
 
 
@@ -130,6 +132,21 @@ def _values(dataset: Dataset, rows: Rows, feature: Feature) -> tuple[NDArray[Any
 
 def _share(flags: NDArray[Any]) -> float:
     return float(flags.mean()) if flags.size else 0.0
+
+
+def _same_times(rows: Rows) -> Iterator[str]:
+    """Where times are coarse, models learn the order of the input, which may be that of another column."""
+    if TIMESTAMPS_MS not in rows.lists:
+        return
+    times, offsets = rows.lists[TIMESTAMPS_MS]
+    follows = np.ones(times.size, dtype=np.bool_)
+    follows[offsets[:-1][np.diff(offsets) > 0]] = False
+    share = _share((np.diff(times, prepend=0) == 0)[follows])
+    if share >= MANY_SAME_TIMES:
+        yield (
+            f"{share:.0%} of events have the time of the user's event before: their order is that of the input, so see "
+            "that it is the true one, or name what orders them (--log.position)"
+        )
 
 
 def _blank(facts: tuple[FeatureFacts, ...]) -> Iterator[str]:

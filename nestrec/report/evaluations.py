@@ -89,6 +89,9 @@ def verdict_on(metrics: Metrics, metric: str) -> Verdict | None:
     return Verdict(baseline, ratio, "wins", f"the model leads its best baseline: {figures}")
 
 
+OF_SLICES = "by slices of ten members and more"
+
+
 def slice_rows(evaluation: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Slices of an evaluation as rows: name, members, and the headline metric of each system (or the nearest to it)."""
     rows = []

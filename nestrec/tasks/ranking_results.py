@@ -100,7 +100,9 @@ class RankingResults:
                 logits[system][mask], label_EK[mask], user_E[mask], num_draws=SLICE_DRAWS
             ),
         )
-        return Evaluation(part, headline, metrics, details, (*self._notes, *self._one_sided(label_EK)), slices)
+        asked = f"measured on {len(user_E):,} events of {len(np.unique(user_E)):,} users"
+        notes = (*self._notes, *self._one_sided(label_EK), asked)
+        return Evaluation(part, headline, metrics, details, notes, slices)
 
     def _one_sided(self, label_EK: Ints) -> list[str]:
         """Why some metrics are not known."""

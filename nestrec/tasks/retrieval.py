@@ -168,7 +168,7 @@ class RetrievalTask(Task):
         )
 
     def num_held_out(self, part: Part) -> int:
-        return len(held_out_events(self._read, self._split, part, self._inputs, 1)[0])
+        return int(held_out_events(self._read, self._split, part, self._inputs, 1)[2].sum())
 
     def cost(self) -> TrainingCost:
         """The layers, and a product with the positive's and every negative's vector, which the plain loss keeps."""

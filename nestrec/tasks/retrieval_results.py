@@ -63,7 +63,7 @@ class RetrievalResults:
         details = {"users": queries.users, **{f"rank/{system}": r for system, r in rank.items()}}
         if part == "valid":
             return Evaluation(part, self._cfg.headline, metrics, details)
-        notes = (*_barred(measure, len(queries.users)), *self._notes)
+        notes = (*_barred(measure, len(queries.users)), *self._notes, _asked_for(queries))
         targets = self._targets(measure, queries)
         details["item_events"] = targets.item_events
         slices = measure_slices(
@@ -154,6 +154,14 @@ class RetrievalResults:
 
 def _maker(name: str, results: RetrievalResults, device: torch.device) -> Callable[[], Baseline]:
     return lambda: results.make(name, device)
+
+
+def _asked_for(queries: RetrievalQueries) -> str:
+    """Over what the means go."""
+    asked = f"measured on {len(queries.users):,} targets of {len(np.unique(queries.users)):,} users"
+    if not queries.num_left_out:
+        return asked
+    return f"{asked}; {queries.num_left_out:,} later ones of these users are left out (task.evaluation.max_targets)"
 
 
 def _barred(measure: CatalogueRanks, num_queries: int) -> tuple[str, ...]:

@@ -142,9 +142,12 @@ class RetrievalQueries:
         inputs: RetrievalInputs | None = None,
     ):
         self._dataset, self._history, self._use_times, self._inputs = dataset, history, use_times, inputs
-        self.users, self.target_at = held_out_events(dataset, split, part, inputs, max_targets)
+        users, places, is_early = held_out_events(dataset, split, part, inputs, max_targets)
+        self.users, self.target_at = users[is_early], places[is_early]
         """(Q,) user of each query, and (Q,) place of the target in the user's row, which is also the number of events
         before it"""
+        self.num_left_out = len(users) - len(self.users)
+        """events beyond `max_targets` of a user, which are not asked for"""
 
     @property
     def ids(self) -> NDArray[np.int64]:
@@ -177,8 +180,8 @@ class RetrievalQueries:
 
 def held_out_events(
     dataset: Dataset, split: Split, part: Part, inputs: RetrievalInputs | None, most: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Users and places of the events that are asked for, so many of the first of a user."""
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
+    """Users and places of the events that could be asked for, and which are: so many of the first of a user."""
     first, end = split.held_out(part)
     first = np.maximum(first, 1)
     places, offsets = slice_index(first, np.maximum(first, end))
@@ -187,8 +190,7 @@ def held_out_events(
         is_asked = inputs.is_to_be_found(dataset, users, places)
         users, places = users[is_asked], places[is_asked]
     counts = np.bincount(users, minlength=len(first))
-    is_early = positions(np.concatenate([[0], np.cumsum(counts)])) < most
-    return users[is_early], places[is_early]
+    return users, places, positions(np.concatenate([[0], np.cumsum(counts)])) < most
 
 
 def sequence_tensors(offsets: NDArray[np.int64], key_T: NDArray[np.uint64]) -> dict[str, torch.Tensor]:

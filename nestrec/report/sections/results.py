@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from nestrec.report.evaluations import (
+    OF_SLICES,
     Verdict,
     as_interval,
     best_baseline,
@@ -41,7 +42,7 @@ def _slices(evaluation: Record) -> Markup | None:
         named = [element("th", row["slice"]), element("td", f"{row['members']:,}"), element("td", row["metric"])]
         body.append(element("tr", named, [element("td", _figure(value)) for value in list(row.values())[3:]]))
     table = element("table", head, element("tbody", body), class_="results")
-    return element("details", element("summary", "By slices"), element("div", table, class_="wide"))
+    return element("details", element("summary", OF_SLICES.capitalize()), element("div", table, class_="wide"))
 
 
 def _tiles(run: RunRecords, evaluation: Record, verdict: Verdict | None) -> Markup:

@@ -65,6 +65,14 @@ def test_leaks_are_named_and_innocent_columns_are_not(found: Description) -> Non
     assert any("'click'" in w and "--log.values" in w for w in found.warnings)
 
 
+def test_times_that_leave_the_order_to_the_input_are_told(tmp_path: Path) -> None:
+    rows = "".join(f"{user},{place},{place // 2 if user else place}\n" for user in range(3) for place in range(6))
+    (tmp_path / "log.csv").write_text("user,item,day\n" + rows)
+    prepare("log", tmp_path / "log.csv", tmp_path / "out", log={"time": "day"})
+    [warning] = describe(Dataset.open(tmp_path / "out")).warnings
+    assert warning.startswith("40% of events have the time of the user's event before")  # 6 of 15
+
+
 def test_coverage_cardinality_and_examples(found: Description) -> None:
     facts = {f.feature.column: f for f in found.features}
     assert facts["item_tags"].coverage == 0.5

@@ -80,7 +80,7 @@ def test_trees_see_what_rates_cannot_and_slices_add_up(dataset: Dataset) -> None
     devices = {name: s.count for name, s in found.slices.items() if name.startswith("event_device")}
     assert set(devices) == {"event_device=phone", "event_device=tv"}
     assert sum(devices.values()) == len(found.details["label"]) == 300
-    assert found.notes == ()
+    assert found.notes == ("measured on 300 events of 40 users",)
 
 
 def test_ranking_takes_the_last_events_of_users_as_well(dataset: Dataset) -> None:

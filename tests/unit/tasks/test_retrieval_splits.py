@@ -81,8 +81,15 @@ def test_few_targets_a_user_and_a_catalogue_too_large_for_all_pairs(data: Path) 
     evaluation = session.task.evaluate(session.engine, "test")
     assert np.bincount(evaluation.details["users"]).max() == 2
     assert "ease" not in evaluation.metrics
-    [note] = evaluation.notes
-    assert note.startswith("baseline 'ease' is left out: all pairs of 25 items are more than task.evaluation.ease_max")
+    left_out, measured = evaluation.notes
+    assert left_out.startswith(
+        "baseline 'ease' is left out: all pairs of 25 items are more than task.evaluation.ease_m"
+    )
+    asked = evaluation.details["users"]
+    whole = session_of(data, **{"task.evaluation.max_targets": "1000"})
+    rest = whole.task.evaluate(whole.engine, "test").details["users"].size - asked.size
+    said = f"measured on {asked.size} targets of {np.unique(asked).size} users; {rest} later ones of these users are"
+    assert measured.startswith(said)
 
 
 @pytest.mark.parametrize("kind", ["time", "leave_one_out"])

@@ -67,7 +67,9 @@ def test_ranks_equal_the_plain_definition(data, filter_seen):
     assert details["rank/model"].tolist() == expected
     assert (filter_seen != "none") == (0 in expected), "in these logs users return to items"
     barred = f"{expected.count(0)} of {len(expected)} targets"
-    assert [note.partition(" (")[0] for note in evaluation.notes] == ([barred] if filter_seen != "none" else [])
+    measured = f"measured on {len(expected)} targets of {len(expected)} users"
+    notes = [note.partition(" (")[0] for note in evaluation.notes]
+    assert notes == ([barred] if filter_seen != "none" else []) + [measured]
 
 
 def test_evaluation_creates_no_row_and_leaves_weights_alone(data):
