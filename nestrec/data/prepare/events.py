@@ -53,11 +53,24 @@ class EventColumns:
 
     def __post_init__(self) -> None:
         log = self.log
-        named = [*self.number_features(), *log.categories, *log.lists, *log.texts]
+        rating = [RATING] if log.rating else []
+        named = [*rating, *log.values, *log.numbers, *log.categories, *log.lists, *log.texts]
         for name, count in Counter(named).items():
             if count > 1:
                 remedy = "name it in one of log.categories, lists, numbers, texts and values"
                 raise UserError("is named more than once", field="log", value=name, remedy=remedy)
+        for column in (log.rating, *log.values.values()):
+            if column in (*log.numbers, *log.categories, *log.lists, *log.texts):
+                raise UserError(
+                    "is told only when its event is over (log.values, log.rating), and is named as known before, too",
+                    field="log",
+                    value=column,
+                    remedy="name it once: models would read the answer of the event that they predict",
+                )
+        if log.user == log.item:
+            raise UserError(
+                "is the column of users, too", field="log.item", value=log.item, remedy="name the column of items"
+            )
         for name in self.list_features():
             if (clash := name + COUNTS_SUFFIX) in named:
                 problem = f"is what the dataset calls how many values of {name!r} each event has"

@@ -76,9 +76,11 @@ class SplitConfig:
 
 
 def _cut(ordered_ms: NDArray[np.int64], num_last: float) -> int:
-    """The time from which about so many of the events are the last ones."""
+    """The time from which about so many of the events are the last ones; after all of them where that is none."""
     if not ordered_ms.size:
         return 0
+    if not num_last:
+        return int(ordered_ms[-1]) + 1
     place = min(max(0, ordered_ms.size - round(num_last)), ordered_ms.size - 1)
     return int(ordered_ms[place])
 

@@ -250,6 +250,24 @@ def test_a_column_named_twice_and_a_transform_of_no_number_are_refused(tmp_path:
             prepare("log", source, tmp_path / "out", log={"texts": ("device",), "hashing": {option: (-1,)}})
 
 
+@pytest.mark.parametrize(
+    ("log", "message"),
+    [
+        ({"values": {"price": "paid"}, "numbers": ("price",)}, "log = 'price': is named more than once"),
+        ({"rating": "stars", "values": {"rating": "paid"}}, "log = 'rating': is named more than once"),
+        ({"values": {"watch": "paid"}, "numbers": ("paid",)}, "'paid': is told only when its event is over"),
+        ({"rating": "stars", "categories": ("stars",)}, "'stars': is told only when its event is over"),
+        ({"lists": ("tags",), "numbers": ("tags_counts",)}, "'tags_counts': is what the dataset calls how many values"),
+        ({"item": "user"}, "log.item = 'user': is the column of users, too"),
+    ],
+)
+def test_columns_that_cannot_be_meant_so_are_refused(tmp_path: Path, log: dict[str, object], message: str) -> None:
+    """A value known after the event was read as if it were known before, or was lost, without a word."""
+    (tmp_path / "log.csv").write_text("user,item,price,paid,stars,tags,tags_counts\nu,1,1,2,3,4,5\n")
+    with pytest.raises(UserError, match=message):
+        prepare("log", tmp_path / "log.csv", tmp_path / "out", log=log)
+
+
 def test_datasets_of_version_1_are_read(tmp_path: Path) -> None:
     prepare("log", write_events(tmp_path / "log.csv"), tmp_path / "out", **OPTIONS)
     plain = json.loads((tmp_path / "out" / "card.json").read_text())

@@ -144,6 +144,8 @@ def test_without_dates_the_last_events_are_held_out():
     times = np.arange(1000)[::-1] * 10
     assert SplitConfig().cuts_ms(times) == (8000, 9000)
     assert SplitConfig(test_share=0.25, valid_share=0.05).cuts_ms(times) == (7000, 7500)
+    last = int(times.max())
+    assert SplitConfig(test_share=0, valid_share=0).cuts_ms(times) == (last + 1, last + 1), "no share is no event"
     assert SplitConfig(test_from=iso_moment(5000)).cuts_ms(times) == (4000, 5000)
 
 
