@@ -10,7 +10,9 @@ import time
 import psutil
 import pytest
 
+from nestrec.base.errors import UserError
 from nestrec.models.hstu import HSTUConfig
+from nestrec.serving.api.process.listening import bound_sockets
 from nestrec.serving.many.ports import free_port
 from nestrec.serving.model.export import write_servable
 from nestrec.serving.model.random_model import random_retrieval
@@ -131,9 +133,14 @@ def test_an_instance_whose_engine_has_died_is_replaced(start, tmp_path):
     port, process = start(1, NESTREC_FAIL_POINTS="serving.plan@2=raise", NESTREC_FAIL_LOG=str(log))
     wait_for_line(process, b"serving on")
     before = children(process)
+    words = before[0].cmdline()
+    own_port = int(words[words.index("--port") + 1])
     assert ask(port, "u")[0] == 200
     assert ask(port, "u")[0] == 503
     wait_for_line(process, b"instance 0 has lost an engine")
+    wait_until(lambda: not before[0].is_running(), "it ends")
+    with pytest.raises(UserError, match="in use"):  # nobody else gets its port before the next process has it
+        bound_sockets("127.0.0.1", own_port)
     wait_until(lambda: ask(port, "u")[0] == 200, "another one has taken its place")
     assert log.read_text() == "serving.plan\n"
     assert not before[0].is_running()

@@ -26,6 +26,8 @@ FAULTS = {
     "endless head": b"x" * (1 << 17),
     "no JSON": HEAD + b"\0" * len(BODY),
     "no object": HEAD.replace(b"%d" % len(BODY), b"2") + b"[]",
+    "no number": HEAD + BODY.replace(b"ready", b"read").replace(b":0", b":{}"),
+    "no models": HEAD + BODY.replace(b'{"retrieval":"a"}', b'["retrieval","a"]'),
     "not ready": HEAD.replace(b"200", b"503") + BODY,
     "refused": HEAD.replace(b"200", b"403") + BODY,
 }

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from nestrec.base.errors import UserError
-from nestrec.serving.many.ports import free_port, listens
+from nestrec.serving.many.ports import held_port, listens
 from nestrec.serving.many.tie import Tie
 from nestrec.serving.safety import front_secret
 
@@ -32,7 +32,7 @@ Health = Literal["live", "dead"]
 
 
 class Instance:
-    """A slot: its port, and whichever process listens there."""
+    """A slot: its port, which is held for as long as there is the slot, and whichever process listens there."""
 
     def __init__(
         self,
@@ -44,7 +44,8 @@ class Instance:
         start_timeout_s: float,
         stop_timeout_s: float,
     ):
-        self.slot, self.port = slot, free_port()
+        self._held = held_port()
+        self.slot, self.port = slot, int(self._held.getsockname()[1])
         self.models = list(models)
         """folders that a process serves which is started from now on"""
         self._arguments, self._tie = list(arguments), tie
@@ -64,8 +65,9 @@ class Instance:
         self._is_stopping.set()
 
     def wait(self) -> None:
-        """Until its process has ended, after `begin_stop`."""
+        """Until its process has ended and its port is given back, after `begin_stop`."""
         self._thread.join()
+        self._held.close()
 
     # Its thread.
 

@@ -8,7 +8,6 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable
-from typing import Any
 
 import orjson
 
@@ -77,7 +76,7 @@ class Probes:
         before = self._turn()
         try:
             response = await self._upstreams[slot].send("GET", b"/health/ready", timeout_s=_TIMEOUT_S)
-            told = _plain(response.body) if response.status == _OK else None
+            told = _told(response.body) if response.status == _OK else None
         except (OSError, EOFError, ValueError) as error:
             self._tell(slot, repr(error))
             self.lost(slot)
@@ -87,9 +86,9 @@ class Probes:
         self.signals_from.pop(slot, None)
         if told is None:
             return False
-        self.signals_from[slot] = int(told.get("signals_from", 0))
+        self.signals_from[slot], version = told
         if self._turn() == before and before[1] != slot:  # else it may have changed since it said so
-            self._router.versions[slot] = version_of(told.get("models", {}))
+            self._router.versions[slot] = version
         return True
 
     def _tell(self, slot: int, why: str) -> None:
@@ -103,11 +102,13 @@ class Probes:
             _LOG.info("instance %d is ready", slot)
 
 
-def _plain(body: bytes) -> dict[str, Any]:
-    told = orjson.loads(body)  # what it raises is a ValueError
-    if not isinstance(told, dict):
-        raise ValueError(f"{body[:40]!r} is no object")
-    return told
+def _told(body: bytes) -> tuple[int, str]:
+    """(events from which on a signal is of use, version) as an instance says it; a ValueError where it is none of ours
+    that answers."""
+    match orjson.loads(body):  # what it raises is a ValueError
+        case {"signals_from": int(signals_from), "models": dict(models)}:
+            return signals_from, version_of(models)
+    raise ValueError(f"{body[:40]!r} is not what an instance says")
 
 
 def version_of(models: dict[str, str]) -> str:

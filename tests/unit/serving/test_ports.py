@@ -3,8 +3,10 @@ from pathlib import Path
 
 import pytest
 
+from nestrec.base.errors import UserError
 from nestrec.serving.many import ports
-from nestrec.serving.many.ports import free_port, listens
+from nestrec.serving.api.process.listening import bound_sockets, close_all
+from nestrec.serving.many.ports import free_port, held_port, listens
 
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
@@ -25,6 +27,27 @@ def test_a_port_that_somebody_has_is_not_free(monkeypatch):
         assert free_port() != taken
         assert listens(taken)
     assert not listens(taken)
+
+
+def test_a_port_that_is_held_goes_to_one_process_after_the_other_and_to_nobody_else(monkeypatch):
+    """Between two processes of an instance, too: whoever took it there kept the instance away for ever."""
+    with held_port() as held:
+        port = held.getsockname()[1]
+        monkeypatch.setattr(ports, "_LOWEST", port)
+        monkeypatch.setattr(ports, "_first_ephemeral", lambda: port + 1)
+        for _ in range(2):
+            with held_port() as other:
+                assert other.getsockname()[1] != port, "what is shared is not held twice"
+            assert not listens(port), "who holds it does not listen"
+            with pytest.raises(UserError, match="in use"):
+                bound_sockets("127.0.0.1", port)
+            ours = bound_sockets("127.0.0.1", port, is_shared=True)
+            ours[0].listen()
+            assert listens(port)
+            with pytest.raises(UserError, match="in use"):
+                bound_sockets("", port)
+            close_all(ours)
+    close_all(bound_sockets("127.0.0.1", port))
 
 
 def test_a_connection_that_meets_itself_is_nobody_who_listens(monkeypatch):
