@@ -18,6 +18,7 @@ from nestrec.serving.engine.config import EngineConfig
 from nestrec.serving.histories.memory import MemoryHistoryStore
 from nestrec.serving.histories.store import HistoryStoreConfig
 from nestrec.serving.many.gateway import Gateway
+from nestrec.serving.many.ports import held_port
 from nestrec.serving.model.random_model import random_ranking, random_retrieval
 from nestrec.serving.prefix.trigger import TriggerConfig
 from nestrec.serving.service import Service, ServiceConfig
@@ -288,6 +289,44 @@ def test_an_erasure_counts_only_when_every_instance_has_confirmed_it(service):
             assert (await client.delete(f"/v1/users/{user}/events")).status_code == 204, "who is gone has forgotten"
 
     through_gateway(service, use_all)
+
+
+def no_process(gateway, slot):
+    """Where the instance was, a port is held and nobody listens: refused."""
+    held = held_port()
+    gateway._upstreams[slot].drop()
+    gateway._upstreams[slot].port = held.getsockname()[1]
+    return held
+
+
+def test_events_in_a_shared_store_are_erased_by_any_living_instance_and_by_no_dead_one(service):
+    store = MemoryHistoryStore(HistoryStoreConfig())
+
+    async def use(client, gateway):
+        for user in ("ann", "bob", "a/b"):
+            assert (await client.post("/v1/events", json={"user": user, "history": EVENTS})).status_code == 202
+        with no_process(gateway, 0):
+            for user in ("ann", "a%2Fb"):
+                assert (await client.delete(f"/v1/users/{user}/events")).status_code == 204
+            assert await store.get("ann") is await store.get("a/b") is None
+            with no_process(gateway, 1):
+                erased = await client.delete("/v1/users/bob/events")
+                assert (erased.status_code, erased.headers["retry-after"]) == (503, "1"), "nobody has asked the store"
+                assert await store.get("bob") is not None
+
+    through_gateway(service, use, store=store)
+
+
+def test_an_instance_without_a_process_has_forgotten_users_but_knows_no_new_items(service):
+    async def use(client, gateway):
+        with no_process(gateway, 0):
+            assert (await client.delete("/v1/users/ann/events")).status_code == 204
+            assert (await client.delete("/v1/users/ann/cache")).status_code == 204
+            told = await client.post("/v1/items", json={"items": [{"id": "fresh"}]})
+            assert (told.status_code, told.headers["retry-after"]) == (503, "1")
+            assert gateway.status()["alive"] == [False, True]
+
+    through_gateway(service, use)
 
 
 @pytest.mark.parametrize("num_hung", [0, 1])

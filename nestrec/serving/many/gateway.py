@@ -30,6 +30,7 @@ from nestrec.serving.api.protocol.incoming import client_in
 from nestrec.serving.api.schema import BadRequestError, LimitsConfig
 from nestrec.serving.keyed_hash import KeyedHash
 from nestrec.serving.many.addressed import Addressed, addressed
+from nestrec.serving.many.everywhere import Change, Everywhere
 from nestrec.serving.many.fleet_metrics import FleetMetrics
 from nestrec.serving.many.operations import Operations
 from nestrec.serving.many.probes import Probes
@@ -41,7 +42,8 @@ _LOG = logging.getLogger(__name__)
 _PROMETHEUS, _JSON = b"text/plain; version=0.0.4; charset=utf-8", b"application/json"
 _REPEATABLE = ("/v1/rank", "/v1/preinfer", "/v1/recommend")
 _FORWARDED = (b"retry-after", b"allow", b"x-content-type-options", b"content-security-policy")
-_ITEMS = "/v1/items"
+_REPEATABLE_METHODS = ("GET", "DELETE")
+_ITEMS, _EVENTS_OF_USER = "/v1/items", b"/events"
 _OK = 200
 _TOLD_TIMEOUT_S = 2.0
 _GRACE_S = 0.2
@@ -70,10 +72,13 @@ class Gateway:
         folders: of the models that `ask_reload` loads anew. adding_s: that an instance may take to know new items, for
         which it may have to make its tables anew."""
         self._upstreams, self._limits = [Upstream(port) for port in ports], limits
-        self._shares_histories, self._adding_s = shares_histories, adding_s
+        self._shares_histories = shares_histories
         keyed = KeyedHash()
         self.router = Router(Ring.make(len(ports), keyed), keyed, RealClock(), bound=bound)
         self._probes = Probes(self._upstreams, self.router, lambda: self.rollout.turn)
+        self._all = Everywhere(self._upstreams, self._probes)
+        self._erasing = Change(limits.default_timeout_ms / 1000.0 + _GRACE_S, is_done_by_end=True)
+        self._adding = Change(adding_s, is_done_by_end=False)
         self.rollout = Rollout(self._upstreams, self.router, supervisor, self._probes.is_ready_since)
         self._folders = list(folders)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -122,11 +127,15 @@ class Gateway:
         body = await unread.read() if method == "POST" else b""
         if path.startswith("/v1/admin/"):
             return await self._operations.answer(method, path, body)
-        if method == "DELETE" and path.startswith("/v1/users/"):
-            return await self._everywhere(method, scope["raw_path"])
+        if method == "DELETE" and path.startswith("/v1/users/") and not self._is_in_store(scope["raw_path"]):
+            return await self._everywhere(self._erasing, method, scope["raw_path"])
         if (method, path) == ("POST", _ITEMS):
-            return await self._everywhere(method, scope["raw_path"], body)
+            return await self._everywhere(self._adding, method, scope["raw_path"], body)
         return await self._routed(method, path, scope["raw_path"], body, client_in(scope))
+
+    def _is_in_store(self, raw_path: bytes) -> bool:
+        """What is kept of a user there is in one place: any one instance, but a living one, can erase it."""
+        return self._shares_histories and raw_path.endswith(_EVENTS_OF_USER)
 
     async def _of_front(self, method: str, path: str, query: bytes) -> Answered | None:
         """What this front says of itself and of its instances; none where a request is for one of them."""
@@ -205,7 +214,7 @@ class Gateway:
         about = Addressed(unquote(path), self._limits.default_timeout_ms / 1000.0, False)
         if method == "POST":
             about = addressed(path, body, self._limits, are_shared=self._shares_histories)
-        is_repeatable = method == "GET" or path in _REPEATABLE
+        is_repeatable = method in _REPEATABLE_METHODS or path in _REPEATABLE
         clock = asyncio.get_running_loop().time
         end_s = clock() + about.timeout_s + _GRACE_S
         for _ in range(len(self._upstreams)):
@@ -244,35 +253,12 @@ class Gateway:
         answer = {"admitted": False, "reason": "short", "model": "", "unknown": [], "defaults": []}
         return as_json(answer, 202, (b"x-nestrec-slot", str(slot).encode()))
 
-    async def _everywhere(self, method: str, target: bytes, body: bytes = b"") -> Answered:
-        """A user may have been served by any of them, and items are known to each by itself: all must say that it is
-        done."""
-        slots, send = range(len(self._upstreams)), self._added if method == "POST" else self._erased
-        responses = await asyncio.gather(*(send(slot, method, target, body) for slot in slots))
-        heard = [response for response in responses if response is not None]
-        if len(heard) < len(slots):
+    async def _everywhere(self, change: Change, method: str, target: bytes, body: bytes = b"") -> Answered:
+        """A user may have been served by any of them, and items are known to each by itself."""
+        response = await self._all.make(change, method, target, body)
+        if response is None:
             return problem(503, "not every instance has answered; send it again", "", retry_after(1.0))
-        return _answered(max(heard, key=lambda response: response.status), None)
-
-    async def _added(self, slot: int, method: str, target: bytes, body: bytes) -> Response | None:
-        """None where an instance may not know the items."""
-        try:
-            return await self._upstreams[slot].send(method, target, body, timeout_s=self._adding_s)
-        except (OSError, EOFError):
-            self._probes.begin(slot)
-            return None
-
-    async def _erased(self, slot: int, method: str, target: bytes, _: bytes) -> Response | None:
-        """None where an instance that may remember does not answer."""
-        timeout_s = self._limits.default_timeout_ms / 1000.0 + _GRACE_S
-        try:
-            return await self._upstreams[slot].send(method, target, timeout_s=timeout_s)
-        except ConnectionRefusedError:  # there is no process, so nothing that remembers
-            self._probes.lost(slot)
-            return Response(204, {}, b"")
-        except (OSError, EOFError):
-            self._probes.begin(slot)
-            return None
+        return _answered(response, None)
 
     async def close(self) -> None:
         """End what is kept and what is under way to instances."""
