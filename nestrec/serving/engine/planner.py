@@ -160,6 +160,7 @@ class Planner:
     def _plan_signal(self, work: Work, budget: int, left_s: float, rows: int) -> EngineStep | None:
         """The next chunk of a signal in a batch of so many rows; none where there is nothing to compute."""
         if not self._is_wanted(work):
+            self._tiers.let_go(work)
             return None
         entry = self._tiers.find(work)
         if entry is None and self._tiers.reload(work, ahead_s=self._queued_s(), behind=0, resume=self._resume):
@@ -178,6 +179,7 @@ class Planner:
         if not step.is_kept:  # no room to keep it: nothing to compute ahead
             if step.entry is not None:
                 self._tiers.device.unpin(step.entry)
+            self._tiers.let_go(work)
             self._end(work, None, UnavailableError("no room in the cache", 0.0))
             return None
         return step

@@ -133,9 +133,7 @@ class RankPlanner:
 
     def _give_up(self, work: Work) -> None:
         self.forget(work)
-        entry = self._tiers.find(work) if work.is_begun else None
-        if entry is not None:
-            self._tiers.device.hold(entry, float("-inf"))
+        self._tiers.let_go(work)
 
     def _seconds(self, work: Work, entry: Entry | None) -> float:
         """Of all that is left of a request."""

@@ -161,7 +161,8 @@ class PrefixTiers:
             self.device.drop(entry.key)
 
     def reload(self, work: Work, *, ahead_s: float, behind: int, resume: Callable[[Work], None]) -> bool:
-        """Begin, or join, a copy from DRAM where it is worth it; `resume` is called with the work at its end.
+        """Begin, or join, a copy from DRAM where it is worth it; `resume` is called with the work at its end. What came
+        back is held until the work is answered, or let go.
 
         ahead_s: device seconds until the prefix could be computed instead. behind: works that would wait for that.
         """
@@ -184,6 +185,12 @@ class PrefixTiers:
         finish = lambda is_made: self._post(lambda: self._reloaded(kept, entry, resume, is_made))  # noqa: E731
         self._in.submit(lambda: self._host.copy_in(pages, held), kept.num_bytes, finish)
         return True
+
+    def let_go(self, work: Work) -> None:
+        """A work that is given up: what was computed or came back for it is not held for it any longer."""
+        entry = self.find(work) if work.is_begun or work.source == "dram" else None
+        if entry is not None:
+            self.device.hold(entry, float("-inf"))
 
     def waiting(self) -> list[Work]:
         """Works that wait for a copy."""
@@ -214,13 +221,15 @@ class PrefixTiers:
         is_good = self.dram.finish_reload(kept) and is_made
         if not is_made:
             self.dram.drop_entry(kept)
+        works = self._reloading.pop(kept.key)
         if is_good and not entry.is_dropped:
             self.device.commit(entry, kept.length, kept.content)
-            entry.is_reloaded = not any(work.is_rank for work in self._reloading[kept.key])
+            self.device.hold(entry, max(work.deadline_s for work in works))  # until they are planned
+            entry.is_reloaded = not any(work.is_rank for work in works)
         elif not entry.is_dropped:
             self.device.drop(entry.key)
         self.device.unpin(entry)
         self._count("reloaded")
-        for work in self._reloading.pop(kept.key):
+        for work in works:
             work.source = "dram"
             resume(work)

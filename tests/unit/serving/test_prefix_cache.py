@@ -131,13 +131,24 @@ class Schedule:
         else:
             self.cache.pin(entry)
             length += entry.length
-        if self.cache.grow(entry, length):
+        if self.grown(entry, length):
             for page in entry.pages:
                 self.page_owner[page] = str(user)
             self.cache.commit(entry, length, digest(user, length))
             if self.rng.random() < 0.2:
                 self.cache.hold(entry, self.clock.now_s() + self.rng.random() * 5)
         self.keep_or_unpin(entry)
+
+    def grown(self, entry, length):
+        """Room is made of what nobody has pinned or holds, oldest first; where that is too little, of nothing."""
+        now_s, before = self.clock.now_s(), self.cache.entries()
+        spared = [one for one in before if one is entry or one.pins or one.held_until_s > now_s]
+        has_room = self.cache.grow(entry, length)
+        assert not any(one.is_dropped for one in spared)
+        evicted = [one.is_dropped for one in before if one not in spared]
+        assert evicted == sorted(evicted, reverse=True), "the least recently used first"
+        assert has_room or not any(evicted)
+        return has_room
 
     def read(self):
         user = self.rng.randrange(8)
