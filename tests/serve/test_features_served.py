@@ -269,6 +269,51 @@ def test_numbers_that_are_too_large_for_the_model_are_refused_by_name(asking):
     assert asking(context={"place": -1e18}).json()["scores"]["click"][0] is not None
 
 
+def asked_about_kept(asking: Asking, features: dict, limits: LimitsConfig = LIMITS, **changes: list) -> httpx.Response:
+    """The answer about the events of a request that the server keeps, with these features and other changes."""
+    store = MemoryHistoryStore(HistoryStoreConfig())
+
+    async def asked() -> httpx.Response:
+        await store.append("u", {**asking.body["history"], "features": features, **changes})
+        transport = httpx.ASGITransport(App(asking.service, limits, store))
+        body = {name: value for name, value in asking.body.items() if name != "history"}
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            return await client.post("/v1/rank", json=body)
+
+    return asyncio.run(asked())
+
+
+def test_kept_values_are_read_once_and_again_only_without_those_that_cannot_be(asking, monkeypatch):
+    read, values = [], Reader._values
+
+    def counted(self, given, count, column, field, *, is_each):
+        if field.startswith("history.features.") or not field:
+            read.append(column.name)
+        return values(self, given, count, column, field, is_each=is_each)
+
+    monkeypatch.setattr(Reader, "_values", counted)
+    features = asking.body["history"]["features"]
+    assert asked_about_kept(asking, features).status_code == 200
+    assert sorted(read) == sorted(set(read)), "numbers, lists, texts and vectors as well"
+    assert len(read) == len(features)
+
+
+def test_kept_texts_that_are_longer_than_may_be_told_by_now_are_cut(asking):
+    """A value is one that nobody knows, an event of such an item is left out."""
+    items, times = asking.body["history"]["items"], asking.body["history"]["times_ms"]
+    kept = {"query": ["red shoe", "w" * 50, None, None], "filters": [["f1", "w" * 50], None, ["f2"], None]}
+    read = {"query": ["red shoe", None, None, None], "filters": [["f1"], None, ["f2"], None]}
+    features = {name: [None] * 4 for name in asking.body["history"]["features"]}
+    expected = asking(events={**features, **read})
+    history = {"items": [*items, "i" * 50], "times_ms": [*times, times[-1]]}
+    history["actions"] = [*asking.body["history"]["actions"], "click"]
+    kept = {name: [*values, None] for name, values in {**features, **kept}.items()}
+    limits = replace(LIMITS, max_text_characters=49, max_id_characters=49)
+    found = asked_about_kept(asking, kept, limits, **history)
+    assert expected.status_code == found.status_code == 200, (expected.text, found.text)
+    assert found.json()["scores"]["click"] == pytest.approx(expected.json()["scores"]["click"], rel=1e-5)
+
+
 def test_kept_values_that_only_another_model_could_read_are_values_that_nobody_knows(asking):
     """They came when another model served, whose features of these names were of other kinds."""
     kept = {
@@ -283,16 +328,7 @@ def test_kept_values_that_only_another_model_could_read_are_values_that_nobody_k
         "query": [None, None, "red shoe", None],
         "filters": [["f1"], None, ["f2"] * 32, "f3"],
     }
-    store = MemoryHistoryStore(HistoryStoreConfig())
-    asyncio.run(store.append("u", {**asking.body["history"], "features": kept}))
-
-    async def asked() -> httpx.Response:
-        transport = httpx.ASGITransport(App(asking.service, LIMITS, store))
-        body = {name: value for name, value in asking.body.items() if name != "history"}
-        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-            return await client.post("/v1/rank", json=body)
-
-    expected, found = asking(events=read), asyncio.run(asked())
+    expected, found = asking(events=read), asked_about_kept(asking, kept)
     assert expected.status_code == found.status_code == 200, (expected.text, found.text)
     assert found.json()["scores"]["click"] == pytest.approx(expected.json()["scores"]["click"], rel=1e-5)
 

@@ -10,7 +10,7 @@ from urllib.parse import unquote
 
 from nestrec.serving.api.answered_http import HttpAnswers
 from nestrec.serving.api.endpoint import Endpoint, Front
-from nestrec.serving.api.kept_history import fitted
+from nestrec.serving.api.kept_history import fitted, readable
 from nestrec.serving.api.metrics import Metrics
 from nestrec.serving.api.posts import Posts, handled
 from nestrec.serving.api.protocol.http import (
@@ -26,11 +26,11 @@ from nestrec.serving.api.protocol.http import (
 from nestrec.serving.api.protocol.incoming import client_in
 from nestrec.serving.api.reloader import Reloader
 from nestrec.serving.api.routes import all_endpoints
-from nestrec.serving.api.schema import LimitsConfig, parse_user
+from nestrec.serving.api.schema import BadRequestError, LimitsConfig, parse_user
 from nestrec.serving.client import Sender, current_sender
 from nestrec.serving.engine.work import UnavailableError
 from nestrec.serving.histories.memory import MemoryHistoryStore
-from nestrec.serving.histories.store import HistoryStore, HistoryStoreConfig, StoreAwayError
+from nestrec.serving.histories.store import HistoryStore, HistoryStoreConfig, RawHistory, StoreAwayError
 from nestrec.serving.prefix.trigger import USUAL_CANDIDATES
 from nestrec.serving.service import Service, SwappedError
 
@@ -125,9 +125,9 @@ class App:
     def count_malformed(self, status: int) -> None:
         self.metrics.observe("malformed", status, 0.0)
 
-    async def _with_history(self, data: dict[str, Any]) -> dict[str, Any]:
-        """A request without a history gets the one that the store has; so does one that prefers it, whose own stands in
-        where the store has none or is away. What that took is taken off the deadline."""
+    async def _kept_for(self, data: dict[str, Any]) -> tuple[RawHistory | None, dict[str, Any]]:
+        """What the store has for a request without a history, or one that prefers it, whose own stands in where the
+        store has none or is away. What that took is taken off the deadline of the request, which comes second."""
         loop, user = asyncio.get_running_loop(), parse_user(data.get("user"), self._limits)
         start_s, timeout_ms = loop.time(), data.get("timeout_ms")
         timeout_ms = self._limits.default_timeout_ms if timeout_ms is None else timeout_ms
@@ -142,18 +142,32 @@ class App:
             if took_ms >= timeout_ms:
                 raise UnavailableError("the deadline passed", 1.0)
             data = {**data, "timeout_ms": timeout_ms - took_ms}
-        if kept is None:
-            return data
-        return {**data, "history": fitted(kept, self._service.fleet(self._service.ranker).servable, self._limits)}
+        return kept, data
 
     async def _through_swaps(self, path: str, data: dict[str, Any]) -> Answered:
         """A request that arrives while a model is swapped begins again with the new one."""
         while True:
             try:
-                takes_kept = await self._takes_kept(path, data)
-                return await self._posts.handle(path, await self._with_history(data) if takes_kept else data)
+                if await self._takes_kept(path, data):
+                    return await self._with_kept(path, data)
+                return await self._posts.handle(path, data)
             except SwappedError:
                 continue
+
+    async def _with_kept(self, path: str, data: dict[str, Any]) -> Answered:
+        """Kept events are read once. Only where the present model or its limits refuse some of them, which others have
+        let in, they are looked through for those, and read again without them."""
+        kept, data = await self._kept_for(data)
+        if kept is None:
+            return await self._posts.handle(path, data)
+        servable = self._service.fleet(self._service.ranker).servable
+        history = fitted(kept, servable, self._limits)
+        try:
+            return await self._posts.handle(path, {**data, "history": history})
+        except BadRequestError as error:
+            if not error.field.startswith("history."):
+                raise
+            return await self._posts.handle(path, {**data, "history": readable(history, servable, self._limits)})
 
     async def _takes_kept(self, path: str, data: dict[str, Any]) -> bool:
         """A request is about events that are kept here. A signal that tells their number fetches them only where that

@@ -122,10 +122,7 @@ class Reader:
 
     def readable(self, values: list[Any], column: ColumnSpec) -> list[Any]:
         """Values of events, a null in place of each that the model cannot read; of a list, what it can."""
-        is_plain = column.kind == "category" and column.by_key is None  # read at a glance: most are
-        if (is_plain and types_of(values) <= {str, int, type(None)}) or self._can_read(values, column):
-            return values
-        return [self._readable(value, column) for value in values]
+        return values if self._can_read(values, column) else [self._readable(value, column) for value in values]
 
     def _readable(self, value: Any, column: ColumnSpec) -> Any:
         if isinstance(value, list) and column.kind == "categories":
@@ -133,6 +130,9 @@ class Reader:
         return value if self._can_read([value], column) else None
 
     def _can_read(self, values: list[Any], column: ColumnSpec) -> bool:
+        single = itertools.chain.from_iterable(value if isinstance(value, list) else [value] for value in values)
+        if max((len(one) for one in single if isinstance(one, str)), default=0) > self._limits.max_text_characters:
+            return False
         try:
             self.values(values, len(values), column, "", is_each=True)
         except BadRequestError:
