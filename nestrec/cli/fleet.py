@@ -1,5 +1,6 @@
 """What whoever runs servers asks of them: other models, the ones before, fewer or more instances."""
 
+import http.client
 import json
 import os
 import urllib.error
@@ -31,7 +32,7 @@ def operate(address: str, path: str, body: dict[str, Any] | None = None) -> dict
             return dict(json.load(response))
     except urllib.error.HTTPError as error:
         raise UserError(_message(error), field="server", value=address, remedy=_remedy(error.code)) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         remedy = "see that a nestrec server listens there"
         raise UserError(f"does not answer: {reason}", field="server", value=address, remedy=remedy) from error
@@ -52,7 +53,8 @@ def _models(instance: dict[str, Any] | None) -> str:
 
 def _message(error: urllib.error.HTTPError) -> str:
     try:
-        return f"refuses: {json.load(error)['error']['message']}"
+        told = json.load(error)["error"]
+        return f"refuses: {told['field']}: {told['message']}" if "field" in told else f"refuses: {told['message']}"
     except (ValueError, KeyError, TypeError):
         return f"refuses with status {error.code}"
 

@@ -238,6 +238,9 @@ def test_one_command_swaps_and_one_rolls_back(folders, monkeypatch):
         refused = await asyncio.to_thread(said, "swap", "bad")
         assert isinstance(refused.exception, UserError)
         assert "instance 0 does not take the models" in str(refused.exception)
+        refused = await asyncio.to_thread(said, "scale", "0")  # a fleet of none would serve nobody
+        assert "instances: must be a whole number from 1" in str(refused.exception)
+        assert (await asyncio.to_thread(said, "fleet")).output.count("retrieval") == 1
         answers = [client.post("/v1/admin/" + path, json={}) for path in ("swap", "drain", "scale", "none")]
         assert [answer.status_code for answer in await asyncio.gather(*answers)] == [400, 400, 400, 404]
 

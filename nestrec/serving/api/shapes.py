@@ -293,12 +293,12 @@ def _text(least: int | None, most: int | None) -> _Kind:
 
 
 def _whole(least: int | None, most: int | None) -> _Kind:
-    if least is None or most is None:
-        return _Kind("a whole number", {int: None})
-    words = f"a whole number from {least} to {most}"
+    words = f"a whole number{'' if least is None else f' from {least}'}{'' if most is None else f' to {most}'}"
+    if least is None and most is None:
+        return _Kind(words, {int: None})
 
     def check(value: int, field: str) -> None:
-        if not least <= value <= most:
+        if (least is not None and value < least) or (most is not None and value > most):
             raise BadRequestError(f"must be {words}", field)
 
     return _Kind(words, {int: check})
