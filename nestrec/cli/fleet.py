@@ -3,6 +3,7 @@
 import http.client
 import json
 import os
+import ssl
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any
 from nestrec.base.errors import UserError
 
 KEY_VARIABLE = "NESTREC_ADMIN_KEY"
-_LOAD_S = 3600.0
+_LOAD_S, _TOLD_S = 3600.0, 60.0
+"""that a change may take, and what is only told"""
 
 
 def as_seen_by_server(models: list[str]) -> list[str]:
@@ -22,20 +24,37 @@ def as_seen_by_server(models: list[str]) -> list[str]:
 def operate(address: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
     """What a server or a front answers to POST, or to GET where there is no body; `UserError` where it refuses."""
     address = (address if "://" in address else f"http://{address}").rstrip("/")
-    headers = {"content-type": "application/json"}
-    if key := os.environ.get(KEY_VARIABLE):
-        headers["authorization"] = f"Bearer {key}"
+    headers = {"content-type": "application/json", **_authorized()}
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(f"{address}/v1/admin/{path}", data=data, headers=headers)
     try:
-        with urllib.request.urlopen(request, timeout=_LOAD_S) as response:
+        with urllib.request.urlopen(request, timeout=_TOLD_S if body is None else _LOAD_S) as response:
             return dict(json.load(response))
     except urllib.error.HTTPError as error:
         raise UserError(_message(error), field="server", value=address, remedy=_remedy(error.code)) from error
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
-        remedy = "see that a nestrec server listens there"
+        remedy = _remedy_without_answer(reason)
         raise UserError(f"does not answer: {reason}", field="server", value=address, remedy=remedy) from error
+
+
+def _authorized() -> dict[str, str]:
+    key = os.environ.get(KEY_VARIABLE, "").strip()
+    if not (key.isascii() and key.isprintable()):  # it is not shown: it may be a key with something behind it
+        remedy = "put the key into it, as `nestrec key` has printed it"
+        raise UserError("is no key", field=KEY_VARIABLE, value=f"{len(key)} characters", remedy=remedy)
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
+def _remedy_without_answer(reason: object) -> str:
+    match reason:
+        case ssl.SSLCertVerificationError():
+            return "set SSL_CERT_FILE to the certificate of whoever has signed the server's, and ask by a name in that"
+        case ssl.SSLError():
+            return "see that a nestrec server with TLS listens there; one without is asked by http://"
+        case http.client.HTTPException():  # also where the connection was ended without a word
+            return "see that a nestrec server listens there; one with TLS is asked by https://"
+    return "see that a nestrec server listens there"
 
 
 def served(answer: dict[str, Any]) -> list[str]:

@@ -10,7 +10,7 @@ _TIMEOUT_S = 4.0
 
 def check_health(address: str) -> None:
     """`UserError` where nobody says at /health/live that the process is worth keeping. Plain HTTP, or else TLS."""
-    host, _, port = address.rpartition(":")
+    host, _, port = address.rpartition("://")[2].rstrip("/").rpartition(":")
     if not host or not port.isdigit():
         raise UserError("is no address", field="ADDRESS", value=address, remedy="write HOST:PORT, as 127.0.0.1:8001")
     told = "nobody answers there"
