@@ -232,7 +232,8 @@ def test_an_answer_that_comes_late_is_not_taken_for_that_of_another(cfg, server)
     using(cfg, use=use)
 
 
-def test_a_full_store_takes_no_events_and_is_read_all_the_same(cfg, server, service):
+@pytest.mark.parametrize("ttl_s", [100.0, None])
+def test_a_full_store_takes_no_events_and_is_read_all_the_same(cfg, server, service, ttl_s, caplog):
     async def ask(client):
         await client.post("/v1/events", json={"user": 1, "history": events(1, 2)})
         before = (await client.post("/v1/rank", json={"user": 1, "candidates": ["4"], "now_ms": 9})).json()
@@ -247,7 +248,8 @@ def test_a_full_store_takes_no_events_and_is_read_all_the_same(cfg, server, serv
             server.empty()
         assert (await client.post("/v1/events", json={"user": 1, "history": events(3)})).status_code == 202
 
-    answered(service, [RedisHistoryStore(replace(cfg, ttl_s=100.0))], ask)
+    answered(service, [RedisHistoryStore(replace(cfg, ttl_s=ttl_s))], ask)
+    assert "OutOfMemoryError" in caplog.text, "why, to the operator"
 
 
 def test_the_time_of_the_store_is_taken_off_the_deadline(service):

@@ -111,7 +111,7 @@ class RedisHistoryStore:
         for answer in answers:
             if isinstance(answer, ResponseError):
                 self.counts["refused"] += 1
-                _LOG.error("the store of histories refuses: %s", str(answer).partition(" ")[0])
+                _LOG.error("the store of histories refuses: %s", _reason(answer))
                 raise StoreAwayError("the store of histories takes nothing now", 5.0)
         return answers
 
@@ -160,6 +160,12 @@ async def _computed(compute: Callable[[str, bytes], Result], user: str, parts: b
     if len(parts) < _LARGE_BYTES:
         return compute(user, parts)
     return await asyncio.to_thread(compute, user, parts)
+
+
+def _reason(error: ResponseError) -> str:
+    """A word for it, which is all of it that surely holds no id; of some kinds it is the name of their class, and what
+    they say begins with something else."""
+    return str(error).partition(" ")[0] if type(error) is ResponseError else type(error).__name__
 
 
 def _seen(future: "asyncio.Future[bytes | None]") -> None:

@@ -1,10 +1,12 @@
 """The log of a server."""
 
+import json
 import logging
 import os
 import threading
 
 from nestrec.serving.api.process.log import PatientHandler
+from nestrec.serving.api.process.log_lines import LogConfig
 
 
 def test_a_log_that_nobody_reads_stops_nobody_and_goes_on_when_somebody_does():
@@ -28,7 +30,23 @@ def test_a_log_that_nobody_reads_stops_nobody_and_goes_on_when_somebody_does():
     while b"the last one" not in received:
         logger.error("the %s one", "last")  # again, where there was no room yet
         received += os.read(reads, 1 << 16)
-    os.close(reads)  # the thread ends with its next message
+    os.close(reads)
+
+
+def test_a_disk_that_was_full_costs_the_messages_of_that_time_alone():
+    reads, writes = os.pipe()
+    os.set_blocking(reads, False)
+    full = os.open("/dev/full", os.O_WRONLY)
+    handler, logger = PatientHandler(full, LogConfig(format="json")), logging.Logger("a")
+    logger.addHandler(handler)
+    for _ in range(3):
+        logger.error("no room")
+    handler.wait(30.0)
+    os.dup2(writes, full)
+    logger.error("room again")
+    handler.wait(30.0)
+    lines = [json.loads(line)["message"] for line in os.read(reads, 1 << 16).splitlines()]
+    assert lines == ["room again", "3 messages were dropped: nobody took them"]
 
 
 def test_a_message_that_cannot_be_formatted_ends_nothing():

@@ -46,12 +46,16 @@ class PatientHandler(logging.Handler):
             data = f"{self._waiting.get()}\n"
             num_dropped, self._num_dropped = self._num_dropped, 0
             if num_dropped:
-                data += f"{num_dropped} messages after this one were dropped: nobody read them\n"
+                data += f"{self._told_dropped(num_dropped)}\n"
             try:
                 _write_all(self._descriptor, data.encode("utf-8", "replace"))
-            except OSError:  # nobody is there to be told
-                return
+            except OSError:  # nobody is there to be told, or a disk is full, which may have room for a later one
+                self._num_dropped += num_dropped + 1
             self._waiting.task_done()
+
+    def _told_dropped(self, count: int) -> str:
+        told = {"name": __name__, "levelno": logging.WARNING, "levelname": "WARNING"}
+        return self.format(logging.makeLogRecord({**told, "msg": f"{count} messages were dropped: nobody took them"}))
 
     def wait(self, timeout_s: float) -> None:
         """Until all is written, or not: nobody may read it."""
