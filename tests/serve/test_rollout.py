@@ -41,6 +41,10 @@ def folders(tmp_path_factory):
     return root
 
 
+NO_PORT = 1
+"""where nobody listens"""
+
+
 @dataclass
 class Process:
     """An instance in this process."""
@@ -69,6 +73,9 @@ class Supervised:
 
     def add(self):
         return asyncio.run_coroutine_threadsafe(self.started(), self.loop).result()
+
+    def has_failed(self, slot):
+        return self.slots[slot].port == NO_PORT
 
     def remove(self):
         self.closed(self.slots.pop())
@@ -205,6 +212,24 @@ def test_instances_come_and_go_while_users_ask(folders):
         check(await load.over(), [Servable.load(folders / "1").version[:12]])
 
     behind_gateway(folders / "1", use, count=2)
+
+
+def test_an_instance_that_fails_to_start_is_given_up_and_the_others_serve_on(folders, monkeypatch):
+    """The command waited for an hour, and with it every swap."""
+
+    async def use(client, gateway, supervisor):
+        async def failing():
+            await Supervised.started(supervisor)
+            supervisor.slots[-1].port = NO_PORT
+            return NO_PORT
+
+        monkeypatch.setattr(supervisor, "started", failing)
+        scaled = await client.post("/v1/admin/scale", json={"instances": 2})
+        assert (scaled.status_code, scaled.json()["error"]["message"]) == (409, "instance 1 did not start")
+        assert len(supervisor.slots) == 1
+        assert (await client.post("/v1/rank", json={**BODY, "user": "ann"})).status_code == 200
+
+    behind_gateway(folders / "1", use, count=1)
 
 
 class Remembers:

@@ -53,8 +53,9 @@ class Instance:
         self.process: subprocess.Popen[bytes] | None = None
         self.is_up = False
         """its process has listened"""
+        self._up_s = 0.0
         self.num_failures = 0
-        """short lives in a row"""
+        """processes in a row that did not come to serve, or not for long"""
         self._is_stopping = threading.Event()
         self._thread = threading.Thread(target=self._supervise, name=f"nestrec-instance-{slot}", daemon=True)
 
@@ -76,10 +77,11 @@ class Instance:
             started_s = time.monotonic()
             self.process = self._started()
             code = self._watched(self.process, started_s)
+            # However long it took to fail: a large model, or a busy machine, take longer than a short life.
+            is_short = not self.is_up or time.monotonic() - self._up_s < _SHORT_LIFE_S
             self.is_up = False
             if code is None:
                 return
-            is_short = time.monotonic() - started_s < _SHORT_LIFE_S
             self.num_failures = self.num_failures + 1 if is_short else 0
             pause_s = min(_LONGEST_PAUSE_S, 0.25 * 2**self.num_failures) if is_short else 0.0
             _LOG.warning("instance %d ended with code %d; starting it again in %.1f s", self.slot, code, pause_s)
@@ -103,7 +105,7 @@ class Instance:
             now_s = time.monotonic()
             if not self.is_up:
                 self.is_up = listens(self.port)
-                answered_s = now_s
+                self._up_s = answered_s = now_s
                 if not self.is_up and now_s - started_s > self._start_timeout_s:
                     _LOG.error("instance %d does not come to serve", self.slot)
                     return self._ended(process)
@@ -170,7 +172,7 @@ class Instances:
         end_s = time.monotonic() + self._start_timeout_s
         while not all(instance.is_up for instance in self.slots):
             for instance in self.slots:
-                if instance.num_failures or time.monotonic() > end_s:
+                if self.has_failed(instance.slot) or (not instance.is_up and time.monotonic() > end_s):
                     remedy = "see what it wrote above"
                     raise UserError("did not start", field="instance", value=instance.slot, remedy=remedy)
             if is_stopping():
@@ -188,6 +190,10 @@ class Instances:
         self.slots.append(instance)
         instance.start()
         return instance.port
+
+    def has_failed(self, slot: int) -> bool:
+        """Its last process did not come to serve, or not for long."""
+        return self.slots[slot].num_failures > 0
 
     def remove(self) -> None:
         """Stop the last one, and wait for its end."""

@@ -157,6 +157,15 @@ def _waits_ms(longest_ms: int) -> dict[int, str]:
     return {ms: pattern for ms, pattern in waits.items() if ms <= longest_ms}
 
 
+def nginx_program() -> str:
+    """`UserError` where it is not installed."""
+    program = shutil.which("nginx")
+    if program is None:
+        remedy = "install nginx, or use --front gateway"
+        raise UserError("is not installed", field="front", value="nginx", remedy=remedy)
+    return program
+
+
 @contextlib.contextmanager
 def running_nginx(
     configured: Callable[[Path, list[int]], str],
@@ -170,11 +179,7 @@ def running_nginx(
 
     Entered by the main thread. configured: its configuration, given the folder for its files and ports of instances.
     """
-    program = shutil.which("nginx")
-    if program is None:
-        raise UserError(
-            "is not installed", field="front", value="nginx", remedy="install nginx, or use --front gateway"
-        )
+    program = nginx_program()
     with tempfile.TemporaryDirectory(prefix="nestrec-nginx-") as name:
         (Path(name) / "nginx.conf").write_text(configured(Path(name), ports))
 

@@ -48,6 +48,10 @@ class Scaler(Supervisor, Protocol):
         """Start one more instance, in the slot after the last one; its port."""
         ...
 
+    def has_failed(self, slot: int) -> bool:
+        """The last process of a slot did not come to serve, or not for long."""
+        ...
+
     def remove(self) -> None:
         """Stop the instance of the last slot; returns when its process has ended."""
         ...
@@ -248,7 +252,7 @@ class Rollout:
         self._upstreams.append(Upstream(port))
         end_s = time.monotonic() + _LOAD_S
         while not await self._is_up(slot):
-            if time.monotonic() > end_s:
+            if scaler.has_failed(slot) or time.monotonic() > end_s:
                 self._upstreams.pop()
                 await asyncio.to_thread(scaler.remove)
                 return False

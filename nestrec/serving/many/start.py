@@ -18,7 +18,7 @@ from nestrec.serving.api.server import ServeConfig, safety_of, uvicorn_config
 from nestrec.serving.many.front_follower import FrontFollower
 from nestrec.serving.many.gateway import Gateway
 from nestrec.serving.many.instances import Instances
-from nestrec.serving.many.nginx import nginx_config, running_nginx
+from nestrec.serving.many.nginx import nginx_config, nginx_program, running_nginx
 from nestrec.serving.safety.exposure import check_exposure
 from nestrec.serving.safety.safety import Safety
 
@@ -77,6 +77,8 @@ def _check_offered(cfg: ServeConfig) -> None:
         remedy = "use --front gateway, or put a proxy that has the certificate before it"
         given = cfg.safety.certificate
         raise UserError(f"is not used by {cfg.front}", field="safety.certificate", value=given, remedy=remedy)
+    if cfg.front == "nginx":
+        nginx_program()  # before models are loaded, which takes its time
     if cfg.front == "ray" and cfg.safety.keys:
         remedy = "use --front gateway or nginx, or put a proxy that checks them before it and say --insecure"
         raise UserError("is not used by ray", field="safety.keys", value=cfg.safety.keys, remedy=remedy)

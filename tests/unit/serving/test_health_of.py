@@ -1,12 +1,16 @@
-"""What a supervisor takes for an answer of its instance."""
+"""What a supervisor takes for an answer of its instance, and for a start that failed."""
 
 import json
+import shutil
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from nestrec.serving.many.instances import health_of
+from nestrec.base.errors import UserError
+from nestrec.serving.many import instances
+from nestrec.serving.many.instances import Instances, health_of
 
 SAID = {
     200: ({"status": "live"}, "live"),
@@ -44,3 +48,13 @@ def test_only_who_knows_the_front_has_answered_it(port, status):
     number, handler = port
     handler.status = status
     assert health_of(number, timeout_s=20.0) == SAID[status][1]
+
+
+def test_a_process_that_ended_before_it_listened_has_failed_however_long_it_took(monkeypatch):
+    """Loading a large model may fail after minutes: it was begun again and again, at once, and the front waited."""
+    monkeypatch.setattr(instances, "_SHORT_LIFE_S", 0.0)
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    with Instances([], [], 1, start_timeout_s=5.0, stop_timeout_s=1.0) as started:
+        with pytest.raises(UserError, match="did not start"):
+            started.wait_until_up(lambda: False)
+        assert started.slots[0].num_failures > 0, "it was not given up for its time"

@@ -1,7 +1,12 @@
-"""What of nginx's configuration is computed."""
+"""What of nginx's configuration is computed, and what is looked for before anything starts."""
 
 import re
 
+import pytest
+
+from nestrec.base.errors import UserError
+from nestrec.serving.api.server import ServeConfig
+from nestrec.serving.many import start
 from nestrec.serving.many.nginx import _waits_ms
 
 
@@ -11,3 +16,9 @@ def test_a_deadline_is_rounded_up_to_one_that_nginx_can_keep():
         found = [ms for ms, pattern in waits.items() if re.fullmatch(pattern, str(asked))]
         assert found[0] == min(ms for ms in waits if ms >= asked), "nginx takes the first that fits"
     assert not any(re.fullmatch(pattern, wrong) for pattern in waits.values() for wrong in ("", "-5", "20000", "x"))
+
+
+def test_without_nginx_no_instance_is_started(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(UserError, match="is not installed"):
+        start._check_offered(ServeConfig(front="nginx", instances=2))
