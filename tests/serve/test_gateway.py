@@ -128,6 +128,8 @@ def test_users_with_short_histories_are_never_signalled_and_nothing_of_them_is_s
 
     async def use(client, gateway):
         assert all([await gateway._probes.is_ready(slot) for slot in range(2)])
+        wrong = await client.post("/v1/preinfer", json={"user": "7", "events": -2})
+        assert (wrong.status_code, wrong.json()["error"]["field"]) == (400, "events"), "an instance refuses it"
         told = (await client.post("/v1/preinfer", json={"user": "7", "events": 2})).json()
         sent = await client.post("/v1/preinfer", json=signal)
         return told["reason"], sent.status_code, sent.json(), gateway.status()["short_signals"]

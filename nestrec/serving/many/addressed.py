@@ -46,7 +46,7 @@ def _events_in(data: dict[str, Any]) -> int | None:
         return None
     if isinstance(history, dict) and data.get("prefer_kept") is not True:
         return len(history["items"]) if isinstance(history.get("items"), list) else None
-    return told if type(told) is int and history is None else None
+    return told if type(told) is int and told >= 0 and history is None else None
 
 
 def user_of(body: bytes) -> str:

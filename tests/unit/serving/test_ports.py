@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from nestrec.base.errors import UserError
-from nestrec.serving.many import ports
 from nestrec.serving.api.process.listening import bound_sockets, close_all
+from nestrec.serving.many import ports
 from nestrec.serving.many.ports import free_port, held_port, listens
 
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
