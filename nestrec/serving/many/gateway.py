@@ -30,7 +30,7 @@ from nestrec.serving.api.protocol.incoming import client_in
 from nestrec.serving.api.schema import BadRequestError, LimitsConfig
 from nestrec.serving.keyed_hash import KeyedHash
 from nestrec.serving.many.addressed import Addressed, addressed
-from nestrec.serving.many.everywhere import Change, Everywhere
+from nestrec.serving.many.all_instances import AllInstances, Change
 from nestrec.serving.many.fleet_metrics import FleetMetrics
 from nestrec.serving.many.operations import Operations
 from nestrec.serving.many.probes import Probes
@@ -76,7 +76,7 @@ class Gateway:
         keyed = KeyedHash()
         self.router = Router(Ring.make(len(ports), keyed), keyed, RealClock(), bound=bound)
         self._probes = Probes(self._upstreams, self.router, lambda: self.rollout.turn)
-        self._all = Everywhere(self._upstreams, self._probes)
+        self._all = AllInstances(self._upstreams, self._probes)
         self._erasing = Change(limits.default_timeout_ms / 1000.0 + _GRACE_S, is_done_by_end=True)
         self._adding = Change(adding_s, is_done_by_end=False)
         self.rollout = Rollout(self._upstreams, self.router, supervisor, self._probes.is_ready_since)

@@ -19,7 +19,7 @@ class Change:
     process of the instance begins without it"""
 
 
-class Everywhere:
+class AllInstances:
     """All instances of a front."""
 
     def __init__(self, upstreams: Sequence[Upstream], probes: Probes):
