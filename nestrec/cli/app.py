@@ -200,7 +200,7 @@ def plan(
 
     - [bold]nestrec plan demo --cluster h100-ib400 --hosts 4
       --batch.batch_samples 4096[/bold]: any field of the recipe can be changed as in
-      `train`.
+      `train`. What is given is not searched: the plan keeps it.
 
     Tries schedules, micro-batches, replicas of the tables, stores, balance and
     window cache by simulation, within the memory that there is.
@@ -214,14 +214,16 @@ def plan(
     overrides = parse_overrides(context.args, given)
     cfg = configured(recipe, overrides)
     with progress_for(f"plan {recipe}"):
-        found, rows = plan_run(cfg, open_cluster(cluster, hosts, profile), overrides, most=most, explains=explain)
+        machines = open_cluster(cluster, hosts, profile)
+        found, limits, rows = plan_run(cfg, recipe, machines, overrides, most=most, explains=explain)
     if json is not None:
         frame = make_frame(bench="plan", command=" ".join(["nestrec", *sys.argv[1:]]), rows=rows)
-        save_frame(json, {**frame, "shortages": [str(shortage) for shortage in found.shortages]})
+        of_plan = {"held": dict(limits.held), "shortages": [str(shortage) for shortage in found.shortages]}
+        save_frame(json, {**frame, **of_plan})
     if page is not None:
         from nestrec.report.plan_page import write_plan_page
 
-        typer.echo(f"page: {write_plan_page(page, found)}")
+        typer.echo(f"page: {write_plan_page(page, found, said=limits.said())}")
 
 
 @app.command(context_settings=PASSED_ON)

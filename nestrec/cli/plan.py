@@ -11,8 +11,10 @@ from rich.console import Console
 from nestrec.base.config import from_plain
 from nestrec.base.devices import chosen_device
 from nestrec.base.errors import UserError
+from nestrec.base.overriding import override_text
 from nestrec.planning.cluster import ClusterConfig, load_cluster
-from nestrec.planning.own_plan import check_fits
+from nestrec.planning.given import Given, given_by
+from nestrec.planning.own_plan import check_fits, largest_of
 from nestrec.planning.placements import options_of, placements_of
 from nestrec.planning.plan import Plan, launch_command, lost_rows, make_plan, plan_rows
 from nestrec.planning.profile import Profile
@@ -29,20 +31,26 @@ MOST_LOST = 40
 
 
 def plan_run(
-    cfg: RunConfig, cluster: ClusterConfig, overrides: Mapping[str, str], *, most: int, explains: bool
-) -> tuple[Plan, list[dict[str, Any]]]:
-    """Search, and print the best few; the plan and its rows. overrides: what the recipe was changed by."""
-    plan = make_plan(workload_of(cfg), cluster)
-    option = store_option(cfg.task)
+    cfg: RunConfig, recipe: str, cluster: ClusterConfig, overrides: Mapping[str, str], *, most: int, explains: bool
+) -> tuple[Plan, Given, list[dict[str, Any]]]:
+    """Search, and print the best few; the plan, what was held fixed, and rows. recipe: as it was asked for.
+    overrides: what it was changed by."""
+    given = given_by(cfg, overrides, workload_of(cfg), cluster, store_option(cfg.task))
+    plan = make_plan(given.workload, cluster, given.space)
+    largest = largest_of(plan.workload)
+    moved = None if largest.keeps_store else largest.name
     found = {o.candidate: placements_of(plan.workload, cluster, o.candidate, o.memory) for o in plan.found.best[:most]}
+    options = {**{name: override_text(value) for name, value in given.others.items()}, **overrides}
     launch = {
-        candidate: launch_command(cfg.name, cluster, candidate, option, {**overrides, **options_of(placements)})
+        candidate: launch_command(recipe, cluster, candidate, moved, {**options, **options_of(placements)})
         for candidate, placements in found.items()
     }
     rows = plan_rows(plan, most=most, launch=launch)
     for row, placements in zip(rows, found.values(), strict=True):
         row["placements"] = {p.table: p.placement for p in placements}
     console = Console()
+    for line in given.said():
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
     if rows:
         title = f"{cfg.name} on {cluster.name}: {cluster.world} ranks, {plan.workload.batch_samples} samples a step"
         best = enumerate(zip(plan.found.best, rows, strict=False), 1)
@@ -62,7 +70,7 @@ def plan_run(
         print_rows(lost_rows(plan, most=MOST_LOST), title="why the others lost", console=console)
     for shortage in plan.shortages:
         console.print(f"nothing fits: {shortage}", soft_wrap=True, highlight=False, markup=False)
-    return plan, rows
+    return plan, given, rows
 
 
 def sections_of_run(run: Path, cluster: str) -> dict[str, Markup | None]:

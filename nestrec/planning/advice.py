@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from nestrec.planning.candidate import FIELDS, Candidate, Space, is_sensible
+from nestrec.planning.candidate import FIELDS, Candidate, Space
 from nestrec.planning.cluster import ClusterConfig
 from nestrec.planning.memory import Memory, Tier
 from nestrec.planning.outcome import Predictor
@@ -46,7 +46,7 @@ def _remedies(predictor: Predictor, candidate: Candidate, space: Space) -> Itera
     for field in FIELDS:
         for value in space.values(field):
             changed = replace(candidate, **{field: value})
-            if changed != candidate and is_sensible(changed) and _fits(predictor, changed):
+            if changed != candidate and space.is_sensible(changed) and _fits(predictor, changed):
                 yield f"{field}={value}"
                 break
     for times in _MORE_HOSTS:

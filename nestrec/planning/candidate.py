@@ -26,7 +26,7 @@ class Candidate:
     replicas: int = 1
     """copies of the tables"""
     store: StoreKind = "device"
-    """where rows are kept"""
+    """where the rows of the largest table are kept"""
     policy: str = "fixed"
     """balance of samples over ranks"""
     window_cache: bool = False
@@ -61,7 +61,7 @@ FIELDS = ("schedule", "micro_batches", "replicas", "store", "policy", "window_ca
 
 @config
 class Space:
-    """The values that are tried."""
+    """The values that are tried; a single one is what the user has given."""
 
     schedules: tuple[ScheduleName, ...] = ()
     """how stages share the time; none: all whose result equals serial's, those of other packages too"""
@@ -70,7 +70,7 @@ class Space:
     replicas: tuple[int, ...] = ()
     """copies of the tables; none: powers of two up to the number of hosts"""
     stores: tuple[StoreKind, ...] = ()
-    """tiers for rows; none: those that the cluster has"""
+    """tiers for rows of the largest table; none: those that the cluster has"""
     policies: tuple[str, ...] = ("fixed", "zigzag", "karmarkar_karp")
     """of balance"""
     window_cache: tuple[bool, ...] = (False, True)
@@ -84,17 +84,27 @@ class Space:
             2**k for k in range(cluster.world.bit_length()) if cluster.world % 2**k == 0 and 2**k <= cluster.hosts
         ]
         stores: list[StoreKind] = ["device"] if cluster.device.kind == "cpu" else ["device", "dram"]
-        stores += ["disk"] if cluster.host.disk_gib > 0 else []
+        on_disk = all(table.keeps_store or table.placement != "replicated" for table in workload.tables)
+        stores += ["disk"] if on_disk and cluster.host.disk_gib > 0 else []
         samples = workload.batch_samples // cluster.world
-        parts = tuple(n for n in self.micro_batches if n <= max(1, samples)) or (1,)
+        parts = tuple(n for n in self.micro_batches if n == 1 or (n <= samples and workload.may_be_cut))
         return replace(
             self,
             schedules=self.schedules or tuple(name for name in SCHEDULES if SCHEDULES.find(name).is_exact),
             replicas=self.replicas or tuple(copies),
             stores=self.stores or tuple(stores),
-            micro_batches=parts,
-            transports=self.transports or _transports(cluster),
+            micro_batches=parts or self.micro_batches,
+            transports=self.transports or transports_of(cluster),
         )
+
+    def is_sensible(self, candidate: Candidate) -> bool:
+        """Not the same as another candidate, which is in this space, under another name."""
+        if candidate.micro_batches > 1:
+            return True
+        if candidate.window_cache and False in self.window_cache:
+            return False
+        splits = [SCHEDULES.find(name).splits for name in (candidate.schedule, *self.schedules)]
+        return not splits[0] or all(splits)
 
     def values(self, field: str) -> tuple[Any, ...]:
         names = {"schedule": "schedules", "store": "stores", "policy": "policies", "transport": "transports"}
@@ -102,14 +112,14 @@ class Space:
         return found
 
     def everything(self) -> Iterator[Candidate]:
-        """All combinations, once each: a window cache without micro-batches is none."""
+        """All combinations, once each."""
         for values in itertools.product(*(self.values(field) for field in FIELDS)):
             candidate = Candidate(**dict(zip(FIELDS, values, strict=True)))
-            if is_sensible(candidate):
+            if self.is_sensible(candidate):
                 yield candidate
 
 
-def _transports(cluster: ClusterConfig) -> tuple[Transport, ...]:
+def transports_of(cluster: ClusterConfig) -> tuple[Transport, ...]:
     """Peer copies need one NVLink domain, a way through the host a host that is told of."""
     found: list[Transport] = ["collectives"]
     if cluster.device.kind == "cuda" and cluster.host.copy_gb_per_s > 0:
@@ -117,10 +127,3 @@ def _transports(cluster: ClusterConfig) -> tuple[Transport, ...]:
     if cluster.device.kind == "cuda" and cluster.hosts == 1 and cluster.host.ranks > 1:
         found.append("copy_engine")
     return tuple(found)
-
-
-def is_sensible(candidate: Candidate) -> bool:
-    """Not the same as another candidate under another name."""
-    if candidate.window_cache and candidate.micro_batches == 1:
-        return False
-    return candidate.micro_batches > 1 or not SCHEDULES.find(candidate.schedule).splits

@@ -7,7 +7,7 @@ from nestrec.planning.cluster import GIB, ClusterConfig
 from nestrec.planning.loads import Loads
 from nestrec.planning.profile import StoreKind
 from nestrec.planning.simulator.replay import Mesh
-from nestrec.planning.workload import Workload
+from nestrec.planning.workload import TableLoad, Workload
 
 Tier = Literal["device", "host", "disk"]
 DENSE_COPIES = 4
@@ -52,9 +52,7 @@ def memory_of(
     window_cache: bool,
     buffers: int,
 ) -> dict[Tier, Memory]:
-    """buffers: working sets that a schedule holds at a time."""
-    weights = sum(table.rows * table.weight_bytes for table in workload.tables) / mesh.num_shards
-    state = sum(table.rows * table.state_bytes for table in workload.tables) / mesh.num_shards
+    """store: of the tables that do not stay where they are. buffers: working sets that a schedule holds at a time."""
     longest = float(loads.linear_flops.max()) / max(workload.flops_a_token, 1e-9)
     crossing = (loads.received_bytes + loads.returned_bytes).sum(axis=2) if window_cache else _two_parts(loads)
     working = buffers * loads.row_bytes + loads.gradient_bytes + crossing
@@ -63,15 +61,19 @@ def memory_of(
         "dense": DENSE_COPIES * 4.0 * workload.dense_parameters,
         "buffers": float(working.max()),
     }
-    host, disk = {"buffers": float(loads.row_bytes.max())}, {"tables": 0.0, "state": 0.0}
-    if store == "device":
-        device |= {"tables": weights, "state": state}
-    elif store == "dram":
-        host |= {"tables": weights, "state": state}
-    else:
-        disk = {"tables": weights, "state": state}
-        host |= {"tables": weights * DISK_CACHE_PART, "state": state * DISK_CACHE_PART}
+    host, disk = {"buffers": float(loads.row_bytes.max())}, dict[str, float]()
+    for table in workload.tables:
+        kept_in = table.store if table.keeps_store else store
+        rows = table.rows * (1.0 if table.placement == "replicated" else 1.0 / mesh.num_shards)
+        _add_rows({"device": device, "dram": host, "disk": disk}[kept_in], table, rows)
+        if kept_in == "disk":
+            _add_rows(host, table, rows * DISK_CACHE_PART)
     return _tiers(cluster, device, host, disk)
+
+
+def _add_rows(tier: dict[str, float], table: TableLoad, rows: float) -> None:
+    tier["tables"] = tier.get("tables", 0.0) + rows * table.weight_bytes
+    tier["state"] = tier.get("state", 0.0) + rows * table.state_bytes
 
 
 def _tiers(

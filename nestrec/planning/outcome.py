@@ -120,7 +120,8 @@ class Predictor:
 
     def _links(self, candidate: Candidate) -> Links:
         links = self.cluster.link_model()
-        return links.capped(self.cluster.host.copy_gb_per_s) if candidate.transport == "host" else links
+        limit = self.cluster.host.copy_gb_per_s  # of ranks on CPUs the links are those of the host as they are
+        return links.capped(limit) if candidate.transport == "host" and limit else links
 
     def _profile(self, candidate: Candidate, program: Program) -> Profile:
         """Kernels that run beside collectives are slower; in a serial step nothing runs beside anything."""

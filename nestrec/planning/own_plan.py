@@ -1,12 +1,14 @@
 """Whether a run fits as it is configured: asked before anything is allocated."""
 
+from dataclasses import replace
+
 from nestrec.base.errors import UserError
 from nestrec.planning.advice import shortages
 from nestrec.planning.candidate import Candidate, Space
 from nestrec.planning.cluster import ClusterConfig
 from nestrec.planning.outcome import Outcome, Predictor
 from nestrec.planning.profile import StoreKind
-from nestrec.planning.workload import Workload
+from nestrec.planning.workload import TableLoad, Workload
 from nestrec.training.config import RunConfig
 
 
@@ -25,18 +27,26 @@ def candidate_of(cfg: RunConfig, store: StoreKind = "device") -> Candidate:
     )
 
 
+def largest_of(workload: Workload) -> TableLoad:
+    """The table with most to keep."""
+    return max(workload.tables, key=lambda table: table.rows * table.row_bytes)
+
+
+def check_replicas(replicas: int, world: int) -> None:
+    """Raise a UserError where ranks cannot form so many groups."""
+    if world % replicas:
+        remedy = f"choose a divisor of {world}"
+        raise UserError("must divide the number of ranks", field="ranks.replicas", value=replicas, remedy=remedy)
+
+
 def check_fits(cfg: RunConfig, workload: Workload, cluster: ClusterConfig) -> Outcome:
     """Predicted figures of the run as configured, or a UserError that says what is short and what would fix it."""
-    # A plan knows one store: that of the table with most to keep, which may be said of it alone (tables.NAME.store).
-    largest = max(workload.tables, key=lambda table: table.rows * table.row_bytes)
-    predictor, candidate = Predictor(workload, cluster), candidate_of(cfg, largest.store)
-    if cluster.world % candidate.replicas:
-        raise UserError(
-            "must divide the number of ranks",
-            field="ranks.replicas",
-            value=candidate.replicas,
-            remedy=f"choose a divisor of {cluster.world}",
-        )
+    # Time is reckoned with one store: that of the table with most to keep. Memory is that of each where it is.
+    store = largest_of(workload).store
+    tables = tuple(replace(table, keeps_store=table.store != store) for table in workload.tables)
+    workload = replace(workload, tables=tables)
+    predictor, candidate = Predictor(workload, cluster), candidate_of(cfg, store)
+    check_replicas(candidate.replicas, cluster.world)
     found = shortages(predictor, candidate, Space().on(cluster, workload))
     if found:
         short = found[0]

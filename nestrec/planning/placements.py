@@ -22,6 +22,8 @@ class TablePlacement:
     placement: Placement
     crossed: Crossed
     why: str
+    is_given: bool = False
+    """not chosen by the plan"""
 
     @property
     def row(self) -> dict[str, Any]:
@@ -43,6 +45,9 @@ def placements_of(
     free, found = tier.limit - tier.needed, []
     for table in workload.tables:
         crossed = _crossed(workload, table, cluster.world, 1 if candidate.window_cache else candidate.micro_batches)
+        if table.placement is not None:
+            found.append(TablePlacement(table.name, table.placement, crossed, "given", is_given=True))
+            continue
         more = table.rows * table.row_bytes * (1 - 1 / cluster.world)
         why = _why_sharded(table, cluster, candidate, crossed, more - free)
         if why is None:
@@ -54,7 +59,8 @@ def placements_of(
 
 def options_of(placements: Sequence[TablePlacement]) -> dict[str, str]:
     """Options of `nestrec train` that make it so."""
-    return {f"tables.{p.table}.placement": "replicated" for p in placements if p.placement == "replicated"}
+    chosen = [p.table for p in placements if p.placement == "replicated" and not p.is_given]
+    return {f"tables.{table}.placement": "replicated" for table in chosen}
 
 
 def _crossed(workload: Workload, table: TableLoad, ranks: int, micro_batches: int) -> Crossed:
@@ -80,7 +86,7 @@ def _why_sharded(
         return "replica groups hold copies of shards"
     if not table.has_fixed_rows:
         return "it has no fixed number of rows"
-    if candidate.store == "disk":
+    if (table.store if table.keeps_store else candidate.store) == "disk":
         return "it is kept on disk"
     if crossed.fewer == "sharded":
         return "fewer bytes cross"

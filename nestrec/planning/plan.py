@@ -48,10 +48,18 @@ def make_plan(workload: Workload, cluster: ClusterConfig, space: Space | None = 
 
 
 def launch_command(
-    recipe: str, cluster: ClusterConfig, candidate: Candidate, store_option: str, given: Mapping[str, str] | None = None
+    recipe: str,
+    cluster: ClusterConfig,
+    candidate: Candidate,
+    table: str | None,
+    given: Mapping[str, str] | None = None,
 ) -> str:
-    """How to start it on each host. given: other options of the run."""
-    options = {**(given or {}), **candidate.overrides(), store_option: candidate.store}
+    """How to start it on each host. table: whose store was chosen, if any was. given: other options of the run."""
+    options = {**(given or {}), **candidate.overrides()}
+    if table is not None:
+        options[f"tables.{table}.store"] = candidate.store
+        if candidate.store == "disk":  # which folder of the hosts it may fill is not for us to say
+            options.setdefault(f"tables.{table}.folder", "FOLDER")
     chosen = shlex.join(part for name, value in options.items() for part in (f"--{name}", str(value)))
     nodes = f"--nnodes {cluster.hosts} --rdzv-backend c10d --rdzv-endpoint HOST:29500 " if cluster.hosts > 1 else ""
     return f"torchrun {nodes}--nproc-per-node {cluster.host.ranks} -m nestrec train {recipe} {chosen}"

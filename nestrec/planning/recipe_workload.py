@@ -3,6 +3,8 @@
 Nothing of the tables is allocated, and the model is made without memory.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -14,6 +16,7 @@ from nestrec.embedding import TableConfig
 from nestrec.embedding.table import layout_of
 from nestrec.planning.workload import TableLoad, Workload
 from nestrec.tasks.built_in import TASKS, make_task
+from nestrec.tasks.table_options import tables_with
 from nestrec.tasks.task import Task, TrainingCost
 from nestrec.training.config import RunConfig
 from nestrec.training.session import open_data
@@ -41,11 +44,12 @@ def workload_of(cfg: RunConfig) -> Workload:
         name=cfg.name,
         batch_samples=_batch_samples(cfg, float(tokens.mean())),
         lengths=tuple(map(float, lengths)),
-        tables=tuple(_table_loads(task, len(tokens), cfg.training.seed)),
+        tables=tuple(_table_loads(cfg, task, len(tokens))),
         dense_parameters=parameters,
         flops_a_token=linear,
         flops_a_token_squared=squared,
         activation_bytes_a_token=cost.activations * number_bytes,
+        may_be_cut=task.couples_samples != "batch",
     )
 
 
@@ -63,11 +67,19 @@ def _batch_samples(cfg: RunConfig, mean_tokens: float) -> int:
     return max(1, round(cfg.batch.batch_tokens / mean_tokens))
 
 
-def _table_loads(task: Task, num_samples: int, seed: int) -> list[TableLoad]:
-    chosen = np.random.default_rng(seed).permutation(num_samples)[:_SAMPLES_COUNTED]
+def _table_loads(cfg: RunConfig, task: Task, num_samples: int) -> list[TableLoad]:
+    chosen = np.random.default_rng(cfg.training.seed).permutation(num_samples)[:_SAMPLES_COUNTED]
     points = [n for n in _POINTS if n <= len(chosen)] or [len(chosen)]
     batches = [_assembled(task, np.sort(chosen[:n])) for n in points]
-    return [_table_load(table, batches) for table in task.tables]
+    stay, placed = (tables_with(option, task.tables, cfg.tables) for option in ("store", "placement"))
+    return [
+        replace(
+            _table_load(table, batches),
+            keeps_store=table.name in stay,
+            placement=table.placement if table.name in placed and table.placement != "auto" else None,
+        )
+        for table in task.tables
+    ]
 
 
 def _assembled(task: Task, samples: NDArray[np.int64]) -> MicroBatch:

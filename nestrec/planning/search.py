@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from nestrec.planning.candidate import FIELDS, Candidate, Space, is_sensible
+from nestrec.planning.candidate import FIELDS, Candidate, Space
 from nestrec.planning.outcome import Outcome, Predictor
 
 AS_GOOD = 0.005
@@ -28,7 +28,7 @@ class Found:
 def search(predictor: Predictor, space: Space) -> Found:
     """Improve from one start a schedule; every candidate that was predicted is in the result."""
     for schedule in space.schedules:
-        parts = [n for n in space.micro_batches if is_sensible(Candidate(schedule=schedule, micro_batches=n))]
+        parts = [n for n in space.micro_batches if space.is_sensible(Candidate(schedule=schedule, micro_batches=n))]
         if parts:
             middle = parts[len(parts) // 2]
             start = Candidate(
@@ -37,7 +37,7 @@ def search(predictor: Predictor, space: Space) -> Found:
                 replicas=space.replicas[0],
                 store=space.stores[-1],
                 policy=space.policies[0],
-                window_cache=space.window_cache[0] and middle > 1,
+                window_cache=space.window_cache[0],
                 transport=space.transports[0],
             )
             _improve(predictor, space, start)
@@ -56,8 +56,9 @@ def _improve(predictor: Predictor, space: Space, start: Candidate) -> None:
         for field in FIELDS[1:]:  # the schedule stays: which is best depends on the other options, and theirs on it
             for value in space.values(field):
                 changed = replace(best.candidate, **{field: value})
-                changed = changed if changed.micro_batches > 1 else replace(changed, window_cache=False)
-                if is_sensible(changed):
+                if changed.micro_batches == 1:  # where that is open, there is nothing to cache
+                    changed = replace(changed, window_cache=space.window_cache[0])
+                if space.is_sensible(changed):
                     best = min(best, predictor.predict(changed), key=_badness)
         if best is before:
             return

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nestrec.base.config import config
+from nestrec.embedding.table import Placement
 from nestrec.planning.loads import Amounts
 from nestrec.planning.profile import StoreKind
 
@@ -34,6 +35,10 @@ class TableLoad:
     """it could be held whole by every rank"""
     store: StoreKind = "device"
     """where the recipe keeps its rows"""
+    keeps_store: bool = False
+    """its rows stay there, whatever a plan would choose"""
+    placement: Placement | None = None
+    """sharded or replicated, where that was said of it; none: a plan may choose"""
 
     @property
     def state_bytes(self) -> int:
@@ -71,6 +76,8 @@ class Workload:
     """operations that grow with the square of a length"""
     activation_bytes_a_token: float
     """kept from forward to backward"""
+    may_be_cut: bool = True
+    """whether a rank's batch may be computed in several micro-batches"""
 
     def draw_lengths(self, num_samples: int, seed: Sequence[int]) -> NDArray[np.float64]:
         """Lengths of some samples."""

@@ -21,9 +21,9 @@ _COLUMNS = ("schedule", "micro_batches", "replicas", "store", "policy", "window_
             "exposed_lookup_ms", "exposed_comm_ms", "idle_ms", "bound_by", "untested")  # fmt: skip
 
 
-def write_plan_page(path: Path, plan: Plan, *, worlds: Sequence[int] = WORLDS) -> Path:
-    """Write the page; it appears whole."""
-    page = render_plan(plan, worlds=worlds)
+def write_plan_page(path: Path, plan: Plan, *, worlds: Sequence[int] = WORLDS, said: Sequence[str] = ()) -> Path:
+    """Write the page; it appears whole. said: what was given, in sentences."""
+    page = render_plan(plan, worlds=worlds, said=said)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     unfinished.write_text(page, encoding="utf-8")
@@ -31,7 +31,7 @@ def write_plan_page(path: Path, plan: Plan, *, worlds: Sequence[int] = WORLDS) -
     return path
 
 
-def render_plan(plan: Plan, *, worlds: Sequence[int] = WORLDS) -> str:
+def render_plan(plan: Plan, *, worlds: Sequence[int] = WORLDS, said: Sequence[str] = ()) -> str:
     """The whole page as text."""
     title = f"{plan.workload.name} on {plan.cluster.name}"
     head = element(
@@ -41,7 +41,7 @@ def render_plan(plan: Plan, *, worlds: Sequence[int] = WORLDS) -> str:
         element("style", Markup(STYLE)),
     )
     facts = f"{plan.cluster.world} ranks, {plan.workload.batch_samples} samples a step. Simulated, nothing was run."
-    header = element("header", element("h1", title), element("p", facts))
+    header = element("header", element("h1", title), [element("p", line) for line in (facts, *said)])
     sections = [_section(title, content) for title, content in plan_sections(plan, worlds=worlds).items()]
     body = element("body", element("main", header, sections))
     return f"<!doctype html>\n{element('html', head, body, lang='en')}\n"

@@ -45,8 +45,7 @@ def make_task(
     return task
 
 
-def store_option(cfg: TaskConfigBase) -> str:
-    """The option of `nestrec train` that says where rows are kept."""
-    if (field := task_spec(cfg).store_field) is None:
-        raise TASKS.unanswered(cfg.kind, "store_field", "which option says where its table lives is not known")
-    return f"task.{field}.kind"
+def store_option(cfg: TaskConfigBase) -> str | None:
+    """The option of the task that says where rows of its largest table are kept, beside `tables.NAME.store`."""
+    field = task_spec(cfg).store_field
+    return None if field is None else f"task.{field}.kind"

@@ -36,7 +36,8 @@ class TaskSpec:
     make: MakeTask
     """the class of the task, or a function that makes it"""
     store_field: str | None = None
-    """field of the config, a `StoreConfig`, that says where its largest table lives; plans choose it"""
+    """field of the config, a `StoreConfig`, that says where its largest table lives, which plans leave there where it
+    is given"""
     serving: Any = None
     """a `nestrec.serving.model.serving_form.ServingForm`, or `module:attribute` of it; none: such a model cannot be
     exported"""

@@ -114,6 +114,12 @@ def chosen_tables(
     return ChosenTables(tuple(kept), {table.name: num_ids[table.name] for table in kept}, pooling)
 
 
+def tables_with(option: str, tables: Sequence[TableConfig], options: Mapping[str, TableOptions]) -> set[str]:
+    """Names of the tables of which this option is said, of one by its name or of all."""
+    said = [name for name, given in options.items() if getattr(given, option) is not None]
+    return {t.name for t in tables} if ALL in said else {_table_named(name, tables) for name in said}
+
+
 class _Said:
     """All that is said of one table."""
 

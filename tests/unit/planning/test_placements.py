@@ -31,6 +31,14 @@ def test_a_small_table_is_replicated_and_large_or_dynamic_ones_are_not():
     assert "more memory a rank" in placements["device"][1]
 
 
+def test_a_placement_that_is_given_is_kept():
+    placed = [replace(t, placement=p) for t, p in zip(tables(), ("replicated", "sharded", None), strict=True)]
+    candidate, memory = Candidate(schedule="nested", micro_batches=4), {"host": Memory(limit=1e9), "disk": Memory()}
+    found = placements_of(workload(tables=tuple(placed)), cpu_cluster(), candidate, memory)
+    assert [(p.placement, p.why) for p in found[:2]] == [("replicated", "given"), ("sharded", "given")]
+    assert options_of(found) == {}, "the run has been told"
+
+
 def test_nothing_is_replicated_where_that_sends_more_or_does_not_fit():
     assert found(window_cache=True)[0]["device"] == ("sharded", "fewer bytes cross")
     assert found(replicas=2)[0]["device"] == ("sharded", "replica groups hold copies of shards")
