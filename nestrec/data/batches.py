@@ -41,7 +41,8 @@ class BatchConfig:
     """chronological: events in the order in which they happened, window by window (see `windows`); each window is
     predicted before it is trained on"""
     micro_batches: Count | Literal["auto"] = 1
-    """parts of a rank's batch, computed one after the other before the update; auto: chosen from measured times"""
+    """parts of a rank's batch, computed one after the other before the update; auto: chosen from measured times. A rank
+    with fewer samples has empty ones; more than 32 are refused where a global batch has fewer samples"""
     workers: Count = 2
     """threads that assemble batches ahead"""
     prefetch: Natural = 4

@@ -10,7 +10,7 @@ from nestrec.base.overriding import override_text
 from nestrec.pipeline.stages import check_can_cut
 from nestrec.planning.candidate import Space, transports_of
 from nestrec.planning.cluster import ClusterConfig
-from nestrec.planning.own_plan import candidate_of, check_replicas, largest_of
+from nestrec.planning.own_plan import candidate_of, check_micro_batches, check_replicas, largest_of
 from nestrec.planning.workload import Workload
 from nestrec.training.config import RunConfig
 
@@ -64,8 +64,7 @@ class Given:
 def given_by(
     cfg: RunConfig, overrides: Mapping[str, str], workload: Workload, cluster: ClusterConfig, store_option: str | None
 ) -> Given:
-    """overrides: what the recipe was changed by, as typed. store_option: of the task, for its largest table, if there is
-    one."""
+    """overrides: what the recipe was changed by, as typed. store_option: that of the task, for its largest table."""
     candidate, space, held = candidate_of(cfg), Space(), dict[str, Any]()
     for option, (of_space, of_candidate) in SEARCHED.items():
         value = _value(cfg, option)
@@ -73,6 +72,7 @@ def given_by(
             held[option] = value
             space = replace(space, **{of_space: (getattr(candidate, of_candidate),)})
     _check(held, cluster)
+    check_micro_batches(candidate.micro_batches, workload)
     if not workload.may_be_cut:
         check_can_cut("batch", candidate.micro_batches)
     for name, options in cfg.tables.items():

@@ -39,6 +39,17 @@ def check_replicas(replicas: int, world: int) -> None:
         raise UserError("must divide the number of ranks", field="ranks.replicas", value=replicas, remedy=remedy)
 
 
+def check_micro_batches(micro_batches: int, workload: Workload) -> None:
+    """Raise a UserError where a global batch has fewer samples; before so many are rehearsed."""
+    if micro_batches > max(Space().micro_batches) and micro_batches > workload.batch_samples:
+        raise UserError(
+            f"is more than the {workload.batch_samples:,} samples of a global batch",
+            field="batch.micro_batches",
+            value=micro_batches,
+            remedy="give less (4 or 8 will mostly do), or larger batches",
+        )
+
+
 def check_fits(cfg: RunConfig, workload: Workload, cluster: ClusterConfig) -> Outcome:
     """Predicted figures of the run as configured, or a UserError that says what is short and what would fix it."""
     # Time is reckoned with one store: that of the table with most to keep. Memory is that of each where it is.
@@ -47,6 +58,7 @@ def check_fits(cfg: RunConfig, workload: Workload, cluster: ClusterConfig) -> Ou
     workload = replace(workload, tables=tables)
     predictor, candidate = Predictor(workload, cluster), candidate_of(cfg, store)
     check_replicas(candidate.replicas, cluster.world)
+    check_micro_batches(candidate.micro_batches, workload)
     found = shortages(predictor, candidate, Space().on(cluster, workload))
     if found:
         short = found[0]

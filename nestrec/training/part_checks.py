@@ -1,8 +1,13 @@
 """A run that has nothing to train on or to measure itself by, or asks for what cannot be combined, is refused before it
 begins."""
 
+import numpy as np
+from numpy.typing import NDArray
+
 from nestrec.base.errors import UserError
 from nestrec.distributed import Topology
+from nestrec.pipeline.clustering import MAX_MICRO_BATCHES
+from nestrec.pipeline.window_choice import CANDIDATES
 from nestrec.tasks.task import Task
 from nestrec.training.config import RunConfig
 
@@ -20,6 +25,39 @@ def check_parts(cfg: RunConfig, task: Task) -> None:
             value=cfg.data.folder,
             remedy=f"{task.remedy_if_empty}, or set --training.evaluate_every_epochs 0",
         )
+
+
+def check_micro_batches(cfg: RunConfig, tokens: NDArray[np.int64] | None = None) -> None:
+    """Raise a UserError where some micro-batches would be empty on every rank, whatever the number of ranks.
+
+    Empty ones on some ranks, or on all of many, are legal: every rank runs equally many exchanges, and a run may go on
+    with other ranks. As many as `auto` may take are, too. tokens: of the samples; none where they are still to come.
+    """
+    wanted = cfg.batch.micro_batches
+    if wanted == "auto" or wanted <= max(CANDIDATES):
+        return
+    most = cfg.batch.batch_samples or _most_samples(cfg.batch.batch_tokens or 1, tokens)
+    if wanted > most:
+        raise UserError(
+            f"is more than the samples of a global batch, of which there are {most:,} at the most",
+            field="batch.micro_batches",
+            value=wanted,
+            remedy="give less (4 or 8 will mostly do), or larger batches",
+        )
+    if cfg.pipeline.clustering is not None and wanted > MAX_MICRO_BATCHES:
+        raise UserError(
+            "is more than clustering can tell apart",
+            field="batch.micro_batches",
+            value=wanted,
+            remedy=f"give at most {MAX_MICRO_BATCHES}, or leave out pipeline.clustering",
+        )
+
+
+def _most_samples(batch_tokens: int, tokens: NDArray[np.int64] | None) -> int:
+    """That a batch of so many tokens can hold, in any order of the samples."""
+    if tokens is None:
+        return batch_tokens
+    return max(1, int(np.searchsorted(np.cumsum(np.sort(tokens)), batch_tokens, side="right")))
 
 
 def check_dense(cfg: RunConfig, topology: Topology, *, follows: bool) -> None:

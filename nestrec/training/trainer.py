@@ -30,7 +30,7 @@ from nestrec.training.beginning import Beginning, check_same_beginning
 from nestrec.training.config import RunConfig
 from nestrec.training.listener import Listener
 from nestrec.training.meter import Meter, parts_ms
-from nestrec.training.part_checks import check_dense, check_parts
+from nestrec.training.part_checks import check_dense, check_micro_batches, check_parts
 from nestrec.training.publishing import Publishing, open_publishing
 from nestrec.training.resumption import changes_since, check_same_data
 from nestrec.training.run_folder import RunFolder
@@ -79,6 +79,7 @@ class Trainer:
         if cfg.pipeline.window_cache:
             check_can_cache(cfg.batch.micro_batches)
         check_parts(cfg, self.session.task)
+        check_micro_batches(cfg, None if self._follows else self.session.task.assembler.tokens)
         self.session.task.check_batches(cfg.batch, topology.world)
         self.folder = RunFolder(folder, is_writer=topology.is_first)
         self.state = TrainState()

@@ -95,8 +95,11 @@ def test_everything_given_leaves_one_plan(data):
     assert len(tried(limits(data, overrides, cluster), cluster)) == 1
 
 
-@pytest.mark.parametrize(("option", "value"), [("ranks.replicas", "3"), ("ranks.exchange", "copy_engine")])
-def test_what_the_cluster_cannot_do_is_refused_by_name(data, option, value):
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("ranks.replicas", "3"), ("ranks.exchange", "copy_engine"), ("batch.micro_batches", "100000")],
+)
+def test_what_no_run_on_the_cluster_could_do_is_refused_by_name(data, option, value):
     with pytest.raises(UserError) as error:
         limits(data, {option: value})
     assert (error.value.field, str(error.value.value), bool(error.value.remedy)) == (option, value, True)

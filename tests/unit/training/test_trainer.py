@@ -422,3 +422,25 @@ def test_a_run_told_to_stop_says_so_where_its_save_in_the_background_failed(tiny
     trainer = trainer_of("rows", tiny_data, tmp_path, given)
     with armed("train.step", terminate, at=3), armed("checkpoint.before_rename", crash), pytest.raises(SaveError):
         trainer.train()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"batch.micro_batches": 100_000, "batch.batch_samples": 64},
+        {"batch.micro_batches": 100_000, "batch.batch_samples": "none", "batch.batch_tokens": 100_000},
+        {"batch.micro_batches": 65, "batch.batch_samples": 100, "pipeline.clustering": "greedy"},
+    ],
+)
+def test_more_micro_batches_than_a_batch_can_fill_are_refused_before_any_step(tiny_data: Path, tmp_path, given) -> None:
+    with pytest.raises(UserError) as error:
+        trainer_of("hstu", tiny_data, tmp_path, given)
+    assert (error.value.field, error.value.value) == ("batch.micro_batches", given["batch.micro_batches"])
+    assert error.value.remedy
+
+
+@pytest.mark.parametrize("micro_batches", [32, 40])
+def test_micro_batches_may_be_empty_while_others_are_not(tiny_data: Path, tmp_path: Path, micro_batches: int) -> None:
+    more = {"training.max_steps": 1, "training.evaluate_every_epochs": 0, "batch.micro_batches": micro_batches}
+    more["batch.batch_samples"] = {32: 1, 40: 40}[micro_batches]
+    assert trainer_of("hstu", tiny_data, tmp_path, more).train().step == 1
