@@ -7,6 +7,7 @@ the same shard in different groups hold copies of the same rows. The placement s
     replicas_contiguous    rank = shard * num_replicas + replica    copies of a row are kept alike inside a host
 """
 
+import gc
 import itertools
 import os
 from dataclasses import dataclass, field, replace
@@ -186,6 +187,7 @@ class Topology:
             return Topology.single(place)
         with meeting_watched():
             if not dist.is_initialized():
+                gc.collect()  # what a failed start has left holds its groups, in which other ranks may wait for this one
                 store, rank, size = open_store(timeout_s)
                 limit = timedelta(seconds=timeout_s)
                 dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)

@@ -4,7 +4,7 @@
     print(run.evaluation.score, run.evaluation.metrics["model"])
 
 Under torchrun every rank makes the same call, and all of them share the work. Process groups that a call makes are gone
-after it; where the caller has made one before, it is used and stays.
+after it, also where it failed; where the caller has made one before, it is used and stays.
 """
 
 import contextlib
@@ -27,7 +27,6 @@ from nestrec.training.config import RunConfig
 from nestrec.training.following import StreamConfig, StreamFollower
 from nestrec.training.listener import Listener
 from nestrec.training.run_folder import RunFolder
-from nestrec.training.stopping import Interrupted
 from nestrec.training.trainer import Trainer
 from nestrec.training.windows import WindowHook
 
@@ -131,18 +130,13 @@ def topology_of(cfg: RunConfig, ranks: RanksConfig) -> Topology:
 
 @contextlib.contextmanager
 def _ranks_of(cfg: RunConfig, ranks: RanksConfig) -> Iterator[Topology]:
-    """`topology_of`. Process groups that are made for it are given back when all ranks have done their work, or have
-    stopped together; after any other end this rank may be the only one that knows, and others may still use theirs."""
-    had_met, topology = has_met_ranks(), topology_of(cfg, ranks)
-    is_agreed = False
+    """`topology_of`. Process groups that are made for it are given back at the end, whatever that is: where this rank
+    alone has failed, the others hear of it at once, and all can meet again."""
+    had_met = has_met_ranks()
     try:
-        yield topology
-        is_agreed = True
-    except Interrupted:
-        is_agreed = True
-        raise
+        yield topology_of(cfg, ranks)
     finally:
-        if is_agreed and not had_met:
+        if not had_met:
             take_leave_of_ranks()
 
 

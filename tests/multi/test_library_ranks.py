@@ -7,19 +7,47 @@ import pytest
 import torch.distributed as dist
 
 import nestrec
+from nestrec.base.errors import UserError
 from nestrec.serving.many.ports import free_port
 from nestrec.testing.ranks import loaded_context
 from nestrec.testing.tiny_runs import config_of, make_datasets
+from nestrec.training.listener import Listener
 
 WORLD, LIMIT_S = 2, 200.0
 pytestmark = pytest.mark.timeout(2 * LIMIT_S)
 
 
-def train_twice(rank: int, port: int, folder: Path, pipe) -> None:
-    """As a script does that torchrun has started."""
+class Failing(Listener):
+    """Fails in the first report."""
+
+    def stepped(self, step: int, epoch: int, values: object) -> None:
+        raise RuntimeError("a script's own mistake")
+
+
+def fail(rank: int, folder: Path) -> list[str]:
+    """What this rank is told of calls that fail: on all ranks alike, before they train and while they do, and then on
+    one rank alone, of which the others hear when it makes its next call."""
+    told, cfg = [], config_of("hstu", folder)
+    for name, changes, alone in (
+        ("mesh", {"ranks.replicas": 3}, False),
+        ("data", {"data.folder": "/nowhere"}, False),
+        ("last", {}, True),
+    ):
+        listener = Failing() if alone and rank == WORLD - 1 else None
+        try:
+            nestrec.train(cfg, {"training.max_steps": 3, **changes}, output=folder / name, listener=listener)
+        except (UserError, RuntimeError) as error:
+            told.append(type(error).__name__)
+        told.append(dist.is_initialized())
+    return told
+
+
+def train_again(rank: int, port: int, folder: Path, pipe) -> None:
+    """As a script does that torchrun has started: calls that fail, and then some that do not."""
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank}
     os.environ.update({name: str(value) for name, value in place.items()})
     os.environ.update({"WORLD_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": str(WORLD)})
+    pipe.send(fail(rank, folder))
     seen, cfg = [dist.is_initialized()], config_of("hstu", folder)
     for name in ("first", "second"):
         run = nestrec.train(cfg, {"training.epochs": 1, "training.max_steps": 2}, output=folder / name)
@@ -28,15 +56,19 @@ def train_twice(rank: int, port: int, folder: Path, pipe) -> None:
     pipe.send([*seen, dist.is_initialized()])
 
 
-def test_a_call_gives_its_process_groups_back_and_the_next_one_makes_its_own(tmp_path: Path) -> None:
+def test_a_call_gives_its_process_groups_back_even_if_it_fails_and_the_next_one_makes_its_own(tmp_path: Path) -> None:
     make_datasets(tmp_path)
     context, port, pipes, processes = loaded_context(), free_port(), [], []
     for rank in range(WORLD):
         mine, theirs = context.Pipe(duplex=False)
-        processes.append(context.Process(target=train_twice, args=(rank, port, tmp_path, theirs), daemon=True))
+        processes.append(context.Process(target=train_again, args=(rank, port, tmp_path, theirs), daemon=True))
         processes[-1].start()
         theirs.close()
         pipes.append(mine)
+    refused = ["UserError", False, "UserError", False]
+    for pipe, told in zip(pipes, ("PeerLostError", "RuntimeError"), strict=True):
+        assert pipe.poll(LIMIT_S)
+        assert pipe.recv() == [*refused, told, False]
     for pipe in pipes:
         assert pipe.poll(LIMIT_S)
         assert pipe.recv() == [False, False, 2, False, 2, "test", False]
