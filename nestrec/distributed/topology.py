@@ -187,7 +187,7 @@ class Topology:
             return Topology.single(place)
         with meeting_watched():
             if not dist.is_initialized():
-                gc.collect()  # what a failed start has left holds its groups, in which other ranks may wait for this one
+                gc.collect()  # what a failed start has left holds its groups, and others may wait in them
                 store, rank, size = open_store(timeout_s)
                 limit = timedelta(seconds=timeout_s)
                 dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
