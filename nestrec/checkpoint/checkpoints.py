@@ -196,6 +196,10 @@ class Checkpoints:
         files = [(path, entry) for entry in manifest.files if entry.kind == "state"]
         return None if file_problems(files) else Restored([(path, manifest)]).state
 
+    def sent_state(self) -> dict[str, Any] | None:
+        """The state of the newest checkpoint in the second place; none where there is none, or no such place. Local."""
+        return None if self._elsewhere is None else self._elsewhere.newest_state()
+
     def set_aside(self, step: int) -> None:
         """Take a checkpoint out of those that can be restored; its files stay."""
         problem = f"the checkpoint of step {step} could not be set aside"

@@ -5,10 +5,13 @@ A checkpoint is there when its manifest is, which is written last. Each rank cop
 back its share; every file is compared with its digest on both ways.
 """
 
+import contextlib
+import hashlib
+import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from nestrec.base.errors import DamagedError
 from nestrec.base.failpoints import fail_point
@@ -37,6 +40,18 @@ class Elsewhere:
     def steps(self) -> list[int]:
         """Steps of which a manifest is there, in order."""
         return self._on_first(self._steps, f"{self.address} could not be looked into") or []
+
+    def newest_state(self) -> dict[str, Any] | None:
+        """That of the newest checkpoint which is there, as far as it can be read; none where there is none. Local."""
+        with contextlib.suppress(OSError, DamagedError):  # whoever copies to it or takes from it is told
+            for step in reversed(self._steps()):
+                manifest = self._manifest(step)
+                (entry,) = (entry for entry in manifest.files if entry.kind == "state")
+                content = self._place.read(f"{folder_of(Path(), step).name}/{entry.name}")
+                if hashlib.sha256(content).hexdigest() == entry.sha256:
+                    state: dict[str, Any] = json.loads(content)
+                    return state
+        return None
 
     def send(self, path: Path, kept: list[int]) -> None:
         """Copy a checkpoint and what it builds on, as far as that is not there; then delete all but the kept steps.

@@ -42,7 +42,14 @@ class Saving:
         self._mine = Identity.of(session.cfg, self._named)
 
     def _address(self, name: str) -> str:
-        address = self._cfg.checkpoint_address
+        address, world = self._cfg.checkpoint_address, self._session.topology.world
+        if address.startswith("memory:") and world > 1:
+            raise UserError(
+                "is memory of each process, and no rank has all of a checkpoint there",
+                field="training.checkpoint_address",
+                value=address,
+                remedy="name a folder or a store that all ranks reach, such as s3://bucket/run",
+            )
         return f"{address.rstrip('/')}/{name}" if address else ""
 
     def save(self, state: TrainState) -> None:
@@ -68,6 +75,7 @@ class Saving:
         topology = self._session.topology
         self._mine = self._mine.going_on(state.step, self._session.cfg, topology.world)
         on_first(topology, self._check_best)
+        on_first(topology, self._check_sent)
         return state
 
     def begin(self, state: TrainState) -> TrainState:
@@ -92,6 +100,19 @@ class Saving:
         for step in self._best.steps():
             saved = identity_of(self._best.state(step) or {})
             check_same_run(saved, self._mine, folder_of(self._folder.best, step))
+
+    def _check_sent(self) -> None:
+        """Copies of another run would be deleted with the first that is sent."""
+        for checkpoints in (self._last, self._best):
+            saved = identity_of(checkpoints.sent_state() or {})
+            if saved is not None and saved.run != self._mine.run:
+                raise UserError(
+                    "holds checkpoints of another run, which those of this one would replace",
+                    field="training.checkpoint_address",
+                    value=self._cfg.checkpoint_address,
+                    remedy="give each run an address of its own; to go on from these, train into an empty folder "
+                    "(--output)",
+                )
 
     def _take(self, restored: Restored) -> None:
         on_first(self._session.topology, lambda: self._check(restored))

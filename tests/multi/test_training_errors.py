@@ -47,6 +47,11 @@ def test_missing_data_is_said_by_every_rank(pools, tmp_path: Path) -> None:
     )
 
 
+def test_a_second_place_that_only_one_process_sees_is_refused(pools, data: str, tmp_path: Path) -> None:
+    outcomes = pools[2].outcomes(train, "hstu", data, str(tmp_path), {"training.checkpoint_address": "memory://run"})
+    check_same_error_everywhere(outcomes, "UserError", "training.checkpoint_address = 'memory://run': is memory of")
+
+
 @pytest.mark.parametrize("saving", [{}, {"training.checkpoint_async": True}], ids=["waiting", "background"])
 def test_a_full_disk_of_one_rank_ends_all_and_leaves_the_last_checkpoint(
     pools, data: str, tmp_path: Path, saving: dict[str, object]

@@ -197,3 +197,15 @@ def test_a_run_goes_on_in_an_empty_folder_from_the_address_that_has_its_checkpoi
     best = trainer.measure("test", best=True).score
     shutil.rmtree(tmp_path / "other" / "best")
     assert trainer_of(tiny_data, tmp_path / "other", elsewhere).measure("test", best=True).score == best
+
+
+def test_a_run_does_not_take_the_place_of_another_ones_copies(tiny_data, tmp_path):
+    elsewhere = {"training.checkpoint_address": (tmp_path / "elsewhere").as_uri(), "training.max_steps": 4}
+    trainer_of(tiny_data, tmp_path / "one", elsewhere).train()
+    copied = sorted((tmp_path / "elsewhere").rglob("*"))
+    trainer_of(tiny_data, tmp_path / "two", {"training.max_steps": 2}).train()
+    with pytest.raises(UserError, match="holds checkpoints of another run") as error:
+        trainer_of(tiny_data, tmp_path / "two", elsewhere).train()
+    assert error.value.field == "training.checkpoint_address"
+    assert sorted((tmp_path / "elsewhere").rglob("*")) == copied
+    trainer_of(tiny_data, tmp_path / "one", {**elsewhere, "training.max_steps": 5}).train()
