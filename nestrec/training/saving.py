@@ -6,6 +6,7 @@ from dataclasses import replace
 from nestrec.base.errors import DamagedError, UserError
 from nestrec.checkpoint import IDENTITY, Checkpoints, Peers, Restored
 from nestrec.checkpoint.folders import folder_of
+from nestrec.checkpoint.places import place_of
 from nestrec.distributed.exchange import all_gather_json
 from nestrec.training.identity import Identity, check_restored, check_same_run, identity_of, is_of_another_course
 from nestrec.training.listener import Listener
@@ -42,14 +43,9 @@ class Saving:
         self._mine = Identity.of(session.cfg, self._named)
 
     def _address(self, name: str) -> str:
-        address, world = self._cfg.checkpoint_address, self._session.topology.world
-        if address.startswith("memory:") and world > 1:
-            raise UserError(
-                "is memory of each process, and no rank has all of a checkpoint there",
-                field="training.checkpoint_address",
-                value=address,
-                remedy="name a folder or a store that all ranks reach, such as s3://bucket/run",
-            )
+        address = self._cfg.checkpoint_address
+        if address:
+            _check_address(address, self._session.topology.world)
         return f"{address.rstrip('/')}/{name}" if address else ""
 
     def save(self, state: TrainState) -> None:
@@ -162,3 +158,17 @@ class Saving:
             self._last.save_async(state.step, content, is_copied=True, also=also)
         else:
             self._last.save(state.step, content, also=also)
+
+
+def _check_address(address: str, world: int) -> None:
+    """Raise a UserError where nothing could be kept there; nothing is asked of the place yet."""
+    field, remedy = "training.checkpoint_address", "name a folder or a store that all ranks reach: s3://bucket/run"
+    if address.endswith("://"):
+        raise UserError("names no place", field=field, value=address, remedy=remedy)
+    if address.startswith("memory:") and world > 1:
+        problem = "is memory of each process, and no rank has all of a checkpoint there"
+        raise UserError(problem, field=field, value=address, remedy=remedy)
+    try:
+        place_of(address)
+    except UserError as error:
+        raise UserError(error.problem, field=field, value=address, remedy=error.remedy) from error

@@ -209,3 +209,10 @@ def test_a_run_does_not_take_the_place_of_another_ones_copies(tiny_data, tmp_pat
     assert error.value.field == "training.checkpoint_address"
     assert sorted((tmp_path / "elsewhere").rglob("*")) == copied
     trainer_of(tiny_data, tmp_path / "one", {**elsewhere, "training.max_steps": 5}).train()
+
+
+@pytest.mark.parametrize("address", ["file://", "nosuch://bucket/run"])
+def test_an_address_that_is_none_is_named_before_anything_is_trained(tiny_data, tmp_path, address):
+    with pytest.raises(UserError) as error:
+        trainer_of(tiny_data, tmp_path, {"training.checkpoint_address": address})
+    assert (error.value.field, error.value.value) == ("training.checkpoint_address", address)
