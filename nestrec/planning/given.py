@@ -79,9 +79,11 @@ def given_by(
         named = {"store": options.store, "placement": None if options.placement == "auto" else options.placement}
         held |= {f"tables.{name}.{option}": value for option, value in named.items() if value is not None}
     largest = largest_of(workload)
-    if largest.keeps_store or (store_option is not None and _is_said(store_option, overrides)):
+    if largest.keeps_store:
         space = replace(space, stores=(largest.store,))
-        held |= {} if largest.keeps_store else {store_option: largest.store}
+    elif store_option is not None and _is_said(store_option, overrides):
+        space = replace(space, stores=(largest.store,))
+        held[store_option] = largest.store
     tables = tuple(replace(table, keeps_store=table is not largest or bool(space.stores)) for table in workload.tables)
     workload = replace(workload, tables=tables)
     not_modelled = {option: value for option, usual in _NOT_MODELLED.items() if (value := _value(cfg, option)) != usual}
