@@ -151,8 +151,8 @@ class Table:
     """fields of a batch that hold keys of this table; none: one field, named as the table"""
     seed: int = 0
     """initial vectors are a function of this and the key"""
-    init: InitConfig = field(default_factory=InitConfig)
-    """how new rows begin"""
+    init: str | InitConfig = field(default_factory=InitConfig)
+    """how new rows begin: normal, uniform, zeros, or one with its scale"""
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     """type of the weights"""
     hashed: bool = False
@@ -175,12 +175,17 @@ class Table:
             "features": self.features,
             "dtype": self.dtype,
             "seed": _whole_number(self.seed),
-            "init": self.init,
-            "optimizer": RowOptimizerConfig(kind=optimizer) if isinstance(optimizer, str) else optimizer,
-            "store": from_plain(StoreConfig, {"kind": store}, f"{where}.store") if isinstance(store, str) else store,
+            "init": _by_kind(self.init),
+            "optimizer": _by_kind(optimizer),
+            "store": _by_kind(store),
             "placement": self.placement,
         }
         return from_plain(TableConfig, plain, where)
+
+
+def _by_kind(given: Any) -> Any:
+    """Options that are given by the name of their kind alone, with those as usual."""
+    return {"kind": given} if isinstance(given, str) else given
 
 
 def _whole_number(value: Any) -> Any:

@@ -1,10 +1,13 @@
 """The one value type for jagged data: concatenated values and the offsets of the rows."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from numpy.typing import ArrayLike
+
+from nestrec.base.errors import UserError
 
 if TYPE_CHECKING:
     from torchrec import KeyedJaggedTensor
@@ -21,20 +24,33 @@ class Jagged:
     offsets: torch.Tensor
 
     @staticmethod
-    def from_rows(rows: Sequence[torch.Tensor]) -> "Jagged":
-        lengths = torch.tensor([len(r) for r in rows], dtype=torch.int64)
-        values = torch.cat(list(rows)) if rows else torch.empty(0)
+    def from_rows(rows: Iterable[torch.Tensor | ArrayLike]) -> "Jagged":
+        """Of rows that are tensors, arrays or lists of numbers, each (length, ...) and any of them empty; copied.
+
+        The type is that of the rows that hold something: `torch.tensor([])` among whole numbers leaves them whole.
+        """
+        given = [torch.as_tensor(row) for row in rows]
+        for number, row in enumerate(given):
+            if row.dim() == 0:
+                remedy = "give a row of values for each sample, such as [[3, 8], [], [5]]"
+                raise UserError("is one value and no row", field=f"rows[{number}]", value=row.item(), remedy=remedy)
+        lengths = torch.tensor([len(row) for row in given], dtype=torch.int64)
+        filled = [row for row in given if len(row)] or given
+        values = torch.cat(filled) if filled else torch.empty(0)
         return Jagged(values, offsets_of(lengths).to(values.device))
 
     @property
     def num_rows(self) -> int:
+        """B."""
         return self.offsets.numel() - 1
 
     @property
     def num_values(self) -> int:
+        """T, over all rows."""
         return self.values.shape[0]
 
     def lengths(self) -> torch.Tensor:
+        """(B,) number of values of each row."""
         return self.offsets.diff()
 
     def row_of_value(self) -> torch.Tensor:
@@ -52,6 +68,7 @@ class Jagged:
         return Jagged(values, self.offsets)
 
     def rows(self) -> list[torch.Tensor]:
+        """Each row as a view of the values; on a GPU the host waits for the offsets."""
         return [self.values[a:b] for a, b in zip(self.offsets[:-1].tolist(), self.offsets[1:].tolist(), strict=True)]
 
     def take(self, rows: torch.Tensor) -> "Jagged":
@@ -62,6 +79,7 @@ class Jagged:
         return Jagged(self.values[torch.arange(len(shift), device=shift.device) + shift], offsets)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Jagged":
+        """The same on a device."""
         return Jagged(
             self.values.to(device, non_blocking=non_blocking), self.offsets.to(device, non_blocking=non_blocking)
         )
@@ -80,10 +98,12 @@ class Jagged:
         return Jagged(padded[mask], offsets_of(lengths))
 
     def to_nested(self) -> torch.Tensor:
+        """A nested tensor (layout torch.jagged) of the same memory."""
         return torch.nested.nested_tensor_from_jagged(self.values, self.offsets)
 
     @staticmethod
     def from_nested(nested: torch.Tensor) -> "Jagged":
+        """Of a nested tensor with layout torch.jagged; the same memory."""
         assert nested.layout == torch.jagged
         jagged: Any = nested  # its class is private to torch
         assert jagged.lengths() is None, "a view with holes between its rows; make it contiguous first"

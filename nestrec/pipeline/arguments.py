@@ -1,5 +1,6 @@
 """What a script gives a `TrainingPipeline`, checked before anything is built of it."""
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
@@ -12,6 +13,7 @@ from nestrec.base.errors import UserError, did_you_mean
 from nestrec.embedding import TableConfig
 from nestrec.embedding.table import Table
 from nestrec.pipeline.compute import Precision
+from nestrec.pipeline.dense.options import OptimizerConfig
 from nestrec.pipeline.stages import Coupling
 
 
@@ -53,9 +55,47 @@ def check_batches(batches: Any) -> None:
         raise UserError("is no series of batches", field="batches", value=type(batches).__name__, remedy=remedy)
 
 
+def check_model(model: Any) -> None:
+    """A module whose weights are there, or what computes in the place of one."""
+    if isinstance(model, type) or not (isinstance(model, nn.Module) or hasattr(model, "forward_backward")):
+        remedy = "give an instance of an nn.Module; forward(vectors, batch) returns the sum of the losses and a weight"
+        raise UserError("is no module", field="model", value=model, remedy=remedy)
+    for name, weight in model.named_parameters() if isinstance(model, nn.Module) else ():
+        if isinstance(weight, nn.UninitializedParameter) or weight.is_meta:
+            remedy = "call a lazy module once with a sample, or load the weights, before TrainingPipeline is made"
+            raise UserError("has no values yet", field="weight of the model", value=name, remedy=remedy)
+
+
+def check_parts(**given: tuple[Any, type]) -> None:
+    """Objects that are taken as they are. given: what was given, if anything, and the class that it must be of."""
+    for name, (value, kind) in given.items():
+        if value is not None and not isinstance(value, kind):
+            remedy = f"give a {kind.__module__}.{kind.__qualname__}, or leave it out"
+            raise UserError(f"is no {kind.__qualname__}", field=name, value=value, remedy=remedy)
+
+
+def check_weight(weight: Any) -> None:
+    """A function, or none."""
+    if weight is not None and not callable(weight):
+        remedy = "give a function of a batch, such as lambda batch: len(batch['items'])"
+        raise UserError("is no function of a batch", field="weight", value=weight, remedy=remedy)
+
+
+def checked_rate(rate: Any) -> float | None:
+    """The learning rate of the tables as a number, or none."""
+    if rate is None:
+        return None
+    is_number = isinstance(rate, int | float | np.number) and not isinstance(rate, bool)
+    if not is_number or not (math.isfinite(rate) and rate >= 0):
+        remedy = "such as 0.05; or leave it out, and tables take the rate of the dense optimiser"
+        raise UserError("must be a number from 0", field="table_learning_rate", value=rate, remedy=remedy)
+    return float(rate)
+
+
 def configs_of(tables: Any) -> list[TableConfig]:
     """The tables in full."""
     remedy = 'give a list, such as [nestrec.Table("items", rows=1_000_000, dim=64)]'
+    tables = list(tables) if isinstance(tables, Iterable) else tables
     if isinstance(tables, Table | TableConfig) or not tables:
         raise UserError("must be a list of tables", field="tables", value=tables, remedy=remedy)
     for table in tables:
@@ -66,11 +106,18 @@ def configs_of(tables: Any) -> list[TableConfig]:
 
 def check_optimizer(optimizer: Any, model: Any) -> None:
     """What updates the model's weights can do so, and holds no others: they would differ between ranks."""
-    if isinstance(optimizer, str | type):
-        remedy = "give an optimiser over the model's weights, such as torch.optim.Adam(model.parameters())"
+    is_ours = optimizer is None or isinstance(optimizer, OptimizerConfig | torch.optim.Optimizer)
+    if not is_ours and (isinstance(model, nn.Module) or not hasattr(optimizer, "early_sums")):
+        remedy = (
+            "give an optimiser over the model's weights, such as torch.optim.Adam(model.parameters()); a learning rate "
+            "schedule of torch's is stepped in the loop"
+        )
         raise UserError("is no optimiser", field="dense_optimizer", value=optimizer, remedy=remedy)
     if not isinstance(optimizer, torch.optim.Optimizer) or not isinstance(model, nn.Module):
         return
+    if isinstance(optimizer, torch.optim.LBFGS):
+        remedy = "take one that makes a step of gradients alone, such as torch.optim.Adam"
+        raise UserError("computes the loss several times a step", field="dense_optimizer", value="LBFGS", remedy=remedy)
     own = {id(weight) for weight in model.parameters()}
     foreign = [w for group in optimizer.param_groups for w in group["params"] if id(w) not in own]
     if foreign:

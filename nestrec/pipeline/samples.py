@@ -22,11 +22,82 @@ Samples = Mapping[str, Any]
 """A batch of a script's own."""
 
 
-def num_samples_of(batch: Samples | Any) -> int:
-    """How many samples a batch holds; all fields that have a row for each must agree."""
+def fields_of(batch: Samples | Any, features: Collection[str] = ()) -> dict[str, Any]:
+    """The fields of a batch with arrays as tensors, once each is what it says it is. features: those that hold keys."""
     if not isinstance(batch, Mapping):
         remedy = "give a mapping of names to tensors, such as {'items': keys}"
         raise UserError("is no batch", field="batch", value=type(batch).__name__, remedy=remedy)
+    return {_name_of(name): _field(name, value, name in features) for name, value in batch.items()}
+
+
+def _name_of(name: Any) -> str:
+    if not isinstance(name, str):
+        raise UserError("is no name", field="field of a batch", value=name, remedy="name fields by text")
+    if name.endswith(OFFSETS):
+        problem = "is how the offsets of a Jagged are kept, and would not reach the model"
+        raise UserError(problem, field="field of a batch", value=name, remedy="give it another name")
+    return name
+
+
+def _field(name: str, value: Any, holds_keys: bool) -> Any:
+    if isinstance(value, Jagged):
+        _check_jagged(name, value)
+        return value
+    if isinstance(value, np.ndarray) and value.ndim > 0:
+        return _tensor_of(name, value)
+    if isinstance(value, torch.Tensor) and (value.is_nested or value.layout != torch.strided):
+        remedy = "give a nestrec.Jagged (Jagged.from_nested takes a nested tensor with layout torch.jagged)"
+        raise UserError(
+            "cannot be cut by sample", field="field of a batch", value=f"{name}: {value.layout}", remedy=remedy
+        )
+    if holds_keys and not _has_samples(value):
+        raise UserError(
+            f"must hold keys, a row a sample, and holds {type(value).__name__}",
+            field="field of a batch",
+            value=name,
+            remedy="give a tensor or an array, or nestrec.Jagged.from_rows([[3, 8], [5]]) for rows of any length",
+        )
+    return value
+
+
+def _tensor_of(name: str, array: NDArray[Any]) -> torch.Tensor:
+    """The same memory where torch can have it, else a copy: of arrays that are read-only, as those of Arrow and pandas
+    are, that run backwards, or whose bytes are in another order."""
+    if array.dtype.kind not in "biufc":
+        remedy = "give numbers; what is for the model alone may be a list"
+        raise UserError(
+            f"holds {array.dtype}, which no tensor does", field="field of a batch", value=name, remedy=remedy
+        )
+    native = array.astype(array.dtype.newbyteorder("="), copy=False)
+    is_fit = native.flags.writeable and all(stride >= 0 for stride in native.strides)
+    return torch.from_numpy(native if is_fit else native.copy())
+
+
+def _check_jagged(name: str, value: Jagged) -> None:
+    """Its offsets are that: lengths in their place would give other rows without a word."""
+    values, offsets = value.values, value.offsets
+    if not (isinstance(values, torch.Tensor) and isinstance(offsets, torch.Tensor)):
+        problem = "is no Jagged of tensors"
+    elif values.dim() == 0 or offsets.dim() != 1 or offsets.dtype not in (torch.int64, torch.int32) or not len(offsets):
+        problem = f"has offsets of {offsets.dtype} {tuple(offsets.shape)} where (samples + 1,) of int64 are due"
+    elif int(offsets[0]) != 0 or int(offsets[-1]) != len(values) or bool((offsets.diff() < 0).any()):
+        problem = f"has offsets that do not go from 0 to its {len(values)} values, never falling"
+    else:
+        return
+    remedy = "make it by nestrec.Jagged.from_rows(rows), or of lengths by nestrec.jagged.offsets_of(lengths)"
+    raise UserError(problem, field="field of a batch", value=name, remedy=remedy)
+
+
+def check_features(batch: Samples, features: Collection[str]) -> None:
+    """Every feature has a field of keys, if an empty one: all ranks must ask for all tables."""
+    for name in features:
+        if name not in batch:
+            remedy = f"give a field for each of {sorted(features)}"
+            raise UserError("a batch must hold every feature, if empty", field="feature", value=name, remedy=remedy)
+
+
+def num_samples_of(batch: Samples) -> int:
+    """How many samples a batch holds; all fields that have a row for each must agree."""
     counts = {name: _num_rows(value) for name, value in batch.items() if _has_samples(value)}
     if not counts:
         raise UserError("holds no tensor", field="batch", value=sorted(batch), remedy="give keys of the tables in it")
@@ -52,19 +123,16 @@ def cut(batch: Samples, features: Mapping[str, str], num_micro_batches: int, clu
 
 
 def micro_batch_of(batch: Samples, features: Collection[str], samples: NDArray[np.int64]) -> MicroBatch:
-    """Some samples of a batch."""
+    """Some samples of a batch, as `fields_of` has it."""
     keys: dict[str, Any] = {}
     tensors: dict[str, torch.Tensor] = {}
     others: dict[str, Any] = {}
     chosen = torch.from_numpy(samples)
     for name, value in batch.items():
-        if name.endswith(OFFSETS):
-            problem = "is how the offsets of a Jagged are kept, and would not reach the model"
-            raise UserError(problem, field="field of a batch", value=name, remedy="give it another name")
         if not _has_samples(value):
             others[name] = value
             continue
-        taken = value.take(chosen) if isinstance(value, Jagged) else torch.as_tensor(value)[chosen]
+        taken = value.take(chosen) if isinstance(value, Jagged) else value[chosen]
         if isinstance(taken, Jagged):
             tensors[name + OFFSETS] = taken.offsets
             taken = taken.values
@@ -80,7 +148,7 @@ def whole_keys(name: str, values: Any) -> NDArray[np.int64]:
     if isinstance(values, Jagged):
         remedy = "give its values, whose vectors come in their order"
         raise UserError("must hold a tensor or an array here", field="keys", value=name, remedy=remedy)
-    keys = torch.as_tensor(values).cpu().numpy()
+    keys = (_tensor_of(name, values) if isinstance(values, np.ndarray) else torch.as_tensor(values)).cpu().numpy()
     if keys.dtype.kind not in "iu" and keys.size:
         raise UserError(
             f"holds {keys.dtype} where keys are whole numbers",
@@ -116,16 +184,16 @@ def offsets_of_samples(micro_batch: MicroBatch, name: str) -> torch.Tensor:
 
 
 def _has_samples(value: Any) -> bool:
-    return isinstance(value, Jagged) or (isinstance(value, torch.Tensor | np.ndarray) and value.ndim > 0)
+    return isinstance(value, Jagged) or (isinstance(value, torch.Tensor) and value.dim() > 0)
 
 
 def _num_rows(value: Any) -> int:
     return value.num_rows if isinstance(value, Jagged) else len(value)
 
 
-def _rows_of_keys(value: Any, table: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _rows_of_keys(value: Jagged | torch.Tensor, table: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Keys of each sample, made different between tables, and where each sample's begin."""
     if isinstance(value, Jagged):
         return fold_array(table, value.values.cpu().numpy()).view(np.int64), value.offsets.cpu().numpy()
-    flat = torch.as_tensor(value).cpu().reshape(len(value), -1).numpy()
+    flat = value.cpu().reshape(len(value), -1).numpy()
     return fold_array(table, flat.reshape(-1)).view(np.int64), np.arange(len(flat) + 1) * flat.shape[1]

@@ -1,8 +1,10 @@
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nestrec.base.errors import UserError
 from nestrec.jagged import Jagged, offsets_of
 
 all_lengths = st.lists(st.integers(0, 5), max_size=6)
@@ -111,3 +113,12 @@ def test_a_keyed_jagged_tensor_and_back() -> None:
     back = from_keyed_jagged(keyed)
     for name, jagged in features.items():
         assert_same(back[name], jagged)
+
+
+def test_rows_may_be_lists_or_arrays_and_empty_ones_do_not_change_the_type():
+    made = Jagged.from_rows(iter([[3, 8], np.array([], np.int64), torch.tensor([]), np.array([5])]))
+    assert (made.values.tolist(), made.offsets.tolist()) == ([3, 8, 5], [0, 2, 2, 2, 3])
+    assert made.values.dtype == torch.int64
+    assert Jagged.from_rows([]).num_rows == 0
+    with pytest.raises(UserError, match=r"rows\[1\] = 7: is one value and no row"):
+        Jagged.from_rows([[1], 7])

@@ -29,6 +29,10 @@ def test_one_batch_at_a_time_needs_no_row_to_outlive_it():
     pipeline_of("serial", 0).close()
 
 
+RATES = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), 0.1), lambda n: 1.0)
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -42,13 +46,23 @@ def test_one_batch_at_a_time_needs_no_row_to_outlive_it():
         ({"tables": Table("t", rows=4, dim=2)}, "must be a list of tables"),
         ({"tables": ["t"]}, "tables = 't': is no table"),
         ({"dense_optimizer": "adam"}, r"dense_optimizer = 'adam'.*\n.*model.parameters\(\)"),
+        ({"dense_optimizer": {"lr": 0.1}}, "dense_optimizer = {'lr': 0.1}: is no optimiser"),
+        ({"dense_optimizer": RATES}, r"LambdaLR.*: is no optimiser\n.*stepped in the loop"),
+        ({"dense_optimizer": torch.optim.LBFGS(torch.nn.Linear(1, 1).parameters())}, "computes the loss several times"),
+        ({"model": lambda vectors, batch: (vectors["t"].sum(), 1)}, "model = .*is no module"),
+        ({"model": torch.nn.Linear}, "model = .*: is no module"),
+        ({"model": torch.nn.LazyLinear(1)}, "weight of the model = 'weight': has no values yet"),
+        ({"weight": 3}, "weight = 3: is no function of a batch"),
+        ({"table_learning_rate": "0.1"}, "table_learning_rate = '0.1': must be a number from 0"),
+        ({"topology": 2}, r"topology = 2: is no Topology\n.*nestrec.distributed.topology.Topology"),
+        ({"spec": "nested"}, "spec = 'nested': is no ScheduleSpec"),
         ({"dense_optimizer": torch.optim.Adam(torch.nn.Linear(1, 1).parameters())}, "2 weights that are not the model"),
     ],
 )
 def test_an_argument_that_means_nothing_is_refused_and_not_ignored(given, words):
-    given = {"tables": [Table("t", rows=4, dim=2)], "topology": Topology.single(), **given}
+    usual = {"model": torch.nn.Linear(1, 1), "tables": [Table("t", rows=4, dim=2)], "topology": Topology.single()}
     with pytest.raises(UserError, match=words):
-        TrainingPipeline(torch.nn.Linear(1, 1), **given)
+        TrainingPipeline(**{**usual, **given})
 
 
 @pytest.mark.parametrize(
@@ -59,6 +73,8 @@ def test_an_argument_that_means_nothing_is_refused_and_not_ignored(given, words)
         ({"dtype": "int8"}, "tables.t.dtype = 'int8'"),
         ({"placement": "all"}, "tables.t.placement = 'all'"),
         ({"store": "ram"}, "tables.t.store.kind = 'ram'"),
+        ({"optimizer": "adm"}, r"tables.t.optimizer.kind = 'adm'.*\n.*'adam'"),
+        ({"init": "zero"}, r"tables.t.init.kind = 'zero'.*\n.*'zeros'"),
     ],
 )
 def test_a_table_is_checked_by_name_and_type(given, words):
@@ -67,6 +83,7 @@ def test_a_table_is_checked_by_name_and_type(given, words):
 
 
 def test_numbers_of_numpy_and_one_feature_by_its_name_are_what_they_mean():
-    table = Table("t", rows=np.int64(4), dim=np.int32(2), features="history").config
+    table = Table("t", rows=np.int64(4), dim=np.int32(2), features="history", init="zeros").config
+    assert table.init.kind == "zeros"
     assert (table.num_rows, table.dim, table.features) == (4, 2, ("history",))
     assert type(table.num_rows) is int
