@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from nestrec.library.loaded import Ranking as Ranking
     from nestrec.library.loaded import Recommender as Recommender
     from nestrec.library.loaded import load as load
+    from nestrec.library.pipeline_checkpoints import PipelineCheckpoints as PipelineCheckpoints
     from nestrec.library.runs import Run as Run
     from nestrec.library.runs import evaluate as evaluate
     from nestrec.library.runs import follow as follow
@@ -50,6 +51,7 @@ _EXPORTS = {
     "Evaluation": "nestrec.tasks.task:Evaluation",
     "ForwardFlops": "nestrec.models.backbone:ForwardFlops",
     "Jagged": "nestrec.jagged:Jagged",
+    "PipelineCheckpoints": "nestrec.library.pipeline_checkpoints:PipelineCheckpoints",
     "Ranking": "nestrec.library.loaded:Ranking",
     "Recommender": "nestrec.library.loaded:Recommender",
     "RowOptimizer": "nestrec.embedding.row_optimizer:RowOptimizer",

@@ -196,8 +196,20 @@ def agree(communicator: Communicator, what: str, value: Any) -> None:
     values = all_gather_json(communicator, value)
     for rank, other in enumerate(values):
         if other != values[0]:
+            name, mine, theirs = _first_difference(what, values[0], other)
             remedy = "start every rank with the same configuration and version"
-            raise UserError(f"rank {rank} differs from rank 0 ({other!r})", field=what, value=values[0], remedy=remedy)
+            raise UserError(f"rank {rank} differs from rank 0 ({theirs!r})", field=name, value=mine, remedy=remedy)
+
+
+def _first_difference(name: str, mine: Any, theirs: Any) -> tuple[str, Any, Any]:
+    """Where two JSON-like values differ, as deep as both have the same parts: its name and both values."""
+    inner: list[tuple[str, Any, Any]] = []
+    if isinstance(mine, dict) and isinstance(theirs, dict) and mine.keys() == theirs.keys():
+        inner = [(f"{name}.{key}", value, theirs[key]) for key, value in mine.items()]
+    elif isinstance(mine, list) and isinstance(theirs, list) and len(mine) == len(theirs):
+        inner = [(f"{name}[{i}]", *pair) for i, pair in enumerate(zip(mine, theirs, strict=True))]
+    differing = [part for part in inner if part[1] != part[2]]
+    return _first_difference(*differing[0]) if differing else (name, mine, theirs)
 
 
 def raise_together(communicator: Communicator, error: UserError | None) -> None:
@@ -235,7 +247,8 @@ class DenseSync:
     ) -> None:
         """begins_early: `early_sums` may be used."""
         self._communicator = communicator
-        self._parameters = [p for p in parameters if p.requires_grad]
+        self._all = list(parameters)
+        self._parameters = [p for p in self._all if p.requires_grad]
         self._buckets = _buckets(self._parameters, bucket_bytes) if communicator.group is not None else []
         self._next = 0  # bucket of this step whose sum is issued next
         self._submit: Callable[[Sum], None] | None = None
@@ -308,11 +321,13 @@ class DenseSync:
         for parameter, total in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
             parameter.grad = total.view_as(parameter)
 
-    def broadcast_parameters(self, source: int = 0) -> None:
-        """Every rank takes the parameters of one rank. Collective."""
+    def broadcast_parameters(self, buffers: Iterable[torch.Tensor] = (), source: int = 0) -> None:
+        """Every rank takes the parameters of one rank, those that are frozen too, and these buffers. Collective."""
         with torch.no_grad():
-            for parameter in self._parameters:
-                broadcast(self._communicator, parameter.data, source)
+            for tensor in (*self._all, *buffers):
+                whole = tensor.detach().contiguous()  # a view of it where it is that already
+                broadcast(self._communicator, whole, source)
+                tensor.copy_(whole)
 
 
 def _buckets(parameters: Sequence[torch.nn.Parameter], bucket_bytes: int) -> list[list[torch.nn.Parameter]]:

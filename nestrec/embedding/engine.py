@@ -17,7 +17,9 @@ One rank takes the same path as many: its exchanges are no-ops.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -80,7 +82,7 @@ class EmbeddingEngine:
     ) -> None:
         check_tables(tables)
         check_placements(tables, topology)
-        agree(topology.control, "tables", [to_plain(t) for t in tables])
+        agree(topology.control, "tables", [_as_agreed(t) for t in tables])
         self.replica_sync = replica_sync or ReplicaSyncConfig()
         self._replicas: ReplicaKeys | None = None
         if topology.num_replicas > 1:
@@ -104,7 +106,7 @@ class EmbeddingEngine:
 
     def grow(self, tables: Sequence[TableConfig]) -> None:
         """The same tables with more keys: rows keep their values, those of new keys begin as always. Between steps."""
-        agree(self.topology.control, "tables", [to_plain(t) for t in tables])
+        agree(self.topology.control, "tables", [_as_agreed(t) for t in tables])
         assert [t.name for t in tables] == list(self.tables)
         for table in tables:
             assert (table.num_rows or 0) >= (self.tables[table.name].num_rows or 0)
@@ -504,6 +506,11 @@ class EmbeddingEngine:
                     else "a batch must hold every feature, if empty"
                 )
                 raise UserError(problem, field="feature", value=name, remedy=f"the tables read {sorted(known)}")
+
+
+def _as_agreed(table: TableConfig) -> Any:
+    """What every rank must say of a table; where its disk is, is a rank's own business."""
+    return to_plain(replace(table, store=replace(table.store, folder="")))
 
 
 def _on_host(keys: NDArray[np.int64] | torch.Tensor) -> NDArray[np.int64]:

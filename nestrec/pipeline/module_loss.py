@@ -30,7 +30,7 @@ class ModuleLoss:
     ) -> None:
         """table_of: features to tables. pooled: those that have one vector a sample, and how it is made; by default a
         sum."""
-        pooled = (pooled,) if isinstance(pooled, str) else pooled
+        pooled = (pooled,) if isinstance(pooled, str) else pooled or ()
         for feature in pooled:
             if feature not in table_of:
                 raise UserError(
@@ -67,6 +67,17 @@ class ModuleLoss:
             self._check(weight, batch)
         return summed
 
+    def inputs(
+        self, micro_batch: MicroBatch, found: Mapping[str, torch.Tensor]
+    ) -> tuple[dict[str, torch.Tensor | Jagged], dict[str, Any]]:
+        """What the module is called with. found: feature to the rows of its keys."""
+        vectors = {
+            feature: self._vectors(micro_batch, feature, found[feature].flatten(end_dim=-2), _places(found[feature]))
+            for feature in self._table_of
+            if feature in micro_batch.keys
+        }
+        return vectors, given_to_model(micro_batch)
+
     def _vectors(
         self, micro_batch: MicroBatch, feature: str, rows: TableRows, index: torch.Tensor
     ) -> torch.Tensor | Jagged:
@@ -97,6 +108,11 @@ class ModuleLoss:
                 value=found,
                 remedy="give TrainingPipeline weight=..., a function of a batch that says the same",
             )
+
+
+def _places(vectors: torch.Tensor) -> torch.Tensor:
+    """Of each vector among all of them."""
+    return torch.arange(vectors[..., 0].numel(), device=vectors.device).reshape(vectors.shape[:-1])
 
 
 def announced(weight: Any) -> float:

@@ -10,15 +10,17 @@ rehearsal and the benchmarks stand on it too, and give parts of their own in the
 """
 
 import hashlib
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import nn
 
 from nestrec.base.devices import DeviceChoice, chosen_device
-from nestrec.base.errors import UserError, did_you_mean
+from nestrec.base.errors import BatchError, UserError, did_you_mean
 from nestrec.data.batches import Batch
 from nestrec.data.order import Position
 from nestrec.distributed import Topology
@@ -28,27 +30,35 @@ from nestrec.embedding import EmbeddingEngine, TableConfig
 from nestrec.embedding.flight.source_keys import FeatureKeys
 from nestrec.embedding.replica_sync import ReplicaSyncConfig
 from nestrec.embedding.table import Table
+from nestrec.jagged import Jagged
 from nestrec.ops.rows.pool import Pooling
 from nestrec.pipeline.arguments import (
     check_batches,
     check_choices,
     check_fence,
     check_micro_batches,
+    check_model,
     check_optimizer,
+    check_parts,
+    check_weight,
+    checked_rate,
     configs_of,
 )
-from nestrec.pipeline.compute import LossCompute, Precision
+from nestrec.pipeline.compute import LossCompute, Precision, on_device
 from nestrec.pipeline.dense.options import OptimizerConfig
 from nestrec.pipeline.dense.update import DenseUpdate
 from nestrec.pipeline.lanes import make_tracer
 from nestrec.pipeline.module_loss import ModuleLoss, announced
 from nestrec.pipeline.options import PipelineConfig
-from nestrec.pipeline.samples import Samples, cut, micro_batch_of, num_samples_of, whole_keys
+from nestrec.pipeline.samples import Samples, check_features, cut, fields_of, micro_batch_of, num_samples_of, whole_keys
 from nestrec.pipeline.schedule_spec import ScheduleSpec
 from nestrec.pipeline.stages import Compute, Coupling, Dense, Feed, Rates, Step, Totals
 from nestrec.trace import Tracer
 
 T = TypeVar("T")
+_NO_MORE: Any = object()
+_GIVEN, _ENDED, _FAILED = range(3)
+"""What a rank says of its next batch."""
 
 
 class TrainingPipeline:
@@ -104,7 +114,17 @@ class TrainingPipeline:
         """
         check_choices(device=device, precision=precision, couples_samples=couples_samples)
         check_micro_batches(micro_batches)
+        check_model(model)
         check_optimizer(dense_optimizer, model)
+        check_weight(weight)
+        table_learning_rate = checked_rate(table_learning_rate)
+        check_parts(
+            topology=(topology, Topology),
+            tracer=(tracer, Tracer),
+            spec=(spec, ScheduleSpec),
+            context=(context, ContextRing),
+            replica_sync=(replica_sync, ReplicaSyncConfig),
+        )
         self.options = schedule if isinstance(schedule, PipelineConfig) else PipelineConfig(schedule=str(schedule))
         if isinstance(tables, EmbeddingEngine):
             self.engine = tables
@@ -121,9 +141,10 @@ class TrainingPipeline:
             _check_context(weight, self.options)
         self._micro_batches, self._weight = micro_batches, weight or _one_a_sample
         self.dense, self._rates = self._dense_of(model, dense_optimizer, table_learning_rate)
+        self._loss: ModuleLoss | None = None
         if isinstance(model, nn.Module):
-            loss = ModuleLoss(model, self._features, self._weight, pooled)
-            model = LossCompute(loss, self.engine.device, precision, couples_samples, reads_stored_rows=True)
+            self._loss = ModuleLoss(model, self._features, self._weight, pooled)
+            model = LossCompute(self._loss, self.engine.device, precision, couples_samples, reads_stored_rows=True)
         self.schedule = spec.build(self.engine, model, self.dense, self.tracer, self.options)
         if context is not None:
             context.issue = self.schedule.issue
@@ -132,6 +153,8 @@ class TrainingPipeline:
         self._is_whole = True
         self._ended: str | None = None
         """Why it trains no more."""
+        self._told: BaseException | None = None
+        """An error in a batch, of which every rank knows at the same place."""
 
     def run(self, batches: Iterable[Samples], *, fence_every: int | None = None) -> Iterator[torch.Tensor]:
         """Train on all batches, looking ahead as far as the schedule does; the loss of each step, still on the device.
@@ -140,7 +163,7 @@ class TrainingPipeline:
         batch, and after every `fence_every`-th: between those, later batches may be in flight. So the loop may not be
         left early: shorten the batches instead (`itertools.islice`).
         """
-        self._check_whole()
+        self.check_whole()
         check_fence(fence_every)
         check_batches(batches)
         feed = Feed(self._prepared(iter(batches)))
@@ -162,23 +185,44 @@ class TrainingPipeline:
         return self.schedule.advance(step, feed)
 
     def lookup(self, keys: FeatureKeys) -> dict[str, torch.Tensor]:
-        """Feature to (*shape of its keys, dim) vectors, as they are now; changes nothing. Collective."""
-        self._check_whole()
+        """Feature to (*shape of its keys, dim) float32 vectors, as they are now, on the device; changes nothing.
+
+        keys: of any of the features, as tensors or arrays of whole numbers. Collective: every rank asks, for nothing
+        where it wants nothing. A key that has no row yet gives the vector with which its row would begin.
+        """
+        self.check_whole()
         for name in keys:
             if name not in self._features:
                 remedy = did_you_mean(str(name), self._features)
                 raise UserError("is no feature of a table", field="keys", value=name, remedy=remedy)
         checked = {name: whole_keys(name, values) for name, values in keys.items()}
-        return self.issue(lambda: self.engine.lookup_readonly(checked))
+        found = self.issue(lambda: self.engine.lookup_readonly(checked))
+        return {name: found[name] for name in keys}
+
+    def inputs(self, batch: Samples) -> tuple[dict[str, torch.Tensor | Jagged], dict[str, Any]]:
+        """What the model would be called with for a batch, uncut, with rows as they are now: to measure between steps.
+
+            with torch.no_grad():
+                loss_sum, weight = model(*pipeline.inputs(batch))
+
+        (vectors, batch) as the model knows them, on the device; features that the batch does not hold are left out. No
+        row is made, counted or evicted. Collective: every rank asks, with an empty batch where it has no samples.
+        """
+        self.check_whole()
+        assert self._loss is not None, "who brings a computation of his own knows what it is given"
+        fields = fields_of(batch, self._features)
+        whole = micro_batch_of(fields, self._features, np.arange(num_samples_of(fields)))
+        found = self.issue(lambda: self.engine.lookup_readonly(whole.keys))
+        return self._loss.inputs(on_device(whole, self.engine.device), found)
 
     def digest(self) -> str:
         """The same text for the same tables and dense weights, to the bit, whatever the ranks. Collective."""
-        self._check_whole()
+        self.check_whole()
         found = hashlib.sha256()
         for name in self.engine.tables:
             found.update(self.issue(lambda name=name: self.engine.digest(name)).encode())  # type: ignore[misc]
         if isinstance(self.dense, DenseUpdate):
-            for name, tensor in self.dense.tensors().items():
+            for name, tensor in sorted(self.dense.tensors().items()):  # in whatever order they came to be
                 found.update(name.encode())
                 found.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         return found.hexdigest()
@@ -196,7 +240,8 @@ class TrainingPipeline:
     def abandon(self, error: BaseException) -> None:
         """Training has failed: end the threads without finishing what was begun."""
         self._ended = self._ended or f"a step failed ({type(error).__name__}: {error})"
-        self.schedule.abandon(error)
+        # Where all ranks stop at the same place, what they have begun is finished, and none waits in vain for another.
+        self.schedule.abandon(BatchError(str(error)) if error is self._told else error)
 
     def _dense_of(
         self,
@@ -232,7 +277,8 @@ class TrainingPipeline:
                 self.abandon(error)
             raise
 
-    def _check_whole(self) -> None:
+    def check_whole(self) -> None:
+        """A UserError while batches are in flight, and after the pipeline has failed or was closed."""
         if self._ended is not None:
             raise UserError(
                 f"trains no more: {self._ended}",
@@ -249,32 +295,49 @@ class TrainingPipeline:
             )
 
     def _prepared(self, batches: Iterator[Samples]) -> Iterator[Batch]:
-        """Batches as schedules take them: cut, with the weight of the global batch."""
-        for number, batch in enumerate(batches):
-            num_samples = num_samples_of(batch)
-            weight = self._global_weight(announced(self._weight(batch)))
-            groups = cut(batch, self._features, self._micro_batches, self.options.clustering)
-            micro_batches = tuple(micro_batch_of(batch, self._features, samples) for samples in groups)
-            samples = np.arange(num_samples)
-            weight = weight or 1.0  # no sample counts: a sum of nothing, over any weight
-            yield Batch(Position(0, number), weight, samples, micro_batches, tokens=np.ones(num_samples, np.int64))
-        self._global_weight(None)
+        """Batches as schedules take them: cut, with the weight of the global batch.
 
-    def _global_weight(self, mine: float | None) -> float:
-        """Sum over ranks of the weights of a batch; none where this rank has no more. Collective.
+        What is wrong with a batch of one rank is told to all: none waits for a batch that does not come.
+        """
+        for number in itertools.count():
+            try:
+                given = next(batches, _NO_MORE)
+                part = None if given is _NO_MORE else self._cut(number, given)
+            except Exception as error:
+                self._told = error
+                self._gathered(_FAILED, 0.0)
+                raise
+            weight = self._gathered(_ENDED, 0.0) if part is None else self._gathered(_GIVEN, part.weight)
+            if part is None:
+                return
+            yield replace(part, weight=weight or 1.0)  # no sample counts: a sum of nothing, over any weight
+
+    def _cut(self, number: int, given: Samples) -> Batch:
+        """A batch of this rank, with the weight of its own samples."""
+        batch = fields_of(given, self._features)
+        num_samples = num_samples_of(batch)
+        check_features(batch, self._features)
+        weight = announced(self._weight(batch))
+        groups = cut(batch, self._features, self._micro_batches, self.options.clustering)
+        micro_batches = tuple(micro_batch_of(batch, self._features, samples) for samples in groups)
+        samples, tokens = np.arange(num_samples), np.ones(num_samples, np.int64)
+        return Batch(Position(0, number), weight, samples, micro_batches, tokens=tokens)
+
+    def _gathered(self, status: int, weight: float) -> float:
+        """Sum over ranks of the weights of a batch, where all have one or none has. Collective.
 
         Over the communicator of the data: this thread runs beside the one that issues for the steps.
         """
-        told = torch.tensor([mine is not None, mine or 0.0], dtype=torch.float64)
+        told = torch.tensor([status, weight], dtype=torch.float64)
         everyone = [rank.tolist() for rank in all_gather_equal(self.topology.samples, told)]
-        ended = [rank for rank, (has_batch, _) in enumerate(everyone) if not has_batch]
-        if ended and len(ended) < len(everyone):
-            raise UserError(
-                "has fewer batches than others",
-                field="rank",
-                value=ended[0],
-                remedy="give every rank equally many, empty ones where it has no samples",
-            )
+        statuses = [int(said) for said, _ in everyone]
+        if status != _FAILED and statuses != [status] * len(statuses):
+            worst = max(statuses)
+            problem = "could not give its batch" if worst == _FAILED else "has fewer batches than others"
+            remedy = "give every rank equally many, empty ones where it has no samples"
+            remedy = "see the error of that rank" if worst == _FAILED else remedy
+            self._told = BatchError(problem, field="rank", value=statuses.index(worst), remedy=remedy)
+            raise self._told
         return float(sum(weight for _, weight in everyone))
 
 

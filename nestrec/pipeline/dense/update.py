@@ -6,6 +6,7 @@ torch (and triton with it): as long again as importing torch itself, in every pr
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from torch.optim.adamw import adamw
 from nestrec.base.errors import UserError
 from nestrec.base.transfer import used_here
 from nestrec.distributed import Topology
-from nestrec.distributed.exchange import DenseSync, Sum
+from nestrec.distributed.exchange import DenseSync, Sum, agree
 from nestrec.embedding.flight.working_set import RowWatch
 from nestrec.pipeline.dense.options import OptimizerConfig
 from nestrec.pipeline.dense.sharded_layers import ShardedLayers
@@ -110,6 +111,8 @@ class DenseUpdate:
         sharded = {} if self.sharded is None else self.sharded.held
         # What this rank updates: slices where there are some.
         self._named = {name: sharded.get(name, p) for name, p in model.named_parameters()}
+        self._model, self._control = model, topology.control
+        self._learning = self._learning_now()
         self._device, self._row_watch = device, row_watch
         self._optimizer = (
             AdamW(self._named, optimizer, device)
@@ -139,8 +142,12 @@ class DenseUpdate:
         return TorchOptimizer(self._named, optimizer)
 
     def share_first(self) -> None:
-        """Every rank takes the weights of the first. Collective."""
-        self._sync.broadcast_parameters()
+        """Every rank takes the weights and buffers of the first. Collective."""
+        buffers = dict(self._model.named_buffers())
+        tensors = (*self._named.items(), *buffers.items())
+        told = {name: {"shape": list(tensor.shape), "learns": tensor.requires_grad} for name, tensor in tensors}
+        agree(self._control, "weights of the model", told)
+        self._sync.broadcast_parameters(buffers.values())
         self._begin_means()
 
     def _begin_means(self) -> None:
@@ -188,6 +195,7 @@ class DenseUpdate:
         if self.sharded is not None:
             self.sharded.take_gradients()
             figures.append(self.sharded.square_of_gradients())
+        self._check_learning()
         sums = torch.stack(figures)
         if self._row_watch is not None:
             sums = torch.cat([sums, self._row_watch.seen()])
@@ -198,6 +206,20 @@ class DenseUpdate:
                 parameter.grad = torch.zeros_like(parameter)
         self._sync.reduce(sums)
         return sums
+
+    def _learning_now(self) -> set[str]:
+        return {name for name, weight in self._named.items() if weight.requires_grad}
+
+    def _check_learning(self) -> None:
+        """Gradients are summed over ranks for the weights that learnt at first: others would differ between ranks."""
+        if changed := sorted(self._learning ^ self._learning_now()):
+            raise UserError(
+                "requires_grad has changed since training began",
+                field="weight of the model",
+                value=changed[0],
+                remedy="freeze or thaw weights first, then build a new TrainingPipeline (nestrec.PipelineCheckpoints "
+                "takes the state over), or set its learning rate to 0",
+            )
 
     def apply(self, sums: torch.Tensor, learning_rate: float) -> Totals:
         """Update once with what `reduce` has summed, and clear the gradients."""
@@ -238,6 +260,26 @@ class DenseUpdate:
             return whole
         return self.sharded.slice_of(whole)
 
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """What the model keeps beside its weights and saves with them, such as the running means of BatchNorm: those of
+        this rank."""
+        owner_and_name = ((name, *name.rpartition(".")[::2]) for name, _ in self._model.named_buffers())
+        unsaved = {n for n, owner, own in owner_and_name if own in _unsaved_of(self._model.get_submodule(owner))}
+        return {name: buffer for name, buffer in self._model.named_buffers() if name not in unsaved}
+
+    def settings(self) -> dict[str, Any]:
+        """What the optimiser keeps beside tensors, as JSON has it."""
+        return (
+            {"kind": type(self._optimizer).__name__}
+            if isinstance(self._optimizer, AdamW)
+            else (self._optimizer.settings())
+        )
+
+    def load_settings(self, settings: Mapping[str, Any]) -> None:
+        """Take back what `settings` gave, after `load`."""
+        if not isinstance(self._optimizer, AdamW):
+            self._optimizer.load_settings(settings)
+
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take back what `tensors` gave."""
         shapes = {name: list(parameter.shape) for name, parameter in self._named.items()}
@@ -255,6 +297,10 @@ class DenseUpdate:
         for name, mean in self._means.items():
             if (kept := tensors.get(f"{_MEAN}{name}")) is not None:
                 mean.copy_(self._mine(name, kept))
+
+
+def _unsaved_of(module: nn.Module) -> set[str]:
+    return module._non_persistent_buffers_set
 
 
 def _check_same_model(wanted: Mapping[str, list[int]], tensors: Mapping[str, torch.Tensor]) -> None:

@@ -215,6 +215,43 @@ def test_what_a_schedule_needs_of_the_tables_is_said_before_training():
         nestrec.TrainingPipeline(Towers(), [table], schedule="nested", topology=Topology.single(), device="cpu")
 
 
+def test_a_model_is_measured_between_steps_with_what_a_step_would_give_it():
+    bagged = {"pooled": {"history": "mean"}, "model": Bags()}
+    for options in ({"model": Towers()}, bagged):
+        pipeline, batch = made("nested", **options), next(batches(1))
+        with torch.no_grad():
+            loss, weight = options["model"](*pipeline.inputs(batch))
+        assert float(loss) / weight == pytest.approx(float(pipeline.step(batch)), rel=1e-6)
+        digest = pipeline.digest()
+        pipeline.inputs({"item": batch["item"]})
+        assert pipeline.digest() == digest
+        pipeline.close()
+
+
+def test_what_is_measured_between_steps_changes_no_bit_of_dynamic_tables():
+    def result(is_measured):
+        table = nestrec.Table("items", rows=None, dim=DIM, features=("history", "item"))
+        pipeline = nestrec.TrainingPipeline(Towers(), [table], schedule="nested", topology=Topology.single())
+        for _ in pipeline.run(batches(), fence_every=2):
+            if is_measured and not pipeline.number % 2:
+                pipeline.inputs(next(batches(1)) | {"item": np.arange(1000, 1007)})
+        digest = pipeline.digest()
+        pipeline.close()
+        return digest
+
+    assert result(True) == result(False)
+
+
+def test_weights_that_are_frozen_or_thawed_later_are_told_and_not_trained_by_each_rank_alone():
+    pipeline, batch = made(model=Towers()), next(batches(1))
+    pipeline.step(batch)
+    for weight in pipeline.dense.held.values():
+        weight.requires_grad_(False)
+    with pytest.raises(UserError, match=r"'mix\.bias': requires_grad has changed"):
+        pipeline.step(batch)
+    pipeline.close()
+
+
 class Bags(nn.Module):
     """A score of the sum of a bag's rows: handed over as one vector, or summed here."""
 
