@@ -3,8 +3,8 @@
 import dataclasses
 import json
 import typing
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePath
 from typing import Any, TypeVar, cast, get_args
 
 from nestrec.base.conversion import built, convert, join, parse
@@ -27,20 +27,41 @@ def override_text(value: Any) -> str:
 
 
 def override_texts(overrides: Any) -> dict[str, str]:
-    """Values by dotted name, each as it would be typed."""
+    """Values by dotted name, each as it would be typed.
+
+    A mapping sets the fields that it names and no others: `{"training": {"epochs": 2}}` is `{"training.epochs": 2}`.
+    One that says its `kind` is a choice made anew, and stands for the whole.
+    """
     if overrides is not None and not isinstance(overrides, Mapping):
         remedy = 'give names with values, such as {"training.epochs": 2}'
         raise UserError("are not named values", field="overrides", value=overrides, remedy=remedy)
-    return {str(name): override_text(value) for name, value in (overrides or {}).items()}
+    return dict(_texts(overrides or {}, ""))
+
+
+def _texts(overrides: Mapping[Any, Any], where: str) -> Iterator[tuple[str, str]]:
+    for name, value in overrides.items():
+        path = join(where, str(name))
+        if isinstance(value, Mapping) and value and "kind" not in value:
+            yield from _texts(value, path)
+            continue
+        try:
+            yield path, override_text(value)
+        except TypeError:
+            remedy = "give text, a number, a path, a list, a mapping or a config"
+            raise UserError("is no value of an option", field=path, value=value, remedy=remedy) from None
 
 
 def _plain(value: Any) -> Any:
-    """JSON-like data of what JSON does not know."""
+    """JSON-like data of what JSON does not know; a TypeError where there is none."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if hasattr(value, "tolist"):  # numbers and arrays of numpy
         return value.tolist()
-    return dict(value) if isinstance(value, Mapping) else str(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, PurePath):
+        return str(value)
+    raise TypeError(type(value).__name__)
 
 
 class _Overriding:

@@ -5,12 +5,20 @@ import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from nestrec.base.errors import UserError
 
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG)
 _SHORT_OF_NUMPY = " requested and "
 """Part of what it says, without a number, where it wrote less than it should."""
+
+
+def given_path(value: Any, field: str) -> Path:
+    """The path that a script names, as text or as one."""
+    if not isinstance(value, str | os.PathLike) or isinstance(os.fspath(value), bytes):
+        raise UserError("is no path", field=field, value=value, remedy='give text or a Path, such as "data/mine"')
+    return Path(value)
 
 
 def check_folder(path: Path, field: str) -> None:

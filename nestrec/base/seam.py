@@ -47,7 +47,7 @@ class Seam(Generic[T]):
         if name not in self._loaded:
             if name not in self:
                 problem = f"no such {self.noun}"
-                remedy = f"{did_you_mean(name, self)} (other packages add some by entry points of {self.group!r})"
+                remedy = f"{did_you_mean(str(name), self)} (other packages add some by entry points of {self.group!r})"
                 raise UserError(problem, field=field or self.noun, value=name, remedy=remedy)
             self._loaded[name] = self._load(name)
         return self._loaded[name]

@@ -13,6 +13,7 @@ import torch
 
 from nestrec.base.config import to_plain
 from nestrec.base.errors import UserError
+from nestrec.base.paths import given_path
 from nestrec.checkpoint import IDENTITY, Checkpoints, Content, Peers, Restored
 from nestrec.embedding import TableConfig
 from nestrec.pipeline.dense.update import DenseUpdate
@@ -54,7 +55,9 @@ class PipelineCheckpoints:
             raise UserError("must be a whole number from 1", field="keep", value=keep, remedy="such as 2")
         self._pipeline, self._dense = pipeline, pipeline.dense
         self._tables = SavedTables(pipeline.engine)
-        self._checkpoints = Checkpoints(folder, keep=keep, peers=Peers.of_topology(pipeline.topology))
+        self._checkpoints = Checkpoints(
+            given_path(folder, "folder"), keep=keep, peers=Peers.of_topology(pipeline.topology)
+        )
         self._course = secrets.token_hex(8)
 
     def save(self, state: Mapping[str, Any] | None = None) -> Path:
@@ -121,11 +124,11 @@ class PipelineCheckpoints:
         _same("tables", sorted(ours["tables"]), sorted(tables), where)
         for name, table in tables.items():
             _check_table(table, ours["tables"][name], where)
-        for name, saved, mine in _pairs(_shapes(restored.tensors), _shapes(self._tensors())):
-            _same(f"shape of {name.partition('/')[2]}", saved, mine, where)
-        (kind, groups), (mine, mine_groups) = map(_of_optimizer, (ours["optimizer"], self._dense.settings()))
-        _same("dense_optimizer", kind, mine, where)
-        _same("groups of dense_optimizer", groups, mine_groups, where)
+        for name, before, now in _pairs(_shapes(restored.tensors), _shapes(self._tensors())):
+            _same(f"shape of {name.partition('/')[2]}", before, now, where)
+        saved, mine = _of_optimizer(ours["optimizer"]), _of_optimizer(self._dense.settings())
+        _same("dense_optimizer", saved[0], mine[0], where)
+        _same("groups of dense_optimizer", saved[1], mine[1], where)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Weights, what the optimiser keeps of them, buffers. Collective where layers are sharded."""

@@ -18,6 +18,7 @@ from nestrec.base.devices import chosen_device
 from nestrec.base.errors import UserError, did_you_mean
 from nestrec.base.leaving import has_met_ranks, take_leave_of_ranks
 from nestrec.base.overriding import override_texts
+from nestrec.base.paths import given_path
 from nestrec.data.samples.split import Part
 from nestrec.distributed import Topology
 from nestrec.distributed.options import RanksConfig
@@ -71,7 +72,8 @@ def train(
     Told to stop by SIGTERM or SIGINT, it saves and raises `nestrec.training.stopping.Interrupted`.
     """
     cfg = configured(recipe, overrides)
-    folder = Path("runs") / cfg.name if output is None else Path(output)
+    folder = Path("runs") / cfg.name if output is None else given_path(output, "output")
+    _check_hearers(listener, window_hooks)
     begun = None if start_from is None else _folder_of(start_from)
     with contextlib.ExitStack() as held:
         topology = held.enter_context(_ranks_of(cfg, cfg.ranks))
@@ -88,7 +90,8 @@ def evaluate(run: Run | Path | str, part: Part = "test", *, best: bool = True) -
     run: what `train` gave, or its folder. best: the weights of the best validation score, else the last ones.
     """
     if part not in get_args(Part):
-        raise UserError("is no part of the data", field="part", value=part, remedy=did_you_mean(part, get_args(Part)))
+        remedy = did_you_mean(str(part), get_args(Part))
+        raise UserError("is no part of the data", field="part", value=part, remedy=remedy)
     folder = _folder_of(run)
     cfg = RunFolder(folder).config()
     with contextlib.ExitStack() as held:
@@ -111,6 +114,8 @@ def follow(
     the source has been idle for `idle_s`, which by default is never; told to stop, it saves and raises `Interrupted`.
     """
     folder = _folder_of(run)
+    given_path(source, "source")  # an address is text, too, and would not survive as a path
+    _check_hearers(listener, window_hooks)
     cfg = RunFolder(folder).config()
     texts = override_texts(overrides)
     options = with_overrides(StreamConfig(), texts)
@@ -138,6 +143,16 @@ def _ranks_of(cfg: RunConfig, ranks: RanksConfig) -> Iterator[Topology]:
     finally:
         if not had_met:
             take_leave_of_ranks()
+
+
+def _check_hearers(listener: Any, hooks: Any) -> None:
+    """Before anything is trained that they would hear of."""
+    if listener is not None and not isinstance(listener, Listener):
+        remedy = "give an instance of a class of yours under nestrec.training.listener.Listener"
+        raise UserError("is no listener", field="listener", value=listener, remedy=remedy)
+    if not isinstance(hooks, Sequence) or not all(map(callable, hooks)):
+        remedy = "give a list of functions of a nestrec.training.windows.WindowEnd"
+        raise UserError("is no list of functions", field="window_hooks", value=hooks, remedy=remedy)
 
 
 def _folder_of(run: Any) -> Path:

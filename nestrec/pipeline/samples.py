@@ -5,7 +5,7 @@ goes to the model as it is. Fields that are named as features of tables hold key
 """
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -75,7 +75,7 @@ def _tensor_of(name: str, array: NDArray[Any]) -> torch.Tensor:
 
 def _check_jagged(name: str, value: Jagged) -> None:
     """Its offsets are that: lengths in their place would give other rows without a word."""
-    values, offsets = value.values, value.offsets
+    values, offsets = cast(tuple[Any, Any], (value.values, value.offsets))
     if not (isinstance(values, torch.Tensor) and isinstance(offsets, torch.Tensor)):
         problem = "is no Jagged of tensors"
     elif values.dim() == 0 or offsets.dim() != 1 or offsets.dtype not in (torch.int64, torch.int32) or not len(offsets):

@@ -189,6 +189,10 @@ class RunFolder:
         """A step is over. is_mark: a later start may go on from it."""
         self._write(lambda: self._marks.mark(step) if is_mark else self._marks.reached(step))
 
+    def close(self) -> None:
+        """Give back the file of steps; nothing is written after it."""
+        self._marks.close()
+
     def lost_after(self, step: int) -> Lost | None:
         """What earlier starts have trained beyond the step that this one goes on from. Known to the writer."""
         return self._marks.lost(step) if self._is_writer else None

@@ -199,8 +199,9 @@ class Trainer:
         return self.session.evaluate(part)
 
     def close(self) -> None:
-        """Give back the memory and files of the tables; only after `train` has ended, or without it."""
+        """Give back the memory and files of the tables and of the run; only after `train` has ended, or without it."""
         self.session.engine.close()
+        self.folder.close()
 
     def _begin(self) -> None:
         # Both before the config is written: they may refuse to go on with another one, or with another model.

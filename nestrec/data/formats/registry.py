@@ -6,7 +6,7 @@ from typing import Any
 
 from nestrec.base.config import with_overrides
 from nestrec.base.errors import Mistakes, UserError
-from nestrec.base.overriding import override_text
+from nestrec.base.overriding import override_texts
 from nestrec.base.seam import Seam
 from nestrec.data.formats.format import Format
 
@@ -35,7 +35,7 @@ def typed_options(name: str, overrides: Mapping[str, str]) -> Any:
 
 def given_options(name: str, given: Mapping[str, Any]) -> Any:
     """The options of a format from values by name, whole (`log=LogColumns(...)`) or dotted (`log.user`)."""
-    return typed_options(name, {path: override_text(value) for path, value in given.items()})
+    return typed_options(name, override_texts(given))
 
 
 def _check_names(name: str, given: Mapping[str, str]) -> None:

@@ -19,6 +19,7 @@ from nestrec.base.config import from_plain, with_overrides
 from nestrec.base.errors import DataError
 from nestrec.base.failpoints import fail_point
 from nestrec.base.overriding import override_texts
+from nestrec.base.paths import given_path
 from nestrec.data import schema
 from nestrec.data.card import Card, Counts, DataFile, Feature, Generation, LayerEntry, describe_file
 from nestrec.data.dataset import Dataset
@@ -78,7 +79,7 @@ def append(
     table of new items), by values or text as on the command line. format: of the events, where it is another than the
     dataset was prepared from.
     """
-    folder = Path(dataset)
+    folder, path = given_path(dataset, "dataset"), given_path(events, "events")
     card = Card.load(folder)
     name = format or card.source_format
     found = FORMATS.find(name, field="format")
@@ -89,7 +90,7 @@ def append(
     if name == card.source_format:
         options = from_plain(found.options, kept_options(card.options))
     options = with_overrides(options, override_texts(overrides))
-    return append_source(folder, found.open(Path(events), options), options, progress=progress)
+    return append_source(folder, found.open(path, options), options, progress=progress)
 
 
 def append_source(

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from nestrec.base.errors import UserError
+from nestrec.base.paths import given_path
 from nestrec.data.card import Card
 from nestrec.data.formats.registry import FORMATS, given_options
 from nestrec.data.prepare.progress import Progress, silent
@@ -24,10 +25,11 @@ def prepare(
     all of them as the format's own config, `FORMATS[format].options`.
     The folder appears whole or not at all.
     """
-    found = FORMATS.find(format)
+    found = FORMATS.find(format, field="format")
+    folder, source = given_path(output, "output"), str(given_path(input, "input"))
     if options is not None and (given or not isinstance(options, found.options)):
         remedy = f"give a {found.options.__name__}, or options by name"
         raise UserError(
             "are not the options of this format", field="options", value=type(options).__name__, remedy=remedy
         )
-    return found.prepare(str(input), Path(output), options or given_options(format, given), progress)
+    return found.prepare(source, folder, options or given_options(format, given), progress)

@@ -89,6 +89,48 @@ def test_overrides_are_values_or_text_as_typed(tmp_path: Path) -> None:
     assert configured(configured("demo"), {"training.epochs": 3}).training.epochs == 3
 
 
+def test_a_mapping_sets_the_fields_that_it_names_and_leaves_the_others_to_the_recipe() -> None:
+    nested = configured("ml_1m_hstu", {"training": {"epochs": 2}, "task": {"evaluation": {"ks": [10, 5]}}})
+    assert nested == configured("ml_1m_hstu", {"training.epochs": 2, "task.evaluation.ks": [10, 5]})
+    chosen = configured("ml_1m_hstu", {"task.encoder": {"kind": "sasrec", "dim": 16}})
+    assert chosen.task.encoder.kind == "sasrec"
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda run: nestrec.train("demo", output=3), "output = 3: is no path"),
+        (
+            lambda run: nestrec.train("demo", {"data.folder": print}),
+            "data.folder = <built-in.*: is no value of an option",
+        ),
+        (lambda run: nestrec.train("demo", listener=print), "listener = .*: is no listener"),
+        (lambda run: nestrec.train("demo", window_hooks=print), "window_hooks = .*: is no list of functions"),
+        (lambda run: nestrec.evaluate(run, None), "part = None: is no part of the data"),
+        (lambda run: nestrec.follow(None, run), "source = None: is no path"),
+        (lambda run: nestrec.append(None, "data"), "events = None: is no path"),
+        (lambda run: nestrec.prepare("log", "a.csv", None), "output = None: is no path"),
+        (lambda run: nestrec.prepare(None, "a.csv", "data"), "format = None: no such format"),
+        (lambda run: nestrec.prepare("log", "a.csv", "data", user_core=print), "user_core = <built-in.*: is no value"),
+    ],
+)
+def test_what_a_call_cannot_mean_is_refused_before_anything_is_written(
+    call: Callable[[nestrec.Run], Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(nestrec.UserError, match=words):
+        call(nestrec.Run(folder=tmp_path, steps=1, evaluation=None))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_is_over_keeps_no_file_open(run: nestrec.Run) -> None:
+    descriptors = Path("/proc/self/fd")
+    if not descriptors.is_dir():
+        pytest.skip("this system does not list the files of a process")
+    opened = [str(Path(entry).resolve()) for entry in descriptors.iterdir()]
+    assert [name for name in opened if name.startswith(str(run.folder.resolve()))] == []
+
+
 @pytest.mark.parametrize("name", ["demmo", "no/such.json"])
 def test_what_is_no_recipe_is_refused(name: str) -> None:
     with pytest.raises(nestrec.UserError):
