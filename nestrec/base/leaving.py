@@ -25,12 +25,25 @@ def leave(code: int) -> NoReturn:
         sys.exit(code)
     # What an interpreter does before it stops threads; multiprocessing ends its processes in the same way.
     threading._shutdown()  # type: ignore[attr-defined]
+    atexit.unregister(_leave_ranks_at_end)  # here the code is known
     atexit._run_exitfuncs()
     if code in _BY_AGREEMENT:
         take_leave_of_ranks()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def leave_ranks_at_end() -> None:
+    """For a script, which ends as interpreters do: what it holds of other ranks is given back before that. As process
+    groups are torn down otherwise, one that had trained to its end was now and then ended by SIGABRT, too."""
+    atexit.register(_leave_ranks_at_end)
+
+
+def _leave_ranks_at_end() -> None:
+    has_failed = hasattr(sys, "last_value")  # then others may still use theirs
+    if "torch" in sys.modules and not has_failed:
+        take_leave_of_ranks()
 
 
 def _is_at_work() -> bool:
@@ -55,5 +68,9 @@ def take_leave_of_ranks() -> None:
 
     if has_met_ranks():
         thread = threading.Thread(target=destroy, daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # from Python 3.12 on, none can be started at the end of an interpreter
+            destroy()
+            return
         thread.join(_LIMIT_S)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from nestrec.base.errors import UserError
+from nestrec.base.leaving import leave_ranks_at_end
 from nestrec.distributed.collective_watch import CollectiveWatch
 from nestrec.distributed.emulated_link import EmulatedLink
 from nestrec.distributed.meeting import meeting_watched, open_store
@@ -191,6 +192,7 @@ class Topology:
                 store, rank, size = open_store(timeout_s)
                 limit = timedelta(seconds=timeout_s)
                 dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+                leave_ranks_at_end()
             return Topology.of_process_group(place, ranks, timeout_s=timeout_s)
 
     @staticmethod

@@ -72,7 +72,7 @@ negative row drops its gradient. Takes tensors of any device and type that table
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowOptimizer:
-    """One member of the seam."""
+    """The spec of a row optimiser: how the rows of a table follow their gradients."""
 
     state: tuple[StateColumn, ...]
     """what a row holds beside its weights"""

@@ -65,7 +65,8 @@ def train(
     """Train a recipe, then measure its best epoch on the test part.
 
     recipe: a recipe's name (`nestrec recipes` lists them), a config.json of a run, or a config. overrides: dotted names
-    to values (`{"training.epochs": 2}`; `nestrec options train RECIPE` lists them). output: the run folder, runs/NAME
+    to values (`{"training.epochs": 2}`, or `{"training": {"epochs": 2}}`; `nestrec options train RECIPE` lists them). A
+    mapping with a `kind`, such as an encoder, stands for the whole of it. output: the run folder, runs/NAME
     where not given; on a folder with checkpoints the run goes on from the last one. listener: hears of the progress.
     start_from: a run whose weights, tables and optimiser state this one begins with, on the same data or a later
     generation of it (`nestrec append`). window_hooks: called after each window of time (batch.order chronological).

@@ -22,7 +22,7 @@ MOST_AHEAD = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleSpec:
-    """One member of the seam."""
+    """The spec of a schedule: how the stages of steps share the time, and what that needs."""
 
     name: str
     """as it is asked for"""

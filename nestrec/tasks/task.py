@@ -47,9 +47,11 @@ class Evaluation:
 
     @property
     def score(self) -> float:
+        """The mean of the headline metric, of the model; larger is better."""
         return self.metrics["model"][self.headline].mean
 
     def to_plain(self) -> dict[str, Any]:
+        """As JSON has it: for each system and metric [mean, low, high]."""
         systems = {s: {m: [v.mean, v.low, v.high] for m, v in values.items()} for s, values in self.metrics.items()}
         notes = {"notes": list(self.notes)} if self.notes else {}
         slices = {"slices": {name: found.to_plain() for name, found in self.slices.items()}} if self.slices else {}

@@ -66,6 +66,11 @@ class TrainingConfig:
 
 @config
 class RunConfig:
+    """All that a run is made of; `nestrec train` resolves a recipe to one, and writes it to config.json of the run.
+
+    `nestrec options train RECIPE` lists the fields by their dotted names, which are those of overrides.
+    """
+
     name: str
     """name of the recipe, for reports"""
     task: TaskConfig

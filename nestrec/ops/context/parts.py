@@ -59,6 +59,7 @@ class TokenParts:
         return self._tokens(part)[1]
 
     def num_tokens(self, part: int) -> int:
+        """That a part holds."""
         return len(self.positions(part))
 
     def _tokens(self, part: int) -> tuple[Ints, Ints]:

@@ -51,6 +51,7 @@ class Context:
 
     @property
     def part(self) -> int:
+        """Of this rank, from 0."""
         return self.ring.rank
 
 

@@ -66,3 +66,23 @@ def test_a_rank_that_has_done_its_work_takes_leave_of_the_others_and_waits_for_n
     ended = subprocess.run([sys.executable, "-c", LEAVING], capture_output=True, text=True, timeout=100, check=False)
     said = ["left 0 True", "ended 0", "left 75 True", "ended 75", "ended 75", "ended 76"]
     assert ended.stdout.splitlines() == said, ended.stderr
+
+
+SCRIPT = """
+import atexit, sys
+import torch.distributed as dist
+from nestrec.base.leaving import leave_ranks_at_end
+
+atexit.register(lambda: print("still joined:", dist.is_initialized()))
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+leave_ranks_at_end()
+if FAILS:
+    raise ValueError
+"""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_script_leaves_its_ranks_at_its_end_unless_it_has_failed_and_they_may_not_know(fails):
+    source = SCRIPT.replace("FAILS", str(fails))
+    ended = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=100, check=False)
+    assert (ended.returncode, ended.stdout) == (int(fails), f"still joined: {fails}\n")
