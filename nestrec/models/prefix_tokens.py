@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from nestrec.base.errors import UserError
 from nestrec.base.random import GOLDEN64
 from nestrec.models.backbone import SequenceConfig
 from nestrec.models.sequence import SequenceInfo
@@ -39,7 +40,7 @@ def states_behind(
 ) -> torch.Tensor:
     """(T, D) states of the tokens of histories that begin with these."""
     if prefix_BPD is None:
-        return encoder(token_TD, info)  # type: ignore[no-any-return]
+        return _states(encoder, token_TD, info)
     (num_sequences, num_prefix, _), device = prefix_BPD.shape, token_TD.device
     sequence_T = torch.searchsorted(info.offsets, torch.arange(len(token_TD), device=device), right=True) - 1
     place_T = torch.arange(len(token_TD), device=device) + num_prefix * (sequence_T + 1)
@@ -67,4 +68,16 @@ def states_behind(
         else joined(of_first(info.time_T), info.query_time_T),
         cut_B=None if info.cut_B is None else info.cut_B + num_prefix,
     )  # fmt: skip
-    return encoder(joined(prefix_BPD, token_TD), longer).index_select(0, place_T)  # type: ignore[no-any-return]
+    return _states(encoder, joined(prefix_BPD, token_TD), longer).index_select(0, place_T)
+
+
+def _states(encoder: nn.Module, token_TD: torch.Tensor, info: SequenceInfo) -> torch.Tensor:
+    """What an encoder makes of tokens; one of another package may give something else, which would fail far from it."""
+    states_TD = encoder(token_TD, info)
+    if not isinstance(states_TD, torch.Tensor) or states_TD.shape != token_TD.shape:
+        shape = tuple(states_TD.shape) if isinstance(states_TD, torch.Tensor) else type(states_TD).__name__
+        remedy = (
+            f"let its forward(tokens, info) return a tensor of shape {tuple(token_TD.shape)}, a state for each token"
+        )
+        raise UserError(f"gives {shape}", field="encoder", value=type(encoder).__name__, remedy=remedy)
+    return states_TD

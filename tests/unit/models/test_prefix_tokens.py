@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from nestrec.base.errors import UserError
 from nestrec.models.backbones import make_encoder
 from nestrec.models.fuxi import FuXiConfig
 from nestrec.models.hstu import HSTUConfig
@@ -71,3 +72,15 @@ def test_masks_of_dropout_differ_between_prefix_tokens():
     assert states_behind(encoder, torch.ones(sum(LENGTHS), DIM), info_of(LENGTHS), prefix).eq(1).all()
     assert len(seen[0].token_key_T.unique()) == sum(LENGTHS) + 6
     assert seen[0].offsets.tolist() == [0, 5, 8, 15]
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"), [(lambda x: x[:-1], r"gives \(8, 8\)"), (lambda x: (x, None), "gives tuple")]
+)
+def test_an_encoder_that_gives_no_state_for_each_token_is_named(answer, words):
+    class Own(torch.nn.Module):
+        def forward(self, tokens, info):
+            return answer(tokens)
+
+    with pytest.raises(UserError, match=rf"encoder = 'Own': {words}\n.*shape \(9, 8\)"):
+        states_behind(Own(), torch.ones(9, DIM), info_of(LENGTHS), None)
