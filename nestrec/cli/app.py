@@ -399,10 +399,10 @@ def recommend(
       several ranks share the work.
 
     Equal to /v1/recommend for each user, asked at the moment of the last event.
-    A Parquet file of users has the columns user, items (lists of ids) and what else
-    the model reads, by the names of requests: times_ms, features.NAME,
-    user_features.NAME, context.NAME. [bold]nestrec options recommend[/bold] lists the other
-    options.
+    A Parquet file of users has the columns user, items (lists of ids) and what
+    else the model reads, by the names of requests: times_ms, features.NAME,
+    user_features.NAME, context.NAME. [bold]nestrec options recommend[/bold] lists the
+    other options.
     """
     from nestrec.cli.batch import recommend_users
 

@@ -11,6 +11,7 @@ from long_history import one_pass
 import nestrec
 from nestrec.base.errors import UserError
 from nestrec.distributed import Topology
+from nestrec.distributed.context_ring import ContextRing
 from nestrec.jagged import offsets_of
 from nestrec.ops.attention.bias_channels import bias_attention_reference
 from nestrec.ops.attention.hstu import hstu_attention_reference
@@ -58,8 +59,9 @@ def test_a_rank_keeps_its_part_of_the_activations(pools) -> None:
         torch.testing.assert_close(rank["sums"], alone["sums"], rtol=1e-4, atol=1e-5)
 
 
-class _RingOfTwo:
-    rank, size = 0, 2
+class _RingOfTwo(ContextRing):
+    def __init__(self) -> None:
+        self.rank, self.size = 0, 2
 
 
 @pytest.mark.parametrize(
@@ -70,7 +72,7 @@ class _RingOfTwo:
     ],
 )
 def test_a_pipeline_says_what_parts_of_samples_need(more: dict[str, Any], named: str) -> None:
-    ring: Any = _RingOfTwo()
+    ring = _RingOfTwo()
     tables = [nestrec.Table("items", rows=50, dim=6, features=("item",))]
     with pytest.raises(UserError, match=named):
         nestrec.TrainingPipeline(OwnModel(ring), tables, context=ring, device="cpu", **more)

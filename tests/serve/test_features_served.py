@@ -284,14 +284,14 @@ def asked_about_kept(asking: Asking, features: dict, limits: LimitsConfig = LIMI
 
 
 def test_kept_values_are_read_once_and_again_only_without_those_that_cannot_be(asking, monkeypatch):
-    read, values = [], Reader._values
+    read, values = [], Reader.values
 
     def counted(self, given, count, column, field, *, is_each):
         if field.startswith("history.features.") or not field:
             read.append(column.name)
         return values(self, given, count, column, field, is_each=is_each)
 
-    monkeypatch.setattr(Reader, "_values", counted)
+    monkeypatch.setattr(Reader, "values", counted)
     features = asking.body["history"]["features"]
     assert asked_about_kept(asking, features).status_code == 200
     assert sorted(read) == sorted(set(read)), "numbers, lists, texts and vectors as well"

@@ -21,7 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 from nestrec.bench.bench import Bench
-from nestrec.bench.serving.relay_bed import LONGEST, Bed, RelayBed, RelayBench
+from nestrec.bench.serving.relay_bed import LONGEST, RelayBed, RelayBench, TrialBed
 from nestrec.bench.serving.relay_bound import RequestCosts
 from nestrec.bench.serving.relay_modes import mode_named
 from nestrec.bench.serving.relay_simulated import SimulatedBed
@@ -63,7 +63,7 @@ def measure_relay(bench: RelayBench) -> Iterator[dict[str, Any]]:
 class Size:
     """Everything about one history and one number of candidates."""
 
-    def __init__(self, bed: Bed, history: int, candidates: int):
+    def __init__(self, bed: TrialBed, history: int, candidates: int):
         self._bed, self._history, self._candidates = bed, history, candidates
         self._best: dict[tuple[str, float, float], float] = {}  # by mode, share of returning users and SLO
         self._sweeps: dict[tuple[str, float, float], Sweep] = {}  # by mode, share and budget
@@ -143,7 +143,7 @@ class Size:
 class Sweep:
     """Trials of one mode under one load; a rate is tried once."""
 
-    def __init__(self, bed: Bed, name: str, load: RelayLoad, costs: RequestCosts, budget_ms: float):
+    def __init__(self, bed: TrialBed, name: str, load: RelayLoad, costs: RequestCosts, budget_ms: float):
         self._bed, self._name, self.load, self._costs, self._budget_ms = bed, name, load, costs, budget_ms
         self._mode = mode_named(name)
         self._outcomes: dict[float, RelayOutcome] = {}

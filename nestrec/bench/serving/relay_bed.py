@@ -119,7 +119,7 @@ class RelayBench:
     """of weights, arrivals and histories"""
 
 
-class Bed(Protocol):
+class TrialBed(Protocol):
     """On which engines of all modes run one after the other."""
 
     bench: RelayBench
