@@ -129,11 +129,13 @@ class Size:
 
     def _sweep(self, name: str, returning: float, slo_ms: float) -> "Sweep":
         """Trials; an SLO is of no concern to a mode that has no trigger, which serves all of them with the same."""
-        mode = mode_named(name)
-        budget_ms = slo_ms if mode.sends_signals else self._slo_ms
+        mode, deadline = mode_named(name), self._bed.bench.deadline_factor
+        budget_ms = slo_ms if mode.sends_signals or deadline else self._slo_ms
         key = (name, returning, budget_ms)
         if key not in self._sweeps:
-            self._sweeps[key] = Sweep(self._bed, name, self._load(returning), self._costs, budget_ms)
+            load = self._load(returning)
+            load = replace(load, timeout_s=deadline * slo_ms / 1e3) if deadline else load
+            self._sweeps[key] = Sweep(self._bed, name, load, self._costs, budget_ms)
         return self._sweeps[key]
 
     def _load(self, returning: float) -> RelayLoad:
@@ -184,9 +186,11 @@ class Sweep:
     def curve(self, slo_ms: float, capacity: float) -> Iterator[dict[str, Any]]:
         for share in self._bed.bench.curve if capacity else ():
             trial = self.measure(share * capacity)
+            goodput = trial.goodput(slo_ms)
             yield {
                 **self._labels(), "slo_ms": round(slo_ms, 3), "load": share, "rate": round(share * capacity, 2),
-                **_percentiles(trial), "refused": trial.num_refused,
+                **_percentiles(trial), "refused": trial.num_refused, "requests": len(trial.latency_ms),
+                "goodput": round(goodput, 2), "of_largest": round(goodput / capacity, 3),
             }  # fmt: skip
 
     def _labels(self) -> dict[str, Any]:
@@ -194,6 +198,7 @@ class Sweep:
         return {
             "mode": self._name, "history": load.history, "candidates": load.candidates, "returning": load.returning,
             "in_process": True, "model": "random weights", "biases": _biases(bench), "lengths": list(load.lengths),
+            "deadline_factor": bench.deadline_factor,
             "device": bench.device, "dtype": bench.dtype, "prefix_dtype": bench.prefix_dtype,
             "emulated": bool(self._mode.fetch_gb_per_s or bench.costs_of), **_simulated(bench),
         }  # fmt: skip

@@ -62,13 +62,20 @@ class RelayBench:
     longest: bool = False
     """also find the longest history that meets the first size's SLO at half the largest rate of the first mode"""
     curve: tuple[float, ...] = ()
-    """also the latency at these multiples of each mode's largest rate, at the first size and share that returns"""
+    """also latency and goodput at these multiples of each mode's largest rate, at the first size and share that
+    returns"""
     slo_factor: float = 3.0
     """SLO over the unloaded P50 of full inference"""
     more_slo_factors: tuple[float, ...] = ()
     """further ones, each at every size and share of returning users"""
     slo_ms: tuple[float, ...] = ()
     """SLOs beside that one, at the first size and share of returning users"""
+    deadline_factor: float = 0.0
+    """deadline of ranking requests over the SLO, as of clients who would not wait for longer: what cannot be in time is
+    refused (inside this process); 0: ten seconds"""
+    body_bytes: int = 0
+    """of a ranking request: where there is no room for so many it is refused unread, as by a front (inside this
+    process)"""
     signal_ms: float = 150.0
     """from signal to ranking request"""
     warm_s: float = 2.0
@@ -189,7 +196,7 @@ def load_of(bench: RelayBench, history: int, candidates: int, returning: float) 
         history=history, candidates=candidates, returning=returning, new_events=bench.new_events,
         recent_users=bench.recent_users, signal_s=bench.signal_ms / 1e3, duration_s=bench.duration_s,
         warm_s=bench.warm_s if returning else min(bench.warm_s, _WARM_S), fewest=bench.fewest, seed=bench.seed,
-        longest_s=max(bench.duration_s, bench.search_s / 4), lengths=bench.lengths,
+        longest_s=max(bench.duration_s, bench.search_s / 4), lengths=bench.lengths, body_bytes=bench.body_bytes,
     )  # fmt: skip
 
 

@@ -1,11 +1,14 @@
 """How long a request would wait, by whom it is from: what admission asks.
 
-    wait  <=  min(all that waits, clients * min(the client's own, its users * the user's own)), with the request in each
+    wait  <=  signals + min(all requests, clients * min(the client's own, its users * the user's own)),
+              with the request in each, and of signals what a batch may have of them
 
 The device's time is shared equally among clients, and by each of them among its users (`fair_queue`). So nobody waits
-longer than for all that is there, nor longer than its own work takes with an equal share.
+longer than for all that is there, nor longer than its own work takes with an equal share. Requests go before signals,
+of which there may be many: those are no reason to refuse a request.
 """
 
+import math
 from dataclasses import dataclass, field
 
 
@@ -19,17 +22,31 @@ class _Client:
 class Backlog:
     """Estimated device seconds of the work that waits or runs. Changed under a lock of the caller; any thread asks."""
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
+    def __init__(self, most_signals_s: float = math.inf) -> None:
+        """most_signals_s: what a batch may have of them."""
         self.num_works = 0
+        self.signals_s = 0.0
+        self._requests_s, self._most_signals_s, self._num_requests = 0.0, most_signals_s, 0
         self._clients: dict[str, _Client] = {}
 
+    @property
+    def seconds(self) -> float:
+        """Of everything."""
+        return self._requests_s + self.signals_s
+
+    @property
+    def before_request_s(self) -> float:
+        """What a request that comes now may have to wait for."""
+        return self._requests_s + min(self.signals_s, self._most_signals_s)
+
     def add(self, client: str, user: str, seconds: float) -> None:
+        """A request."""
         own = self._clients.setdefault(client, _Client())
         before_s, number = own.users.get(user, (0.0, 0))
         own.users[user] = (before_s + seconds, number + 1)
         own.seconds += seconds
-        self.seconds += seconds
+        self._requests_s += seconds
+        self._num_requests += 1
         self.num_works += 1
 
     def remove(self, client: str, user: str, seconds: float) -> None:
@@ -42,14 +59,23 @@ class Backlog:
         if not own.users:
             del self._clients[client]
         self.num_works -= 1
-        self.seconds = max(0.0, self.seconds - seconds) if self.num_works else 0.0
+        self._num_requests -= 1
+        self._requests_s = max(0.0, self._requests_s - seconds) if self._num_requests else 0.0
+
+    def add_signal(self, seconds: float) -> None:
+        self.signals_s += seconds
+        self.num_works += 1
+
+    def remove_signal(self, seconds: float) -> None:
+        self.num_works -= 1
+        self.signals_s = max(0.0, self.signals_s - seconds) if self.num_works > self._num_requests else 0.0
 
     def expected_s(self, client: str, user: str | None, seconds: float) -> float:
         """Until work of so many seconds would be done. user: none where it is not known yet, and so a new one."""
-        own = self._clients.get(client)
+        own, signals_s = self._clients.get(client), min(self.signals_s, self._most_signals_s)
         if own is None:
-            return min(self.seconds, len(self._clients) * seconds) + seconds
+            return signals_s + min(self._requests_s, len(self._clients) * seconds) + seconds
         user_s, _ = own.users.get(user, (0.0, 0)) if user is not None else (0.0, 0)
         num_users = len(own.users) + (user_s == 0.0)
         of_client_s = min(own.seconds + seconds, num_users * (user_s + seconds))
-        return min(self.seconds + seconds, len(self._clients) * of_client_s)
+        return signals_s + min(self._requests_s + seconds, len(self._clients) * of_client_s)

@@ -40,7 +40,7 @@ from nestrec.serving.prefix.trigger import Decision, Trigger
 __all__ = ["Engine", "EngineConfig"]
 
 _LOG = logging.getLogger(__name__)
-_SMOOTH = 0.05
+_SMOOTH_DOWN, _SMOOTH_UP = 0.05, 0.005
 _STALE_A_TURN = 32
 _BUSY = 0.5
 """share of its time that a device works where work waits for it rather than for the host"""
@@ -115,8 +115,10 @@ class Engine:
         self._messages: deque[Callable[[], None]] = deque()  # from the copier and other threads, to run on this one
         self._in_flight: deque[_Batch] = deque()
         self._pace = EnginePace(spins=self._runner.spins, clock=self.clock)
-        self._backlog = Backlog()
-        self._byte_s = 0.0  # device seconds of a byte of a request, of late
+        self._backlog = Backlog(self._planner.chunk_s)
+        # Device seconds of a byte of a request: of those that cost least of late, which have a prefix here. Refused
+        # unread, they would be refused for what others cost.
+        self._byte_s = 0.0
         self._is_draining = self._is_closed = self._has_ended = False
         self._failure: BaseException | None = None
         self._is_warm = threading.Event()
@@ -140,13 +142,15 @@ class Engine:
         with self._condition:
             self._check_open()
             if sender.num_bytes:
-                self._byte_s += _SMOOTH * (work.estimate_s / sender.num_bytes - self._byte_s)
+                more_s = work.estimate_s / sender.num_bytes - self._byte_s
+                self._byte_s += (_SMOOTH_DOWN if more_s < 0 else _SMOOTH_UP) * more_s
             if sender.began_s:
                 self.trigger.came(work.arrived_s - sender.began_s + sender.back_s)
             self.trigger.offered(self._full_rank_s(tokens.length, len(candidates)) + self._pace.host_s)
             expected_s = self._pace.slowness * self._backlog.expected_s(sender.client, user, work.estimate_s)
             most_s = min(timeout_s, self.cfg.max_queue_s) if self._does_any_wait else timeout_s
             if self._backlog.num_works and expected_s > most_s:
+                self._post(lambda: self._planner.drop_signal(work.key))  # nobody would read the prefix
                 raise self.refuse()
             self._enqueue(work)
         return work
@@ -286,7 +290,7 @@ class Engine:
     @property
     def _device_wait_s(self) -> float:
         """What waits for the device: where the host is what is slow, nothing, since signals would only add to that."""
-        return self.queued_s if self._is_device_busy else 0.0
+        return self._backlog.before_request_s if self._is_device_busy else 0.0
 
     @property
     def _is_device_busy(self) -> bool:
@@ -333,7 +337,10 @@ class Engine:
         return CacheKey(user, self._version, self._slide)
 
     def _enqueue(self, work: Work) -> None:
-        self._backlog.add(work.client, work.key.user, work.estimate_s)
+        if work.is_rank:
+            self._backlog.add(work.client, work.key.user, work.estimate_s)
+        else:
+            self._backlog.add_signal(work.estimate_s)
         self._inbox.append(work)
         self._called()
 
@@ -544,7 +551,10 @@ class Engine:
             return
         work.is_finished = True
         with self._condition:
-            self._backlog.remove(work.client, work.key.user, work.estimate_s)
+            if work.is_rank:
+                self._backlog.remove(work.client, work.key.user, work.estimate_s)
+            else:
+                self._backlog.remove_signal(work.estimate_s)
             if self._backlog.num_works == 0:
                 self._condition.notify_all()
         if answer is not None and work.future.set_running_or_notify_cancel():

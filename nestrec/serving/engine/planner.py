@@ -53,14 +53,15 @@ class Planner:
         self._cfg, self._tiers, self._clock, self._tokens_an_event = cfg, tiers, clock, tokens_an_event
         self._costs, self._row_step = costs, row_step
         chunk_ms = cfg.trigger.budget_ms * _CHUNK_SHARE if cfg.chunk_ms is None else cfg.chunk_ms
-        self._chunk_s = chunk_ms / 1e3 or math.inf
+        self.chunk_s = chunk_ms / 1e3 or math.inf
+        """of a batch, up to which signals fill it"""
         self._end, self._signal_done, self._count, self._queued_s = end, signal_done, count, queued_s
         self._ranks = RankPlanner(
             cfg,
             tiers,
             costs=costs,
-            chunk_s=self._chunk_s,
-            cut_s=cfg.trigger.budget_ms * _CUT_SHARE / 1e3 if cfg.chunk_ms is None else self._chunk_s,
+            chunk_s=self.chunk_s,
+            cut_s=cfg.trigger.budget_ms * _CUT_SHARE / 1e3 if cfg.chunk_ms is None else self.chunk_s,
             tokens_an_event=tokens_an_event,
             appends_candidates=appends_candidates,
             is_wanted=self._is_wanted,
@@ -79,14 +80,18 @@ class Planner:
 
     def add(self, work: Work) -> None:
         """A signal is of no use once a later request of the user is here; what it has computed so far stays."""
-        signal = self._signals.pop(work.key, None)
-        if signal is not None:
-            self._count("signal_superseded")
-            self._end(signal, None, UnavailableError("a later request took over", 0.0))
+        self.drop_signal(work.key)
         if work.is_rank:
             self._ranks.queue.push(work)
         else:
             self._signals[work.key] = work
+
+    def drop_signal(self, key: CacheKey) -> None:
+        """The request that it was for is here, or was refused."""
+        signal = self._signals.pop(key, None)
+        if signal is not None:
+            self._count("signal_superseded")
+            self._end(signal, None, UnavailableError("a later request took over", 0.0))
 
     def plan(self) -> list[EngineStep]:
         """The next batch; empty where all that is left waits for copies."""
@@ -135,7 +140,7 @@ class Planner:
         steps: list[EngineStep] = []
         budget, rows = self._cfg.max_batch_tokens, sum(step.part.num_new for step in ranked)
         ranked_s = sum(self._costs.predict_s(*self._costs.work(*step.part.extent), steps=0.0) for step in ranked)
-        left_s = max(self._chunk_s - ranked_s, LEAST_SHARE * self._chunk_s)
+        left_s = max(self.chunk_s - ranked_s, LEAST_SHARE * self.chunk_s)
         for work in [w for w in self._signals.values() if w.key not in busy]:
             if min(budget, left_s) <= 0 or len(ranked) + len(steps) >= self._cfg.max_batch_requests:
                 break

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nestrec.base.clock import AgendaClock
-from nestrec.serving.client import NOBODY, Sender
+from nestrec.serving.client import Sender
 from nestrec.serving.engine.engine import Engine
 from nestrec.serving.engine.spin import Spin
 from nestrec.serving.engine.work import Answer, RefusedError, Work
@@ -56,6 +56,10 @@ class RelayLoad:
     """of a trial, however few requests come"""
     lengths: tuple[int, ...] = ()
     """events at the first visit, by turns of users, instead of `history`"""
+    timeout_s: float = 10.0
+    """for which requests may wait: those that could not be in time are refused"""
+    body_bytes: int = 0
+    """size of their bodies: where one of that size would be refused whatever is in it, it is, as by a front"""
     seed: int = 0
 
     def visits(self, at_s: Floats) -> list[tuple[int, int]]:
@@ -221,9 +225,12 @@ class _Sent:
         name = self._user(number)
         if self._is_stray[number]:  # whoever comes by chance finds nothing of theirs
             name = f"{name}.{number}"
-        sender = Sender(began_s=now_s - self._way_s) if self._way_s else NOBODY
+        sender = Sender(num_bytes=self._load.body_bytes, began_s=now_s - self._way_s if self._way_s else 0.0)
+        if self._load.body_bytes and self._engine.is_full_for(sender):
+            self._engine.refuse()
+            return
         with contextlib.suppress(RefusedError):
-            work = self._engine.rank(name, history, candidates, timeout_s=_TIMEOUT_S, sender=sender)
+            work = self._engine.rank(name, history, candidates, timeout_s=self._load.timeout_s, sender=sender)
             self._works[number] = work
             work.future.add_done_callback(functools.partial(self._answered, number))
 

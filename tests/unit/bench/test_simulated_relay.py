@@ -2,12 +2,14 @@
 wherever full inference is."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from nestrec.base.errors import UserError
+from nestrec.bench.serving import relay_simulated
 from nestrec.bench.serving.relay import measure_relay
-from nestrec.bench.serving.relay_bed import RelayBench
+from nestrec.bench.serving.relay_bed import RelayBench, engine_config
 from nestrec.bench.serving.relay_modes import MODES
 from nestrec.bench.serving.relay_simulated import SimulatedBed
 from nestrec.models.hstu import HSTUConfig
@@ -93,6 +95,25 @@ def test_the_relay_is_in_time_where_full_inference_begins_to_be_late(measured, b
     late = [rate for rate in rates if not bed.trial(MODES["relay"], load, float(rate), slo_ms).trial.meets(slo_ms)]
     assert late == []
     assert not bed.trial(MODES["full"], load, 2.0 * rates[-1], slo_ms).trial.meets(slo_ms)
+
+
+@pytest.mark.parametrize("body_bytes", [0, 50_000], ids=["all are read", "refused unread"])
+def test_under_overload_the_relay_answers_as_many_in_time_as_it_can(measured, body_bytes, monkeypatch):
+    """Requests go before signals, and signals of requests that were refused are of no use. Who has a prefix here is not
+    refused for what a request costs that has none."""
+    bed = SimulatedBed(bench_of(measured))
+    load = bed.load(512, 256, 0.0)
+    slo_ms = 3 * bed.unloaded_ms(load)
+    load = replace(load, timeout_s=slo_ms / 1e3, body_bytes=body_bytes, warm_s=1.0)
+
+    def within_the_budget(*asked):
+        return replace(engine_config(*asked), max_queue_s=slo_ms / 1e3)
+
+    monkeypatch.setattr(relay_simulated, "engine_config", within_the_budget)
+    trials = [bed.trial(MODES["relay"], load, rate, slo_ms).trial for rate in (300.0, 330.0, 440.0, 880.0)]
+    goodput = [trial.goodput(slo_ms) for trial in trials]
+    assert goodput[0] > 290
+    assert min(goodput) > 0.9 * max(goodput)
 
 
 def test_rows_say_that_they_are_emulated_and_of_what(measured):

@@ -118,3 +118,19 @@ def test_what_a_request_waits_for_is_its_share_or_all_there_is():
     backlog.remove("a", "u", 10.0)
     backlog.remove("b", "v", 1.0)
     assert (backlog.seconds, backlog.num_works, backlog.expected_s("b", "v", 1.0)) == (0.0, 0, 1.0)
+
+
+def test_signals_are_no_reason_to_refuse_a_request_that_goes_before_them():
+    backlog = Backlog(most_signals_s=0.5)
+    for _ in range(100):
+        backlog.add_signal(0.2)
+    assert backlog.expected_s("a", "u", 1.0) == pytest.approx(1.5), "what a batch may have of them"
+    assert backlog.before_request_s == pytest.approx(0.5)
+    backlog.add("a", "u", 2.0)
+    assert backlog.expected_s("b", "v", 3.0) == pytest.approx(5.5)
+    assert (backlog.seconds, backlog.num_works) == (pytest.approx(22.0), 101)
+    for _ in range(100):
+        backlog.remove_signal(0.2)
+    assert (backlog.signals_s, backlog.num_works) == (0.0, 1)
+    backlog.remove("a", "u", 2.0)
+    assert (backlog.seconds, backlog.num_works) == (0.0, 0)
