@@ -116,9 +116,7 @@ class Engine:
         self._in_flight: deque[_Batch] = deque()
         self._pace = EnginePace(spins=self._runner.spins, clock=self.clock)
         self._backlog = Backlog(self._planner.chunk_s)
-        # Device seconds of a byte of a request: of those that cost least of late, which have a prefix here. Refused
-        # unread, they would be refused for what others cost.
-        self._byte_s = 0.0
+        self._byte_s = 0.0  # device seconds of a byte of a request
         self._is_draining = self._is_closed = self._has_ended = False
         self._failure: BaseException | None = None
         self._is_warm = threading.Event()
@@ -142,8 +140,7 @@ class Engine:
         with self._condition:
             self._check_open()
             if sender.num_bytes:
-                more_s = work.estimate_s / sender.num_bytes - self._byte_s
-                self._byte_s += (_SMOOTH_DOWN if more_s < 0 else _SMOOTH_UP) * more_s
+                self._learn_byte_s(work.estimate_s / sender.num_bytes)
             if sender.began_s:
                 self.trigger.came(work.arrived_s - sender.began_s + sender.back_s)
             self.trigger.offered(self._full_rank_s(tokens.length, len(candidates)) + self._pace.host_s)
@@ -335,6 +332,12 @@ class Engine:
 
     def _key(self, user: str) -> CacheKey:
         return CacheKey(user, self._version, self._slide)
+
+    def _learn_byte_s(self, byte_s: float) -> None:
+        """Quickly down and slowly up, towards what requests cost that have a prefix here: refused unread, they would be
+        refused for what others cost."""
+        known_s = self._byte_s or byte_s
+        self._byte_s = known_s + (_SMOOTH_DOWN if byte_s < known_s else _SMOOTH_UP) * (byte_s - known_s)
 
     def _enqueue(self, work: Work) -> None:
         if work.is_rank:
