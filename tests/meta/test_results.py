@@ -49,6 +49,7 @@ TOPICS = (
     {"demo.json", "ranking.json"},
     {"front.json", "front-processes.json"},
     {"relay.json", "serving.json"},
+    {"relay-cpu.json", "relay-emulated.json"},
 )
 """Files of one bench and machine that are different experiments: other runs, other data, other papers."""
 
