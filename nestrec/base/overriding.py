@@ -1,6 +1,7 @@
 """Dotted overrides of a config (`{"model.num_layers": "4"}`): values as typed, and all mistakes told at once."""
 
 import dataclasses
+import datetime
 import json
 import typing
 from collections.abc import Iterator, Mapping
@@ -30,7 +31,8 @@ def override_texts(overrides: Any) -> dict[str, str]:
     """Values by dotted name, each as it would be typed.
 
     A mapping sets the fields that it names and no others: `{"training": {"epochs": 2}}` is `{"training.epochs": 2}`.
-    One that says its `kind` is a choice made anew, and stands for the whole.
+    Two kinds stand for the whole: one that says its `kind` is a choice made anew, and one with dots in its names is
+    of columns of nested JSON, not of fields.
     """
     if overrides is not None and not isinstance(overrides, Mapping):
         remedy = 'give names with values, such as {"training.epochs": 2}'
@@ -41,14 +43,18 @@ def override_texts(overrides: Any) -> dict[str, str]:
 def _texts(overrides: Mapping[Any, Any], where: str) -> Iterator[tuple[str, str]]:
     for name, value in overrides.items():
         path = join(where, str(name))
-        if isinstance(value, Mapping) and value and "kind" not in value:
+        if isinstance(value, Mapping) and value and not _is_whole(value):
             yield from _texts(value, path)
             continue
         try:
             yield path, override_text(value)
         except TypeError:
-            remedy = "give text, a number, a path, a list, a mapping or a config"
+            remedy = "give text, a number, a date, a path, a list, a mapping or a config"
             raise UserError("is no value of an option", field=path, value=value, remedy=remedy) from None
+
+
+def _is_whole(value: Mapping[Any, Any]) -> bool:
+    return "kind" in value or any("." in str(name) for name in value)
 
 
 def _plain(value: Any) -> Any:
@@ -59,7 +65,7 @@ def _plain(value: Any) -> Any:
         return value.tolist()
     if isinstance(value, Mapping):
         return dict(value)
-    if isinstance(value, PurePath):
+    if isinstance(value, PurePath | datetime.date):
         return str(value)
     raise TypeError(type(value).__name__)
 
