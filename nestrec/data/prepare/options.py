@@ -18,8 +18,9 @@ NumberTransform = Literal["none", "standard", "log", "quantiles"]
 
 def check_separator(separator: str, field: str) -> None:
     """Refuse what cannot stand between fields."""
-    if len(separator.replace("\\t", "\t")) != 1 and separator != "::":
-        remedy = "give one character, \\t for a tab, or ::"
+    one = separator.replace("\\t", "\t")
+    if separator != "::" and (len(one) != 1 or not one.isascii() or one in '"\r\n'):
+        remedy = "give one ASCII character, \\t for a tab, or ::"
         raise UserError("cannot separate fields", field=field, value=separator, remedy=remedy)
 
 

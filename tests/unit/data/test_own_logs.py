@@ -242,8 +242,9 @@ def test_a_table_may_have_a_separator_of_its_own(tmp_path: Path) -> None:
         with_tables(tmp_path, items=given)
     dataset = with_tables(tmp_path, items=given, item_columns={"separator": ";"})
     assert dataset.vocabulary("item_brand").column("key").to_pylist() == ["a,b", "c"]
-    with pytest.raises(UserError, match="separator = 'ab': cannot separate fields"):
-        with_tables(tmp_path, items=given, item_columns={"separator": "ab"})
+    for wrong in ("ab", "§", '"', "\n"):
+        with pytest.raises(UserError, match=r"separator = .*: cannot separate fields"):
+            with_tables(tmp_path, items=given, item_columns={"separator": wrong})
 
 
 def test_tables_that_fit_a_part_of_the_log_and_ids_that_look_missing_are_told(
