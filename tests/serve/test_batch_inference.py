@@ -216,6 +216,18 @@ def test_a_file_of_histories_is_looked_through_before_anything_is_computed(retri
     assert not list(tmp_path.glob("out*"))
 
 
+def test_ids_of_a_file_of_histories_may_be_decimals_as_those_of_data_may(retrieval, tmp_path):
+    """Warehouses export whole numbers as decimals."""
+    decimal, batch, written = pa.decimal128(38, 2), nestrec.load(retrieval.folder).batch(CFG), []
+    for user, items in (("7", ["1", "2"]), (pa.array([7]).cast(decimal), pa.array([[1, 2]]).cast(pa.list_(decimal)))):
+        columns = {"user": [user] if isinstance(user, str) else user, "times_ms": [[T, T + 1]]}
+        columns["items"] = [items] if isinstance(items, list) else items
+        pq.write_table(pa.table(columns), tmp_path / "u.parquet")
+        batch.recommend(str(tmp_path / "u.parquet"), tmp_path / "out.parquet")
+        written.append(pq.read_table(tmp_path / "out.parquet"))
+    assert written[0].equals(written[1])
+
+
 def test_moments_of_a_file_of_histories_may_have_any_unit(retrieval, tmp_path):
     batch, written = nestrec.load(retrieval.folder).batch(CFG), []
     for unit, ticks in (("ms", 1), ("ns", 10**6)):

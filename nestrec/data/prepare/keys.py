@@ -42,7 +42,7 @@ class KeyTable:
         if numbers is not None:
             return self._encode_numbers(numbers)
         encoded = _distinct(ids)
-        codes = np.array([self._encode_one(text) for text in map(_text, encoded.dictionary.to_pylist())], np.int64)
+        codes = np.array([self._encode_one(text) for text in map(text_of_id, encoded.dictionary.to_pylist())], np.int64)
         return np.asarray(codes[encoded.indices.to_numpy()])
 
     def find(self, ids: pa.Array) -> NDArray[np.int64]:
@@ -51,7 +51,7 @@ class KeyTable:
         if numbers is not None:
             return _find(self._buckets, self._codes, numbers)
         encoded = _distinct(ids)
-        codes = np.array([self._find_one(text) for text in map(_text, encoded.dictionary.to_pylist())], np.int64)
+        codes = np.array([self._find_one(text) for text in map(text_of_id, encoded.dictionary.to_pylist())], np.int64)
         return np.asarray(codes[encoded.indices.to_numpy()])
 
     def keys(self, codes: NDArray[np.int64]) -> pa.Array:
@@ -107,8 +107,8 @@ def _distinct(ids: pa.Array) -> pa.DictionaryArray:
     return (ids if pa.types.is_decimal(ids.type) else ids.cast(pa.string())).dictionary_encode()
 
 
-def _text(key: str | Decimal) -> str:
-    """A decimal without the zeros behind its last digit."""
+def text_of_id(key: str | Decimal) -> str:
+    """A decimal is the text without the zeros behind its last digit."""
     if isinstance(key, str):
         return key
     text = f"{key:f}"

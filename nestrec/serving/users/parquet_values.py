@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from nestrec.data.prepare.keys import text_of_id
 from nestrec.serving.model.spec import ColumnSpec
 
 Ints = NDArray[np.int64]
@@ -34,9 +35,10 @@ def milliseconds(told: pa.Array) -> Ints:
 
 
 def is_id(kind: pa.DataType) -> bool:
-    """Ids are texts or whole numbers; these may have become floats where a table had gaps."""
+    """Ids are texts or numbers, as data has them; whole ones may have become floats where a table had gaps."""
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    return bool(is_text(kind) or pa.types.is_integer(kind) or pa.types.is_floating(kind))
+    is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)
+    return bool(is_text(kind) or is_number)
 
 
 def is_text(kind: pa.DataType) -> bool:
@@ -51,7 +53,9 @@ def is_whole(told: pa.Array) -> bool:
 
 
 def ids_of(told: pa.Array) -> list[Any]:
-    """Texts or whole numbers."""
+    """Texts or whole numbers; decimals as the texts that data makes of them."""
+    if pa.types.is_decimal(told.type):
+        return [text_of_id(key) for key in told.to_pylist()]
     return (told.cast(pa.int64()) if pa.types.is_floating(told.type) else told).to_pylist()  # type: ignore[no-any-return]
 
 
