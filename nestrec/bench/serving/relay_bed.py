@@ -7,6 +7,7 @@ from typing import Literal, Protocol
 import numpy as np
 import torch
 
+from nestrec.base.bounds import NonNegative
 from nestrec.base.config import config
 from nestrec.bench.serving.relay_bound import RequestCosts, measure_costs
 from nestrec.bench.serving.relay_modes import MODES, Mode
@@ -115,12 +116,13 @@ class RelayBench:
     """of prefixes"""
     costs_of: str = ""
     """file that `nestrec bench engine --json` has written on some device: the engine runs in simulated time, its
-    batches take as long as they would there, and nothing is computed; for the sizes of its `encoder`"""
+    batches take as long as they would there, and nothing is computed; for the sizes of its `encoder`, and modes
+    without DRAM (`full`, `relay`)"""
     costs_of_model: str = "tables"
     """model of that file"""
-    host_ms: float = 0.25
+    host_ms: NonNegative = 0.25
     """of each batch, from its plan until the device has it (in simulated time)"""
-    way_ms: float = 0.0
+    way_ms: NonNegative = 0.0
     """from a client to the engine and back (in simulated time)"""
     seed: int = 0
     """of weights, arrivals and histories"""

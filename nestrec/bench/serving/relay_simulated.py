@@ -14,7 +14,7 @@ from nestrec.base.clock import AgendaClock
 from nestrec.base.errors import UserError
 from nestrec.bench.serving.relay_bed import RelayBench, engine_config, form_of, load_of
 from nestrec.bench.serving.relay_bound import BATCH, RequestCosts
-from nestrec.bench.serving.relay_modes import MODES, Mode
+from nestrec.bench.serving.relay_modes import MODES, Mode, mode_named
 from nestrec.serving.engine.engine import Engine
 from nestrec.serving.engine.simulated import Extent, SimulatedRunner, costs_of_rows
 from nestrec.serving.load.engine_load import RelayLoad, RelayOutcome, simulate_trial
@@ -33,7 +33,8 @@ class SimulatedBed:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError("is no file of device costs", field="costs_of", value=bench.costs_of,
                             remedy="write one with: nestrec bench engine --json FILE") from error  # fmt: skip
-        self._device, self.fit_error = costs_of_rows(rows, bench.costs_of_model)
+        self._device, _ = costs_of_rows(rows, bench.costs_of_model)
+        _check_modes(bench)
         self._form = form_of(replace(bench, device="cpu"))
 
     def load(self, history: int, candidates: int, returning: float) -> RelayLoad:
@@ -56,9 +57,6 @@ class SimulatedBed:
         return float(np.median(self.trial(MODES["full"], few, _ALONE_RATE, 1e3).trial.latency_ms))
 
     def trial(self, mode: Mode, load: RelayLoad, rate: float, slo_ms: float) -> RelayOutcome:
-        if mode.uses_dram or mode.strays or mode.fetch_gb_per_s:
-            raise UserError("is not there in simulated time, which has no copies", field="modes", value=mode,
-                            remedy="choose of full, relay and relay_all")  # fmt: skip
         clock = AgendaClock()
         engine = Engine(
             self._form,
@@ -83,3 +81,12 @@ class SimulatedBed:
             self._form, self._device, clock, cache_bytes=bench.cache_bytes, page_tokens=TiersConfig().page_tokens,
             host_ms=bench.host_ms,
         )  # fmt: skip
+
+
+def _check_modes(bench: RelayBench) -> None:
+    """Before any is measured: a sweep of the modes before it would be for nothing."""
+    for name in (*bench.modes, *bench.more_modes):
+        mode = mode_named(name)
+        if mode.uses_dram or mode.strays or mode.fetch_gb_per_s:
+            raise UserError("is not there in simulated time, which has no copies", field="modes", value=name,
+                            remedy="choose of full and relay: --modes full,relay")  # fmt: skip

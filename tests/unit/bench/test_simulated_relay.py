@@ -59,13 +59,21 @@ def test_no_cost_is_below_zero():
 
 @pytest.mark.parametrize(
     ("changes", "field"),
-    [({"costs_of": "/nowhere.json"}, "costs_of"), ({"costs_of_model": "other"}, "costs_of_model"),
-     ({"modes": ("relay_dram",)}, "modes")],
-)  # fmt: skip
+    [({"costs_of": "/nowhere.json"}, "costs_of"), ({"costs_of_model": "other"}, "costs_of_model")],
+)
 def test_what_cannot_be_simulated_is_refused_by_name(measured, changes, field):
     with pytest.raises(UserError) as caught:
         list(measure_relay(RelayBench(**{"encoder": ENCODER, "costs_of": str(measured), **changes})))
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("modes", [{}, {"modes": ("full",), "more_modes": ("relay_all",)}], ids=["usual", "more"])
+def test_modes_that_copy_are_refused_before_any_is_measured_and_the_remedy_names_others(measured, modes):
+    with pytest.raises(UserError, match="simulated time") as caught:
+        SimulatedBed(RelayBench(encoder=ENCODER, costs_of=str(measured), **modes))
+    named = tuple(caught.value.remedy.rpartition(" ")[2].split(","))
+    assert caught.value.value not in named
+    SimulatedBed(RelayBench(encoder=ENCODER, costs_of=str(measured), modes=named))
 
 
 def test_a_request_alone_takes_what_device_host_and_way_take_together(measured):
