@@ -116,9 +116,8 @@ def serve(folders: list[str], cfg: ServeConfig, signals: Signals, announce: Call
     check_device(device)
     end_with_front(signals, cfg.service.drain_s + 5.0)
     safety = safety_of(cfg)
-    sockets = bound_sockets(
-        cfg.host, cfg.port, is_shared=SLOT_VARIABLE in os.environ
-    )  # its front holds the port for it
+    is_held = SLOT_VARIABLE in os.environ  # the port: its front holds it for this process
+    sockets = bound_sockets(cfg.host, cfg.port, is_shared=is_held)
     count = num_fronts(cfg, device)
     template = Template() if count > 1 else None
     try:
