@@ -51,11 +51,13 @@ def _has_rows(path: Path, *, has_header: bool) -> bool:
     try:
         if path.suffix == ".parquet":
             return bool(pq.read_metadata(path).num_rows)
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
+        # As text, so that a line may end as on any system; of any encoding, since nobody reads what it says.
+        opened = gzip.open if path.suffix == ".gz" else open
+        with opened(path, "rt", encoding="latin-1") as stream:
             lines = list(itertools.islice((line for line in stream if line.strip()), 2))
     except (OSError, EOFError, zlib.error, pa.ArrowInvalid):
         return True
-    is_json = bool(lines) and lines[0].lstrip().startswith(b"{")
+    is_json = bool(lines) and lines[0].lstrip().startswith("{")
     return len(lines) > int(has_header and not is_json)
 
 

@@ -206,9 +206,12 @@ def test_an_append_that_ends_in_the_middle_leaves_the_old_generation(grown: Path
 def test_a_file_that_is_in_the_dataset_is_refused(grown: Path) -> None:
     first = write(grown.parent / "1.csv", rows_of(1))
     append(first, grown)
-    before = files_in(grown)
     again = shutil.copy(first, grown.parent / "other name.csv")
-    for path, known in ((again, "1.csv"), (grown.parent / "0.csv", "0.csv")):
+    other_ends = grown.parent / "cr.csv"
+    other_ends.write_bytes(write(grown.parent / "2.csv", rows_of(2)).read_bytes().replace(b"\n", b"\r"))
+    append(other_ends, grown)
+    before = files_in(grown)
+    for path, known in ((again, "1.csv"), (grown.parent / "0.csv", "0.csv"), (other_ends, "cr.csv")):
         with pytest.raises(DataError, match=f"in the dataset already, as {known}"):
             append(path, grown)
     assert files_in(grown) == before
