@@ -33,7 +33,7 @@ class TableColumns:
     key: str = ""
     """Column of the id; by default of the name that it has in the log."""
     separator: str = ""
-    """Between the fields of a table that is text: one character, `\\t` or `::`; that of the log by default."""
+    """Between the fields of a table that is text: one ASCII character, `\\t` or `::`; that of the log by default."""
     categories: tuple[str, ...] = ()
     """Columns with one value of a few, such as a brand."""
     lists: tuple[str, ...] = ()

@@ -91,7 +91,7 @@ class LogColumns:
     hashing: HashingConfig = HashingConfig()
     """How texts become ids."""
     separator: str = ","
-    """Between the fields of a text file: one character (`\\t` for a tab) or `::`."""
+    """Between the fields of a text file: one ASCII character (`\\t` for a tab) or `::`."""
     names: tuple[str, ...] = ()
     """Column names of a text file without a header line."""
     has_quotes: bool = True
