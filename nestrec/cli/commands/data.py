@@ -1,7 +1,4 @@
-"""The commands on data: prepare, append, compact, restore, follow, describe, formats.
-
-Heavy imports stand inside the commands, as in `nestrec.cli.app`, which lists these among its own.
-"""
+"""The commands on data: prepare, append, compact, restore, follow, describe, formats."""
 
 from pathlib import Path
 from typing import Annotated
