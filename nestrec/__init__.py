@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from nestrec.embedding.row_optimizer import RowOptimizer as RowOptimizer
     from nestrec.embedding.table import Table as Table
     from nestrec.jagged import Jagged as Jagged
+    from nestrec.library.exports import export as export
+    from nestrec.library.exports import publish as publish
     from nestrec.library.loaded import Ranking as Ranking
     from nestrec.library.loaded import Recommender as Recommender
     from nestrec.library.loaded import load as load
@@ -68,10 +70,12 @@ _EXPORTS = {
     "append": "nestrec.data.growth.append:append",
     "config": "nestrec.base.config:config",
     "evaluate": "nestrec.library.runs:evaluate",
+    "export": "nestrec.library.exports:export",
     "follow": "nestrec.library.runs:follow",
     "load": "nestrec.library.loaded:load",
     "pool_rows": "nestrec.ops.rows.pool:pool_rows",
     "prepare": "nestrec.data.prepare.preparation:prepare",
+    "publish": "nestrec.library.exports:publish",
     "train": "nestrec.library.runs:train",
 }
 """Public name to `module:attribute`."""

@@ -18,6 +18,7 @@ CONFIGS = {
     "follow": "nestrec.training.following:StreamConfig",
     "serve": "nestrec.serving.api.server:ServeConfig",
     "key": "nestrec.serving.safety.keys:KeyOptions",
+    "publish": "nestrec.serving.versions.publish_run:PublishRunConfig",
     "recommend": "nestrec.library.batch:BatchJobConfig",
     "replay": "nestrec.serving.load.replay:ReplayConfig",
 }

@@ -75,9 +75,10 @@ def train(
     cfg = configured(recipe, overrides)
     folder = Path("runs") / cfg.name if output is None else given_path(output, "output")
     _check_hearers(listener, window_hooks)
-    begun = None if start_from is None else _folder_of(start_from)
+    begun = None if start_from is None else folder_of(start_from)
     with contextlib.ExitStack() as held:
-        topology = held.enter_context(_ranks_of(cfg, cfg.ranks))
+        held.enter_context(groups_given_back())
+        topology = topology_of(cfg, cfg.ranks)
         made = Trainer(cfg, folder, topology, listener, start_from=begun, window_hooks=window_hooks)
         trainer = held.enter_context(contextlib.closing(made))
         trainer.train()
@@ -93,10 +94,11 @@ def evaluate(run: Run | Path | str, part: Part = "test", *, best: bool = True) -
     if part not in get_args(Part):
         remedy = did_you_mean(str(part), get_args(Part))
         raise UserError("is no part of the data", field="part", value=part, remedy=remedy)
-    folder = _folder_of(run)
+    folder = folder_of(run)
     cfg = RunFolder(folder).config()
     with contextlib.ExitStack() as held:
-        topology = held.enter_context(_ranks_of(cfg, RanksConfig()))  # to read tables, any number of them will do
+        held.enter_context(groups_given_back())
+        topology = topology_of(cfg, RanksConfig())  # to read tables, any number of ranks will do
         trainer = held.enter_context(contextlib.closing(Trainer(cfg, folder, topology)))
         return trainer.evaluate(part) if best else trainer.measure(part, best=False)
 
@@ -114,14 +116,15 @@ def follow(
     overrides: dotted names to values (`{"window.events": 1000}`; `nestrec options follow` lists them). It returns when
     the source has been idle for `idle_s`, which by default is never; told to stop, it saves and raises `Interrupted`.
     """
-    folder = _folder_of(run)
+    folder = folder_of(run)
     given_path(source, "source")  # an address is text, too, and would not survive as a path
     _check_hearers(listener, window_hooks)
     cfg = RunFolder(folder).config()
     texts = override_texts(overrides)
     options = with_overrides(StreamConfig(), texts)
     with contextlib.ExitStack() as held:
-        topology = held.enter_context(_ranks_of(cfg, cfg.ranks))
+        held.enter_context(groups_given_back())
+        topology = topology_of(cfg, cfg.ranks)
         follower = StreamFollower(
             str(source), folder, topology, options, cfg=cfg, listener=listener, window_hooks=window_hooks
         )
@@ -135,12 +138,12 @@ def topology_of(cfg: RunConfig, ranks: RanksConfig) -> Topology:
 
 
 @contextlib.contextmanager
-def _ranks_of(cfg: RunConfig, ranks: RanksConfig) -> Iterator[Topology]:
-    """`topology_of`. Process groups that are made for it are given back at the end, whatever that is: where this rank
-    alone has failed, the others hear of it at once, and all can meet again."""
+def groups_given_back() -> Iterator[None]:
+    """Process groups that a call makes are given back at its end, whatever that is: where this rank alone has failed,
+    the others hear of it at once, and all can meet again."""
     had_met = has_met_ranks()
     try:
-        yield topology_of(cfg, ranks)
+        yield
     finally:
         if not had_met:
             take_leave_of_ranks()
@@ -156,7 +159,8 @@ def _check_hearers(listener: Any, hooks: Any) -> None:
         raise UserError("is no list of functions", field="window_hooks", value=hooks, remedy=remedy)
 
 
-def _folder_of(run: Any) -> Path:
+def folder_of(run: Any) -> Path:
+    """Of what a call takes for a run."""
     if not isinstance(run, Run | Path | str):
         remedy = "give what nestrec.train gave, or a folder that it wrote"
         raise UserError("is no run", field="run", value=run, remedy=remedy)

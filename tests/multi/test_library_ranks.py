@@ -1,5 +1,6 @@
 """Runs from Python on several ranks: what a call leaves behind."""
 
+import json
 import os
 from pathlib import Path
 
@@ -53,7 +54,10 @@ def train_again(rank: int, port: int, folder: Path, pipe) -> None:
         run = nestrec.train(cfg, {"training.epochs": 1, "training.max_steps": 2}, output=folder / name)
         seen += [dist.is_initialized(), run.steps]
     seen.append(nestrec.evaluate(run).part)
+    versions = [nestrec.export(run, folder / "model", {"tables": "int8"}).version]
+    versions.append(nestrec.publish(run, folder / "published").version)
     pipe.send([*seen, dist.is_initialized()])
+    pipe.send(versions)
 
 
 def test_a_call_gives_its_process_groups_back_even_if_it_fails_and_the_next_one_makes_its_own(tmp_path: Path) -> None:
@@ -72,6 +76,11 @@ def test_a_call_gives_its_process_groups_back_even_if_it_fails_and_the_next_one_
     for pipe in pipes:
         assert pipe.poll(LIMIT_S)
         assert pipe.recv() == [False, False, 2, False, 2, "test", False]
+    exported = nestrec.export(tmp_path / "second", tmp_path / "alone", {"tables": "int8"}).version
+    (published,) = (tmp_path / "published" / "versions").glob("*/full.json")
+    for pipe in pipes:
+        assert pipe.poll(LIMIT_S)
+        assert pipe.recv() == [exported, json.loads(published.read_text())["version"]]
     for process in processes:
         process.join(LIMIT_S)
         assert process.exitcode == 0

@@ -30,23 +30,12 @@ def export(
 
     [bold]nestrec options export[/bold] lists all options.
     """
-    from nestrec.base.config import with_overrides
+    from nestrec.library.exports import export as export_run
     from nestrec.report import progress_for
-    from nestrec.serving.model.export import ExportConfig, export_run
 
-    cfg = with_overrides(ExportConfig(), parse_overrides(context.args, ("last",)))
+    overrides = parse_overrides(context.args, ("last",))
     with progress_for(f"export {output}"):
-        manifest = export_run(
-            run,
-            output,
-            best=not last,
-            defaults=cfg.defaults,
-            search=cfg.search,
-            dtype=cfg.dtype,
-            tables=cfg.tables,
-            prefixes=cfg.prefixes,
-            device=cfg.device,
-        )
+        manifest = export_run(run, output, overrides, best=not last)
     if (cost := manifest.precision) is not None:
         typer.echo(
             f"fewer bits: scores move by {cost.mean_difference:.2g} (at most {cost.largest_difference:.2g}) of"
@@ -60,8 +49,9 @@ def _told(metric: float | None) -> str:
     return "not known" if metric is None else f"{metric:.4f}"
 
 
-@app.command()
+@app.command(context_settings=PASSED_ON)
 def publish(
+    context: typer.Context,
     run: Annotated[Path, typer.Argument(help="A folder that `nestrec train` wrote.")],
     address: Annotated[str, typer.Argument(help="A folder, or an address that fsspec knows (s3://..., gs://...).")],
     last: Annotated[bool, typer.Option("--last", help="The last weights instead of the best ones.")] = False,
@@ -69,15 +59,18 @@ def publish(
     """Publish a run as the newest version at an address, for servers that follow it (`nestrec serve --follow`).
 
     - [bold]nestrec publish runs/mine published/mine[/bold]
+    - [bold]nestrec publish runs/mine published/mine --keep 10[/bold]: of the versions
+      there, the ten newest stay.
     - [bold]nestrec train demo --publish.address published/demo
       --publish.every_steps 100[/bold]: a run publishes by itself as it goes on. Then
       each version holds only what has changed since the one before.
     """
+    from nestrec.library.exports import publish as publish_run
     from nestrec.report import progress_for
-    from nestrec.serving.versions.publish_run import publish_run
 
+    overrides = parse_overrides(context.args, ("last",))
     with progress_for(f"publish {address}"):
-        manifest = publish_run(run, address, best=not last)
+        manifest = publish_run(run, address, overrides, best=not last)
     size_mb = manifest.num_bytes / 1e6
     typer.echo(f"version {manifest.number} ({manifest.version[:12]}) of step {manifest.step}: {size_mb:.1f} MB")
 

@@ -16,16 +16,18 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
-from nestrec.base.config import config, dumps, to_plain
+from nestrec.base.config import config, dumps, from_plain, to_plain
 from nestrec.base.devices import DeviceChoice, chosen_device
 from nestrec.base.errors import DataError, UserError
 from nestrec.base.paths import check_folder, sync_folder, told_if_unwritable
 from nestrec.checkpoint import Checkpoints, Restored
 from nestrec.checkpoint.durable import remove_folder, rename_folder, safetensors_content, write_file
+from nestrec.checkpoint.peers import Peers
 from nestrec.data.samples.features import Column, item_column
 from nestrec.data.samples.retrieval_inputs import CONTEXT_PREFIX
 from nestrec.data.schema import EVENT_PREFIX, ITEM_PREFIX
 from nestrec.distributed import Topology
+from nestrec.distributed.exchange import raise_together
 from nestrec.distributed.topology import check_device
 from nestrec.models.dtypes import computed_in
 from nestrec.ops.rows.round import whole
@@ -107,18 +109,24 @@ def export_run(
     check_device(chosen_device(device))
     serving_form_of(RunFolder(run).config().task)  # refuses what cannot be served before anything is read
     check_folder(output.parent, "OUT")
+    _check_new(output)
     output.parent.mkdir(parents=True, exist_ok=True)
     with restored_session(run, best=best) as (session, step):
-        servable = servable_of_session(session, step, output.parent)
-        if (dtype, tables, prefixes) != ("run", "run", "model"):
-            _check_fewer_bits(servable)
-            chosen = in_fewer_bits(servable, dtype, tables, output.parent)
-            cost = measured_cost(session, servable, chosen, tables=tables, prefixes=prefixes, device=device)
-            servable = replace(chosen, precision=cost)
-    servable = _with_defaults(servable, defaults)
-    if search is not None and search.kind != "exact":
-        servable = with_search(servable, search, Path(RunFolder(run).config().data.folder))
-    return write_servable(servable, output)
+        exported = servable_of_session(session, step, output.parent)
+
+        def write() -> ServableManifest:
+            servable = exported
+            if (dtype, tables, prefixes) != ("run", "run", "model"):
+                _check_fewer_bits(servable)
+                chosen = in_fewer_bits(servable, dtype, tables, output.parent)
+                cost = measured_cost(session, servable, chosen, tables=tables, prefixes=prefixes, device=device)
+                servable = replace(chosen, precision=cost)
+            servable = _with_defaults(servable, defaults)
+            if search is not None and search.kind != "exact":
+                servable = with_search(servable, search, Path(session.cfg.data.folder))
+            return write_servable(servable, output)
+
+        return _by_first(session.topology, write)
 
 
 def servable_of_run(run: Path, scratch: Path, *, best: bool = True) -> Servable:
@@ -137,6 +145,21 @@ def restored_session(run: Path, *, best: bool) -> Iterator[tuple[Session, int]]:
         session.restore(restored)
         with session.dense.averaged():
             yield session, restored.step
+
+
+def _by_first(topology: Topology, write: Callable[[], ServableManifest]) -> ServableManifest:
+    """What the first rank has written, or its error, on all ranks; these wait for it as long as for a checkpoint."""
+    peers, manifest, error = Peers.of_topology(topology), None, None
+    try:
+        manifest = write() if peers.is_first else None
+    except UserError as refused:
+        error = refused
+    plain = peers.gather(None if manifest is None else to_plain(manifest))[0]
+    if topology.world > 1:
+        raise_together(topology.control, error)
+    elif error is not None:
+        raise error
+    return manifest or from_plain(ServableManifest, plain)
 
 
 def _check_fewer_bits(servable: Servable) -> None:
@@ -159,8 +182,7 @@ def _with_defaults(servable: Servable, defaults: InputDefaults | None) -> Servab
 
 def write_servable(servable: Servable, output: Path) -> ServableManifest:
     """Write a model as a servable folder, which must not exist yet."""
-    if output.exists():
-        raise UserError("exists already", field="OUT", value=str(output), remedy="name a new folder")
+    _check_new(output)
     partial = output.with_name(output.name + ".partial")
     remove_folder(partial)
     try:
@@ -172,6 +194,11 @@ def write_servable(servable: Servable, output: Path) -> ServableManifest:
         remove_folder(partial)
         raise
     return manifest
+
+
+def _check_new(output: Path) -> None:
+    if output.exists():
+        raise UserError("exists already", field="OUT", value=str(output), remedy="name a new folder")
 
 
 def _newest(folder: RunFolder, best: bool) -> Restored:
