@@ -164,12 +164,13 @@ def tune(
         run = folder / run_name(overrides)
         score = measure(overrides, run, None if end_s is None else end_s - clock.now_s())
         num_failed = 0 if math.isfinite(score) else num_failed + 1
+        is_over = end_s is not None and clock.now_s() >= end_s
         if math.isfinite(score):
             study.tell(trial, score)
-        else:
+        elif not is_over:  # else it stays under way: the next start goes on with it
             study.tell(trial, state=optuna.trial.TrialState.FAIL)
-        trial_ids = {"run": run.name, "overrides": overrides}
-        said(f"try {trial.number}: {score:.4f} {json.dumps(trial_ids)}")
+        outcome = f"{score:.4f}" if math.isfinite(score) else _without_score(run, is_over=is_over)
+        said(f"try {trial.number}: {outcome} {json.dumps({'run': run.name, 'overrides': overrides})}")
         _keep_best(study, search, folder)
         if num_failed >= (_MOST_FAILED if _num_scored(study) else _FIRST_FAILED):
             raise UserError(
@@ -179,9 +180,15 @@ def tune(
                 remedy=f"{run / LOG_FILE} tells why; mend it, and the same command goes on",
             )
     if not _num_scored(study):
-        remedy = "look into the newest run folder, or give more time"
-        raise UserError("no try has a validation score", field="tune", value=str(folder), remedy=remedy)
+        remedy = (
+            f"give more, and the same command goes on; {LOG_FILE} of each run folder in {folder} tells how far it came"
+        )
+        raise UserError("no try has a validation score so far", field="--minutes", value=minutes, remedy=remedy)
     return _keep_best(study, search, folder)
+
+
+def _without_score(run: Path, *, is_over: bool) -> str:
+    return "the time was over before its first validation" if is_over else f"no score ({run / LOG_FILE} tells why)"
 
 
 def run_name(overrides: Overrides) -> str:

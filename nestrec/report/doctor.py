@@ -43,7 +43,7 @@ class _Check:
 
 _CHECKS = (
     _Check("Python", probes.python, "nestrec needs Python 3.11 or newer"),
-    _Check("PyTorch", probes.pytorch, "nothing runs without it: run `make setup`"),
+    _Check("PyTorch", probes.pytorch, "nothing runs without it: `pip install --force-reinstall torch`"),
     _Check("CPU", probes.cpu, "cores and memory could not be read; everything else works"),
     _Check("Disk", probes.disk, "datasets and checkpoints need room: free some, or write to another disk"),
     _Check("CUDA", probes.cuda, "training and kernels run on the CPU; install a driver and a CUDA build of PyTorch"),
@@ -57,7 +57,7 @@ _CHECKS = (
     _Check("TensorBoard", probes.tensorboard, "no TensorBoard files: `pip install tensorboard`", True),
     _Check("TorchRec", probes.torchrec, "no conversion to it, no comparison with it: `make torchrec`", True),
     _Check("Serving", probes.serving, "no `nestrec serve`: `pip install 'nestrec[serve]'`", True),
-    _Check("Ray", probes.ray, "no serving on several machines: `pip install 'ray[serve]'`", True),
+    _Check("Ray", probes.ray, "no `nestrec serve --front ray`: `pip install 'nestrec[ray]'`", True),
 )
 
 

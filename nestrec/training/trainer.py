@@ -141,6 +141,8 @@ class Trainer:
 
     def _train(self) -> TrainState:
         self._begin()
+        if self.state.step and (more := self._what_trains_more()):
+            self._listener.noted(f"nothing is left to train after step {self.state.step}: to train on, give {more}")
         with StopRequest().listening() as stop:
             self._loop(stop, self._is_finished, closes=True)
         self._save()
@@ -477,10 +479,18 @@ class Trainer:
         return self.cfg.optimizer.rates(self.state.step + 1)
 
     def _is_finished(self) -> bool:
-        cfg = self.cfg.training
-        out_of_patience = cfg.patience is not None and self.state.evaluations_since_best >= cfg.patience
-        out_of_steps = self._last_step is not None and self.state.step >= self._last_step
-        return self.state.position.epoch >= cfg.epochs or out_of_steps or out_of_patience
+        return bool(self._ends())
+
+    def _ends(self) -> dict[str, int]:
+        """The options by which the run is at its end, and how far it has come by each."""
+        cfg, state = self.cfg.training, self.state
+        reached = {"epochs": state.position.epoch, "max_steps": state.step - state.first_step}
+        reached["patience"] = state.evaluations_since_best
+        limits = {"epochs": cfg.epochs, "max_steps": cfg.max_steps, "patience": cfg.patience}
+        return {name: reached[name] for name, most in limits.items() if most is not None and reached[name] >= most}
+
+    def _what_trains_more(self) -> str:
+        return " and ".join(f"--training.{name} above {reached}" for name, reached in self._ends().items())
 
     @property
     def _last_step(self) -> int | None:

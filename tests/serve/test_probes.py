@@ -135,6 +135,28 @@ def test_every_fault_is_found_and_every_peer_found_again(quick):
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(
+    ("fault", "end", "told"),
+    [
+        ("deaf", "open", "no answer within 0.3 s"),
+        ("half a head", "closed", "it closed the connection before it had answered"),
+        ("no HTTP", "closed", "port {port} does not answer in HTTP"),
+        ("no status", "open", "port {port} does not answer in HTTP"),
+        ("not ready", "open", "status 503"),
+    ],
+)
+def test_why_an_instance_is_not_ready_is_told_in_words(quick, caplog, fault, end, told):
+    async def run():
+        async with probed(1) as (peers, probes, _):
+            peers[0].fault, peers[0].end = fault, end
+            assert await probes.is_ready(0) is False
+            return peers[0].port
+
+    port = asyncio.run(run())
+    (said,) = [record.getMessage() for record in caplog.records if record.name == "nestrec.serving.many.probes"]
+    assert said == f"instance 0 is not ready: {told.format(port=port)}"
+
+
 @pytest.mark.parametrize("num_rounds", [2, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
 def test_peers_that_fail_at_random_moments_are_found_as_they_are_in_the_end(quick, num_rounds):
     count, rng = 24, random.Random(num_rounds)

@@ -214,7 +214,10 @@ def recipes() -> None:
 
     from nestrec.training.recipes import RECIPES
 
-    table = Table("recipe", "task", "what it is", "data", box=None)
+    table = Table(box=None)
+    table.add_column("recipe", no_wrap=True)  # a name that is cut cannot be copied
+    for head in ("task", "what it is", "data"):
+        table.add_column(head)
     for name, make in RECIPES.items():
         cfg = make()
         what = " ".join((make.__doc__ or "").split()).removesuffix(".")

@@ -124,7 +124,8 @@ def scale(
     """
     from nestrec.cli.fleet import operate
 
-    typer.echo(f"{operate(address, 'scale', {'instances': instances})['instances']} instances")
+    count = operate(address, "scale", {"instances": instances})["instances"]
+    typer.echo(f"{count} instance{'' if count == 1 else 's'}")
 
 
 @app.command()

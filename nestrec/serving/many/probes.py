@@ -78,7 +78,7 @@ class Probes:
             response = await self._upstreams[slot].send("GET", b"/health/ready", timeout_s=_TIMEOUT_S)
             told = _told(response.body) if response.status == _OK else None
         except (OSError, EOFError, ValueError) as error:
-            self._tell(slot, repr(error))
+            self._tell(slot, _in_words(error))
             self.lost(slot)
             return False
         self._tell(slot, f"status {response.status}" if told is None else "")
@@ -100,6 +100,16 @@ class Probes:
             _LOG.warning("instance %d is not ready: %s", slot, why)
         else:
             _LOG.info("instance %d is ready", slot)
+
+
+def _in_words(error: Exception) -> str:
+    """Why a probe had no answer, for people who read logs."""
+    match error:
+        case TimeoutError():  # says nothing of itself
+            return f"no answer within {_TIMEOUT_S:g} s"
+        case EOFError():
+            return "it closed the connection before it had answered"
+    return str(error) or type(error).__name__
 
 
 def _told(body: bytes) -> tuple[int, str]:

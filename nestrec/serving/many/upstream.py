@@ -89,7 +89,7 @@ class Upstream:
             is_kept = headers.get(b"connection") != b"close" and len(self._idle) < _MOST_IDLE
             return Response(status, headers, body)
         except (ValueError, IndexError, asyncio.LimitOverrunError) as error:
-            raise ConnectionError(f"port {self.port} does not answer in HTTP: {error}") from error
+            raise ConnectionError(f"port {self.port} does not answer in HTTP") from error
         finally:
             if is_kept:
                 self._idle.append((reader, writer))

@@ -218,6 +218,13 @@ def test_every_recipe_says_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "HSTU on MovieLens 20M, 16 layers" in output
 
 
+def test_recipes_are_named_in_full_on_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    output = CliRunner().invoke(app, ["recipes"]).output
+    assert max(map(len, output.splitlines())) <= 80
+    assert {*RECIPES, "auto"} <= {line.split()[0] for line in output.splitlines() if line.strip()}
+
+
 def test_help_lists_the_commands_on_data_between_measuring_a_run_and_exporting_it() -> None:
     lines = CliRunner().invoke(app, ["--help"]).output.splitlines()
     listed = [words[1] for line in lines if len(words := line.split(" ", 2)) == 3 and words[1]]

@@ -4,8 +4,10 @@ import socket
 import threading
 
 import pytest
+from typer.testing import CliRunner
 
 from nestrec.base.errors import UserError
+from nestrec.cli.app import app
 from nestrec.cli.fleet import KEY_VARIABLE, operate
 from nestrec.cli.health import check_health
 
@@ -40,6 +42,13 @@ def test_who_asks_by_the_wrong_scheme_is_told_the_other_one(peer, scheme, said, 
     with pytest.raises(UserError, match="does not answer") as refused:
         operate(f"{scheme}://127.0.0.1:{peer(said)}", "fleet")
     assert remedy in str(refused.value)
+
+
+@pytest.mark.parametrize(("count", "told"), [(1, "1 instance\n"), (3, "3 instances\n")])
+def test_scale_tells_how_many_there_are(peer, count, told):
+    body = b'{"instances":%d}' % count
+    port = peer(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
+    assert CliRunner().invoke(app, ["scale", f"127.0.0.1:{port}", str(count)]).output == told
 
 
 @pytest.mark.parametrize("key", ["nr_secret\nnr_secret", "nr_sécret"])

@@ -71,6 +71,27 @@ def test_whoever_listens_hears_of_steps_and_a_folder_with_checkpoints_goes_on(da
     assert (heard.first, run.steps) == (2, 3)
 
 
+def test_a_run_that_has_nothing_left_to_train_says_what_would_train_more(data: Path, tmp_path: Path) -> None:
+    class Noted(Listener):
+        def __init__(self) -> None:
+            self.notes: list[str] = []
+
+        def noted(self, message: str) -> None:
+            self.notes.append(message)
+
+    def noted_by(**training: int) -> list[str]:
+        heard = Noted()
+        nestrec.train(config_of("hstu", data), {"training": training}, output=tmp_path / "run", listener=heard)
+        return heard.notes
+
+    assert noted_by(max_steps=4, evaluate_every_epochs=0) == []
+    told = "nothing is left to train after step 4: to train on, give "
+    assert noted_by(max_steps=2, evaluate_every_epochs=0) == [f"{told}--training.max_steps above 4"]
+    both = f"{told}--training.epochs above 1 and --training.max_steps above 4"
+    assert noted_by(max_steps=4, epochs=1, evaluate_every_epochs=0) == [both]
+    assert noted_by(max_steps=5, epochs=2, evaluate_every_epochs=0) == []
+
+
 def test_overrides_are_values_or_text_as_typed(tmp_path: Path) -> None:
     of_values = {
         "training.epochs": 2,

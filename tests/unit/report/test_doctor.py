@@ -1,5 +1,7 @@
 import os
+import re
 import shutil
+import tomllib
 from io import StringIO
 from pathlib import Path
 
@@ -8,6 +10,8 @@ from rich.console import Console
 
 from nestrec.report import doctor, probes
 from nestrec.report.doctor import Finding, doctor_table, examine
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def by_name(findings: list[Finding]) -> dict[str, Finding]:
@@ -54,6 +58,17 @@ def test_an_installed_package_that_cannot_be_imported_is_broken(
         probes.ray()
 
 
+def test_hints_name_extras_that_there_are() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    hints = {check.name: check.remedy for check in doctor._CHECKS}
+    named = {name: re.findall(r"pip install '([\w.-]+)\[(\w+)\]'", hint) for name, hint in hints.items()}
+    assert {name: found for name, found in named.items() if found} == {
+        "Serving": [("nestrec", "serve")],
+        "Ray": [("nestrec", "ray")],
+    }
+    assert {"serve", "ray"} <= extras.keys()
+
+
 def test_limited_links_need_root_and_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(probes.Absent, match="not root"):
@@ -65,8 +80,8 @@ def test_limited_links_need_root_and_commands(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_table_shows_remedies_on_a_narrow_terminal() -> None:
-    findings = [Finding(name="Ray", status="absent", detail="not installed", remedy="pip install 'ray[serve]'")]
+    findings = [Finding(name="Ray", status="absent", detail="not installed", remedy="pip install 'nestrec[ray]'")]
     file = StringIO()
     Console(file=file, width=60).print(doctor_table(findings))
     assert "absent" in file.getvalue()
-    assert "ray[serve]" in file.getvalue()
+    assert "nestrec[ray]" in file.getvalue()

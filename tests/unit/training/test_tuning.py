@@ -86,8 +86,26 @@ def test_time_ends_a_search_and_failures_count_for_nothing(tmp_path: Path) -> No
     assert (left, found.tries) == ([60, 35, 10], 2)
     with pytest.raises(UserError, match="a search needs an end"):
         tune(tmp_path, SEARCH, slow, runs=None, minutes=None)
-    with pytest.raises(UserError, match="no try has a validation score"):
-        tune(tmp_path / "none", SEARCH, lambda *_: math.nan, runs=None, minutes=0.5, clock=Ticking())
+
+
+def test_a_try_that_time_has_cut_short_is_told_in_words_and_goes_on_with_the_next_start(tmp_path: Path) -> None:
+    tried: list[Overrides] = []
+    told: list[str] = []
+
+    def cut_short(overrides: Overrides, run: Path, left_s: float | None) -> float:
+        tried.append(overrides)
+        return math.nan if len(tried) == 1 else 1.0
+
+    with pytest.raises(UserError, match=r"--minutes = 0.4: no try has a validation score so far\n.*give more"):
+        tune(tmp_path, SEARCH, cut_short, runs=None, minutes=0.4, clock=Ticking(), said=told.append)
+    tune(tmp_path, SEARCH, cut_short, runs=1, minutes=None, seed=1, said=told.append)
+    assert tried[0] == tried[1]
+    assert told[0].startswith("try 0: the time was over before its first validation {")
+    assert told[1].startswith("try 1: 1.0000 {")
+    with pytest.raises(UserError):
+        tune(tmp_path / "failed", SEARCH, lambda *_: math.nan, runs=1, minutes=None, said=told.append)
+    assert "no score (" in told[2]
+    assert "nan" not in "".join(told)
 
 
 def test_a_search_whose_tries_all_fail_ends(tmp_path: Path) -> None:
