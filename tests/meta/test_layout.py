@@ -101,10 +101,11 @@ def test_test_files_have_names_of_their_own():
 
 
 def test_what_python_users_call_needs_no_server():
-    """The extra packages of `nestrec serve` need not be there to train, load and recommend."""
+    """The extra packages of `nestrec serve` need not be there to train, load, recommend and export."""
     extras = ("uvicorn", "httptools", "uvloop", "orjson", "prometheus_client")
     code = f"import sys; sys.modules.update(dict.fromkeys({extras}))\n"
-    code += "import nestrec, nestrec.serving.api.reading, nestrec.serving.api.notes; nestrec.load, nestrec.train"
+    code += "import nestrec, nestrec.serving.api.reading, nestrec.serving.api.notes\n"
+    code += "nestrec.load, nestrec.train, nestrec.export, nestrec.publish"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=250)
 
 

@@ -2,12 +2,16 @@
 
 from contextlib import closing
 
+import numpy as np
 import pytest
 import torch
+from featured_runs import known_to, request_of
 from test_http import call
 
 from nestrec.base.config import to_plain
 from nestrec.base.errors import UserError
+from nestrec.data.samples.split import split_of
+from nestrec.library.loaded import Recommender
 from nestrec.serving.api.app import App
 from nestrec.serving.api.schema import LimitsConfig
 from nestrec.serving.engine.precision import placed
@@ -16,6 +20,7 @@ from nestrec.serving.model.packed_rows import packed_rows, packed_width, unpacke
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.tables import TablesConfig
 from nestrec.serving.service import Service, ServiceConfig
+from nestrec.tasks.metrics import auc
 
 
 @pytest.mark.parametrize(("kind", "share"), [("int8", 1 / 254), ("fp8", 1 / 16)])
@@ -66,6 +71,68 @@ def test_a_retrieval_export_in_fewer_bits_tells_its_cost(retrieval, tmp_path):
     assert 0.5 <= cost.overlap <= 1.0
     assert cost.before is not None
     assert Servable.load(tmp_path / "model").index.weight.dtype == torch.bfloat16
+
+
+def told_of_users(runs, role):
+    """(request, context, held-out item, whether its first label was set) of each user's last event that validates, as
+    the log tells them."""
+    session = runs.trainer(role).session
+    split = split_of(session.cfg.task.split, session.dataset)
+    users = split.users_with("valid")
+    for user in users[split.valid_end[users] > 1].tolist():
+        event = int(split.valid_end[user]) - 1
+        history, context, item = request_of(runs, user, event)
+        history, context = known_to(session.cfg.task, history, context)
+        action = session.dataset.rows(np.array([user])).lists["actions"][0][event]
+        yield history, context, item, int(action)
+
+
+def asked(folder):
+    """As its server answers, where a full history slides by blocks."""
+    return Recommender(Servable.load(folder), slide_events=None)
+
+
+def test_the_cost_of_a_retrieval_model_is_measured_with_features_of_every_kind(runs, tmp_path):
+    role = "retrieval, prefix"
+    told = list(told_of_users(runs, role))
+    cost = export_run(runs.run(role), tmp_path / "small", best=False, tables="fp8").precision
+    assert cost.num_requests == len(told)
+
+    def answers(model, users):
+        return [model.recommend(history, k=100, context=context) for history, context, *_ in users]
+
+    def ndcg(found):
+        best = [one.items[:10] for one in found]
+        places = [
+            items.index(item) if item in items else None for items, (_, _, item, _) in zip(best, told, strict=True)
+        ]
+        return float(np.mean([0.0 if place is None else 1 / np.log2(place + 2) for place in places]))
+
+    whole = asked(runs.folder(role))
+    full, fewer = answers(whole, told), answers(asked(tmp_path / "small"), told)
+    assert (cost.before, cost.after) == pytest.approx((ndcg(full), ndcg(fewer)))
+    scores = np.concatenate([np.abs(one.scores["score"]) for one in full])
+    assert cost.mean_score == pytest.approx(float(scores.mean()), rel=1e-4)
+    silent = [
+        ({**history, "features": {n: [None] * len(history["items"]) for n in history["features"]}}, context)
+        for history, context, *_ in told
+    ]
+    unlike = np.concatenate([np.abs(one.scores["score"]) for one in answers(whole, silent)])
+    assert abs(unlike.mean() - scores.mean()) > 1e-3 * scores.mean(), "scores depend on them"
+
+
+def test_the_cost_of_a_ranking_model_is_measured_with_features_of_every_kind(runs, tmp_path):
+    role = "ranking, every kind"
+    told = list(told_of_users(runs, role))
+    cost = export_run(runs.run(role), tmp_path / "small", best=False, tables="fp8").precision
+    whole = asked(runs.folder(role))
+    name = whole.outputs[0]
+    bit = whole.servable.spec.action_bits[name]
+    labels = np.array([bool(action & bit) for *_, action in told], np.int64)
+    for folder, measured in ((runs.folder(role), cost.before), (tmp_path / "small", cost.after)):
+        model = asked(folder)
+        found = [model.rank(h, [item], context=context).scores[name][0] for h, context, item, _ in told]
+        assert measured == pytest.approx(float(auc(labels, np.array(found, np.float64))))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure on")

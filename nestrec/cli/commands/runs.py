@@ -99,7 +99,7 @@ def tune(
         said=typer.echo,
     )
     options = " ".join(f"--{name} {value}" for name, value in found.overrides.items())
-    typer.echo(f"best of {found.tries} tries: {found.score:.4f}, {options}")
+    typer.echo(f"best of {found.tries} {'try' if found.tries == 1 else 'tries'}: {found.score:.4f}, {options}")
     typer.echo(f"its run: {found.folder}; nestrec eval {found.folder} measures it on the test part")
 
 

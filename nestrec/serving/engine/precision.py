@@ -1,11 +1,12 @@
 """What fewer bits cost, measured when a model is exported, on requests made of events that validate.
 
-Both models are asked by the code that serves them. Where prefixes are kept in fewer bits, they are kept and read again.
+A request tells what the dataset has of its user, features of every kind included. Both models are asked by the code
+that serves them. Where prefixes are kept in fewer bits, they are kept and read again.
 
-Legend: Q requests.
+Legend: E events, U users.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -15,18 +16,20 @@ import torch
 from numpy.typing import NDArray
 
 from nestrec.base.devices import DeviceChoice, chosen_device
-from nestrec.data.dataset import Rows
+from nestrec.data.dataset import Dataset
 from nestrec.data.samples.split import split_of
 from nestrec.data.schema import ACTIONS, ITEM_IDS, TIMESTAMPS_MS
 from nestrec.serving.engine.runner import Part, Runner, Scored
 from nestrec.serving.model.forms import Form, make_form
-from nestrec.serving.model.inputs import Candidates, History, number_bits
+from nestrec.serving.model.inputs import Candidates, History
 from nestrec.serving.model.packed_rows import PackedTable
 from nestrec.serving.model.rows.keyed_table import KeyedTable
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.spec import PrecisionCost
 from nestrec.serving.model.tables import ResidentTable, ServedTable
 from nestrec.serving.prefix.page_pool import PrefixDtype, pool_for
+from nestrec.serving.users.columns import reader_of
+from nestrec.serving.users.dataset_features import DatasetFeatures
 from nestrec.tasks.metrics import auc, ranking_metrics
 from nestrec.training.session import Session
 
@@ -125,53 +128,68 @@ def _requests(session: Session, servable: Servable) -> list[_Request]:
     users = users[split.valid_end[users] > 1]
     chosen = np.unique(users[np.linspace(0, len(users) - 1, min(_NUM_REQUESTS, len(users))).astype(np.int64)])
     rng = np.random.default_rng(0)
-    rows, found = session.dataset.rows(chosen), list[_Request]()
-    for place, user in enumerate(chosen.tolist()):
-        found.append(_request(form, rows, place, int(split.valid_end[user]) - 1, rng))
-    return found
+    known = _known_of(session.dataset, servable, chosen)
+    ends = split.valid_end[chosen].tolist()
+    return [_request(form, known, place, end - 1, rng) for place, end in enumerate(ends)]
 
 
-def _request(form: Form, rows: Rows, place: int, event: int, rng: np.random.Generator) -> _Request:
-    servable = form.servable
+class _Known(NamedTuple):
+    """What a dataset has of some users."""
+
+    items: NDArray[np.int64]
+    """(E,), as are the other columns of events"""
+    offsets: NDArray[np.int64]
+    """(U + 1,) where the events of each user begin, and where the last ones end"""
+    times_ms: NDArray[np.int64]
+    actions: NDArray[np.int64]
+    of_events: Mapping[str, NDArray[np.int64]]
+    """(E,) by `ColumnSpec.fields`, as the model reads them"""
+    of_users: Mapping[str, NDArray[np.int64]]
+    """(U,) likewise"""
+
+
+def _known_of(dataset: Dataset, servable: Servable, users: NDArray[np.int64]) -> _Known:
+    features = DatasetFeatures(dataset, reader_of(servable))
+    rows = dataset.only((ITEM_IDS, TIMESTAMPS_MS, ACTIONS, *features.columns)).rows(users)
     items, offsets = rows.lists[ITEM_IDS]
-    first, target = int(offsets[place]), int(offsets[place]) + event
-    past = slice(first, target)
-
-    def values(name: str) -> NDArray[np.int64]:
-        if name not in rows.lists:
-            return np.zeros(target + 1, np.int64)
-        return rows.lists[name][0][: target + 1].astype(np.int64)
-
-    def feature(name: str, is_category: bool) -> NDArray[np.int64]:
-        """Categories as the dataset has them; numbers, which a transformation stands before, as unknown ones. (So are
-        lists, texts and vectors.)"""
-        if not is_category:
-            return number_bits(np.full(target + 1, np.nan, np.float32))
-        if name in rows.scalars:
-            return np.full(target + 1, int(rows.scalars[name][place]))
-        return values(name)
-
-    times, actions, unknown = values(TIMESTAMPS_MS), values(ACTIONS), np.zeros(target + 1, np.int64)
-    features = {
-        name: unknown if column.has_several else feature(name, column.has_table)
-        for name, column in servable.given_fields.items()
-    }
-    history = History(
-        items=items[past].astype(np.int64),
-        times_ms=times[past],
-        actions=actions[past],
-        features={name: column[past] for name, column in features.items()},
-        asked={name: int(column[target]) for name, column in features.items()},
+    times_ms, actions = (
+        rows.lists[name][0].astype(np.int64) if name in rows.lists else np.zeros(len(items), np.int64)
+        for name in (TIMESTAMPS_MS, ACTIONS)
     )
-    now_ms, item = int(times[target]), int(items[target])
+    return _Known(
+        items.astype(np.int64),
+        offsets.astype(np.int64),
+        times_ms,
+        actions,
+        features.of_events(rows, len(items)),
+        features.of_users(rows),
+    )
+
+
+def _request(form: Form, known: _Known, place: int, event: int, rng: np.random.Generator) -> _Request:
+    servable = form.servable
+    first, target = int(known.offsets[place]), int(known.offsets[place]) + event
+    past = slice(first, target)
+    of_user = {name: values[place] for name, values in known.of_users.items()}
+    of_events = {name: values[past] for name, values in known.of_events.items()}
+    asked = {name: int(value) for name, value in of_user.items()}
+    asked |= {name: int(values[target]) for name, values in known.of_events.items()}
+    history = History(
+        items=known.items[past],
+        times_ms=known.times_ms[past],
+        actions=known.actions[past],
+        features={**of_events, **{name: np.broadcast_to(value, event) for name, value in of_user.items()}},
+        asked=asked,
+    )
+    now_ms, item = int(known.times_ms[target]), int(known.items[target])
     if not form.appends_candidates:
         num_best = min(_NUM_BEST, servable.spec.num_items)
         best = Candidates(items=np.zeros(0, np.int64), now_ms=now_ms, num_best=num_best, excluded=history.items)
         return _Request(history, best, item, 0)
-    asked = np.concatenate([[item], rng.integers(1, servable.spec.num_items + 1, _NUM_CANDIDATES - 1)])
-    shown = {name: np.full(len(asked), column[target]) for name, column in features.items()}
-    label = int(bool(int(actions[target]) & servable.spec.action_bits[form.outputs[0]]))
-    return _Request(history, Candidates(items=asked, now_ms=now_ms, features=shown), item, label)
+    items = np.concatenate([[item], rng.integers(1, servable.spec.num_items + 1, _NUM_CANDIDATES - 1)])
+    shown = {name: np.full(len(items), value) for name, value in asked.items()}
+    label = int(bool(int(known.actions[target]) & servable.spec.action_bits[form.outputs[0]]))
+    return _Request(history, Candidates(items=items, now_ms=now_ms, features=shown), item, label)
 
 
 def _asked(form: Form, requests: Sequence[_Request], prefixes: PrefixDtype) -> list[Scored]:
