@@ -1,6 +1,7 @@
 """A run for servers from Python: what `nestrec export` and `nestrec publish` write, with values instead of text."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,6 @@ def test_as_many_versions_stay_as_are_wanted(run: nestrec.Run, tmp_path: Path, b
         (lambda run, out: nestrec.export(None, out), "run = None: is no run"),
         (lambda run, out: nestrec.export(run, None), "output = None: is no path"),
         (lambda run, out: nestrec.export(run, out, {"dytpe": "bfloat16"}), "(?s)dytpe = .*did you mean 'dtype'"),
-        (lambda run, out: nestrec.export(run, out.parent), "OUT = .*: exists already"),
         (lambda run, out: nestrec.publish(None, out), "run = None: is no run"),
         (lambda run, out: nestrec.publish(run, 3), "address = 3: is no path"),
         (lambda run, out: nestrec.publish(run, out, {"keep": 0}), "keep = "),
@@ -98,3 +98,12 @@ def test_what_a_server_could_not_be_given_is_refused_before_anything_is_written(
     with pytest.raises(nestrec.UserError, match=words):
         call(run, tmp_path / "new")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_there_is_refused_before_the_weights_are_read(run: nestrec.Run, tmp_path: Path) -> None:
+    (tmp_path / "young").mkdir()
+    shutil.copy(run.folder / "config.json", tmp_path / "young")
+    with pytest.raises(nestrec.UserError, match="OUT = .*: exists already"):
+        nestrec.export(tmp_path / "young", tmp_path)
+    with pytest.raises(nestrec.UserError, match="has no checkpoint yet"):
+        nestrec.export(tmp_path / "young", tmp_path / "new")
