@@ -259,7 +259,7 @@ def test_one_command_swaps_and_one_rolls_back(folders, monkeypatch):
         assert swapped.output.splitlines() == [f"instance {i}: retrieval {two} ({folder})" for i in range(2)]
         assert two not in (await asyncio.to_thread(said, "rollback")).output
         assert (await asyncio.to_thread(said, "fleet")).output.count(one) == 2
-        assert (await asyncio.to_thread(said, "scale", "1")).output == "1 instances\n"
+        assert (await asyncio.to_thread(said, "scale", "1")).output == "1 instance\n"
         refused = await asyncio.to_thread(said, "swap", "bad")
         assert isinstance(refused.exception, UserError)
         assert "instance 0 does not take the models" in str(refused.exception)

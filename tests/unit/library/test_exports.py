@@ -103,7 +103,7 @@ def test_what_a_server_could_not_be_given_is_refused_before_anything_is_written(
 def test_a_folder_that_is_there_is_refused_before_the_weights_are_read(run: nestrec.Run, tmp_path: Path) -> None:
     (tmp_path / "young").mkdir()
     shutil.copy(run.folder / "config.json", tmp_path / "young")
-    with pytest.raises(nestrec.UserError, match="OUT = .*: exists already"):
+    with pytest.raises(nestrec.UserError, match=r"OUT = .*: exists already"):
         nestrec.export(tmp_path / "young", tmp_path)
     with pytest.raises(nestrec.UserError, match="has no checkpoint yet"):
         nestrec.export(tmp_path / "young", tmp_path / "new")
