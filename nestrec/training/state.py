@@ -11,6 +11,7 @@ from nestrec.base.config import from_plain, to_plain
 from nestrec.data.batches import Batch
 from nestrec.data.order import Position
 from nestrec.pipeline.window_changes import WindowChange
+from nestrec.training.config import TrainingConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,16 @@ class TrainState:
         if self.best_score is None or math.isnan(self.best_score) or score > self.best_score:
             return replace(self, best_score=score, best_step=self.step, evaluations_since_best=0)
         return replace(self, evaluations_since_best=self.evaluations_since_best + 1)
+
+    def ends(self, cfg: TrainingConfig) -> dict[str, int]:
+        """The options by which a run is at its end, and how far it has come by each of them."""
+        limits = {"epochs": cfg.epochs, "max_steps": cfg.max_steps, "patience": cfg.patience}
+        reached = {
+            "epochs": self.position.epoch,
+            "max_steps": self.step - self.first_step,
+            "patience": self.evaluations_since_best,
+        }
+        return {name: reached[name] for name, most in limits.items() if most is not None and reached[name] >= most}
 
     def to_plain(self) -> dict[str, Any]:
         plain: dict[str, Any] = to_plain(self)

@@ -141,8 +141,7 @@ class Trainer:
 
     def _train(self) -> TrainState:
         self._begin()
-        if self.state.step and (more := self._what_trains_more()):
-            self._listener.noted(f"nothing is left to train after step {self.state.step}: to train on, give {more}")
+        self._tell_if_finished()
         with StopRequest().listening() as stop:
             self._loop(stop, self._is_finished, closes=True)
         self._save()
@@ -479,18 +478,14 @@ class Trainer:
         return self.cfg.optimizer.rates(self.state.step + 1)
 
     def _is_finished(self) -> bool:
-        return bool(self._ends())
+        return bool(self.state.ends(self.cfg.training))
 
-    def _ends(self) -> dict[str, int]:
-        """The options by which the run is at its end, and how far it has come by each."""
-        cfg, state = self.cfg.training, self.state
-        reached = {"epochs": state.position.epoch, "max_steps": state.step - state.first_step}
-        reached["patience"] = state.evaluations_since_best
-        limits = {"epochs": cfg.epochs, "max_steps": cfg.max_steps, "patience": cfg.patience}
-        return {name: reached[name] for name, most in limits.items() if most is not None and reached[name] >= most}
-
-    def _what_trains_more(self) -> str:
-        return " and ".join(f"--training.{name} above {reached}" for name, reached in self._ends().items())
+    def _tell_if_finished(self) -> None:
+        """Of a run that is started again: what would be measured is what was measured before."""
+        more = [f"--training.{name} above {reached}" for name, reached in self.state.ends(self.cfg.training).items()]
+        if more:
+            after = f"after step {self.state.step}"
+            self._listener.noted(f"nothing is left to train {after}: to train on, give {' and '.join(more)}")
 
     @property
     def _last_step(self) -> int | None:
