@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from nestrec.base.config import with_overrides
 from nestrec.base.devices import chosen_device
 from nestrec.base.errors import UserError, did_you_mean
 from nestrec.base.leaving import has_met_ranks, take_leave_of_ranks
@@ -25,7 +24,7 @@ from nestrec.distributed.options import RanksConfig
 from nestrec.library.configured import configured
 from nestrec.tasks.task import Evaluation
 from nestrec.training.config import RunConfig
-from nestrec.training.following import StreamConfig, StreamFollower
+from nestrec.training.following import StreamFollower, stream_config
 from nestrec.training.listener import Listener
 from nestrec.training.run_folder import RunFolder
 from nestrec.training.trainer import Trainer
@@ -120,8 +119,7 @@ def follow(
     given_path(source, "source")  # an address is text, too, and would not survive as a path
     _check_hearers(listener, window_hooks)
     cfg = RunFolder(folder).config()
-    texts = override_texts(overrides)
-    options = with_overrides(StreamConfig(), texts)
+    options = stream_config(Path(cfg.data.folder), override_texts(overrides))
     with contextlib.ExitStack() as held:
         held.enter_context(groups_given_back())
         topology = topology_of(cfg, cfg.ranks)

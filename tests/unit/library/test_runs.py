@@ -174,6 +174,26 @@ def test_a_source_may_be_a_path(run: nestrec.Run, tmp_path: Path) -> None:
         nestrec.follow(tmp_path / "nowhere", run, {"log.user": "user", "log.item": "item", "log.time": "time"})
 
 
+def test_a_stream_is_read_as_its_data_was_prepared_but_for_what_is_given(tmp_path: Path) -> None:
+    """One option of the log leaves the others as they were, as on the command line."""
+    events = [f"u{u},i{(u + i) % 7},{1_700_000_000 + 60 * i + u}" for u in range(12) for i in range(6)]
+    for name, lines in (("log.csv", events[:60]), ("more/events.csv", events[60:])):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("\n".join(["uid,iid,ts", *lines]) + "\n")
+    columns = {"log.user": "uid", "log.item": "iid", "log.time": "ts"}
+    nestrec.prepare("log", tmp_path / "log.csv", tmp_path / "data", **columns)
+    small = {
+        "data.folder": tmp_path / "data",
+        "task.loss": "full",
+        "training.max_steps": 2,
+        "training.evaluate_every_epochs": 0,
+    }
+    trained = nestrec.train("demo", small, output=tmp_path / "run")
+    options = {"log.max_ahead_s": 600, "idle_s": 0.01, "window.events": 12}
+    assert nestrec.follow(tmp_path / "more", trained, options).steps > 2
+    assert Dataset.open(tmp_path / "data").card.counts.events == 72
+
+
 def test_a_source_of_others_that_opens_nothing_is_named(run: nestrec.Run, monkeypatch: pytest.MonkeyPatch) -> None:
     nothing = SourceSpec("nothing", lambda address: address == "mine://events", lambda *_: None)  # type: ignore[arg-type, return-value]
     monkeypatch.setitem(SOURCES._built_in, "mine", nothing)
