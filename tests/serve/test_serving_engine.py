@@ -465,7 +465,7 @@ def test_the_trigger_hears_what_requests_take_beside_the_device(servable):
     assert engine.host_s > 0
     with engine._condition:  # nothing is computed meanwhile
         work = engine.rank("a", history, candidates, timeout_s=TIMEOUT_S)
-        alone_s = engine._full_rank_s(work.tokens.length, len(candidates))
+        alone_s = engine._outlook.full_rank_s(work.tokens.length, len(candidates))
         assert engine.trigger._offered[-1][1] == pytest.approx(alone_s + engine.host_s)
     work.future.result(TIMEOUT_S)
     engine.close()

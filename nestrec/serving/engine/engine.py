@@ -20,6 +20,7 @@ from nestrec.serving.client import NOBODY, Sender
 from nestrec.serving.engine.backlog import Backlog
 from nestrec.serving.engine.config import EngineConfig
 from nestrec.serving.engine.cost_model import EngineCostModel
+from nestrec.serving.engine.outlook import Outlook
 from nestrec.serving.engine.pace import EnginePace
 from nestrec.serving.engine.planner import Planner
 from nestrec.serving.engine.probe import check_probe
@@ -40,10 +41,7 @@ from nestrec.serving.prefix.trigger import Decision, Trigger
 __all__ = ["Engine", "EngineConfig"]
 
 _LOG = logging.getLogger(__name__)
-_SMOOTH_DOWN, _SMOOTH_UP = 0.05, 0.005
 _STALE_A_TURN = 32
-_BUSY = 0.5
-"""share of its time that a device works where work waits for it rather than for the host"""
 _NO_ITEMS, _NO_SCORES = np.zeros(0, np.int64), np.zeros((0, 0), np.float32)
 
 
@@ -116,7 +114,7 @@ class Engine:
         self._in_flight: deque[_Batch] = deque()
         self._pace = EnginePace(spins=self._runner.spins, clock=self.clock)
         self._backlog = Backlog(self._planner.chunk_s)
-        self._byte_s = 0.0  # device seconds of a byte of a request
+        self._outlook = Outlook(self.costs, self._pace, self._backlog)
         self._is_draining = self._is_closed = self._has_ended = False
         self._failure: BaseException | None = None
         self._is_warm = threading.Event()
@@ -139,14 +137,12 @@ class Engine:
         work = self._work(user, tokens, candidates.copied(), timeout_s, sender)
         with self._condition:
             self._check_open()
-            if sender.num_bytes:
-                self._learn_byte_s(work.estimate_s / sender.num_bytes)
+            self._outlook.told(sender, work.estimate_s)
             if sender.began_s:
                 self.trigger.came(work.arrived_s - sender.began_s + sender.back_s)
-            self.trigger.offered(self._full_rank_s(tokens.length, len(candidates)) + self._pace.host_s)
-            expected_s = self._pace.slowness * self._backlog.expected_s(sender.client, user, work.estimate_s)
+            self.trigger.offered(self._outlook.full_rank_s(tokens.length, len(candidates)) + self._pace.host_s)
             most_s = min(timeout_s, self.cfg.max_queue_s) if self._does_any_wait else timeout_s
-            if self._backlog.num_works and expected_s > most_s:
+            if self._backlog.num_works and self._outlook.ends_in_s(sender, user, work.estimate_s) > most_s:
                 self._post(lambda: self._planner.drop_signal(work.key))  # nobody would read the prefix
                 raise self.refuse()
             self._enqueue(work)
@@ -154,9 +150,7 @@ class Engine:
 
     def is_full_for(self, sender: Sender) -> bool:
         """A request of so many bytes, whatever is in them, would be refused."""
-        estimate_s = self._byte_s * sender.num_bytes
-        expected_s = self._pace.slowness * self._backlog.expected_s(sender.client, None, estimate_s)
-        return self._does_any_wait and expected_s > self.cfg.max_queue_s
+        return self._does_any_wait and self._outlook.unread_ends_in_s(sender) > self.cfg.max_queue_s
 
     def refuse(self) -> OverloadedError:
         """Count a refusal, and say when to come back."""
@@ -185,11 +179,11 @@ class Engine:
             decision = self.trigger.decide(
                 key,
                 tail=self.costs.tail,
-                wait_s=self._device_wait_s,
+                wait_s=self._outlook.device_wait_s,
                 host_s=self._pace.host_s,
                 preinfer_s=self.costs.share_s(*self.costs.work(there, cached - there, 0)),
-                full_rank_s=self._full_rank_s(length, num_candidates),
-                rank_s=self._rank_s(length, cached, num_candidates),
+                full_rank_s=self._outlook.full_rank_s(length, num_candidates),
+                rank_s=self._outlook.rank_s(length, cached, num_candidates),
                 num_bytes=cached * self.tiers.bytes_a_token,
             )
             self._count(f"signal_{decision.reason}")
@@ -206,10 +200,10 @@ class Engine:
         length, cached = lengths_of(self.form, num_events)
         with self._condition:
             decision = self.trigger.foresee(
-                full_rank_s=self._full_rank_s(length, num_candidates),
-                rank_s=self._rank_s(length, cached, num_candidates),
+                full_rank_s=self._outlook.full_rank_s(length, num_candidates),
+                rank_s=self._outlook.rank_s(length, cached, num_candidates),
                 tail=self.costs.tail,
-                wait_s=self._device_wait_s,
+                wait_s=self._outlook.device_wait_s,
                 host_s=self._pace.host_s,
             )
         return decision if cached and self.cfg.tiers.keeps_prefix else Decision(False, "never")
@@ -284,24 +278,6 @@ class Engine:
         until somebody comes, however long that batch is: overloaded, it would do less than it can."""
         return bool(self._inbox) or self._planner.num_waiting > 0
 
-    @property
-    def _device_wait_s(self) -> float:
-        """What waits for the device: where the host is what is slow, nothing, since signals would only add to that."""
-        return self._backlog.before_request_s if self._is_device_busy else 0.0
-
-    @property
-    def _is_device_busy(self) -> bool:
-        """Worth a next batch beside the one that it computes. Where the host is what is slow, one batch after another
-        holds more requests each, and the host has fewer batches to put together."""
-        return self._pace.busy_share > _BUSY
-
-    def _full_rank_s(self, length: int, num_candidates: int) -> float:
-        return self.costs.predict_s(*self.costs.work(0, length, num_candidates))
-
-    def _rank_s(self, length: int, cached: int, num_candidates: int) -> float:
-        """Against a prefix of so many tokens."""
-        return self.costs.predict_s(*self.costs.work(cached, length - cached, num_candidates))
-
     def _check_warm(self) -> None:
         if self._failure is not None:
             self.close()
@@ -332,12 +308,6 @@ class Engine:
 
     def _key(self, user: str) -> CacheKey:
         return CacheKey(user, self._version, self._slide)
-
-    def _learn_byte_s(self, byte_s: float) -> None:
-        """Quickly down and slowly up, towards what requests cost that have a prefix here: refused unread, they would be
-        refused for what others cost."""
-        known_s = self._byte_s or byte_s
-        self._byte_s = known_s + (_SMOOTH_DOWN if byte_s < known_s else _SMOOTH_UP) * (byte_s - known_s)
 
     def _enqueue(self, work: Work) -> None:
         if work.is_rank:
@@ -398,7 +368,9 @@ class Engine:
             return False
         if self._is_answer_due:
             self._complete(self._in_flight.popleft())
-        elif self._planner.has_work and (not self._in_flight or (self._is_device_busy and self._pace.turn_in_s <= 0)):
+        elif self._planner.has_work and (
+            not self._in_flight or (self._outlook.is_device_busy and self._pace.turn_in_s <= 0)
+        ):
             self._launch_next()
         return True
 
@@ -415,7 +387,7 @@ class Engine:
     def _take_new(self) -> bool:
         """Move what has arrived to this thread; waits where there is nothing to do. False when the engine is to end."""
         if self._in_flight and not self._is_answer_due:
-            self._pace.wait(has_work=self._is_device_busy and (self._planner.has_work or bool(self._inbox)))
+            self._pace.wait(has_work=self._outlook.is_device_busy and (self._planner.has_work or bool(self._inbox)))
         self._pace.stay_awake(lambda: self.has_something_to_do)
         with self._condition:
             while not self.has_something_to_do:
