@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from nestrec.base.config import with_overrides
+from nestrec.data.card import Card
 from nestrec.data.synthetic.logs import SPAN_MS, START_MS
+from nestrec.distributed import Topology
 from nestrec.testing.tiny_runs import NUM_ITEMS, NUM_USERS
+from nestrec.training.following import StreamConfig, StreamFollower
 
 COLUMNS = {
     "log.time": "time_ms",
@@ -19,6 +22,30 @@ COLUMNS = {
     "log.actions": "click=click,like=like,long_view=long_view",
 }
 """What the fields of an event mean, as options."""
+BY_COUNT = {"window.events": 30, "idle_s": 0.01, "replay_share": 0.2}
+BY_TIME = {"window.events": "none", "window.hours": 0.01, "window.lateness_s": 20, "idle_s": 0.01}
+"""Two rules for windows, as options."""
+
+
+class Crash(Exception):
+    """What ends a run in a test."""
+
+
+def crash() -> None:
+    """For a point of failure."""
+    raise Crash
+
+
+def follow(source: str, run: Path, options: Mapping[str, Any], **given: Any) -> StreamFollower:
+    """A run has followed a source until that was idle."""
+    follower = StreamFollower(source, run, Topology.single(), follow_options(options), **given)
+    follower.follow()
+    return follower
+
+
+def without_times(card: Card) -> list[Any]:
+    """The generations of a dataset, but for when they were made."""
+    return [(g.number, g.digest, g.events, g.stream.get("position")) for g in card.generations]
 
 
 def stream_events(number: int, seed: int = 0) -> list[dict[str, Any]]:
@@ -89,8 +116,6 @@ def follow_command(source: str, run: Path, options: Mapping[str, object]) -> lis
     return [sys.executable, "-m", "nestrec", "follow", source, "--run", str(run), *given]
 
 
-def follow_options(options: Mapping[str, object]) -> Any:
+def follow_options(options: Mapping[str, object]) -> StreamConfig:
     """The same as a config."""
-    from nestrec.training.following import StreamConfig
-
     return with_overrides(StreamConfig(), {name: str(value) for name, value in {**COLUMNS, **options}.items()})

@@ -2,7 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from nestrec.testing.tiny_runs import make_datasets
+from nestrec.distributed import Topology
+from nestrec.testing.tiny_runs import config_of, make_datasets
+from nestrec.training.trainer import Trainer
 
 
 @pytest.fixture(scope="session")
@@ -10,3 +12,12 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     make_datasets(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def base(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A run that copies of it may follow streams with, and its data."""
+    run = tmp_path_factory.mktemp("base") / "run"
+    more = {"training.max_steps": 3, "training.evaluate_every_epochs": 0}
+    Trainer(config_of("ranking", tiny_data, more), run, Topology.single()).train()
+    return run, tiny_data / "sequences"
