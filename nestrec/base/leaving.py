@@ -9,7 +9,8 @@ import contextlib
 import os
 import sys
 import threading
-from typing import NoReturn
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from nestrec.base import exit_codes
 
@@ -58,13 +59,15 @@ def has_met_ranks() -> bool:
     return bool(distributed.is_available() and distributed.is_initialized())
 
 
-def take_leave_of_ranks() -> None:
+def take_leave_of_ranks(groups: Sequence[Any] | None = None) -> None:
     """Give back what process groups hold, of devices above all. The work is done: no failure, and no rank that is gone
-    and keeps us waiting, changes the code."""
+    and keeps us waiting, changes the code. groups: these alone; none: all of them."""
 
     def destroy() -> None:
-        with contextlib.suppress(Exception):
-            sys.modules["torch"].distributed.destroy_process_group()
+        give_back = sys.modules["torch"].distributed.destroy_process_group
+        for arguments in [()] if groups is None else [(group,) for group in groups]:
+            with contextlib.suppress(Exception):
+                give_back(*arguments)
 
     if has_met_ranks():
         thread = threading.Thread(target=destroy, daemon=True)

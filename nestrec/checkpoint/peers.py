@@ -46,6 +46,7 @@ class Peers:
             return Peers()
         with meeting_watched():
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        topology.more_groups.append(group)
         # A log of its own: the order of saves in the background is no part of the order that ranks compare.
         own = Communicator("checkpoint", topology.rank, topology.world, group, CollectiveLog())
         return Peers(rank=topology.rank, world=topology.world, gather=lambda value: all_gather_json(own, value))

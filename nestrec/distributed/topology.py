@@ -7,10 +7,12 @@ the same shard in different groups hold copies of the same rows. The placement s
     replicas_contiguous    rank = shard * num_replicas + replica    copies of a row are kept alike inside a host
 """
 
+import contextlib
 import gc
 import itertools
 import os
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from typing import Literal, Protocol
 
@@ -18,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from nestrec.base.errors import UserError
-from nestrec.base.leaving import leave_ranks_at_end
+from nestrec.base.leaving import has_met_ranks, leave_ranks_at_end, take_leave_of_ranks
 from nestrec.distributed.collective_watch import CollectiveWatch
 from nestrec.distributed.emulated_link import EmulatedLink
 from nestrec.distributed.meeting import meeting_watched, open_store
@@ -105,6 +107,8 @@ class Topology:
     """Where exchanges go by hosts; none: every rank of a group talks to every other."""
     options: RanksConfig = field(default_factory=RanksConfig)
     """What was asked for."""
+    more_groups: list[dist.ProcessGroup] = field(default_factory=list, repr=False, compare=False)
+    """Made for these ranks by others, to be given back with those of the communicators."""
 
     @property
     def num_shards(self) -> int:
@@ -131,6 +135,30 @@ class Topology:
     @property
     def is_first(self) -> bool:
         return self.rank == 0
+
+    @staticmethod
+    @contextlib.contextmanager
+    def lent(make: "Callable[[], Topology]") -> "Iterator[Topology]":
+        """What `make` gives, while the block lasts. Process groups that are made for it are given back at its end,
+        whatever that is: where this rank alone has failed, the others hear of it at once, and all can meet again. The
+        default group of a caller who has made one stays."""
+        had_met, topology = has_met_ranks(), None
+        try:
+            topology = make()
+            yield topology
+        finally:
+            if not had_met:
+                take_leave_of_ranks()
+            elif topology is not None:
+                take_leave_of_ranks(topology._own_groups())
+
+    def _own_groups(self) -> list[dist.ProcessGroup]:
+        """Those that were made for these ranks."""
+        held = [getattr(self, each.name) for each in fields(self)]
+        held += [] if self.hosts is None else [getattr(self.hosts, each.name) for each in fields(self.hosts)]
+        groups = [one.group for one in held if isinstance(one, Communicator) and one.group is not None]
+        groups += self.more_groups
+        return list({id(group): group for group in groups}.values())
 
     def with_emulated_links(self, link: EmulatedLink) -> "Topology":
         """The same ranks; exchanges of keys, vectors, copies and dense gradients take as long as on such links."""

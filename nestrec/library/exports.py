@@ -14,7 +14,7 @@ from typing import Any
 from nestrec.base.config import with_overrides
 from nestrec.base.overriding import override_texts
 from nestrec.base.paths import given_path
-from nestrec.library.runs import Run, folder_of, groups_given_back
+from nestrec.library.runs import Run, folder_of
 from nestrec.serving.model.export import ExportConfig, export_run
 from nestrec.serving.model.spec import ServableManifest
 from nestrec.serving.versions.manifest import VersionManifest
@@ -32,18 +32,17 @@ def export(
     """
     cfg = with_overrides(ExportConfig(), override_texts(overrides))
     folder, written = folder_of(run), given_path(output, "output")
-    with groups_given_back():
-        return export_run(
-            folder,
-            written,
-            best=best,
-            defaults=cfg.defaults,
-            search=cfg.search,
-            dtype=cfg.dtype,
-            tables=cfg.tables,
-            prefixes=cfg.prefixes,
-            device=cfg.device,
-        )
+    return export_run(
+        folder,
+        written,
+        best=best,
+        defaults=cfg.defaults,
+        search=cfg.search,
+        dtype=cfg.dtype,
+        tables=cfg.tables,
+        prefixes=cfg.prefixes,
+        device=cfg.device,
+    )
 
 
 def publish(
@@ -58,5 +57,4 @@ def publish(
     cfg = with_overrides(PublishRunConfig(), override_texts(overrides))
     folder = folder_of(run)
     given_path(address, "address")  # it is text, too, and would not survive as a path
-    with groups_given_back():
-        return publish_run(folder, str(address), cfg, best=best)
+    return publish_run(folder, str(address), cfg, best=best)

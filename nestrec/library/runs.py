@@ -4,18 +4,17 @@
     print(run.evaluation.score, run.evaluation.metrics["model"])
 
 Under torchrun every rank makes the same call, and all of them share the work. Process groups that a call makes are gone
-after it, also where it failed; where the caller has made one before, it is used and stays.
+after it, also where it failed; a default group that the caller has made before is used and stays.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from nestrec.base.devices import chosen_device
 from nestrec.base.errors import UserError, did_you_mean
-from nestrec.base.leaving import has_met_ranks, take_leave_of_ranks
 from nestrec.base.overriding import override_texts
 from nestrec.base.paths import given_path
 from nestrec.data.samples.split import Part
@@ -76,8 +75,7 @@ def train(
     _check_hearers(listener, window_hooks)
     begun = None if start_from is None else folder_of(start_from)
     with contextlib.ExitStack() as held:
-        held.enter_context(groups_given_back())
-        topology = topology_of(cfg, cfg.ranks)
+        topology = held.enter_context(_ranks_of(cfg, cfg.ranks))
         made = Trainer(cfg, folder, topology, listener, start_from=begun, window_hooks=window_hooks)
         trainer = held.enter_context(contextlib.closing(made))
         trainer.train()
@@ -96,8 +94,7 @@ def evaluate(run: Run | Path | str, part: Part = "test", *, best: bool = True) -
     folder = folder_of(run)
     cfg = RunFolder(folder).config()
     with contextlib.ExitStack() as held:
-        held.enter_context(groups_given_back())
-        topology = topology_of(cfg, RanksConfig())  # to read tables, any number of ranks will do
+        topology = held.enter_context(_ranks_of(cfg, RanksConfig()))  # to read tables, any number will do
         trainer = held.enter_context(contextlib.closing(Trainer(cfg, folder, topology)))
         return trainer.evaluate(part) if best else trainer.measure(part, best=False)
 
@@ -121,8 +118,7 @@ def follow(
     cfg = RunFolder(folder).config()
     options = stream_config(Path(cfg.data.folder), override_texts(overrides))
     with contextlib.ExitStack() as held:
-        held.enter_context(groups_given_back())
-        topology = topology_of(cfg, cfg.ranks)
+        topology = held.enter_context(_ranks_of(cfg, cfg.ranks))
         follower = StreamFollower(
             str(source), folder, topology, options, cfg=cfg, listener=listener, window_hooks=window_hooks
         )
@@ -135,16 +131,9 @@ def topology_of(cfg: RunConfig, ranks: RanksConfig) -> Topology:
     return Topology.from_environment(chosen_device(cfg.training.device), ranks)
 
 
-@contextlib.contextmanager
-def groups_given_back() -> Iterator[None]:
-    """Process groups that a call makes are given back at its end, whatever that is: where this rank alone has failed,
-    the others hear of it at once, and all can meet again."""
-    had_met = has_met_ranks()
-    try:
-        yield
-    finally:
-        if not had_met:
-            take_leave_of_ranks()
+def _ranks_of(cfg: RunConfig, ranks: RanksConfig) -> contextlib.AbstractContextManager[Topology]:
+    """`topology_of`, for one call."""
+    return Topology.lent(lambda: topology_of(cfg, ranks))
 
 
 def _check_hearers(listener: Any, hooks: Any) -> None:

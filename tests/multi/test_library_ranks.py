@@ -1,9 +1,11 @@
 """Runs from Python on several ranks: what a call leaves behind."""
 
+import gc
 import json
 import os
 from pathlib import Path
 
+import psutil
 import pytest
 import torch.distributed as dist
 
@@ -56,8 +58,16 @@ def train_again(rank: int, port: int, folder: Path, pipe) -> None:
     seen.append(nestrec.evaluate(run).part)
     versions = [nestrec.export(run, folder / "model", {"tables": "int8"}).version]
     versions.append(nestrec.publish(run, folder / "published").version)
+    nestrec.load(run)
     pipe.send([*seen, dist.is_initialized()])
     pipe.send(versions)
+    dist.init_process_group("gloo")
+    files = []
+    for _ in range(3):
+        nestrec.evaluate(run)
+        gc.collect()
+        files.append(psutil.Process().num_fds())
+    pipe.send([dist.is_initialized(), files[2] - files[0]])
 
 
 def test_a_call_gives_its_process_groups_back_even_if_it_fails_and_the_next_one_makes_its_own(tmp_path: Path) -> None:
@@ -81,6 +91,9 @@ def test_a_call_gives_its_process_groups_back_even_if_it_fails_and_the_next_one_
     for pipe in pipes:
         assert pipe.poll(LIMIT_S)
         assert pipe.recv() == [exported, json.loads(published.read_text())["version"]]
+    for pipe in pipes:
+        assert pipe.poll(LIMIT_S)
+        assert pipe.recv() == [True, 0], "the caller's group stays; those that were made beside it do not"
     for process in processes:
         process.join(LIMIT_S)
         assert process.exitcode == 0

@@ -138,10 +138,12 @@ def servable_of_run(run: Path, scratch: Path, *, best: bool = True) -> Servable:
 @contextlib.contextmanager
 def restored_session(run: Path, *, best: bool) -> Iterator[tuple[Session, int]]:
     """A run on the CPU with its best (or last) weights, and their step."""
-    session = Session.open(RunFolder(run).config(), Topology.from_environment("cpu"))
-    restored = _newest(RunFolder(run), best)
-    check_restored(restored, Identity.of(session.cfg, RunFolder(run).identity() or identity_of(restored.state)))
-    with contextlib.closing(session.engine):
+    with contextlib.ExitStack() as held:
+        topology = held.enter_context(Topology.lent(lambda: Topology.from_environment("cpu")))
+        session = Session.open(RunFolder(run).config(), topology)
+        held.enter_context(contextlib.closing(session.engine))
+        restored = _newest(RunFolder(run), best)
+        check_restored(restored, Identity.of(session.cfg, RunFolder(run).identity() or identity_of(restored.state)))
         session.restore(restored)
         with session.dense.averaged():
             yield session, restored.step

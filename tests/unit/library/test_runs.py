@@ -1,10 +1,14 @@
 """Runs from Python: what `nestrec train` and `nestrec eval` do, with values instead of text."""
 
+import gc
+import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 import nestrec
@@ -36,6 +40,21 @@ def test_a_run_is_measured_and_can_be_measured_again(run: nestrec.Run) -> None:
     again = nestrec.evaluate(run)
     assert repr(again.to_plain()) == repr(run.evaluation.to_plain()), "as text: metrics without an interval have NaN"
     assert nestrec.evaluate(str(run.folder), "valid", best=False).part == "valid"
+
+
+def test_rounds_of_training_measuring_and_loading_leave_nothing_behind(data: Path, tmp_path: Path) -> None:
+    def round_of(number: int) -> dict[str, int]:
+        overrides = {"training.max_steps": 1, "training.evaluate_every_epochs": 0}
+        run = nestrec.train(config_of("hstu", data), overrides, output=tmp_path / f"{number}")
+        nestrec.evaluate(run)
+        run.load().recommend({"items": ["1", "2"], "times_ms": [1, 2]}, k=1)
+        gc.collect()
+        kept = Counter(type(each).__name__ for each in gc.get_objects())
+        process = {"files": psutil.Process().num_fds(), "threads": threading.active_count()}
+        return process | {name: kept[name] for name in ("Trainer", "Session", "EmbeddingEngine", "Tensor", "Parameter")}
+
+    first = round_of(0)  # what other tests have left is there all the time
+    assert [round_of(number) for number in (1, 2)] == [first] * 2
 
 
 def test_a_loaded_run_recommends_what_its_evaluation_measured(run: nestrec.Run, data: Path) -> None:
@@ -198,7 +217,7 @@ def test_a_source_of_others_that_opens_nothing_is_named(run: nestrec.Run, monkey
     nothing = SourceSpec("nothing", lambda address: address == "mine://events", lambda *_: None)  # type: ignore[arg-type, return-value]
     monkeypatch.setitem(SOURCES._built_in, "mine", nothing)
     with pytest.raises(
-        nestrec.UserError, match=r"source = 'mine': gives None of mine://events.*\n.*`open` of its spec"
+        nestrec.UserError, match=r"sources: mine = 'open': its `open` gives None of mine://events.*\n.*mend `open`"
     ):
         nestrec.follow("mine://events", run, {"log.user": "user", "log.item": "item", "log.time": "time"})
 
