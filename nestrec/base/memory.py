@@ -19,6 +19,14 @@ def ask_for_huge_pages() -> None:
     os.environ.setdefault(HUGE_PAGES, "1")
 
 
+def memory_bytes() -> int:
+    """Of this machine; 0 where the system does not say."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return 0
+
+
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
     """Around a measurement of latencies: a collection of garbage over all that is there would be felt as one."""

@@ -6,9 +6,12 @@ step-00000100.deleted     on its way out
 step-00000100.abandoned   set aside: newer than the step that training went on from, or damaged and written again
 """
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+
+from nestrec.base.errors import UserError
 
 _COMMITTED = re.compile(r"step-(\d{8,})")
 
@@ -19,9 +22,14 @@ def folder_of(parent: Path, step: int) -> Path:
 
 
 def committed_steps(parent: Path) -> list[int]:
-    """Steps with a committed checkpoint, in order; whether they are whole is another question."""
+    """Steps with a committed checkpoint, in order; whether they are whole is another question. A UserError where a file
+    or a link that leads nowhere has the name: there may be checkpoints that are not found, and none can be saved."""
     if not parent.is_dir():
-        return []
+        if not os.path.lexists(parent):
+            return []
+        what = f"is a link to {parent.readlink()}, which is not there" if parent.is_symlink() else "is no folder"
+        remedy = "mount or mend what it leads to, or move it away to begin without checkpoints"
+        raise UserError(f"{what}: checkpoints lie under this name", field="RUN", value=str(parent), remedy=remedy)
     steps = [step_of(path.name) for path in parent.iterdir() if path.is_dir()]
     return sorted(step for step in steps if step is not None)
 

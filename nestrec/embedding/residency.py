@@ -92,6 +92,12 @@ class Residency(Protocol):
         ...
 
 
+def index_bytes(num_rows: int, num_shards: int) -> int:
+    """Memory in which `StaticResidency` keeps which rows a shard has, before there is any."""
+    of_all = 0 if num_shards == 1 else 4 * num_rows
+    return of_all + (9 if num_shards == 1 else 17) * (num_rows // num_shards)
+
+
 class StaticResidency:
     """Keys 0 to num_rows - 1 that this shard owns; a row comes into being on first use, its slot is known before."""
 

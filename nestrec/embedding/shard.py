@@ -7,11 +7,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from nestrec.base.errors import UserError
+from nestrec.base.memory import memory_bytes
 from nestrec.base.transfer import to_device
 from nestrec.embedding.frozen_table import FrozenTable
 from nestrec.embedding.hashing import owner_of
 from nestrec.embedding.initial import initial_rows
-from nestrec.embedding.residency import Admitted, DynamicResidency, Residency, StaticResidency
+from nestrec.embedding.residency import Admitted, DynamicResidency, Residency, StaticResidency, index_bytes
 from nestrec.embedding.stores import make_store
 from nestrec.embedding.stores.frozen import Freezable
 from nestrec.embedding.table import TableConfig, layout_of
@@ -51,8 +53,28 @@ class TableShard:
         if table.num_rows is None:
             self.residency = DynamicResidency(table.store, self._num_shards)
         else:
+            self._check_fits(table.num_rows)
             self.residency = StaticResidency(table.num_rows, self._shard, self._num_shards)
         self.store = make_store(table, self.layout, self._device, self._shard)
+
+    def _check_fits(self, num_rows: int) -> None:
+        """Raise a UserError where this machine cannot hold what a table needs, however few of its rows are used."""
+        index, of_rows = index_bytes(num_rows, self._num_shards), 0
+        if self.table.store.kind != "disk" and self._device.type == "cpu":
+            of_rows = self.layout.row_bytes * (num_rows // self._num_shards)
+        try:
+            np.empty(of_rows, np.uint8)  # asked for and given back untouched: the store will ask for as much
+            if index <= (memory_bytes() or index):
+                return
+        except MemoryError:
+            pass
+        raise UserError(
+            f"needs {(index + of_rows) / 2**30:,.0f} GiB on each rank, more than this machine has",
+            field=f"tables.{self.table.name}.rows",
+            value=num_rows,
+            remedy="give fewer rows; of ids from a large range, let rows appear as they are used (rows=None), or share "
+            "rows (hashed=True)",
+        )
 
     def grow(self, table: TableConfig) -> None:
         """The same table with more rows."""

@@ -16,6 +16,9 @@ from nestrec.pipeline.compute import Precision
 from nestrec.pipeline.dense.options import OptimizerConfig
 from nestrec.pipeline.stages import Coupling
 
+MOST_EMPTY = 32
+"""Micro-batches that a batch may have whatever its size: as many as `auto` takes in training."""
+
 
 def check_choices(*, device: str, precision: str, couples_samples: str) -> None:
     """Names are among those that mean something."""
@@ -39,6 +42,18 @@ def check_micro_batches(count: Any) -> None:
     """A whole number of parts."""
     if not _is_count(count):
         raise UserError("must be a whole number from 1", field="micro_batches", value=count, remedy="such as 4")
+
+
+def check_cut(count: int, num_samples: int) -> None:
+    """Raise a UserError where most parts of a batch, of so many samples over all ranks, would be empty; a batch without
+    samples has empty ones only, and a few are no harm."""
+    if count > MOST_EMPTY and 0 < num_samples < count:
+        raise UserError(
+            f"is more than the samples of the first batch, of which there are {num_samples:,}",
+            field="micro_batches",
+            value=count,
+            remedy="give less (4 or 8 will mostly do), or larger batches",
+        )
 
 
 def check_fence(every: Any) -> None:

@@ -35,6 +35,7 @@ from nestrec.ops.rows.pool import Pooling
 from nestrec.pipeline.arguments import (
     check_batches,
     check_choices,
+    check_cut,
     check_fence,
     check_micro_batches,
     check_model,
@@ -92,7 +93,8 @@ class TrainingPipeline:
         tables: the sharded tables; a field of a batch that is named as a feature of one holds keys of it.
         dense_optimizer: of the model's own weights: AdamW with these options, or one of torch's over them.
         schedule: by name, or with its options. All that are exact give the same bits as `serial`.
-        micro_batches: parts of a rank's batch, computed one after the other before the one update.
+        micro_batches: parts of a rank's batch, computed one after the other before the one update. More than 32 are
+            refused where the first batch has fewer samples.
         pooled: features of which the model wants one vector a sample, (samples, dim) in the place of a `Jagged`: the
             sum over its keys, or what is named for it, such as {"tags": "mean", "clicks": "weighted"}; weights lie
             in the field `clicks/weight`, in the shape of the keys. On a CPU the looked-up rows are never in memory.
@@ -318,6 +320,8 @@ class TrainingPipeline:
         num_samples = num_samples_of(batch)
         check_features(batch, self._features)
         weight = announced(self._weight(batch))
+        if number == self.number == 0:  # a last one may have few samples
+            check_cut(self._micro_batches, num_samples * self.topology.world)
         groups = cut(batch, self._features, self._micro_batches, self.options.clustering)
         micro_batches = tuple(micro_batch_of(batch, self._features, samples) for samples in groups)
         samples, tokens = np.arange(num_samples), np.ones(num_samples, np.int64)

@@ -99,28 +99,49 @@ def check_restored(restored: Restored, mine: Identity) -> None:
 
 def check_same_run(saved: Identity | None, mine: Identity, path: Path) -> None:
     """Likewise, whatever its course."""
-    if saved is None:
-        return
+    if saved is not None:
+        _refuse(*_differences(saved, mine), path)
+
+
+def check_kept_elsewhere(saved: Identity, mine: Identity, address: str) -> None:
+    """Likewise, before a checkpoint is taken from `training.checkpoint_address`: nothing of it is in the folder yet."""
+    kinds, told = _differences(saved, mine)
+    if kinds:
+        raise UserError(
+            f"holds checkpoints of another {' and '.join(kinds)}: {_listed(told)}",
+            field="training.checkpoint_address",
+            value=address,
+            remedy="give this run an address of its own; or, to go on from these, train with their settings into an "
+            "empty folder (--output)",
+        )
+
+
+def _differences(saved: Identity, mine: Identity) -> tuple[list[str], dict[str, str]]:
+    """What differs: run, seed or model; and in which settings, in words."""
     of_both = {
         "run": _told({"run": saved.run}, {"run": mine.run}),
         "seed": _told({SEED: saved.seed}, {SEED: mine.seed}),
         "model": _told(saved.model, mine.model),
     }
     kinds = [kind for kind, told in of_both.items() if told]
-    _refuse(kinds, {name: text for told in of_both.values() for name, text in told.items()}, path)
+    return kinds, {name: text for told in of_both.values() for name, text in told.items()}
 
 
 def _refuse(kinds: list[str], told: Mapping[str, str], path: Path) -> None:
     if not kinds:
         return
-    named = [f"{name} {text}" for name, text in list(told.items())[:_MOST_NAMED]]
-    named += [f"and {len(told) - _MOST_NAMED} more"] * (len(told) > _MOST_NAMED)
     raise UserError(
-        f"the checkpoint is of another {' and '.join(kinds)}: {'; '.join(named)}",
+        f"the checkpoint is of another {' and '.join(kinds)}: {_listed(told)}",
         field="checkpoint",
         value=str(path),
         remedy="move it out of this run's folder, or train into another one (--output) with its settings",
     )
+
+
+def _listed(told: Mapping[str, str]) -> str:
+    named = [f"{name} {text}" for name, text in list(told.items())[:_MOST_NAMED]]
+    named += [f"and {len(told) - _MOST_NAMED} more"] * (len(told) > _MOST_NAMED)
+    return "; ".join(named)
 
 
 def _told(saved: Settings, mine: Settings) -> dict[str, str]:

@@ -173,7 +173,8 @@ class RunFolder:
 
     def resumed_config(self) -> RunConfig | None:
         """With what the run was last started, where it has saved anything."""
-        is_saved = any(self.checkpoints.glob("step-*")) or bool(committed_steps(self.best))
+        has_any = [bool(committed_steps(folder)) for folder in (self.checkpoints, self.best)]
+        is_saved = any(has_any) or any(self.checkpoints.glob("step-*"))  # one that is half written was of this run, too
         return self.config() if is_saved and (self.path / "config.json").exists() else None
 
     def record(self, kind: str, **values: Any) -> None:

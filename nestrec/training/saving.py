@@ -8,7 +8,14 @@ from nestrec.checkpoint import IDENTITY, Checkpoints, Peers, Restored
 from nestrec.checkpoint.folders import folder_of
 from nestrec.checkpoint.places import place_of
 from nestrec.distributed.exchange import all_gather_json
-from nestrec.training.identity import Identity, check_restored, check_same_run, identity_of, is_of_another_course
+from nestrec.training.identity import (
+    Identity,
+    check_kept_elsewhere,
+    check_restored,
+    check_same_run,
+    identity_of,
+    is_of_another_course,
+)
 from nestrec.training.listener import Listener
 from nestrec.training.run_folder import RunFolder
 from nestrec.training.session import Session, on_first
@@ -62,7 +69,7 @@ class Saving:
     def find_last(self) -> TrainState | None:
         """The session as last saved, or none where nothing was saved yet."""
         self._wait()
-        restored = self._last.restore_latest(self._take)
+        restored = self._restored(self._last)
         return None if restored is None else self._session.settle(restored)
 
     def find_to_go_on(self, begin: Callable[[], TrainState] = TrainState) -> TrainState:
@@ -110,6 +117,18 @@ class Saving:
                     "(--output)",
                 )
 
+    def _restored(self, checkpoints: Checkpoints) -> Restored | None:
+        """The newest that is whole, taken from the second place where the folder has none."""
+        on_first(self._session.topology, lambda: self._check_before_fetched(checkpoints))
+        return checkpoints.restore_latest(self._take)
+
+    def _check_before_fetched(self, checkpoints: Checkpoints) -> None:
+        """Refuse what is of another run before it is copied here, where it would stay and be refused again."""
+        saved = None if checkpoints.steps() else identity_of(checkpoints.sent_state() or {})
+        if saved is not None:
+            mine = self._mine if self._named is not None else Identity.of(self._session.cfg, saved)
+            check_kept_elsewhere(saved, mine, self._cfg.checkpoint_address)
+
     def _take(self, restored: Restored) -> None:
         on_first(self._session.topology, lambda: self._check(restored))
         self._session.tables.take(restored)
@@ -135,7 +154,7 @@ class Saving:
         if self._folder.best not in self._folder.for_use:
             return self.restore_last()
         try:
-            restored = self._best.restore_latest(self._take)
+            restored = self._restored(self._best)
         except DamagedError as error:
             remedy = "take the last weights instead with --last, or train again"
             raise DamagedError(error.problem, field="best", value=str(self._folder.best), remedy=remedy) from error

@@ -87,3 +87,37 @@ def test_numbers_of_numpy_and_one_feature_by_its_name_are_what_they_mean():
     assert table.init.kind == "zeros"
     assert (table.num_rows, table.dim, table.features) == (4, 2, ("history",))
     assert type(table.num_rows) is int
+
+
+class Total(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, vectors, batch):
+        return (self.scale * vectors["t"]).sum(), len(batch["t"])
+
+
+def small_batches(micro_batches: int, *sizes: int) -> int:
+    model = Total()
+    adam = torch.optim.Adam(model.parameters())
+    pipeline = TrainingPipeline(model, [Table("t", rows=99, dim=2)], dense_optimizer=adam, micro_batches=micro_batches)
+    try:
+        return len(list(pipeline.run({"t": np.arange(size)} for size in sizes)))
+    finally:
+        pipeline.close()
+
+
+def test_micro_batches_that_would_mostly_be_empty_are_refused_before_anything_is_computed():
+    words = "micro_batches = 100000: is more than the samples of the first batch, of which there are 6"
+    with pytest.raises(UserError, match=words):
+        small_batches(100_000, 6)
+    assert small_batches(32, 6) == 1
+    assert small_batches(40, 50, 3) == 2  # the last may be small
+
+
+@pytest.mark.parametrize("store", ["device", "dram"])
+def test_a_table_that_no_machine_holds_is_refused_with_its_rows(store):
+    words = r"tables.t.rows = 10000000000000: needs [\d,]+ GiB on each rank(.|\n)*rows=None"
+    with pytest.raises(UserError, match=words):
+        EmbeddingEngine([Table("t", rows=10**13, dim=4, store=store).config], Topology.single())

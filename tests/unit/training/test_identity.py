@@ -216,3 +216,18 @@ def test_an_address_that_is_none_is_named_before_anything_is_trained(tiny_data, 
     with pytest.raises(UserError) as error:
         trainer_of(tiny_data, tmp_path, {"training.checkpoint_address": address})
     assert (error.value.field, error.value.value) == ("training.checkpoint_address", address)
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_an_address_of_another_seed_is_told_with_the_address_and_nothing_of_it_is_taken(tiny_data, tmp_path, is_known):
+    elsewhere = {"training.checkpoint_address": str(tmp_path / "elsewhere"), "training.max_steps": 2}
+    trainer_of(tiny_data, tmp_path / "run", elsewhere).train()
+    other = tmp_path / "other"
+    if is_known:  # a run of its own, whose checkpoints were lost
+        trainer_of(tiny_data, other, {"training.seed": 7, "training.max_steps": 2}).train()
+        shutil.rmtree(other / "checkpoints")
+        shutil.rmtree(other / "best", ignore_errors=True)
+    with pytest.raises(UserError, match=r"another (run and )?seed: .*training\.seed is 42 there, 7 here") as refused:
+        trainer_of(tiny_data, other, {**elsewhere, "training.seed": 7}).train()
+    assert refused.value.field == "training.checkpoint_address"
+    assert not list(other.glob("*/step-*"))

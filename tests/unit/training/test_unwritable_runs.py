@@ -41,3 +41,15 @@ def test_a_run_goes_on_where_tensorboard_cannot_write(
         trainer = Trainer(config_of("rows", tiny_data, SHORT), tmp_path / "run", Topology.single(), heard)
         assert trainer.train().step == 21
     assert [record.getMessage()[:43] for record in caplog.records] == ["nothing more is written for TensorBoard: [E"]
+
+
+@pytest.mark.parametrize(("name", "is_link"), [("checkpoints", False), ("checkpoints", True), ("best", True)])
+def test_a_name_of_checkpoints_that_is_no_folder_is_told_before_anything_is_computed(
+    tiny_data: Path, tmp_path: Path, name: str, is_link: bool
+) -> None:
+    place = tmp_path / name
+    place.symlink_to(tmp_path / "not mounted") if is_link else place.write_text("")
+    words = "is a link to .*not mounted, which is not there" if is_link else "is no folder"
+    with pytest.raises(UserError, match=f"RUN = '.*/{name}': {words}"):
+        trainer_of(tiny_data, tmp_path).train()
+    assert [path.name for path in tmp_path.iterdir()] == [name]
