@@ -24,7 +24,11 @@ class KindOf:
     def config(self, kind: str, *, field: str) -> type:
         """The config class of the member of this name; `field`: where the name was given."""
         cls: type = self.seam.find(kind, field=field).config
-        names = typing.get_args(typing.get_type_hints(cls).get("kind")) if dataclasses.is_dataclass(cls) else ()
+        try:
+            names = typing.get_args(typing.get_type_hints(cls).get("kind")) if dataclasses.is_dataclass(cls) else ()
+        except Exception as error:  # of a package that names types for its type checker alone, mostly
+            problem = f"types of its config {cls.__name__} cannot be read ({type(error).__name__}: {error})"
+            raise self.seam.unanswered(kind, "config", problem) from error
         if kind not in names:
             package = self.seam.package_of(kind)
             raise UserError(

@@ -1,16 +1,19 @@
-"""Dotted overrides of a config (`{"model.num_layers": "4"}`): values as typed, and all mistakes told at once."""
+"""Dotted overrides of a config (`{"model.num_layers": "4"}`): as they are typed, and all mistakes told at once."""
 
 import dataclasses
 import datetime
+import difflib
 import json
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any, TypeVar, cast, get_args
 
 from nestrec.base.conversion import built, convert, join, parse
 from nestrec.base.errors import Mistakes, UserError, did_you_mean
 
+PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+"""Settings of a command that takes dotted options beside its own."""
 ConfigT = TypeVar("ConfigT")
 _Overrides = Mapping[tuple[str, ...], str]
 """Parts of a dotted name to the text given for it."""
@@ -156,3 +159,33 @@ def _field_names(value: Any, where: str = "") -> list[str]:
 def _replaced(node: Any, fields: Mapping[str, Any]) -> Any:
     """A copy with these fields; a config whose other fields depend on them says so by a method `replaced`."""
     return node.replaced(**fields) if hasattr(node, "replaced") else dataclasses.replace(node, **fields)
+
+
+def parse_overrides(
+    arguments: Sequence[str], known: Sequence[str] = (), *, joins_repeated: bool = False
+) -> dict[str, str]:
+    """`--a.b 3` and `--a.b=3` as {"a.b": "3"}; `known` are the command's own options, for what was meant.
+
+    joins_repeated: what is given several times is a list, as if written with commas; otherwise the last one counts.
+    """
+    found: dict[str, str] = {}
+    rest = list(arguments)
+    while rest:
+        name, has_value, value = rest.pop(0).partition("=")
+        if not name.startswith("--"):
+            raise UserError(
+                "does not belong to an option",
+                field="argument",
+                value=name,
+                remedy="write --dotted.name value; a pattern of several files stands in quotes",
+            )
+        if not has_value:
+            if not rest:
+                remedy = did_you_mean(name.removeprefix("--"), known)
+                raise UserError("needs a value", field=name, value="", remedy=f"write {name} VALUE; or {remedy}")
+            value = rest.pop(0)
+        key = name.removeprefix("--")
+        found[key] = f"{found[key]},{value}" if joins_repeated and key in found else value
+        if (close := difflib.get_close_matches(name.removeprefix("--"), known, n=1)) and "." not in name:
+            raise UserError("no such option", field=name, value=value, remedy=f"did you mean --{close[0]}?")
+    return found

@@ -14,6 +14,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, TypeVar, cast
 
 from nestrec.base.errors import UserError, did_you_mean
+from nestrec.base.member import misfit_of
 
 T = TypeVar("T")
 
@@ -70,6 +71,31 @@ class Seam(Generic[T]):
         remedy = f"let it answer: `{what}` of its spec in the package {package!r}, or take another {self.noun}{see}"
         return UserError(problem, field=self.noun, value=name, remedy=remedy)
 
+    def broken(self, name: str, what: str, problem: str) -> UserError:
+        """The error for who was given by a member what it must not give; `what`: the function of it that gave it."""
+        remedy = f"mend `{what}` in the package {self.package_of(name)!r}, or take another {self.noun}"
+        return UserError(f"its `{what}` {problem}", field=f"{self.group}: {name}", value=what, remedy=remedy)
+
+    def by_default(self, name: str, what: str, *, field: str | None = None) -> Any:
+        """The config whose class stands in the field `what` of a spec, where nothing is said of it."""
+        config = getattr(self.find(name, field=field), what)
+        try:
+            return config()
+        except TypeError as error:
+            problem = f"its {what} {config.__name__} cannot be made without values ({error}): options have defaults"
+            raise self.unanswered(name, what, problem) from error
+
+    def resolved(self, name: str, what: str, value: Any, *, of: Any) -> Any:
+        """What a member has in the field `what` of its spec, as it is or as `module:attribute`. of: its class."""
+        try:
+            found = resolved(value)
+        except (Exception, SystemExit) as error:
+            problem = f"its {what} {value!r} cannot be loaded ({type(error).__name__}: {error})"
+            raise self.unanswered(name, what, problem) from error
+        if not isinstance(found, of):
+            raise self.unanswered(name, what, f"its {what} is {found!r}, which is no {of.__name__}")
+        return found
+
     @cached_property
     def _foreign(self) -> dict[str, EntryPoint]:
         found: dict[str, EntryPoint] = {}
@@ -89,6 +115,10 @@ class Seam(Generic[T]):
         if not isinstance(member, self._of):
             remedy = f"let its entry point name an instance of {self._of.__module__}.{self._of.__qualname__}"
             raise UserError(f"is no {self.noun}", field=f"{self.group}: {name}", value=member, remedy=remedy)
+        if (misfit := misfit_of(member)) is not None:
+            remedy = f"let the package {self.package_of(name)!r} give {misfit.wanted}"
+            field = f"{self.group}: {name}, {misfit.field}"
+            raise UserError(misfit.problem, field=field, value=misfit.value, remedy=remedy)
         return cast(T, member)
 
     def _load_foreign(self, point: EntryPoint) -> Any:

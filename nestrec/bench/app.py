@@ -5,6 +5,7 @@ A bench is imported when it runs, so that help answers at once: its docstring is
 
 import ast
 import importlib.util
+import json as encoded
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,12 +16,12 @@ import typer
 
 from nestrec.base.config import with_overrides
 from nestrec.base.errors import UserError
-from nestrec.base.overrides import PASSED_ON, parse_overrides
+from nestrec.base.overriding import PASSED_ON, parse_overrides
 from nestrec.base.paths import check_file
 from nestrec.bench.benches import BENCHES
 
 if TYPE_CHECKING:
-    from nestrec.bench.bench import Bench, Row, Shown
+    from nestrec.bench.bench import Row, Shown
 
 app = typer.Typer(
     help="Measure, and write result files that anyone can repeat. `nestrec options bench NAME` lists the fields that a "
@@ -82,7 +83,7 @@ def run_bench(name: str, arguments: Sequence[str], json: Path | None = None, pag
     bench = BENCHES.find(name)
     if page is not None and bench.page is None:
         raise UserError("has no page", field="--page", value=str(page), remedy="leave --page out")
-    cfg = configured(bench, arguments)
+    cfg = configured(name, arguments)
     rows: list[Row] = []
 
     def frame(more: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,13 +92,17 @@ def run_bench(name: str, arguments: Sequence[str], json: Path | None = None, pag
         return {**made, **more}
 
     def keep(row: "Row") -> None:
+        _check_row(name, row)
         rows.append(row)
         if bench.said is not None:
             typer.echo(bench.said(row), err=True)
         if json is not None:
             save_frame(json, frame({}))
 
-    more = _each(bench.measure(cfg), keep)
+    measured = bench.measure(cfg)
+    if not isinstance(measured, Iterable):
+        raise BENCHES.broken(name, "measure", f"gives {measured!r}, which holds no rows")
+    more = _each(measured, keep)
     _show(bench.show(rows, more) if bench.show is not None else [(name, rows)])
     if json is not None and rows:
         save_frame(json, frame(more))
@@ -105,16 +110,17 @@ def run_bench(name: str, arguments: Sequence[str], json: Path | None = None, pag
         bench.page(page, frame(more))
 
 
-def configured(bench: "Bench", arguments: Sequence[str]) -> Any:
+def configured(name: str, arguments: Sequence[str]) -> Any:
     """The config of a bench from what was typed behind its name: bare words first, then options, some repeated."""
-    words = list(arguments)
+    bench, words = BENCHES.find(name), list(arguments)
     bare = words[: next((i for i, word in enumerate(words) if word.startswith("--")), len(words))]
     if bare and bench.argument is None:
         raise UserError("does not belong to an option", field="argument", value=bare[0], remedy="write --name value")
     overrides = parse_overrides(words[len(bare) :], ("json", "page"), joins_repeated=True)
     if bare:
         overrides = {str(bench.argument): ",".join(bare), **overrides}
-    return with_overrides(bench.config(), {name.replace("-", "_"): value for name, value in overrides.items()})
+    default = BENCHES.by_default(name, "config")
+    return with_overrides(default, {option.replace("-", "_"): value for option, value in overrides.items()})
 
 
 @app.command()
@@ -138,6 +144,18 @@ def _each(measured: "Iterable[Row]", keep: "Callable[[Row], None]") -> Mapping[s
         except StopIteration as end:
             return end.value or {}
         keep(row)
+
+
+def _check_row(name: str, row: Any) -> None:
+    """Told at its first row, and not when all is measured and nothing of it can be written."""
+    try:
+        if isinstance(row, Mapping):
+            encoded.dumps(row)
+            return
+        problem = "which is no mapping of fields to values"
+    except (TypeError, ValueError) as error:
+        problem = f"which no result file can hold ({error}); tensors and arrays have `item` and `tolist`"
+    raise BENCHES.broken(name, "measure", f"gives the row {row!r}, {problem}")
 
 
 def _show(parts: "Iterable[Shown]") -> None:

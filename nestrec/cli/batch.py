@@ -9,7 +9,7 @@ import typer
 from nestrec.base.config import with_overrides
 from nestrec.base.devices import chosen_device
 from nestrec.base.errors import UserError, did_you_mean
-from nestrec.base.overrides import parse_overrides
+from nestrec.base.overriding import parse_overrides
 from nestrec.distributed import Topology
 from nestrec.library.batch import BatchJobConfig, BatchRecommender
 from nestrec.library.loaded import load

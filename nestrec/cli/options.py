@@ -36,9 +36,9 @@ def config_of(words: list[str]) -> tuple[Any, str]:
         from nestrec.data.formats.registry import FORMATS
 
         format = rest.pop(0) if rest and rest[0] in FORMATS else "log"
-        return FORMATS.find(format).options(), " ".join(rest)
+        return FORMATS.by_default(format, "options"), " ".join(rest)
     if command == "bench" and rest:
-        return BENCHES.find(rest[0], field="bench").config(), " ".join(rest[1:])
+        return BENCHES.by_default(rest[0], "config", field="bench"), " ".join(rest[1:])
     if command not in CONFIGS:
         known = ["train", "plan", "tune", "prepare", "append", "bench", *CONFIGS]
         raise UserError("has no dotted options", field="command", value=command, remedy=did_you_mean(command, known))

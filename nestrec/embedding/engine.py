@@ -51,6 +51,7 @@ from nestrec.embedding.flight.within_host import Relay, check_rows_are_whole
 from nestrec.embedding.flight.working_set import ChosenRows, RowBuffers, RowWatch, WorkingSet, WorkingTable
 from nestrec.embedding.frozen_table import FrozenTable
 from nestrec.embedding.hashing import hashed_rows
+from nestrec.embedding.optimizer_checks import check_optimizers
 from nestrec.embedding.placement import check_placements
 from nestrec.embedding.replica_sync import (
     Averaged,
@@ -82,6 +83,7 @@ class EmbeddingEngine:
     ) -> None:
         check_tables(tables)
         check_placements(tables, topology)
+        check_optimizers(tables, torch.device(device))
         agree(topology.control, "tables", [_as_agreed(t) for t in tables])
         self.replica_sync = replica_sync or ReplicaSyncConfig()
         self._replicas: ReplicaKeys | None = None

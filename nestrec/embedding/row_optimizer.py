@@ -42,7 +42,11 @@ class RowStep:
 
     def option(self, name: str) -> float:
         """An option of the optimiser's own, as the table gives it or as it is by default."""
-        return self.options.own_options[name]
+        own = self.options.own_options
+        if name not in own:
+            problem = f"it asks for its option {name!r}, which is none of those that its spec names: {sorted(own)}"
+            raise ROW_OPTIMIZERS.unanswered(self.options.kind, "options", problem)
+        return own[name]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from typing import Annotated
 from torch import nn
 
 from nestrec.base.kinds import KindOf
-from nestrec.base.seam import Seam, resolved
+from nestrec.base.seam import Seam
 from nestrec.models.backbone import Backbone, ForwardFlops, SequenceConfig
 from nestrec.models.segments import CachedForward
 from nestrec.models.whole_forward import WHOLE
@@ -57,4 +57,4 @@ def activations_of(cfg: SequenceConfig) -> float:
 def cached_forward_of(cfg: SequenceConfig) -> CachedForward:
     """How serving computes this model: against kept prefixes, or whole where its backbone does not say how."""
     cached = backbone_of(cfg).cached
-    return WHOLE if cached is None else resolved(cached)
+    return WHOLE if cached is None else BACKBONES.resolved(cfg.kind, "cached", cached, of=CachedForward)

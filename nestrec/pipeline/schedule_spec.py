@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from nestrec.pipeline.stages import Compute, Dense, Schedule
     from nestrec.trace import Tracer
 
-    Build = Callable[[EmbeddingEngine, Compute, Dense, Tracer, PipelineConfig], Schedule]
+Build = Callable[["EmbeddingEngine", "Compute", "Dense", "Tracer", "PipelineConfig"], "Schedule"]
 
 MOST_AHEAD = 8
 """More batches than any schedule takes before their step, beyond those that are made ahead."""
@@ -26,7 +26,7 @@ class ScheduleSpec:
 
     name: str
     """as it is asked for"""
-    build: "Build"
+    build: Build
     """(engine, compute, dense, tracer, options) to a schedule that has not begun"""
     is_exact: bool
     """whether its result equals that of `serial` to the bit, at the same micro-batches and window cache"""

@@ -22,6 +22,7 @@ from nestrec.pipeline.clustering import ByKeys
 from nestrec.pipeline.lanes import make_tracer
 from nestrec.pipeline.stages import check_can_cache, check_can_cut
 from nestrec.pipeline.window_choice import WindowChoice
+from nestrec.tasks.checks import check_loss, check_loss_is_sum
 from nestrec.tasks.task import Evaluation, compute_of
 from nestrec.trace import Span
 from nestrec.training.agreement import agree_on_config
@@ -130,11 +131,13 @@ class Trainer:
         self, batch: MicroBatch, rows: Mapping[str, torch.Tensor], index: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
         """Of the task as it is now: where data grows, it is another one."""
-        return self.session.task.loss(batch, rows, index)
+        return check_loss(self.cfg.task.kind, self.session.task.loss(batch, rows, index))
 
     def train(self) -> TrainState:
         """To the end of the recipe, or until told to stop (`Interrupted`, after saving)."""
         check_options_are_used(self.cfg, self.session.task)
+        if self.session.ring.size == 1 and self.session.dense.sharded is None:
+            check_loss_is_sum(self.cfg.task.kind, self.session.task, self.session.engine)
         with contextlib.ExitStack() as held:
             on_first(self._topology, lambda: held.enter_context(self.folder.kept_to_itself()))
             return self._train()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from nestrec.base.overrides import parse_overrides
+from nestrec.base.overriding import parse_overrides
 from nestrec.cli.app import app
 from nestrec.data.dataset import Dataset
 from nestrec.library.configured import configured

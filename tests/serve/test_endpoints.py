@@ -7,7 +7,9 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from html.parser import HTMLParser
+from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import TypedDict
 
 import httpx
 import pytest
@@ -16,6 +18,8 @@ from schema_check import check_schema
 from nestrec.base.errors import UserError
 from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.api.app import App
+from nestrec.serving.api.endpoint import Endpoint
+from nestrec.serving.api.posts import handled
 from nestrec.serving.api.routes import ENDPOINTS, all_endpoints, endpoint_seam
 from nestrec.serving.api.schema import BadRequestError, LimitsConfig
 from nestrec.serving.api.shapes import reader
@@ -262,3 +266,69 @@ def test_the_description_says_where_a_key_is_asked_for(described):
         found, is_open = operation(described, name), ENDPOINTS.find(name).audience == "anyone"
         assert ("security" in found) != is_open, name
         assert ({"401", "403"} <= set(found["responses"])) != is_open, name
+
+
+class Two(TypedDict):
+    """Two numbers."""
+
+    first: int
+    """one"""
+    second: int
+    """the other"""
+
+
+async def _half(front: object, request: None) -> dict[str, int]:
+    return {"first": 1}
+
+
+async def _no_mapping(front: object, request: None) -> list[int]:
+    return [1, 2]
+
+
+async def _no_json(front: object, request: None) -> dict[str, object]:
+    return {"first": object(), "second": 2}
+
+
+def _at_once(front: object, request: None) -> dict[str, int]:
+    return {"first": 1, "second": 2}
+
+
+@pytest.mark.parametrize(
+    ("handle", "said"),
+    [
+        (_half, r"gives \['first'\], where Two has \['first', 'second'\]"),
+        (_no_mapping, "gives list, where Two has"),
+        (_no_json, "gives what JSON cannot hold"),
+        (_at_once, "gives dict and nothing to wait for: write it as `async def`"),
+    ],
+)
+def test_an_answer_that_is_not_as_its_endpoint_says_is_never_sent(handle, said):
+    endpoint = Endpoint(method="GET", path="/v1/two", summary="two", handle=handle, answer=Two)
+    with pytest.raises(TypeError, match=rf"nestrec.endpoints: GET /v1/two: `handle` \({handle.__name__}\) {said}"):
+        asyncio.run(handled(endpoint, None, None))
+
+
+@dataclass
+class Unheard:
+    value: complex = 1j
+    """no JSON"""
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"request": Unheard, "method": "POST"},
+            r"endpoint = 'two': its request .*Unheard'> is not what JSON can hold",
+        ),
+        ({"answer": 3}, "its answer 3 is not what JSON can hold"),
+        ({"path": "v1/two"}, "its path 'v1/two' does not begin with '/'"),
+    ],
+)
+def test_an_endpoint_that_cannot_be_described_is_named_when_a_server_starts(monkeypatch, changes, said):
+    endpoint = Endpoint(**{"method": "GET", "path": "/v1/two", "summary": "two", "handle": _half, **changes})
+    seam = endpoint_seam()
+    monkeypatch.setitem(seam._loaded, "two", endpoint)
+    seam.__dict__["_foreign"] = {"two": EntryPoint("two", "theirs:TWO", seam.group)}
+    with pytest.raises(UserError, match=said):
+        all_endpoints(seam)

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from nestrec.base.memory import loading
-from nestrec.base.overrides import PASSED_ON, parse_overrides
+from nestrec.base.overriding import PASSED_ON, parse_overrides
 
 app = typer.Typer()
 

@@ -8,7 +8,7 @@ import typer
 
 from nestrec.base.errors import UserError, did_you_mean
 from nestrec.base.memory import loading
-from nestrec.base.overrides import PASSED_ON, parse_overrides
+from nestrec.base.overriding import PASSED_ON, parse_overrides
 from nestrec.base.paths import check_file, check_folder
 
 app = typer.Typer()

@@ -9,7 +9,7 @@ import typer
 
 from nestrec.base.errors import UserError
 from nestrec.base.memory import loading
-from nestrec.base.overrides import PASSED_ON, parse_overrides
+from nestrec.base.overriding import PASSED_ON, parse_overrides
 from nestrec.base.paths import check_file
 
 app = typer.Typer()

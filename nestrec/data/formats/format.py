@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from nestrec.base.errors import UserError
 from nestrec.data.card import Card
 from nestrec.data.prepare.folder import whole_folder
 from nestrec.data.prepare.options import PrepareOptions
@@ -37,8 +38,16 @@ def log_format(description: str, options: type[OptionsT], open: Callable[[Path, 
     """A format of event logs: `open` says where the rows are and what their columns mean."""
 
     def prepare(input: str, output: Path, options: OptionsT, progress: Progress) -> Card:
-        source = open(Path(input), options)
+        source = checked_source(open(Path(input), options), description)
         with whole_folder(output, force=options.force) as folder:
             return write_dataset(folder, source, options, progress)
 
     return Format(description, options, prepare, open)
+
+
+def checked_source(source: Any, format: str) -> LogSource:
+    """What `open` of a format gave, where it is the source of a log."""
+    if not isinstance(source, LogSource):
+        remedy = f"let `open` of the format return a {LogSource.__module__}.LogSource"
+        raise UserError(f"its `open` gives {source!r}", field="nestrec.formats", value=format, remedy=remedy)
+    return source

@@ -30,7 +30,7 @@ FORMATS: Seam[Format] = Seam(
 def typed_options(name: str, overrides: Mapping[str, str]) -> Any:
     """The options of a format with dotted overrides, as typed on a command line."""
     _check_names(name, overrides)
-    return with_overrides(FORMATS.find(name).options(), overrides)
+    return with_overrides(FORMATS.by_default(name, "options"), overrides)
 
 
 def given_options(name: str, given: Mapping[str, Any]) -> Any:

@@ -23,6 +23,7 @@ from nestrec.base.paths import given_path
 from nestrec.data import schema
 from nestrec.data.card import Card, Counts, DataFile, Feature, Generation, LayerEntry, describe_file
 from nestrec.data.dataset import Dataset
+from nestrec.data.formats.format import checked_source
 from nestrec.data.formats.registry import FORMATS
 from nestrec.data.gather import add_counts
 from nestrec.data.growth.generations import (
@@ -86,11 +87,11 @@ def append(
     if found.open is None:
         remedy = "name the format of the events (--format log)"
         raise DataError("is no format of event logs", field="format", value=name, remedy=remedy)
-    options = found.options()
+    options = FORMATS.by_default(name, "options")
     if name == card.source_format:
         options = from_plain(found.options, kept_options(card.options))
     options = with_overrides(options, override_texts(overrides))
-    return append_source(folder, found.open(path, options), options, progress=progress)
+    return append_source(folder, checked_source(found.open(path, options), name), options, progress=progress)
 
 
 def append_source(

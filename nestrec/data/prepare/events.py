@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -93,6 +93,10 @@ class EventColumns:
         features = [*log.values.values(), *log.numbers, *log.categories, *log.lists, *log.texts]
         named = [log.user, log.item, log.time, log.position, log.rating, *actions, *features]
         return [name for name in named if name is not None]
+
+    def needed(self) -> list[str]:
+        """Those without which no row can be read; an action's is looked for among the columns that there are."""
+        return replace(self, log=replace(self.log, actions={})).wanted()
 
     def sort_fields(self) -> list[str]:
         return [name for name in ("time", "position") if getattr(self.log, name)]

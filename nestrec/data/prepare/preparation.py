@@ -32,4 +32,7 @@ def prepare(
         raise UserError(
             "are not the options of this format", field="options", value=type(options).__name__, remedy=remedy
         )
-    return found.prepare(source, folder, options or given_options(format, given), progress)
+    card = found.prepare(source, folder, options or given_options(format, given), progress)
+    if not isinstance(card, Card):
+        raise FORMATS.broken(format, "prepare", f"gives {card!r} and no card of what it wrote")
+    return card

@@ -99,7 +99,7 @@ def read_events(work: Assembly) -> tuple[ListedFile, NDArray[np.int64]]:
     """Records of all events in a file, and the number of each user's."""
     spilled = ListedFile(work.folder / "events.bin", work.parser.dtype, work.source.columns.lists())
     user_counts = np.zeros(1024, dtype=np.int64)
-    for batch, done in work.source.batches():
+    for batch, done in work.source.checked_batches():
         records, bad = work.parser.parse(batch)
         work.quarantine.add(batch.file, [*batch.bad, *bad])
         work.num_rows_read += batch.num_rows + len(batch.bad)

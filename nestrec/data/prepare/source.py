@@ -8,11 +8,12 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from nestrec.base.errors import DataError
+from nestrec.base.errors import DataError, UserError
 from nestrec.data.prepare.events import EventColumns
 from nestrec.data.prepare.raw import Delimited, RawBatch, read_delimited, read_parquet
 from nestrec.data.prepare.side import SideSource
@@ -34,6 +35,26 @@ class LogSource:
     items: tuple[SideSource, ...] = ()
     files: tuple[Path, ...] = ()
     """That hold the events."""
+
+    def checked_batches(self) -> Iterator[tuple[RawBatch, float]]:
+        """The batches; a UserError at the first that is none. (Which columns it has, `EventParser` checks.)"""
+        given: Any
+        for given in self.batches():
+            if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], RawBatch)):
+                remedy = "let them give (RawBatch, share of the input)"
+                raise self._mistake(f"its batches give {type(given).__name__}", remedy)
+            batch = given[0]
+            for column, values in batch.columns.items():
+                if not isinstance(values, pa.Array | pa.ChunkedArray):
+                    problem = f"column {column!r} of {batch.file} is a {type(values).__name__}"
+                    raise self._mistake(problem, "give columns as pyarrow arrays")
+                if len(values) != batch.num_rows:
+                    problem = f"column {column!r} of {batch.file} has {len(values)} values for {batch.num_rows} lines"
+                    raise self._mistake(problem, "give each row its line and a value in every column")
+            yield given
+
+    def _mistake(self, problem: str, remedy: str) -> UserError:
+        return UserError(problem, field="format", value=self.format, remedy=f"mend the format: {remedy}")
 
     def digests(self, *, of_rows: bool = False) -> dict[str, str]:
         """Of the files that hold the events, by name: below the folder of all, where files of several have one name.

@@ -3,9 +3,11 @@
 A new source is a file with a `SourceSpec`, and one entry: here, or elsewhere an entry point of `nestrec.sources`.
 """
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +87,77 @@ class StreamSource(ABC):
         """Give back connections."""
 
 
+class CheckedSource(StreamSource):
+    """A source of another package, of which what it gives is looked at: a position that does not move, or goes back,
+    would have the same rows trained on for ever."""
+
+    def __init__(
+        self, source: StreamSource, columns: Collection[str], mistake: Callable[[str, str], UserError]
+    ) -> None:
+        """columns: that all rows have. mistake: (member, problem) to the error that names the source."""
+        self._source, self._columns, self._mistake = source, columns, mistake
+        self._passed: list[str] = []
+
+    def read(self, position: StreamPosition, max_rows: int) -> StreamRows | None:
+        rows = self._source.read(position, max_rows)
+        return None if rows is None else self._checked("read", rows, position, max_rows)
+
+    def pieces(self, position: StreamPosition, max_rows: int, number: int) -> list[StreamPiece]:
+        return self._source.pieces(position, max_rows, number)
+
+    def fetch(self, piece: StreamPiece) -> StreamRows | None:
+        rows = self._source.fetch(piece)
+        asked = piece.what.get("position")
+        return None if rows is None else self._checked("fetch", rows, asked, piece.what.get("max_rows"))
+
+    def identity(self) -> str | None:
+        return self._source.identity()
+
+    def lag(self, position: StreamPosition) -> dict[str, float]:
+        return self._source.lag(position)
+
+    def close(self) -> None:
+        self._source.close()
+
+    def _checked(self, what: str, rows: Any, asked: StreamPosition | None, most: int | None) -> StreamRows:
+        if not isinstance(rows, StreamRows) or not isinstance(rows.batch, RawBatch):
+            raise self._mistake(what, f"gives {type(rows).__name__} and no StreamRows of a RawBatch")
+        batch = rows.batch
+        for name, column in batch.columns.items():
+            if len(column) != batch.num_rows:
+                raise self._mistake(what, f"gives {len(column)} values of {name!r} for {batch.num_rows} rows")
+        for name in self._columns if batch.num_rows else ():
+            if name not in batch.columns:
+                raise self._mistake(what, f"gives rows without the column {name!r}, which it was opened with")
+        if most is not None and batch.num_rows > most:
+            raise self._mistake(what, f"gives {batch.num_rows} rows where {most} were asked for")
+        behind = self._plain(what, rows.position)
+        if asked is not None:
+            self._check_moved(what, self._plain(what, asked), behind)
+        return rows
+
+    def _plain(self, what: str, position: Any) -> str:
+        try:
+            if isinstance(position, Mapping):
+                return json.dumps(dict(position), sort_keys=True)
+            problem = "is no mapping"
+        except (TypeError, ValueError) as error:
+            problem = f"is not what JSON holds ({error})"
+        raise self._mistake(what, f"gives the position {position!r}, which {problem}")
+
+    def _check_moved(self, what: str, asked: str, behind: str) -> None:
+        """Reading again from an earlier position is what a run does that lost some; positions behind it are new."""
+        passed = self._passed
+        self._passed = [*passed[: passed.index(asked)], asked] if asked in passed else [*passed[1 - _PASSED :], asked]
+        if behind in self._passed:
+            problem = f"gives the position {behind} behind its rows, which it was asked from before: it goes round"
+            raise self._mistake(what, problem)
+
+
+_PASSED = 100
+"""Positions that are remembered: who goes back goes back a little, mostly."""
+
+
 def no_rows(file: str) -> RawBatch:
     """For a piece of which only the position behind it is known."""
     return RawBatch(file, np.zeros(0, np.int64), {})
@@ -121,8 +194,12 @@ def open_source(address: str, log: LogColumns, more: Collection[str] = ()) -> St
         if spec.fits(address):
             source = spec.open(address, log, wanted)
             if not isinstance(source, StreamSource):
-                raise SOURCES.unanswered(name, "open", f"gives {source!r} of {address}, which is no StreamSource")
-            return source
+                raise SOURCES.broken(name, "open", f"gives {source!r} of {address}, which is no StreamSource")
+            return (
+                source
+                if name in SOURCES.own
+                else CheckedSource(source, EventColumns.of(log).needed(), partial(SOURCES.broken, name))
+            )
     problem = "is no source: it is a file" if Path(address).is_file() else "is no source, and no folder that there is"
     remedy = f"name a folder that exists, or an address of {', '.join(SOURCES)} (kafka://localhost:9092/events)"
     raise UserError(problem, field="SOURCE", value=address, remedy=remedy)

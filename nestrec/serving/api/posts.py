@@ -1,9 +1,10 @@
 """Requests with a body to their endpoints, and the answers to what goes wrong."""
 
 import asyncio
+import inspect
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -88,8 +89,26 @@ class Posts:
 
 
 async def handled(endpoint: Endpoint, front: Any, request: Any) -> Answered:
-    answer = await endpoint.handle(front, request)
-    return answer if isinstance(answer, Answered) else as_json(answer, endpoint.status)
+    """The answer of an endpoint. Where it is not as the endpoint says, the log tells which endpoint that is."""
+    waited = endpoint.handle(front, request)
+    if not inspect.isawaitable(waited):
+        raise _mistake(endpoint, f"gives {type(waited).__name__} and nothing to wait for: write it as `async def`")
+    answer = await waited
+    if isinstance(answer, Answered):
+        return answer
+    fields = getattr(endpoint.answer, "__required_keys__", frozenset[str]())
+    if fields and not (isinstance(answer, Mapping) and fields <= answer.keys()):
+        given = sorted(answer) if isinstance(answer, Mapping) else type(answer).__name__
+        raise _mistake(endpoint, f"gives {given}, where {endpoint.answer.__name__} has {sorted(fields)}")
+    try:
+        return as_json(answer, endpoint.status)
+    except TypeError as error:
+        raise _mistake(endpoint, f"gives what JSON cannot hold ({error})") from error
+
+
+def _mistake(endpoint: Endpoint, problem: str) -> TypeError:
+    name = getattr(endpoint.handle, "__qualname__", endpoint.handle)
+    return TypeError(f"nestrec.endpoints: {endpoint.method} {endpoint.path}: `handle` ({name}) {problem}")
 
 
 def explained(error: Exception) -> Answered:

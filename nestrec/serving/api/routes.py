@@ -3,6 +3,8 @@
 from nestrec.base.errors import UserError
 from nestrec.base.seam import Seam
 from nestrec.serving.api.endpoint import Endpoint
+from nestrec.serving.api.schema import LimitsConfig
+from nestrec.serving.api.shapes import json_schema, reader
 
 _BUILT_IN: dict[str, Endpoint | str] = {
     "recommend": "nestrec.serving.api.endpoints.recommend:RECOMMEND",
@@ -40,6 +42,9 @@ ENDPOINTS = endpoint_seam()
 def all_endpoints(seam: Seam[Endpoint] = ENDPOINTS) -> dict[str, Endpoint]:
     """By name; each route belongs to one of them."""
     found = {name: seam.find(name) for name in seam}
+    for name, endpoint in found.items():
+        if name not in seam.own:
+            _check_described(seam, name, endpoint)
     routes: dict[str, str] = {}
     for name, endpoint in found.items():
         first = routes.setdefault(endpoint.path, name)
@@ -49,3 +54,20 @@ def all_endpoints(seam: Seam[Endpoint] = ENDPOINTS) -> dict[str, Endpoint]:
                 "is the path of two endpoints", field=f"{seam.group}: {name}", value=endpoint.path, remedy=remedy
             )
     return found
+
+
+def _check_described(seam: Seam[Endpoint], name: str, endpoint: Endpoint) -> None:
+    """Requests are read and all is described by what the endpoint says of itself: told when a server starts, and not
+    when somebody asks for the description."""
+    if not endpoint.path.startswith("/"):
+        raise seam.unanswered(name, "path", f"its path {endpoint.path!r} does not begin with '/'")
+    limits = LimitsConfig()
+    for what, shape in (("request", endpoint.request), ("answer", endpoint.answer)):
+        try:
+            if shape is not None:
+                json_schema(shape, limits, {})
+            if what == "request" and endpoint.request is not None:
+                reader(endpoint.request, limits)
+        except Exception as error:
+            problem = f"its {what} {shape!r} is not what JSON can hold ({type(error).__name__}: {error})"
+            raise seam.unanswered(name, what, problem, see="; examples/plugin shows one") from error

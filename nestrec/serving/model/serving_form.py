@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from torch import nn
 
 from nestrec.base.errors import UserError
-from nestrec.base.seam import resolved
 from nestrec.data.card import Card
 from nestrec.data.samples.features import Column
 from nestrec.embedding import EmbeddingEngine
@@ -81,7 +80,7 @@ def serving_form_of(task: TaskConfigBase) -> ServingForm:
     if (serving := task_spec(task).serving) is None:
         problem = "cannot be served: it has no form in which the server, which knows users by histories, asks a model"
         raise TASKS.unanswered(task.kind, "serving", problem, see="; docs/serving.md lists what can be served")
-    found: ServingForm = resolved(serving)
+    found: ServingForm = TASKS.resolved(task.kind, "serving", serving, of=ServingForm)
     return found
 
 

@@ -1,8 +1,10 @@
 """Seams: members by name, ours and those of other packages."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Any, Literal, Protocol
 
 import pytest
 
@@ -62,3 +64,74 @@ def test_a_member_whose_module_ends_the_program_is_named(monkeypatch: pytest.Mon
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UserError, match=r"tests.shapes: script.*cannot be loaded \(SystemExit: 3"):
         shapes(monkeypatch, script="a_script_of_others:X").find("script")
+
+
+class Drawing(Protocol):
+    def __call__(self, canvas: Any, *, scale: float) -> None: ...
+
+
+@dataclass(frozen=True)
+class Style:
+    width: int = 1
+
+
+@dataclass(frozen=True)
+class BareStyle:
+    width: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    config: type = Style
+    area: Callable[[Any, "OnlyForTypeCheckers"], float]  # noqa: F821
+    draw: Drawing = lambda canvas, *, scale: None
+    corners: tuple[Shape, ...] = ()
+    kind: Literal["flat", "round"] = "flat"
+    names: Mapping[str, int] = field(default_factory=dict)
+    painted: Any = None
+
+
+def area(shape: Any, unit: Any) -> float:
+    return 1.0
+
+
+def specs(monkeypatch: pytest.MonkeyPatch, **given: Any) -> Seam[Spec]:
+    monkeypatch.setattr(module, "entry_points", lambda group: [])
+    return Seam("tests.specs", "spec", {"one": Spec(**{"area": area, **given})}, of=Spec)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"config": "Style"}, r"specs: one, config = 'Style': is not what is asked for\n.*give a dataclass"),
+        ({"config": Style()}, r"one, config = Style\(width=1\): is not what"),
+        ({"area": None}, r"one, area = None: is not what .*\n.*a function of \(Any, OnlyForTypeCheckers\)"),
+        ({"area": lambda shape: 1.0}, r"cannot be called as it will be: it takes \(shape\)"),
+        ({"draw": lambda canvas, size: None}, r"it takes \(canvas, size\)\n.*a function of \(canvas, scale=\)"),
+        ({"corners": [Shape(3)]}, r"one, corners = .*\n.*give a tuple of Shape"),
+        ({"corners": ("corner",)}, r"one, corners = \('corner',\)"),
+        ({"kind": "sharp"}, r"one, kind = 'sharp': .*\n.*'flat' or 'round'"),
+        ({"names": ["a"]}, r"one, names = .*\n.*give a Mapping"),
+    ],
+)
+def test_a_field_of_a_spec_that_holds_something_else_is_named(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UserError, match=said):
+        specs(monkeypatch, **given).find("one")
+    assert specs(monkeypatch).find("one").area is area
+
+
+def test_what_a_spec_names_without_importing_it_is_checked_when_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    seam = specs(monkeypatch)
+    with pytest.raises(UserError, match=r"spec = 'one': its painted 'gone:X' cannot be loaded \(ModuleNotFoundError"):
+        seam.resolved("one", "painted", "gone:X", of=Shape)
+    with pytest.raises(UserError, match="its painted is 3, which is no Shape"):
+        seam.resolved("one", "painted", 3, of=Shape)
+    assert seam.resolved("one", "painted", f"{__name__}:TRIANGLE", of=Shape) is TRIANGLE
+
+
+def test_options_without_defaults_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert specs(monkeypatch).by_default("one", "config") == Style()
+    with pytest.raises(UserError, match=r"its config BareStyle cannot be made without values \(.*'width'"):
+        specs(monkeypatch, config=BareStyle).by_default("one", "config")

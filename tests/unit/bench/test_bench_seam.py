@@ -60,7 +60,7 @@ def test_a_run_that_is_cut_keeps_the_rows_it_has(tmp_path: Path) -> None:
 
 def test_words_without_a_field_and_pages_without_a_writer_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="does not belong to an option"):
-        configured(BENCHES.find("simulator"), ["nested"])
+        configured("simulator", ["nested"])
     with pytest.raises(UserError, match="has no page"):
         run_bench("squares", [], page=tmp_path / "page.md")
 
@@ -111,4 +111,21 @@ def test_the_command_of_every_result_file_still_parses(command: str) -> None:
         if option in arguments:
             place = arguments.index(option)
             del arguments[place : place + 2]
-    configured(BENCHES.find(name), arguments)
+    configured(name, arguments)
+
+
+@pytest.mark.parametrize(
+    ("measure", "said"),
+    [
+        (lambda bench: None, r"squares = 'measure': its `measure` gives None, which holds no rows"),
+        (lambda bench: ["a row"], r"gives the row 'a row', which is no mapping"),
+        (lambda bench: [{"time": object()}], r"gives the row .* which no result file can hold"),
+    ],
+)
+def test_a_measurement_whose_rows_cannot_be_kept_is_named_at_its_first_row(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, measure: Any, said: str
+) -> None:
+    monkeypatch.setitem(BENCHES._loaded, "squares", Bench(config=Squares, measure=measure))
+    with pytest.raises(UserError, match=said):
+        run_bench("squares", [], tmp_path / "result.json")
+    assert not (tmp_path / "result.json").exists()

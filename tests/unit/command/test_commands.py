@@ -16,7 +16,7 @@ from nestrec.balance import POLICIES
 from nestrec.base.config import leaves, with_overrides
 from nestrec.base.errors import UserError
 from nestrec.base.field_docs import describe
-from nestrec.base.overrides import PASSED_ON
+from nestrec.base.overriding import PASSED_ON
 from nestrec.bench.app import app as bench_app
 from nestrec.bench.benches import BENCHES
 from nestrec.cli.app import app

@@ -1,7 +1,9 @@
 """Row optimisers of other packages: a formula is enough, names and options are checked."""
 
+from dataclasses import replace
 from importlib.metadata import EntryPoint
 
+import numpy as np
 import pytest
 import torch
 
@@ -65,3 +67,53 @@ def test_options_of_an_optimiser_are_checked_by_name(with_momentum):
         RowOptimizerConfig(kind="momentum", options={"momentom": 0.1})
     with pytest.raises(UserError, match="has none of its own"):
         RowOptimizerConfig(kind="adam", options={"momentum": 0.1})
+
+
+def _momentum_loop(rows, grad, columns, step):
+    states = rows[:, columns[0] :]
+    states[:] = states * np.float32(step.option("momentum")) + grad
+    rows[:, : columns[0]] -= np.float32(step.learning_rate) * states
+
+
+def _loop_without_momentum(rows, grad, columns, step):
+    rows[:, : columns[0]] -= np.float32(step.learning_rate) * grad
+
+
+def _kernel_uphill(weight, states, grad, places, step):
+    weight += _momentum(states, grad, step)
+
+
+def _engine(monkeypatch, **changes):
+    optimizer = replace(MOMENTUM, **changes)
+    point = EntryPoint("momentum", f"{__name__}:MOMENTUM", ROW_OPTIMIZERS.group)
+    monkeypatch.setitem(ROW_OPTIMIZERS._foreign, "momentum", point)
+    monkeypatch.setitem(ROW_OPTIMIZERS._loaded, "momentum", optimizer)
+    return EmbeddingEngine(
+        [TableConfig(name="t", dim=3, optimizer=RowOptimizerConfig(kind="momentum"))], Topology.single()
+    )
+
+
+def test_a_host_loop_that_does_as_its_formula_is_taken(monkeypatch):
+    _engine(monkeypatch, host_loop=_momentum_loop).close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"host_loop": _loop_without_momentum},
+            r"momentum = 'host_loop': .* other numbers than its formula: the weigh",
+        ),
+        ({"kernel": _kernel_uphill}, "momentum = 'kernel': .* other numbers than its formula"),
+        ({"formula": lambda states, grad, step: None}, r"'formula': its `formula` gives None and not what to take"),
+        ({"formula": lambda states, grad, step: grad.sum(1)}, r"gives torch.float32 of \(3,\) and not"),
+        ({"formula": lambda states, grad, step: grad - grad.mean(0)}, "moves a row otherwise when other rows are"),
+        ({"formula": lambda states, grad, step: step.option("mu") * grad}, "asks for its option 'mu', which is none"),
+        ({"state": (StateColumn("m", is_row_wise=False),)}, "'state': .* names must begin with 'state_'"),
+        ({"state": (replace(MOMENTUM.state[0], initial=lambda options: "0"),)}, "begins 'state_momentum' with '0'"),
+    ],
+)
+def test_an_optimiser_that_does_not_do_as_it_says_is_named_before_its_first_step(monkeypatch, changes, said):
+    with pytest.raises(UserError, match=said) as refused:
+        _engine(monkeypatch, **changes)
+    assert "nestrec.row_optimizers" in str(refused.value) or refused.value.value == "momentum"

@@ -14,7 +14,7 @@ import yaml
 from typer.testing import CliRunner
 
 from nestrec.base.config import with_overrides
-from nestrec.base.overrides import parse_overrides
+from nestrec.base.overriding import parse_overrides
 from nestrec.cli.app import app
 from nestrec.serving.api.server import ServeConfig
 from nestrec.serving.safety.exposure import check_exposure

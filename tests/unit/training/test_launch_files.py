@@ -14,7 +14,7 @@ from torch.distributed.run import get_args_parser
 
 from nestrec.base.config import with_overrides
 from nestrec.base.errors import UserError
-from nestrec.base.overrides import parse_overrides
+from nestrec.base.overriding import parse_overrides
 from nestrec.training.config import RunConfig
 from nestrec.training.recipes import recipe
 

@@ -4,8 +4,7 @@ import pytest
 
 from nestrec.base.config import with_overrides
 from nestrec.base.errors import UserError
-from nestrec.base.overrides import parse_overrides
-from nestrec.base.overriding import override_texts
+from nestrec.base.overriding import override_texts, parse_overrides
 from nestrec.data.formats.log import LogOptions
 
 
