@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import inspect
 import textwrap
+import threading
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -11,6 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from nestrec.base.bounds import Bound, OneOf
+
+_PARSING = threading.Lock()
+"""In Python 3.11 two threads that parse at once may both fail."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,8 @@ def docs_of(cls: type) -> dict[str, str]:
 
 
 def _own_docs(cls: type) -> dict[str, str]:
-    [tree] = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    with _PARSING:
+        [tree] = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(tree, ast.ClassDef)
     found = {}
     for field, below in zip(tree.body, tree.body[1:], strict=False):

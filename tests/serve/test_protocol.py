@@ -360,7 +360,7 @@ def test_a_full_server_refuses_unread_and_serves_the_same_connection_later(front
 
     async def ask(reader, writer, data):
         read.clear()
-        monkeypatch.setattr(engine, "_byte_s", 1e10)
+        monkeypatch.setattr(engine._outlook, "_byte_s", 1e10)
         writer.write(data)
         head = await reader.readuntil(b"\r\n\r\n")
         content = await reader.readexactly(int(re.search(rb"content-length: (\d+)", head)[1]))
