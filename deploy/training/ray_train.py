@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nestrec.base.overrides import parse_overrides
+from nestrec.base.overriding import parse_overrides
 from nestrec.library.configured import configured
 
 MOST_FAILURES = 100
