@@ -50,6 +50,7 @@ TOPICS = (
     {"front.json", "front-processes.json"},
     {"relay.json", "serving.json"},
     {"relay-cpu.json", "relay-emulated.json"},
+    {"checkpoint.json", "checkpoint_busy.json"},
 )
 """Files of one bench and machine that are different experiments: other runs, other data, other papers."""
 
