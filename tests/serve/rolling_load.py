@@ -102,7 +102,7 @@ async def scaled(port, counts, *, repeats_closed):
     tasks = [asyncio.create_task(load.ask(f"u{number}")) for number in range(NUM_USERS)]
     for count in counts:
         said = await asyncio.to_thread(command, "scale", f"http://127.0.0.1:{port}", str(count))
-        assert said == f"{count} instances\n"
+        assert said == f"{count} instance{'' if count == 1 else 's'}\n"
         asked = load.num_requests
         while load.num_requests < asked + 4 * NUM_USERS:
             await asyncio.sleep(0.02)
