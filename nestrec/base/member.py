@@ -52,7 +52,7 @@ def _misfit(field: str, value: Any, hint: Any) -> Misfit | None:
     choices = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, UnionType) else (hint,)
     if any(_fits(value, choice) for choice in choices):
         return None
-    wanted = f"{' or '.join(_said(choice) for choice in choices)}"
+    wanted = " or ".join(_said(choice) for choice in choices)
     calls = [choice for choice in choices if _is_call(choice)]
     if calls and callable(value):
         return Misfit(field, value, f"cannot be called as it will be: it takes {inspect.signature(value)}", wanted)

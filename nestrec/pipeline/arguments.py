@@ -44,13 +44,16 @@ def check_micro_batches(count: Any) -> None:
         raise UserError("must be a whole number from 1", field="micro_batches", value=count, remedy="such as 4")
 
 
-def check_cut(count: int, num_samples: int) -> None:
-    """Raise a UserError where most parts of a batch, of so many samples over all ranks, would be empty; a batch without
-    samples has empty ones only, and a few are no harm."""
+def check_cut(count: int, num_samples: int, of: str = "the first batch", *, field: str = "micro_batches") -> None:
+    """Raise a UserError if most of the `count` micro-batches of a batch would be empty.
+
+    num_samples: samples of the batch over all ranks; a batch without samples is accepted. of: the batch as the message
+    calls it. field: the option as the message calls it.
+    """
     if count > MOST_EMPTY and 0 < num_samples < count:
         raise UserError(
-            f"is more than the samples of the first batch, of which there are {num_samples:,}",
-            field="micro_batches",
+            f"is more than the samples of {of}, of which there are {num_samples:,}",
+            field=field,
             value=count,
             remedy="give less (4 or 8 will mostly do), or larger batches",
         )

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from nestrec.base.errors import UserError
+from nestrec.pipeline.arguments import check_cut
 from nestrec.planning.advice import shortages
 from nestrec.planning.candidate import Candidate, Space
 from nestrec.planning.cluster import ClusterConfig
@@ -41,13 +42,7 @@ def check_replicas(replicas: int, world: int) -> None:
 
 def check_micro_batches(micro_batches: int, workload: Workload) -> None:
     """Raise a UserError where a global batch has fewer samples; before so many are rehearsed."""
-    if micro_batches > max(Space().micro_batches) and micro_batches > workload.batch_samples:
-        raise UserError(
-            f"is more than the {workload.batch_samples:,} samples of a global batch",
-            field="batch.micro_batches",
-            value=micro_batches,
-            remedy="give less (4 or 8 will mostly do), or larger batches",
-        )
+    check_cut(micro_batches, workload.batch_samples, "a global batch", field="batch.micro_batches")
 
 
 def check_fits(cfg: RunConfig, workload: Workload, cluster: ClusterConfig) -> Outcome:

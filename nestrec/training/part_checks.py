@@ -6,8 +6,8 @@ from numpy.typing import NDArray
 
 from nestrec.base.errors import UserError
 from nestrec.distributed import Topology
+from nestrec.pipeline.arguments import MOST_EMPTY, check_cut
 from nestrec.pipeline.clustering import MAX_MICRO_BATCHES
-from nestrec.pipeline.window_choice import CANDIDATES
 from nestrec.tasks.task import Task
 from nestrec.training.config import RunConfig
 
@@ -34,16 +34,10 @@ def check_micro_batches(cfg: RunConfig, tokens: NDArray[np.int64] | None = None)
     with other ranks. As many as `auto` may take are, too. tokens: of the samples; none where they are still to come.
     """
     wanted = cfg.batch.micro_batches
-    if wanted == "auto" or wanted <= max(CANDIDATES):
+    if wanted == "auto" or wanted <= MOST_EMPTY:
         return
     most = cfg.batch.batch_samples or _most_samples(cfg.batch.batch_tokens or 1, tokens)
-    if wanted > most:
-        raise UserError(
-            f"is more than the samples of a global batch, of which there are {most:,} at the most",
-            field="batch.micro_batches",
-            value=wanted,
-            remedy="give less (4 or 8 will mostly do), or larger batches",
-        )
+    check_cut(wanted, most, "the largest global batch", field="batch.micro_batches")
     if cfg.pipeline.clustering is not None and wanted > MAX_MICRO_BATCHES:
         raise UserError(
             "is more than clustering can tell apart",

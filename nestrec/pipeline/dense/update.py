@@ -269,11 +269,9 @@ class DenseUpdate:
 
     def settings(self) -> dict[str, Any]:
         """What the optimiser keeps beside tensors, as JSON has it."""
-        return (
-            {"kind": type(self._optimizer).__name__}
-            if isinstance(self._optimizer, AdamW)
-            else (self._optimizer.settings())
-        )
+        if isinstance(self._optimizer, AdamW):
+            return {"kind": type(self._optimizer).__name__}
+        return self._optimizer.settings()
 
     def load_settings(self, settings: Mapping[str, Any]) -> None:
         """Take back what `settings` gave, after `load`."""

@@ -37,7 +37,11 @@ class Backlog:
     @property
     def before_request_s(self) -> float:
         """What a request that comes now may have to wait for."""
-        return self._requests_s + min(self.signals_s, self._most_signals_s)
+        return self._requests_s + self._signals_before_s
+
+    @property
+    def _signals_before_s(self) -> float:
+        return min(self.signals_s, self._most_signals_s)
 
     def add(self, client: str, user: str, seconds: float) -> None:
         """A request."""
@@ -72,7 +76,7 @@ class Backlog:
 
     def expected_s(self, client: str, user: str | None, seconds: float) -> float:
         """Until work of so many seconds would be done. user: none where it is not known yet, and so a new one."""
-        own, signals_s = self._clients.get(client), min(self.signals_s, self._most_signals_s)
+        own, signals_s = self._clients.get(client), self._signals_before_s
         if own is None:
             return signals_s + min(self._requests_s, len(self._clients) * seconds) + seconds
         user_s, _ = own.users.get(user, (0.0, 0)) if user is not None else (0.0, 0)

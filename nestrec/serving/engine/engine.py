@@ -143,7 +143,8 @@ class Engine:
             self.trigger.offered(self._outlook.full_rank_s(tokens.length, len(candidates)) + self._pace.host_s)
             most_s = min(timeout_s, self.cfg.max_queue_s) if self._does_any_wait else timeout_s
             if self._backlog.num_works and self._outlook.ends_in_s(sender, user, work.estimate_s) > most_s:
-                self._post(lambda: self._planner.drop_signal(work.key))  # nobody would read the prefix
+                if self._backlog.signals_s:
+                    self._post(lambda: self._planner.drop_signal(work.key))  # nobody would read the prefix
                 raise self.refuse()
             self._enqueue(work)
         return work

@@ -20,7 +20,7 @@ from nestrec.base.errors import UserError
 from nestrec.serving.engine.cost_model import work_of
 from nestrec.serving.engine.runner import Launched, Part, Scored
 from nestrec.serving.model.forms import Form
-from nestrec.serving.prefix.page_pool import PagePool, bytes_a_token, kept_dtype
+from nestrec.serving.prefix.page_pool import pool_for
 
 _SWEEPS = 2000
 Extent = tuple[int, int, int]
@@ -79,16 +79,8 @@ class SimulatedRunner:
         """form: the model's; a prefix has its bytes. host_ms: from the plan of a batch until it is on its way."""
         self.form, self._costs, self._clock, self._host_s = form, costs, clock, host_ms / 1e3
         self._busy_until_s = -math.inf
-        servable = form.servable
-        token_bytes = bytes_a_token(servable.kept, kept_dtype("model", servable.dtype), has_times=servable.reads_times)
-        self.pool = PagePool(
-            servable.kept,
-            num_pages=max(1, cache_bytes // (token_bytes * page_tokens)),
-            page_tokens=page_tokens,
-            device=torch.device("meta"),
-            dtype=servable.dtype,
-            has_times=servable.reads_times,
-        )
+        meta = torch.device("meta")  # no memory is allocated for the pages
+        self.pool = pool_for(form.servable, cache_bytes=cache_bytes, page_tokens=page_tokens, device=meta)
 
     def launch(self, parts: Sequence[Part]) -> Launched:
         self._clock.sleep(self._host_s)

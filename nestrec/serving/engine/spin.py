@@ -11,7 +11,6 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-_FIRST_RATE = 1e9
 _MOST_S = 2e-3
 _SMOOTH = 0.2
 _PLACES = 64
@@ -56,10 +55,12 @@ class Calls:
 class Spin:
     """Waits of one thread."""
 
+    _first_rate = 1e9
+
     def __init__(self) -> None:
-        _turns(1)  # compiled, or read from the cache
+        self.turn(1)  # compiled, or read from the cache
         _turns_until(1, np.zeros(_PLACES, np.int64), 0)
-        self._turns_a_second = _FIRST_RATE
+        self._turns_a_second = self._first_rate
         for _ in range(8):
             self.wait(1e-4)
 
@@ -69,9 +70,14 @@ class Spin:
         if count <= 0:
             return
         start_s = time.perf_counter()
-        _turns(count)
-        found = count / max(time.perf_counter() - start_s, 1e-7)
-        self._turns_a_second += _SMOOTH * (found - self._turns_a_second)
+        if self.turn(count) == count:
+            found = count / max(time.perf_counter() - start_s, 1e-7)
+            self._turns_a_second += _SMOOTH * (found - self._turns_a_second)
+
+    def turn(self, most: int) -> int:
+        """Spin for at most `most` turns and return the number of turns made."""
+        _turns(most)
+        return most
 
     def wait_for_call(self, seconds: float, calls: Calls, seen: int) -> None:
         """Until there are other calls than those that were seen, or about so long."""

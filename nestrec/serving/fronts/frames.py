@@ -93,13 +93,10 @@ class Channel(asyncio.Protocol):
         self._transport = None
         self._lost()
 
-    def write(self, data: bytes) -> None:
-        """Whole frames; nowhere where the other end is gone."""
-        if self._transport is not None:
-            self._transport.write(data)
-
     def send(self, kind: FrameKind, number: int, *parts: bytes | memoryview) -> None:
-        self.write(frame(kind, number, *parts))
+        """Write one frame, or nothing if the connection is closed."""
+        if self._transport is not None:
+            self._transport.write(frame(kind, number, *parts))
 
     def close(self) -> None:
         if self._transport is not None:

@@ -1,4 +1,4 @@
-"""The side of the process that computes: what its fronts ask goes to the engines, and answers go back, many at a time.
+"""The side of the process that computes: what its fronts ask goes to the engines, and answers go back.
 
 Of a ranking request this process has the arrays alone: nothing is parsed, looked up or written as JSON here, so that
 the interpreter is free for the thread that launches batches. The event loop has no part in it either (`wires`). A front

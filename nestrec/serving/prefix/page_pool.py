@@ -171,15 +171,17 @@ def pool_for(
     cache_bytes: int,
     page_tokens: int,
     prefix_dtype: PrefixDtype = "model",
+    device: torch.device | None = None,
 ) -> PagePool:
-    """As many pages of a model's prefixes as there are bytes for, one at the least."""
+    """As many pages of a model's prefixes as there are bytes for, one at the least. device: where it is not that of the
+    model."""
     own = kept_dtype(prefix_dtype, servable.dtype)
     token_bytes = bytes_a_token(servable.kept, own, has_times=servable.reads_times)
     return PagePool(
         servable.kept,
         num_pages=max(1, cache_bytes // (token_bytes * page_tokens)),
         page_tokens=page_tokens,
-        device=servable.device,
+        device=device or servable.device,
         dtype=servable.dtype,
         prefix_dtype=prefix_dtype,
         has_times=servable.reads_times,

@@ -130,9 +130,9 @@ def test_a_spin_looks_until_something_can_be_read():
     with ours, theirs:
         spin = ReadableSpin()
         spin.watch({ours.fileno(): select.POLLIN, theirs.fileno(): select.POLLIN})
-        assert spin.look(1000) == 1000
+        assert spin.turn(1000) == 1000
         theirs.send(b"x")
-        assert spin.look(1000) == 1
+        assert spin.turn(1000) == 1
 
 
 def wait_for(condition):
