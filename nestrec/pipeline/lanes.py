@@ -66,23 +66,24 @@ def own_stream(device: torch.device, *, is_urgent: bool = False) -> Iterator[Non
 class RunAhead:
     """Lets the host be two steps ahead of the device, and keeps what steps use until the device is done with it.
 
-    Without it a tensor that the host has dropped could be given to another stream while kernels still read it. On a CPU
-    there is nothing to keep.
+    The allocator gives the memory of a dropped tensor back to the stream that made the tensor, even while a kernel of
+    another stream still reads it. So everything that a lane hands over is kept here: `Lane.submit` keeps the ticket of
+    each task, and with it the result, for more steps than any lane can lag behind. On a CPU nothing needs to be kept.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._now: list[object] = []
         self._kept: deque[list[object]] = deque(maxlen=_STEPS_KEPT)
         self._ends: deque[torch.cuda.Event] = deque()
 
     def keep(self, used: object) -> None:
-        """Something that this step or one of the next three uses."""
-        if self._device.type == "cuda":
+        """Keep something that this step or one of the next three uses."""
+        if self.device.type == "cuda":
             self._now.append(used)
 
     def end_step(self) -> None:
-        end = launched(self._device)
+        end = launched(self.device)
         if end is None:
             return
         self._ends.append(end)
@@ -163,9 +164,9 @@ class Lane:
     A mistake in one batch ends only what needs that batch. Every rank knows of it, so all leave out the same tasks.
     """
 
-    def __init__(self, name: str, tracer: Tracer, device: torch.device, *, is_urgent: bool = False) -> None:
-        self.name, self._tracer = name, tracer
-        self._device, self._is_urgent = device, is_urgent
+    def __init__(self, name: str, tracer: Tracer, run_ahead: RunAhead, *, is_urgent: bool = False) -> None:
+        self.name, self._tracer, self._run_ahead = name, tracer, run_ahead
+        self._device, self._is_urgent = run_ahead.device, is_urgent
         self._entries: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -177,6 +178,7 @@ class Lane:
             self._thread.start()
         span_id = self._tracer.new_id()
         ticket: Ticket[T] = Ticket(self._tracer, span_id)
+        self._run_ahead.keep(ticket)
         self._entries.put(_Entry(task, label, tuple(after), ticket, span_id, launched(self._device)))
         return ticket
 
@@ -231,13 +233,13 @@ class Lane:
 class Lanes:
     """The lanes of a rank beside its compute lane, which is the caller's own thread."""
 
-    def __init__(self, tracer: Tracer, device: torch.device) -> None:
-        self.transfer = Lane("transfer", tracer, device)
+    def __init__(self, tracer: Tracer, run_ahead: RunAhead) -> None:
+        self.transfer = Lane("transfer", tracer, run_ahead)
         """Samples to the device, keys deduplicated (stage 2)."""
         # Its kernels are short and others wait for them; behind large matrix products each would cost a long wait.
-        self.communication = Lane("communication", tracer, device, is_urgent=True)
+        self.communication = Lane("communication", tracer, run_ahead, is_urgent=True)
         """Every collective (stage 3 and the exchanges of stage 5)."""
-        self.lookup = Lane("lookup", tracer, device)
+        self.lookup = Lane("lookup", tracer, run_ahead)
         """Stores: write-backs and fetches, in order of submission (stage 4)."""
         self._all = (self.transfer, self.communication, self.lookup)
 

@@ -11,7 +11,7 @@ stage                 lane             what
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -42,9 +42,9 @@ class Machine:
         self, engine: EmbeddingEngine, compute: Compute, dense: Dense, tracer: Tracer, *, window_cache: bool
     ) -> None:
         self.engine, self.tracer = engine, tracer
-        self.lanes = Lanes(tracer, engine.device)
         self._compute, self._dense, self._window_cache = compute, dense, window_cache
         self._run_ahead = RunAhead(engine.device)
+        self.lanes = Lanes(tracer, self._run_ahead)
         self._updated_to = 0
 
     def load(self, number: int, batch: Batch) -> LoadedBatch:
@@ -291,22 +291,24 @@ class Machine:
         """For rows that were read ahead: apply their gradients to the rows that the store holds by then."""
         old, routed = batch.window.working, batch.keys.routed
 
-        def update(span: OpenSpan) -> WorkingSet:
+        def update(span: OpenSpan) -> WorkingSet | None:
             fresh = self.engine.fetch(routed.wait(), step=batch.number)
             self.engine.reads_ahead.ended(batch.number)
             for name, table in fresh.tables.items():
                 table.gradient, table.total = old.tables[name].gradient, old.tables[name].total
             self.engine.update_rows(fresh, learning_rate=rates.tables)
             self._updated_to = batch.number
-            if not routed.wait().averaged:
-                self.engine.write_back(_measured(span, fresh))
-            return fresh
+            if routed.wait().averaged:
+                return fresh
+            self.engine.write_back(_measured(span, fresh))
+            return None  # a ticket keeps what it returns for several steps
 
         label = self.label("train.embedding.write_back", "lookup", batch.number)
         updated = self.lanes.lookup.submit(update, label, after=[after])
         if routed.wait().averaged:
-            averaged = self._average(batch.number, updated)
-            write = lambda span: self.engine.write_back(_measured(span, updated.wait()))  # noqa: E731
+            fresh = cast(Ticket[WorkingSet], updated)
+            averaged = self._average(batch.number, fresh)
+            write = lambda span: self.engine.write_back(_measured(span, fresh.wait()))  # noqa: E731
             self.lanes.lookup.submit(write, label, after=[averaged])
 
     def issue(self, collective: Callable[[], T]) -> T:

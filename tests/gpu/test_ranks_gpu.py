@@ -29,6 +29,7 @@ from nestrec.distributed.exchange import all_gather_equal, all_reduce_sum, all_t
 from nestrec.distributed.options import RanksConfig
 from nestrec.distributed.transports import DeviceStaged
 from nestrec.pipeline import Feed, Rates, Step
+from nestrec.pipeline.collision_stages import CollisionStages
 from nestrec.testing.ranks import RankPool
 
 pytestmark = pytest.mark.gpu
@@ -125,6 +126,32 @@ def test_every_schedule_leaves_the_bits_of_serial(gpu_pools, transport, world, s
         for row in of_rank:
             assert row["equal"], row
             assert not row.get("syncs_per_step"), row
+
+
+def delayed_updates(topology: Topology, job: Job) -> bool:
+    """Whether `priority` equals `serial` if the deferred update of exclusive rows begins late on the device."""
+    update = CollisionStages._update
+
+    def late(stages: CollisionStages, pair: Any, which: Any, rates: Any) -> None:
+        if which == "exclusive":
+            torch.cuda._sleep(30_000_000)
+        update(stages, pair, which, rates)
+
+    expected = train(topology, "serial", job)
+    CollisionStages._update = late
+    try:
+        return same(train(topology, "priority", job), expected)
+    finally:
+        CollisionStages._update = update
+
+
+@pytest.mark.parametrize("transport", ["copy_engine", "host"])
+@pytest.mark.parametrize(("world", "store"), [(4, "dram"), (2, "dram"), (4, "device")])
+def test_priority_schedule_keeps_collisions_until_used(gpu_pools, transport, world, store):
+    """Index tensors made on the communication stream are read by a late update on the lookup stream."""
+    ranks = RanksConfig(exchange=transport, replicas=2)
+    job = Job(store=store, device="cuda", num_steps=17, fences=(6,), ranks=ranks)
+    assert all(pool_of(gpu_pools, world).run(delayed_updates, job))
 
 
 def on_two_hosts(topology: Topology, job: Job) -> list[dict[str, Any]]:
