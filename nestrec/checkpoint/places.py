@@ -93,7 +93,9 @@ class FsspecPlace:
             import fsspec  # type: ignore[import-untyped]
 
             self._files, self._root = fsspec.core.url_to_fs(address)
-        except (ImportError, ValueError) as error:
+        except OSError:
+            raise
+        except Exception as error:  # each kind of address raises exceptions of its own
             remedy = (
                 "install what its kind needs (pip install 'nestrec[addresses]', s3fs, gcsfs, ...), or name a folder"
             )

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from nestrec.base.errors import UserError, did_you_mean
 from nestrec.data.schema import ITEM_PREFIX
 from nestrec.models.features import ToWidth, summed
-from nestrec.serving.model.inputs import LARGEST_NUMBER, buckets_of, key_of, number_bits, number_of, numbers_of
+from nestrec.serving.model.inputs import LARGEST_NUMBER, buckets_of, key_of, number_bits, number_of, numbers_of, row_of
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.spec import ColumnSpec
 from nestrec.serving.model.tables import ResidentTable, ServedTable
@@ -182,8 +182,7 @@ class Growth:
         if column.transform.kind == "quantiles":
             return buckets_of(values, column.transform, known or {})
         if known is None:
-            rows = [0 if value is None else int(value) for value in values]
-            return np.array([row if 0 <= row < column.num_rows else 0 for row in rows], np.int64)
+            return np.array([row_of(value, column.num_rows) for value in values], np.int64)
         return np.array([0 if value is None else known.get(key_of(value), 0) for value in values], np.int64)
 
     def _list_ids(self, column: ColumnSpec, values: Sequence[Any]) -> tuple[Ints, Ints]:

@@ -23,6 +23,7 @@ from nestrec.serving.model.inputs import (
     key_of,
     number_bits,
     packed_ids,
+    row_of,
     vector_of,
 )
 from nestrec.serving.model.servable import Servable
@@ -32,8 +33,6 @@ from nestrec.serving.plain_list import PlainList, types_of
 Ids = NDArray[np.int64]
 Features = dict[str, Ids]
 _TOO_LARGE = f"must be numbers within {LARGEST_NUMBER:g}, which the model can compute with"
-_LONGEST_NUMBER = 18
-"""digits"""
 _NO_EVENT = "must hold an event of an item that the model knows: it knows a user by nothing else"
 
 
@@ -356,7 +355,7 @@ class Reader:
         elif ids is not None:
             found = np.fromiter((0 if v is None else ids.get(key_of(v), 0) for v in values), np.int64, len(values))
         else:
-            found = np.fromiter((_row(v, column.num_rows) for v in values), np.int64, len(values))
+            found = np.fromiter((row_of(v, column.num_rows) for v in values), np.int64, len(values))
         if not found.all():
             unknown = [values[i] for i in np.flatnonzero(found == 0)]
             named = [value for value in unknown if value is not None and not (ids is None and value in (0, "0"))]
@@ -398,13 +397,6 @@ def _is_each(request: Any, name: str, value: Any) -> bool:
 def unknown_of(keys: Sequence[ItemId], ids: Ids) -> list[ItemId]:
     """The keys that have no id."""
     return [keys[i] for i in np.flatnonzero(ids == 0)]
-
-
-def _row(category: Category, num_rows: int) -> int:
-    """Of a category that has a number and no name; 0 where there is no such row."""
-    if isinstance(category, str):
-        category = int(category) if category.isdecimal() and len(category) <= _LONGEST_NUMBER else None
-    return int(category) if category is not None and 0 <= category < num_rows else 0
 
 
 def _sum_of_bits(action: Action, bits: Mapping[str, int]) -> int:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from nestrec.base.bounds import Bound
-from nestrec.serving.api.shapes import Least, Most
+from nestrec.serving.api.shapes import Least, Most, NoControls
 
 LATEST_MS = 7_258_118_400_000
 """the year 2200"""
@@ -18,6 +18,8 @@ Moment = Annotated[int, Bound(0, LATEST_MS)]
 Action = int | str | list[str] | None
 UserId = Annotated[str, Least(1), Most("max_user_characters")] | int
 Timeout = Annotated[int, Least(1), Most("max_timeout_ms")]
+ModelAddress = Annotated[str, Bound(1, 4096), NoControls()]
+"""a folder or an address; Linux takes paths of 4,096 bytes"""
 Unknown = Literal["last", "score", "drop", "refuse"]
 
 
@@ -128,7 +130,7 @@ class RecommendRequest:
 class SwapRequest:
     """Other models are to be served."""
 
-    models: Annotated[list[str], Least(1)]
+    models: Annotated[list[ModelAddress], Least(1)]
     """folders of exported models, on the machine of the server, or addresses of versions (ADDRESS, ADDRESS@VERSION);
     one of each role that is to change"""
 
@@ -150,12 +152,12 @@ class DrainRequest:
 class NewItemFields:
     """An item that the models are to know."""
 
-    id: ItemId
+    id: Annotated[str, Least(1), Most("max_id_characters")] | int
     """as requests will name it"""
     features: Mapping[str, Value] | None = None
     """by name of a feature of items: a category, a list of them, a number, a text, or the numbers of a vector; what is
     left out nobody knows"""
-    title: str | None = None
+    title: Annotated[str, Most("max_text_characters")] | None = None
     """what people call it"""
 
 

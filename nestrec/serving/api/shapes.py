@@ -7,6 +7,7 @@ None` may be left out or null. Bounds that an operator may set are named: `Most(
 """
 
 import dataclasses
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -38,11 +39,18 @@ class Least:
 
 
 @dataclass(frozen=True, slots=True)
+class NoControls:
+    """A text without control characters: the file system rejects NUL, and a line break would end a line of a log."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Kind:
     """What a field may hold: a check, or none, for each type that JSON is read into."""
 
     words: str
     checks: Mapping[type, Check | None]
+    needs_each: bool = False
+    """Every value of a list must be checked: its extremes alone do not show whether all are valid."""
 
     def check(self, value: Any, field: str) -> None:
         try:
@@ -93,7 +101,8 @@ def _bare_schema(hint: Any, metadata: tuple[Any, ...], limits: LimitsConfig, nam
         case "any":
             found = {}
         case "text":
-            found = {"type": "string", "minLength": least, "maxLength": most}
+            pattern = _NO_CONTROLS.pattern if NoControls() in metadata else None
+            found = {"type": "string", "minLength": least, "maxLength": most, "pattern": pattern}
         case plain:
             found = {"type": plain, "minimum": least, "maximum": most}
     return {name: value for name, value in found.items() if value is not None}
@@ -161,6 +170,7 @@ def _kind(hint: Any, limits: LimitsConfig) -> _Kind:
             found = _named_values(_kind(arguments[1], limits))
         case "text":
             found = _text(least, most)
+            found = _without_controls(found) if NoControls() in metadata else found
         case "integer":
             found = _whole(least, most)
         case plain:
@@ -248,6 +258,9 @@ def _list(of: _Kind, least: int, most: int | None) -> _Kind:
         if isinstance(value, PlainList):
             for inner in () if kinds.isdisjoint(ranges) else value.extremes:
                 of.check(inner, field)
+        elif of.needs_each:
+            for inner in value:
+                of.check(inner, field)
         elif kinds == {int} and int in ranges:  # a range is kept by all where it is kept by the least and the largest
             of.check(min(value), field)
             of.check(max(value), field)
@@ -292,6 +305,20 @@ def _text(least: int | None, most: int | None) -> _Kind:
     return _Kind(words, {str: check})
 
 
+_NO_CONTROLS = re.compile("^[^\\x00-\\x1f\\x7f]*$")
+
+
+def _without_controls(text: _Kind) -> _Kind:
+    words = f"{text.words} without control characters"
+
+    def check(value: str, field: str) -> None:
+        text.check(value, field)
+        if not _NO_CONTROLS.fullmatch(value):
+            raise BadRequestError(f"must be {words}", field)
+
+    return _Kind(words, {str: check}, needs_each=True)
+
+
 def _whole(least: int | None, most: int | None) -> _Kind:
     words = f"a whole number{'' if least is None else f' from {least}'}{'' if most is None else f' to {most}'}"
     if least is None and most is None:
@@ -308,7 +335,8 @@ def _either(kinds: list[_Kind]) -> _Kind:
     checks: dict[type, Check | None] = {}
     for kind in kinds:
         checks |= kind.checks
-    return _Kind(" or ".join(kind.words for kind in kinds if kind.words), checks)
+    needs_each = any(kind.needs_each for kind in kinds)
+    return _Kind(" or ".join(kind.words for kind in kinds if kind.words), checks, needs_each)
 
 
 def _bare(hint: Any) -> tuple[Any, tuple[Any, ...]]:

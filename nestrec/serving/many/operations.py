@@ -4,18 +4,22 @@ import asyncio
 from dataclasses import dataclass
 from typing import Annotated
 
+from nestrec.base.bounds import Bound
 from nestrec.serving.api.protocol.http import Answered, parse_json, problem
-from nestrec.serving.api.requests import SwapRequest
+from nestrec.serving.api.requests import RollbackRequest, SwapRequest
 from nestrec.serving.api.schema import LimitsConfig
 from nestrec.serving.api.shapes import Least, reader
 from nestrec.serving.many.rollout import Rollout
+
+_MOST_INSTANCES = 1024
+"""Largest number of instances of a front: a mistyped number must not use up the machine's memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotDrainRequest:
     """An instance is to be left out, or taken in again."""
 
-    slot: int
+    slot: Annotated[int, Least(0)]
     """which"""
     drain: bool | None = None
     """false takes it in again; true where it is left out"""
@@ -25,7 +29,7 @@ class SlotDrainRequest:
 class ScaleRequest:
     """More or fewer instances."""
 
-    instances: Annotated[int, Least(1)]
+    instances: Annotated[int, Bound(1, _MOST_INSTANCES)]
     """that are to serve"""
 
 
@@ -34,7 +38,7 @@ class Operations:
 
     def __init__(self, rollout: Rollout, limits: LimitsConfig, drain_s: float):
         self._rollout, self._drain_s = rollout, drain_s
-        self._read_swap = reader(SwapRequest, limits)
+        self._read_swap, self._read_rollback = reader(SwapRequest, limits), reader(RollbackRequest, limits)
         self._read_drain, self._read_scale = reader(SlotDrainRequest, limits), reader(ScaleRequest, limits)
         self.under_way: set[asyncio.Task[Answered]] = set()
 
@@ -49,6 +53,7 @@ class Operations:
             case "/v1/admin/swap":
                 change = self._rollout.swap(self._read_swap(data).models)
             case "/v1/admin/rollback":
+                self._read_rollback(data)
                 change = self._rollout.rollback()
             case "/v1/admin/drain":
                 wanted = self._read_drain(data)

@@ -14,6 +14,8 @@ from nestrec.data.transform import Transform
 Ints = NDArray[np.int64]
 LARGEST_NUMBER = 1e18
 """that a model is given to read: in 32 bits, where the square of 1.8e19 is infinite"""
+_LONGEST_ROW = 18
+"""digits of a category's number; 64 bits hold all of them"""
 _MOST_OF_32_BITS = float(np.finfo(np.float32).max)
 
 
@@ -113,6 +115,13 @@ def packed_ids(ids: Ints, counts: Ints, most: int) -> Ints:
 def key_of(value: Any) -> str:
     """A category as vocabularies have it: Booleans of a log are 1 and 0."""
     return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def row_of(category: Any, num_rows: int) -> int:
+    """Return the row of a category that has a number and no name; 0 if the table has no such row."""
+    if isinstance(category, str):
+        category = int(category) if category.isdecimal() and len(category) <= _LONGEST_ROW else None
+    return int(category) if category is not None and 0 <= category < num_rows else 0
 
 
 def buckets_of(values: Sequence[Any], transform: Transform, names: Mapping[str, int]) -> Ints:
