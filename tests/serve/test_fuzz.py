@@ -9,8 +9,13 @@ import pytest
 
 from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.api.app import App
+from nestrec.serving.api.reloader import Reloader
+from nestrec.serving.api.routes import all_endpoints
 from nestrec.serving.api.schema import LimitsConfig
+from nestrec.serving.many.addressed import addressed
+from nestrec.serving.model.export import write_servable
 from nestrec.serving.model.random_model import random_ranking, random_retrieval
+from nestrec.serving.model.tables import TablesConfig
 from nestrec.serving.service import Service, ServiceConfig
 
 ENCODER = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=32, time_bias=True)
@@ -137,4 +142,160 @@ def test_schema_fuzzed_requests_are_answered_or_refused(count, caplog):
             assert engine.counts.get("failed", 0) == 0
     assert service.router.loads == [0]
     service.close()
+    assert not caplog.records, "nothing of a request may reach the log"
+
+
+# Bodies that no JSON library writes: every POST route must reject them with a 4xx.
+
+HOSTILE = "@hostile@"
+"""Stands for a hostile token in a body that is otherwise valid."""
+DEPTHS = [3, 100, 900, 1000, 1020, 1023, 1024, 1025, 5_000, 50_000]
+NUMBERS = ["NaN", "Infinity", "-Infinity", "1e400", "-1e400", "1e-400", "9" * 400, "-" + "9" * 5_000, "0x10", "00", "-",
+           "-0", "1.", ".5", "1e", "+1", "9223372036854775808", "-9223372036854775809", "18446744073709551616",
+           "0.1" + "0" * 3_000 + "1", "1E+2", "7258118400001", "True", "undefined"]  # fmt: skip
+TEXTS = [rb'"\ud800"', rb'"\udc00\ud800"', b'"\xed\xa0\x80"', b'"\xff\xfe"', b'"\xc3("', b'"\xf8\x88\x80\x80\x80"',
+         rb'"\u0000"', b'"\x00"', b'"\n"', rb'"\x41"', rb'"\u12"', b'"', b"'a'", b'"' + b"x" * 70_000 + b'"',
+         rb'"\u202e"', b'"\xef\xbb\xbf"', b'"../../../etc/passwd"', b'"' + b"a/" * 3_000 + b'"']  # fmt: skip
+LIST_VALUES = [b"0", b'"1"', b"null", b'"click"', b"-5", b"1e3", b"[]", b"{}", b"true", b"1", b'""', b'"\xff"']
+
+
+def hostile_list(rng):
+    first, other = rng.choice(LIST_VALUES), rng.choice(LIST_VALUES)
+    values = [first] * rng.choice([15, 16, 17, 800, 2_000, 30_000])
+    if rng.random() < 0.5:
+        values[rng.randrange(len(values))] = other
+    if rng.random() < 0.2:
+        values = [b'"w%d"' % i for i in range(len(values))]
+    return b"[" + rng.choice([b",", b" , ", b",\n"]).join(values) + rng.choice([b"]", b"]", b"]", b",]", b"", b"]]"])
+
+
+def hostile_nest(rng):
+    depth = rng.choice(DEPTHS)
+    opened, closed = rng.choice([(b"[", b"]"), (b'{"a":', b"}"), (b'{"a":[', b"]}"), (b"[[],", b"]")])
+    inside = rng.choice([b"1", b"", hostile_list(rng), b'{"a":' + hostile_list(rng) + b"}"])
+    return opened * depth + inside + closed * rng.choice([depth, depth, depth, depth - 1, 0])
+
+
+def hostile_token(rng):
+    makers = (lambda: rng.choice(NUMBERS).encode(), lambda: rng.choice(TEXTS))
+    return rng.choice([*makers, lambda: hostile_list(rng), lambda: hostile_nest(rng)])()
+
+
+def valid_for(rng, path):
+    match path:
+        case "/v1/admin/swap":
+            return {"models": [rng.choice(["models/none", "", ".", "a\u0000b", "x" * 5_000, "memory://none"])]}
+        case "/v1/admin/drain":
+            return {"drain": rng.random() < 0.5}
+        case "/v1/admin/rollback":
+            return {}
+        case "/v1/items":
+            features = rng.choice([{}, {"tab": "x"}, {"topic": any_value(rng)}])
+            return {"items": [{"id": rng.choice([1, 51, "", "\u0000"]), "features": features, "title": "t"}]}
+        case "/v1/titles":
+            return {"items": [1, "2"], "search": "a"}
+        case _:
+            return valid(rng, path)
+
+
+def with_token(rng, body, token):
+    *outer, last = rng.choice([p for p in places(body) if p] or [("extra",)])
+    target = body
+    for key in outer:
+        target = target[key]
+    target[last] = HOSTILE
+    return json.dumps(body).encode().replace(b'"%s"' % HOSTILE.encode(), token)
+
+
+def mutated(rng, content):
+    content = bytearray(content)
+    for _ in range(rng.randint(1, 4)):
+        start = rng.randrange(len(content) + 1)
+        match rng.randrange(4):
+            case 0:
+                content[start : start + 1] = rng.randbytes(1)
+            case 1:
+                del content[start : start + rng.randint(1, 20)]
+            case 2:
+                content[start:start] = content[start : start + rng.randint(1, 40)]
+            case _:
+                content[start:start] = rng.choice(
+                    [b"\x00", b"\xff", b"\xef\xbb\xbf", b"{", b"]", b'"', b"\\", b",", b":"]
+                )
+    return bytes(content)
+
+
+def with_name_twice(rng, body):
+    name = rng.choice([*body, "history", "user", "models"])
+    separator = b"," if body else b""
+    return json.dumps(body).encode()[:-1] + separator + b'"%s":%s}' % (name.encode(), hostile_token(rng))
+
+
+def in_another_encoding(rng, content):
+    encoding = rng.choice(["utf-8-sig", "utf-16", "utf-32", "utf-16-le", "utf-7"])
+    return content.decode().encode(encoding) + rng.choice([b"", b"{}", b"\x00", b" \n"])
+
+
+def of_wrong_types(rng, path):
+    return json.dumps(fuzzed(rng, path) if path in PATHS else any_value(rng)).encode("utf-8", "surrogatepass")
+
+
+def hostile(rng, path):
+    body = valid_for(rng, path)
+    content = json.dumps(body).encode()
+    makers = [
+        lambda: content,
+        lambda: content[: rng.randrange(len(content))],
+        lambda: mutated(rng, content),
+        lambda: hostile_token(rng),
+        lambda: with_token(rng, body, hostile_token(rng)),
+        lambda: with_token(rng, body, hostile_nest(rng)),
+        lambda: with_name_twice(rng, body),
+        lambda: in_another_encoding(rng, content),
+        lambda: of_wrong_types(rng, path),
+    ]
+    return rng.choice(makers)()
+
+
+@pytest.fixture(scope="module")
+def admin_app(tmp_path_factory):
+    """An application whose models can be exchanged."""
+    root = tmp_path_factory.mktemp("models")
+    write_servable(random_retrieval(ENCODER, num_items=50), root / "retrieval")
+    write_servable(random_ranking(ENCODER, num_items=50), root / "ranking")
+    cfg = ServiceConfig(preranked=10, session_s=0.0)
+    service = Service.load([root / "retrieval", root / "ranking"], cfg)
+    reloader = Reloader(service, "cpu", TablesConfig())
+    limits = LimitsConfig(max_history=3_000, max_candidates=1_000, default_timeout_ms=10_000)
+    yield App(service, limits, reloader=reloader)
+    reloader.close()
+    service.close()
+
+
+@pytest.mark.parametrize("count", [1_000, pytest.param(20_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+def test_hostile_bodies_never_get_a_5xx(admin_app, count, caplog):
+    rng = random.Random(count)
+    statuses = {}
+    paths = sorted(endpoint.path for endpoint in all_endpoints().values() if endpoint.method == "POST")
+
+    async def run():
+        headers = {"content-type": "application/json"}
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(admin_app), base_url="http://test") as client:
+            for number in range(count):
+                path = paths[number % len(paths)]
+                content = hostile(rng, path)
+                addressed(path, content, admin_app.front.limits)  # as a gateway reads it
+                found = []
+                if rng.random() < 0.5:  # each of the two ways to the endpoints
+                    found.append((await client.post(path, content=content, headers=headers)).status_code)
+                else:
+                    await admin_app.serve(path, "", content, lambda answered: found.append(answered.status))  # noqa: B023
+                (status,) = found
+                statuses[status] = statuses.get(status, 0) + 1
+                is_late = status == 503 and b"timeout_ms" in content  # a deadline that no server can keep
+                assert status < 500 or is_late, (status, path, len(content), content[:300], content[-100:])
+
+    asyncio.run(run())
+    assert statuses[400] > count // 2
+    assert sum(statuses.get(status, 0) for status in (200, 202)) > count // 50
     assert not caplog.records, "nothing of a request may reach the log"

@@ -5,6 +5,7 @@ import random
 import orjson
 import pytest
 
+from nestrec.serving.api.protocol.http import parse_json
 from nestrec.serving.api.protocol.long_lists import loads
 from nestrec.serving.api.requests import RankRequest
 from nestrec.serving.api.schema import BadRequestError, LimitsConfig
@@ -149,3 +150,22 @@ def test_ids_are_those_of_the_list(keys):
         read = loads(orjson.dumps({"a": values, **PADDING}))["a"]
         assert isinstance(read, PlainList)
         assert ids.of(read).tolist() == ids.of(values).tolist()
+
+
+@pytest.mark.parametrize("opened", [b"[", b'{"a":'])
+def test_plain_list_is_found_at_any_depth(opened):
+    depth = 1_000
+    closed = b"]" if opened == b"[" else b"}"
+    found = loads(opened * depth + b'{"a":[' + b",".join([b"7"] * 2_000) + b"]}" + closed * depth)
+    for _ in range(depth):
+        (found,) = found if isinstance(found, list) else found.values()
+    assert list(found["a"]) == [7] * 2_000
+
+
+@pytest.mark.parametrize("error", [RecursionError, MemoryError, ValueError, KeyError])
+def test_parser_exception_rejects_the_body(error):
+    def fail(_):
+        raise error("3")
+
+    with pytest.raises(BadRequestError, match="not valid JSON"):
+        parse_json(b"{}", fail)

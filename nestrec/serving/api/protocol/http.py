@@ -52,7 +52,7 @@ class Answered:
 def parse_json(body: bytes, loads: Callable[[bytes], Any] = orjson.loads) -> dict[str, Any]:
     try:
         data = loads(body)
-    except orjson.JSONDecodeError as error:
+    except Exception as error:  # Any other exception is caused by the body too: a client must not fill the log with it.
         raise BadRequestError("the body is not valid JSON") from error
     if not isinstance(data, dict):
         raise BadRequestError("the body must be a JSON object")

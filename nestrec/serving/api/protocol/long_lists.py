@@ -64,18 +64,16 @@ def warm_up() -> None:
 
 
 def _put_back(value: Any, found: dict[str, PlainList]) -> Any:
-    """Marks stand for values of objects only."""
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            if isinstance(inner, str):
-                if inner in found:
-                    value[name] = found[inner]
-            elif isinstance(inner, dict | list):
-                _put_back(inner, found)
-    elif isinstance(value, list):
-        for inner in value:
-            if isinstance(inner, dict | list):
-                _put_back(inner, found)
+    """Marks stand for values of objects only. A loop, since the parser allows deeper nesting than Python's stack."""
+    waiting = [value] if isinstance(value, dict | list) else []
+    while waiting:
+        outer = waiting.pop()
+        if isinstance(outer, dict):
+            for name, inner in outer.items():
+                if isinstance(inner, str) and inner in found:
+                    outer[name] = found[inner]
+        inside = outer.values() if isinstance(outer, dict) else outer
+        waiting += [inner for inner in inside if isinstance(inner, dict | list)]
     return value
 
 
