@@ -57,7 +57,7 @@ def parse(text: str) -> Any:
     """What a command line's text stands for: a number, true, none, JSON, or itself."""
     try:
         return json.loads({"true": "true", "false": "false", "none": "null"}.get(text.lower(), text))
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # no JSON, a number of more than 4,300 digits, or nested too deeply
         return text
 
 
@@ -211,7 +211,11 @@ def _convert_scalar(value: Any, hint: Any, where: str, raw: str | None) -> Any:
     if hint is Any:
         return value
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError as error:
+            remedy = "give a number that a float can hold"
+            raise UserError("is too large", field=where, value=f"{str(value)[:40]}...", remedy=remedy) from error
     if hint is str and raw is not None and not isinstance(value, str):
         return raw
     if isinstance(hint, type) and issubclass(hint, enum.Enum):

@@ -3,7 +3,7 @@
 import subprocess
 
 
-def make_certificate(folder, name):
+def make_certificate(folder, name, days=2):
     """(certificate, key) for this machine; openssl makes it, so that no private key lies in the repository."""
     paths = folder / f"{name}.pem", folder / f"{name}.key"
     subprocess.run(
@@ -17,7 +17,7 @@ def make_certificate(folder, name):
             "ec_paramgen_curve:prime256v1",
             "-nodes",
             "-days",
-            "2",
+            str(days),
             "-subj",
             f"/CN={name}",
             "-addext",

@@ -48,9 +48,15 @@ def hub_of(app):
 def test_what_a_front_tells_late_is_counted_all_the_same(service):
     app = App(service, LimitsConfig(default_timeout_ms=10_000))
     hub, front = hub_of(app)
-    told = {"answers": [["/v1/rank", 200, [0.1, 0.2]]], "refusals": {}, "unread": {"gone": 1}}
+    told = {
+        "answers": [["/v1/rank", 200, [0.1, 0.2]]],
+        "refusals": {},
+        "unread": {"gone": 1},
+        "failures": {"a front": 2},
+    }
     hub.received(front, FrameKind.TELL, 7, orjson.dumps(told))  # nobody waits for it any more
     assert b'nestrec_requests_total{route="/v1/rank",status="200"} 2.0' in app.metrics.exposition()
+    assert b'nestrec_background_failures_total{task="a front"} 2.0' in app.metrics.exposition()
 
 
 def test_a_forwarded_request_whose_client_goes_away_is_counted_by_the_front_alone(service):

@@ -9,7 +9,9 @@ import logging
 import random
 import shutil
 import ssl
+import subprocess
 import time
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -33,9 +35,12 @@ from nestrec.serving.many.start import instance_arguments, serve_many
 from nestrec.serving.safety.config import SafetyConfig
 from nestrec.serving.safety.digests import digest_of, new_key
 from nestrec.serving.safety.keys import KeyEntry, add_entry
+from nestrec.serving.safety.safety import Safety
+from nestrec.serving.safety.tls import Certificates
 
 LIMITS = LimitsConfig(default_timeout_ms=10_000)
 PATIENCE_S = 60.0
+DAY_S = 86_400.0
 EVENTS = {"items": ["1", "2"], "times_ms": [1, 2]}
 BODIES = {
     "/v1/recommend": {"user": "u", "history": EVENTS, "k": 2},
@@ -227,7 +232,7 @@ def test_keys_come_and_go_while_the_server_runs(service, ring):
         await asyncio.wait_for(until(fresh, 200), PATIENCE_S)
         path.write_text(before)
         await asyncio.wait_for(until(fresh, 401), PATIENCE_S)
-        fresh_log = logging.getLogger("nestrec.serving.safety.keys")
+        fresh_log = logging.getLogger("nestrec.serving.background")
         heard = asyncio.Event()
         loop, handler = asyncio.get_running_loop(), logging.Handler(logging.ERROR)
         handler.emit = lambda record: "sha256" in record.getMessage() and loop.call_soon_threadsafe(heard.set)
@@ -368,6 +373,92 @@ def test_tls_is_spoken_and_a_new_certificate_is_taken_without_a_restart(place, s
             assert await status_with(port, first[0]) is None
 
     asyncio.run(run())
+
+
+def presented_by(context):
+    """Return the certificate that a server with this context shows, as DER."""
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    trusting.check_hostname = False
+    trusting.verify_mode = ssl.CERT_NONE
+    client = trusting.wrap_bio(to_client, to_server)
+    server = context.wrap_bio(to_server, to_client, server_side=True)
+    for side in (client, server, client):
+        with contextlib.suppress(ssl.SSLWantReadError):
+            side.do_handshake()
+    return client.getpeercert(binary_form=True)
+
+
+def errors_in(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.fixture
+def certificates(tmp_path):
+    """(certificates in use, their clock, what puts other files in their place)"""
+    clock = [time.time() + 60.0]
+
+    def put(days):
+        pair = make_certificate(tmp_path, f"days{days}", days)
+        for source, target in zip(pair, ("now.pem", "now.key"), strict=True):
+            (tmp_path / target).write_bytes(source.read_bytes())
+        return ssl.PEM_cert_to_DER_cert(pair[0].read_text())
+
+    put(5)
+    found = Certificates(tmp_path / "now.pem", tmp_path / "now.key", lambda: clock[0])
+    return found, clock, put
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+def test_expired_certificate_does_not_replace_a_valid_one(certificates, caplog):
+    found, clock, put = certificates
+    first = presented_by(found.context)
+    clock[0] += 2 * DAY_S
+    one_day = put(1)
+    for _ in range(3):
+        assert not found.reload_if_changed()
+    assert presented_by(found.context) == first
+    (refused,) = errors_in(caplog)
+    assert "safety.certificate" in refused
+    assert "is not valid now: valid from" in refused
+    assert "stays in use" in refused
+    clock[0] += 4 * DAY_S
+    assert found.reload_if_changed(), "both have expired: the files decide"
+    assert presented_by(found.context) == one_day
+    assert "so clients reject it" in errors_in(caplog)[-1]
+    ten_days = put(10)
+    assert found.reload_if_changed()
+    assert presented_by(found.context) == ten_days
+    assert len(errors_in(caplog)) == 2
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+def test_certificate_of_the_future_waits_until_it_is_valid(certificates):
+    found, clock, put = certificates
+    first = presented_by(found.context)
+    clock[0] -= DAY_S
+    found.validity = replace(found.validity, first_s=0.0)  # the one in use was valid yesterday
+    two_days = put(2)
+    assert not found.reload_if_changed()
+    assert presented_by(found.context) == first
+    clock[0] += DAY_S
+    assert found.reload_if_changed()
+    assert presented_by(found.context) == two_days
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+@pytest.mark.parametrize("days", [1, 40_000])
+def test_certificate_expiry_is_read_from_the_file(tmp_path, days):
+    """After 2049 the format of the date is another one."""
+    certificate, private_key = make_certificate(tmp_path, "one", days)
+    printed = subprocess.run(
+        ["openssl", "x509", "-in", certificate, "-noout", "-enddate"], check=True, capture_output=True, text=True
+    ).stdout
+    cfg = SafetyConfig(certificate=str(certificate), private_key=str(private_key))
+    safety = Safety(cfg, "127.0.0.1")
+    safety.close()
+    assert safety.certificate_expiry_s == ssl.cert_time_to_seconds(printed.strip().removeprefix("notAfter="))
+    assert safety.file_ages_s.keys() == {"certificate"}
 
 
 def test_half_a_pair_and_what_is_no_certificate_are_told_at_the_start(tmp_path):

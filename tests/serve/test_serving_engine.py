@@ -14,6 +14,7 @@ from serving_sequences import Sequences, appended, draw_candidates, draw_history
 from nestrec.base.clock import SimulatedClock
 from nestrec.models import FuXiConfig, HSTUConfig, SASRecConfig
 from nestrec.models.reach import AttentionReach
+from nestrec.serving.background import Failures
 from nestrec.serving.client import Sender
 from nestrec.serving.engine.cost_model import EngineCostModel
 from nestrec.serving.engine.engine import Engine, EngineConfig
@@ -338,6 +339,7 @@ def test_a_copy_that_fails_loses_no_request_and_no_memory(monkeypatch, direction
     def fail(*_):
         raise MemoryError("no host memory")
 
+    monkeypatch.setattr("nestrec.serving.prefix.copier.FAILURES", Failures())  # one failure is logged once per process
     rng = np.random.default_rng(15)
     servable = random_ranking(ENCODER, num_items=200)
     engine = make_engine(servable, replace(CONFIG, tiers=replace(TIERS, keeps_on_device=False)))

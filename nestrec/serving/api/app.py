@@ -32,6 +32,7 @@ from nestrec.serving.engine.work import UnavailableError
 from nestrec.serving.histories.memory import MemoryHistoryStore
 from nestrec.serving.histories.store import HistoryStore, HistoryStoreConfig, RawHistory, StoreAwayError
 from nestrec.serving.prefix.trigger import USUAL_CANDIDATES
+from nestrec.serving.safety.safety import Safety
 from nestrec.serving.service import Service, SwappedError
 
 _LOG = logging.getLogger(__name__)
@@ -121,6 +122,9 @@ class App:
 
     def count_refusals_of(self, refusals: Mapping[str, int]) -> None:
         self.metrics.refusals = refusals
+
+    def report_files_of(self, safety: Safety) -> None:
+        self.metrics.safety = safety
 
     def count_malformed(self, status: int) -> None:
         self.metrics.observe("malformed", status, 0.0)

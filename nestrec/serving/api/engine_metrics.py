@@ -16,7 +16,9 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from nestrec.base.config import to_plain
+from nestrec.serving.background import FAILURES
 from nestrec.serving.histogram import Histogram
+from nestrec.serving.safety.safety import Safety
 from nestrec.serving.service import Service
 
 _GAUGES = {
@@ -100,6 +102,41 @@ class EngineCollector(Collector):
                 family.add_metric([role], times.buckets(), times.seconds)
         yield queued
         yield computed
+
+
+class BackgroundCollector(Collector):
+    """Failures of background threads and tasks of this process."""
+
+    def collect(self) -> Iterable[Metric]:
+        family = CounterMetricFamily(
+            "nestrec_background_failures", "Exceptions of background threads, which continue", labels=["task"]
+        )
+        for task, count in sorted(FAILURES.counts.items()):
+            family.add_metric([task], count)
+        yield family
+
+
+class FilesCollector(Collector):
+    """Files that a server reads again when they change."""
+
+    def __init__(self, safety: Callable[[], Safety | None]):
+        self._safety = safety
+
+    def collect(self) -> Iterable[Metric]:
+        ages = GaugeMetricFamily(
+            "nestrec_file_age_seconds",
+            "Seconds since the keys or the certificate in use were last the same as in their files",
+            labels=["file"],
+        )
+        expiry = GaugeMetricFamily(
+            "nestrec_certificate_expiry_timestamp_seconds", "When the certificate in use expires (Unix seconds)"
+        )
+        safety = self._safety()
+        for name, age_s in (safety.file_ages_s if safety is not None else {}).items():
+            ages.add_metric([name], age_s)
+        if safety is not None and safety.certificate_expiry_s is not None:
+            expiry.add_metric([], safety.certificate_expiry_s)
+        yield from (ages, expiry)
 
 
 class RefusalCollector(Collector):

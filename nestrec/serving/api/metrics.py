@@ -11,10 +11,18 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from nestrec.serving.api.engine_metrics import EngineCollector, RefusalCollector, engine_status
+from nestrec.serving.api.engine_metrics import (
+    BackgroundCollector,
+    EngineCollector,
+    FilesCollector,
+    RefusalCollector,
+    engine_status,
+)
 from nestrec.serving.api.follow_metrics import FollowCollector, follow_status
 from nestrec.serving.api.timeline import STEP_S, ServingTimeline
+from nestrec.serving.background import FAILURES
 from nestrec.serving.histogram import Histogram
+from nestrec.serving.safety.safety import Safety
 from nestrec.serving.service import Service
 from nestrec.serving.versions.follower import VersionFollower
 
@@ -34,6 +42,10 @@ class Metrics:
         self.refusals: Mapping[str, int] = {}
         """requests that the gate let not in, by reason"""
         self._registry.register(RefusalCollector(lambda: self.refusals))
+        self.safety: Safety | None = None
+        """Keys and certificates of the server; None until `report_files_of` sets them."""
+        self._registry.register(FilesCollector(lambda: self.safety))
+        self._registry.register(BackgroundCollector())
         self._registry.register(FollowCollector(lambda: self._followers))
         ProcessCollector(registry=self._registry)
         self._recent: deque[float] = deque(maxlen=_WINDOW)
@@ -51,8 +63,11 @@ class Metrics:
         """For the timeline, until it is cancelled."""
         while True:
             await asyncio.sleep(STEP_S)
-            await self.gathered()
-            self.timeline.sample(time.time())
+            try:
+                await self.gathered()
+                self.timeline.sample(time.time())
+            except Exception as error:
+                FAILURES.add("nestrec-timeline", error)
 
     def observe(self, route: str, status: int, seconds: float) -> None:
         self._answers.observe(route, status, seconds)

@@ -169,6 +169,7 @@ def num_fronts(cfg: ServeConfig, device: str) -> int:
 
 def _hub(app: App, cfg: ServeConfig, safety: Safety, template: Template, *, count: int, port: int) -> FrontHub:
     app.count_refusals_of(safety.refusals)
+    app.report_files_of(safety)
     return FrontHub(
         app,
         template,
@@ -198,6 +199,8 @@ def uvicorn_config(
     protocol = protocol_with(cfg.limits, hosts, safety.gate(endpoints), door, tell=tell)
     if hasattr(app, "count_refusals_of"):
         app.count_refusals_of(safety.refusals)
+    if hasattr(app, "report_files_of"):
+        app.report_files_of(safety)
     if cfg.health_port is not None:
         app = WithHealthPort(app, cfg.host, cfg.health_port, hosts, safety=safety, endpoints=endpoints)
     certificates = safety.certificates

@@ -19,6 +19,7 @@ from nestrec.serving.api.protocol.http import (
 )
 from nestrec.serving.api.protocol.incoming import client_in
 from nestrec.serving.api.schema import LimitsConfig
+from nestrec.serving.background import FAILURES
 from nestrec.serving.client import Sender, current_sender
 from nestrec.serving.fronts.remote import RemoteService
 from nestrec.serving.service import SwappedError
@@ -30,6 +31,7 @@ class FrontCounts:
     def __init__(self) -> None:
         self._answers: dict[tuple[str, int], list[float]] = {}
         self._refusals: dict[str, int] = {}
+        self._failures: dict[str, int] = {}
         self.refusals: Mapping[str, int] = {}
         """requests that the gate let not in, by reason, from the start"""
 
@@ -39,7 +41,9 @@ class FrontCounts:
     def told(self) -> dict[str, Any]:
         answers, self._answers = self._answers, {}
         before, self._refusals = self._refusals, dict(self.refusals)
+        failed, self._failures = self._failures, FAILURES.counts
         return {
+            "failures": {task: count - failed.get(task, 0) for task, count in self._failures.items()},
             "answers": [[route, status, seconds] for (route, status), seconds in answers.items()],
             "refusals": {reason: count - before.get(reason, 0) for reason, count in self._refusals.items()},
         }

@@ -22,6 +22,7 @@ from nestrec.serving.api.process.listening import Server, close_all
 from nestrec.serving.api.process.signals import Signals
 from nestrec.serving.api.protocol.http import Message, Receive, Scope, Send
 from nestrec.serving.api.protocol.incoming import Incoming
+from nestrec.serving.background import FAILURES
 from nestrec.serving.client import Sender
 from nestrec.serving.engine.work import Answer, OverloadedError, RefusedError, UnavailableError, Work
 from nestrec.serving.fronts.frames import FrameKind
@@ -279,6 +280,7 @@ class FrontHub:
                 self._app.metrics.observe(route, status, seconds)
         for reason, count in told["refusals"].items():
             self._refusals[reason] = self._refusals.get(reason, 0) + count
+        FAILURES.merge(told["failures"])
         for role, count in told["unread"].items():
             if (fleet := self._service.fleets.get(role)) is not None:
                 fleet.engines[0].refused_unread(count)

@@ -6,7 +6,6 @@ without the interpreter (`readable`), as engines do. An answer is sent by the th
 """
 
 import contextlib
-import logging
 import select
 import socket
 import threading
@@ -14,10 +13,10 @@ import time
 from collections import deque
 
 from nestrec.serving.api.process.listening import close_all
+from nestrec.serving.background import FAILURES, BackgroundThread
 from nestrec.serving.fronts.frames import FrameKind, FrameReader, Received, frame
 from nestrec.serving.fronts.readable import ReadableSpin
 
-_LOG = logging.getLogger(__name__)
 _READ_BYTES = 1 << 18
 
 
@@ -106,8 +105,10 @@ class Wires:
         self._new: deque[Wire] = deque()
         self._wires: dict[int, Wire] = {}
         self._is_closed = False
-        self._thread = threading.Thread(target=self._run, name="nestrec-wires", daemon=True)
-        self._thread.start()
+        self._buffer = memoryview(bytearray(_READ_BYTES))
+        self._waiting = select.poll()
+        self._watch()
+        self._thread = BackgroundThread("nestrec-wires", self._turn).start()
 
     def add(self, end: socket.socket, received: Received) -> Wire:
         """received: called by the thread, with what a front asks."""
@@ -129,21 +130,19 @@ class Wires:
             wire.close()
         close_all([self._calls, self._called])
 
-    def _run(self) -> None:
-        buffer, waiting = memoryview(bytearray(_READ_BYTES)), select.poll()
-        self._watch(waiting)
-        while not self._is_closed:
-            for descriptor, events in self._ready(waiting):
-                if descriptor == self._called.fileno():
-                    self._heed_calls()
-                elif not self._heed(self._wires[descriptor], events, buffer):
-                    waiting.unregister(descriptor)
-                    self._wires.pop(descriptor).close()
-                elif not events & select.POLLOUT:
-                    continue
-                self._watch(waiting)
+    def _turn(self) -> bool:
+        for descriptor, events in self._ready():
+            if descriptor == self._called.fileno():
+                self._heed_calls()
+            elif not self._heed(self._wires[descriptor], events, self._buffer):
+                self._waiting.unregister(descriptor)
+                self._wires.pop(descriptor).close()
+            elif not events & select.POLLOUT:
+                continue
+            self._watch()
+        return not self._is_closed
 
-    def _watch(self, waiting: "select.poll") -> None:
+    def _watch(self) -> None:
         """Wait for what there is now."""
         while self._new:
             wire = self._new.popleft()
@@ -151,16 +150,16 @@ class Wires:
         events = {self._called.fileno(): select.POLLIN}
         events.update((descriptor, wire.events) for descriptor, wire in self._wires.items())
         for descriptor, wanted in events.items():
-            waiting.register(descriptor, wanted)
+            self._waiting.register(descriptor, wanted)
         if self._spin is not None:
             self._spin.watch(events)
 
-    def _ready(self, waiting: "select.poll") -> list[tuple[int, int]]:
+    def _ready(self) -> list[tuple[int, int]]:
         while self._spin is not None and (left_s := self._awake_until_s - time.monotonic()) > 0:
             self._spin.wait(left_s)
-            if ready := waiting.poll(0):
+            if ready := self._waiting.poll(0):
                 return ready
-        return waiting.poll()
+        return self._waiting.poll()
 
     def _heed_calls(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -172,6 +171,6 @@ class Wires:
         self._awake_until_s = time.monotonic() + self._awake_s
         try:
             return wire.heed(events, buffer)
-        except Exception:
-            _LOG.exception("a front said what nobody understands")
+        except Exception as error:
+            FAILURES.add("nestrec-wires", error, "the connection to its front is closed")
             return False

@@ -7,8 +7,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from nestrec.serving.api.engine_metrics import RefusalCollector
+from nestrec.serving.api.engine_metrics import BackgroundCollector, FilesCollector, RefusalCollector
 from nestrec.serving.many.router import Router
+from nestrec.serving.safety.safety import Safety
 
 
 class FleetMetrics:
@@ -24,11 +25,15 @@ class FleetMetrics:
         self._own = CollectorRegistry()
         self._own.register(_FrontCollector(self, router))
         self._own.register(RefusalCollector(lambda: self.refusals))
+        self.safety: Safety | None = None
+        """Keys and certificates of the front; None until `report_files_of` sets them."""
+        self._own.register(FilesCollector(lambda: self.safety))
+        self._own.register(BackgroundCollector())
         ProcessCollector(namespace="nestrec_front", registry=self._own)
 
     def exposition(self, told: Mapping[int, bytes]) -> bytes:
         """told: what instances have answered, by slot."""
-        return generate_latest(_Merged([*self._own.collect(), *_with_slots(told)]))
+        return generate_latest(_Merged(_with_slots(told, self._own.collect())))
 
 
 class _FrontCollector(Collector):
@@ -53,7 +58,7 @@ class _FrontCollector(Collector):
 class _Merged(CollectorRegistry):
     """Families as they are, in place of collectors."""
 
-    def __init__(self, families: list[Metric]):
+    def __init__(self, families: Iterable[Metric]):
         super().__init__()
         self._families = families
 
@@ -61,9 +66,9 @@ class _Merged(CollectorRegistry):
         return self._families
 
 
-def _with_slots(told: Mapping[int, bytes]) -> Iterable[Metric]:
-    """One family of each name, as the format wants it."""
-    merged: dict[str, Metric] = {}
+def _with_slots(told: Mapping[int, bytes], own: Iterable[Metric]) -> Iterable[Metric]:
+    """Merge the families of the front, which have no slot, with those of its instances: a name may occur once."""
+    merged = {family.name: family for family in own}
     for slot, text in told.items():
         for family in text_string_to_metric_families(text.decode()):
             into = merged.setdefault(family.name, Metric(family.name, family.documentation, family.type))

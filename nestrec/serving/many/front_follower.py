@@ -4,15 +4,13 @@ Instances are taken to a version by name, one after the other, as by `nestrec sw
 does not take it, those before it get back what they had, and the front tries again with the next version.
 """
 
-import logging
 import threading
 from collections.abc import Callable, Sequence
 
 from nestrec.base.errors import DamagedError
+from nestrec.serving.background import FAILURES, BackgroundThread
 from nestrec.serving.versions.opening import Source, source_of
 from nestrec.serving.versions.reader import Versions
-
-_LOG = logging.getLogger(__name__)
 
 
 class FrontFollower:
@@ -31,7 +29,7 @@ class FrontFollower:
         self._swap, self._poll_s = swap, poll_s
         self._tried: dict[str, str] = {}
         self._is_closed = threading.Event()
-        self._thread = threading.Thread(target=self._loop, name="nestrec-front-follow", daemon=True)
+        self._thread = BackgroundThread("nestrec-front-follow", self._turn)
 
     def start(self) -> None:
         self._thread.start()
@@ -47,7 +45,7 @@ class FrontFollower:
             try:
                 newest = Versions(source.place).newest()
             except (OSError, DamagedError) as error:
-                _LOG.error("the instances stay at their version: %s", error)
+                FAILURES.add("nestrec-front-follow", error, "the instances stay at their version")
                 return False
             if newest is not None and self._tried.get(source.address) != newest.version:
                 self._tried[source.address] = newest.version
@@ -58,9 +56,8 @@ class FrontFollower:
         found = (source_of(model) for model in self._followed(self._models))
         return [source for source in found if source is not None and source.version is None]
 
-    def _loop(self) -> None:
-        while not self._is_closed.wait(self._poll_s):
-            try:
-                self.look()
-            except Exception:  # whatever it is, the instances serve on
-                _LOG.exception("the instances stay at their version")
+    def _turn(self) -> bool:
+        if self._is_closed.wait(self._poll_s):
+            return False
+        self.look()
+        return True

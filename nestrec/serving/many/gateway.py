@@ -37,6 +37,7 @@ from nestrec.serving.many.probes import Probes
 from nestrec.serving.many.rollout import Rollout, Supervisor
 from nestrec.serving.many.router import Ring, Route, Router
 from nestrec.serving.many.upstream import Response, Upstream
+from nestrec.serving.safety.safety import Safety
 
 _LOG = logging.getLogger(__name__)
 _PROMETHEUS, _JSON = b"text/plain; version=0.0.4; charset=utf-8", b"application/json"
@@ -177,6 +178,9 @@ class Gateway:
 
     def count_refusals_of(self, refusals: Mapping[str, int]) -> None:
         self.metrics.refusals = refusals
+
+    def report_files_of(self, safety: Safety) -> None:
+        self.metrics.safety = safety
 
     async def _exposition(self) -> Answered:
         """What every instance counts, beside what this front does."""

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from nestrec.base.errors import UserError
+from nestrec.serving.background import FAILURES, BackgroundThread
 from nestrec.serving.many.ports import held_port, listens
 from nestrec.serving.many.tie import Tie
 from nestrec.serving.safety import front_secret
@@ -57,7 +58,7 @@ class Instance:
         self.num_failures = 0
         """processes in a row that did not come to serve, or not for long"""
         self._is_stopping = threading.Event()
-        self._thread = threading.Thread(target=self._supervise, name=f"nestrec-instance-{slot}", daemon=True)
+        self._thread = BackgroundThread(f"nestrec-instance-{slot}", self._turn)
 
     def start(self) -> None:
         self._thread.start()
@@ -72,20 +73,31 @@ class Instance:
 
     # Its thread.
 
-    def _supervise(self) -> None:
-        while not self._is_stopping.is_set():
-            started_s = time.monotonic()
-            self.process = self._started()
-            code = self._watched(self.process, started_s)
-            # However long it took to fail: a large model, or a busy machine, take longer than a short life.
-            is_short = not self.is_up or time.monotonic() - self._up_s < _SHORT_LIFE_S
-            self.is_up = False
-            if code is None:
-                return
-            self.num_failures = self.num_failures + 1 if is_short else 0
-            pause_s = min(_LONGEST_PAUSE_S, 0.25 * 2**self.num_failures) if is_short else 0.0
-            _LOG.warning("instance %d ended with code %d; starting it again in %.1f s", self.slot, code, pause_s)
-            self._is_stopping.wait(pause_s)
+    def _turn(self) -> bool:
+        """Start a process and watch it until its end. Returns whether to start another one."""
+        if self._is_stopping.is_set():
+            return False
+        try:
+            code = self._lived()
+        except Exception as error:
+            FAILURES.add(f"nestrec-instance-{self.slot}", error, "its process is started again")
+            code = None if self.process is None else self._ended(self.process)
+        # However long it took to fail: a large model, or a busy machine, take longer than a short life.
+        is_short = not self.is_up or time.monotonic() - self._up_s < _SHORT_LIFE_S
+        self.is_up = False
+        if self._is_stopping.is_set():
+            return False
+        self.num_failures = self.num_failures + 1 if is_short else 0
+        pause_s = min(_LONGEST_PAUSE_S, 0.25 * 2**self.num_failures) if is_short else 0.0
+        _LOG.warning("instance %d ended with code %s; starting it again in %.1f s", self.slot, code, pause_s)
+        return not self._is_stopping.wait(pause_s)
+
+    def _lived(self) -> int | None:
+        """Start a process and return its exit code; None if it was stopped."""
+        started_s = time.monotonic()
+        self.process = None  # the one before has ended
+        self.process = self._started()
+        return self._watched(self.process, started_s)
 
     def _started(self) -> "subprocess.Popen[bytes]":
         place = ["--host", "127.0.0.1", "--port", str(self.port)]

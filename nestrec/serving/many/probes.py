@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import orjson
 
+from nestrec.serving.background import guarded
 from nestrec.serving.many.router import Router
 from nestrec.serving.many.upstream import Upstream
 
@@ -53,10 +54,13 @@ class Probes:
     async def watch(self) -> None:
         """Ask all of them from time to time whether they are ready, and those that were lost often; for ever."""
         for turn in itertools.count():
-            for slot, is_alive in enumerate(self._router.is_alive[: len(self._upstreams)]):
-                if not is_alive or turn % _TURNS_A_PROBE == 0:
-                    self.begin(slot)
+            guarded("nestrec-probes", lambda: self._begin_due(turn))  # noqa: B023 (called at once)
             await asyncio.sleep(_TURN_S)
+
+    def _begin_due(self, turn: int) -> None:
+        for slot, is_alive in enumerate(self._router.is_alive[: len(self._upstreams)]):
+            if not is_alive or turn % _TURNS_A_PROBE == 0:
+                self.begin(slot)
 
     def lost(self, slot: int) -> None:
         """An instance does not answer: nobody is sent to it until it does."""

@@ -2,7 +2,6 @@
 
 import logging
 import subprocess
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from socket import socket
@@ -15,6 +14,7 @@ from nestrec.serving.api.process.open_files import allow_open_files
 from nestrec.serving.api.process.signals import Signals
 from nestrec.serving.api.protocol.hosts import is_loopback
 from nestrec.serving.api.server import ServeConfig, safety_of, uvicorn_config
+from nestrec.serving.background import BackgroundThread
 from nestrec.serving.many.front_follower import FrontFollower
 from nestrec.serving.many.gateway import Gateway
 from nestrec.serving.many.instances import Instances
@@ -140,7 +140,7 @@ def _serve_nginx(
     close_all(sockets)  # nginx opens its own
     is_stopping = lambda: signals.is_stopping  # noqa: E731
     with running_nginx(configured, instances.ports, cfg.host, port, is_stopping) as (process, configure_again):
-        threading.Thread(target=_stop_with, args=(process, signals), name="nestrec-nginx", daemon=True).start()
+        BackgroundThread("nestrec-nginx", lambda: _stop_with(process, signals)).start()
         _serve_gateway(
             instances, cfg, safety, sockets=inner, signals=signals, announce=announce, when_resized=configure_again
         )
@@ -149,9 +149,10 @@ def _serve_nginx(
             raise UserError(f"has ended with code {code}", field="front", value="nginx", remedy=remedy)
 
 
-def _stop_with(process: "subprocess.Popen[bytes]", signals: Signals) -> None:
+def _stop_with(process: "subprocess.Popen[bytes]", signals: Signals) -> bool:
     process.wait()
     signals.stop()
+    return False
 
 
 def instance_arguments(cfg: ServeConfig, overrides: dict[str, str]) -> list[str]:

@@ -3,11 +3,12 @@
 Nothing is ever written. When the front is gone, even by SIGKILL, the system closes its end, and whoever reads is told.
 """
 
+import contextlib
 import os
-import threading
 import time
 
 from nestrec.serving.api.process.signals import Signals
+from nestrec.serving.background import BackgroundThread, guarded
 
 _FRONT = "NESTREC_FRONT_PIPE"
 
@@ -37,11 +38,12 @@ def end_with_front(signals: Signals, patience_s: float) -> None:
     descriptor = int(given)
     os.set_inheritable(descriptor, False)
 
-    def watch() -> None:
-        while os.read(descriptor, 1):
-            pass
-        signals.stop()
+    def watch() -> bool:
+        with contextlib.suppress(OSError):  # a pipe that cannot be read does not show whether the front is alive
+            while os.read(descriptor, 1):
+                pass
+        guarded("nestrec-front", signals.stop)
         time.sleep(patience_s)
         os._exit(1)
 
-    threading.Thread(target=watch, name="nestrec-front", daemon=True).start()
+    BackgroundThread("nestrec-front", watch).start()

@@ -6,7 +6,6 @@ seen the end of whatever wrote its pages, and ends before the engine hears of it
 """
 
 import contextlib
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -14,9 +13,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from nestrec.serving.background import FAILURES, guarded
 from nestrec.serving.engine.cost_model import EngineCostModel
 
-_LOG = logging.getLogger(__name__)
+_TASK = "nestrec-copier"
 _SMOOTH = 0.1
 _UNKNOWN_S = 1e-9
 
@@ -28,7 +28,8 @@ class Copier:
         """link_gb_per_s: emulates a slower link; 0 copies as fast as the machine can."""
         self._link_s_a_byte = 1e-9 / link_gb_per_s if link_gb_per_s else 0.0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="nestrec-copier")
+        FAILURES.register(_TASK)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=_TASK)
         self._lock = threading.Lock()
         self._seconds_a_byte: float | None = None
         self._queued_bytes = 0
@@ -39,8 +40,8 @@ class Copier:
             try:
                 with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
                     copy()
-            except Exception:
-                _LOG.exception("a copy between device and DRAM failed; the prefix is forgotten")
+            except Exception as error:
+                FAILURES.add(_TASK, error, "the prefix is forgotten")
                 is_made = False
             time.sleep(max(0.0, start_s + num_bytes * self._link_s_a_byte - time.perf_counter()))
             seconds = (time.perf_counter() - start_s) / max(num_bytes, 1)
@@ -48,7 +49,7 @@ class Copier:
                 known = self._seconds_a_byte
                 self._seconds_a_byte = seconds if known is None else known + _SMOOTH * (seconds - known)
                 self._queued_bytes -= num_bytes
-            done(is_made)
+            guarded(_TASK, lambda: done(is_made))  # the pool would keep an exception to itself
 
         with self._lock:
             self._queued_bytes += num_bytes

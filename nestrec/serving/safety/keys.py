@@ -1,7 +1,7 @@
 """API keys in a file: names, roles, ends and rates, with a digest in place of each key.
 
 The file is TOML. It is read again when it changes; where it cannot be read any more the keys that were known stay, and
-the log says so.
+the log contains the reason. A file without keys is valid: every request that needs a key is rejected.
 
     [[key]]
     name = "shop"
@@ -29,6 +29,8 @@ _LOG = logging.getLogger(__name__)
 Role = Literal["public", "monitor", "admin"]
 _MOST_KEYS = 256
 """each is compared for each request"""
+_LEAST_RATE = 1e-5
+"""Smallest number of requests per second, about one per day; 1 / 1e-320 is infinite."""
 _DIGEST_CHARACTERS = 64
 _NAME = "must be 1 to 64 letters, digits, dots, dashes and underscores"
 
@@ -73,8 +75,8 @@ class KeyRing:
     """The keys of a file, as it is now. `find` may be called from any thread while another one reads the file again."""
 
     def __init__(self, path: Path):
-        self._path, self._file = path, WatchedFiles([path])
-        self._known = _indexed(read_keys(path))
+        self._path = path
+        self.file = WatchedFiles("keys", [path], self._read)
 
     def find(self, presented: bytes) -> Key | None:
         """The key that was presented, whether it has ended or not."""
@@ -84,15 +86,15 @@ class KeyRing:
 
     def reload_if_changed(self) -> bool:
         """Whether the file was read again; where that is not possible, the keys that are known stay."""
-        if not self._file.have_changed():
-            return False
-        try:
-            self._known = _indexed(read_keys(self._path))
-        except UserError as error:
-            _LOG.error("the keys stay as they are: %s", error)
-            return False
-        _LOG.info("%d keys are known from now on", len(self._known[0]))
-        return True
+        return self.file.look()
+
+    def _read(self) -> None:
+        self._known = _indexed(read_keys(self._path))
+        count = len(self._known[0])
+        if count:
+            _LOG.info("%d keys are known from now on", count)
+        else:
+            _LOG.warning("%s contains no key: every request that needs one is rejected", self._path)
 
 
 def read_keys(path: Path) -> tuple[Key, ...]:
@@ -107,8 +109,8 @@ def read_keys(path: Path) -> tuple[Key, ...]:
         raise UserError("may be written by anybody", field="safety.keys", value=str(path), remedy=remedy)
     try:
         plain = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        remedy = "mend it, or begin again with: nestrec key NAME --file FILE"
+    except (ValueError, RecursionError) as error:  # also of numbers that are too long, and of tables nested too deeply
+        remedy = "fix it, or write a new one with: nestrec key NAME --file FILE"
         raise UserError(f"is not TOML: {error}", field="safety.keys", value=str(path), remedy=remedy) from error
     return keys_from(plain, str(path))
 
@@ -118,8 +120,8 @@ def keys_from(plain: dict[str, Any], where: str) -> tuple[Key, ...]:
     entries = plain.get("key", [])
     if set(plain) - {"key"} or not isinstance(entries, list) or not all(isinstance(e, dict) for e in entries):
         raise UserError("must hold [[key]] tables alone", field="safety.keys", value=where, remedy="see `nestrec key`")
-    if not 1 <= len(entries) <= _MOST_KEYS:
-        remedy = f"keep 1 to {_MOST_KEYS} of them: each is compared for each request"
+    if len(entries) > _MOST_KEYS:
+        remedy = f"keep at most {_MOST_KEYS} of them: each is compared for each request"
         raise UserError(f"holds {len(entries)} keys", field="safety.keys", value=where, remedy=remedy)
     keys = tuple(_key(from_plain(KeyEntry, _plain_dates(entry), f"key[{i}]")) for i, entry in enumerate(entries))
     for what, values in (("name", [key.name for key in keys]), ("sha256", [key.digest for key in keys])):
@@ -138,8 +140,8 @@ def _key(entry: KeyEntry) -> Key:
         raise UserError("is no digest", field=f"{field}: sha256", value="(not shown)", remedy=remedy)
     rate = float("inf") if entry.requests_per_s is None else entry.requests_per_s
     burst = max(1.0, rate) if entry.burst is None else entry.burst
-    if not rate > 0.0 or not burst >= 1.0:
-        remedy = "give a rate above 0 and a burst of 1 or more, or leave them out"
+    if not rate >= _LEAST_RATE or not burst >= 1.0:
+        remedy = f"give a rate of {_LEAST_RATE} or more and a burst of 1 or more, or leave them out"
         raise UserError("lets nothing through", field=field, value=(entry.requests_per_s, entry.burst), remedy=remedy)
     return Key(entry.name, entry.role, bytes.fromhex(digest), expiry_s(entry.expires, field), rate, burst)
 

@@ -28,8 +28,10 @@ class Safety:
         """requests that no gate let in, by reason"""
         # Without keys nobody can be told from an admin, so only this machine may ask for what they do.
         self._knows_admins = self.keys is not None or (is_loopback(host) and not cfg.behind)
-        followed = (self.keys, self.certificates)
-        self._watcher = Watcher([one.reload_if_changed for one in followed if one is not None])
+        readers = (self.keys, self.certificates)
+        self.files = [reader.file for reader in readers if reader is not None]
+        """watched: read again when they change"""
+        self._watcher = Watcher(self.files)
 
     def gate(self, endpoints: Iterable[Guarded], *, of_health: bool = False) -> SafetyGate:
         """Of the port that clients ask, or of the one for health."""
@@ -42,6 +44,17 @@ class Safety:
             refusals=self.refusals,
             rates=self._rates,
         )
+
+    @property
+    def file_ages_s(self) -> dict[str, float]:
+        """Seconds since each kind of file was last known to be as it is on the disk."""
+        return {files.name: files.age_s for files in self.files}
+
+    @property
+    def certificate_expiry_s(self) -> float | None:
+        """Unix seconds at which the certificate in use expires; none without TLS."""
+        validity = None if self.certificates is None else self.certificates.validity
+        return None if validity is None else validity.last_s
 
     def close(self) -> None:
         self._watcher.close()

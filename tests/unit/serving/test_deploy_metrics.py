@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import promql_parser
@@ -53,6 +54,7 @@ def exported(tmp_path_factory):
     assert not follower.look()
     app = App(service, LimitsConfig(default_timeout_ms=10_000), reloader=reloader)
     app.count_refusals_of({"unknown": 1})
+    app.metrics.safety = SimpleNamespace(file_ages_s={"keys": 1.0}, certificate_expiry_s=1e9)
 
     async def ask():
         transport = httpx.ASGITransport(app)
@@ -168,6 +170,8 @@ def test_names_follow_the_conventions_and_labels_are_bounded(exported):
                     "table",
                     "reason",
                     "slot",
+                    "task",
+                    "file",
                     "le",
                     "version",
                     "name",

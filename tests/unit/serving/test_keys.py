@@ -1,6 +1,8 @@
 """Keys in files, and how one is compared with another."""
 
+import contextlib
 import hmac
+import random
 import time
 from pathlib import Path
 
@@ -10,7 +12,10 @@ from typer.testing import CliRunner
 from nestrec.base.clock import SimulatedClock
 from nestrec.base.errors import UserError
 from nestrec.cli.app import app
+from nestrec.serving.api.protocol.http import retry_after
+from nestrec.serving.safety.access import Access
 from nestrec.serving.safety.digests import digest_of, new_key, place_of
+from nestrec.serving.safety.gate import SafetyGate
 from nestrec.serving.safety.keys import Key, KeyEntry, KeyRing, add_entry, read_keys
 from nestrec.serving.safety.rates import KeyRates
 
@@ -85,13 +90,19 @@ def test_a_key_is_printed_once_and_its_digest_is_kept(tmp_path):
 @pytest.mark.parametrize(
     ("text", "wrong"),
     [
-        ("", "holds 0 keys"),
+        ("".join(f"[[key]]\nname = 'a{i}'\nsha256 = '{i:064x}'\n" for i in range(257)), "holds 257 keys"),
         ("[[key]]\nname = 'a'", "sha256"),
         (f"[[key]]\nname = 'a b'\nsha256 = '{DIGEST}'", "letters, digits"),
         ("[[key]]\nname = 'a'\nsha256 = 'nr_a-key-as-it-is'", "is no digest"),
         (f"[[key]]\nname = 'a'\nsha256 = '{DIGEST}'\nrole = 'root'", "role"),
         (f"[[key]]\nname = 'a'\nsha256 = '{DIGEST}'\nexpires = 2027-01-01", "is no moment"),
         (f"[[key]]\nname = 'a'\nsha256 = '{DIGEST}'\nrequests_per_s = 0", "lets nothing through"),
+        (f"[[key]]\nname = 'a'\nsha256 = '{DIGEST}'\nrequests_per_s = 1e-320", "lets nothing through"),
+        (f"[[key]]\nname = 'a'\nsha256 = '{DIGEST}'\nrequests_per_s = {'9' * 400}", "too large"),
+        (f"[[key]]\nname = 'a'\nsha256 = '{DIGEST}'\nburst = {'9' * 5_000}", "is not TOML"),
+        (f"key = {'[' * 5_000}{']' * 5_000}", "is not TOML"),
+        (f"key = {'[' * 5_000}", "is not TOML"),
+        (f"[[key]]\nname = 'a'\nsha256 = '{DIGEST}'\nexpires = 07:32:00", "expires"),
         (f"[[key]]\nname = 'a'\nsha256 = '{DIGEST}'\n" * 2, "has a name twice"),
         (f"key = 1\n[other]\nname = '{DIGEST}'", r"\[\[key\]\] tables alone"),
         ("[[key", "is not TOML"),
@@ -142,3 +153,68 @@ def test_a_bucket_gives_its_burst_and_then_its_rate():
     assert [rates.wait_s(key) > 0 for _ in range(4)] == [False, False, False, True]
     unbounded = Key("b", "public", b"", float("inf"), float("inf"), float("inf"))
     assert not any(rates.wait_s(unbounded) for _ in range(100))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"[[key]]\nname = 'a'\nsha256 = '{DIGEST}'\nrequests_per_s = {'9' * 400}",
+        f"key = {'[' * 5_000}{']' * 5_000}",
+        "\x00",
+    ],
+)
+def test_key_removed_after_a_bad_file_is_rejected(tmp_path, text):
+    path = tmp_path / "keys.toml"
+    for name in ("first", "second"):
+        add_entry(path, KeyEntry(name=name, sha256=digest_of(name.encode()).hex()))
+    ring = KeyRing(path)
+    path.write_text(text)
+    assert not ring.reload_if_changed()
+    assert ring.find(b"second").name == "second"
+    path.unlink()
+    add_entry(path, KeyEntry(name="first", sha256=digest_of(b"first").hex()))
+    assert ring.reload_if_changed()
+    assert ring.find(b"second") is None
+
+
+@pytest.mark.parametrize("text", ["", "\n# no key\n", "key = []"])
+def test_empty_key_file_rejects_every_key(tmp_path, text, caplog):
+    path = tmp_path / "keys.toml"
+    add_entry(path, KeyEntry(name="last", sha256=digest_of(b"last").hex()))
+    ring = KeyRing(path)
+    path.write_text(text)
+    assert ring.reload_if_changed()
+    assert ring.find(b"last") is None
+    (record,) = (record for record in caplog.records if record.levelname == "WARNING")
+    assert "contains no key" in record.getMessage()
+    gate = SafetyGate(Access(()), KeyRing(path))
+    assert gate.admit("/v1/rank", "/v1/rank", [(b"x-api-key", b"last")], "10.0.0.1").refused.status == 401
+
+
+def test_fuzzed_key_files_raise_user_errors_only(tmp_path):
+    rng = random.Random(5)
+    path = tmp_path / "keys.toml"
+    valid = f"[[key]]\nname = 'a'\nsha256 = '{DIGEST}'\nrole = 'admin'\nexpires = 2900-01-01T00:00:00Z\n"
+    tokens = ["inf", "nan", "-1", "9" * 400, "9" * 5_000, "1e-320", "[" * 3_000, "''", "true", "[]", "{}", "0001-01-01",
+              "9999-12-31T23:59:59-23:59",
+              "'0001-01-01T00:00:00+23:59'", "07:00:00", "\x00", "\ufeff", "\u202e"]  # fmt: skip
+    names = ("name", "sha256", "role", "expires", "requests_per_s", "burst", "key.a", "[key]", "[[key]]")
+    for _ in range(250):
+        text = valid
+        for _ in range(rng.randint(1, 3)):
+            start = rng.randrange(len(text))
+            addition = rng.choice([f"\n{rng.choice(names)} = {rng.choice(tokens)}\n", rng.choice(tokens), valid, ""])
+            text = text[:start] + addition + text[start + rng.randint(0, 20) :]
+        path.write_text(text)
+        with contextlib.suppress(UserError):
+            for key in read_keys(path):
+                assert KeyRates(SimulatedClock()).wait_s(key) < 1e6
+
+
+def test_slowest_rate_gives_a_time_to_retry():
+    clock = SimulatedClock()
+    rates = KeyRates(clock)
+    key = Key("a", "public", b"", float("inf"), 1e-320, 1.0)
+    assert [rates.wait_s(key) for _ in range(2)] == [0.0, float("inf")]
+    assert retry_after(float("inf")) == (b"retry-after", b"86400")
+    assert retry_after(1e-9) == (b"retry-after", b"1")

@@ -8,10 +8,10 @@ counted.
 import logging
 import os
 import queue
-import threading
 import time
 
 from nestrec.serving.api.process.log_lines import LogConfig, formatter_of
+from nestrec.serving.background import BackgroundThread
 
 _MOST_WAITING = 1000
 """messages"""
@@ -29,7 +29,7 @@ class PatientHandler(logging.Handler):
         self._waiting: queue.Queue[str] = queue.Queue(_MOST_WAITING)
         self._num_dropped = 0
         self.setFormatter(formatter_of(cfg or LogConfig()))
-        threading.Thread(target=self._write, name="nestrec-log", daemon=True).start()
+        BackgroundThread("nestrec-log", self._turn).start()
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -41,17 +41,23 @@ class PatientHandler(logging.Handler):
         except queue.Full:
             self._num_dropped += 1
 
-    def _write(self) -> None:
-        while True:
-            data = f"{self._waiting.get()}\n"
-            num_dropped, self._num_dropped = self._num_dropped, 0
-            if num_dropped:
-                data += f"{self._told_dropped(num_dropped)}\n"
-            try:
-                _write_all(self._descriptor, data.encode("utf-8", "replace"))
-            except OSError:  # nobody is there to be told, or a disk is full, which may have room for a later one
-                self._num_dropped += num_dropped + 1
+    def _turn(self) -> bool:
+        text = self._waiting.get()
+        try:
+            self._write(text)
+        finally:
             self._waiting.task_done()
+        return True
+
+    def _write(self, text: str) -> None:
+        data = f"{text}\n"
+        num_dropped, self._num_dropped = self._num_dropped, 0
+        if num_dropped:
+            data += f"{self._told_dropped(num_dropped)}\n"
+        try:
+            _write_all(self._descriptor, data.encode("utf-8", "replace"))
+        except OSError:  # the reader is gone, or a disk is full, which may have room for a later message
+            self._num_dropped += num_dropped + 1
 
     def _told_dropped(self, count: int) -> str:
         told = {"name": __name__, "levelno": logging.WARNING, "levelname": "WARNING"}

@@ -3,6 +3,8 @@
 import threading
 from collections.abc import Callable
 
+from nestrec.serving.background import BackgroundThread
+
 
 class Serially:
     """A thread that acts when it is asked.
@@ -12,13 +14,12 @@ class Serially:
     """
 
     def __init__(self, name: str, act: Callable[[], None]):
-        """act: must not raise."""
         self._act = act
         self._condition = threading.Condition()
         self._is_closed = False
         self.num_asked = self.num_done = 0
         """requests, and those that have been seen to: equal where nothing is under way"""
-        threading.Thread(target=self._loop, name=name, daemon=True).start()
+        BackgroundThread(name, self._turn).start()
 
     def ask(self) -> None:
         with self._condition:
@@ -31,12 +32,14 @@ class Serially:
             self._is_closed = True
             self._condition.notify_all()
 
-    def _loop(self) -> None:
-        while True:
-            with self._condition:
-                self._condition.wait_for(lambda: self._is_closed or self.num_done < self.num_asked)
-                if self._is_closed:
-                    return
-                asked = self.num_asked
+    def _turn(self) -> bool:
+        with self._condition:
+            self._condition.wait_for(lambda: self._is_closed or self.num_done < self.num_asked)
+            if self._is_closed:
+                return False
+            asked = self.num_asked
+        try:
             self._act()
+        finally:
             self.num_done = asked
+        return True

@@ -10,6 +10,8 @@ import signal
 import threading
 from collections.abc import Callable
 
+from nestrec.serving.background import BackgroundThread, guarded
+
 
 class Signals:
     """Of this process, from `installed` on."""
@@ -27,7 +29,7 @@ class Signals:
         """Called on the main thread."""
         signals = Signals()
         signals.take_over()
-        threading.Thread(target=signals._act, name="nestrec-signals", daemon=True).start()
+        BackgroundThread("nestrec-signals", signals._turn).start()
         return signals
 
     def take_over(self) -> None:
@@ -63,13 +65,13 @@ class Signals:
         if is_due:
             act()
 
-    def _act(self) -> None:
-        while True:
-            number = self._came.get()
-            if number == signal.SIGHUP:
-                self._reload()
-            else:
-                self._end(number)
+    def _turn(self) -> bool:
+        number = self._came.get()
+        if number == signal.SIGHUP:
+            self._reload()
+        else:
+            self._end(number)
+        return True
 
     def _reload(self) -> None:
         with self._lock:
@@ -84,4 +86,4 @@ class Signals:
             self._stop.set()
             listeners = list(self._when_stopped)
         for act in listeners:
-            act(is_impatient)
+            guarded("nestrec-signals", lambda: act(is_impatient))  # noqa: B023 (called at once)

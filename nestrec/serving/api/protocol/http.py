@@ -17,6 +17,8 @@ Send = Callable[[Message], Awaitable[None]]
 Result = TypeVar("Result")
 Header = tuple[bytes, bytes]
 JSON = b"application/json"
+_LONGEST_RETRY_S = 86_400.0
+"""Longest time after which a client is asked to try again; a rate that is close to 0 would make it infinite."""
 _STATUS_LINES = {s.value: f"HTTP/1.1 {s.value} {s.phrase}\r\n".encode() for s in http.HTTPStatus}
 
 
@@ -69,7 +71,7 @@ def problem(status: int, message: str, field: str = "", *headers: Header) -> Ans
 
 
 def retry_after(seconds: float) -> Header:
-    return b"retry-after", str(max(1, math.ceil(seconds))).encode()
+    return b"retry-after", str(math.ceil(min(max(1.0, seconds), _LONGEST_RETRY_S))).encode()
 
 
 def head_bytes(target: bytes, headers: Iterable[Header]) -> int:
