@@ -252,6 +252,32 @@ def test_a_full_store_takes_no_events_and_is_read_all_the_same(cfg, server, serv
     assert "OutOfMemoryError" in caplog.text, "why, to the operator"
 
 
+@pytest.mark.parametrize("ttl_s", [100.0, None])
+def test_store_key_of_another_type_is_an_error(cfg, server, service, ttl_s, caplog):
+    server.command("LPUSH", "nestrec:events:1", "x")
+    asked = {"candidates": ["4"], "now_ms": 9}
+
+    async def ask(client):
+        assert (await client.post("/v1/events", json={"user": 2, "history": events(1, 2)})).status_code == 202
+        bodies = [{"user": user, **asked} for user in (1, 2, 1, 2, 3)]
+        found = await asyncio.gather(*(client.post("/v1/rank", json=body) for body in bodies))
+        nobody = found.pop()
+        assert [answer.status_code for answer in found] == [503, 200, 503, 200], "others are read in the same trip"
+        assert nobody.status_code in (200, 400)
+        assert "cannot be read; erase it" in found[0].json()["error"]["message"]
+        refused = await client.post("/v1/events", json={"user": 1, "history": events(3)})
+        assert refused.status_code == 503
+        assert "cannot be read; erase it" in refused.json()["error"]["message"]
+        brought = {"user": 1, "history": events(1, 2), "prefer_kept": True, **asked}
+        assert (await client.post("/v1/rank", json=brought)).status_code == 200
+        assert (await client.delete("/v1/users/1/events")).status_code == 204
+        assert (await client.post("/v1/events", json={"user": 1, "history": events(3)})).status_code == 202
+        assert (await client.post("/v1/rank", json={"user": 1, **asked})).status_code == 200
+
+    answered(service, [RedisHistoryStore(replace(cfg, ttl_s=ttl_s))], ask)
+    assert "WRONGTYPE" in caplog.text, "why, to the operator"
+
+
 def test_the_time_of_the_store_is_taken_off_the_deadline(service):
     given_s = []
 

@@ -29,6 +29,7 @@ return 1
 """in the store, so that nobody writes in between: what a history begins with, where it still does, becomes one part"""
 _MOST_IN_A_TRIP = 16
 """users whose histories are read together"""
+_UNREADABLE = "the history of this user cannot be read; erase it or send one"
 _TIDY_BYTES = 1 << 13
 """parts are put together whenever a history has grown by so much"""
 _LARGE_BYTES = 1 << 16
@@ -69,7 +70,7 @@ class RedisHistoryStore:
             return await _computed(self._read, user, parts)
         except DamagedHistoryError as error:  # never a guess
             _LOG.error("a history in the store cannot be read: %s", error)
-            raise StoreAwayError("the history of this user cannot be read; erase it or send one") from None
+            raise StoreAwayError(_UNREADABLE) from None
 
     async def append(self, user: str, events: RawHistory, timeout_s: float) -> None:
         key, part = self._key(user), packed(user, events)
@@ -106,14 +107,24 @@ class RedisHistoryStore:
 
     async def _sent(self, *commands: Command) -> list[Any]:
         """What the store answers; refused where it says that it cannot do it: memory that is full, a replica."""
-        self.counts["trips"] += 1
-        answers = await self._reached().send(*commands)
+        answers = await self._exchanged(*commands)
         for answer in answers:
-            if isinstance(answer, ResponseError):
-                self.counts["refused"] += 1
-                _LOG.error("the store of histories refuses: %s", _reason(answer))
-                raise StoreAwayError("the store of histories takes nothing now", 5.0)
+            for one in answer if isinstance(answer, list) else [answer]:  # a transaction answers with a list
+                if isinstance(one, ResponseError):
+                    raise self._refused(one)
         return answers
+
+    async def _exchanged(self, *commands: Command) -> list[Any]:
+        self.counts["trips"] += 1
+        return await self._reached().send(*commands)
+
+    def _refused(self, error: ResponseError) -> StoreAwayError:
+        self.counts["refused"] += 1
+        reason = _reason(error)
+        _LOG.error("the store of histories refuses: %s", reason)
+        if reason == "WRONGTYPE":
+            return StoreAwayError(_UNREADABLE)
+        return StoreAwayError("the store of histories takes nothing now", 5.0)
 
     async def _read_waiting(self) -> None:
         """Trips until nobody waits whose trip can begin."""
@@ -121,10 +132,14 @@ class RedisHistoryStore:
             futures = {user: self._waiting.pop(user) for user in users}
             self._on_the_way.update(users)
             try:
-                (values,) = await self._sent(("MGET", *map(self._key, users)))
+                # Not MGET: its response for a key of another type is that there is no such key.
+                values = await self._exchanged(*(("GET", self._key(user)) for user in users))
                 self.counts["reads"] += len(users)
                 for future, value in zip(futures.values(), values, strict=True):
-                    future.set_result(value)
+                    if isinstance(value, ResponseError):
+                        future.set_exception(self._refused(value))
+                    else:
+                        future.set_result(value)
             except StoreAwayError as error:
                 for future in futures.values():
                     future.set_exception(error)
