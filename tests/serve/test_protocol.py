@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gzip
 import json
 import re
 import socket
@@ -145,6 +146,8 @@ def test_the_short_way_gives_the_answers_of_the_usual_way(front, short, path):
         request().replace(b"HTTP/1.1", b"HTTP/1.0"),
         request(is_chunked=True),
         request(head=b"upgrade: x\r\n"),
+        request(head=b"content-encoding: identity\r\n"),
+        request(head=b"content-encoding: gzip\r\n"),
         request(kind=b""),
         request(host=b"elsewhere.example"),
         request(head=b"host: localhost\r\n"),
@@ -153,6 +156,17 @@ def test_the_short_way_gives_the_answers_of_the_usual_way(front, short, path):
 def test_unusual_requests_take_the_usual_way(front, short, unusual):
     assert re.match(rb"HTTP/1.1 (200|100|400|415|421) ", talk(front, unusual))
     assert not short
+
+
+@pytest.mark.parametrize("path", [b"/v1/rank", b"/v1/recommend", b"/v1/preinfer", b"/v1/events"])
+@pytest.mark.parametrize("encoding", [b"gzip", b"deflate, gzip", b"IDENTITY"])
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_compressed_body_is_rejected_with_415(front, path, encoding, is_chunked):
+    head = b"content-encoding: " + encoding + b"\r\n"
+    content = gzip.compress(json.dumps(BODY).encode())
+    ((status, body),) = answers(talk(front, request(content, head=head, path=path, is_chunked=is_chunked)))
+    assert status == (400 if encoding == b"IDENTITY" else 415)
+    assert status == 400 or json.loads(body)["error"]["field"] == "content-encoding"
 
 
 def test_a_body_in_pieces_takes_the_usual_way(front, short):

@@ -44,7 +44,7 @@ _PIECE_BYTES = 512
 """given to the parser at a time: it cannot be stopped, and all requests that it finds in them wait in memory"""
 _LONGEST_NUMBER = 19
 """digits of a declared length"""
-_UNUSUAL = frozenset((b"transfer-encoding", b"expect", b"upgrade"))
+_UNUSUAL = frozenset((b"transfer-encoding", b"content-encoding", b"expect", b"upgrade"))
 
 
 class _HeldFlow(FlowControl):
