@@ -5,11 +5,13 @@ instance is no longer restarted. Each exception is counted for `/metrics`, logge
 it occurs, and the thread continues.
 """
 
+import asyncio
 import logging
 import threading
 import time
 import traceback
 from collections.abc import Callable, Hashable, Mapping
+from typing import Any
 
 from nestrec.base.errors import UserError
 
@@ -79,6 +81,18 @@ def guarded(task: str, act: Callable[[], object]) -> None:
         act()
     except Exception as error:
         FAILURES.add(task, error)
+
+
+def reported(name: str) -> Callable[["asyncio.Task[Any]"], None]:
+    """Return a callback for tasks of asyncio that nothing awaits: their exceptions are counted and logged."""
+    FAILURES.register(name)
+
+    def report(task: "asyncio.Task[Any]") -> None:
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, Exception):
+            FAILURES.add(name, error, "its task has ended")
+
+    return report
 
 
 class BackgroundThread:

@@ -7,6 +7,7 @@ import itertools
 import json
 import logging
 import random
+import re
 import shutil
 import ssl
 import subprocess
@@ -241,6 +242,9 @@ def test_keys_come_and_go_while_the_server_runs(service, ring):
         await asyncio.wait_for(heard.wait(), PATIENCE_S)
         fresh_log.removeHandler(handler)
         await until(keys["public"], 200)
+        metrics = (await client.get("/metrics", headers={"x-api-key": keys["monitor"]})).text
+        assert re.search(r'nestrec_file_age_seconds\{file="keys"\} [0-9.e-]+\n', metrics)
+        assert float(re.search(r'nestrec_background_failures_total\{task="keys"\} (\S+)', metrics)[1]) >= 1
 
     asking(single, service, with_keys(path), use)
 

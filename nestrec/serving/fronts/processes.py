@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from nestrec.base.errors import UserError
 from nestrec.serving.api.process.listening import close_all
+from nestrec.serving.background import reported
 from nestrec.serving.engine.work import Work
 from nestrec.serving.fronts.frames import Channel, FrameKind
 from nestrec.serving.fronts.names import TellNames
@@ -150,6 +151,7 @@ class FrontProcesses:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(reported("nestrec-front-processes"))
 
     def listens(self, front: FrontProcess, pid: int) -> None:
         """It has said so."""

@@ -11,6 +11,7 @@ import orjson
 
 from nestrec.serving import tracing
 from nestrec.serving.api.protocol.http import Answered
+from nestrec.serving.background import reported
 from nestrec.serving.client import Sender, current_sender
 from nestrec.serving.engine.work import Answer, OverloadedError, UnavailableError
 from nestrec.serving.fronts.frames import Channel, FrameKind
@@ -203,6 +204,7 @@ class RemoteService:
                 self._untaken.append(payload)
                 if self._taking is None or self._taking.done():
                     self._taking = asyncio.create_task(self._take_names())
+                    self._taking.add_done_callback(reported("nestrec-names"))
             case FrameKind.STOP:
                 self._stop()
 

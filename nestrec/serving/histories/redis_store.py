@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from redis.exceptions import ResponseError
 
+from nestrec.serving.background import reported
 from nestrec.serving.histories.packed import DamagedHistoryError, cut, merged, packed, unpacked
 from nestrec.serving.histories.store import HistoryStoreConfig, RawHistory, StoreAwayError
 from nestrec.serving.histories.trips import Command, Trips
@@ -59,6 +60,7 @@ class RedisHistoryStore:
                 task = asyncio.create_task(self._read_waiting())
                 self._readers.add(task)
                 task.add_done_callback(self._readers.discard)
+                task.add_done_callback(reported("nestrec-histories"))
         try:
             async with asyncio.timeout(min(timeout_s, 2 * self._cfg.timeout_ms / 1000.0)):
                 parts = await asyncio.shield(future)

@@ -28,6 +28,7 @@ from nestrec.serving.api.protocol.http import (
 )
 from nestrec.serving.api.protocol.incoming import client_in
 from nestrec.serving.api.schema import BadRequestError, LimitsConfig
+from nestrec.serving.background import reported
 from nestrec.serving.keyed_hash import KeyedHash
 from nestrec.serving.many.addressed import Addressed, addressed
 from nestrec.serving.many.all_instances import AllInstances, Change
@@ -169,6 +170,7 @@ class Gateway:
     def _begin_reload(self) -> None:
         if self._reload is None or self._reload.done():
             self._reload = asyncio.create_task(self._reload_while_due())
+            self._reload.add_done_callback(reported("nestrec-reload"))
 
     async def _reload_while_due(self) -> None:
         """Whoever asks while one is under way gets one more after it."""

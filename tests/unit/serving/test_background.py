@@ -1,5 +1,6 @@
 """Background threads continue after exceptions, which are counted and logged once."""
 
+import asyncio
 import logging
 import re
 import signal
@@ -14,7 +15,7 @@ from nestrec.base.clock import SimulatedClock
 from nestrec.base.errors import UserError
 from nestrec.serving.api.process.serially import Serially
 from nestrec.serving.api.process.signals import Signals
-from nestrec.serving.background import BackgroundThread, Failures
+from nestrec.serving.background import BackgroundThread, Failures, reported
 from nestrec.serving.keyed_hash import KeyedHash
 from nestrec.serving.many.fleet_metrics import FleetMetrics
 from nestrec.serving.many.front_follower import FrontFollower
@@ -110,6 +111,22 @@ def test_copier_continues_after_failures(monkeypatch, caplog):
     assert made == ["failed", False, "failed", True]
     assert failures.counts == {"nestrec-copier": 2}
     assert len(caplog.records) == 1, "both were raised at one line"
+
+
+def test_task_that_nothing_awaits_is_reported(failures, caplog):
+    async def fail():
+        raise RuntimeError
+
+    async def run():
+        tasks = [asyncio.create_task(fail()), asyncio.create_task(asyncio.sleep(60.0)), asyncio.create_task(fail())]
+        tasks[1].cancel()
+        for task in tasks:
+            task.add_done_callback(reported("nestrec-reload"))
+        await asyncio.wait(tasks)
+
+    asyncio.run(run())
+    assert failures.counts == {"nestrec-reload": 2}
+    assert len(caplog.records) == 1
 
 
 def test_serially_acts_again_after_an_exception(failures):
