@@ -149,6 +149,9 @@ def test_overrides_read_as_typed_on_a_command_line(path: str, text: str, expecte
         ({"parts.new.droput": "1"}, "did you mean 'dropout'"),
         ({"parts.new": "3"}, "must hold named fields"),
         ({"dims": "a,b"}, r"dims\[0\]"),
+        ({"inner.dropout": "9" * 400}, r"inner.dropout = '9+\.\.\.': is too large"),
+        ({"inner.dropout": "9" * 5_000}, "not of type float"),
+        ({"inner.dropout": "[" * 50_000}, "not of type float"),
     ],
 )
 def test_a_wrong_override_names_the_field_and_the_remedy(overrides: dict[str, str], message: str) -> None:
