@@ -9,6 +9,7 @@ import logging
 import random
 import re
 import shutil
+import socket
 import ssl
 import subprocess
 import time
@@ -16,6 +17,7 @@ from dataclasses import replace
 
 import httpx
 import pytest
+import uvloop
 from certificates import make_certificate
 from listening_app import listening
 from server_process import exchange, status_of
@@ -24,11 +26,13 @@ from nestrec.base.errors import UserError
 from nestrec.cli.health import check_health
 from nestrec.serving.api.app import App
 from nestrec.serving.api.endpoint import Endpoint
+from nestrec.serving.api.process.listening import Server, bound_sockets, port_of
 from nestrec.serving.api.process.log_lines import JsonLogLines, LogConfig, TextLogLines
 from nestrec.serving.api.process.signals import Signals
+from nestrec.serving.api.protocol.http import Answered
 from nestrec.serving.api.routes import all_endpoints
 from nestrec.serving.api.schema import LimitsConfig
-from nestrec.serving.api.server import ServeConfig, safety_of, serve
+from nestrec.serving.api.server import ServeConfig, safety_of, serve, uvicorn_config
 from nestrec.serving.load.replay import ReplayConfig, replay
 from nestrec.serving.many.gateway import Gateway
 from nestrec.serving.many.ports import free_port
@@ -463,6 +467,90 @@ def test_certificate_expiry_is_read_from_the_file(tmp_path, days):
     safety.close()
     assert safety.certificate_expiry_s == ssl.cert_time_to_seconds(printed.strip().removeprefix("notAfter="))
     assert safety.file_ages_s.keys() == {"certificate"}
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+@pytest.mark.parametrize("kind", [App, Gateway])
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_tls_server_restarts_at_once_despite_idle_clients(kind, loop, service, tmp_path):
+    """Idle clients do not read, so they do not answer the server's end of the connection."""
+    certificate, private_key = make_certificate(tmp_path, "server")
+    cfg = ServeConfig(limits=LIMITS, safety=SafetyConfig(certificate=str(certificate), private_key=str(private_key)))
+    context = ssl.create_default_context(cafile=certificate)
+
+    def idle_client(port):
+        client = context.wrap_socket(socket.create_connection(("127.0.0.1", port), 20), server_hostname="127.0.0.1")
+        client.sendall(b"GET /health/live HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        answer = b""
+        while not answer.endswith(b"}"):
+            answer += client.recv(65536)
+        return client
+
+    async def restarted(port):
+        app = App(service, LIMITS) if kind is App else Gateway([free_port()], LIMITS)
+        with contextlib.closing(safety_of(cfg)) as safety, contextlib.ExitStack() as clients:
+            listens = asyncio.Event()
+            sockets = bound_sockets("127.0.0.1", port)
+            server = Server(uvicorn_config(app, cfg, app, safety), listens.set)
+            serving = asyncio.create_task(server.serve(sockets))
+            await listens.wait()
+            ask = [asyncio.to_thread(idle_client, port_of(sockets)) for _ in range(50)]
+            idle = [clients.enter_context(client) for client in await asyncio.gather(*ask)]
+            port = port_of(sockets)
+            start_s = time.monotonic()
+            server.end(False)
+            await serving
+            took_s = time.monotonic() - start_s
+            assert [client.recv(1) for client in idle] == [b""] * 50, "each connection ends in order"
+            return port, took_s
+
+    async def run():
+        port, first_s = await restarted(0)
+        return first_s, (await restarted(port))[1]
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        assert max(runner.run(run())) < 5.0
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_tls_server_that_stops_sends_slow_clients_all(loop, tmp_path):
+    """The client begins to read after the server would have ended an idle connection."""
+    certificate, private_key = make_certificate(tmp_path, "server")
+    cfg = ServeConfig(limits=LIMITS, safety=SafetyConfig(certificate=str(certificate), private_key=str(private_key)))
+    content = bytes(200_000)
+
+    async def large(scope, receive, send):
+        await Answered(200, content).send(send)
+
+    def slow_client(port):
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", port))
+        client = ssl.create_default_context(cafile=certificate).wrap_socket(client, server_hostname="127.0.0.1")
+        client.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        return client
+
+    async def run():
+        with contextlib.closing(safety_of(cfg)) as safety:
+            config = uvicorn_config(large, cfg, None, safety)
+            config.lifespan = "off"
+            listens = asyncio.Event()
+            sockets = bound_sockets("127.0.0.1", 0)
+            sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+            server = Server(config, listens.set)
+            serving = asyncio.create_task(server.serve(sockets))
+            await listens.wait()
+            with await asyncio.to_thread(slow_client, port_of(sockets)) as client:
+                server.end(False)
+                await asyncio.wait([serving], timeout=1.0)
+                assert not serving.done()
+                received = await asyncio.to_thread(lambda: b"".join(iter(lambda: client.recv(65536), b"")))
+                await serving
+            return received
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        assert runner.run(run()).endswith(content)
 
 
 def test_half_a_pair_and_what_is_no_certificate_are_told_at_the_start(tmp_path):

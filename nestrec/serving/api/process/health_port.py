@@ -14,6 +14,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from nestrec.base.errors import UserError
+from nestrec.serving.api.process.listening import listen
 from nestrec.serving.api.protocol.hosts import HostNames
 from nestrec.serving.api.protocol.http import Message, Receive, Scope, Send, problem
 from nestrec.serving.api.protocol.limited_protocol import protocol_with
@@ -82,9 +83,8 @@ class WithHealthPort:
         self._config.load()
         protocol: Any = self._config.http_protocol_class
         make = lambda: protocol(config=self._config, server_state=self._state, app_state={})  # noqa: E731
-        self._server = await asyncio.get_running_loop().create_server(
-            make, sock=self._socket, ssl=None if self._certificates is None else self._certificates.context
-        )
+        context = None if self._certificates is None else self._certificates.context
+        self._server = await listen(make, self._socket, context, _LIMITS.max_connections)
 
     async def _close(self) -> None:
         if self._server is not None:

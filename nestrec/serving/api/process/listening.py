@@ -7,12 +7,18 @@ something to answer: a socket that is bound and does not listen refuses.
 import asyncio
 import contextlib
 import errno
+import fcntl
 import select
 import socket
+import ssl
+import sys
+import termios
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import uvicorn
+from uvicorn.config import STARTUP_FAILURE
 
 from nestrec.base.errors import UserError
 from nestrec.serving.api.process.signals import Signals
@@ -22,6 +28,12 @@ _MOST_ACCEPTING_S = 10.0
 """where more connect than are accepted: event loops accept one at a turn"""
 _TURNS_TO_READ = 10
 """of the event loop, in which it reads what has come on a connection that it has just accepted"""
+_TLS_HANDSHAKE_S = 10.0
+"""Seconds after which a TLS connection without a complete handshake is closed."""
+_TLS_SHUTDOWN_S = 10.0
+"""Seconds that a client has to read its last response and to confirm the end of a TLS connection."""
+_LAST_TLS_SHUTDOWN_S = 0.25
+"""The same while the server shuts down, for clients that have received their last response."""
 
 
 def bound_sockets(host: str, port: int, *, is_shared: bool = False) -> list[socket.socket]:
@@ -74,6 +86,17 @@ def url_of(host: str, port: int, *, is_tls: bool = False) -> str:
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host or '0.0.0.0'}:{port}"
 
 
+async def listen(
+    make: Callable[[], asyncio.Protocol], one: socket.socket, context: ssl.SSLContext | None, backlog: int
+) -> asyncio.Server:
+    """Accept connections on a bound socket, with time limits for the parts of TLS that wait for the client."""
+    limits: dict[str, Any] = {}
+    if context is not None:
+        limits = {"ssl_handshake_timeout": _TLS_HANDSHAKE_S, "ssl_shutdown_timeout": _TLS_SHUTDOWN_S}
+    loop = asyncio.get_running_loop()
+    return await loop.create_server(make, sock=one, ssl=context, backlog=backlog, **limits)
+
+
 class Server(uvicorn.Server):
     """Says when it listens, and leaves signals to `Signals`."""
 
@@ -84,9 +107,21 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         for one in sockets or ():
             one.listen(self.config.backlog)  # uvloop does not tell where this fails
-        await super().startup(sockets)
-        if self.started and not self.should_exit:
+        await self.lifespan.startup()
+        if self.lifespan.should_exit:
+            sys.exit(STARTUP_FAILURE)
+        # uvicorn's own startup sets no time limits for TLS.
+        self.servers = [await listen(self._connection, s, self.config.ssl, self.config.backlog) for s in sockets or ()]
+        self.started = True
+        if not self.should_exit:
             self._announce()
+
+    def _connection(self) -> asyncio.Protocol:
+        protocol: Any = self.config.http_protocol_class
+        made: asyncio.Protocol = protocol(
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return made
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Who has connected is accepted first, and what they have sent is read: a socket that is closed resets all who
@@ -96,7 +131,24 @@ class Server(uvicorn.Server):
             await asyncio.sleep(0)
         for _ in range(_TURNS_TO_READ):
             await asyncio.sleep(0)
-        await super().shutdown(sockets)
+        aborting = asyncio.create_task(self._abort_closed_connections())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            aborting.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await aborting
+
+    async def _abort_closed_connections(self) -> None:
+        """End TLS connections that are closed here but not yet by the client, which an idle one never does."""
+        before: set[Any] = set()
+        while True:
+            await asyncio.sleep(_LAST_TLS_SHUTDOWN_S)
+            closed = {one for one in self.server_state.connections if one.transport.is_closing()}
+            for connection in closed & before:  # a response may still wait to be sent if it was closed just now
+                if _is_delivered(connection.transport):
+                    connection.transport.abort()
+            before = closed
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -105,6 +157,12 @@ class Server(uvicorn.Server):
     def end(self, is_impatient: bool) -> None:
         """Answer what was accepted, then return from `run`; at once where nobody waits for it any longer."""
         self.should_exit, self.force_exit = True, self.force_exit or is_impatient
+
+
+def _is_delivered(transport: asyncio.Transport) -> bool:
+    """The client's system has confirmed all bytes that were sent to it."""
+    descriptor = transport.get_extra_info("socket").fileno()
+    return descriptor < 0 or not any(fcntl.ioctl(descriptor, termios.TIOCOUTQ, bytes(4)))
 
 
 def _does_any_wait(sockets: Sequence[socket.socket]) -> bool:

@@ -163,7 +163,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def shutdown(self) -> None:
         self._unfed = b""
-        super().shutdown()
+        if not self.transport.is_closing():  # a second close of asyncio's TLS transport makes it ignore an abort
+            super().shutdown()
 
     def pause_writing(self) -> None:
         super().pause_writing()
