@@ -39,10 +39,10 @@ def start(link):
     """Starts a gateway and its instances: (port, process). The gateway is forked from one that has loaded torch."""
     started = []
 
-    def start(num_instances, **environment):
+    def start(num_instances, *options, **environment):
         port = free_port()
         command = [sys.executable, "-m", "nestrec", "serve", "--model", str(link), "--port", str(port)]
-        command += ["--instances", str(num_instances), "--front", "gateway"]
+        command += ["--instances", str(num_instances), "--front", "gateway", *options]
         process = piped(command, {**os.environ, "OMP_NUM_THREADS": "1", **environment})
         started.append(process)
         return port, process
@@ -71,9 +71,12 @@ def wait_until(is_so, what):
 
 
 def wait_for_line(process, text):
+    """Return all lines up to the first one that contains a text."""
+    lines = []
     for line in process.stdout:
+        lines.append(line)
         if text in line:
-            return
+            return lines
     raise AssertionError(f"it ended without {text}")
 
 
@@ -87,6 +90,26 @@ def ask(port, user):
     return response.status, answer.get("model")
 
 
+def roll_back(port):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60.0)
+    connection.request("POST", "/v1/admin/rollback", b"{}", {"content-type": "application/json"})
+    assert connection.getresponse().status == http.client.OK
+    connection.close()
+
+
+def check_log(lines):
+    """Each line names its process, and each request has a line of the gateway and one of its instance."""
+    assert {line["process"] for line in lines} == {"gateway", "instance-0", "instance-1"}
+    answers = [line for line in lines if line["logger"] == "nestrec.requests"]
+    assert not [line for line in answers if line["route"].startswith("/health")]
+    ranked = {}
+    for line in answers:
+        if line["route"] == "/v1/rank":
+            ranked.setdefault(line["request_id"], []).append(line["process"])
+    first = [sorted(processes) for processes in list(ranked.values())[:20]]  # the last ones may not be read yet
+    assert {(len(processes), processes[0]) for processes in first} == {(2, "gateway")}
+
+
 def versions(port):
     """Over users of all instances."""
     found = {ask(port, f"u{number}") for number in range(12)}
@@ -95,21 +118,25 @@ def versions(port):
 
 
 def test_sighup_rolls_every_instance_and_none_outlives_its_front(start, link):
-    port, process = start(2)
-    wait_for_line(process, b"serving on")
+    port, process = start(2, "--log.format", "json", "--log.requests", "true")
+    lines = wait_for_line(process, b"serving on")
     first, second = (Servable.load(link.parent / name).version[:12] for name in ("1", "2"))
     assert versions(port) == {first}
     before = {child.pid for child in children(process)}
     link.unlink()
     link.symlink_to(link.parent / "2")
     process.send_signal(signal.SIGHUP)
-    wait_for_line(process, b"all 2 instances have loaded their models anew")
+    lines += wait_for_line(process, b"reload: all 2 instances serve")
     assert versions(port) == {second}
     assert {child.pid for child in children(process)} == before, "in place: what instances keep of users stays"
     (link.parent / "2" / "weights.safetensors").write_bytes(b"damaged")
     process.send_signal(signal.SIGHUP)
-    wait_for_line(process, b"instance 0 has not taken the new model")
+    lines += wait_for_line(process, b"reload: instance 0 does not take the models")
     assert versions(port) == {second}
+    roll_back(port)
+    lines += wait_for_line(process, b"rollback: all 2 instances serve")
+    assert versions(port) == {first}
+    check_log([json.loads(line) for line in lines])
     instances = children(process)
     process.kill()
     _, alive = psutil.wait_procs(instances, timeout=PATIENCE_S)

@@ -209,6 +209,9 @@ def test_instances_come_and_go_while_users_ask(folders):
             scaled = await client.post("/v1/admin/scale", json={"instances": count})
             assert (scaled.status_code, scaled.json()) == (200, {"instances": count})
             assert len(supervisor.slots) == count
+            assert (await client.get("/health/ready")).json() == {"slots": [True] * count}
+            assert len((await client.get("/v1/gateway")).json()["alive"]) == count
+            assert (await client.get("/metrics")).text.count("\nnestrec_slot_alive{") == count
         check(await load.over(), [Servable.load(folders / "1").version[:12]])
 
     behind_gateway(folders / "1", use, count=2)

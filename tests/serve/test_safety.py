@@ -37,6 +37,7 @@ from nestrec.serving.load.replay import ReplayConfig, replay
 from nestrec.serving.many.gateway import Gateway
 from nestrec.serving.many.ports import free_port
 from nestrec.serving.many.start import instance_arguments, serve_many
+from nestrec.serving.safety import front_secret
 from nestrec.serving.safety.config import SafetyConfig
 from nestrec.serving.safety.digests import digest_of, new_key
 from nestrec.serving.safety.keys import KeyEntry, add_entry
@@ -609,6 +610,20 @@ def test_every_answer_names_its_request(place, service):
     if place is behind_gateway:
         told = [json.loads(line) for line in text.getvalue().splitlines() if "answered" in line]
         assert {"my-id.1:2"} < {line["request_id"] for line in told}, "instances know it too"
+
+
+def test_instance_log_leaves_out_health_checks_of_its_front(service):
+    cfg = ServeConfig(limits=LIMITS, safety=SafetyConfig(behind="gateway"), log=LogConfig(requests=True))
+
+    async def use(client, _):
+        client.headers[front_secret.HEADER.decode()] = front_secret.front_secret()
+        for path in ("/health/live", "/health/ready", "/v1/models"):
+            assert (await client.get(path)).status_code == 200
+
+    with heard(JsonLogLines()) as text:
+        asking(single, service, cfg, use)
+    routes = [json.loads(line)["route"] for line in text.getvalue().splitlines() if "answered" in line]
+    assert routes == ["/v1/models"]
 
 
 def test_lines_of_the_log_name_requests_and_hold_nothing_of_what_was_asked(service, ring):

@@ -53,7 +53,7 @@ def version(folder):
     return Servable.load(folder).version[:12]
 
 
-def test_models_are_swapped_together_and_rolled_back_without_a_name(folders):
+def test_models_are_swapped_together_and_rolled_back_without_a_name(folders, caplog):
     roles = ("retrieval", "ranking")
     old, new = ({role: version(folders / f"{role}{seed}") for role in roles} for seed in (1, 2))
 
@@ -73,7 +73,10 @@ def test_models_are_swapped_together_and_rolled_back_without_a_name(folders):
             assert {role: model["version"] for role, model in swapped.json()["previous"].items()} == old
             assert (await client.get("/health/ready")).json()["models"] == new
             assert (await client.post("/v1/rank", json=ASKED)).json()["model"] == new["ranking"]
-            back = await client.post("/v1/admin/rollback", json={})
+            with caplog.at_level("INFO", "nestrec.serving.api.reloader"):
+                back = await client.post("/v1/admin/rollback", json={})
+            logged = [message for message in caplog.messages if "has taken over" in message]
+            assert [message.startswith("rollback: ") for message in logged] == [True, True]
             (line,) = served(back.json())
             assert all(f"{role} {old[role]} (" in line for role in roles), "as the command says it"
             assert (await client.get("/health/ready")).json()["models"] == old

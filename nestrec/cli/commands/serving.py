@@ -1,18 +1,22 @@
 """The commands on servers: serve, swap, rollback, scale, fleet, key, health, replay."""
 
+import logging
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from nestrec.base import exit_codes
 from nestrec.base.errors import UserError
 from nestrec.base.memory import loading
 from nestrec.base.overriding import PASSED_ON, parse_overrides
 from nestrec.base.paths import check_file
 
 app = typer.Typer()
+_LOG = logging.getLogger(__name__)
 
 
 @app.command(context_settings=PASSED_ON)
@@ -56,21 +60,35 @@ def serve(
     if "histories" in overrides:  # --histories redis://...
         overrides["histories.url"] = overrides.pop("histories")
     cfg = with_overrides(ServeConfig(), overrides)
-    if cfg.front == "none":
-        if cfg.instances != 1:
-            remedy = "name a front: --front gateway, nginx or ray"
-            raise UserError("needs a front", field="instances", value=cfg.instances, remedy=remedy)
-        serve_models(model, cfg, signals, _say_where)
-    else:
-        from nestrec.serving.many.start import serve_many
+    say_where = partial(_say_where, is_logged=cfg.log.format == "json")
+    try:
+        if cfg.front == "none":
+            if cfg.instances != 1:
+                remedy = "name a front: --front gateway, nginx or ray"
+                raise UserError("needs a front", field="instances", value=cfg.instances, remedy=remedy)
+            serve_models(model, cfg, signals, say_where)
+        else:
+            from nestrec.serving.many.start import serve_many
 
-        serve_many(model, cfg, overrides, signals, _say_where)
+            serve_many(model, cfg, overrides, signals, say_where)
+    except UserError as error:
+        if cfg.log.format != "json":
+            raise
+        from nestrec.serving.api.process.log import log_without_waiting, wait_for_log
+
+        log_without_waiting(cfg.log)  # the error may have come before the server set up its log
+        _LOG.error("%s", error)
+        wait_for_log()
+        raise typer.Exit(exit_codes.USER_ERROR) from error
 
 
-def _say_where(url: str) -> None:
+def _say_where(url: str, *, is_logged: bool) -> None:
     if "NESTREC_SLOT" in os.environ:  # an instance: its front says where it can be reached
         return
-    typer.echo(f"serving on {url} (live page at /, stop with Ctrl-C)", err=True)
+    if is_logged:
+        _LOG.info("serving on %s", url)
+    else:
+        typer.echo(f"serving on {url} (live page at /, stop with Ctrl-C)", err=True)
 
 
 _ADDRESS = Annotated[str, typer.Argument(help="A server or a front, such as http://127.0.0.1:8000.")]

@@ -96,7 +96,7 @@ class Reloader:
             if not self.previous:
                 remedy = "name what to go to: nestrec swap SERVER MODEL, or ADDRESS@VERSION for an earlier version"
                 raise UserError("has had no other model yet", field="server", value="rollback", remedy=remedy)
-            self._swap([self._as_it_was(role, one) for role, one in self.previous.items()])
+            self._swap([self._as_it_was(role, one) for role, one in self.previous.items()], cause="rollback: ")
 
     def _as_it_was(self, role: str, was: LoadedModel) -> tuple[str, str | None]:
         """What leads back to a model, and the version that a folder must hold."""
@@ -118,8 +118,8 @@ class Reloader:
             reloads.is_refused = True
         reloads.done = asked
 
-    def _swap(self, wanted: Sequence[tuple[str, str | None]]) -> None:
-        """wanted: folders or addresses, and the versions that folders must hold."""
+    def _swap(self, wanted: Sequence[tuple[str, str | None]], *, cause: str = "") -> None:
+        """wanted: folders or addresses, and the versions that folders must hold. cause: prefix of the logged line."""
         before, seen = self.current, set[str]()
         moves: list[tuple[VersionFollower, str | None]] = []
         fresh: dict[str, tuple[str, Servable, Followed | None]] = {}
@@ -158,7 +158,7 @@ class Reloader:
                 self._follow_or_not(role, text, followed)
         for follower in replaced:
             follower.close()
-        self._tell(before)
+        self._tell(before, cause)
 
     def _move_all(self, moves: Sequence[tuple[VersionFollower, str | None]], fresh: Sequence[Servable]) -> None:
         """All of it, or nothing."""
@@ -193,13 +193,14 @@ class Reloader:
                 return role, follower, source.version
         return None
 
-    def _tell(self, before: Mapping[str, LoadedModel]) -> None:
+    def _tell(self, before: Mapping[str, LoadedModel], cause: str) -> None:
         now = self.current
         changed = {role: loaded for role, loaded in before.items() if now[role] != loaded}
         if changed:
             self.previous = changed
         for role, loaded in changed.items():
-            _LOG.info("the %s model %s has taken over from %s", role, now[role].version[:12], loaded.version[:12])
+            new = now[role].version[:12]
+            _LOG.info("%sthe %s model %s has taken over from %s", cause, role, new, loaded.version[:12])
 
 
 def _whole(text: str) -> str:

@@ -27,7 +27,7 @@ from nestrec.serving.api.process.listening import bound_sockets, close_all, port
 from nestrec.serving.api.process.log import log_without_waiting, wait_for_log
 from nestrec.serving.api.process.log_lines import LogConfig
 from nestrec.serving.api.process.open_files import allow_open_files
-from nestrec.serving.api.process.request_log import log_answer
+from nestrec.serving.api.process.request_log import log_answer, log_answer_to_front
 from nestrec.serving.api.process.signals import Signals
 from nestrec.serving.api.protocol.hosts import HostNames
 from nestrec.serving.api.protocol.limited_protocol import protocol_with
@@ -108,7 +108,7 @@ def serve(folders: list[str], cfg: ServeConfig, signals: Signals, announce: Call
 
     announce: told the address when somebody listens there.
     """
-    log_without_waiting(cfg.log)
+    log_without_waiting(cfg.log, name_of_process())
     tracing.start(cfg.tracing)
     allow_open_files(cfg.limits.max_connections)
     torch.set_num_threads(cfg.threads)
@@ -158,6 +158,11 @@ def serve(folders: list[str], cfg: ServeConfig, signals: Signals, announce: Call
     wait_for_log()
 
 
+def name_of_process() -> str:
+    """Return the name of this process in its log; empty if the server has no front."""
+    return f"instance-{os.environ[SLOT_VARIABLE]}" if SLOT_VARIABLE in os.environ else ""
+
+
 def num_fronts(cfg: ServeConfig, device: str) -> int:
     """Processes that take requests."""
     if cfg.front_processes is not None:
@@ -195,8 +200,8 @@ def uvicorn_config(
     log, and stop the server where nobody reads it. They are counted in a metric instead."""
     hosts, safety = HostNames(cfg.host, cfg.hosts), safety or safety_of(cfg)
     endpoints = (app.front.endpoints if isinstance(app, App) else all_endpoints()).values()
-    tell = log_answer if cfg.log.requests else None
-    protocol = protocol_with(cfg.limits, hosts, safety.gate(endpoints), door, tell=tell)
+    tell = log_answer_to_front if cfg.safety.behind else log_answer
+    protocol = protocol_with(cfg.limits, hosts, safety.gate(endpoints), door, tell=tell if cfg.log.requests else None)
     if hasattr(app, "count_refusals_of"):
         app.count_refusals_of(safety.refusals)
     if hasattr(app, "report_files_of"):

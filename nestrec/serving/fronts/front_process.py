@@ -19,7 +19,7 @@ from nestrec.serving.api.process.log import log_without_waiting, wait_for_log
 from nestrec.serving.api.process.open_files import allow_open_files
 from nestrec.serving.api.process.signals import Signals
 from nestrec.serving.api.routes import all_endpoints
-from nestrec.serving.api.server import ServeConfig, safety_of, uvicorn_config
+from nestrec.serving.api.server import ServeConfig, name_of_process, safety_of, uvicorn_config
 from nestrec.serving.fronts.awake import Awake
 from nestrec.serving.fronts.frames import FrameKind
 from nestrec.serving.fronts.front_app import FrontApp, FrontCounts
@@ -35,7 +35,7 @@ def run_front(control: socket.socket, quick: socket.socket, sockets: list[socket
     signals = Signals.installed()
     signals.when_reloaded(lambda: None)  # models are loaded by the process that computes
     cfg = _share_of(*pickle.loads(_first_frame(control)))
-    log_without_waiting(cfg.log)
+    log_without_waiting(cfg.log, name_of_process())
     tracing.start(cfg.tracing)
     allow_open_files(cfg.limits.max_connections)
     sys.setswitchinterval(5e-5)

@@ -43,9 +43,9 @@ class _FrontCollector(Collector):
     def collect(self) -> Iterable[Metric]:
         alive = GaugeMetricFamily("nestrec_slot_alive", "Whether users are sent to an instance", labels=["slot"])
         loads = GaugeMetricFamily("nestrec_slot_requests", "Requests under way at an instance", labels=["slot"])
-        for slot, (is_alive, load) in enumerate(zip(self._router.is_alive, self._router.loads, strict=True)):
-            alive.add_metric([str(slot)], float(is_alive))
-            loads.add_metric([str(slot)], load)
+        for slot in range(self._router.num_slots):
+            alive.add_metric([str(slot)], float(self._router.is_alive[slot]))
+            loads.add_metric([str(slot)], self._router.loads[slot])
         yield from (alive, loads)
         events = CounterMetricFamily("nestrec_front_events", "Requests off a user's own slot", labels=["event"])
         events.add_metric(["diverted"], self._router.num_diverted)

@@ -145,7 +145,8 @@ class Gateway:
             case "/health/live":
                 return as_json({"status": "live"})
             case "/health/ready":
-                return as_json({"slots": self.router.is_alive}, 200 if any(self.router.is_alive) else 503)
+                is_alive = self.router.is_alive[: self.router.num_slots]
+                return as_json({"slots": is_alive}, 200 if any(is_alive) else 503)
             case "/v1/gateway":
                 return as_json(self.status())
             case "/metrics" if method == "GET":
@@ -176,7 +177,7 @@ class Gateway:
         """Whoever asks while one is under way gets one more after it."""
         while self._is_reload_due:
             self._is_reload_due = False
-            await self.rollout.swap(self._folders)
+            await self.rollout.swap(self._folders, cause="reload")
 
     def count_refusals_of(self, refusals: Mapping[str, int]) -> None:
         self.metrics.refusals = refusals
@@ -208,8 +209,8 @@ class Gateway:
         """Loads and what went another way than a user's own."""
         router = self.router
         return {
-            "alive": list(router.is_alive),
-            "loads": list(router.loads),
+            "alive": router.is_alive[: router.num_slots],
+            "loads": router.loads[: router.num_slots],
             "diverted": router.num_diverted,
             "leaked": router.num_leaked,
             "failed_over": self.metrics.num_failed_over,

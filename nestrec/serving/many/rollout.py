@@ -100,17 +100,17 @@ class Rollout:
     def turn(self) -> Turn:
         return self._num_turns, self.rolling
 
-    async def swap(self, folders: list[str]) -> Answered:
-        """Every instance serves the models of these folders, or none does."""
+    async def swap(self, folders: list[str], *, cause: str = "swap") -> Answered:
+        """Every instance serves the models of these folders, or none does. cause: as the log names it."""
         async with self._lock:
-            return await self._told_to([whole_name(folder) for folder in folders])
+            return await self._told_to([whole_name(folder) for folder in folders], cause)
 
     async def follow(self, addresses: list[str]) -> Answered:
         """The same for newer versions that nobody has asked for: those of addresses that are served, unless the
         instances were told to stay at a version."""
         async with self._lock:
             wanted = [address for address in addresses if self._goes_on(_address_of(address))]
-            return await self._rolled(wanted) if wanted else await self.fleet()
+            return await self._rolled(wanted, "follow") if wanted else await self.fleet()
 
     def followed(self, models: Sequence[str]) -> list[str]:
         """Of these models, which the instances began with, or of those that they were told to serve since: the ones
@@ -122,8 +122,8 @@ class Rollout:
         is_served = self._served is None or address in map(_address_of, self._served)
         return is_served and self._stays_at.get(address) is None
 
-    async def _told_to(self, folders: list[str]) -> Answered:
-        answer = await self._rolled(folders)
+    async def _told_to(self, folders: list[str], cause: str) -> Answered:
+        answer = await self._rolled(folders, cause)
         if answer.status == _OK:
             for source in filter(None, map(source_of, folders)):
                 self._stays_at[source.address] = source.version
@@ -134,7 +134,7 @@ class Rollout:
         async with self._lock:
             if self._previous is None:
                 return problem(_CONFLICT, "the instances have had no other models yet")
-            return await self._told_to(self._previous)
+            return await self._told_to(self._previous, "rollback")
 
     async def drain(self, slot: int, drain: bool) -> Answered:
         """An instance is left out, or taken in again; what it has accepted is answered."""
@@ -172,14 +172,15 @@ class Rollout:
         except (OSError, EOFError, RefusedByInstanceError):
             return None
 
-    async def _rolled(self, folders: list[str]) -> Answered:
+    async def _rolled(self, folders: list[str], cause: str) -> Answered:
         done: list[tuple[int, Taken]] = []
         now: Taken | None = None
         for slot in range(len(self._upstreams)):
             try:
                 before, now = await self._changed(slot, folders)
             except RefusedByInstanceError as error:
-                _LOG.error("instance %d has not taken the new model; all have the old one: %s", slot, error)
+                told = "%s: instance %d does not take the models, so all instances keep those they had: %s"
+                _LOG.error(told, cause, slot, error)
                 for earlier, had in done:
                     await self._restored(earlier, had.folders)
                 return problem(_CONFLICT, f"instance {slot} does not take the models: {error}")
@@ -191,7 +192,7 @@ class Rollout:
             elif before.version != now.version:  # another version of the same addresses
                 self._previous = before.exact
             self._served = now.folders
-        _LOG.info("all %d instances have loaded their models anew", len(done))
+            _LOG.info("%s: all %d instances serve %s", cause, len(done), now.version)
         return await self.fleet()
 
     async def _restored(self, slot: int, folders: list[str]) -> None:

@@ -141,6 +141,11 @@ class Router:
         same = [is_alive and v == version for is_alive, v in zip(self.is_alive, self.versions, strict=True)]
         return same if any(same) else self.is_alive
 
+    @property
+    def num_slots(self) -> int:
+        """Slots that users are sent to; `loads` and `is_alive` also have those that were removed."""
+        return self._num_slots
+
     def resize(self, num_slots: int) -> None:
         """More slots, or fewer: users of the new ones come from all others, and those of the last ones go to all
         others; nobody else moves. Requests under way in slots that are gone end as they began."""

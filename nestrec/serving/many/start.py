@@ -41,7 +41,7 @@ def serve_many(
 
     overrides: the options as they were typed. announce: told the address when somebody listens there.
     """
-    log_without_waiting(cfg.log)
+    log_without_waiting(cfg.log, "gateway")
     tracing.start(cfg.tracing)
     allow_open_files(cfg.limits.max_connections)
     _check_offered(cfg)

@@ -23,12 +23,12 @@ class PatientHandler(logging.Handler):
     """Hands messages to a thread that writes them to a file descriptor, without a lock that the end of the process
     could wait for."""
 
-    def __init__(self, descriptor: int = 2, cfg: LogConfig | None = None):
+    def __init__(self, descriptor: int = 2, cfg: LogConfig | None = None, process: str = ""):
         super().__init__()
         self._descriptor = descriptor
         self._waiting: queue.Queue[str] = queue.Queue(_MOST_WAITING)
         self._num_dropped = 0
-        self.setFormatter(formatter_of(cfg or LogConfig()))
+        self.setFormatter(formatter_of(cfg or LogConfig(), process))
         BackgroundThread("nestrec-log", self._turn).start()
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -70,13 +70,15 @@ class PatientHandler(logging.Handler):
             time.sleep(0.005)
 
 
-def log_without_waiting(cfg: LogConfig) -> None:
+def log_without_waiting(cfg: LogConfig, process: str = "") -> None:
     """Everything that is logged from now on goes to standard error through one handler, with what this package tells
-    its operator: what took over, what was lost, that it ended."""
+    its operator: what took over, what was lost, that it ended. process: names this process in each line."""
     root = logging.getLogger()
     if not any(isinstance(handler, PatientHandler) for handler in root.handlers):
-        root.addHandler(PatientHandler(cfg=cfg))
+        root.addHandler(PatientHandler(cfg=cfg, process=process))
     logging.getLogger("nestrec").setLevel(logging.INFO)
+    if cfg.format == "json":  # a warning as plain text would break whatever parses the lines
+        logging.captureWarnings(True)
 
 
 def wait_for_log(timeout_s: float = 1.0) -> None:

@@ -22,23 +22,33 @@ _TELLING = (UserError, OSError, MemoryError, RuntimeError)
 @config
 class LogConfig:
     format: Literal["text", "json"] = "text"
-    """json: an object a line, with time, level, logger, message and what else is known (request_id, exception)"""
+    """json: an object a line, with time, level, logger, message and what else is known (process, request_id,
+    exception)"""
     requests: bool = False
     """a line for each answer: its request's id, route, status, milliseconds and key; never who or what it is about"""
 
 
-class TextLogLines(logging.Formatter):
+class _LogLines(logging.Formatter):
+    """Knows which process writes the lines."""
+
+    def __init__(self, process: str = ""):
+        """process: "gateway" or "instance-N" of a fleet; empty for a server that is alone."""
+        super().__init__()
+        self.process = process
+
+
+class TextLogLines(_LogLines):
     """For people."""
 
     def format(self, record: logging.LogRecord) -> str:
         moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
         line = f"{moment},{int(record.msecs):03d} {record.levelname} {record.name}: {record.getMessage()}"
-        fields = _fields(record)
+        fields = _fields(record, self.process)
         told = "".join(f" {name}={value}" for name, value in fields.items() if name != "exception")
         return "\n".join([line + told, *fields.get("exception", ())])
 
 
-class JsonLogLines(logging.Formatter):
+class JsonLogLines(_LogLines):
     """For programs: one object a line."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -48,19 +58,20 @@ class JsonLogLines(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
-            **_fields(record),
+            **_fields(record, self.process),
         }
         return json.dumps(line, default=str)
 
 
-def formatter_of(cfg: LogConfig) -> logging.Formatter:
-    return JsonLogLines() if cfg.format == "json" else TextLogLines()
+def formatter_of(cfg: LogConfig, process: str = "") -> logging.Formatter:
+    return JsonLogLines(process) if cfg.format == "json" else TextLogLines(process)
 
 
-def _fields(record: logging.LogRecord) -> dict[str, Any]:
+def _fields(record: logging.LogRecord, process: str) -> dict[str, Any]:
     """What is known beside the message. A caller gives fields of its own by extra={"fields": {...}}."""
     request_id = current_request_id.get()
-    found: dict[str, Any] = {"request_id": request_id} if request_id else {}
+    found: dict[str, Any] = {"process": process} if process else {}
+    found |= {"request_id": request_id} if request_id else {}
     found |= getattr(record, "fields", {})
     if record.exc_info and record.exc_info[1] is not None:
         found["exception"] = list(_told(record.exc_info[1], in_request=bool(request_id)))

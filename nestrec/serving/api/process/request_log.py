@@ -17,3 +17,9 @@ def log_answer(incoming: Incoming, status: int) -> None:
         "milliseconds": round((time.perf_counter() - incoming.came_s) * 1e3, 2),
     }
     _LOG.info("answered", extra={"fields": fields | ({"key": incoming.key} if incoming.key else {})})
+
+
+def log_answer_to_front(incoming: Incoming, status: int) -> None:
+    """Log an answer of an instance, unless its front has checked its health, which it does several times per second."""
+    if not incoming.route.startswith("/health/"):
+        log_answer(incoming, status)
