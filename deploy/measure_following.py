@@ -33,7 +33,7 @@ from nestrec.checkpoint.places import place_of
 from nestrec.embedding.table import InitConfig
 from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.load.open_loop import Trial, poisson_arrivals, run_punctually
-from nestrec.serving.load.replay import Load, ReplayConfig, make_load, reads_of, send_load
+from nestrec.serving.load.replay import Load, ReplayConfig, chosen_items, make_load, reads_of, send_load
 from nestrec.serving.many.ports import free_port
 from nestrec.serving.model.export import descriptions, write_servable
 from nestrec.serving.model.random_model import random_ranking
@@ -104,7 +104,8 @@ def wait_until_ready(url: str, process: "subprocess.Popen[bytes]") -> None:
 def load_of(url: str, cfg: ReplayConfig, seed: int) -> Load:
     """Requests arrive as those of `cfg` do; users are those of `seed`, so that none finds a prefix of a load before."""
     at_s = poisson_arrivals(cfg.rate, cfg.duration_s, cfg.seed).tolist()
-    load = make_load(replace(cfg, seed=seed, duration_s=cfg.duration_s + 1.0), cfg.rate, cfg.history, reads_of(url))
+    longer = replace(cfg, seed=seed, duration_s=cfg.duration_s + 1.0)
+    load = make_load(longer, cfg.rate, cfg.history, reads_of(url), chosen_items(url, cfg.items))
     assert len(load.bodies) >= len(at_s)
     return replace(load, at_s=at_s, paths=load.paths[: len(at_s)], bodies=load.bodies[: len(at_s)])
 
@@ -128,7 +129,7 @@ def measure(chosen: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         wait_until_ready(url, process)
         print(f"ready after {time.monotonic() - began_s:.1f} s", flush=True)
         cfg = ReplayConfig(
-            rate=chosen.rate, duration_s=chosen.seconds, history=chosen.history, candidates=64, items=chosen.items
+            rate=chosen.rate, duration_s=chosen.seconds, history=chosen.history, candidates=64, items=str(chosen.items)
         )
         ask_for_delta(writer)  # the first of its kind makes what all others use
         sent(url, load_of(url, replace(cfg, duration_s=3.0), 0))

@@ -3,13 +3,13 @@
 import http.client
 import json
 import os
-import ssl
 import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 from nestrec.base.errors import UserError
+from nestrec.serving.load.http_client import remedy_without_answer
 
 KEY_VARIABLE = "NESTREC_ADMIN_KEY"
 _LOAD_S, _TOLD_S = 3600.0, 60.0
@@ -34,7 +34,7 @@ def operate(address: str, path: str, body: dict[str, Any] | None = None) -> dict
         raise UserError(_message(error), field="server", value=address, remedy=_remedy(error.code)) from error
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
-        remedy = _remedy_without_answer(reason)
+        remedy = remedy_without_answer(reason)
         raise UserError(f"does not answer: {reason}", field="server", value=address, remedy=remedy) from error
 
 
@@ -44,17 +44,6 @@ def _authorized() -> dict[str, str]:
         remedy = "put the key into it, as `nestrec key` has printed it"
         raise UserError("is no key", field=KEY_VARIABLE, value=f"{len(key)} characters", remedy=remedy)
     return {"authorization": f"Bearer {key}"} if key else {}
-
-
-def _remedy_without_answer(reason: object) -> str:
-    match reason:
-        case ssl.SSLCertVerificationError():
-            return "set SSL_CERT_FILE to the certificate of whoever has signed the server's, and ask by a name in that"
-        case ssl.SSLError():
-            return "see that a nestrec server with TLS listens there; one without is asked by http://"
-        case http.client.HTTPException():  # also where the connection was ended without a word
-            return "see that a nestrec server listens there; one with TLS is asked by https://"
-    return "see that a nestrec server listens there"
 
 
 def served(answer: dict[str, Any]) -> list[str]:

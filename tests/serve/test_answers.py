@@ -272,9 +272,9 @@ class TestWhatAModelReads:
 
 @pytest.mark.parametrize("name", ["cascade", "retrieval"])
 def test_a_made_up_load_tells_what_the_model_reads(fronts, name):
-    cfg = ReplayConfig(candidates=5, items=NUM_ITEMS)
+    cfg = ReplayConfig(candidates=5)
     reads = reads_from(models_of(fronts[name]))
-    signal, request = made_up_request(3, 7, cfg, np.random.default_rng(0), reads)
+    signal, request = made_up_request(3, 7, cfg, np.random.default_rng(0), reads, items=range(1, NUM_ITEMS + 1))
     for path, body in (("/v1/preinfer", signal), ("/v1/rank", request)):
         answer = answered(fronts[name], path, body)
         assert (answer["unknown"], answer["defaults"]) == ([], [])

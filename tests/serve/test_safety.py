@@ -33,7 +33,7 @@ from nestrec.serving.api.protocol.http import Answered
 from nestrec.serving.api.routes import all_endpoints
 from nestrec.serving.api.schema import LimitsConfig
 from nestrec.serving.api.server import ServeConfig, safety_of, serve, uvicorn_config
-from nestrec.serving.load.replay import ReplayConfig, replay
+from nestrec.serving.load.replay import ReplayConfig, chosen_items, replay
 from nestrec.serving.many.gateway import Gateway
 from nestrec.serving.many.ports import free_port
 from nestrec.serving.many.start import instance_arguments, serve_many
@@ -270,7 +270,7 @@ def test_a_key_has_its_rate_and_others_do_not_wait_for_it(service, ring):
 
 def test_a_load_is_sent_with_the_key_of_the_environment(service, ring, monkeypatch):
     path, keys = ring
-    cfg = ReplayConfig(rate=20.0, duration_s=0.2, history=3, candidates=2, items=50)
+    cfg = ReplayConfig(rate=20.0, duration_s=0.2, history=3, candidates=2)
 
     async def use(client, port):
         url = f"http://127.0.0.1:{port}"
@@ -552,6 +552,29 @@ def test_tls_server_that_stops_sends_slow_clients_all(loop, tmp_path):
 
     with asyncio.Runner(loop_factory=loop) as runner:
         assert runner.run(run()).endswith(content)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+@pytest.mark.parametrize("place", [single, behind_gateway])
+def test_replay_sends_known_items_to_a_tls_server(place, service, tmp_path, monkeypatch):
+    certificate, private_key = make_certificate(tmp_path, "server")
+    cfg = ServeConfig(limits=LIMITS, safety=SafetyConfig(certificate=str(certificate), private_key=str(private_key)))
+    load = ReplayConfig(rate=20.0, duration_s=0.2, history=3, candidates=2)
+    said = []
+
+    async def run():
+        async with place(service, cfg) as port:
+            url = f"https://127.0.0.1:{port}"
+            with pytest.raises(UserError, match=r"CERTIFICATE_VERIFY_FAILED(.|\n)*SSL_CERT_FILE"):
+                await asyncio.to_thread(replay, url, load)
+            monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+            (row,) = await asyncio.to_thread(replay, url, load, said.append)
+            assert row["requests"] > row["refused"] == 0
+            return await asyncio.to_thread(chosen_items, url, "")
+
+    items = asyncio.run(run())
+    assert items == list(service.fleet(service.ranker).servable.item_keys)
+    assert said[0].startswith("sending synthetic requests: random histories and candidates of 50 items that the server")
 
 
 def test_half_a_pair_and_what_is_no_certificate_are_told_at_the_start(tmp_path):

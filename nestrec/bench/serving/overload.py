@@ -112,13 +112,14 @@ def _engine_options(bench: OverloadBench) -> list[str]:
 async def _capacity(port: int, bench: OverloadBench, number: int, seconds: float) -> float:
     """Answers a second with a few requests always under way."""
     client, ends_s, start_s = HttpClient("127.0.0.1", port), list[float](), time.perf_counter()
-    cfg = ReplayConfig(candidates=bench.candidates, items=_NUM_ITEMS, seed=bench.seed)
+    cfg = ReplayConfig(candidates=bench.candidates, seed=bench.seed)
     reads = reads_of(f"http://127.0.0.1:{port}")
 
     async def worker(place: int) -> None:
         user = (_WORKERS * number + place + 1) << 32
         while time.perf_counter() < start_s + seconds:
-            _, body = made_up_request(user, bench.history, cfg, np.random.default_rng(user), reads)
+            rng = np.random.default_rng(user)
+            _, body = made_up_request(user, bench.history, cfg, rng, reads, items=range(1, _NUM_ITEMS + 1))
             if (await client.post("/v1/rank", orjson.dumps(body))).status == 200:
                 ends_s.append(time.perf_counter())
             else:

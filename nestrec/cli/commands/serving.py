@@ -206,14 +206,20 @@ def replay(
         Path | None, typer.Option("--json", help="Also write the rows into this result file.", callback=check_file)
     ] = None,
 ) -> None:
-    """Put open-loop load on a server: latency counts from the intended moment, so stalls are not hidden.
+    """Load-test a server: requests leave at their moments (open loop), so that stalls are not hidden.
 
     - [bold]nestrec replay http://127.0.0.1:8000 --rate 100 --duration_s 20
       --history 200 --candidates 256[/bold]
     - [bold]nestrec replay http://127.0.0.1:8000 --finds rate --slo_ms 50[/bold]: searches
       for the largest rate.
+    - [bold]nestrec replay https://rec.example.org --recorded requests.jsonl[/bold]:
+      sends recorded requests; each line is a JSON object with at_s (seconds
+      from the start), path and body.
 
-    Users are made up by default; a recorded load can be given too.
+    Without --recorded, requests are synthetic: users and histories are random,
+    and items are ids that the server names, or those of --items FILE (one id
+    per line). If the system does not trust the certificate of a server with
+    TLS, set SSL_CERT_FILE. A key is read from NESTREC_KEY.
     [bold]nestrec options replay[/bold] lists all options.
     """
     from nestrec.base.config import with_overrides
@@ -224,7 +230,7 @@ def replay(
 
     cfg = with_overrides(ReplayConfig(), parse_overrides(context.args, ("json",)))
     with progress_for(f"replay {url}"):
-        rows = run_replay(url, cfg)
+        rows = run_replay(url, cfg, lambda text: typer.echo(text, err=True))
     print_rows(rows, title="replay")
     if json is not None:
         write_frame(json, bench="replay", command=" ".join(["nestrec", *sys.argv[1:]]), rows=rows)

@@ -176,6 +176,15 @@ class ItemsAnswer(TypedDict):
     """by role: its version, which new items change"""
 
 
+class ItemsSampleAnswer(TypedDict):
+    """Some of the items that the model knows."""
+
+    items: list[str]
+    """at most 1,000 ids, at equal distances over the catalog"""
+    known: int
+    """Number of items in the catalog."""
+
+
 class HealthAnswer(TypedDict):
     """Alive, or ready."""
 

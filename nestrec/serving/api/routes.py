@@ -21,6 +21,7 @@ _BUILT_IN: dict[str, Endpoint | str] = {
     "status": "nestrec.serving.api.endpoints.about:STATUS",
     "now": "nestrec.serving.api.endpoints.about:NOW",
     "items": "nestrec.serving.api.endpoints.items:ITEMS",
+    "items_sample": "nestrec.serving.api.endpoints.items:ITEMS_SAMPLE",
     "titles": "nestrec.serving.api.endpoints.titles:TITLES",
     "live": "nestrec.serving.api.endpoints.about:LIVE",
     "ready": "nestrec.serving.api.endpoints.about:READY",

@@ -5,6 +5,8 @@ Plain protocols and not streams: a load generator shares the machine with the se
 
 import asyncio
 import contextlib
+import http.client
+import ssl
 from dataclasses import dataclass
 
 _MOST_OPEN = 900
@@ -27,8 +29,11 @@ class Reply:
 class HttpClient:
     """Keeps connections alive; used inside one event loop. More than 900 requests under way at a time fail."""
 
-    def __init__(self, host: str, port: int, *, key: str = "", timeout_s: float = 30.0):
-        """key: of a server that asks for one."""
+    def __init__(
+        self, host: str, port: int, *, key: str = "", timeout_s: float = 30.0, context: ssl.SSLContext | None = None
+    ):
+        """key: of a server that asks for one. context: of a server with TLS."""
+        self._context = context
         self._host, self._port, self._timeout_s = host, port, timeout_s
         self._credential = f"authorization: Bearer {key}\r\n" if key else ""
         self._idle: list[_Connection] = []
@@ -76,11 +81,23 @@ class HttpClient:
         self._num_open += 1
         try:
             loop = asyncio.get_running_loop()
-            _, connection = await loop.create_connection(_Connection, self._host, self._port)
+            _, connection = await loop.create_connection(_Connection, self._host, self._port, ssl=self._context)
         except BaseException:
             self._num_open -= 1
             raise
         return connection
+
+
+def remedy_without_answer(reason: object) -> str:
+    """Return what to do about a server that does not answer, by the error that was raised."""
+    match reason:
+        case ssl.SSLCertVerificationError():
+            return "set SSL_CERT_FILE to the certificate of whoever has signed the server's, and ask by a name in that"
+        case ssl.SSLError():
+            return "see that a nestrec server with TLS listens there; one without is asked by http://"
+        case http.client.HTTPException():  # also if the connection was closed without an answer
+            return "see that a nestrec server listens there; one with TLS is asked by https://"
+    return "see that a nestrec server listens there"
 
 
 class _Connection(asyncio.Protocol):

@@ -5,19 +5,19 @@ import http.client
 import json
 import math
 import os
-import socket
-from collections.abc import Mapping
+import ssl
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import numpy as np
 
 from nestrec.base.bounds import Count, Natural, NonNegative, Positive, Share
 from nestrec.base.config import config
 from nestrec.base.errors import UserError
-from nestrec.serving.load.http_client import HttpClient
+from nestrec.serving.load.http_client import HttpClient, remedy_without_answer
 from nestrec.serving.load.open_loop import Trial, largest, poisson_arrivals, run_open_loop, run_punctually
 
 KEY_VARIABLE = "NESTREC_KEY"
@@ -34,13 +34,14 @@ class ReplayConfig:
     finds: Literal["", "rate", "history"] = ""
     """search for the largest that meets the SLO"""
     recorded: str = ""
-    """JSON lines {"at_s", "path", "body"}: sent as they were recorded"""
+    """file of JSON lines {"at_s", "path", "body"}: recorded requests, which are sent instead of synthetic ones"""
     history: Natural = 100
     """events of each user's history in made-up requests"""
     candidates: Count = 64
     """items of a ranking request"""
-    items: Count = 1000
-    """item keys are "1" to this"""
+    items: str = ""
+    """items of synthetic requests: a file with one item id per line, or a number N for the ids "1" to "N"; if empty,
+    at most 1,000 ids that the server's model knows"""
     users: Count = 1_000_000
     """users that do not return are drawn from so many"""
     returning: Share = 0.0
@@ -76,21 +77,64 @@ class Reads:
 
 def reads_of(url: str) -> Reads:
     """What the model that ranks on a server reads."""
+    try:
+        return reads_from(_asked(url, "/v1/models")["models"])
+    except (ValueError, KeyError, TypeError) as error:
+        remedy = "name a server of `nestrec serve` of this version, or record a load and give it by --recorded"
+        raise UserError("does not describe what its models read", field="URL", value=url, remedy=remedy) from error
+
+
+def items_of(url: str) -> list[str]:
+    """Return some ids of items that the model on a server knows."""
+    try:
+        return [str(item) for item in _asked(url, "/v1/items/sample")["items"]]
+    except (ValueError, KeyError, TypeError) as error:
+        remedy = "give a file of item ids by --items, or recorded requests by --recorded"
+        raise UserError("does not list the items that it knows", field="URL", value=url, remedy=remedy) from error
+
+
+def chosen_items(url: str, items: str) -> Sequence[str | int]:
+    """Return the items of synthetic requests, as `ReplayConfig.items` chooses them."""
+    remedy = "give a file with one item id per line, a number of items from 1, or nothing for items of the server"
+    if not items:
+        found = items_of(url)
+    elif items.isdigit() and int(items) > 0:
+        return range(1, int(items) + 1)
+    else:
+        try:
+            found = [line.strip() for line in Path(items).read_text(encoding="utf-8").splitlines() if line.strip()]
+        except (OSError, ValueError) as error:
+            raise UserError(f"cannot be read: {error}", field="items", value=items, remedy=remedy) from error
+    if not found:
+        raise UserError("names no items", field="items", value=items or url, remedy=remedy)
+    return found
+
+
+def _asked(url: str, path: str) -> Any:
+    """Return the JSON answer of a server to GET; raise a ValueError if it is not JSON."""
     parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname or "127.0.0.1", parts.port or 80, timeout=30.0)
+    connection = _connection(parts, 30.0)
     try:
         key = key_in_environment()
-        connection.request("GET", "/v1/models", headers={"authorization": f"Bearer {key}"} if key else {})
+        connection.request("GET", path, headers={"authorization": f"Bearer {key}"} if key else {})
         response = connection.getresponse()
         if response.status in (401, 403):
             remedy = f"put a public key of it into {KEY_VARIABLE}"
             raise UserError("asks for a key", field="URL", value=url, remedy=remedy)
-        return reads_from(json.loads(response.read())["models"])
-    except (OSError, ValueError, KeyError, http.client.HTTPException) as error:
-        remedy = "name a server of `nestrec serve` of this version, or record a load and give it by --recorded"
-        raise UserError("does not tell what its models read", field="URL", value=url, remedy=remedy) from error
+        return json.loads(response.read())
+    except (OSError, http.client.HTTPException) as error:
+        remedy = remedy_without_answer(error)
+        raise UserError(f"does not answer: {error}", field="URL", value=url, remedy=remedy) from error
     finally:
         connection.close()
+
+
+def _connection(parts: SplitResult, timeout_s: float) -> http.client.HTTPConnection:
+    """With the certificate of a server checked, if it speaks TLS."""
+    host = parts.hostname or "127.0.0.1"
+    if parts.scheme == "https":
+        return http.client.HTTPSConnection(host, parts.port, timeout=timeout_s, context=ssl.create_default_context())
+    return http.client.HTTPConnection(host, parts.port, timeout=timeout_s)
 
 
 def key_in_environment() -> str:
@@ -104,16 +148,20 @@ def reads_from(models: Mapping[str, Any]) -> Reads:
     return Reads(**{name: tuple(model[name]) for name in ("actions", "features", "user_features")})
 
 
-def replay(url: str, cfg: ReplayConfig) -> list[dict[str, Any]]:
-    """Rows of what was measured: one trial, or those of a search with the best last."""
+def replay(url: str, cfg: ReplayConfig, announce: Callable[[str], None] = lambda _: None) -> list[dict[str, Any]]:
+    """Measure one trial, or those of a search with the best one last; return a row of each. announce: called with one
+    line about the requests that are sent."""
     check_server(url)
     reads = Reads() if cfg.recorded else reads_of(url)
+    items = [] if cfg.recorded else chosen_items(url, cfg.items)
+    announce(_sent_in_words(cfg, items))
     trials: list[dict[str, Any]] = []
 
     def measure(value: float) -> Trial:
         rate = value if cfg.finds == "rate" else cfg.rate
         length = round(value) if cfg.finds == "history" else cfg.history
-        trial = run_punctually(send_load(url, make_load(cfg, rate, length, reads), cfg.signal_ms / 1e3))
+        load = make_load(cfg, rate, length, reads, items)
+        trial = run_punctually(send_load(url, load, cfg.signal_ms / 1e3))
         trials.append(row_of(trial, cfg, length))
         return trial
 
@@ -126,19 +174,36 @@ def replay(url: str, cfg: ReplayConfig) -> list[dict[str, Any]]:
     return trials
 
 
+def _sent_in_words(cfg: ReplayConfig, items: Sequence[str | int]) -> str:
+    if cfg.recorded:
+        return f"sending the recorded requests of {cfg.recorded}"
+    named = "that the server named" if not cfg.items else f"of --items {cfg.items}"
+    return (
+        f"sending synthetic requests: random histories and candidates of {len(items):,} items {named}; "
+        "give real requests by --recorded FILE"
+    )
+
+
 def check_server(url: str) -> None:
     """Raise a UserError unless somebody listens: a load that nobody hears would look like one that was refused."""
     parts = urlsplit(url)
-    if parts.scheme != "http" or not parts.hostname:
-        raise UserError("is no address of a server", field="URL", value=url, remedy="give http://HOST:PORT")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        remedy = "give http://HOST:PORT or https://HOST:PORT"
+        raise UserError("is not the address of a server", field="URL", value=url, remedy=remedy)
+    connection = _connection(parts, 5.0)
     try:
-        socket.create_connection((parts.hostname, parts.port or 80), timeout=5.0).close()
+        connection.connect()
     except OSError as error:
         remedy = "start one with `nestrec serve`, or check host and port"
+        if isinstance(error, ssl.SSLError):
+            remedy = remedy_without_answer(error)
         raise UserError(f"nobody answers there: {error}", field="URL", value=url, remedy=remedy) from error
+    finally:
+        connection.close()
 
 
-def make_load(cfg: ReplayConfig, rate: float, length: int, reads: Reads) -> Load:
+def make_load(cfg: ReplayConfig, rate: float, length: int, reads: Reads, items: Sequence[str | int] = ()) -> Load:
+    """items: of synthetic requests."""
     if cfg.recorded:
         return recorded_load(Path(cfg.recorded))
     rng = np.random.default_rng(cfg.seed)
@@ -149,20 +214,19 @@ def make_load(cfg: ReplayConfig, rate: float, length: int, reads: Reads) -> Load
         is_back = bool(users) and rng.random() < cfg.returning
         user = users[rng.integers(len(users))] if is_back else int(rng.integers(cfg.users))
         users.append(user)
-        signal, body = made_up_request(user, length, cfg, rng, reads)
+        signal, body = made_up_request(user, length, cfg, rng, reads, items=items)
         signals.append(json.dumps(signal).encode())
         bodies.append(json.dumps(body).encode())
     return Load(at_s.tolist(), ["/v1/rank"] * len(bodies), bodies, signals if cfg.signal_ms else [])
 
 
 def made_up_request(
-    user: int, length: int, cfg: ReplayConfig, rng: np.random.Generator, reads: Reads
+    user: int, length: int, cfg: ReplayConfig, rng: np.random.Generator, reads: Reads, *, items: Sequence[str | int]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """(signal, ranking request); a user's history is a function of the user."""
     own = np.random.default_rng((cfg.seed, user))
-    items = own.integers(1, cfg.items + 1, length).tolist()
     times = (np.arange(length) * 60_000 + 1_600_000_000_000).tolist()
-    history: dict[str, Any] = {"items": items, "times_ms": times}
+    history: dict[str, Any] = {"items": _drawn(items, own, length), "times_ms": times}
     if reads.actions:
         history["actions"] = own.choice(reads.actions, length).tolist()
     if reads.features:
@@ -171,10 +235,14 @@ def made_up_request(
     if reads.user_features:
         common["user_features"] = dict.fromkeys(reads.user_features)
     context = {"context": dict.fromkeys(reads.features)} if reads.features else {}
-    candidates = rng.integers(1, cfg.items + 1, cfg.candidates).tolist()
+    candidates = _drawn(items, rng, cfg.candidates)
     patience = {"timeout_ms": 10_000}
     signal = {**common, **patience, "num_candidates": cfg.candidates}
     return signal, {**common, **context, **patience, "candidates": candidates}
+
+
+def _drawn(items: Sequence[str | int], rng: np.random.Generator, count: int) -> list[str | int]:
+    return [items[index] for index in rng.integers(len(items), size=count).tolist()]
 
 
 def recorded_load(path: Path) -> Load:
@@ -191,7 +259,9 @@ def recorded_load(path: Path) -> Load:
 async def send_load(url: str, load: Load, signal_s: float) -> Trial:
     """Send a load and wait for its answers."""
     parts = urlsplit(url)
-    client = HttpClient(parts.hostname or "127.0.0.1", parts.port or 80, key=key_in_environment())
+    context = ssl.create_default_context() if parts.scheme == "https" else None
+    port = parts.port or (http.client.HTTP_PORT if context is None else http.client.HTTPS_PORT)
+    client = HttpClient(parts.hostname or "127.0.0.1", port, key=key_in_environment(), context=context)
 
     async def send(number: int) -> bool:
         if load.signals:

@@ -120,10 +120,10 @@ def made_up_load(
 ) -> tuple[Floats, list[bytes]]:
     """Poisson arrivals of users of whom none returns. k: they ask for so many items instead of scores of candidates."""
     at_s = poisson_arrivals(rate, duration_s, seed)
-    cfg = ReplayConfig(candidates=candidates, items=items, seed=seed)
+    cfg = ReplayConfig(candidates=candidates, seed=seed)
     bodies = []
     for user in range(first_user, first_user + len(at_s)):
-        _, body = made_up_request(user, history, cfg, np.random.default_rng(user), reads)
+        _, body = made_up_request(user, history, cfg, np.random.default_rng(user), reads, items=range(1, items + 1))
         if k:
             body = {"k": k, **{name: body[name] for name in ("user", "history", "now_ms")}}
         bodies.append(orjson.dumps({**body, "timeout_ms": timeout_ms}))

@@ -12,7 +12,15 @@ from nestrec.base.config import with_overrides
 from nestrec.base.errors import UserError
 from nestrec.serving.load.http_client import HttpClient, Reply
 from nestrec.serving.load.open_loop import Trial, largest, poisson_arrivals, run_open_loop
-from nestrec.serving.load.replay import Reads, ReplayConfig, make_load, replay, send_load
+from nestrec.serving.load.replay import (
+    Reads,
+    ReplayConfig,
+    chosen_items,
+    made_up_request,
+    make_load,
+    replay,
+    send_load,
+)
 
 
 def trial_of(latency_ms, duration_s=1.0):
@@ -113,7 +121,8 @@ def test_load_over_http_reaches_a_server_and_is_timed(tmp_path):
         server.close()
         return trial
 
-    load = make_load(ReplayConfig(duration_s=0.5, signal_ms=20.0, returning=0.5), 60.0, 7, Reads(features=("tab",)))
+    cfg = ReplayConfig(duration_s=0.5, signal_ms=20.0, returning=0.5)
+    load = make_load(cfg, 60.0, 7, Reads(features=("tab",)), ["a", "b"])
     trial = asyncio.run(run(load))
     assert trial.num_refused == 0
     assert (
@@ -122,6 +131,7 @@ def test_load_over_http_reaches_a_server_and_is_timed(tmp_path):
         == len(load.at_s)
     )
     assert len({body["user"] for _, body in seen}) < len(load.at_s)
+    assert {item for _, body in seen for item in body["history"]["items"]} == {"a", "b"}
     recorded = tmp_path / "load.jsonl"
     recorded.write_text('{"at_s": 0.0, "path": "/v1/recommend", "body": {"user": "a"}}\n')
     seen.clear()
@@ -151,6 +161,27 @@ def test_a_load_that_nobody_would_hear_is_an_error_and_no_measurement(url):
     with pytest.raises(UserError) as refused:
         replay(url, ReplayConfig(duration_s=0.01))
     assert (refused.value.field, refused.value.value) == ("URL", url)
+
+
+def test_replay_items_are_those_of_a_file_or_a_number(tmp_path):
+    path = tmp_path / "items.txt"
+    path.write_text("B07\n\n x9 \n")
+    assert chosen_items("http://nobody", str(path)) == ["B07", "x9"]
+    assert list(chosen_items("http://nobody", "3")) == [1, 2, 3]
+    path.write_text("\n")
+    for wrong in (str(path), str(tmp_path / "none"), "0", "-3"):
+        with pytest.raises(UserError, match=r"(?s)items = .*one item id per line"):
+            chosen_items("http://nobody", wrong)
+
+
+def test_synthetic_requests_of_a_seed_stay_the_same():
+    cfg = ReplayConfig(candidates=4, seed=7)
+    reads = Reads(actions=("click", "buy"))
+    _, body = made_up_request(5, 6, cfg, np.random.default_rng(3), reads, items=range(1, 1001))
+    own = np.random.default_rng((7, 5))
+    assert body["history"]["items"] == own.integers(1, 1001, 6).tolist()
+    assert body["history"]["actions"] == own.choice(["click", "buy"], 6).tolist()
+    assert body["candidates"] == np.random.default_rng(3).integers(1, 1001, 4).tolist()
 
 
 def test_wrong_options_are_named(tmp_path):

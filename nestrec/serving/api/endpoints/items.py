@@ -1,15 +1,18 @@
-"""POST /v1/items: new items by their features, served from now on."""
+"""Items: POST /v1/items adds new ones by their features, GET /v1/items/sample returns ids that the models know."""
 
 import asyncio
+from typing import Any
 
 from nestrec.base.errors import UserError
-from nestrec.serving.api.answers import ItemsAnswer
+from nestrec.serving.api.answers import ItemsAnswer, ItemsSampleAnswer
 from nestrec.serving.api.endpoint import Endpoint, Front
 from nestrec.serving.api.requests import ItemsRequest
 from nestrec.serving.api.schema import BadRequestError
 from nestrec.serving.new_items import NewItem, add_items
 
 _CONFLICT = 409
+_MOST_SAMPLED = 1000
+"""Maximum number of ids in a sample; more would make the response large and a load no more realistic."""
 
 
 async def items(front: Front, request: ItemsRequest) -> ItemsAnswer:
@@ -29,6 +32,12 @@ async def items(front: Front, request: ItemsRequest) -> ItemsAnswer:
     }
 
 
+async def items_sample(front: Front, _: Any) -> ItemsSampleAnswer:
+    """Returns ids at equal distances over the catalog of the model that ranks."""
+    keys = front.service.fleet(front.service.ranker).servable.item_keys
+    return {"items": list(keys[:: max(1, -(-len(keys) // _MOST_SAMPLED))]), "known": len(keys)}
+
+
 ITEMS = Endpoint(
     method="POST",
     path="/v1/items",
@@ -38,4 +47,11 @@ ITEMS = Endpoint(
     answer=ItemsAnswer,
     admin=True,
     example={"items": [{"id": "9001", "features": {"brand": "acme", "tags": ["red", "new"], "price": 9.5}}]},
+)
+ITEMS_SAMPLE = Endpoint(
+    method="GET",
+    path="/v1/items/sample",
+    summary="Ids of items that the models know, for made-up requests",
+    handle=items_sample,
+    answer=ItemsSampleAnswer,
 )
