@@ -50,7 +50,9 @@ def _curl(method: str, path: str, body: Any) -> str:
 
 
 def _python(name: str, arguments: dict[str, Any]) -> str:
-    given = ", ".join(f"{argument}={value!r}" for argument, value in arguments.items())
+    columns = arguments.get("history", {})  # the client takes them as arguments of their own
+    plain = {argument: value for argument, value in arguments.items() if argument != "history"}
+    given = ", ".join(f"{argument}={value!r}" for argument, value in {**plain, **columns}.items())
     called = f"answer = client.{name}({given})"
     wrapped = textwrap.wrap(
         called, 100, initial_indent="    ", subsequent_indent="        ", break_long_words=False, break_on_hyphens=False

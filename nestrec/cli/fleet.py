@@ -31,7 +31,8 @@ def operate(address: str, path: str, body: dict[str, Any] | None = None) -> dict
         with urllib.request.urlopen(request, timeout=_TOLD_S if body is None else _LOAD_S) as response:
             return dict(json.load(response))
     except urllib.error.HTTPError as error:
-        raise UserError(_message(error), field="server", value=address, remedy=_remedy(error.code)) from error
+        message, remedy = _refusal(error)
+        raise UserError(message, field="server", value=address, remedy=remedy or _remedy(error.code)) from error
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         remedy = remedy_without_answer(reason)
@@ -59,12 +60,14 @@ def _models(instance: dict[str, Any] | None) -> str:
     return f"{told}{', set aside' if instance['draining'] else ''}"
 
 
-def _message(error: urllib.error.HTTPError) -> str:
+def _refusal(error: urllib.error.HTTPError) -> tuple[str, str]:
+    """Return why the server refuses and its remedy, which may be empty."""
     try:
         told = json.load(error)["error"]
-        return f"refuses: {told['field']}: {told['message']}" if "field" in told else f"refuses: {told['message']}"
+        message = f"{told['field']}: {told['message']}" if "field" in told else told["message"]
+        return f"refuses: {message}", told.get("remedy", "")
     except (ValueError, KeyError, TypeError):
-        return f"refuses with status {error.code}"
+        return f"refuses with status {error.code}", ""
 
 
 def _remedy(status: int) -> str:

@@ -11,10 +11,12 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 class AskError(Exception):
     """The server does not answer as asked: what is wrong with the request, or with the server."""
 
-    def __init__(self, message: str, *, status: int = 0, field: str = ""):
-        """status: of the answer, 0 where there was none. field: of the request, where one of them is wrong."""
-        super().__init__(f"{field}: {message}" if field else message)
+    def __init__(self, message: str, *, status: int = 0, field: str = "", remedy: str = ""):
+        """status: of the answer, 0 if there was none. field: of the request, if one of them is wrong. remedy: what the
+        server proposes."""
+        super().__init__((f"{field}: {message}" if field else message) + (f"\n  remedy: {remedy}" if remedy else ""))
         self.message, self.status, self.field = message, status, field
+        self.remedy = remedy
 
 
 class BusyError(AskError):
@@ -49,7 +51,8 @@ class Attempts:
         problem = body.get("error", {}) if isinstance(body, dict) else {}
         message = problem.get("message") or f"the server answers with status {status}"
         if status not in _COMES_BACK:
-            raise AskError(message, status=status, field=problem.get("field", ""))
+            field, remedy = problem.get("field", ""), problem.get("remedy", "")
+            raise AskError(message, status=status, field=field, remedy=remedy)
         after = headers.get("retry-after", "")
         retry_after_s = float(after) if after.isdigit() else None
         busy = BusyError(message, status=status, retry_after_s=retry_after_s)

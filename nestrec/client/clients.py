@@ -9,7 +9,18 @@ from typing import Any, Self, cast
 import httpx
 
 from nestrec.client.attempts import Attempts, BusyError
-from nestrec.client.questions import Id, ServerQuestion, Unknown, UserHistory, Value, asked, forgotten, told
+from nestrec.client.questions import (
+    Action,
+    Id,
+    ServerQuestion,
+    Unknown,
+    UserHistory,
+    Value,
+    asked,
+    forgotten,
+    history_of,
+    told,
+)
 from nestrec.serving.api.answers import EventsAnswer, ModelsAnswer, PreinferAnswer, RankAnswer, RecommendAnswer
 
 
@@ -33,6 +44,10 @@ class Client:
         self,
         user: Id,
         *,
+        items: Sequence[Id] | None = None,
+        times_ms: Sequence[int] | None = None,
+        actions: Sequence[Action] | None = None,
+        features: Mapping[str, Sequence[Value]] | None = None,
         history: UserHistory | None = None,
         prefer_kept: bool | None = None,
         user_features: Mapping[str, Value] | None = None,
@@ -42,11 +57,13 @@ class Client:
         events: int | None = None,
         deadline_s: float | None = None,
     ) -> PreinferAnswer:
-        """A ranking request of this user is on its way; the history is computed ahead where that helps."""
+        """Announce a ranking request of this user, so that the server can compute the history ahead.
+
+        items, times_ms, actions and features: as in `recommend`."""
         question = asked(
             "/v1/preinfer",
             user,
-            history=history,
+            history=history_of(history, items, times_ms, actions, features),
             prefer_kept=prefer_kept,
             user_features=user_features,
             now_ms=now_ms,
@@ -61,6 +78,10 @@ class Client:
         user: Id,
         candidates: Sequence[Id],
         *,
+        items: Sequence[Id] | None = None,
+        times_ms: Sequence[int] | None = None,
+        actions: Sequence[Action] | None = None,
+        features: Mapping[str, Sequence[Value]] | None = None,
         history: UserHistory | None = None,
         prefer_kept: bool | None = None,
         user_features: Mapping[str, Value] | None = None,
@@ -70,12 +91,14 @@ class Client:
         unknown: Unknown | None = None,
         deadline_s: float | None = None,
     ) -> RankAnswer:
-        """Scores of candidates, in their order. Without a history the server takes the events that it keeps."""
+        """Return scores of candidates, in their order.
+
+        items, times_ms, actions and features: as in `recommend`."""
         question = asked(
             "/v1/rank",
             user,
             candidates=candidates,
-            history=history,
+            history=history_of(history, items, times_ms, actions, features),
             prefer_kept=prefer_kept,
             user_features=user_features,
             context=context,
@@ -89,6 +112,10 @@ class Client:
         self,
         user: Id,
         *,
+        items: Sequence[Id] | None = None,
+        times_ms: Sequence[int] | None = None,
+        actions: Sequence[Action] | None = None,
+        features: Mapping[str, Sequence[Value]] | None = None,
         history: UserHistory | None = None,
         prefer_kept: bool | None = None,
         k: int | None = None,
@@ -102,11 +129,14 @@ class Client:
         unknown: Unknown | None = None,
         deadline_s: float | None = None,
     ) -> RecommendAnswer:
-        """The best items of the catalogue, best first."""
+        """Return the best items of the catalog, best first.
+
+        items, times_ms, actions and features: the user's history, oldest event first, with one value per event;
+        `history` takes the same as one mapping. Without a history the server takes the events that it keeps."""
         question = asked(
             "/v1/recommend",
             user,
-            history=history,
+            history=history_of(history, items, times_ms, actions, features),
             prefer_kept=prefer_kept,
             k=k,
             exclude_seen=exclude_seen,
@@ -121,11 +151,21 @@ class Client:
         return cast(RecommendAnswer, self._answer(question, deadline_s))
 
     def events(
-        self, user: Id, history: UserHistory, *, at_least_once: bool = False, deadline_s: float | None = None
+        self,
+        user: Id,
+        history: UserHistory | None = None,
+        *,
+        items: Sequence[Id] | None = None,
+        times_ms: Sequence[int] | None = None,
+        actions: Sequence[Action] | None = None,
+        features: Mapping[str, Sequence[Value]] | None = None,
+        at_least_once: bool = False,
+        deadline_s: float | None = None,
     ) -> EventsAnswer:
         """Events for the server to keep. at_least_once: also sent again where nobody knows whether they were kept, in
         which case they may be there twice; else that is an error."""
-        return cast(EventsAnswer, self._answer(told(user, history, at_least_once=at_least_once), deadline_s))
+        given = history_of(history, items, times_ms, actions, features)
+        return cast(EventsAnswer, self._answer(told(user, given, at_least_once=at_least_once), deadline_s))
 
     def forget_events(self, id: Id, *, deadline_s: float | None = None) -> None:
         """Erase the events that are kept of a user, everywhere."""
@@ -202,6 +242,10 @@ class AsyncClient:
         self,
         user: Id,
         *,
+        items: Sequence[Id] | None = None,
+        times_ms: Sequence[int] | None = None,
+        actions: Sequence[Action] | None = None,
+        features: Mapping[str, Sequence[Value]] | None = None,
         history: UserHistory | None = None,
         prefer_kept: bool | None = None,
         user_features: Mapping[str, Value] | None = None,
@@ -211,11 +255,13 @@ class AsyncClient:
         events: int | None = None,
         deadline_s: float | None = None,
     ) -> PreinferAnswer:
-        """A ranking request of this user is on its way; the history is computed ahead where that helps."""
+        """Announce a ranking request of this user, so that the server can compute the history ahead.
+
+        items, times_ms, actions and features: as in `recommend`."""
         question = asked(
             "/v1/preinfer",
             user,
-            history=history,
+            history=history_of(history, items, times_ms, actions, features),
             prefer_kept=prefer_kept,
             user_features=user_features,
             now_ms=now_ms,
@@ -230,6 +276,10 @@ class AsyncClient:
         user: Id,
         candidates: Sequence[Id],
         *,
+        items: Sequence[Id] | None = None,
+        times_ms: Sequence[int] | None = None,
+        actions: Sequence[Action] | None = None,
+        features: Mapping[str, Sequence[Value]] | None = None,
         history: UserHistory | None = None,
         prefer_kept: bool | None = None,
         user_features: Mapping[str, Value] | None = None,
@@ -239,12 +289,14 @@ class AsyncClient:
         unknown: Unknown | None = None,
         deadline_s: float | None = None,
     ) -> RankAnswer:
-        """Scores of candidates, in their order. Without a history the server takes the events that it keeps."""
+        """Return scores of candidates, in their order.
+
+        items, times_ms, actions and features: as in `recommend`."""
         question = asked(
             "/v1/rank",
             user,
             candidates=candidates,
-            history=history,
+            history=history_of(history, items, times_ms, actions, features),
             prefer_kept=prefer_kept,
             user_features=user_features,
             context=context,
@@ -258,6 +310,10 @@ class AsyncClient:
         self,
         user: Id,
         *,
+        items: Sequence[Id] | None = None,
+        times_ms: Sequence[int] | None = None,
+        actions: Sequence[Action] | None = None,
+        features: Mapping[str, Sequence[Value]] | None = None,
         history: UserHistory | None = None,
         prefer_kept: bool | None = None,
         k: int | None = None,
@@ -271,11 +327,14 @@ class AsyncClient:
         unknown: Unknown | None = None,
         deadline_s: float | None = None,
     ) -> RecommendAnswer:
-        """The best items of the catalogue, best first."""
+        """Return the best items of the catalog, best first.
+
+        items, times_ms, actions and features: the user's history, oldest event first, with one value per event;
+        `history` takes the same as one mapping. Without a history the server takes the events that it keeps."""
         question = asked(
             "/v1/recommend",
             user,
-            history=history,
+            history=history_of(history, items, times_ms, actions, features),
             prefer_kept=prefer_kept,
             k=k,
             exclude_seen=exclude_seen,
@@ -290,11 +349,21 @@ class AsyncClient:
         return cast(RecommendAnswer, await self._answer(question, deadline_s))
 
     async def events(
-        self, user: Id, history: UserHistory, *, at_least_once: bool = False, deadline_s: float | None = None
+        self,
+        user: Id,
+        history: UserHistory | None = None,
+        *,
+        items: Sequence[Id] | None = None,
+        times_ms: Sequence[int] | None = None,
+        actions: Sequence[Action] | None = None,
+        features: Mapping[str, Sequence[Value]] | None = None,
+        at_least_once: bool = False,
+        deadline_s: float | None = None,
     ) -> EventsAnswer:
         """Events for the server to keep. at_least_once: also sent again where nobody knows whether they were kept, in
         which case they may be there twice; else that is an error."""
-        return cast(EventsAnswer, await self._answer(told(user, history, at_least_once=at_least_once), deadline_s))
+        given = history_of(history, items, times_ms, actions, features)
+        return cast(EventsAnswer, await self._answer(told(user, given, at_least_once=at_least_once), deadline_s))
 
     async def forget_events(self, id: Id, *, deadline_s: float | None = None) -> None:
         """Erase the events that are kept of a user, everywhere."""

@@ -90,8 +90,49 @@ def test_examples_of_the_documents_are_answered(service):
 @pytest.mark.parametrize("name", ["preinfer", "rank", "recommend", "events"])
 def test_methods_take_what_the_server_does(kind, name):
     known = {field.name for field in fields(ENDPOINTS.find(name).request)} - {"timeout_ms"}
-    taken = set(inspect.signature(getattr(kind, name)).parameters) - {"self", "deadline_s", "at_least_once"}
-    assert taken == known
+    parameters = inspect.signature(getattr(kind, name)).parameters
+    columns = {"items", "times_ms", "actions", "features"}  # of the history
+    taken = set(parameters) - {"self", "deadline_s", "at_least_once"}
+    assert taken == known | columns
+    assert all(parameters[column].kind is inspect.Parameter.KEYWORD_ONLY for column in columns)
+
+
+def test_client_takes_histories_in_one_style():
+    columns = {"items": ["1"], "times_ms": [2], "actions": ["buy"], "features": {"tab": ["home"]}}
+    server = Scripted(*[(200, {})] * 8)
+    client = server.client()
+    for history in (columns, {"history": columns}):
+        client.events("ann", **history)
+        client.recommend("ann", **history)
+        client.rank("ann", ["3"], **history)
+        client.preinfer("ann", **history)
+    bodies = [json.loads(request.read()) for request in server.requests]
+    assert [body["history"] for body in bodies] == [columns] * 8
+    with pytest.raises(TypeError, match="either history or items, times_ms, actions, features"):
+        client.recommend("ann", history=columns, **columns)
+    with pytest.raises(TypeError, match=r"give the events, such as items="):
+        client.events("ann")
+
+
+def test_unknown_user_message_says_what_to_do(service):
+    async def run():
+        async with listening(App(service, LimitsConfig(default_timeout_ms=10_000))) as port:
+            return await asyncio.to_thread(ask, f"http://127.0.0.1:{port}")
+
+    def ask(url):
+        refused = []
+        with Client(url) as client:
+            for given in ({}, {"items": []}, {"items": ["nobody knows it"]}):
+                with pytest.raises(AskError) as error:
+                    client.recommend("new", times_ms=[1] * len(given.get("items", ())) or None, **given)
+                refused.append(error.value)
+        return refused
+
+    without, empty, unknown = asyncio.run(run())
+    assert (without.field, without.message) == ("history", "is needed: the server has no events of this user yet")
+    assert empty.message == "is empty: the model needs at least one event to recommend from"
+    assert unknown.message == "contains no item that the model knows yet"
+    assert all("POST /v1/events" in error.remedy and error.remedy in str(error) for error in (without, empty, unknown))
 
 
 class Scripted:

@@ -476,5 +476,8 @@ def test_new_items_are_served_as_an_export_that_had_them(runs):
             status, refused = asyncio.run(post("/v1/items", {"items": [{"id": "x", "features": features}]}))
             assert status == 409
             assert said in str(refused)
+            assert refused["error"]["field"].startswith("items.x.features.")
+            assert refused["error"]["remedy"]
+            assert refused["error"]["remedy"] not in refused["error"]["message"]
     finally:
         service.close()

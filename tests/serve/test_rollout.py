@@ -178,6 +178,8 @@ def test_where_one_instance_refuses_all_have_the_old_models_again(folders):
         assert (await client.post("/v1/admin/rollback", json={})).status_code == 409, "nothing has changed"
         wrong = await client.post("/v1/admin/swap", json={"models": [str(folders / "bad")]})
         assert wrong.status_code == 409
+        assert "remedy" not in wrong.json()["error"]["message"]
+        assert wrong.json()["error"]["remedy"]
 
     behind_gateway(folders / "1", use)
 

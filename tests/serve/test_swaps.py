@@ -53,7 +53,7 @@ def version(folder):
     return Servable.load(folder).version[:12]
 
 
-def test_models_are_swapped_together_and_rolled_back_without_a_name(folders, caplog):
+def test_models_are_swapped_and_rolled_back_together(folders, caplog):
     roles = ("retrieval", "ranking")
     old, new = ({role: version(folders / f"{role}{seed}") for role in roles} for seed in (1, 2))
 

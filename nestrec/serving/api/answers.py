@@ -223,6 +223,8 @@ class Problem(TypedDict):
     """for people"""
     field: NotRequired[str]
     """of the request, where one of them is wrong"""
+    remedy: NotRequired[str]
+    """Proposed way to solve the problem."""
 
 
 class ProblemAnswer(TypedDict):

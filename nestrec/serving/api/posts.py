@@ -10,7 +10,7 @@ from typing import Any
 
 from nestrec.serving.api.answering import HotFront
 from nestrec.serving.api.endpoint import Endpoint
-from nestrec.serving.api.protocol.http import Answered, as_json, parse_json, problem, retry_after
+from nestrec.serving.api.protocol.http import Answered, as_json, parse_json, problem, problem_of, retry_after
 from nestrec.serving.api.protocol.long_lists import loads, warm_up
 from nestrec.serving.api.schema import BadRequestError
 from nestrec.serving.api.shapes import reader
@@ -115,7 +115,7 @@ def explained(error: Exception) -> Answered:
     """The answer to a request that was not served."""
     match error:
         case BadRequestError():
-            return problem(error.status, error.message, error.field)
+            return problem_of(error)
         case OverloadedError():
             return problem(429, error.reason, "", retry_after(error.retry_after_s))
         case RefusedError():

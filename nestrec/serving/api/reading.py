@@ -33,7 +33,10 @@ from nestrec.serving.plain_list import PlainList, types_of
 Ids = NDArray[np.int64]
 Features = dict[str, Ids]
 _TOO_LARGE = f"must be numbers within {LARGEST_NUMBER:g}, which the model can compute with"
-_NO_EVENT = "must hold an event of an item that the model knows: it knows a user by nothing else"
+_NEW_USER_REMEDY = (
+    "send a history with an item that the model knows, or store events with POST /v1/events; "
+    "to answer for new users, export the model with --defaults.history ITEM,ITEM"
+)
 
 
 class AboutUser(Protocol):
@@ -105,7 +108,7 @@ class Reader:
         history = self._known_events(given, now_ms)
         seen = history.items
         if not len(history) and self.servable.reads_items:
-            history = self._default_events(is_told=given.items is not None and not len(given.items), now_ms=now_ms)
+            history = self._default_events(given.items, now_ms=now_ms)
         of_user = self._user_values(request.user_features, len(history) + 1)
         if of_user:
             of_events = {name: values[:-1] for name, values in of_user.items()}
@@ -193,12 +196,18 @@ class Reader:
                 given, items = _kept(given, is_known), items[is_known]
         return self._events(given, items, now_ms)
 
-    def _default_events(self, *, is_told: bool, now_ms: int) -> History:
-        """is_told: the request says itself that there is no event."""
+    def _default_events(self, given: Sequence[ItemId] | None, *, now_ms: int) -> History:
+        """given: items of the request's or the stored history, none of which the model knows."""
         default = self._defaults.history
         if not default and self.servable.needs_event:
-            raise BadRequestError(_NO_EVENT, "history")
-        if default is not None or not is_told:
+            if given is None:
+                message = "is needed: the server has no events of this user yet"
+            elif not len(given):
+                message = "is empty: the model needs at least one event to recommend from"
+            else:
+                message = "contains no item that the model knows yet"
+            raise BadRequestError(message, "history", remedy=_NEW_USER_REMEDY)
+        if default is not None or given is None or len(given):
             self.notes.add_default("history", {"items": list(default or ())})
         return self.events(HistoryFields(items=list(default or ())), now_ms)
 

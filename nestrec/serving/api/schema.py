@@ -58,9 +58,11 @@ class LimitsConfig:
 class BadRequestError(Exception):
     """What is wrong with a request, for the one who sent it."""
 
-    def __init__(self, message: str, field: str = "", status: int = 400):
+    def __init__(self, message: str, field: str = "", status: int = 400, *, remedy: str = ""):
+        """remedy: what the sender can do, if that is not part of the message."""
         super().__init__(message)
         self.message, self.field, self.status = message, field, status
+        self.remedy = remedy
 
 
 class NotToldError(BadRequestError):

@@ -24,6 +24,7 @@ from nestrec.serving.api.protocol.http import (
     as_json,
     check_head,
     problem,
+    problem_of,
     retry_after,
 )
 from nestrec.serving.api.protocol.incoming import client_in
@@ -99,7 +100,7 @@ class Gateway:
             except DisconnectedError:
                 return
             except BadRequestError as error:
-                answered = problem(error.status, error.message, error.field)
+                answered = problem_of(error)
             await answered.send(send, is_last=body.is_unread)
 
     def refused_unread(self, route: str, client: str, num_bytes: int) -> Answered | None:
@@ -114,7 +115,7 @@ class Gateway:
         try:
             answered = await self._routed("POST", route, route.encode(), body, client)
         except BadRequestError as error:
-            answered = problem(error.status, error.message, error.field)
+            answered = problem_of(error)
         except Exception as error:
             _LOG.error("a request failed", exc_info=error)
             answered = problem(500, "the request failed here")

@@ -21,7 +21,7 @@ from nestrec.serving.api.process.listening import url_of
 from nestrec.serving.api.process.serially import Serially
 from nestrec.serving.api.process.signals import Signals
 from nestrec.serving.api.protocol.hosts import is_loopback
-from nestrec.serving.api.protocol.http import Answered, Receive, Scope, Send, problem, retry_after
+from nestrec.serving.api.protocol.http import Answered, Receive, Scope, Send, problem, problem_of, retry_after
 from nestrec.serving.api.reloader import Reloader
 from nestrec.serving.api.schema import BadRequestError
 from nestrec.serving.api.server import ServeConfig
@@ -167,7 +167,7 @@ class GateApp:
         try:
             return await self._operations.answer(method, path, body)
         except BadRequestError as error:
-            return problem(error.status, error.message, error.field)
+            return problem_of(error)
 
 
 class RayUpstream:

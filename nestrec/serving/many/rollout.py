@@ -71,6 +71,10 @@ class Taken:
 class RefusedByInstanceError(Exception):
     """Why an instance does not do what it is asked."""
 
+    def __init__(self, message: str, remedy: str = ""):
+        super().__init__(message)
+        self.remedy = remedy
+
 
 class Rollout:
     """One change after the other, inside of the front's event loop."""
@@ -183,7 +187,7 @@ class Rollout:
                 _LOG.error(told, cause, slot, error)
                 for earlier, had in done:
                     await self._restored(earlier, had.folders)
-                return problem(_CONFLICT, f"instance {slot} does not take the models: {error}")
+                return problem(_CONFLICT, f"instance {slot} does not take the models: {error}", remedy=error.remedy)
             done.append((slot, before))
         if now is not None:
             before = done[0][1]
@@ -244,7 +248,9 @@ class Rollout:
         response = await self._upstreams[slot].send(method, path, content, is_repeatable=False, timeout_s=timeout_s)
         answer = orjson.loads(response.body)
         if response.status != 200:
-            raise RefusedByInstanceError(answer.get("error", {}).get("message", response.status))
+            error = answer.get("error", {})
+            message = error.get("message", f"it answers with status {response.status}")
+            raise RefusedByInstanceError(message, error.get("remedy", ""))
         return dict(answer)
 
     async def _grown(self, scaler: Scaler) -> bool:

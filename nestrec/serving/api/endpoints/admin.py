@@ -40,7 +40,11 @@ async def _changed(front: Front, change: Callable[[Reloader], None]) -> FleetAns
         raise BadRequestError("the models of this server stay as they are", status=_CONFLICT)
     try:
         await asyncio.to_thread(change, front.reloader)
-    except (UserError, OSError) as error:
+    except UserError as error:
+        remedy = error.remedy or ""
+        message = str(error).removesuffix(f"\n  remedy: {remedy}")
+        raise BadRequestError(message, status=_CONFLICT, remedy=remedy) from error
+    except OSError as error:
         raise BadRequestError(str(error), status=_CONFLICT) from error
     return _fleet(front)
 

@@ -23,7 +23,8 @@ async def items(front: Front, request: ItemsRequest) -> ItemsAnswer:
     try:
         added = await asyncio.to_thread(add_items, front.service, told)
     except UserError as error:
-        raise BadRequestError(str(error), status=_CONFLICT) from error
+        field = error.field or "items"
+        raise BadRequestError(error.problem, field, _CONFLICT, remedy=error.remedy or "") from error
     fleets = front.service.fleets
     return {
         "added": added,

@@ -65,9 +65,13 @@ def as_json(value: Any, status: int = 200, *headers: Header) -> Answered:
     return Answered(status, orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY), JSON, *headers)
 
 
-def problem(status: int, message: str, field: str = "", *headers: Header) -> Answered:
-    error = {"message": message, **({"field": field} if field else {})}
+def problem(status: int, message: str, field: str = "", *headers: Header, remedy: str = "") -> Answered:
+    error = {"message": message, **({"field": field} if field else {}), **({"remedy": remedy} if remedy else {})}
     return as_json({"error": error}, status, *headers)
+
+
+def problem_of(error: BadRequestError) -> Answered:
+    return problem(error.status, error.message, error.field, remedy=error.remedy)
 
 
 def retry_after(seconds: float) -> Header:
