@@ -1,5 +1,6 @@
 """`nestrec serve` as an operator sees it: what it says when it starts, and what signals do at any time."""
 
+import json
 import re
 import signal
 import socket
@@ -9,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import uvicorn
-from server_process import exchange, post, starting_server, status_of
+from server_process import exchange, post, started, starting_server, status_of
 
+from nestrec.base import exit_codes
 from nestrec.base.errors import UserError
 from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.api.process.listening import bound_sockets, close_all, port_of, run_server
@@ -23,6 +25,7 @@ from nestrec.serving.model.random_model import random_ranking, random_retrieval
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.tables import TablesConfig
 from nestrec.serving.service import Service, ServiceConfig
+from nestrec.testing.commands import piped
 
 ENCODER = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=16)
 BODY = {"user": "u", "history": {"items": ["1", "2"], "times_ms": [1, 2]}, "candidates": ["3"]}
@@ -86,6 +89,13 @@ def test_nothing_is_said_to_serve_where_the_model_is_not_there(tmp_path):
     assert said == []
     with socket.socket() as other:
         other.bind(("127.0.0.1", port))  # nobody holds it any longer
+
+
+def test_json_log_contains_the_error_that_ends_a_server(tmp_path):
+    with started(piped, tmp_path, "--port", "0", "--log.format", "json") as process:
+        lines = [json.loads(line) for line in process.stdout]
+        assert process.wait(100) == exit_codes.USER_ERROR
+    assert (lines[-1]["level"], "holds no exported model" in lines[-1]["message"]) == ("error", True)
 
 
 def test_two_that_bind_at_once_are_told_apart_when_they_listen():

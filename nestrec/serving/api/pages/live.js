@@ -331,7 +331,8 @@ byId('try').addEventListener('submit', async event => {
   const told = await answer.json().catch(() => ({}));
   outcome.className = answer.ok ? '' : 'problem';
   outcome.textContent = `${answer.status} in ${took} ms, request ${answer.headers.get('x-request-id')}`
-    + (told.error ? `: ${told.error.field ? told.error.field + ' ' : ''}${told.error.message}` : '');
+    + (told.error ? `: ${told.error.field ? told.error.field + ' ' : ''}${told.error.message}`
+      + (told.error.remedy ? ` (${told.error.remedy})` : '') : '');
   await showScores(told, asked);
   byId('raw').hidden = false;
   byId('raw').textContent = JSON.stringify(told, null, 1);
