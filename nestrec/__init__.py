@@ -81,4 +81,4 @@ _EXPORTS = {
 """Public name to `module:attribute`."""
 
 __all__ = [*_EXPORTS]  # noqa: PLE0604
-__getattr__ = lazy_exports(__name__, _EXPORTS)
+__getattr__, __dir__ = lazy_exports(__name__, _EXPORTS)

@@ -1,12 +1,22 @@
 """Public names of a package that are imported when they are first asked for."""
 
 import importlib
+import sys
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
 
 
-def lazy_exports(package: str, exports: Mapping[str, str]) -> Callable[[str], Any]:
-    """`__getattr__` of a package. exports: public name to `module:attribute`."""
+def lazy_exports(package: str, exports: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return `__getattr__` and `__dir__` of a package.
+
+    `dir`, `help` and the completion of a shell then list the public names although they are not imported yet, and list
+    none of the names that the package needs only for itself.
+
+    Args:
+        package: Name of the package.
+        exports: Maps each public name to `module:attribute`.
+    """
 
     def find(name: str) -> Any:
         if name not in exports:
@@ -14,4 +24,9 @@ def lazy_exports(package: str, exports: Mapping[str, str]) -> Callable[[str], An
         module, _, attribute = exports[name].partition(":")
         return getattr(importlib.import_module(module), attribute)
 
-    return find
+    def names() -> list[str]:
+        own = vars(sys.modules[package])
+        listed = [name for name, value in own.items() if name.startswith("__") or isinstance(value, ModuleType)]
+        return sorted({*exports, *listed})
+
+    return find, names
