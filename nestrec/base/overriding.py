@@ -93,7 +93,7 @@ class _Overriding:
         """`current`, of the type `hint`: set as a whole where its own name was given, then the named parts of it."""
         inner = dict(given)
         if (text := inner.pop((), None)) is not None:
-            current = convert(parse(text), hint, path, raw=text)
+            current = self._converted(current, hint, text, path)
         if current is None and inner:
             current = _blank(hint)
         if not inner or dataclasses.is_dataclass(current):
@@ -103,6 +103,24 @@ class _Overriding:
             remedy = f"{path} is a single value; drop the part after it"
             raise UserError("has no fields", field=".".join((path, *parts)), value=text, remedy=remedy)
         return {**current, **self._of_entries(current, hint, inner, path)}
+
+    def _converted(self, current: Any, hint: Any, text: str, path: str) -> Any:
+        """Convert `text`; the error for a group of options that was given a single value lists the options in it."""
+        value = parse(text)
+        try:
+            return convert(value, hint, path, raw=text)
+        except UserError as error:
+            if error.field != path or isinstance(value, Mapping) or not dataclasses.is_dataclass(current):
+                raise
+            inside = [name for name in _field_names(current, path) if name.count(".") == path.count(".") + 1]
+            meant = _by_habit(path, inside) or _nearest(path.rpartition(".")[2], inside)
+            remedy = f"did you mean {meant[0]!r}? It has" if meant else "it has"
+            raise UserError(
+                "must hold named fields: it is a group of options",
+                field=path,
+                value=text,
+                remedy=f"{remedy} {', '.join(inside)}",
+            ) from error
 
     def _of_entries(self, current: Mapping[str, Any], hint: Any, given: _Overrides, path: str) -> dict[str, Any]:
         of_entry = get_args(hint)[1] if get_args(hint) else Any
@@ -119,14 +137,17 @@ class _Overriding:
         return entries
 
     def _no_such_option(self, path: str, inner: _Overrides, siblings: list[str]) -> UserError:
-        """A field of that name further down was probably meant: `epochs` where `training.epochs` is the option."""
+        """Suggest options by their full names: `training.epochs` for `epochs`, `optimizer.learning_rate` for `lr`."""
         parts, text = next(iter(inner.items()))
-        whole, last = ".".join((path, *parts)), path.rpartition(".")[2]
-        deeper = [name for name in _field_names(self._base) if f".{name}".endswith(f".{'.'.join((last, *parts))}")]
-        if not 0 < len(deeper) <= 3:
-            return UserError("no such option", field=whole, value=text, remedy=did_you_mean(last, siblings))
-        remedy = f"did you mean {' or '.join(repr(name) for name in deeper)}?"
-        return UserError("no such option", field=whole, value=text, remedy=remedy)
+        typed = ".".join((path, *parts))
+        group = path.rpartition(".")[0]
+        known = dict.fromkeys([*_field_names(self._base), *(join(group, name) for name in siblings)])
+        if meant := _meant(typed, list(known)):
+            remedy = f"did you mean {' or '.join(repr(name) for name in meant)}?"
+        else:
+            names = ", ".join(join(group, name) for name in sorted(siblings))
+            remedy = f"known names: {names}; `nestrec options COMMAND` lists all options of a command"
+        return UserError("no such option", field=typed, value=text, remedy=remedy)
 
 
 def _blank(hint: Any) -> Any:
@@ -154,6 +175,92 @@ def _field_names(value: Any, where: str = "") -> list[str]:
         name, inner = join(where, field.name), getattr(value, field.name)
         found += [name, *(_field_names(inner, name) if dataclasses.is_dataclass(inner) else [])]
     return found
+
+
+_HABITS = {
+    "batch_size": ("batch_samples", "part_size"),
+    "bs": ("batch_samples",),
+    "checkpoint_every": ("checkpoint_every_steps",),
+    "clip": ("clip_norm",),
+    "data": ("data.folder",),
+    "data_dir": ("data.folder",),
+    "data_path": ("data.folder",),
+    "dataset": ("data.folder",),
+    "delimiter": ("log.separator",),
+    "d_model": ("encoder.dim",),
+    "early_stopping": ("patience",),
+    "embedding_dim": ("encoder.dim",),
+    "emb_dim": ("encoder.dim",),
+    "grad_clip": ("clip_norm",),
+    "heads": ("num_heads",),
+    "hidden_dim": ("encoder.dim",),
+    "hidden_size": ("encoder.dim",),
+    "item_col": ("log.item",),
+    "item_id": ("log.item",),
+    "item_column": ("log.item",),
+    "layers": ("num_layers",),
+    "lr": ("learning_rate",),
+    "max_epochs": ("epochs",),
+    "max_grad_norm": ("clip_norm",),
+    "max_len": ("history.max_length", "max_events"),
+    "max_seq_len": ("history.max_length", "max_events"),
+    "model": ("encoder.kind",),
+    "n_epochs": ("epochs",),
+    "n_heads": ("num_heads",),
+    "n_layers": ("num_layers",),
+    "negatives": ("num_negatives",),
+    "num_blocks": ("num_layers",),
+    "num_epochs": ("epochs",),
+    "num_steps": ("max_steps",),
+    "num_workers": ("batch.workers", "instances"),
+    "optimizer": ("learning_rate",),
+    "sep": ("log.separator",),
+    "seq_len": ("history.max_length", "max_events"),
+    "steps": ("max_steps",),
+    "time_col": ("log.time",),
+    "time_column": ("log.time",),
+    "timestamp": ("log.time",),
+    "top_k": ("k",),
+    "user_col": ("log.user",),
+    "user_column": ("log.user",),
+    "user_id": ("log.user",),
+    "warmup": ("warmup_steps",),
+    "wd": ("weight_decay",),
+    "workers": ("batch.workers", "instances"),
+}
+"""Names that other programs give to options, with the ends of our names for them."""
+_MOST_MEANT = 3
+"""Suggestions of one error."""
+
+
+def _meant(typed: str, names: Sequence[str]) -> list[str]:
+    """Return the options that were probably meant by an unknown name; an empty list if no name is similar."""
+    typed = typed.replace("-", "_")
+    parts = typed.split(".")
+    found = _by_habit(typed, names)
+    if not found and len(parts) > 1:
+        as_deep = [name for name in names if name.count(".") == typed.count(".")]
+        found = difflib.get_close_matches(typed, as_deep, n=1, cutoff=0.8)
+    for start in range(len(parts)):
+        found = found or _ending_with(".".join(parts[start:]), names)
+    found = found or _nearest(parts[-1], names)
+    return sorted(found, key=lambda name: name.count("."))[:_MOST_MEANT]
+
+
+def _by_habit(typed: str, names: Sequence[str]) -> list[str]:
+    ends = _HABITS.get(typed.rpartition(".")[2].replace("-", "_"), ())
+    return [name for end in ends for name in _ending_with(end, names)]
+
+
+def _ending_with(end: str, names: Sequence[str]) -> list[str]:
+    return [name for name in names if f".{name}".endswith(f".{end}")]
+
+
+def _nearest(word: str, names: Sequence[str]) -> list[str]:
+    """Return the options whose last part is spelled most like `word`."""
+    lasts = dict.fromkeys(name.rpartition(".")[2] for name in names)
+    close = difflib.get_close_matches(word, lasts, n=1, cutoff=0.7)
+    return [name for last in close for name in _ending_with(last, names)]
 
 
 def _replaced(node: Any, fields: Mapping[str, Any]) -> Any:

@@ -7,6 +7,8 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import typer
+
 from nestrec.base.errors import UserError, did_you_mean
 from nestrec.base.field_docs import FieldDoc, describe
 from nestrec.bench.benches import BENCHES
@@ -37,21 +39,41 @@ def config_of(words: list[str]) -> tuple[Any, str]:
 
         format = rest.pop(0) if rest and rest[0] in FORMATS else "log"
         return FORMATS.by_default(format, "options"), " ".join(rest)
-    if command == "bench" and rest:
+    if command == "bench":
+        if not rest:
+            remedy = f"name a bench, such as `nestrec options bench {next(iter(BENCHES))}`; known: {', '.join(BENCHES)}"
+            raise UserError("each bench has options of its own", field="command", value=command, remedy=remedy)
         return BENCHES.by_default(rest[0], "config", field="bench"), " ".join(rest[1:])
     if command not in CONFIGS:
-        known = ["train", "plan", "tune", "prepare", "append", "bench", *CONFIGS]
-        raise UserError("has no dotted options", field="command", value=command, remedy=did_you_mean(command, known))
+        raise _without_options(command)
     module, _, name = CONFIGS[command].partition(":")
     return getattr(importlib.import_module(module), name)(), " ".join(rest)
+
+
+def _without_options(command: str) -> UserError:
+    from nestrec.cli.app import app
+
+    if command in command_names(app):
+        remedy = f"see `nestrec {command} --help`"
+        return UserError("takes no dotted options", field="command", value=command, remedy=remedy)
+    known = ["train", "plan", "tune", "prepare", "append", "bench", *CONFIGS]
+    return UserError("is not a command", field="command", value=command, remedy=did_you_mean(command, known))
+
+
+def command_names(app: typer.Typer) -> list[str]:
+    """Return the names of the commands of a command line, without those of its groups."""
+    return [
+        command.name or (command.callback.__name__ if command.callback else "") for command in app.registered_commands
+    ]
 
 
 def show_commands() -> None:
     """Print the commands that have dotted options, as they are asked about."""
     print("Commands with dotted options; a word at the end searches names and meanings:")
-    for command in ("train RECIPE", "plan RECIPE", "tune RECIPE", "prepare FORMAT", "append FORMAT", *CONFIGS):
+    with_a_name = ("train RECIPE", "plan RECIPE", "tune RECIPE", "prepare FORMAT", "append FORMAT", "bench NAME")
+    for command in (*with_a_name, *CONFIGS):
         print(f"  nestrec options {command}")
-    print("`nestrec recipes` and `nestrec formats` list the recipes and formats.")
+    print("`nestrec recipes`, `nestrec formats` and `nestrec bench --help` list the recipes, formats and benches.")
 
 
 def show_options(words: list[str]) -> None:

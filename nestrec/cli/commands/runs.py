@@ -119,16 +119,14 @@ def launch(
     machines and restarts: docs/many-machines.md.
     """
     from nestrec.cli.app import app as all_groups
+    from nestrec.cli.options import command_names
 
     with loading():
         from nestrec.cli.launch import launch as run_ranks
 
     if not context.args:
         raise UserError("has nothing to run", field="launch", value="", remedy="write nestrec launch -n 2 train RECIPE")
-    known = [
-        command.name or (command.callback.__name__ if command.callback else "")
-        for command in all_groups.registered_commands
-    ]
+    known = command_names(all_groups)
     if context.args[0] not in known:
         raise UserError(
             "is no command", field="launch", value=context.args[0], remedy=did_you_mean(context.args[0], known)

@@ -135,8 +135,8 @@ def test_overrides_read_as_typed_on_a_command_line(path: str, text: str, expecte
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"iner.dropout": "1"}, "did you mean 'inner'"),
-        ({"inner.num_layer": "1"}, "did you mean 'num_layers'"),
+        ({"iner.dropout": "1"}, "did you mean 'inner.dropout'"),
+        ({"inner.num_layer": "1"}, "did you mean 'inner.num_layers'"),
         ({"inner.num_layers": "x"}, "inner.num_layers = 'x': is not of type int"),
         ({"inner.num_layers": "1.5"}, "not of type int"),
         ({"inner.num_layers": "true"}, "not of type int"),
@@ -146,7 +146,7 @@ def test_overrides_read_as_typed_on_a_command_line(path: str, text: str, expecte
         ({"inner": "3"}, "must hold named fields"),
         ({"color": "green"}, "color = 'green': is not one of the choices"),
         ({"pair": "[1]"}, "has 1 values\n  remedy: give 2 values"),
-        ({"parts.new.droput": "1"}, "did you mean 'dropout'"),
+        ({"parts.new.droput": "1"}, "did you mean 'parts.new.dropout'"),
         ({"parts.new": "3"}, "must hold named fields"),
         ({"dims": "a,b"}, r"dims\[0\]"),
         ({"inner.dropout": "9" * 400}, r"inner.dropout = '9+\.\.\.': is too large"),

@@ -182,6 +182,41 @@ def test_an_option_without_its_path_says_where_it_is(tmp_path: Path) -> None:
     assert error.remedy == "did you mean 'training.epochs'?"
 
 
+@pytest.mark.parametrize(
+    ("command", "option", "meant"),
+    [
+        ("train demo", "--data", "did you mean 'data.folder'"),
+        ("train demo", "--loss", "did you mean 'task.loss'"),
+        ("train demo", "--lr", "did you mean 'optimizer.learning_rate'"),
+        ("train demo", "--learning-rate", "did you mean 'optimizer.learning_rate'"),
+        ("train demo", "--batch_size", "did you mean 'batch.batch_samples'"),
+        ("train demo", "--device", "did you mean 'training.device'"),
+        ("train demo", "--num_epochs", "did you mean 'training.epochs'"),
+        ("train demo", "--layers", "did you mean 'task.encoder.num_layers'"),
+        ("train demo", "--negatives", "did you mean 'task.num_negatives'"),
+        ("train demo", "--training.epoch", "did you mean 'training.epochs'"),
+        ("train demo", "--training.lr", "did you mean 'optimizer.learning_rate'"),
+        ("train demo", "--gpus", "`nestrec options COMMAND` lists all"),
+        ("train ranking", "--loss", "`nestrec options COMMAND` lists all"),
+        ("prepare log events.csv out", "--timestamp", "did you mean 'log.time'"),
+        ("serve --model models/mine", "--workers", "did you mean 'instances'"),
+    ],
+)
+def test_options_from_habit_get_full_names(command: str, option: str, meant: str) -> None:
+    assert meant in str(refusal(*command.split(), option, "3").remedy)
+
+
+def test_options_suggest_real_commands_only() -> None:
+    assert "lookup" in str(refusal("options", "bench").remedy)
+    assert refusal("options", "report").remedy == "see `nestrec report --help`"
+    assert "bench NAME" in CliRunner().invoke(app, ["options"]).output
+
+
+def test_recipe_names_in_errors_include_auto() -> None:
+    assert "auto" in str(refusal("train", "hstu").remedy)
+    assert "auto" in str(refusal("options", "train", "hstu").remedy)
+
+
 def test_prepare_says_what_it_kept_removed_and_understood(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text("user,item\nu,1\nu,1\nu,2\nv,2\n")
     (tmp_path / "items.csv").write_text("item,price,title\n1,2.5,One\n")

@@ -146,7 +146,7 @@ def test_options_are_given_by_dotted_names_or_whole(tmp_path: Path) -> None:
     for name, options in {"a": dotted, "b": {"log": {"user": "uid"}, "log.item": "iid"}}.items():
         card = prepare("log", tmp_path / "log.csv", tmp_path / name, **options)
         assert card.counts.events == (1 if name == "a" else 2)
-    with pytest.raises(UserError, match=r"(?s)log.usr = 'uid'.*did you mean 'user'"):
+    with pytest.raises(UserError, match=r"(?s)log.usr = 'uid'.*did you mean 'log.user'"):
         prepare("log", tmp_path / "log.csv", tmp_path / "c", **{"log.usr": "uid"})
 
 
