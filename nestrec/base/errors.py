@@ -6,6 +6,7 @@ prints it without a traceback. `assert` is kept for our own invariants.
 
 import contextlib
 import difflib
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -22,14 +23,33 @@ class UserError(Exception):
         what_to_do = f"\n  remedy: {self.remedy}" if self.remedy else ""
         return f"{where}{self.problem}{what_to_do}"
 
+    def name_arguments(self) -> None:
+        """Name options as a Python call does: `training.epochs` and `output` instead of --training.epochs, --output.
+
+        Whole command lines, such as `nestrec prepare log ... --log.time ts`, stay as they are.
+        """
+        self.problem = _as_arguments(self.problem)
+        self.field = None if self.field is None else _as_arguments(str(self.field))
+        self.remedy = None if self.remedy is None else _as_arguments(str(self.remedy))
+        self.args = (self._text(),)
+
 
 class UserErrors(UserError):
     """Several mistakes, told at once; `errors` holds each of them."""
 
     def __init__(self, errors: Sequence[UserError]):
         self.errors = tuple(errors)
+        super().__init__(self._problem())
+
+    def _problem(self) -> str:
         each = "".join("\n- " + str(error).replace("\n", "\n  ") for error in self.errors)
-        super().__init__(f"{len(self.errors)} mistakes:{each}")
+        return f"{len(self.errors)} mistakes:{each}"
+
+    def name_arguments(self) -> None:
+        for error in self.errors:
+            error.name_arguments()
+        self.problem = self._problem()
+        self.args = (self.problem,)
 
     def __reduce__(self) -> Any:
         return UserErrors, (self.errors,)
@@ -77,6 +97,19 @@ class BatchError(UserError):
 
 class NonFiniteError(UserError):
     """A loss, a gradient or a weight became NaN or infinite."""
+
+
+_OPTION = re.compile(r"(?P<command>nestrec [^`;()]*)|(?<![\w-])(?P<option>--[a-z][\w.-]*)")
+_ARGUMENTS = {"--from": "start_from", "--last": "best=False", "--force": "force=True"}
+"""Options of commands that are other arguments in Python."""
+
+
+def _as_arguments(text: str) -> str:
+    def argument(found: re.Match[str]) -> str:
+        option = found["option"]
+        return found["command"] if option is None else _ARGUMENTS.get(option, option.removeprefix("--"))
+
+    return _OPTION.sub(argument, text)
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:

@@ -13,7 +13,6 @@ from nestrec.base.overriding import parse_overrides
 from nestrec.distributed import Topology
 from nestrec.library.batch import BatchJobConfig, BatchRecommender
 from nestrec.library.loaded import load
-from nestrec.training.run_folder import RunFolder
 
 _NAMES = ("output", "users", "data", "device", "what")
 
@@ -23,7 +22,7 @@ def recommend_users(
 ) -> None:
     batch, topology = _batch(model, device, words)
     start_s = time.perf_counter()
-    count = batch.recommend(users, output, data=data or _data_of(model))
+    count = batch.recommend(users, output, data=data)
     _say(topology, count, "users", output, start_s, num_without=batch.num_without)
 
 
@@ -37,7 +36,7 @@ def embed_all(
     if what == "items":
         count = batch.embed_items(output)
     else:
-        count = batch.embed_users(users, output, data=data or _data_of(model))
+        count = batch.embed_users(users, output, data=data)
     _say(topology, count, what, output, start_s, num_without=batch.num_without)
 
 
@@ -45,12 +44,6 @@ def _batch(model: str, device: str, words: Sequence[str]) -> tuple[BatchRecommen
     cfg = with_overrides(BatchJobConfig(), parse_overrides(words, _NAMES))
     topology = Topology.from_environment(chosen_device(device))
     return load(model, device=str(topology.device)).batch(cfg, topology), topology
-
-
-def _data_of(model: str) -> Path | None:
-    """The dataset of a run; an exported model names none."""
-    has_config = (Path(model) / "config.json").exists()
-    return Path(RunFolder(Path(model)).config().data.folder) if has_config else None
 
 
 def _say(topology: Topology, count: int, what: str, output: Path, start_s: float, *, num_without: int) -> None:

@@ -67,8 +67,15 @@ class BatchJobConfig:
 class BatchRecommender:
     """Recommends and embeds by a retrieval model, part by part."""
 
-    def __init__(self, servable: Servable, cfg: BatchJobConfig | None = None, topology: Topology | None = None):
-        """topology: the ranks that share the work; none: this process alone"""
+    def __init__(
+        self,
+        servable: Servable,
+        cfg: BatchJobConfig | None = None,
+        topology: Topology | None = None,
+        data: Path | None = None,
+    ):
+        """topology: the ranks that share the work; none: this process alone. data: folder of the dataset of the users,
+        if a job does not name another one."""
         given: Any = cfg
         if not isinstance(given, BatchJobConfig | None):
             remedy = "give a nestrec.library.batch.BatchJobConfig, such as BatchJobConfig(k=20)"
@@ -77,6 +84,7 @@ class BatchRecommender:
         told = {"context": plain_values(own.context, "context")}
         self.servable, self.cfg = servable, from_plain(BatchJobConfig, to_plain(replace(own, context={})) | told)
         self._topology = topology or Topology.single(servable.device)
+        self._data = data
         form = make_form(servable, self.cfg.slide_events)
         if not isinstance(form, RetrievalForm):
             remedy = "name a retrieval model"
@@ -92,14 +100,14 @@ class BatchRecommender:
         """Write user, items and scores, best first; the number of users. users, data: see `users_of`."""
         file = _named(output, _PARQUET)
         found = self._users(users, data, file)
-        with told_if_unwritable(file, "--output"):
+        with told_if_unwritable(file, "output"):
             return self._write(found, file, "recommend", self._recommended)
 
     def embed_users(self, users: Path | str, output: Path | str, *, data: Path | str | None = None) -> int:
         """Write vectors whose products with those of items are the scores; the number of users."""
         file = _named(output, (*_PARQUET, ".npy"))
         found = self._users(users, data, file)
-        with told_if_unwritable(file, "--output"):
+        with told_if_unwritable(file, "output"):
             return self._write(found, file, "embed", self._embedded)
 
     def embed_items(self, output: Path | str) -> int:
@@ -108,15 +116,15 @@ class BatchRecommender:
         file = _named(output, (*_PARQUET, ".npy"))
         if self._topology.is_first:
             vectors = np.concatenate([part.float().cpu().numpy() for _, part in self.servable.index.parts()])
-            with told_if_unwritable(file, "--output"):
+            with told_if_unwritable(file, "output"):
                 _write_output(file, [_vector_table("item", self._item_keys, vectors)])
         return len(self._item_keys)
 
     def _users(self, users: Path | str, data: Path | str | None, output: Path) -> BatchUsers:
-        found = users_of(users, self.servable, data, self.cfg.context)
+        found = users_of(users, self.servable, data or self._data, self.cfg.context)
         if output.exists() and Path(users).exists() and output.samefile(users):
             remedy = "name another file: this one would be written over"
-            raise UserError("is the file of users", field="--output", value=str(output), remedy=remedy)
+            raise UserError("is the file of users", field="output", value=str(output), remedy=remedy)
         return found
 
     def _write(
@@ -163,7 +171,7 @@ class BatchRecommender:
             shown = [f"{name} {begun.get(name)}" for name in others if name not in _DIGESTS]
             named = ", ".join([*(f"other {name}" for name in others if name in _DIGESTS), *shown])
             remedy = "remove the folder, or give the model, users and options that it was begun with"
-            raise UserError(f"holds parts of another job ({named})", field="--output", value=str(parts), remedy=remedy)
+            raise UserError(f"holds parts of another job ({named})", field="output", value=str(parts), remedy=remedy)
 
     def _weights_digest(self) -> str:
         """Of a run that was never exported."""
@@ -223,7 +231,7 @@ def _named(output: Path | str, suffixes: tuple[str, ...]) -> Path:
         raise UserError("is no path", field="output", value=output, remedy="name a file, such as recs.parquet")
     if Path(output).suffix not in suffixes:
         remedy = f"name a file that ends with {' or '.join(suffixes[1:])}"
-        raise UserError("has a name of another kind of file", field="--output", value=str(output), remedy=remedy)
+        raise UserError("has a name of another kind of file", field="output", value=str(output), remedy=remedy)
     check_file(Path(output))
     return Path(output)
 

@@ -47,13 +47,13 @@ def users_of(users: Path | str, servable: Servable, data: Path | str | None, con
     users = str(users)
     if users != "all" and not Path(users).is_file():
         remedy = "write all, or a text file with a user a line, or a Parquet file with user, items and times_ms"
-        raise UserError("is no file", field="--users", value=users, remedy=remedy)
+        raise UserError("is no file", field="users", value=users, remedy=remedy)
     _check_context(context, servable)
     if users.endswith(".parquet"):
         return FileUsers(Path(users), servable, context)
     if data is None:
-        remedy = "name the dataset with --data, or a Parquet file of users with their histories"
-        raise UserError("an exported model does not say who its users are", field="--users", value=users, remedy=remedy)
+        remedy = "name the dataset of the users (data), or a Parquet file of users with their histories"
+        raise UserError("needs a dataset, which this model does not name", field="users", value=users, remedy=remedy)
     if not isinstance(data, str | Path):
         raise UserError("is no path", field="data", value=data, remedy="give the folder of a dataset")
     return _UsersOfDataset(Dataset.open(data), servable, None if users == "all" else Path(users), context)
@@ -69,13 +69,13 @@ class _UsersOfDataset:
             unknown = [key for key in keys if key not in known]
             if unknown:
                 remedy = "list users of the dataset, one a line; histories stand in a file that ends with .parquet"
-                raise UserError("are no users of the dataset", field="--users", value=unknown[:10], remedy=remedy)
+                raise UserError("are no users of the dataset", field="users", value=unknown[:10], remedy=remedy)
             self._places = np.array([known[key] for key in keys], np.int64)
         try:
             self.read(0, 0)
         except NotToldError as error:  # of the context: a dataset does not say what will be
             name = error.field.partition(".")[2]
-            remedy = f"give --{error.field} VALUE, or export the model with --defaults.features.{name} VALUE"
+            remedy = f"set {error.field}, or export the model with defaults.features.{name}"
             raise UserError(error.message, field=error.field, value=None, remedy=remedy) from None
 
     @property
@@ -113,4 +113,4 @@ def _text_of(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         remedy = "write a text file in UTF-8 with a user a line, or name a file that ends with .parquet"
-        raise UserError("is no text in UTF-8", field="--users", value=str(path), remedy=remedy) from None
+        raise UserError("is no text in UTF-8", field="users", value=str(path), remedy=remedy) from None

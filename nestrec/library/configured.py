@@ -32,7 +32,7 @@ def configured(recipe: str | Path | RunConfig, overrides: Mapping[str, Any] | No
 def _automatic(texts: dict[str, str]) -> RunConfig:
     """The recipe that a dataset asks for; options that are given win, and lose the reason of what was chosen."""
     if "data.folder" not in texts:
-        remedy = "name the dataset: nestrec train auto --data.folder data/mine"
+        remedy = "name the dataset that `nestrec prepare` wrote: --data.folder data/mine"
         raise UserError("reads the card of a dataset", field="RECIPE", value=auto.NAME, remedy=remedy)
     given = dict(texts)
     kind = given.pop("task.kind", None)

@@ -72,10 +72,11 @@ class _Asked:
 class Recommender:
     """A model in memory. Nothing is kept between calls; any thread may call."""
 
-    def __init__(self, servable: Servable, slide_events: int | None = 1):
+    def __init__(self, servable: Servable, slide_events: int | None = 1, data: Path | None = None):
         """slide_events: events by which a full history slides; 1 as in evaluation, none as a server has it by
-        default."""
+        default. data: folder of the dataset that the model was trained on, if it is known."""
         self.servable = servable
+        self.data = data
         self._runner = plain_runner(servable, slide_events)
         self._form = self._runner.form
 
@@ -194,11 +195,12 @@ class Recommender:
     def batch(self, cfg: "BatchJobConfig | None" = None, topology: "Topology | None" = None) -> "BatchRecommender":
         """For very many users: writes files part by part, goes on after a kill, and shares the work among ranks.
 
-        `model.batch().recommend("all", Path("recs.parquet"), data=Path("data/mine"))`
+        `model.batch().recommend("all", Path("recs.parquet"), data=Path("data/mine"))`; the model of a run takes the
+        users of its own dataset if `data` is not given.
         """
         from nestrec.library.batch import BatchRecommender
 
-        return BatchRecommender(self.servable, cfg, topology)
+        return BatchRecommender(self.servable, cfg, topology, data=self.data)
 
     def __reduce__(self) -> Any:
         remedy = "call nestrec.load in each process"
@@ -264,11 +266,11 @@ def load(run: "Run | Path | str", *, best: bool = True, device: str = "cpu") -> 
         return Recommender(Servable.load(folder, device))
     if isinstance(run, str | Path) and (source := source_of(str(run))) is not None:
         return Recommender(open_source(source, device).servable)
-    RunFolder(folder).config()  # says what is wrong with a folder that is neither
+    data = Path(RunFolder(folder).config().data.folder)  # raises for a folder that is neither
     from nestrec.serving.model.export import servable_of_run
 
     servable = servable_of_run(folder, Path(tempfile.gettempdir()), best=best)
-    return Recommender(servable if device == "cpu" else _moved(servable, device))
+    return Recommender(servable if device == "cpu" else _moved(servable, device), data=data)
 
 
 def _moved(servable: Servable, device: str) -> Servable:

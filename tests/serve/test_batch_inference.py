@@ -156,7 +156,7 @@ def test_products_of_embedded_users_and_items_are_the_scores(retrieval, listed, 
 
 def test_mistakes_in_batch_jobs_are_named(retrieval, ranking, dataset_folder, tmp_path):
     batch = nestrec.load(retrieval.folder).batch(CFG)
-    with pytest.raises(UserError, match="does not say who its users are"):
+    with pytest.raises(UserError, match="needs a dataset, which this model does not name"):
         batch.recommend("all", tmp_path / "out.parquet")
     with pytest.raises(UserError, match="is no file"):
         batch.recommend("nobody.txt", tmp_path / "out.parquet")

@@ -207,7 +207,7 @@ def test_what_nobody_can_know_is_asked_for_by_name(runs, everybody, tmp_path):
     """The context, and features that another dataset or file does not have."""
     served, output = nestrec.load(runs.folder(EVERY_KIND)), tmp_path / "out.parquet"
     for context, match in (
-        ({}, r"context.device = None: is needed[\s\S]*--context.device VALUE, or export"),
+        ({}, r"context.device = None: is needed[\s\S]*set context.device, or export"),
         ({**CONTEXTS[0], "device": ["tv"]}, r"context.device = .*must be one value"),
         ({**CONTEXTS[0], "device": "radio"}, r"context.device = 'radio': is no value[\s\S]*phone, tv, web"),
         ({"devise": "tv"}, r"context.devise = 'tv': is not read[\s\S]*did you mean 'device'"),
@@ -215,9 +215,11 @@ def test_what_nobody_can_know_is_asked_for_by_name(runs, everybody, tmp_path):
         with pytest.raises(UserError, match=match):
             served.batch(replace(CFG, context=context)).recommend("all", output, data=runs.data)
     users = write_users(tmp_path / "users.parquet", everybody[EVERY_KIND][:3])
-    with pytest.raises(UserError, match=r"context.device = 'user u0 of [\s\S]*column context.device, --context"):
+    with pytest.raises(UserError, match=r"context.device = 'user u0 of [\s\S]*column context.device, set context"):
         served.batch(CFG).recommend(users, output)
     bodies = [{name: told for name, told in body.items() if name != "user_features"} for body in everybody[EVERY_KIND]]
     batch = served.batch(replace(CFG, context=CONTEXTS[0]))
-    with pytest.raises(UserError, match=r"user_features.country = 'user u0 of [\s\S]*--defaults.user_features.country"):
+    with pytest.raises(
+        UserError, match=r"user_features.country = 'user u0 of [\s\S]*with defaults.user_features.country"
+    ):
         batch.recommend(write_users(tmp_path / "users.parquet", bodies), output)

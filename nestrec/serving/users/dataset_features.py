@@ -107,7 +107,7 @@ class DatasetFeatures:
     ) -> Values:
         """Of a feature that the dataset does not have."""
         if name not in defaults:
-            remedy = f"name a dataset that has it, or export the model with --defaults.{field} VALUE"
+            remedy = f"name a dataset that has it, or export the model with defaults.{field}"
             raise UserError(
                 "is read by the model, and the dataset does not have it",
                 field=field,

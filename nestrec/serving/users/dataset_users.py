@@ -26,7 +26,7 @@ class DatasetUsers:
         if servable.reads_times and not dataset.card.has_timestamps:
             remedy = "name a dataset of events with times"
             raise UserError(
-                "has no times, which the model reads", field="--data", value=str(dataset.folder), remedy=remedy
+                "has no times, which the model reads", field="data", value=str(dataset.folder), remedy=remedy
             )
         wanted = (ITEM_IDS, TIMESTAMPS_MS, ACTIONS, *self._features.columns)
         self._dataset = dataset.only(wanted)

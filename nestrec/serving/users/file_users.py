@@ -68,8 +68,8 @@ class FileUsers:
         remedy = "mend it"
         if isinstance(error, NotToldError):
             of = "user_features" if group == "user_features" else "features"
-            option = f", --{field} VALUE" if group == "context" else ""
-            remedy = f"give a column {field}{option}, or export the model with --defaults.{of}.{name} VALUE"
+            for_all = f", set {field} for all users" if group == "context" else ""
+            remedy = f"give a column {field}{for_all}, or export the model with defaults.{of}.{name}"
         who = f"user {self._table['user'][row]} of {self._path}"
         return UserError(error.message, field=field, value=who, remedy=remedy)
 

@@ -48,7 +48,7 @@ class _UsersFile:
         except (pa.ArrowInvalid, OSError) as error:
             remedy = "write it anew, with columns user, items and times_ms, each once"
             reason = f"cannot be read as Parquet ({str(error).splitlines()[0]})"
-            raise UserError(reason, field="--users", value=str(self._path), remedy=remedy) from None
+            raise UserError(reason, field="users", value=str(self._path), remedy=remedy) from None
 
     def _with_names(self, table: pa.Table) -> pa.Table:
         """Columns with named fields as columns whose names have dots."""
@@ -75,9 +75,7 @@ class _UsersFile:
         needed = ["user", "items", *(["times_ms"] if servable.reads_times and not has_times else [])]
         if missing := [name for name in needed if name not in names]:
             remedy = "give columns user, items (lists of item ids) and times_ms (lists, where the model reads times)"
-            raise UserError(
-                f"has no column {', '.join(missing)}", field="--users", value=str(self._path), remedy=remedy
-            )
+            raise UserError(f"has no column {', '.join(missing)}", field="users", value=str(self._path), remedy=remedy)
         of_event, of_user = servable.event_features, servable.user_features
         known: dict[str, Mapping[str, Any]] = {"features": of_event, "user_features": of_user, "context": of_event}
         for name in names:

@@ -1,6 +1,7 @@
 """Runs from Python: what `nestrec train` and `nestrec eval` do, with values instead of text."""
 
 import gc
+import pickle
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -249,3 +250,26 @@ def test_data_that_is_looked_for_in_another_folder_says_where(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(nestrec.UserError, match=rf"(?s)data.folder = 'sequences'.*looked for in {tmp_path}"):
         nestrec.train(config_of("sasrec", data), {"data.folder": "sequences"}, output=tmp_path / "run")
+
+
+def test_python_errors_name_arguments(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(nestrec.UserError) as caught:
+        nestrec.train("auto")
+    assert "--" not in str(caught.value)
+    with pytest.raises(nestrec.UserError, match=r"batch.batch_samples none") as caught:
+        nestrec.train(config_of("hstu", data), {"batch.batch_tokens": 64}, output=tmp_path)
+    assert "--" not in str(caught.value)
+    (tmp_path / "log.csv").write_text("u,i\n1,2\n")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "card.json").write_text("{}")
+    with pytest.raises(nestrec.UserError, match="force=True"):
+        nestrec.prepare("log", tmp_path / "log.csv", tmp_path / "data", **{"log.user": "u", "log.item": "i"})
+
+
+def test_public_functions_can_be_pickled() -> None:
+    assert pickle.loads(pickle.dumps(nestrec.train)) is nestrec.train
+
+
+def test_batch_takes_the_users_of_the_run(run: nestrec.Run, tmp_path: Path) -> None:
+    count = nestrec.load(run).batch().recommend("all", tmp_path / "recs.parquet")
+    assert count == Dataset.open(configured(run.folder / "config.json").data.folder).num_samples

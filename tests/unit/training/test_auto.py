@@ -73,7 +73,7 @@ def test_what_is_given_wins_and_loses_its_reason(tmp_path: Path) -> None:
 
 
 def test_without_a_dataset_or_with_an_unknown_task_it_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="nestrec train auto --data"):
+    with pytest.raises(UserError, match=r"wrote: --data.folder data/mine"):
         configured("auto")
     folder = write_log(tmp_path, "shown", clicks=0.4)
     with pytest.raises(UserError, match=r"task.kind = 'rankin'"):
