@@ -66,13 +66,18 @@ def append(
     refused.
     """
     from nestrec.cli.cards import show_card
+    from nestrec.data.card import Card
     from nestrec.data.growth.append import append as append_to
+    from nestrec.data.growth.append import items_without_features
     from nestrec.report import progress_for
 
     overrides = parse_overrides(context.args, ("format",))
+    before = Card.load(dataset)
     with progress_for(f"append to {dataset}") as progress:
         card = append_to(events, dataset, format=format, overrides=overrides, progress=progress)
     show_card(card, dataset)
+    if warning := items_without_features(dataset, before, card):
+        typer.echo(f"WARNING: {warning}")
     typer.echo(f"generation {card.generation}, {len(card.all_layers)} layers")
 
 

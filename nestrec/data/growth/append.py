@@ -53,7 +53,7 @@ from nestrec.data.prepare.sequences import (
     split_events,
     user_block,
 )
-from nestrec.data.prepare.side import Keyed, SideTable
+from nestrec.data.prepare.side import Keyed, SideSource, SideTable
 from nestrec.data.prepare.source import LogSource
 from nestrec.data.prepare.spill import Partitions, even_bounds
 from nestrec.data.prepare.statistics import length_statistics, log_histogram, popularity_statistics
@@ -222,7 +222,8 @@ class _Growth:
             {f.name: self._vocabulary(f.column) for f in features if f.kind in ("category", "categories")},
             known,
         )
-        sources = self._source.users if owner == "user" else self._source.items
+        given = self._source.users if owner == "user" else self._source.items
+        sources = [_as_prepared(source, known) for source in given]
         tables = [side_table(self._work, s, of, f"{owner}{i}", bounds) for i, s in enumerate(sources)]
         for table in tables:
             for feature in table.features():
@@ -380,6 +381,47 @@ class _Growth:
             length_histogram=log_histogram(lengths),
             popularity_histogram=log_histogram(all_counts),
         )
+
+
+def _as_prepared(source: SideSource, known: Mapping[str, Feature]) -> SideSource:
+    """Read columns of plain values as the dataset has them: whether numbers are numbers, buckets of numbers or ids is
+    guessed from the rows of a table, and a table of new items may have other rows."""
+    columns = []
+    for column in source.columns:
+        feature = known.get(column.feature)
+        kind = column.kind
+        if feature is not None and kind in ("category", "range", "number"):
+            if feature.kind == "category":
+                kind = "range" if feature.transform.kind == "quantiles" else "category"
+            elif feature.kind == "number":
+                kind = "number"
+        columns.append(dataclasses.replace(column, kind=kind))
+    return dataclasses.replace(source, columns=tuple(columns))
+
+
+def items_without_features(folder: Path, before: Card, after: Card) -> str:
+    """Return a warning if items that came with the newest events have no features, though items of the dataset do.
+
+    Args:
+        folder: Folder of the dataset.
+        before: Its card before the events were appended.
+        after: Its card with them.
+    """
+    file = folder / after.all_layers[-1].folder / ITEMS_FILE
+    names = [feature.name for feature in after.item_features]
+    if not names or after.counts.items == before.counts.items or not file.exists():
+        return ""
+    items = pq.read_table(file)
+    has_any = np.zeros(len(items), np.bool_)
+    for feature in after.item_features:
+        if feature.column in items.column_names:
+            column = items.column(feature.column)
+            [unknown] = map(str, unknown_values(feature, column.type, 1).to_pylist())  # as text, NaN equals itself
+            has_any |= [str(value) != unknown for value in column.to_pylist()]
+    if has_any.all():
+        return ""
+    number = f"{np.count_nonzero(~has_any):,} of {len(items):,} new items came without features ({', '.join(names)})"
+    return f"{number}: name a table of them with --items FILE"
 
 
 def kept_options(before: Mapping[str, Any]) -> dict[str, Any]:

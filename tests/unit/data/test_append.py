@@ -348,3 +348,19 @@ def test_events_of_a_stream_mean_what_they_meant_to_prepare(tmp_path: Path) -> N
     )
     assert stream.next_window(lambda: True) is not None
     assert told == ["no event of this window has anything in 'brand': is the field still called so?"]
+
+
+def test_append_reads_tables_as_prepared(tmp_path: Path) -> None:
+    """Brands are numbers here, which are guessed to be prices if no option names them."""
+    (tmp_path / "a.csv").write_text("user,item\nu,1\nu,2\n")
+    (tmp_path / "b.csv").write_text("user,item\nu,3\nu,4\n")
+    (tmp_path / "items.csv").write_text("item,brand\n1,10\n2,20\n")
+    (tmp_path / "more.csv").write_text("item,brand\n3,20\n")
+    columns = TableColumns(categories=("brand",))
+    prepare("log", tmp_path / "a.csv", tmp_path / "data", items=str(tmp_path / "items.csv"), item_columns=columns)
+    words = ["append", str(tmp_path / "b.csv"), str(tmp_path / "data"), "--items", str(tmp_path / "more.csv")]
+    result = CliRunner().invoke(app, words)
+    assert result.exception is None, result.exception
+    brands = {item["item_key"]: item["item_brand"] for item in Dataset.open(tmp_path / "data").items().to_pylist()}
+    assert brands == {"1": 1, "2": 2, "3": 2, "4": 0}
+    assert "1 of 2 new items came without features (brand)" in result.output
