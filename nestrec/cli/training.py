@@ -86,10 +86,14 @@ def follow_run(source: str, folder: Path, overrides: dict[str, str]) -> None:
         except Interrupted:
             state = follower.trainer.state
             print(f"stopped at step {state.step}; the same command goes on from there", file=sys.stderr)
+            if follower.untrained:
+                print(follower.untrained, file=sys.stderr)
             sys.exit(exit_codes.INTERRUPTED)
     if topology.is_first:
         state = follower.trainer.state
         print(f"{state.windows_done} windows, step {state.step}, generation {state.generation}; run folder: {folder}")
+        if follower.untrained:
+            print(follower.untrained)
 
 
 def evaluate_run(folder: Path, part: Part, *, best: bool) -> None:

@@ -20,8 +20,9 @@ from nestrec.base.config import config, from_plain, with_overrides
 from nestrec.base.errors import UserError
 from nestrec.base.failpoints import fail_point
 from nestrec.checkpoint import Checkpoints
-from nestrec.data.card import Card
+from nestrec.data.card import Card, Owner
 from nestrec.data.dataset import Dataset
+from nestrec.data.growth.append import items_without_features
 from nestrec.data.prepare.options import LogColumns
 from nestrec.data.samples.windows import ReplayShare, TimeWindow, window_of_events
 from nestrec.data.sources.closing import WindowRule
@@ -55,6 +56,11 @@ class StreamConfig:
     changed_source: ChangedSource = "refuse"
     """what to do where another source was read into this data before. moved: this is the same stream at another place,
     go on where it stood. begin: this is another stream, read it from its beginning, or from where it was left"""
+    items: str | None = None
+    """a table with features of new items (a file, a folder, or a pattern in quotes), read again for each window; its
+    columns mean what those of the table meant that the data was prepared with"""
+    users: str | None = None
+    """a table with features of new users, likewise"""
     poll_s: Positive = 0.5
     """how long to wait where there is nothing to read"""
     idle_s: Positive | None = None
@@ -85,7 +91,7 @@ class StreamFollower:
         """address: of the source. run: a folder that has been trained into. cfg: its config, where it is to change."""
         self._options, self._topology, self._run = options or StreamConfig(), topology, run
         self._listener = listener or Listener()
-        self._cfg = _without_epochs(cfg or RunFolder(run).config())
+        self._cfg = cfg or RunFolder(run).config()
         self._folder = Path(self._cfg.data.folder)
         generation = all_gather_json(topology.control, on_first(topology, self._reached))[0]
         self.trainer = Trainer(
@@ -94,6 +100,7 @@ class StreamFollower:
         self._address = address
         self._source: SharedSource | None = None
         self._stream: Stream | None = None
+        self._has_warned_of_items = False
 
     def follow(self) -> TrainState:
         """Until the source has been idle for as long as the options say, or until told to stop (`Interrupted`)."""
@@ -110,6 +117,20 @@ class StreamFollower:
             self.trainer.pipeline.schedule.close()
             self.trainer._end()
         return self.trainer.state
+
+    @property
+    def untrained(self) -> str:
+        """What was read and not trained on, for people; empty if that is nothing. Known to the first rank."""
+        number = 0 if self._stream is None else self._stream.num_open
+        if not number:
+            return ""
+        rule = self._options.window
+        closes = f"{rule.hours} hours" if rule.events is None else f"{rule.events:,} events"
+        them = "it is" if number == 1 else "they are"
+        return (
+            f"{_counted(number, 'events')} of the stream not trained on: a window closes after {closes}; {them} read "
+            "again by the same command"
+        )
 
     def _follow(self, stop: StopRequest) -> None:
         state = self.trainer.state
@@ -180,8 +201,9 @@ class StreamFollower:
         card, times = found
         lag = stream.lag(card)
         self.trainer.folder.record("lag", step=self.trainer.state.step, generation=card.generation, **lag)
-        shown = ", ".join(f"{number:,.0f} {unit}" for unit, number in lag.items())
+        shown = ", ".join(_counted(number, unit) for unit, number in lag.items())
         self._tell_of_bad(before, card)
+        self._tell_of_unknown_items(before, card)
         self._listener.noted(f"generation {card.generation}: {card.counts.events:,} events; waiting: {shown}")
         # What others have appended meanwhile comes before it.
         return {"generation": reached + 1, "times": _plain(times) if card.generation == reached + 1 else {}}
@@ -196,8 +218,20 @@ class StreamFollower:
             self._options.window,
             options,
             changed_source=self._options.changed_source,
+            tables=self._tables(),
             tell=self._told,
         )
+
+    def _tables(self) -> dict[Owner, str]:
+        given: tuple[tuple[Owner, str | None], ...] = (("item", self._options.items), ("user", self._options.users))
+        return {owner: file for owner, file in given if file is not None}
+
+    def _tell_of_unknown_items(self, before: Card, card: Card) -> None:
+        """Once: most windows of a stream have new items."""
+        warning = "" if self._has_warned_of_items else items_without_features(self._folder, before, card)
+        if warning:
+            self._has_warned_of_items = True
+            self._told(f"generation {card.generation}: {warning}")
 
     def _tell_of_bad(self, before: Card, card: Card) -> None:
         """How many rows of a window were set aside, and where they lie."""
@@ -253,6 +287,5 @@ def _plain(times: WindowTimes) -> dict[str, float]:
     }
 
 
-def _without_epochs(cfg: RunConfig) -> RunConfig:
-    """A stream has no end and no epochs: windows are measured as they come."""
-    return replace(cfg, training=replace(cfg.training, evaluate_every_epochs=0, max_steps=None, patience=None))
+def _counted(number: float, unit: str) -> str:
+    return f"{number:,.0f} {unit.removesuffix('s') if number == 1 else unit}"

@@ -1,5 +1,6 @@
 """When a run publishes versions of its model, for servers that follow it. How is `nestrec.serving.versions`' affair."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from nestrec.base.bounds import Count, Positive
@@ -49,11 +50,18 @@ class Publishing(Protocol):
 
 
 def open_publishing(
-    cfg: PublishConfig, session: "Session", identity: "Identity | None", step: int, warn: Any
+    cfg: PublishConfig,
+    session: "Session",
+    identity: "Identity | None",
+    step: int,
+    *,
+    warn: Callable[[str], None],
+    tell: Callable[[str], None],
 ) -> Publishing | None:
     """None where nothing is to be published. identity: of the run, on the first rank. step: from which it goes on.
-    warn: told what went wrong and does not end the run. Collective."""
+    warn: called with what went wrong and does not end the run. tell: called with a line per published version.
+    Collective."""
     if not cfg.address:
         return None
-    publishing: Publishing = resolved(_PUBLISHER)(cfg, session, identity, step, warn)
+    publishing: Publishing = resolved(_PUBLISHER)(cfg, session, identity, step, warn=warn, tell=tell)
     return publishing

@@ -68,11 +68,14 @@ class Trainer:
         window_hooks: called when a window of time has ended (batch.order chronological). generation: of the dataset,
         for a run that follows a stream; none: the one in force.
         """
+        self._given = cfg
+        self._follows = generation is not None
+        if self._follows:  # a stream has no end and no epochs: windows are measured as they come
+            cfg = replace(cfg, training=replace(cfg.training, evaluate_every_epochs=0, max_steps=None, patience=None))
         self.cfg, self._topology, self._listener = cfg, topology, listener or Listener()
         agree_on_config(cfg, topology)
-        check_dense(cfg, topology, follows=generation is not None)
+        check_dense(cfg, topology, follows=self._follows)
         self.session = Session.open(cfg, topology, generation)
-        self._follows = generation is not None
         self._beginning = None if start_from is None else Beginning.of(start_from, self.session)
         self.windows = self._take_windows()
         self._window_hooks = window_hooks
@@ -211,7 +214,7 @@ class Trainer:
         # Both before the config is written: they may refuse to go on with another one, or with another model.
         changes = on_first(self._topology, self._changes_since_last_start) or []
         found = self.saving.find_to_go_on(self._begin_from_another)
-        self.folder.begin(self.cfg, dumps(self.session.dataset.card) + "\n", self._topology.device)
+        self.folder.begin(self._given, dumps(self.session.dataset.card) + "\n", self._topology.device)
         task = self.session.task
         self.folder.write_parameters(sum(p.numel() for p in task.model.parameters()), task.tables)
         self.state = self.saving.begin(found)
@@ -242,7 +245,12 @@ class Trainer:
         )
         self._check_folder()
         self.publishing = open_publishing(
-            self.cfg.publish, self.session, self.folder.identity(), self.state.step, self._listener.warned
+            self.cfg.publish,
+            self.session,
+            self.folder.identity(),
+            self.state.step,
+            warn=self._listener.warned,
+            tell=self._listener.noted,
         )
         self.folder.reached(self.state.step, is_mark=True)
         self._listener.started(None if self._follows else self._total_steps(), self.state.step)
@@ -333,7 +341,7 @@ class Trainer:
             return []
         check_same_beginning(self.folder, self._beginning)
         check_same_data(self.folder.path, self.session.dataset.card, or_later=self._follows)
-        return changes_since(before, self.cfg)
+        return changes_since(before, self._given)
 
     def _settled_variant(self, saved: str | None) -> str | None:
         """How the loss is computed, where that was left open: as the run began, or measured now. Collective."""

@@ -444,3 +444,12 @@ def test_a_fleet_moves_together_by_deltas(data, tmp_path):
             served.check()
         reloaders[1].close()
         other.close()
+
+
+def test_follower_logs_each_version(data, tmp_path, caplog):
+    caplog.set_level("INFO", logger="nestrec")
+    with serving(data, tmp_path, "hstu") as served:
+        served.publish()
+        assert served.follower.look()
+        name = f"version {served.follower.number} ({served.follower.version[:12]})"
+        assert f"the retrieval model serves {name} of step " in caplog.text

@@ -6,7 +6,7 @@ by its name (with or without .gz: it may be packed then); one that comes later i
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +23,38 @@ NUM_SIZES = 16
 _WHOLE = "files must appear whole (write them under a name that begins with a dot, then rename them)"
 
 
+@dataclass(slots=True)
+class _OpenFile:
+    """A file that is read in part."""
+
+    name: str
+    row: int
+    """Rows that were read"""
+    batches: Iterator[RawBatch]
+    left: RawBatch | None = None
+    """What was read of the file and not given out yet"""
+    num_left: int = 0
+    """Rows of the batch that `left` is the rest of"""
+    done: float = 0.0
+    """Share of the file's bytes before that batch"""
+    done_with_left: float = 0.0
+    """Share of the file's bytes with it"""
+
+    def next_batch(self) -> RawBatch | None:
+        """Read another batch into `left`."""
+        batch = next(self.batches, None)
+        if batch is not None:
+            self.done, self.done_with_left, self.num_left = self.done_with_left, batch.done, batch.num_rows
+        self.left = batch
+        return batch
+
+    @property
+    def share_left(self) -> float:
+        """Share of the file's bytes that is still to be given out, as if all rows of a batch were of one size."""
+        rows = 0 if self.left is None else self.left.num_rows
+        return 1.0 - self.done_with_left + (self.done_with_left - self.done) * rows / max(1, self.num_left)
+
+
 class FolderSource(StreamSource):
     """Position: names of the files that are done, the file that is not, how many of its rows were read, and the sizes
     of the last files."""
@@ -35,7 +67,7 @@ class FolderSource(StreamSource):
             has_quotes=log.has_quotes,
             encoding=log.encoding,
         )
-        self._open: tuple[str, int, Iterator[RawBatch], RawBatch | None] | None = None
+        self._open: _OpenFile | None = None
 
     def read(self, position: StreamPosition, max_rows: int) -> StreamRows | None:
         while pieces := self.pieces(position, max_rows, 1):
@@ -84,8 +116,13 @@ class FolderSource(StreamSource):
         sizes = []
         for name in waiting:
             with contextlib.suppress(FileNotFoundError):  # taken away meanwhile
-                sizes.append((self._folder / name).stat().st_size)
+                sizes.append((self._folder / name).stat().st_size * self._share_left(name, position))
         return {"files": float(len(sizes)), "bytes": float(sum(sizes))}
+
+    def _share_left(self, name: str, position: StreamPosition) -> float:
+        """Return the share of a file that is still to be read; 1 if another rank reads the file."""
+        is_open = self._open is not None and (self._open.name, self._open.row) == (name, position.get("row"))
+        return self._open.share_left if self._open is not None and is_open else 1.0
 
     def _waiting(self, done: list[str]) -> list[str]:
         """Files that are not done, in order of name."""
@@ -130,43 +167,37 @@ class FolderSource(StreamSource):
     def _next(self, name: str, row: int, max_rows: int) -> RawBatch:
         """At most so many rows of a file behind the first `row`, with the bad ones before them; none at its end, where
         bad ones may be left."""
-        if self._open is None or self._open[:2] != (name, row):
-            batches = LogFiles(self._how, self._wanted).read(self._folder / name)
-            self._open = (name, row, *_skipped(batches, row))
-        _, _, batches, left = self._open
-        left = next(batches, None) if left is None else left
+        if self._open is None or (self._open.name, self._open.row) != (name, row):
+            self._open = _OpenFile(name, row, LogFiles(self._how, self._wanted).read(self._folder / name))
+            _skip(self._open, row)
+        file = self._open
+        left = file.next_batch() if file.left is None else file.left
         while left is not None and not left.num_rows:  # a position counts rows: bad ones come with those behind them
-            after = next(batches, None)
+            after = file.next_batch()
             if after is None:
                 return left
             left = replace(after, bad=left.bad + after.bad)
         if left is None:
             return no_rows(name)
-        part, rest = cut(left, max_rows)
-        self._open = (name, row + part.num_rows, batches, rest)
+        part, file.left = cut(left, max_rows)
+        file.row = row + part.num_rows
         return part
 
     def _is_over(self) -> bool:
         """Whether the file that is open has no more rows."""
         assert self._open is not None
-        name, row, batches, left = self._open
-        if left is None:
-            left = next(batches, None)
-            self._open = (name, row, batches, left)
-        return left is None
+        return self._open.left is None and self._open.next_batch() is None
 
 
 def _newest(sizes: dict[str, int]) -> dict[str, int]:
     return dict(list(sizes.items())[-NUM_SIZES:])
 
 
-def _skipped(batches: Iterator[RawBatch], row: int) -> tuple[Iterator[RawBatch], RawBatch | None]:
-    """The batches behind the first `row` rows, and what is left of the one in which they end."""
-    while row > 0 and (batch := next(batches, None)) is not None:
-        if batch.num_rows > row:
-            return batches, cut(batch, row)[1]
+def _skip(file: _OpenFile, row: int) -> None:
+    """Leave out the first `row` rows of a file."""
+    while row > 0 and (batch := file.next_batch()) is not None:
+        file.left = cut(batch, row)[1]
         row -= batch.num_rows
-    return batches, None
 
 
 def cut(batch: RawBatch, number: int) -> tuple[RawBatch, RawBatch | None]:

@@ -5,21 +5,21 @@ any moment loses nothing and doubles nothing, whatever the source does meanwhile
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nestrec.base.config import from_plain, to_plain
 from nestrec.base.errors import DataError, UserError, did_you_mean
 from nestrec.base.failpoints import fail_point
-from nestrec.data.card import Card
+from nestrec.data.card import Card, Owner
 from nestrec.data.formats.log import LogOptions
-from nestrec.data.formats.tables import TableColumns
+from nestrec.data.formats.tables import TableColumns, check_features, open_table
 from nestrec.data.growth.append import append_source, kept_options
 from nestrec.data.growth.generations import DataBusyError
 from nestrec.data.prepare.events import EventColumns, is_missing
 from nestrec.data.prepare.options import LogColumns
-from nestrec.data.prepare.raw import RawBatch
+from nestrec.data.prepare.raw import Delimited, RawBatch
 from nestrec.data.prepare.side import SideSource
 from nestrec.data.prepare.source import LogSource
 from nestrec.data.sources.closing import ClosedWindow, OpenWindow, WindowRule, read_waiting, write_waiting
@@ -68,6 +68,27 @@ def _told_columns(options: LogOptions) -> list[str]:
     return [*options.item_columns.kinds(), *options.user_columns.kinds()]
 
 
+def table_of(card: Card, options: LogOptions, owner: Owner, file: str) -> SideSource:
+    """Open a table of features of new items or users, which may lack some of them.
+
+    Args:
+        card: Card of the dataset.
+        options: What the columns of the stream mean.
+        owner: Whose features they are.
+        file: A file, a folder or a pattern, as for `prepare`. Its columns mean what those of the table meant that the
+            dataset was prepared with.
+    """
+    had_table = card.options.get(f"{owner}s") is not None
+    columns = from_plain(TableColumns, card.options[f"{owner}_columns"]) if had_table else TableColumns()
+    key = columns.key or (options.log.item if owner == "item" else options.log.user)
+    how = Delimited(
+        separator=options.log.separator.replace("\\t", "\t"),
+        has_quotes=options.log.has_quotes,
+        encoding=options.log.encoding,
+    )
+    return replace(open_table(Path(file), key, columns, how, f"{owner}s"), must_match="")
+
+
 class OvertakenError(Exception):
     """Another run has read the stream into the same data meanwhile, or the data was put back: the window that was read
     is not the next one any more."""
@@ -85,15 +106,23 @@ class Stream:
         options: LogOptions,
         *,
         changed_source: ChangedSource = "refuse",
+        tables: Mapping[Owner, str] | None = None,
         tell: Callable[[str], None] = lambda _: None,
     ):
         """options: what the columns mean and others, as for `prepare`. changed_source: what to do where another source
-        was read before. tell: takes texts for people."""
+        was read before. tables: files with features of new items and users, read again for each window. tell: takes
+        texts for people."""
         self._source, self._name, self._folder, self._rule, self._options = source, address, folder, rule, options
         self._log, self._tell, self._has_told = options.log, tell, False
         self._blank = set[str]()
+        self._tables = dict(tables or {})
+        self.num_open = 0
+        """Rows that were read into a window that has not closed; they are read again by the next start."""
         self._identity, self._changed = source.identity() or address, changed_source
-        self._saved(Card.load(folder))  # raises before anything is read or trained on
+        card = Card.load(folder)
+        self._saved(card)  # raises before anything is read or trained on
+        for owner, file in self._tables.items():  # likewise
+            table_of(card, options, owner, file)
         self._columns = EventColumns.of(
             self._log, min_rating=options.min_rating, positive_rating=options.positive_rating
         )
@@ -111,6 +140,7 @@ class Stream:
         newest = self._folder / card.all_layers[-1].folder
         window = OpenWindow.of(self._rule, self._log, before, read_waiting(newest) if before else [])
         while not window.is_full:
+            self.num_open = window.num_rows
             rows = self._source.read(position, min(ROWS_AT_A_TIME, window.room))
             if rows is None:
                 if wants_end():
@@ -127,7 +157,9 @@ class Stream:
             if (now.generations[-1].stream if now.generations else {}) != before:
                 raise OvertakenError
             try:
-                return self._append(closed, saved.at(position)), times
+                after = self._append(closed, saved.at(position))
+                self.num_open = 0
+                return after, times
             except DataBusyError:
                 if wants_end():
                     return None
@@ -163,8 +195,8 @@ class Stream:
             for batch in window.batches:
                 yield batch, 1.0
 
-        told_of = ((self._log.item, self._options.item_columns), (self._log.user, self._options.user_columns))
-        items, users = (_sides(window.batches, key, columns) for key, columns in told_of)
+        items = self._sides(window, "item", self._log.item, self._options.item_columns)
+        users = self._sides(window, "user", self._log.user, self._options.user_columns)
         return append_source(
             self._folder,
             LogSource(self._name, "log", self._columns, batches, users=users, items=items),
@@ -173,6 +205,15 @@ class Stream:
             stream={**window.state, **position.to_plain()},
             beside=lambda folder: write_waiting(folder, window.waiting),
         )
+
+    def _sides(self, window: ClosedWindow, owner: Owner, key: str, columns: TableColumns) -> tuple[SideSource, ...]:
+        """Return the tables of features of new items or users: columns of the stream, and the file if one is named."""
+        of_events = _sides(window.batches, key, columns)
+        if owner not in self._tables:
+            return of_events
+        sides = (*of_events, table_of(Card.load(self._folder), self._options, owner, self._tables[owner]))
+        check_features(owner, sides)
+        return sides
 
 
 def _sides(batches: Sequence[RawBatch], key: str, columns: TableColumns) -> tuple[SideSource, ...]:

@@ -199,6 +199,7 @@ class VersionFollower:
     def _in_service(self, staged: Staged, fetched_s: float) -> None:
         self._followed = staged.after
         self.freshness.began(staged.after.step.manifest, fetched_s=fetched_s, applied_s=time.time())
+        self._log_version("changed rows were copied")
 
     def _load(self, way: list[VersionStep]) -> None:
         """The last version of a way, beside the one in service."""
@@ -211,6 +212,12 @@ class VersionFollower:
         self._followed = fresh
         self.freshness.began(fresh.step.manifest, fetched_s=fetched_s, applied_s=time.time())
         self.counts.loaded += 1
+        self._log_version("loaded in full")
+
+    def _log_version(self, how: str) -> None:
+        now = self._followed.step.manifest
+        text = "the %s model serves version %d (%s) of step %d now: %s"
+        _LOG.info(text, self._role, now.number, now.version[:12], now.step, how)
 
     def _end_freshness(self) -> None:
         """What is known of the version in service before another takes its place."""

@@ -51,12 +51,15 @@ class Publisher:
         session: Session,
         identity: Identity | None = None,
         step: int = 0,
+        *,
         warn: Callable[[str], None] = _LOG.warning,
+        tell: Callable[[str], None] = lambda _: None,
     ):
         """identity: of the run, on the first rank. step: from which it goes on. warn: told what went wrong and does not
-        end the run. Collective."""
+        end the run. tell: called with a line per published version, on the first rank. Collective."""
         on_first(session.topology, lambda: check_published(session.cfg.task))
         self._cfg, self._identity, self._warn = cfg, identity, warn
+        self._tell = tell
         self._versions = Versions(place_of(cfg.address))
         self._peers = Peers.of_topology(session.topology)
         self._writer = VersionWriter(self._versions.place, self._peers)
@@ -201,6 +204,7 @@ class Publisher:
         self._base = self._newest = written
         self._base_described, self._compared = now, content.compared
         self._number, self._chain = about.number, [self._base]
+        self._tell_of(written)
         self._prune()
 
     def _write_changes(self, about: About, changes: RankContent, now: Described, *, owns_copy: bool) -> None:
@@ -208,6 +212,7 @@ class Publisher:
         self._base = self._newest = written
         self._base_described, self._compared, self._number = now, changes.compared, about.number
         self._chain = [*self._chain, self._base]
+        self._tell_of(written)
         if len(self._chain) > self._cfg.snapshot_every:
             self._write_full(about, now, changes.shard, owns_copy=owns_copy)
         self._prune()
@@ -227,6 +232,13 @@ class Publisher:
                 self._base = None  # they were damaged: likewise
             raise
         self._chain = [written]
+
+    def _tell_of(self, written: VersionStep) -> None:
+        if self._peers.is_first:
+            manifest = written.manifest
+            size = f"{manifest.num_bytes / 1e6:.1f} MB"
+            version = f"version {manifest.number} ({manifest.version[:12]}) of step {manifest.step}"
+            self._tell(f"published {version} to {self._cfg.address}: {size}")
 
     def _prune(self) -> None:
         if not self._peers.is_first:

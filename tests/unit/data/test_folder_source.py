@@ -9,7 +9,7 @@ import pytest
 from nestrec.base.errors import DataError, UserError
 from nestrec.data.prepare.options import LogColumns
 from nestrec.data.sources.folder import FolderSource
-from nestrec.data.sources.source import open_source
+from nestrec.data.sources.source import StreamPosition, open_source
 from nestrec.testing.streams import (
     drop_files,
     stream_events,
@@ -77,3 +77,18 @@ def test_what_is_no_source_is_refused_with_the_reason(tmp_path: Path, address: s
     (tmp_path / "file.csv").touch()
     with pytest.raises(UserError, match=problem):
         open_source(address.format(tmp_path), LogColumns())
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
+def test_folder_lag_falls_as_a_file_is_read(tmp_path: Path, suffix: str) -> None:
+    file = tmp_path / f"events.{suffix}"
+    lines = [f'{{"user": {i}}}' if suffix == "jsonl" else f"{i}" for i in range(100, 200)]
+    file.write_text("\n".join([*(["user"] if suffix == "csv" else []), *lines]) + "\n")
+    source = FolderSource(tmp_path, LogColumns(), ("user",))
+    size = file.stat().st_size
+    position: StreamPosition = {}
+    left = []
+    while (rows := source.read(position, 25)) is not None:
+        position = rows.position
+        left.append(source.lag(position)["bytes"] / size)
+    assert left == pytest.approx([0.75, 0.5, 0.25, 0.0])

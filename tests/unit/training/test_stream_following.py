@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from nestrec.base.config import with_overrides
+from nestrec.base.errors import DataError
 from nestrec.base.failpoints import armed
 from nestrec.base.moments import moment_ms
 from nestrec.checkpoint import Checkpoints, SaveError
@@ -35,6 +37,7 @@ from nestrec.testing.streams import (
     stream_events,
     without_times,
 )
+from nestrec.testing.tiny_runs import config_of
 from nestrec.training.beginning import Beginning
 from nestrec.training.following import StreamConfig, stream_config
 from nestrec.training.listener import Listener
@@ -187,3 +190,88 @@ def test_bad_rows_alone_are_set_aside_and_what_comes_after_them_is_trained_on(
     card = Card.load(tmp_path / "data")
     assert follower.trainer.state.windows_done >= 2
     assert sum(card.counts.quarantined.values()) >= 30
+
+
+class _Heard(Listener):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.warnings: list[str] = []
+
+    def noted(self, message: str) -> None:
+        self.notes.append(message)
+
+    def warned(self, message: str) -> None:
+        self.warnings.append(message)
+
+
+def test_follow_names_events_that_wait_for_a_window(base: tuple[Path, Path], tmp_path: Path) -> None:
+    run = copied(*base, tmp_path)
+    drop_files(tmp_path / "events", stream_events(70), events_a_file=50)
+    heard = _Heard()
+    follower = follow(str(tmp_path / "events"), run, BY_COUNT, listener=heard)
+    assert follower.untrained.startswith("10 events of the stream not trained on: a window closes after 30 events")
+    [first, second] = [note for note in heard.notes if note.startswith("generation")]
+    assert "waiting: 2 files" in first
+    assert "waiting: 1 file, " in second
+    drop_files(tmp_path / "events", stream_events(90), events_a_file=50)
+    shutil.rmtree(tmp_path / "events")
+    drop_files(tmp_path / "more", stream_events(30, seed=1), events_a_file=50)
+    done = follow(str(tmp_path / "more"), run, {**BY_COUNT, "changed_source": "begin"})
+    assert done.untrained == ""
+
+
+def test_follow_changes_no_option_of_the_run(tiny_data: Path, tmp_path: Path) -> None:
+    more = {"training.max_steps": 3, "training.epochs": 1, "training.patience": 2}
+    folder = tmp_path / "first"
+    Trainer(config_of("ranking", tiny_data, more), folder, Topology.single()).train()
+    run = copied(folder, tiny_data / "sequences", tmp_path)
+    before = RunFolder(run).config()
+    assert before.training.evaluate_every_epochs == 1
+    drop_files(tmp_path / "events", stream_events(40), events_a_file=40)
+    for _ in range(2):
+        heard = _Heard()
+        follow(str(tmp_path / "events"), run, BY_COUNT, listener=heard)
+        assert [text for text in heard.warnings if "changed" in text] == []
+    assert RunFolder(run).config() == before
+
+
+def test_publishing_reports_each_version(base: tuple[Path, Path], tmp_path: Path) -> None:
+    run = copied(*base, tmp_path)
+    drop_files(tmp_path / "events", stream_events(60), events_a_file=60)
+    cfg = with_overrides(RunFolder(run).config(), {"publish.address": str(tmp_path / "published")})
+    heard = _Heard()
+    state = follow(str(tmp_path / "events"), run, BY_COUNT, cfg=cfg, listener=heard).trainer.state
+    published = [note for note in heard.notes if note.startswith("published version ")]
+    assert len(published) == 2
+    assert f" of step {state.step} to {tmp_path / 'published'}: " in published[-1]
+
+
+def test_new_items_get_features_from_a_table(base: tuple[Path, Path], tmp_path: Path) -> None:
+    run = copied(*base, tmp_path)
+    events = [{**event, "item": f"new {i % 3}"} for i, event in enumerate(stream_events(60))]
+    drop_files(tmp_path / "events", events[:30], events_a_file=60)
+    heard = _Heard()
+    follow(str(tmp_path / "events"), run, BY_COUNT, listener=heard)
+    [warning] = [text for text in heard.warnings if "without features" in text]
+    assert "3 of 3 new items came without features (topic)" in warning
+    (tmp_path / "items.csv").write_text("item,topic\nnew 7,0\n")
+    for event in events[30:]:
+        event["item"] = "new 7"
+    drop_files(tmp_path / "more", events[30:], events_a_file=60)
+    heard = _Heard()
+    options = {**BY_COUNT, "changed_source": "begin", "items": str(tmp_path / "items.csv")}
+    follow(str(tmp_path / "more"), run, options, listener=heard)
+    assert [text for text in heard.warnings if "without features" in text] == []
+    items = Dataset.open(tmp_path / "data").items().to_pylist()
+    topics = {item["item_key"]: item["item_topic"] for item in items}
+    assert topics["new 0"] == 0
+    assert topics["new 7"] > 0
+
+
+def test_follow_refuses_a_missing_table_of_items(base: tuple[Path, Path], tmp_path: Path) -> None:
+    run = copied(*base, tmp_path)
+    drop_files(tmp_path / "events", stream_events(30), events_a_file=60)
+    before = run_digest(run)
+    with pytest.raises(DataError, match=r"nothing.csv"):
+        follow(str(tmp_path / "events"), run, {**BY_COUNT, "items": str(tmp_path / "nothing.csv")})
+    assert run_digest(run) == before
