@@ -6,7 +6,7 @@ the clocks of different machines need not agree.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,8 @@ Floats = NDArray[np.float64]
 
 _SLOW = 1.5
 """Ranks of one kind differ by a tenth or two, by what their samples are like."""
+_LASTING = 3
+"""Successive reports in which a rank must be slow: other programs slow down any rank for a moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,24 @@ def slow_rank(compute_s: Floats, tokens: Floats) -> tuple[int, float] | None:
     rank = int(pace.argmax())
     others = float(np.median(np.delete(pace, rank))) if len(pace) > 1 else 0.0
     return (rank, float(pace[rank]) / others) if others > 0 and pace[rank] > _SLOW * others else None
+
+
+@dataclass(slots=True)
+class SlowRankWatch:
+    """Decides when a slow rank is worth a warning: if it stays slow, and once for each rank."""
+
+    _rank: int | None = None
+    _num_reports: int = 0
+    _named: set[int] = field(default_factory=set)
+
+    def is_news(self, rank: int | None) -> bool:
+        """Return whether to warn of the slow rank of a report; `rank` is None if no rank was slow."""
+        self._num_reports = self._num_reports + 1 if rank == self._rank else 1
+        self._rank = rank
+        if rank is None or rank in self._named or self._num_reports < _LASTING:
+            return False
+        self._named.add(rank)
+        return True
 
 
 def waiting(durations: Sequence[Sequence[float]], groups: Sequence[Sequence[int]]) -> Floats:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from nestrec.balance.measured import SlowRankWatch
 from nestrec.base.config import dumps, to_plain
 from nestrec.base.errors import UserError
 from nestrec.base.failpoints import fail_point
@@ -115,7 +116,7 @@ class Trainer:
         self.publishing: Publishing | None = None
         self._meter = Meter(tables=list(self.session.engine.tables))
         self._stops = False
-        self._slow_rank: int | None = None
+        self._slow_rank = SlowRankWatch()
 
     def make_batches(self) -> Batches:
         """Of the samples that the task gives now."""
@@ -456,12 +457,10 @@ class Trainer:
         self.pipeline.issue(self._check_folder)
 
     def _name_slow_rank(self, rank: int | None, factor: float) -> None:
-        """Once for each, as long as it is the same."""
-        if rank is not None and rank != self._slow_rank:
+        if self._slow_rank.is_news(rank):
             text = f"rank {rank} takes {factor:.1f} times as long as the others for the same number of tokens"
             self.folder.record("event", step=self.state.step, text=text)
             self._listener.warned(text)
-        self._slow_rank = rank
 
     def _check_folder(self) -> None:
         """A UserError on every rank where the first could not write. Collective."""

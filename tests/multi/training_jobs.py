@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from schedule_jobs import regrouped
@@ -75,7 +76,8 @@ def train_with_a_slow_rank(topology: Topology, family: str, data: str, run: str,
 
     if topology.rank == topology.world - 1:
         task.loss = slow_loss  # type: ignore[method-assign]
-    trainer.train()
+    with patch("nestrec.training.trainer.REPORT_EVERY_STEPS", 5):
+        trainer.train()
 
 
 def tables(ranks: list[dict[str, Any]]) -> dict[str, torch.Tensor]:

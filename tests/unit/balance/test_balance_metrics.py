@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from nestrec.balance import TOKENS, partition
-from nestrec.balance.measured import slow_rank
+from nestrec.balance.measured import SlowRankWatch, slow_rank
 from nestrec.balance.metrics import (
     evenness,
     imbalance,
@@ -74,3 +74,10 @@ def test_a_slow_rank_is_one_that_takes_longer_for_the_same_tokens():
     assert found[1] == pytest.approx(1.8)
     assert slow_rank(np.array([[1.0], [1.6]]), np.ones((2, 1)))[0] == 1
     assert slow_rank(np.ones((1, 3)), np.ones((1, 3))) is None, "alone"
+
+
+def test_slow_rank_is_news_once_and_only_if_it_lasts():
+    watch = SlowRankWatch()
+    assert not any(watch.is_news(rank) for rank in (0, 1, None, 0, 1, 1, None, 1, 0))
+    assert [watch.is_news(1) for _ in range(4)] == [False, False, True, False]
+    assert [watch.is_news(rank) for rank in (None, 1, 1, 1, 0, 0, 0)] == [*[False] * 6, True]
