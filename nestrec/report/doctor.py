@@ -7,6 +7,7 @@ packages or need privileges run in processes of their own, so that nothing they 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from rich.table import Table
@@ -58,6 +59,19 @@ _CHECKS = (
     _Check("TorchRec", probes.torchrec, "no conversion to it, no comparison with it: `make torchrec`", True),
     _Check("Serving", probes.serving, "no `nestrec serve`: `pip install 'nestrec[serve]'`", True),
     _Check("Ray", probes.ray, "no `nestrec serve --front ray`: `pip install 'nestrec[ray]'`", True),
+    *(
+        _Check(f"Extra {name}", partial(probes.extra, name), f"{without}: `pip install 'nestrec[{name}]'`")
+        for name, without in (
+            ("redis", "no histories in Redis (`nestrec serve --histories redis://...`)"),
+            ("addresses", "no versions in object storage (`--publish.address s3://...`), only in folders"),
+            ("kafka", "no streams from Kafka (`nestrec follow kafka://...`)"),
+            ("faiss", "no approximate search (`nestrec export --search.kind faiss_hnsw`)"),
+            ("client", "no Python client of a server (`nestrec.client`)"),
+            ("otel", "no spans of requests (`nestrec serve --tracing.otlp ...`)"),
+            ("trees", "no gradient-boosted trees among the baselines of ranking"),
+            ("tune", "no search for options (`nestrec tune`)"),
+        )
+    ),
 )
 
 

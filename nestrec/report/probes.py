@@ -3,6 +3,7 @@
 A probe raises `Absent` where the part is not there, and anything else where it is there and does not work.
 """
 
+import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -19,6 +20,18 @@ _COMMAND_LIMIT_S = 5
 _GIB = 1 << 30
 SERVING_PACKAGES = ("uvicorn", "httptools", "uvloop", "orjson", "prometheus_client")
 """As the extra `serve` of the package names them."""
+
+EXTRAS = {
+    "redis": ("redis",),
+    "addresses": ("fsspec",),
+    "kafka": ("confluent-kafka",),
+    "faiss": ("faiss-cpu",),
+    "client": ("httpx",),
+    "otel": ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"),
+    "trees": ("scikit-learn",),
+    "tune": ("optuna",),
+}
+"""Small extras of the package with their distributions."""
 
 
 class Absent(Exception):
@@ -172,6 +185,17 @@ def serving() -> str:
 
 def ray() -> str:
     return _imported("ray")
+
+
+def extra(name: str) -> str:
+    """Return the versions of the distributions of an extra, which are not imported: that takes seconds."""
+    found = []
+    for distribution in EXTRAS[name]:
+        try:
+            found.append(f"{distribution} {importlib.metadata.version(distribution)}")
+        except importlib.metadata.PackageNotFoundError:
+            raise Absent(f"{distribution} is not installed") from None
+    return ", ".join(found)
 
 
 def _imported(package: str) -> str:

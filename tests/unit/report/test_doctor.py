@@ -65,8 +65,18 @@ def test_hints_name_extras_that_there_are() -> None:
     assert {name: found for name, found in named.items() if found} == {
         "Serving": [("nestrec", "serve")],
         "Ray": [("nestrec", "ray")],
+        **{f"Extra {name}": [("nestrec", name)] for name in probes.EXTRAS},
     }
-    assert {"serve", "ray"} <= extras.keys()
+    assert extras.keys() - {"docs", "dev"} == {"serve", "ray", *probes.EXTRAS}
+    for name, distributions in probes.EXTRAS.items():
+        assert sorted(re.split(r"[<>=]", needed)[0] for needed in extras[name]) == sorted(distributions)
+
+
+def test_doctor_finds_extras_and_names_missing_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert probes.extra("client").startswith("httpx ")
+    monkeypatch.setitem(probes.EXTRAS, "client", ("httpx", "no-such-package"))
+    with pytest.raises(probes.Absent, match="no-such-package is not installed"):
+        probes.extra("client")
 
 
 def test_limited_links_need_root_and_commands(monkeypatch: pytest.MonkeyPatch) -> None:
