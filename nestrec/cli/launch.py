@@ -25,13 +25,19 @@ _MEANING = {
 }
 
 
+def is_script(word: str) -> bool:
+    """Return whether the first word of a command names a script of the user, not a command of nestrec."""
+    return word.endswith(".py")
+
+
 def launch(num_ranks: int, arguments: Sequence[str]) -> int:
-    """Run `nestrec ARGUMENTS` on so many ranks of this machine; the exit code of the whole."""
+    """Run `nestrec ARGUMENTS`, or a script with its arguments, on several ranks of this machine; the exit code."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import get_args_parser, run
 
     # Behind the dashes nothing is taken for an option of torchrun's own: it would read --run as one of its --run-path.
-    torchrun = ["--standalone", "--nproc-per-node", str(num_ranks), "-m", "--", "nestrec", *arguments]
+    program = ["--", *arguments] if is_script(arguments[0]) else ["-m", "--", "nestrec", *arguments]
+    torchrun = ["--standalone", "--nproc-per-node", str(num_ranks), *program]
     args = get_args_parser().parse_args(torchrun)
     args.signals_to_handle = "SIGHUP"  # the others are ours: torchrun would end the ranks and itself
     logging.disable(logging.CRITICAL)  # it logs every end of a rank as its own failure

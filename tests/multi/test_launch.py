@@ -55,3 +55,19 @@ def test_a_signal_ends_with_the_code_of_the_ranks(tmp_path: Path, ended: str) ->
     said = (tmp_path / "said").read_text()
     assert "Traceback" not in said
     assert f"code {code}: " in said.splitlines()[-1]
+
+
+def test_launch_runs_a_script_with_its_arguments(tmp_path: Path) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text(
+        "import os, sys\n"
+        "rank = os.environ['RANK']\n"
+        "open(f'{sys.argv[1]}/rank{rank}', 'w').write(' '.join(sys.argv[2:]))\n"
+        "sys.exit(3 if 'fails' in sys.argv else 0)\n"
+    )
+    words = [sys.executable, "-m", "nestrec", "launch", "-n", "2", str(script), str(tmp_path), "--flag", "-n", "7"]
+    process = start(words, is_forked=True, env=ENV, cwd=None, output=tmp_path / "said")
+    assert process.wait(LIMIT_S) == 0, (tmp_path / "said").read_text()
+    assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == ["--flag -n 7"] * 2
+    process = start([*words, "fails"], is_forked=True, env=ENV, cwd=None, output=tmp_path / "said")
+    assert process.wait(LIMIT_S) == 3

@@ -108,10 +108,12 @@ def launch(
     context: typer.Context,
     ranks: Annotated[int, typer.Option("--ranks", "-n", min=1, help="Ranks on this machine.")],
 ) -> None:
-    """Run a command on several ranks of this machine: nestrec launch -n 2 train demo.
+    """Run a command, or a script of yours, on several ranks of this machine: nestrec launch -n 2 train demo.
 
     - [bold]nestrec launch -n 2 train demo --output runs/two[/bold]
     - [bold]nestrec launch -n 2 recommend runs/mine --output recs.parquet[/bold]
+    - [bold]nestrec launch -n 2 my_script.py --epochs 3[/bold]: what follows the script's
+      name is passed to it.
 
     A thin wrapper of torchrun. A line says how it ended, and the exit code is
     that of the ranks: 0 done, 2 a mistake of the user, 70 a loss that is not
@@ -122,14 +124,23 @@ def launch(
     from nestrec.cli.options import command_names
 
     with loading():
+        from nestrec.cli.launch import is_script
         from nestrec.cli.launch import launch as run_ranks
 
     if not context.args:
         raise UserError("has nothing to run", field="launch", value="", remedy="write nestrec launch -n 2 train RECIPE")
+    if is_script(context.args[0]):
+        if not Path(context.args[0]).is_file():
+            remedy = "give the path of a Python script that exists"
+            raise UserError("this script does not exist", field="launch", value=context.args[0], remedy=remedy)
+        sys.exit(run_ranks(ranks, context.args))
     known = command_names(all_groups)
     if context.args[0] not in known:
         raise UserError(
-            "is no command", field="launch", value=context.args[0], remedy=did_you_mean(context.args[0], known)
+            "is neither a command nor a Python script (NAME.py)",
+            field="launch",
+            value=context.args[0],
+            remedy=did_you_mean(context.args[0], known),
         )
     sys.exit(run_ranks(ranks, context.args))
 

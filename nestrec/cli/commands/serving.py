@@ -130,7 +130,9 @@ def rollback(address: _ADDRESS) -> None:
 
 @app.command()
 def scale(
-    address: _ADDRESS,
+    address: Annotated[
+        str, typer.Argument(help="A front of several instances, such as http://127.0.0.1:8000; not a single server.")
+    ],
     instances: Annotated[int, typer.Argument(help="How many are to serve.")],
 ) -> None:
     """Have a front start or stop instances while users ask; those of the others keep their slots.
