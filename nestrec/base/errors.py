@@ -10,6 +10,9 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+_LONGEST_VALUE = 2_000
+"""Characters of a value that an error contains."""
+
 
 class UserError(Exception):
     """A mistake that the user can mend: what is wrong, where, and what to do about it."""
@@ -19,7 +22,7 @@ class UserError(Exception):
         super().__init__(self._text())
 
     def _text(self) -> str:
-        where = f"{self.field} = {self.value!r}: " if self.field is not None else ""
+        where = f"{self.field} = {_shown(self.value)}: " if self.field is not None else ""
         what_to_do = f"\n  remedy: {self.remedy}" if self.remedy else ""
         return f"{where}{self.problem}{what_to_do}"
 
@@ -32,6 +35,14 @@ class UserError(Exception):
         self.field = None if self.field is None else _as_arguments(str(self.field))
         self.remedy = None if self.remedy is None else _as_arguments(str(self.remedy))
         self.args = (self._text(),)
+
+
+def _shown(value: Any) -> str:
+    """Return a value as an error contains it: a table or an array by the name of its class."""
+    text = repr(value)
+    if "\n" in text:
+        return f"a value of the class {type(value).__module__}.{type(value).__qualname__}"
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
 
 
 class UserErrors(UserError):

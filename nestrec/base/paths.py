@@ -17,7 +17,10 @@ _SHORT_OF_NUMPY = " requested and "
 def given_path(value: Any, field: str) -> Path:
     """The path that a script names, as text or as one."""
     if not isinstance(value, str | os.PathLike) or isinstance(os.fspath(value), bytes):
-        raise UserError("is no path", field=field, value=value, remedy='give text or a Path, such as "data/mine"')
+        remedy = 'give text or a Path, such as "data/mine"'
+        if hasattr(value, "to_parquet") or hasattr(value, "write_parquet"):  # a data frame of pandas or polars
+            remedy = 'write the table into a file first, such as "events.parquet", and give its path'
+        raise UserError("is no path", field=field, value=value, remedy=remedy)
     return Path(value)
 
 

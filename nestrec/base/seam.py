@@ -45,8 +45,8 @@ class Seam(Generic[T]):
 
     def find(self, name: str, *, field: str | None = None) -> T:
         """The member of this name; `field` is the option that named it, for the error."""
-        if name not in self._loaded:
-            if name not in self:
+        if not isinstance(name, str) or name not in self._loaded:
+            if not isinstance(name, str) or name not in self:
                 problem = f"no such {self.noun}"
                 remedy = f"{did_you_mean(str(name), self)} (other packages add some by entry points of {self.group!r})"
                 raise UserError(problem, field=field or self.noun, value=name, remedy=remedy)

@@ -273,3 +273,21 @@ def test_public_functions_can_be_pickled() -> None:
 def test_batch_takes_the_users_of_the_run(run: nestrec.Run, tmp_path: Path) -> None:
     count = nestrec.load(run).batch().recommend("all", tmp_path / "recs.parquet")
     assert count == Dataset.open(configured(run.folder / "config.json").data.folder).num_samples
+
+
+class _Frame:
+    """Stands for a data frame: its text has many lines, and it cannot be hashed."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return "user item\n" * 60
+
+    def to_parquet(self, path: str) -> None: ...
+
+
+def test_prepare_of_a_frame_asks_for_a_file(tmp_path: Path) -> None:
+    with pytest.raises(nestrec.UserError, match=r"class .*_Frame: is no path\n  remedy: write the table into a file"):
+        nestrec.prepare("log", _Frame(), tmp_path / "data")  # type: ignore[arg-type]
+    with pytest.raises(nestrec.UserError, match=r"class .*_Frame: no such format\n  remedy: known names: .*log"):
+        nestrec.prepare(_Frame(), "log", tmp_path / "data")  # type: ignore[arg-type]
