@@ -199,6 +199,9 @@ def _convert_mapping(value: Any, hint: Any, where: str, raw: str | None) -> dict
                     remedy="write name=value,other=value, or JSON",
                 )
         return {name: convert(parse(text), hint, join(where, name), text) for name, _, text in pairs}
+    if raw is not None and not isinstance(value, Mapping):
+        remedy = "write name=value,other=value, or JSON; `nestrec options COMMAND` describes the values of each option"
+        raise UserError("must hold names with values", field=where, value=raw, remedy=remedy)
     mistakes, found = Mistakes(), {}
     for name, inner in _expect_fields(value, where).items():
         with mistakes.noted():

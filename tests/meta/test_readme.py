@@ -1,37 +1,71 @@
 """What the first pages say is so: commands are run as they stand there, and what a reader has to know is said."""
 
 import ast
+import asyncio
+import itertools
+import json
 import re
+import shlex
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 from typer.testing import CliRunner
 
-from nestrec.base.overriding import parse_overrides
+from nestrec.base.moments import moment_ms
 from nestrec.cli.app import app
-from nestrec.data.dataset import Dataset
-from nestrec.library.configured import configured
+from nestrec.serving.api.app import App
+from nestrec.serving.api.schema import LimitsConfig
+from nestrec.serving.service import Service, ServiceConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_commands_for_a_log_of_ones_own_work_as_they_stand_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def own_log_section() -> tuple[list[str], dict[str, list[str]], dict[str, Any]]:
+    """The first lines of the log, the commands by name, and the request, as the README shows them."""
     section = (ROOT / "README.md").read_text().partition("## From your own logs")[2]
-    block = re.search(r"```sh\n(.*?)```", section, re.S)
-    assert block is not None
-    commands = {words[1]: words[1:] for words in (line.split() for line in block[1].splitlines())}
+    blocks = dict(re.findall(r"```(csv|sh)\n(.*?)```", section.partition("From another terminal")[0], re.S))
+    lines = [shlex.split(line, comments=True) for line in blocks["sh"].splitlines()]
+    request = re.search(r"-d '(\{.*?\})'\n", section, re.S)
+    assert request is not None
+    return blocks["csv"].splitlines(), {words[1]: words[1:] for words in lines}, json.loads(request[1])
+
+
+@pytest.mark.parametrize("times", ["iso", "ms"])
+def test_readme_leads_from_a_log_to_recommendations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: str
+) -> None:
+    log, commands, request = own_log_section()
     monkeypatch.chdir(tmp_path)
-    events = [f"u{u},i{i},2026-11-0{1 + i}T12:30:00" for u in range(6) for i in range(6)]
-    Path("events.csv").write_text("\n".join(["uid,iid,ts", *events]) + "\n")
-    prepared = CliRunner().invoke(app, commands["prepare"])
-    assert prepared.exception is None, prepared.output
-    card = Dataset.open(Path("data/mine")).card
-    assert (card.counts.events, card.has_timestamps) == (36, True)
-    launch = commands["launch"][: commands["launch"].index("--output")]
-    assert launch[:5] == ["launch", "-n", "2", "train", "demo"]
-    assert configured("demo", parse_overrides(launch[5:])).data.folder == "data/mine"
+    for user, item in itertools.product(range(20), range(8)):
+        log.append(f"u{user},sku-{(user + item) % 30},2026-10-{10 + item}T12:30:00Z,{('view', 'buy')[item % 2]}")
+    words = list(commands["prepare"])
+    if times == "ms":
+        rows = [line.split(",") for line in log[1:]]
+        log[1:] = [",".join((*row[:2], str(moment_ms(row[2], "ts")), row[3])) for row in rows]
+        words[words.index("--log.time_unit") + 1] = "ms"
+        words += ["--log.actions", "view=event:view,buy=event:buy"]
+    Path("events.csv").write_text("\n".join(log) + "\n")
+    runner = CliRunner()
+    for command in (words, [*commands["train"], "--training.max_steps", "2"], commands["report"], commands["export"]):
+        done = runner.invoke(app, command)
+        assert done.exception is None, (done.output, done.exception)
+    assert commands["serve"] == ["serve", "--model", "models/mine"]
+    service = Service.load([Path("models/mine")], ServiceConfig())
+    try:
+        found = asyncio.run(answer(service, request))
+    finally:
+        service.close()
+    assert len(found["items"]) == request["k"]
+    assert found["unknown"] == []
+
+
+async def answer(service: Service, request: dict[str, Any]) -> dict[str, Any]:
+    transport = httpx.ASGITransport(App(service, LimitsConfig(default_timeout_ms=10_000)))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        found: dict[str, Any] = (await client.post("/v1/recommend", json=request)).json()
+        return found
 
 
 @pytest.mark.parametrize(

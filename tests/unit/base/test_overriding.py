@@ -35,3 +35,10 @@ def test_dates_are_values_as_their_texts_are(moment: str) -> None:
     kind = datetime.datetime if " " in moment else datetime.date
     given, typed = (override_texts({"fit_until": value}) for value in (kind.fromisoformat(moment), moment))
     assert with_overrides(LogOptions(), given) == with_overrides(LogOptions(), typed)
+
+
+def test_single_value_for_named_values_asks_for_names() -> None:
+    with pytest.raises(
+        UserError, match=r"log.actions = 'event': must hold names with values\n  remedy: write name=value"
+    ):
+        with_overrides(LogOptions(), {"log.actions": "event"})
