@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def own_log_section() -> tuple[list[str], dict[str, list[str]], dict[str, Any]]:
-    """The first lines of the log, the commands by name, and the request, as the README shows them."""
+    """Return the first lines of the log, the commands by name, and the request of the README."""
     section = (ROOT / "README.md").read_text().partition("## From your own logs")[2]
     blocks = dict(re.findall(r"```(csv|sh)\n(.*?)```", section.partition("From another terminal")[0], re.S))
     lines = [shlex.split(line, comments=True) for line in blocks["sh"].splitlines()]
