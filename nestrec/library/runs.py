@@ -123,7 +123,10 @@ def follow(
             str(source), folder, topology, options, cfg=cfg, listener=listener, window_hooks=window_hooks
         )
         held.enter_context(contextlib.closing(follower.trainer))
-        return Run(folder=folder, steps=follower.follow().step, evaluation=None)
+        state = follower.follow()
+        if listener is not None and follower.untrained:
+            listener.noted(follower.untrained)
+        return Run(folder=folder, steps=state.step, evaluation=None)
 
 
 def topology_of(cfg: RunConfig, ranks: RanksConfig) -> Topology:

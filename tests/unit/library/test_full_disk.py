@@ -51,7 +51,7 @@ def test_a_log(tmp_path: Path) -> None:
         (lambda servable, folder: write_servable(servable, folder / "model"), "OUT = .*model': cannot be written"),
         (
             lambda servable, folder: Recommender(servable).batch().embed_items(str(folder / "v.npy")),
-            "--output = .*v.npy",
+            "output = .*v.npy",
         ),
         (lambda servable, folder: mapped(folder, 1000, 16, torch.float32), "folder = .*cannot hold 64,000 bytes"),
     ],
