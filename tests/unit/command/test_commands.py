@@ -16,7 +16,7 @@ from nestrec.balance import POLICIES
 from nestrec.base.config import leaves, with_overrides
 from nestrec.base.errors import UserError
 from nestrec.base.field_docs import describe
-from nestrec.base.overriding import PASSED_ON
+from nestrec.base.overriding import _HABITS, PASSED_ON, _field_names
 from nestrec.bench.app import app as bench_app
 from nestrec.bench.benches import BENCHES
 from nestrec.cli.app import app
@@ -323,3 +323,11 @@ def test_launch_refuses_what_it_could_not_run() -> None:
     assert refusal("launch", "-n", "2").field == "launch"
     assert refusal("launch", "-n", "2", "trian", "demo").remedy == "did you mean 'train'?"
     assert refusal("launch", "-n", "2", "nothing.py").problem == "this script does not exist"
+
+
+def test_option_habits_lead_to_options_that_exist() -> None:
+    commands = ("train demo", "train ranking", "prepare log", "serve", "recommend")
+    names = [name for command in commands for name in _field_names(config_of(command.split())[0])]
+    for word, ends in _HABITS.items():
+        for end in ends:
+            assert any(f".{name}".endswith(f".{end}") for name in names), (word, end)
