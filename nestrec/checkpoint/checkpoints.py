@@ -19,7 +19,7 @@ from nestrec.base.paths import sync_folder
 from nestrec.checkpoint.background import Background
 from nestrec.checkpoint.content import Content
 from nestrec.checkpoint.durable import link_files, remove_folder, rename_folder, write_file
-from nestrec.checkpoint.elsewhere import Elsewhere
+from nestrec.checkpoint.elsewhere import Copy, Elsewhere, damaged_elsewhere
 from nestrec.checkpoint.folders import committed_steps, folder_of, leftovers, steps_to_delete
 from nestrec.checkpoint.manifest import MANIFEST_NAME, Base, FileEntry, Manifest, digest_of, encode
 from nestrec.checkpoint.merging import can_merge, merged
@@ -147,16 +147,24 @@ class Checkpoints:
         return None
 
     def _steps_to_take(self) -> list[int]:
-        """Steps of the folder; where it has none, those that were taken from the second place."""
+        """Returns the steps of the folder; if it has none, the newest whole copy is fetched from the address first.
+
+        Raises:
+            DamagedError: there are copies at the address, and none is whole.
+        """
         steps: list[int] = self._peers.gather(self.steps())[0]
         if steps or self._elsewhere is None:
             return steps
+        problems: dict[int, str] = {}
         for step in reversed(self._elsewhere.steps()):
             problem = self._elsewhere.fetch(self._folder, step)
             if problem is None:
-                break
-            self._report(problem)
-        return self._peers.gather(self.steps())[0]  # type: ignore[no-any-return]
+                return self._peers.gather(self.steps())[0]  # type: ignore[no-any-return]
+            self._report(f"step {step} could not be taken from {self._elsewhere.address}: {problem}")
+            problems[step] = problem
+        if problems:
+            raise damaged_elsewhere(self._elsewhere.address, problems)
+        return []
 
     def _send_newest(self) -> None:
         """A copy for the second place, where it has none: an earlier start may have ended, or failed, before that.
@@ -196,9 +204,20 @@ class Checkpoints:
         files = [(path, entry) for entry in manifest.files if entry.kind == "state"]
         return None if file_problems(files) else Restored([(path, manifest)]).state
 
-    def sent_state(self) -> dict[str, Any] | None:
-        """The state of the newest checkpoint in the second place; none where there is none, or no such place. Local."""
-        return None if self._elsewhere is None else self._elsewhere.newest_state()
+    def copies(self) -> list[Copy]:
+        """Returns the copies at the address, in the order of their steps. Local.
+
+        Raises:
+            UserError: the storage cannot be read.
+        """
+        return [] if self._elsewhere is None else self._elsewhere.copies()
+
+    def has_digest(self, step: int, digest: str | None) -> bool:
+        """Returns whether the folder holds the checkpoint of a step with this digest of its manifest. Local."""
+        try:
+            return digest is not None and digest_of(read_manifest(folder_of(self._folder, step))) == digest
+        except DamagedError:
+            return False
 
     def set_aside(self, step: int) -> None:
         """Take a checkpoint out of those that can be restored; its files stay."""

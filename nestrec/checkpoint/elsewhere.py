@@ -5,53 +5,78 @@ A checkpoint is there when its manifest is, which is written last. Each rank cop
 back its share; every file is compared with its digest on both ways.
 """
 
-import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterator
-from functools import partial
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nestrec.base.errors import DamagedError
+from nestrec.base.errors import DamagedError, UserError
 from nestrec.base.failpoints import fail_point
 from nestrec.base.paths import sync_folder
 from nestrec.checkpoint.durable import remove_folder, rename_folder, write_file
 from nestrec.checkpoint.folders import folder_of, step_of
 from nestrec.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, decode, digest_of, encode
-from nestrec.checkpoint.peers import Peers, SaveError
-from nestrec.checkpoint.places import place_of
+from nestrec.checkpoint.peers import Peers
+from nestrec.checkpoint.places import Place, place_of
 from nestrec.checkpoint.verify import read_chain
 
 _PIECE_BYTES = 16 << 20
+_RETRY_AFTER_S = (0.05, 0.2, 1.0)
+"""Waits before a read that failed is repeated: a storage may fail for a moment."""
+FIELD = "training.checkpoint_address"
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A checkpoint at the address."""
+
+    step: int
+    digest: str | None
+    """Digest of its manifest; None if that is missing or damaged."""
+    state: dict[str, Any] | None
+    """Its state; None if that is damaged."""
+    problem: str
+    """What is damaged; empty if the state could be read."""
 
 
 class Elsewhere:
     """The second place. All ranks make the same calls in the same order."""
 
     def __init__(self, address: str, peers: Peers):
-        self._place, self._peers = place_of(address), peers
+        self.address = address
+        self._peers = peers
 
-    @property
-    def address(self) -> str:
-        return self._place.address
+    @cached_property
+    def _place(self) -> Place:
+        """Opened at first use: the weights in a run folder can be read without the packages that the address needs."""
+        return place_of(self.address)
 
     def steps(self) -> list[int]:
-        """Steps of which a manifest is there, in order."""
+        """Returns the steps of the copies, damaged ones included, in order."""
         return self._on_first(self._steps, f"{self.address} could not be looked into") or []
 
-    def newest_state(self) -> dict[str, Any] | None:
-        """That of the newest checkpoint which is there, as far as it can be read; none where there is none. Local."""
-        with contextlib.suppress(OSError, DamagedError):  # whoever copies to it or takes from it is told
-            for step in reversed(self._steps()):
-                manifest = self._manifest(step)
-                (entry,) = (entry for entry in manifest.files if entry.kind == "state")
-                content = self._place.read(f"{folder_of(Path(), step).name}/{entry.name}")
-                if hashlib.sha256(content).hexdigest() == entry.sha256:
-                    state: dict[str, Any] = json.loads(content)
-                    return state
-        return None
+    def copies(self) -> list[Copy]:
+        """Returns the copies in the order of their steps. Local.
+
+        Raises:
+            UserError: the storage did not answer, which must not be mistaken for an address without checkpoints.
+        """
+        try:
+            return [self._copy(step) for step in self._steps()]
+        except UserError:
+            raise
+        except Exception as error:  # some file systems of fsspec raise errors of their own
+            raise UserError(
+                f"cannot be read: {type(error).__name__}: {error}",
+                field=FIELD,
+                value=self.address,
+                remedy="start again when the storage answers; nothing was changed there",
+            ) from error
 
     def send(self, path: Path, kept: list[int]) -> None:
         """Copy a checkpoint and what it builds on, as far as that is not there; then delete all but the kept steps.
@@ -69,19 +94,25 @@ class Elsewhere:
         self._on_first(partial(self._retire, kept), problem)
 
     def fetch(self, parent: Path, step: int) -> str | None:
-        """Take a checkpoint and what it builds on into a folder; what is wrong, where it cannot be had whole."""
+        """Copy a checkpoint and what it builds on into a folder; returns what is damaged, or None if all is whole.
+
+        `SaveError` on all ranks if the storage or the folder fails: that says nothing about the checkpoint.
+        """
         problem = f"step {step} could not be taken from {self.address}"
-        try:
-            chain = self._on_first(partial(self._chain, step), problem) or []
-            for each in chain:
-                beside = _beside(parent, each)
-                self._on_first(partial(_begin, beside), problem)
-                self._peers.agree(partial(self._fetch_files, beside, each), problem)
-                fail_point("checkpoint.after_fetched")
-            # Only now: whoever finds any in the folder does not look here again.
-            self._on_first(partial(self._place_here, parent, chain), problem)
-        except SaveError as error:
-            return error.problem
+        chain, damage = self._on_first(partial(self._chain_or_damage, step), problem) or ([], None)
+        for each in chain:
+            beside = _beside(parent, each)
+            self._on_first(partial(_begin, beside), problem)
+            found = self._peers.agree(partial(self._fetch_files, beside, each), problem)
+            damage = next((text for text in found if text is not None), None)
+            fail_point("checkpoint.after_fetched")
+            if damage is not None:
+                break
+        if damage is not None:
+            self._on_first(partial(_discard, parent, chain), problem)
+            return damage
+        # Only now: a folder that has any checkpoint is not filled from the address again.
+        self._on_first(partial(self._place_here, parent, chain), problem)
         return None
 
     def _on_first(self, action: Callable[[], T], problem: str) -> T | None:
@@ -89,8 +120,47 @@ class Elsewhere:
         return self._peers.agree(action if self._peers.is_first else _do_nothing, problem)[0]
 
     def _steps(self) -> list[int]:
-        steps = [step for name in self._place.folders("") if (step := step_of(name)) is not None]
-        return [step for step in sorted(steps) if self._digest(step) is not None]
+        folders = _patiently(partial(self._place.folders, ""))
+        steps = sorted(step for name in folders if (step := step_of(name)) is not None)
+        sent = [step for step in steps if self._has_manifest(step)]
+        # A kill while the first copy is sent leaves one folder without a manifest, which does not count. It cannot
+        # leave several and none with a manifest: those have lost theirs.
+        return sent if sent or len(steps) < 2 else steps
+
+    def _has_manifest(self, step: int) -> bool:
+        try:
+            _patiently(partial(self._place.read, f"{folder_of(Path(), step).name}/{MANIFEST_NAME}"))
+        except FileNotFoundError:
+            return False
+        except IsADirectoryError:
+            return True
+        return True
+
+    def _copy(self, step: int) -> Copy:
+        digest = None
+        try:
+            manifest = self._manifest(step)
+            digest = digest_of(manifest)
+            (entry,) = (entry for entry in manifest.files if entry.kind == "state")
+            content = self._read(step, entry.name)
+            _compare(entry, (len(content), hashlib.sha256(content).hexdigest()))
+        except DamagedError as error:
+            return Copy(step, digest, None, str(error))
+        return Copy(step, digest, json.loads(content), "")
+
+    def _read(self, step: int, name: str) -> bytes:
+        """Returns the content of a file of a copy; `DamagedError` if it is missing."""
+        file = f"{folder_of(Path(), step).name}/{name}"
+        try:
+            return _patiently(partial(self._place.read, file))
+        except (FileNotFoundError, IsADirectoryError) as error:
+            raise DamagedError(f"cannot be read: {error.strerror or error}", field="checkpoint", value=file) from error
+
+    def _chain_or_damage(self, step: int) -> tuple[list[int], str | None]:
+        try:
+            return self._chain(step), None
+        except DamagedError as error:
+            return [], str(error)
 
     def _chain(self, step: int) -> list[int]:
         """The step and those that it builds on, oldest first."""
@@ -104,7 +174,7 @@ class Elsewhere:
 
     def _manifest(self, step: int) -> Manifest:
         name = folder_of(Path(), step).name
-        manifest = decode(self._place.read(f"{name}/{MANIFEST_NAME}"), name)
+        manifest = decode(self._read(step, MANIFEST_NAME), name)
         if manifest.step != step:
             raise DamagedError(f"belongs to step {manifest.step}", field="manifest", value=name)
         return manifest
@@ -113,17 +183,22 @@ class Elsewhere:
         """Of the manifest of a step, where there is one."""
         try:
             return digest_of(self._manifest(step))
-        except (FileNotFoundError, DamagedError):
+        except DamagedError:
             return None
 
     def _send_files(self, folder: Path, manifest: Manifest) -> None:
         for entry in manifest.files[self._peers.rank :: self._peers.world]:
             _compare(entry, self._place.write(f"{folder.name}/{entry.name}", _pieces(folder / entry.name)))
 
-    def _fetch_files(self, beside: Path, step: int) -> None:
-        for entry in self._manifest(step).files[self._peers.rank :: self._peers.world]:
-            content = self._place.read(f"{folder_of(Path(), step).name}/{entry.name}")
-            _compare(entry, write_file(beside / entry.name, iter([memoryview(content)])))
+    def _fetch_files(self, beside: Path, step: int) -> str | None:
+        """Copy this rank's share of the files; returns what is damaged."""
+        try:
+            for entry in self._manifest(step).files[self._peers.rank :: self._peers.world]:
+                content = self._read(step, entry.name)
+                _compare(entry, write_file(beside / entry.name, iter([memoryview(content)])))
+        except DamagedError as error:
+            return str(error)
+        return None
 
     def _place_here(self, parent: Path, chain: list[int]) -> None:
         for step in chain:
@@ -155,10 +230,38 @@ def _begin(beside: Path) -> None:
     beside.mkdir(parents=True)
 
 
+def _discard(parent: Path, chain: list[int]) -> None:
+    for step in chain:
+        remove_folder(_beside(parent, step))
+
+
 def _pieces(path: Path) -> Iterator[memoryview]:
     with path.open("rb") as file:
         while piece := file.read(_PIECE_BYTES):
             yield memoryview(piece)
+
+
+def damaged_elsewhere(address: str, problems: Mapping[int, str]) -> DamagedError:
+    """Returns the error for an address of which no copy can be used. problems: by step."""
+    steps = ", ".join(map(str, sorted(problems)))
+    return DamagedError(
+        f"none of the checkpoints there is whole (steps {steps}): {next(iter(problems.values()))}",
+        field=FIELD,
+        value=address,
+        remedy="restore the damaged files; or, to start over, name another address or move these checkpoints away",
+    )
+
+
+def _patiently(read: Callable[[], T]) -> T:
+    """The result of a read, which is repeated if it fails."""
+    for wait_s in _RETRY_AFTER_S:
+        try:
+            return read()
+        except (FileNotFoundError, IsADirectoryError):
+            raise  # the storage has answered
+        except Exception:  # some file systems of fsspec raise errors of their own
+            time.sleep(wait_s)
+    return read()
 
 
 def _do_nothing() -> None:

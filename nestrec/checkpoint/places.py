@@ -5,6 +5,7 @@ whole. A folder of the file system replaces by renaming and flushes to the disk;
 of it is there.
 """
 
+import errno
 import hashlib
 import os
 import secrets
@@ -35,7 +36,8 @@ class Place(Protocol):
         ...
 
     def folders(self, name: str) -> list[str]:
-        """Names of the folders in a folder; none where it does not exist."""
+        """Returns the names of the folders in a folder; none if it does not exist. A file, or a link that leads nowhere, in the
+        place of the folder is an error: there may be folders that are not found."""
         ...
 
     def remove(self, name: str) -> None:
@@ -74,7 +76,13 @@ class FolderPlace:
 
     def folders(self, name: str) -> list[str]:
         path = self._folder / name
-        return sorted(entry.name for entry in os.scandir(path) if entry.is_dir()) if path.is_dir() else []
+        try:
+            with os.scandir(path) as entries:
+                return sorted(entry.name for entry in entries if entry.is_dir())
+        except FileNotFoundError:
+            if any(part.is_symlink() and not part.exists() for part in (path, *path.parents)):
+                raise NotADirectoryError(errno.ENOTDIR, "is behind a link that leads nowhere", str(path)) from None
+            return []
 
     def remove(self, name: str) -> None:
         path = self._folder / name

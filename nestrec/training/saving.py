@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from nestrec.base.errors import DamagedError, UserError
 from nestrec.checkpoint import IDENTITY, Checkpoints, Peers, Restored
+from nestrec.checkpoint.elsewhere import damaged_elsewhere
 from nestrec.checkpoint.folders import folder_of
 from nestrec.checkpoint.places import place_of
 from nestrec.distributed.exchange import all_gather_json
@@ -105,9 +106,11 @@ class Saving:
             check_same_run(saved, self._mine, folder_of(self._folder.best, step))
 
     def _check_sent(self) -> None:
-        """Copies of another run would be deleted with the first that is sent."""
-        for checkpoints in (self._last, self._best):
-            saved = identity_of(checkpoints.sent_state() or {})
+        """Refuse an address whose copies are of another run, or so damaged that their run cannot be identified: the
+        first save would replace them."""
+        sent = [(checkpoints, checkpoints.copies()) for checkpoints in (self._last, self._best)]
+        readable = [copy.state for _, copies in sent for copy in copies if copy.state is not None]
+        for saved in map(identity_of, readable):
             if saved is not None and saved.run != self._mine.run:
                 raise UserError(
                     "holds checkpoints of another run, which those of this one would replace",
@@ -116,6 +119,10 @@ class Saving:
                     remedy="give each run an address of its own; to go on from these, train into an empty folder "
                     "(--output)",
                 )
+        damaged = {copy.step: copy.problem for _, copies in sent for copy in copies}
+        are_ours = any(mine.has_digest(copy.step, copy.digest) for mine, copies in sent for copy in copies)
+        if damaged and not readable and not are_ours:
+            raise damaged_elsewhere(self._cfg.checkpoint_address, damaged)
 
     def _restored(self, checkpoints: Checkpoints) -> Restored | None:
         """The newest that is whole, taken from the second place where the folder has none."""
@@ -124,7 +131,8 @@ class Saving:
 
     def _check_before_fetched(self, checkpoints: Checkpoints) -> None:
         """Refuse what is of another run before it is copied here, where it would stay and be refused again."""
-        saved = None if checkpoints.steps() else identity_of(checkpoints.sent_state() or {})
+        states = [] if checkpoints.steps() else [copy.state for copy in checkpoints.copies() if copy.state is not None]
+        saved = identity_of(states[-1]) if states else None
         if saved is not None:
             mine = self._mine if self._named is not None else Identity.of(self._session.cfg, saved)
             check_kept_elsewhere(saved, mine, self._cfg.checkpoint_address)

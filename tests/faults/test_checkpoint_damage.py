@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from nestrec.base.errors import DamagedError
 from nestrec.checkpoint import Checkpoints, Content, Peers, verify
 from nestrec.testing.contents import make_content, make_rows, table_values, values_of
 from nestrec.testing.thread_ranks import run_ranks
@@ -148,6 +149,29 @@ def test_random_damage_is_detected_and_the_step_before_loads(saved: Path, tmp_pa
         assert len(messages) == 1
         assert "step 2" in messages[0]
         shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_damaged_copies_are_never_taken_for_an_empty_address(saved: Path, tmp_path: Path, damage: Damage) -> None:
+    """One of two copies is damaged: the other one is restored. Both are damaged: nothing is, and both are kept."""
+    for seed in range(NUM_DAMAGES_EACH // 5):
+        there = tmp_path / f"{seed}-there"
+        folder = tmp_path / str(seed)
+        draw = random.Random(seed)
+        shutil.copytree(saved, there)
+        damage(there / "step-00000002", draw)
+        restored = Checkpoints(folder, address=str(there), report=lambda message: None).restore_latest()
+        assert restored is not None
+        assert restored.step == 1
+        shutil.rmtree(folder)
+        if damage is take_from_the_step_before:  # the oldest step has none before it
+            continue
+        damage(there / "step-00000001", draw)
+        before = sorted(str(path) for path in there.rglob("*"))
+        with pytest.raises(DamagedError, match="none of the checkpoints there is whole"):
+            Checkpoints(folder, address=str(there), report=lambda message: None).restore_latest()
+        assert sorted(str(path) for path in there.rglob("*")) == before
+        assert not list(folder.glob("*"))
 
 
 def test_undamaged_copies_pass(saved: Path, tmp_path: Path) -> None:

@@ -4,12 +4,15 @@ import random
 import secrets
 import shutil
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
 
+from nestrec.base.errors import DamagedError, UserError
 from nestrec.base.failpoints import armed
-from nestrec.checkpoint import Checkpoints, Content, Peers, Restored, verify
+from nestrec.checkpoint import Checkpoints, Content, Peers, Restored, SaveError, verify
 from nestrec.testing.contents import assert_same, make_content, make_rows, table_values, values_of
 from nestrec.testing.thread_ranks import run_ranks
 
@@ -153,3 +156,90 @@ def test_best_weights_that_are_damaged_are_told_and_end_no_save(tmp_path: Path) 
     assert last.steps() == [1, 2]
     (problem,) = told
     assert "step-00000001 could not be copied" in problem
+
+
+class FlakyFiles(MemoryFileSystem):  # type: ignore[misc]
+    """The files of memory://, in a storage whose next reads fail."""
+
+    protocol = "flaky"
+    num_failures = 0
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        stripped: str = MemoryFileSystem._strip_protocol(path.replace("flaky://", "memory://"))
+        return stripped
+
+    def cat_file(self, path: str, **options: Any) -> bytes:
+        if FlakyFiles.num_failures and path.endswith(".json"):
+            FlakyFiles.num_failures -= 1
+            raise OSError(5, "the storage does not answer")
+        content: bytes = super().cat_file(path, **options)
+        return content
+
+
+@pytest.fixture
+def flaky(address: str) -> Any:
+    """Returns the same address in a storage that can be made to fail."""
+    fsspec.register_implementation("flaky", FlakyFiles, clobber=True)
+    yield address.replace("memory:", "flaky:")
+    FlakyFiles.num_failures = 0
+
+
+def damage(content: bytes) -> bytes:
+    return content[:-2] + b"!" + content[-1:]
+
+
+@pytest.mark.parametrize("files", ["state.json", "manifest.json", "no manifest.json"])
+def test_address_whose_copies_are_all_damaged_is_refused(tmp_path: Path, address: str, files: str) -> None:
+    checkpoints = Checkpoints(tmp_path / "a", address=address)
+    for step in (1, 2):
+        checkpoints.save(step, make_content(step))
+    memory = fsspec.filesystem("memory")
+    for name, content in files_of(address).items():
+        if name.endswith(files.removeprefix("no ")):
+            memory.rm(name) if files.startswith("no ") else memory.pipe_file(name, damage(content))
+    before = files_of(address)
+    again = Checkpoints(tmp_path / "b", address=address)
+    with pytest.raises(DamagedError, match=r"none of the checkpoints there is whole \(steps 1, 2\)") as refused:
+        again.restore_latest()
+    assert (refused.value.field, refused.value.value) == ("training.checkpoint_address", address)
+    assert [(copy.step, copy.state) for copy in again.copies()] == [(1, None), (2, None)]
+    assert files_of(address) == before
+
+
+def test_address_with_one_interrupted_copy_is_empty(tmp_path: Path, address: str) -> None:
+    with armed("checkpoint.before_sent_manifest", crash), pytest.raises(CrashError):
+        Checkpoints(tmp_path / "a", address=address).save(1, make_content(1))
+    assert Checkpoints(tmp_path / "b", address=address).restore_latest() is None
+
+
+def test_storage_that_fails_for_a_moment_is_read_again(tmp_path: Path, flaky: str) -> None:
+    Checkpoints(tmp_path / "a", address=flaky).save(1, make_content(1))
+    again = Checkpoints(tmp_path / "b", address=flaky)
+    FlakyFiles.num_failures = 1
+    (copy,) = again.copies()
+    assert copy.state == make_content(1).state
+    FlakyFiles.num_failures = 2
+    assert_same(again.restore_latest(), make_content(1))  # type: ignore[arg-type]
+    assert FlakyFiles.num_failures == 0
+
+
+def test_storage_that_fails_is_not_taken_for_empty(tmp_path: Path, flaky: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nestrec.checkpoint.elsewhere._RETRY_AFTER_S", (0.0,))
+    Checkpoints(tmp_path / "a", address=flaky).save(1, make_content(1))
+    again = Checkpoints(tmp_path / "b", address=flaky)
+    FlakyFiles.num_failures = 1000
+    with pytest.raises(UserError, match="the storage does not answer") as refused:
+        again.copies()
+    assert refused.value.field == "training.checkpoint_address"
+    with pytest.raises(SaveError, match="the storage does not answer"):
+        again.restore_latest()
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+def test_address_that_is_no_folder_is_not_taken_for_empty(tmp_path: Path, is_link: bool) -> None:
+    there = tmp_path / "there"
+    there.symlink_to(tmp_path / "not mounted") if is_link else there.write_text("no folder")
+    checkpoints = Checkpoints(tmp_path / "a", address=str(there / "checkpoints"))
+    with pytest.raises(SaveError, match="could not be looked into: rank 0: NotADirectoryError"):
+        checkpoints.restore_latest()

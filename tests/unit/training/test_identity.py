@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nestrec.base.errors import UserError
+from nestrec.base.errors import DamagedError, UserError
 from nestrec.base.failpoints import armed
 from nestrec.checkpoint import Checkpoints, SaveError
 from nestrec.distributed import Topology
@@ -231,3 +231,57 @@ def test_an_address_of_another_seed_is_told_with_the_address_and_nothing_of_it_i
         trainer_of(tiny_data, other, {**elsewhere, "training.seed": 7}).train()
     assert refused.value.field == "training.checkpoint_address"
     assert not list(other.glob("*/step-*"))
+
+
+def contents_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def truncate_all(folder: Path, name: str) -> None:
+    files = list(folder.rglob(name))
+    assert len(files) > 1
+    for file in files:
+        file.write_bytes(file.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize("name", ["state.json", "manifest.json"])
+@pytest.mark.parametrize("is_empty", [True, False])
+def test_damaged_copies_end_the_run_and_are_kept(tiny_data, tmp_path, name, is_empty):
+    """In an empty folder nothing can be restored; in another one it is not known whose copies would be replaced."""
+    there = tmp_path / "there"
+    elsewhere = {"training.checkpoint_address": str(there), "training.max_steps": 4}
+    trainer_of(tiny_data, tmp_path / "one", elsewhere).train()
+    truncate_all(there, name)
+    copied = contents_of(there)
+    if not is_empty:
+        trainer_of(tiny_data, tmp_path / "two", {"training.max_steps": 2}).train()
+    with pytest.raises(DamagedError, match="none of the checkpoints there is whole") as refused:
+        trainer_of(tiny_data, tmp_path / "two", elsewhere).train()
+    assert refused.value.field == "training.checkpoint_address"
+    assert name.removesuffix(".json") in refused.value.problem
+    assert contents_of(there) == copied
+
+
+def test_damaged_copies_of_the_run_itself_are_replaced(tiny_data, tmp_path):
+    there = tmp_path / "there"
+    elsewhere = {"training.checkpoint_address": str(there), "training.max_steps": 4}
+    trainer_of(tiny_data, tmp_path / "run", elsewhere).train()
+    truncate_all(there, "state.json")
+    trainer_of(tiny_data, tmp_path / "run", {**elsewhere, "training.max_steps": 6}).train()
+    assert Checkpoints(there / "checkpoints").state(6) is not None
+
+
+def test_storage_that_cannot_be_read_ends_the_run(tiny_data, tmp_path, monkeypatch):
+    monkeypatch.setattr("nestrec.checkpoint.elsewhere._RETRY_AFTER_S", ())
+    there = tmp_path / "there"
+    elsewhere = {"training.checkpoint_address": str(there), "training.max_steps": 4}
+    trainer_of(tiny_data, tmp_path / "one", elsewhere).train()
+    copied = contents_of(there)
+    for file in (there / "checkpoints").rglob("state.json"):
+        file.unlink()
+        file.symlink_to(file.name)  # too many levels of links
+    with pytest.raises(UserError, match=r"cannot be read: OSError: .*Too many levels"):
+        trainer_of(tiny_data, tmp_path / "two", elsewhere).train()
+    left = contents_of(there)
+    assert left == {name: content for name, content in copied.items() if name in left}
+    assert not list((tmp_path / "two").rglob("step-*"))
