@@ -25,7 +25,7 @@ from nestrec.checkpoint.manifest import MANIFEST_NAME, Base, FileEntry, Manifest
 from nestrec.checkpoint.merging import can_merge, merged
 from nestrec.checkpoint.peers import Peers, SaveError
 from nestrec.checkpoint.restored import Restored
-from nestrec.checkpoint.verify import file_problems, files_of, read_chain, read_manifest
+from nestrec.checkpoint.verify import file_problems, files_of, read_chain, read_manifest, verify
 from nestrec.checkpoint.writer import write_files
 
 IDENTITY = "identity"
@@ -204,6 +204,35 @@ class Checkpoints:
         files = [(path, entry) for entry in manifest.files if entry.kind == "state"]
         return None if file_problems(files) else Restored([(path, manifest)]).state
 
+    def newest_state(self) -> dict[str, Any] | None:
+        """Returns the state of the newest checkpoint whose state can be read: of the folder, or of the copies at the
+        address if the folder has none. Local."""
+        steps = self.steps()
+        states = [self.state(step) for step in steps] if steps else [copy.state for copy in self.copies()]
+        return next((state for state in reversed(states) if state is not None), None)
+
+    def adopt(self, other: "Checkpoints", step: int) -> bool:
+        """Store the checkpoint of another folder here as well, if it is whole and builds on no other one.
+
+        Returns whether it was stored. The files are shared.
+        """
+        source = folder_of(other._folder, step)
+
+        def link() -> bool:
+            if verify(source):
+                return False
+            manifest = read_manifest(source)
+            if manifest.base is not None:
+                return False
+            partial = _partial(folder_of(self._folder, step))
+            self._begin(partial)
+            link_files(source, partial)
+            self._place(manifest, partial)
+            return True
+
+        problem = f"the checkpoint of step {step} could not be stored in {self._folder}"
+        return bool(self._peers.agree(link if self._peers.is_first else _do_nothing, problem)[0])
+
     def copies(self) -> list[Copy]:
         """Returns the copies at the address, in the order of their steps. Local.
 
@@ -290,7 +319,7 @@ class Checkpoints:
     def _write(self, step: int, content: Content, *, is_merging: bool, also: "Checkpoints | None") -> bool:
         """Write and commit; whether what was written is incremental."""
         target = folder_of(self._folder, step)
-        partial = target.with_name(target.name + ".partial")
+        partial = _partial(target)
         problem = f"the checkpoint of step {step} could not be written to {self._folder}"
         start_s = time.perf_counter()
         try:
@@ -351,8 +380,7 @@ class Checkpoints:
         write_file(partial / MANIFEST_NAME, iter([memoryview(encode(manifest))]))
         sync_folder(partial)
         if also is not None:
-            theirs = folder_of(also._folder, manifest.step)
-            theirs = theirs.with_name(theirs.name + ".partial")
+            theirs = _partial(folder_of(also._folder, manifest.step))
             also._begin(theirs)
             link_files(partial, theirs)
             also._place(manifest, theirs)
@@ -393,6 +421,10 @@ class Checkpoints:
         except DamagedError:
             return None
         return None if base is None else base.step
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(path.name + ".partial")
 
 
 def _summary(problems: list[str], most: int = 3) -> str:

@@ -36,7 +36,7 @@ class Place(Protocol):
         ...
 
     def folders(self, name: str) -> list[str]:
-        """Returns the names of the folders in a folder; none if it does not exist. A file, or a link that leads nowhere, in the
+        """Returns the names of the folders in a folder; none if it does not exist. A file or a dangling link in the
         place of the folder is an error: there may be folders that are not found."""
         ...
 

@@ -51,8 +51,7 @@ def train_run(cfg: RunConfig, folder: Path, start_from: Path | None = None) -> N
         if topology.is_first:
             print(f"nothing is held out to test on; run folder: {folder}")
     elif topology.is_first:
-        name = f"{folder.resolve().name} (recipe {cfg.name})"
-        _show(evaluation, f"{name}: test part, best validation epoch, 95% intervals")
+        _show(evaluation, _title(trainer, "test"))
         print(f"run folder: {folder}")
 
 
@@ -98,16 +97,19 @@ def follow_run(source: str, folder: Path, overrides: dict[str, str]) -> None:
 
 def evaluate_run(folder: Path, part: Part, *, best: bool) -> None:
     """Measure a run and print it; the result of its best weights is also written into its folder, as by `train`."""
-    run_folder = RunFolder(folder)
-    cfg = run_folder.config()
+    cfg = RunFolder(folder).config()
     topology = topology_of(cfg, RanksConfig())  # to read tables, one group of any number of ranks will do
     with progress_for(f"measure {folder}"), contextlib.closing(Trainer(cfg, folder, topology)) as trainer:
         evaluation = trainer.evaluate(part) if best else trainer.measure(part, best=False)
     if topology.is_first:
-        is_best = best and run_folder.best in run_folder.for_use
-        weights = "best validation epoch" if is_best else "last weights"
-        name = f"{folder.resolve().name} (recipe {cfg.name})"
-        _show(evaluation, f"{name}: {part} part, {weights} (step {trainer.state.step}), 95% intervals")
+        _show(evaluation, _title(trainer, part))
+
+
+def _title(trainer: Trainer, part: Part) -> str:
+    """Returns the title of a table of what a trainer has measured, with the weights that were used."""
+    name = f"{trainer.folder.path.resolve().name} (recipe {trainer.cfg.name})"
+    weights = "best validation epoch" if trainer.has_best else "last weights"
+    return f"{name}: {part} part, {weights} (step {trainer.state.step}), 95% intervals"
 
 
 def _show(evaluation: Evaluation, title: str) -> None:

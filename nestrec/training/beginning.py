@@ -12,10 +12,10 @@ from typing import Any
 
 from nestrec.base.config import from_plain
 from nestrec.base.errors import UserError
-from nestrec.checkpoint import Checkpoints, Peers, Restored
 from nestrec.data.card import CARD_FILE, Card, Generation
 from nestrec.embedding import TableConfig
 from nestrec.training.run_folder import RunFolder
+from nestrec.training.saving import RunWeights
 from nestrec.training.session import Session
 from nestrec.training.state import TrainState
 
@@ -64,21 +64,14 @@ class Beginning:
     def load(self, session: Session, report: Callable[[str], None]) -> tuple[TrainState, list[str]]:
         """Take over its best weights, or its last where nothing was validated; where the new run stands, and a text
         for people. Collective."""
-        peers = Peers.of_topology(session.topology)
-        restored = self._restored(peers, report)
+        folder = RunFolder(self.run)
+        restored, is_best = RunWeights(folder.config(), folder, session.topology, report=report).restore(best=True)
         before = session.restore(restored)
         session.engine.reads_ahead.forget()  # of batches that will never come
-        which = f"weights, rows and optimiser state of {self.run} after step {restored.step}"
+        kind = "best" if is_best else "last"
+        which = f"{kind} weights, rows and optimiser state of {self.run} after step {restored.step}"
         state = TrainState(step=before.step, first_step=before.step)
         return state, [f"begins with {which}", *self.told]
-
-    def _restored(self, peers: Peers, report: Callable[[str], None]) -> Restored:
-        folder = RunFolder(self.run)
-        for path in folder.for_use:
-            restored = Checkpoints(path, peers=peers, report=report).restore_latest()
-            if restored is not None:
-                return restored
-        raise UserError("has no checkpoint yet", field="--from", value=str(self.run), remedy="train it first")
 
     def to_plain(self) -> dict[str, Any]:
         """For the folder of the new run."""

@@ -19,7 +19,6 @@ import nestrec
 from nestrec.base.config import dumps, from_plain
 from nestrec.base.errors import UserError
 from nestrec.base.paths import sync_folder
-from nestrec.checkpoint import Checkpoints
 from nestrec.checkpoint.folders import committed_steps
 from nestrec.data.dataset import Dataset
 from nestrec.data.samples.windows import TimeWindow
@@ -30,7 +29,6 @@ from nestrec.trace import Span, save_spans, write_perfetto
 from nestrec.training.config import RunConfig
 from nestrec.training.identity import Identity
 from nestrec.training.resumption import read_kept
-from nestrec.training.state import TrainState
 from nestrec.training.step_marks import Lost, StepMarks
 
 _IDENTITY_FILE = "identity.json"
@@ -58,21 +56,6 @@ class RunFolder:
     @property
     def best(self) -> Path:
         return self.path / "best"
-
-    @property
-    def for_use(self) -> list[Path]:
-        """Where the weights that are for use lie, the first that has any: the best ones, and the last. Of a run that
-        has followed a stream the last alone: its best epoch was before that, and nothing was compared since."""
-        return [self.checkpoints] if self._has_followed() else [self.best, self.checkpoints]
-
-    def _has_followed(self) -> bool:
-        if not (self.path / FOLLOWING_FILE).exists():
-            return False
-        checkpoints = Checkpoints(self.checkpoints)
-        states = [checkpoints.state(step) for step in checkpoints.steps()[-1:]]
-        return any(
-            state is not None and TrainState.from_plain(state["train"]).generation is not None for state in states
-        )
 
     @property
     def metrics(self) -> Path:

@@ -1,14 +1,18 @@
 """The checkpoints of a run: the last ones, to go on from, and the one with the best validation score."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 from nestrec.base.errors import DamagedError, UserError
 from nestrec.checkpoint import IDENTITY, Checkpoints, Peers, Restored
 from nestrec.checkpoint.elsewhere import damaged_elsewhere
 from nestrec.checkpoint.folders import folder_of
 from nestrec.checkpoint.places import place_of
+from nestrec.distributed import Topology
 from nestrec.distributed.exchange import all_gather_json
+from nestrec.training.config import RunConfig
 from nestrec.training.identity import (
     Identity,
     check_kept_elsewhere,
@@ -22,39 +26,154 @@ from nestrec.training.run_folder import RunFolder
 from nestrec.training.session import Session, on_first
 from nestrec.training.state import TrainState
 
+T = TypeVar("T")
+Take = Callable[[Restored], object]
+_LOG = logging.getLogger(__name__)
+
+
+class RunWeights:
+    """The checkpoints of a run, and the answer to which of them holds its best weights.
+
+    Every command that uses the weights of a run asks here. They are read from the run folder; if that has none, they
+    are fetched into it from `training.checkpoint_address`. All ranks make the same calls in the same order.
+    """
+
+    def __init__(
+        self,
+        cfg: RunConfig,
+        folder: RunFolder,
+        topology: Topology,
+        *,
+        report: Callable[[str], None] = _LOG.warning,
+        note: Callable[[str], None] = _LOG.info,
+    ):
+        self._cfg = cfg
+        self._folder = folder
+        self._topology = topology
+        self._report = report
+        self.best = Checkpoints(
+            folder.best,
+            keep=1,
+            peers=Peers.of_topology(topology),
+            report=report,
+            address=self._address("best"),
+        )
+        self.last = Checkpoints(
+            folder.checkpoints,
+            keep=cfg.training.keep_checkpoints,
+            max_deltas=cfg.training.incremental_saves,
+            peers=Peers.of_topology(topology),
+            report=report,
+            note=note,
+            address=self._address("checkpoints"),
+            beside=self.best,
+        )
+        self.named = folder.identity()
+        """What the run is called; None if that is not known yet. Of the first rank alone."""
+
+    def restore(self, *, best: bool, take: Take | None = None) -> tuple[Restored, bool]:
+        """Returns the best weights of the run, or its last ones, and whether they are the best.
+
+        The best weights have the best validation score. If nothing was validated, or not since the run began to follow
+        a stream, there are none, and the last ones are returned. take: see `Checkpoints.restore_latest`.
+
+        Raises:
+            DamagedError: the best weights are lost or damaged; the last ones never stand in for them.
+        """
+        restored = self._restore_best(take) if best else None
+        if restored is not None:
+            return restored, True
+        restored = self.newest(self.last, take)
+        if restored is None:
+            raise UserError("has no checkpoint yet", field="RUN", value=str(self._folder.path), remedy="train it first")
+        return restored, False
+
+    def newest(self, checkpoints: Checkpoints, take: Take | None = None) -> Restored | None:
+        """Returns the newest checkpoint that is whole, or None if there is none."""
+        on_first(self._topology, lambda: self._check_before_fetched(checkpoints))
+        return checkpoints.restore_latest(take)
+
+    def secure_best(self, step: int) -> bool:
+        """Make sure that RUN/best holds the best weights, those of a step: they are fetched from the address, or shared
+        with the checkpoint of that step. Returns whether it does."""
+        if self._of_first(lambda: any(s >= step and self.best.state(s) is not None for s in self.best.steps())):
+            return True
+        for unfit in self._of_first(self.best.steps):
+            self.best.set_aside(unfit)
+        try:
+            restored = self.newest(self.best)
+        except DamagedError as error:
+            self._report(str(error))
+            restored = None
+        return (restored is not None and restored.step >= step) or self.best.adopt(self.last, step)
+
+    def _restore_best(self, take: Take | None) -> Restored | None:
+        state = self._of_first(self.last.newest_state)
+        train = None if state is None else TrainState.from_plain(state["train"])
+        step = None if train is None else train.best_step
+        if train is not None and (train.generation is not None or (step is None and not self.best.steps())):
+            return None
+        problem = f"the best weights of the run (step {step}) are lost"
+        try:
+            restored = self.newest(self.best, take)
+            if restored is None and step is None:
+                return None
+            if restored is not None and (step is None or restored.step >= step):
+                return restored
+        except DamagedError as error:
+            problem = f"the best weights of the run are damaged: {error}"
+        if step is not None and step in self._of_first(self.last.steps):
+            try:
+                return self._restore_last_of(step, take)
+            except DamagedError as error:
+                self._report(str(error))
+        raise DamagedError(
+            problem,
+            field="best",
+            value=str(self._folder.best),
+            remedy="take the last weights instead (--last, best=False in Python); or move this folder away and train "
+            "on, which keeps the best of the epochs to come",
+        )
+
+    def _restore_last_of(self, step: int, take: Take | None) -> Restored:
+        """Returns the checkpoint that was saved together with the best weights, and holds the same ones."""
+        restored = self.last.restore(step)
+        if take is not None:
+            take(restored)
+        return restored
+
+    def _check_before_fetched(self, checkpoints: Checkpoints) -> None:
+        """Refuse copies of another run before they are fetched into the folder: there they would be refused again."""
+        states = [] if checkpoints.steps() else [copy.state for copy in checkpoints.copies() if copy.state is not None]
+        saved = identity_of(states[-1]) if states else None
+        if saved is not None:
+            mine = Identity.of(self._cfg, self.named or saved)
+            check_kept_elsewhere(saved, mine, self._cfg.training.checkpoint_address)
+
+    def _of_first(self, action: Callable[[], T]) -> T:
+        """Returns the result of an action on the first rank, to all ranks."""
+        found: T = all_gather_json(self._topology.control, on_first(self._topology, action))[0]
+        return found
+
+    def _address(self, name: str) -> str:
+        address = self._cfg.training.checkpoint_address
+        return f"{address.rstrip('/')}/{name}" if address else ""
+
 
 class Saving:
     """Saves and restores a session. All ranks make the same calls in the same order."""
 
     def __init__(self, session: Session, folder: RunFolder, listener: Listener):
         self._session, self._cfg, self._folder = session, session.cfg.training, folder
-        self._best = Checkpoints(
-            folder.best,
-            keep=1,
-            peers=Peers.of_topology(session.topology),
-            report=listener.warned,
-            address=self._address("best"),
-        )
-        self._last = Checkpoints(
-            folder.checkpoints,
-            keep=self._cfg.keep_checkpoints,
-            max_deltas=self._cfg.incremental_saves,
-            peers=Peers.of_topology(session.topology),
-            report=listener.warned,
-            note=listener.noted,
-            address=self._address("checkpoints"),
-            beside=self._best,
-        )
+        self._listener = listener
+        if self._cfg.checkpoint_address:
+            _check_address(self._cfg.checkpoint_address, session.topology.world)
+        self._weights = RunWeights(session.cfg, folder, session.topology, report=listener.warned, note=listener.noted)
+        self._best = self._weights.best
+        self._last = self._weights.last
         self._is_best = False
         # Of the first rank alone: it writes what checkpoints name, and checks it.
-        self._named = folder.identity()
-        self._mine = Identity.of(session.cfg, self._named)
-
-    def _address(self, name: str) -> str:
-        address = self._cfg.checkpoint_address
-        if address:
-            _check_address(address, self._session.topology.world)
-        return f"{address.rstrip('/')}/{name}" if address else ""
+        self._mine = Identity.of(session.cfg, self._weights.named)
 
     def save(self, state: TrainState) -> None:
         """The state to go on from."""
@@ -70,7 +189,7 @@ class Saving:
     def find_last(self) -> TrainState | None:
         """The session as last saved, or none where nothing was saved yet."""
         self._wait()
-        restored = self._restored(self._last)
+        restored = self._weights.newest(self._last, self._take)
         return None if restored is None else self._session.settle(restored)
 
     def find_to_go_on(self, begin: Callable[[], TrainState] = TrainState) -> TrainState:
@@ -83,7 +202,8 @@ class Saving:
         return state
 
     def begin(self, state: TrainState) -> TrainState:
-        """Write what the run is called, and set aside best weights that are no part of it any more."""
+        """Write what the run is called, and set aside best weights that do not belong to it any more. If those that
+        the state names are lost, the best of the epochs to come is saved."""
         self._folder.name(self._mine)
         topology = self._session.topology
         steps = all_gather_json(topology.control, self._best_steps() if topology.is_first else None)[0]
@@ -93,7 +213,12 @@ class Saving:
         if steps and all(is_foreign for _, is_foreign in steps):
             # Where a better score was reached than any to come, its weights are gone: the next one is the best.
             return replace(state, best_score=None, best_step=None)
-        return state
+        if state.best_step is None or state.generation is not None or self._weights.secure_best(state.best_step):
+            return state
+        text = f"the best weights (step {state.best_step}) are lost: the best of the epochs to come is saved"
+        self._folder.record("event", step=state.step, text=text)
+        self._listener.warned(text)
+        return replace(state, best_score=None, best_step=None)
 
     def _best_steps(self) -> list[tuple[int, bool]]:
         """Steps that are saved as best, and whether they are of another course; what is damaged is left alone."""
@@ -124,28 +249,16 @@ class Saving:
         if damaged and not readable and not are_ours:
             raise damaged_elsewhere(self._cfg.checkpoint_address, damaged)
 
-    def _restored(self, checkpoints: Checkpoints) -> Restored | None:
-        """The newest that is whole, taken from the second place where the folder has none."""
-        on_first(self._session.topology, lambda: self._check_before_fetched(checkpoints))
-        return checkpoints.restore_latest(self._take)
-
-    def _check_before_fetched(self, checkpoints: Checkpoints) -> None:
-        """Refuse what is of another run before it is copied here, where it would stay and be refused again."""
-        states = [] if checkpoints.steps() else [copy.state for copy in checkpoints.copies() if copy.state is not None]
-        saved = identity_of(states[-1]) if states else None
-        if saved is not None:
-            mine = self._mine if self._named is not None else Identity.of(self._session.cfg, saved)
-            check_kept_elsewhere(saved, mine, self._cfg.checkpoint_address)
-
     def _take(self, restored: Restored) -> None:
         on_first(self._session.topology, lambda: self._check(restored))
         self._session.tables.take(restored)
 
     def _check(self, restored: Restored) -> None:
         saved = identity_of(restored.state)
-        if saved is not None and self._named is None:
+        if saved is not None and self._weights.named is None:
             # Checkpoints that were copied into a new folder: the run goes on under its name.
-            self._named, self._mine = saved, Identity.of(self._session.cfg, saved)
+            self._weights.named = saved
+            self._mine = Identity.of(self._session.cfg, saved)
         check_restored(restored, self._mine)
 
     def restore_last(self) -> TrainState:
@@ -155,18 +268,11 @@ class Saving:
             raise UserError("has no checkpoint yet", field="RUN", value=str(self._folder.path), remedy="train it first")
         return state
 
-    def restore_best(self) -> TrainState:
-        """The session with the weights that are for use: of its best validation score, or as last saved where nothing
-        was validated since."""
+    def restore_best(self) -> tuple[TrainState, bool]:
+        """Restore the weights that are for use, and return whether they are the best; see `RunWeights.restore`."""
         self._wait()
-        if self._folder.best not in self._folder.for_use:
-            return self.restore_last()
-        try:
-            restored = self._restored(self._best)
-        except DamagedError as error:
-            remedy = "take the last weights instead with --last, or train again"
-            raise DamagedError(error.problem, field="best", value=str(self._folder.best), remedy=remedy) from error
-        return self.restore_last() if restored is None else self._session.settle(restored)
+        restored, is_best = self._weights.restore(best=True, take=self._take)
+        return self._session.settle(restored), is_best
 
     def close(self) -> None:
         """Wait until everything is written, and raise what went wrong."""

@@ -110,6 +110,8 @@ class Trainer:
             context=self.session.ring,
         )
         self.saving = Saving(self.session, self.folder, self._listener)
+        self.has_best = False
+        """Whether the weights that were measured last are the best of the run."""
         self._begun: list[str] = []
         self.window_times: dict[str, float] = {}
         """when the events of the window came, where it is one of a stream"""
@@ -203,7 +205,7 @@ class Trainer:
             raise UserError(
                 f"holds nothing in the {part} part", field="data.folder", value=self.cfg.data.folder, remedy=remedy
             )
-        self.state = self.saving.restore_best() if best else self.saving.restore_last()
+        self.state, self.has_best = self.saving.restore_best() if best else (self.saving.restore_last(), False)
         return self.session.evaluate(part)
 
     def close(self) -> None:

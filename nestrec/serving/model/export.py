@@ -20,7 +20,6 @@ from nestrec.base.config import config, dumps, from_plain, to_plain
 from nestrec.base.devices import DeviceChoice, chosen_device
 from nestrec.base.errors import DataError, UserError
 from nestrec.base.paths import check_folder, sync_folder, told_if_unwritable
-from nestrec.checkpoint import Checkpoints, Restored
 from nestrec.checkpoint.durable import remove_folder, rename_folder, safetensors_content, write_file
 from nestrec.checkpoint.peers import Peers
 from nestrec.data.samples.features import Column, item_column
@@ -65,6 +64,7 @@ from nestrec.serving.model.tables import ResidentTable, ServedTable
 from nestrec.serving.prefix.page_pool import PrefixDtype
 from nestrec.training.identity import Identity, check_restored, identity_of
 from nestrec.training.run_folder import RunFolder
+from nestrec.training.saving import RunWeights
 from nestrec.training.session import Session
 
 Dtype = Literal["run", "float32", "bfloat16"]
@@ -140,10 +140,11 @@ def restored_session(run: Path, *, best: bool) -> Iterator[tuple[Session, int]]:
     """A run on the CPU with its best (or last) weights, and their step."""
     with contextlib.ExitStack() as held:
         topology = held.enter_context(Topology.lent(lambda: Topology.from_environment("cpu")))
-        session = Session.open(RunFolder(run).config(), topology)
+        folder = RunFolder(run)
+        session = Session.open(folder.config(), topology)
         held.enter_context(contextlib.closing(session.engine))
-        restored = _newest(RunFolder(run), best)
-        check_restored(restored, Identity.of(session.cfg, RunFolder(run).identity() or identity_of(restored.state)))
+        restored, _ = RunWeights(session.cfg, folder, topology).restore(best=best)
+        check_restored(restored, Identity.of(session.cfg, folder.identity() or identity_of(restored.state)))
         session.restore(restored)
         with session.dense.averaged():
             yield session, restored.step
@@ -201,14 +202,6 @@ def write_servable(servable: Servable, output: Path) -> ServableManifest:
 def _check_new(output: Path) -> None:
     if output.exists():
         raise UserError("exists already", field="OUT", value=str(output), remedy="name a new folder")
-
-
-def _newest(folder: RunFolder, best: bool) -> Restored:
-    places = folder.for_use if best else [folder.checkpoints]
-    found = next((found for path in places if (found := Checkpoints(path).restore_latest()) is not None), None)
-    if found is None:
-        raise UserError("has no checkpoint yet", field="RUN", value=str(folder.path), remedy="train it first")
-    return found
 
 
 def servable_of_session(session: Session, step: int, scratch: Path) -> Servable:

@@ -139,7 +139,7 @@ def test_a_run_that_has_followed_is_used_as_it_is_now_and_not_as_it_was_at_its_b
         with restored_session(run, best=best) as (_, step):
             assert step == state.step
     with closing(Trainer(RunFolder(run).config(), run, Topology.single())) as trainer:
-        assert trainer.saving.restore_best().step == state.step
+        assert trainer.saving.restore_best()[0].step == state.step
         assert Beginning.of(run, trainer.session).load(trainer.session, print)[0].step == state.step
 
 
