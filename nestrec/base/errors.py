@@ -21,6 +21,11 @@ class UserError(Exception):
         self.problem, self.field, self.value, self.remedy = problem, field, value, remedy
         super().__init__(self._text())
 
+    def add_to_problem(self, text: str) -> None:
+        """Extend the problem with something that only the caller knows."""
+        self.problem += text
+        self.args = (self._text(),)
+
     def _text(self) -> str:
         where = f"{self.field} = {_shown(self.value)}: " if self.field is not None else ""
         what_to_do = f"\n  remedy: {self.remedy}" if self.remedy else ""

@@ -97,9 +97,13 @@ def follow_run(source: str, folder: Path, overrides: dict[str, str]) -> None:
 
 def evaluate_run(folder: Path, part: Part, *, best: bool) -> None:
     """Measure a run and print it; the result of its best weights is also written into its folder, as by `train`."""
-    cfg = RunFolder(folder).config()
+    run_folder = RunFolder(folder)
+    cfg = run_folder.config()
     topology = topology_of(cfg, RanksConfig())  # to read tables, one group of any number of ranks will do
-    with progress_for(f"measure {folder}"), contextlib.closing(Trainer(cfg, folder, topology)) as trainer:
+    with contextlib.ExitStack() as held:
+        held.enter_context(progress_for(f"measure {folder}"))
+        with run_folder.naming_config():
+            trainer = held.enter_context(contextlib.closing(Trainer(cfg, folder, topology)))
         evaluation = trainer.evaluate(part) if best else trainer.measure(part, best=False)
     if topology.is_first:
         _show(evaluation, _title(trainer, part))

@@ -57,6 +57,6 @@ def _saved_config(file: Path) -> RunConfig:
         if not isinstance(plain, dict):
             raise ValueError("it holds no named fields")
         return from_plain(RunConfig, plain)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, UserError) as error:
         remedy = "name a config.json that `nestrec train` wrote, or a recipe (see `nestrec recipes`)"
         raise UserError(f"cannot be read: {error}", field="RECIPE", value=str(file), remedy=remedy) from error

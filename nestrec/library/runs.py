@@ -95,7 +95,8 @@ def evaluate(run: Run | Path | str, part: Part = "test", *, best: bool = True) -
     cfg = RunFolder(folder).config()
     with contextlib.ExitStack() as held:
         topology = held.enter_context(_ranks_of(cfg, RanksConfig()))  # to read tables, any number will do
-        trainer = held.enter_context(contextlib.closing(Trainer(cfg, folder, topology)))
+        with RunFolder(folder).naming_config():
+            trainer = held.enter_context(contextlib.closing(Trainer(cfg, folder, topology)))
         return trainer.evaluate(part) if best else trainer.measure(part, best=False)
 
 

@@ -4,9 +4,9 @@ Rows are numbered by ids of the dataset, so the data must be what the other run 
 it: there the ids are the same, and new ones come behind them. Rows of new ids begin from (table seed, key), as always.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from nestrec.base.config import from_plain
 from nestrec.base.errors import UserError
 from nestrec.data.card import CARD_FILE, Card, Generation
 from nestrec.embedding import TableConfig
+from nestrec.training.resumption import read_kept
 from nestrec.training.run_folder import RunFolder
 from nestrec.training.saving import RunWeights
 from nestrec.training.session import Session
@@ -44,7 +45,7 @@ class Beginning:
         """Checked against what the new run will be; a UserError where its rows would mean something else."""
         folder = RunFolder(run)
         folder.config()  # raises where it is no run
-        card = from_plain(Card, json.loads((run / CARD_FILE).read_text()))
+        card = read_kept(run / CARD_FILE, partial(from_plain, Card))
         now = session.dataset.card
         generation = now.generation_of(card)
         is_same = card.digest_of_files == now.digest_of_files
@@ -56,7 +57,7 @@ class Beginning:
                 remedy="grow the data it was trained on (nestrec append) and name that, or train anew without --from",
             )
         identity = folder.identity()
-        sizes = json.loads((run / "parameters.json").read_text())["tables"]
+        sizes = read_kept(run / "parameters.json", _table_sizes)
         told = _told_of_data(card, now) + _told_of_tables(run, session.task.tables, sizes)
         name = "" if identity is None else identity.run
         return Beginning(run, name, None if is_same else generation, tuple(told))
@@ -98,6 +99,10 @@ def _told_of_data(before: Card, now: Card) -> list[str]:
     }
     more = ", ".join(f"{number:,} {what}" for what, number in grown.items() if number)
     return [f"data: generation {now.generation}, with {more} more" if more else "data: the same"]
+
+
+def _table_sizes(plain: dict[str, Any]) -> dict[str, dict[str, int | None]]:
+    return {name: {"rows": table["rows"], "dim": table["dim"]} for name, table in plain["tables"].items()}
 
 
 def _told_of_tables(

@@ -7,7 +7,6 @@ last checkpoint has not seen, and goes on reading behind them.
 """
 
 import contextlib
-import json
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -32,6 +31,7 @@ from nestrec.distributed import Topology
 from nestrec.distributed.exchange import all_gather_json
 from nestrec.training.config import RunConfig
 from nestrec.training.listener import Listener
+from nestrec.training.resumption import read_kept
 from nestrec.training.run_folder import FOLLOWING_FILE, RunFolder
 from nestrec.training.session import on_first, together
 from nestrec.training.shared_source import SharedSource
@@ -258,7 +258,7 @@ class StreamFollower:
         """The generation that the run was trained on before it began to follow."""
         file = self._run / FOLLOWING_FILE
         if file.exists():
-            return int(json.loads(file.read_text())["from_generation"])
+            return read_kept(file, lambda plain: int(plain["from_generation"]))
         return self._last_on()
 
     def _last_on(self) -> int:

@@ -134,7 +134,8 @@ def _refuse(kinds: list[str], told: Mapping[str, str], path: Path) -> None:
         f"the checkpoint is of another {' and '.join(kinds)}: {_listed(told)}",
         field="checkpoint",
         value=str(path),
-        remedy="move it out of this run's folder, or train into another one (--output) with its settings",
+        remedy="move it out of this run's folder, or train into another one (--output) with its settings; or undo the "
+        f"change of {path.parent.parent / 'config.json'} if that was edited",
     )
 
 

@@ -38,16 +38,21 @@ _FREE_IN_TASK = (
 
 
 def read_kept(file: Path, read: Callable[[Any], T]) -> T:
-    """What a file of the folder holds; a `DamagedError` where that is no JSON, or not what belongs into it."""
+    """Returns what a file of the folder holds; a `DamagedError` if that is not JSON, or does not belong into it."""
     try:
-        return read(json.loads(file.read_text()))
-    except (ValueError, KeyError, TypeError) as error:
-        raise DamagedError(
-            f"cannot be read: {type(error).__name__}: {error}",
-            field="RUN",
-            value=str(file),
-            remedy="delete this file and start the training of the run again, which writes it anew",
-        ) from error
+        return read(json.loads(file.read_bytes()))
+    except UserError as error:  # about a field of the file, not an option of the command
+        problem = str(error)
+    except OSError as error:
+        problem = error.strerror or str(error)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    raise DamagedError(
+        f"cannot be read: {problem}",
+        field="RUN",
+        value=str(file),
+        remedy="undo the change if it was edited; else delete it and start the training of the run again",
+    )
 
 
 def check_same_data(run: Path, card: Card, *, or_later: bool = False) -> None:
@@ -63,7 +68,8 @@ def check_same_data(run: Path, card: Card, *, or_later: bool = False) -> None:
         return
     if _digests(trained_on) != _digests(card):
         raise UserError(
-            f"is not the data that this run was trained on: that had {_size(trained_on)}, this has {_size(card)}",
+            f"is not the data that this run was trained on ({file}): that had {_size(trained_on)}, this has "
+            f"{_size(card)}",
             field="data.folder",
             value=card.name,
             remedy="name the data it was trained on (--data.folder), or train into another folder (--output)",
@@ -75,13 +81,13 @@ def is_fixed(name: str) -> bool:
     return name.startswith(_FIXED) and not name.endswith(_FREE_IN_TASK)
 
 
-def changes_since(before: RunConfig, now: RunConfig) -> list[str]:
-    """What was changed, in words; a UserError for what may not be changed."""
+def changes_since(before: RunConfig, now: RunConfig, file: Path) -> list[str]:
+    """What was changed, in words; a UserError for what may not be changed. file: what `before` was read from."""
     changes = []
     for name, old, new in _differences(leaves(before), leaves(now)):
         if is_fixed(name):
             raise UserError(
-                f"was {old!r} when this run began, and may not change while it goes on",
+                f"was {old!r} when this run began ({file}), and may not change while it goes on",
                 field=name,
                 value=new,
                 remedy=f"give --{name} {old}, or train into another folder (--output)",

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 import nestrec
-from nestrec.base.config import dumps, from_plain
-from nestrec.base.errors import UserError
+from nestrec.base.config import dumps, from_plain, leaves
+from nestrec.base.errors import UserError, UserErrors
 from nestrec.base.paths import sync_folder
 from nestrec.checkpoint.folders import committed_steps
 from nestrec.data.dataset import Dataset
@@ -56,6 +56,21 @@ class RunFolder:
     @property
     def best(self) -> Path:
         return self.path / "best"
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.json"
+
+    @contextlib.contextmanager
+    def naming_config(self) -> Iterator[None]:
+        """Name config.json in errors about its options inside the block: they were not typed by the user."""
+        try:
+            yield
+        except UserError as error:
+            options = leaves(self.config()) if error.field and not isinstance(error, UserErrors) else {}
+            if any(option == error.field or option.startswith(f"{error.field}.") for option in options):
+                error.add_to_problem(f" (set in {self.config_file})")
+            raise
 
     @property
     def metrics(self) -> Path:
@@ -110,7 +125,7 @@ class RunFolder:
 
         def write() -> None:
             self.path.mkdir(parents=True, exist_ok=True)
-            _replace(self.path / "config.json", dumps(cfg))
+            _replace(self.config_file, dumps(cfg))
             _replace(self.path / "card.json", card_text)
             _replace(self.path / "versions.json", json.dumps(versions(device), indent=2))
 
@@ -144,7 +159,7 @@ class RunFolder:
         self._write(lambda: _replace(self.path / _BEGINNING_FILE, json.dumps(plain, indent=1)))
 
     def config(self) -> RunConfig:
-        file = self.path / "config.json"
+        file = self.config_file
         if not file.exists():
             raise UserError(
                 "is not the folder of a run",
@@ -158,7 +173,7 @@ class RunFolder:
         """With what the run was last started, where it has saved anything."""
         has_any = [bool(committed_steps(folder)) for folder in (self.checkpoints, self.best)]
         is_saved = any(has_any) or any(self.checkpoints.glob("step-*"))  # one that is half written was of this run, too
-        return self.config() if is_saved and (self.path / "config.json").exists() else None
+        return self.config() if is_saved and self.config_file.exists() else None
 
     def record(self, kind: str, **values: Any) -> None:
         """Append a line to metrics.jsonl."""
@@ -179,15 +194,17 @@ class RunFolder:
 
     def lost_after(self, step: int) -> Lost | None:
         """What earlier starts have trained beyond the step that this one goes on from. Known to the writer."""
-        return self._marks.lost(step) if self._is_writer else None
+        lost: list[Lost | None] = [None]
+        self._write(lambda: lost.append(self._marks.lost(step)))
+        return lost[-1]
 
     def forget_after(self, step: int) -> None:
         """Drop lines of steps after the one that is resumed from: they will be written again."""
 
         def rewrite() -> None:
             if self.metrics.exists():
-                kept = [line for line in self.metrics.read_text().splitlines() if _step_of(line) <= step]
-                _replace(self.metrics, "".join(line + "\n" for line in kept))
+                kept = [line for line in self.metrics.read_bytes().splitlines() if _step_of(line) <= step]
+                _replace(self.metrics, b"".join(line + b"\n" for line in kept))
 
         self._write(rewrite)
 
@@ -244,16 +261,16 @@ def versions(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _replace(file: Path, text: str) -> None:
+def _replace(file: Path, content: str | bytes) -> None:
     """A crash in between must not cost what the file held, and where power fails neither: a later start reads it."""
     rewritten = file.with_suffix(".partial")
-    rewritten.write_text(text)
+    rewritten.write_bytes(content.encode() if isinstance(content, str) else content)
     sync_folder(rewritten)
     rewritten.replace(file)
 
 
-def _step_of(line: str) -> int:
+def _step_of(line: bytes) -> int:
     try:
         return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return sys.maxsize  # a line cut off by a crash

@@ -344,7 +344,7 @@ class Trainer:
             return []
         check_same_beginning(self.folder, self._beginning)
         check_same_data(self.folder.path, self.session.dataset.card, or_later=self._follows)
-        return changes_since(before, self._given)
+        return changes_since(before, self._given, self.folder.config_file)
 
     def _settled_variant(self, saved: str | None) -> str | None:
         """How the loss is computed, where that was left open: as the run began, or measured now. Collective."""

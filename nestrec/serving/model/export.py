@@ -141,7 +141,8 @@ def restored_session(run: Path, *, best: bool) -> Iterator[tuple[Session, int]]:
     with contextlib.ExitStack() as held:
         topology = held.enter_context(Topology.lent(lambda: Topology.from_environment("cpu")))
         folder = RunFolder(run)
-        session = Session.open(folder.config(), topology)
+        with folder.naming_config():
+            session = Session.open(folder.config(), topology)
         held.enter_context(contextlib.closing(session.engine))
         restored, _ = RunWeights(session.cfg, folder, topology).restore(best=best)
         check_restored(restored, Identity.of(session.cfg, folder.identity() or identity_of(restored.state)))

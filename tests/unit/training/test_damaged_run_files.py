@@ -1,0 +1,114 @@
+"""Files of a run folder that were torn, edited or replaced: the run is resumed, or an error names the file."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nestrec
+from nestrec.base.errors import UserError
+from nestrec.cli.training import evaluate_run
+from nestrec.distributed import Topology
+from nestrec.library.configured import configured
+from nestrec.testing.tiny_runs import config_of
+from nestrec.training.trainer import Trainer
+
+
+def train(data: Path, run: Path, max_steps: int) -> None:
+    more = {"training.max_steps": max_steps, "training.checkpoint_every_steps": 2}
+    Trainer(config_of("hstu", data, more), run, Topology.single("cpu")).train()
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("trained") / "run"
+    train(tiny_data, run, 4)
+    return run
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> Path:
+    copy: Path = shutil.copytree(trained, tmp_path / "run")
+    return copy
+
+
+def edit(file: Path, name: str, value: Any) -> None:
+    plain = json.loads(file.read_text())
+    inner = plain
+    *parts, last = name.split(".")
+    for part in parts:
+        inner = inner[part]
+    inner[last] = value
+    file.write_text(json.dumps(plain))
+
+
+def test_torn_metrics_do_not_stop_a_resumed_run(tiny_data: Path, run: Path) -> None:
+    metrics = run / "metrics.jsonl"
+    before = metrics.read_bytes()
+    infinite = b'{"kind": "step", "step": 1e999}\n'
+    metrics.write_bytes(before + infinite + b'{"kind": "step", "step": 1, "text": "\xff\xfe')
+    train(tiny_data, run, 6)
+    rewritten = metrics.read_bytes()
+    assert rewritten.startswith(before)
+    assert b"resumed from step 4" in rewritten
+    assert b"\xff" not in rewritten
+    assert b"1e999" not in rewritten
+
+
+@pytest.mark.parametrize("name", ["card.json", "config.json", "identity.json", "metrics.jsonl", "progress"])
+def test_folder_in_place_of_a_run_file_is_named(tiny_data: Path, run: Path, name: str) -> None:
+    (run / name).unlink()
+    (run / name).mkdir()
+    with pytest.raises(UserError, match="Is a directory") as refused:
+        train(tiny_data, run, 6)
+    assert refused.value.field == "RUN"
+    assert str(refused.value.value).startswith(str(run / name.partition(".")[0]))
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "value"),
+    [
+        ("config.json", "training.epochs", "many"),
+        ("config.json", "training.epoch", 3),
+        ("config.json", "task.encoder.dim", -8),
+        ("config.json", "batch.batch_samples", 32),
+        ("config.json", "task.encoder.dim", 16),
+        ("config.json", "data", None),
+        ("config.json", "task.encoder.head_dim", 3),
+        ("card.json", "counts.users", "many"),
+        ("card.json", "counts", {}),
+        ("card.json", "files", []),
+    ],
+)
+def test_edited_run_file_is_named(tiny_data: Path, run: Path, file: str, name: str, value: Any) -> None:
+    edit(run / file, name, value)
+    uses: list[Callable[[], object]] = [
+        lambda: evaluate_run(run, "test", best=True),
+        lambda: train(tiny_data, run, 6),
+    ]
+    if file == "config.json":
+        uses.append(lambda: nestrec.load(run))
+    for use in uses:
+        with pytest.raises(UserError) as refused:
+            use()
+        assert str(run / file) in str(refused.value)
+
+
+@pytest.mark.parametrize(("name", "value"), [("training.epochs", "many"), ("training.epoch", 3)])
+def test_edited_config_that_is_trained_is_named(run: Path, name: str, value: Any) -> None:
+    edit(run / "config.json", name, value)
+    with pytest.raises(UserError) as refused:
+        configured(str(run / "config.json"))
+    assert str(run / "config.json") in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["card.json", "parameters.json"])
+def test_damaged_file_of_a_starting_run_is_named(tiny_data: Path, run: Path, tmp_path: Path, name: str) -> None:
+    (run / name).write_bytes(b'{"\xff')
+    cfg = config_of("hstu", tiny_data, {"training.max_steps": 2})
+    with pytest.raises(UserError) as refused:
+        Trainer(cfg, tmp_path / "new", Topology.single("cpu"), start_from=run)
+    assert str(run / name) in str(refused.value)
