@@ -8,6 +8,7 @@ Unknown names and wrong types are errors that name the field and suggest the rem
 import dataclasses
 import enum
 import json
+import math
 from collections.abc import Mapping
 from typing import Any, TypeVar, dataclass_transform
 
@@ -15,7 +16,7 @@ from nestrec.base.bounds import Bound, OneOf, check_limits, limits_of
 from nestrec.base.conversion import from_plain, join
 from nestrec.base.overriding import with_overrides
 
-__all__ = ["config", "dumps", "from_plain", "leaves", "to_plain", "with_overrides"]
+__all__ = ["config", "dumps", "from_plain", "leaves", "standard_json", "to_plain", "with_overrides"]
 
 T = TypeVar("T")
 
@@ -67,3 +68,16 @@ def leaves(value: Any, where: str = "") -> dict[str, Any]:
 def dumps(value: Any) -> str:
     """Readable JSON of a config; `from_plain(type(value), json.loads(...))` gives it back."""
     return json.dumps(to_plain(value), indent=2)
+
+
+def standard_json(plain: Any, *, indent: int | None = None) -> str:
+    """Returns JSON that every parser reads: NaN and infinity, which it does not have, are written as null."""
+    return json.dumps(_finite(plain), indent=indent, allow_nan=False)
+
+
+def _finite(plain: Any) -> Any:
+    if isinstance(plain, Mapping):
+        return {name: _finite(value) for name, value in plain.items()}
+    if isinstance(plain, list | tuple):
+        return [_finite(value) for value in plain]
+    return None if isinstance(plain, float) and not math.isfinite(plain) else plain

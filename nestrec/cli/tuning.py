@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from nestrec.base.clock import Clock, RealClock
+from nestrec.base.config import standard_json
 from nestrec.base.errors import Mistakes, UserError
 from nestrec.base.exit_codes import INTERRUPTED
 from nestrec.data.card import CARD_FILE, Card
@@ -213,7 +214,7 @@ def _keep_search(folder: Path, said: Mapping[str, str]) -> None:
                 remedy=f"name another folder, or say the same as then (now: {said.get(name, 'none')})",
             )
     mistakes.raise_all()
-    file.write_text(json.dumps({**before, **said}, indent=2) + "\n")
+    file.write_text(standard_json({**before, **said}, indent=2) + "\n")
 
 
 def about_tries(recipe: str, given: Overrides, data: Path) -> dict[str, str]:
@@ -244,7 +245,7 @@ def _keep_best(study: Any, search: Mapping[str, Range | Choices], folder: Path) 
     }
     found = Tuned(overrides=overrides, score=best.value, tries=_num_scored(study), folder=folder / run_name(overrides))
     plain = {"score": found.score, "tries": found.tries, "overrides": overrides, "run": found.folder.name}
-    (folder / BEST_FILE).write_text(json.dumps(plain, indent=2) + "\n")
+    (folder / BEST_FILE).write_text(standard_json(plain, indent=2) + "\n")
     return found
 
 

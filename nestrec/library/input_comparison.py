@@ -17,6 +17,7 @@ from nestrec.base.config import config, from_plain, to_plain
 from nestrec.base.errors import UserError, did_you_mean
 from nestrec.library.configured import configured
 from nestrec.library.runs import train
+from nestrec.report.evaluations import read_evaluation
 from nestrec.training.config import RunConfig
 from nestrec.training.recipes import recipe
 from nestrec.training.recipes.auto import NAME as AUTO
@@ -143,8 +144,8 @@ def runs_of(cfg: InputComparison, name: str) -> dict[str, list[Path]]:
 
 def tested(run: Path) -> Tested:
     """What the test of a run wrote."""
-    found, made = (json.loads((run / file).read_text()) for file in ("eval/test.json", "config.json"))
-    return {**found, "name": made["name"], "task": made["task"]["kind"]}
+    made = json.loads((run / "config.json").read_text())
+    return {**read_evaluation(run / "eval" / "test.json"), "name": made["name"], "task": made["task"]["kind"]}
 
 
 def rows_of(name: str, experiment: Experiment, found: Mapping[str, Sequence[Tested]]) -> Iterator[Row]:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 import nestrec
-from nestrec.base.config import dumps, from_plain, leaves
+from nestrec.base.config import dumps, from_plain, leaves, standard_json
 from nestrec.base.errors import UserError, UserErrors
 from nestrec.base.paths import sync_folder
 from nestrec.checkpoint.folders import committed_steps
@@ -127,7 +127,7 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             _replace(self.config_file, dumps(cfg))
             _replace(self.path / "card.json", card_text)
-            _replace(self.path / "versions.json", json.dumps(versions(device), indent=2))
+            _replace(self.path / "versions.json", standard_json(versions(device), indent=2))
 
         self._write(write)
 
@@ -142,7 +142,7 @@ class RunFolder:
 
     def name(self, identity: Identity) -> None:
         """Write what the run is called and how it goes on."""
-        text = json.dumps(identity.to_plain(), indent=1)
+        text = standard_json(identity.to_plain(), indent=1)
         self._write(lambda: _replace(self.path / _IDENTITY_FILE, text))
 
     def began_from(self) -> str | None:
@@ -152,11 +152,11 @@ class RunFolder:
 
     def write_following(self, plain: dict[str, Any]) -> None:
         """From where the run follows a stream."""
-        self._write(lambda: _replace(self.path / FOLLOWING_FILE, json.dumps(plain, indent=1)))
+        self._write(lambda: _replace(self.path / FOLLOWING_FILE, standard_json(plain, indent=1)))
 
     def write_beginning(self, plain: dict[str, Any]) -> None:
         """What the run was begun from."""
-        self._write(lambda: _replace(self.path / _BEGINNING_FILE, json.dumps(plain, indent=1)))
+        self._write(lambda: _replace(self.path / _BEGINNING_FILE, standard_json(plain, indent=1)))
 
     def config(self) -> RunConfig:
         file = self.config_file
@@ -180,7 +180,7 @@ class RunFolder:
 
         def append() -> None:
             with self.metrics.open("a") as lines:
-                lines.write(json.dumps({"kind": kind, **values}) + "\n")
+                lines.write(standard_json({"kind": kind, **values}) + "\n")
 
         self._write(append)
 
@@ -216,7 +216,7 @@ class RunFolder:
     def write_parameters(self, dense: int, tables: Sequence[TableConfig]) -> None:
         """How large the model is; a dynamic table has no number of rows."""
         of_tables = {table.name: {"rows": table.num_rows, "dim": table.dim} for table in tables}
-        text = json.dumps({"dense": dense, "tables": of_tables}, indent=2)
+        text = standard_json({"dense": dense, "tables": of_tables}, indent=2)
         self._write(lambda: _replace(self.path / "parameters.json", text))
 
     def write_window(self, window: TimeWindow, metrics: Mapping[str, Interval], step: int) -> None:
@@ -241,7 +241,7 @@ class RunFolder:
             folder.mkdir(exist_ok=True)
             np.savez_compressed(folder / f"{evaluation.part}.npz", allow_pickle=False, **evaluation.details)
             (folder / f"{evaluation.part}.json").write_text(
-                json.dumps({"step": step, **evaluation.to_plain()}, indent=2)
+                standard_json({"step": step, **evaluation.to_plain()}, indent=2)
             )
 
         self._write(write)

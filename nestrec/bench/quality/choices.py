@@ -23,6 +23,7 @@ from nestrec.bench.bench import Bench, More, Row, Shown
 from nestrec.bench.quality.quality import short_rows, trained_on
 from nestrec.library.configured import configured
 from nestrec.library.runs import topology_of
+from nestrec.report.evaluations import read_evaluation
 from nestrec.report.quality import comparison_rows, quality_rows
 from nestrec.report.ranks import has_ranks
 from nestrec.training.run_digest import run_digest
@@ -179,7 +180,7 @@ def _trained(bench: ChoicesBench, name: str, given: dict[str, str], seed: int, r
             found = {"steps": trainer.train().step, **(_counters(trainer, bench.table) if bench.table else {})}
             trainer.evaluate("test")
         counted.write_text(json.dumps(found))
-    tested = json.loads((run / "eval" / "test.json").read_text())["metrics"]["model"]
+    tested = read_evaluation(run / "eval" / "test.json")["metrics"]["model"]
     return {
         **json.loads(counted.read_text()),
         "metrics": {name: round(values[0], 5) for name, values in tested.items()},

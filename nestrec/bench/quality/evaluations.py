@@ -12,6 +12,7 @@ from typing import Any
 from nestrec.base.config import config
 from nestrec.base.errors import UserError
 from nestrec.bench.bench import Bench
+from nestrec.report.evaluations import read_evaluation
 
 
 def evaluation_rows(runs: Sequence[Path]) -> list[dict[str, Any]]:
@@ -24,7 +25,8 @@ def _rows_of(run: Path) -> Iterator[dict[str, Any]]:
     if not tested.exists():
         remedy = "let `nestrec train` finish, or run `nestrec eval`"
         raise UserError("has not been measured on its test part", field="RUN", value=str(run), remedy=remedy)
-    config, card, found = (json.loads(p.read_text()) for p in (run / "config.json", run / "card.json", tested))
+    config, card = (json.loads(p.read_text()) for p in (run / "config.json", run / "card.json"))
+    found = read_evaluation(tested)
     for system, metrics in found["metrics"].items():
         row = {"recipe": config["name"], "dataset": card["name"], "seed": config["training"]["seed"], "system": system}
         for name, (mean, low, high) in metrics.items():

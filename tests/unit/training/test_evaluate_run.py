@@ -8,12 +8,18 @@ import pytest
 from typer.testing import CliRunner
 
 from nestrec.base.errors import DamagedError
+from nestrec.bench.quality.evaluations import evaluation_rows
 from nestrec.cli.app import app
 from nestrec.cli.report import sample_recommendations
 from nestrec.cli.training import evaluate_run
 from nestrec.data.prepare.preparation import prepare
 from nestrec.distributed import Topology
+from nestrec.library import input_comparison
+from nestrec.report.run_folder import best_evaluation, load_run
+from nestrec.tasks.metrics import Interval
+from nestrec.tasks.task import Evaluation
 from nestrec.testing.tiny_runs import config_of
+from nestrec.training.run_folder import RunFolder
 from nestrec.training.trainer import Trainer
 
 
@@ -35,6 +41,32 @@ def test_eval_keeps_the_result_of_the_best_epoch_as_train_does(
         by_eval = kept["rank/model"]
     expected = trainer.evaluate("test").details["rank/model"]
     assert np.array_equal(by_eval, expected)
+
+
+def refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def test_evaluation_without_a_value_is_standard_json(tiny_data: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({"name": "r", "task": {"kind": "ranking"}, "training": {"seed": 7}})
+    )
+    (tmp_path / "card.json").write_text(json.dumps({"name": "d"}))
+    auc = Interval(float("nan"), float("nan"), float("inf"))
+    hit = Interval(0.5, float("nan"), float("nan"))
+    folder = RunFolder(tmp_path)
+    for part in ("valid", "test"):
+        folder.write_evaluation(Evaluation(part, "auc", {"model": {"auc": auc, "hr@1": hit}}), 3, 1)
+    for text in [(tmp_path / "eval" / "test.json").read_text(), *(tmp_path / "metrics.jsonl").read_text().splitlines()]:
+        metrics = json.loads(text, parse_constant=refuse)["metrics"]["model"]
+        assert metrics == {"auc": [None, None, None], "hr@1": [0.5, None, None]}
+    mean, low, high = input_comparison.tested(tmp_path)["metrics"]["model"]["hr@1"]
+    assert mean == 0.5
+    assert np.isnan([low, high, *input_comparison.tested(tmp_path)["metrics"]["model"]["auc"]]).all()
+    assert best_evaluation(load_run(tmp_path)) is not None
+    (row,) = evaluation_rows([tmp_path])
+    assert row["hr@1"] == 0.5
+    assert not [name for name in row if name.endswith("_interval")]
 
 
 def test_damaged_best_weights_name_the_last_ones_that_could_serve(tiny_data: Path, tmp_path: Path) -> None:
