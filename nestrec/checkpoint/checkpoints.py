@@ -406,7 +406,7 @@ class Checkpoints:
         """Delete what need not be kept. A failure here costs disk space only, so it is reported and not raised."""
         steps = committed_steps(self._folder)
         try:
-            for step in steps_to_delete(steps, self._keep, {step: self._base_of(step) for step in steps}):
+            for step in steps_to_delete(steps, self._keep, self._bases(steps)):
                 path = folder_of(self._folder, step)
                 doomed = path.with_name(path.name + ".deleted")
                 rename_folder(path, doomed)
@@ -415,12 +415,14 @@ class Checkpoints:
         except OSError as error:
             self._report(f"an old checkpoint could not be deleted: {error}")
 
-    def _base_of(self, step: int) -> int | None:
-        try:
-            base = read_manifest(folder_of(self._folder, step)).base
-        except DamagedError:
-            return None
-        return None if base is None else base.step
+    def _bases(self, steps: list[int]) -> dict[int, int | None]:
+        """Returns what checkpoints build on, by step; those that cannot be read are left out."""
+        bases: dict[int, int | None] = {}
+        for step in steps:
+            with contextlib.suppress(DamagedError):
+                base = read_manifest(folder_of(self._folder, step)).base
+                bases[step] = None if base is None else base.step
+        return bases
 
 
 def _partial(path: Path) -> Path:

@@ -46,11 +46,17 @@ def leftovers(parent: Path) -> list[Path]:
 
 
 def steps_to_delete(steps: list[int], keep: int, base_of: Mapping[int, int | None]) -> list[int]:
-    """All but the last `keep` steps and what they build on (`base_of` gives the base of an incremental one)."""
+    """All but the last `keep` steps and what they build on.
+
+    base_of: the base of an incremental checkpoint, or None. If a checkpoint that stays is missing here, because it
+    could not be read, all earlier ones stay: it may build on any of them.
+    """
     needed: set[int] = set()
     for step in steps[-keep:]:
         ancestor: int | None = step
         while ancestor is not None and ancestor not in needed:
             needed.add(ancestor)
+            if ancestor not in base_of:
+                needed.update(earlier for earlier in steps if earlier < ancestor)
             ancestor = base_of.get(ancestor)
     return [step for step in steps if step not in needed]

@@ -291,3 +291,23 @@ def test_large_numbers_are_saved_although_their_sum_overflows(tmp_path: Path) ->
     assert verify(tmp_path / "step-00000001") == []
     with pytest.raises(NonFiniteError, match=r"the dense weights .* are not finite \(c\)"):
         Checkpoints(tmp_path).save(2, Content(tensors={**tensors, "c": torch.tensor([1.0, float("nan")])}))
+
+
+def test_retention_keeps_what_an_unreadable_checkpoint_may_need(tmp_path: Path) -> None:
+    """Storage may fail for a moment, and the checkpoint that could not be read may build on an older one."""
+    checkpoints = Checkpoints(tmp_path, keep=2, max_deltas=1)
+    for step in (1, 2):
+        base = checkpoints.base_for_next()
+        checkpoints.save(step, Content(tables={"items": [make_rows([step], 1.0)]}, base=base))
+    manifest = tmp_path / "step-00000002" / "manifest.json"
+    content = manifest.read_bytes()
+    manifest.unlink()
+    manifest.symlink_to(manifest.name)  # too many levels of links
+    later = Checkpoints(tmp_path, keep=2)
+    later.save(3, Content(tables={"items": [make_rows([3], 1.0)]}))
+    assert later.steps() == [1, 2, 3]
+    manifest.unlink()
+    manifest.write_bytes(content)
+    assert set(values_of(later.restore(2), "items")) == {1, 2}
+    later.save(4, Content(tables={"items": [make_rows([4], 1.0)]}))
+    assert later.steps() == [3, 4]
