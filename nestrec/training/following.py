@@ -33,6 +33,7 @@ from nestrec.training.config import RunConfig
 from nestrec.training.listener import Listener
 from nestrec.training.resumption import read_kept
 from nestrec.training.run_folder import FOLLOWING_FILE, RunFolder
+from nestrec.training.saving import RunWeights
 from nestrec.training.session import on_first, together
 from nestrec.training.shared_source import SharedSource
 from nestrec.training.state import TrainState
@@ -93,7 +94,8 @@ class StreamFollower:
         self._listener = listener or Listener()
         self._cfg = cfg or RunFolder(run).config()
         self._folder = Path(self._cfg.data.folder)
-        generation = all_gather_json(topology.control, on_first(topology, self._reached))[0]
+        last = RunWeights(self._cfg, RunFolder(run), topology, report=self._listener.warned).last
+        generation = all_gather_json(topology.control, on_first(topology, lambda: self._reached(last)))[0]
         self.trainer = Trainer(
             self._cfg, run, topology, listener, window_hooks=window_hooks, generation=int(generation)
         )
@@ -246,13 +248,12 @@ class StreamFollower:
         self.trainer.folder.record("event", step=self.trainer.state.step, text=text)
         self._listener.warned(text)
 
-    def _reached(self) -> int:
+    def _reached(self, last: Checkpoints) -> int:
         """The generation that the run has come to, by its newest checkpoint, or else where it began to follow."""
         self._last_on()  # of which the ids mean what they meant
-        checkpoints = Checkpoints(self._run / "checkpoints")
-        saved = [checkpoints.state(step) for step in checkpoints.steps()]
-        found = [TrainState.from_plain(state["train"]).generation for state in saved if state is not None]
-        return found[-1] if found and found[-1] is not None else self._first()
+        state = last.newest_state()
+        generation = None if state is None else TrainState.from_plain(state["train"]).generation
+        return self._first() if generation is None else generation
 
     def _first(self) -> int:
         """The generation that the run was trained on before it began to follow."""

@@ -143,6 +143,21 @@ def test_a_run_that_has_followed_is_used_as_it_is_now_and_not_as_it_was_at_its_b
         assert Beginning.of(run, trainer.session).load(trainer.session, print)[0].step == state.step
 
 
+def test_follow_resumes_from_the_checkpoint_address(base: tuple[Path, Path], tmp_path: Path) -> None:
+    run = copied(*base, tmp_path)
+    config = json.loads((run / "config.json").read_text())
+    config["training"]["checkpoint_address"] = str(tmp_path / "there")
+    (run / "config.json").write_text(json.dumps(config))
+    shutil.copytree(run / "checkpoints", tmp_path / "there" / "checkpoints")
+    drop_files(tmp_path / "events", stream_events(80), events_a_file=20)
+    follow(str(tmp_path / "events"), run, BY_COUNT)
+    before = run_digest(run)
+    shutil.rmtree(run / "checkpoints")
+    follower = follow(str(tmp_path / "events"), run, BY_COUNT)
+    assert follower.trainer.state.generation == 2
+    assert run_digest(run) == before
+
+
 def test_one_event_of_a_wrong_clock_is_set_aside_and_told_of(base: tuple[Path, Path], tmp_path: Path) -> None:
     """It closed every window from then on."""
     events = stream_events(100)
