@@ -46,7 +46,7 @@ def leftovers(parent: Path) -> list[Path]:
 
 
 def steps_to_delete(steps: list[int], keep: int, base_of: Mapping[int, int | None]) -> list[int]:
-    """All but the last `keep` steps and what they build on.
+    """Returns all but the last `keep` steps and what they build on.
 
     base_of: the base of an incremental checkpoint, or None. If a checkpoint that stays is missing here, because it
     could not be read, all earlier ones stay: it may build on any of them.

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -23,9 +23,9 @@ import torch
 
 from nestrec.base.bounds import Count
 from nestrec.base.config import config, from_plain, to_plain
-from nestrec.base.errors import UserError
+from nestrec.base.errors import DamagedError, UserError
 from nestrec.base.failpoints import fail_point
-from nestrec.base.paths import check_file, told_if_unwritable
+from nestrec.base.paths import check_file, sync_folder, told_if_unwritable
 from nestrec.distributed import Topology
 from nestrec.distributed.exchange import barrier
 from nestrec.library.asking import plain_values
@@ -37,6 +37,7 @@ from nestrec.serving.model.retrieval_form import RetrievalForm
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.users.columns import ReadUser, UserColumns
 
+T = TypeVar("T")
 JOB_FILE = "job.json"
 _DIGESTS = ("model", "users")
 """of a job: what nobody reads"""
@@ -148,7 +149,7 @@ class BatchRecommender:
                 fail_point("batch.part_written")
         barrier(self._topology.control)
         if self._topology.is_first:
-            tables = [pq.read_table(file) for file in files] or [compute([])]
+            tables = [_read(file, pq.read_table) for file in files] or [compute([])]
             self.num_without = sum(_num_without(table) for table in tables)
             _write_output(output, tables)
             shutil.rmtree(parts)
@@ -166,7 +167,7 @@ class BatchRecommender:
                 with _whole(parts / JOB_FILE, ".writing") as temporary:
                     temporary.write_text(text)
         barrier(self._topology.control)
-        begun = json.loads((parts / JOB_FILE).read_text())
+        begun = _read(parts / JOB_FILE, _read_job)
         if others := sorted(name for name in begun.keys() | job.keys() if begun.get(name) != job.get(name)):
             shown = [f"{name} {begun.get(name)}" for name in others if name not in _DIGESTS]
             named = ", ".join([*(f"other {name}" for name in others if name in _DIGESTS), *shown])
@@ -236,6 +237,24 @@ def _named(output: Path | str, suffixes: tuple[str, ...]) -> Path:
     return Path(output)
 
 
+def _read(file: Path, read: Callable[[Path], T]) -> T:
+    """Returns what an earlier start of a job has written to a file."""
+    try:
+        return read(file)
+    except (OSError, ValueError) as error:  # errors of Arrow are values that it cannot read
+        remedy = "delete it and start the job again, which writes it again"
+        if file.name == JOB_FILE:
+            remedy = f"delete {file.parent} and start the job again, from its beginning"
+        raise DamagedError(f"cannot be read: {error}", field="part", value=str(file), remedy=remedy) from error
+
+
+def _read_job(file: Path) -> dict[str, Any]:
+    job = json.loads(file.read_bytes())
+    if not isinstance(job, dict):
+        raise ValueError("it holds no named fields")
+    return job
+
+
 def _num_without(table: pa.Table) -> int:
     if "items" in table.column_names:
         return int(pc.sum(pc.equal(pc.list_value_length(table["items"]), 0)).as_py() or 0)
@@ -281,6 +300,7 @@ def _whole(path: Path, suffix: str) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}{suffix}")
     try:
         yield temporary
+        sync_folder(temporary)  # a later start of the job counts on it, also after a power failure
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
