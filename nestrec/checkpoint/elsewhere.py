@@ -5,6 +5,7 @@ A checkpoint is there when its manifest is, which is written last. Each rank cop
 back its share; every file is compared with its digest on both ways.
 """
 
+import contextlib
 import hashlib
 import json
 import time
@@ -66,17 +67,8 @@ class Elsewhere:
         Raises:
             UserError: the storage did not answer, which must not be mistaken for an address without checkpoints.
         """
-        try:
+        with _refusing(self.address):
             return [self._copy(step) for step in self._steps()]
-        except UserError:
-            raise
-        except Exception as error:  # some file systems of fsspec raise errors of their own
-            raise UserError(
-                f"cannot be read: {type(error).__name__}: {error}",
-                field=FIELD,
-                value=self.address,
-                remedy="start again when the storage answers; nothing was changed there",
-            ) from error
 
     def send(self, path: Path, kept: list[int]) -> None:
         """Copy a checkpoint and what it builds on, as far as that is not there; then delete all but the kept steps.
@@ -250,6 +242,31 @@ def damaged_elsewhere(address: str, problems: Mapping[int, str]) -> DamagedError
         value=address,
         remedy="restore the damaged files; or, to start over, name another address or move these checkpoints away",
     )
+
+
+def read_at(address: str, name: str) -> bytes | None:
+    """Returns the content of a file at the address, or None if it does not exist; a `UserError` as for `copies`."""
+    with _refusing(address):
+        try:
+            return _patiently(partial(place_of(address).read, name))
+        except FileNotFoundError:
+            return None
+
+
+@contextlib.contextmanager
+def _refusing(address: str) -> Iterator[None]:
+    """A storage that cannot be read is a `UserError`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # some file systems of fsspec raise errors of their own
+        raise UserError(
+            f"cannot be read: {type(error).__name__}: {error}",
+            field=FIELD,
+            value=address,
+            remedy="start again when the storage answers; nothing was changed there",
+        ) from error
 
 
 def _patiently(read: Callable[[], T]) -> T:

@@ -39,8 +39,13 @@ _FREE_IN_TASK = (
 
 def read_kept(file: Path, read: Callable[[Any], T]) -> T:
     """Returns what a file of the folder holds; a `DamagedError` if that is not JSON, or does not belong into it."""
+    return read_json(file.read_bytes, file, read)
+
+
+def read_json(content: Callable[[], bytes], where: Path | str, read: Callable[[Any], T]) -> T:
+    """The same, of a file wherever it is stored."""
     try:
-        return read(json.loads(file.read_bytes()))
+        return read(json.loads(content()))
     except UserError as error:  # about a field of the file, not an option of the command
         problem = str(error)
     except OSError as error:
@@ -50,7 +55,7 @@ def read_kept(file: Path, read: Callable[[Any], T]) -> T:
     raise DamagedError(
         f"cannot be read: {problem}",
         field="RUN",
-        value=str(file),
+        value=str(where),
         remedy="undo the change if it was edited; else delete it and start the training of the run again",
     )
 
@@ -64,11 +69,16 @@ def check_same_data(run: Path, card: Card, *, or_later: bool = False) -> None:
     if not file.exists():
         return
     trained_on = read_kept(file, partial(from_plain, Card))
+    refuse_other_data(trained_on, card, file, or_later=or_later)
+
+
+def refuse_other_data(trained_on: Card, card: Card, where: Path | str, *, or_later: bool) -> None:
+    """Raise a UserError if a run was trained on other data than that of `card`. where: the run's own card."""
     if or_later and (card.generation_of(trained_on) or trained_on.generation_of(card)) is not None:
         return
     if _digests(trained_on) != _digests(card):
         raise UserError(
-            f"is not the data that this run was trained on ({file}): that had {_size(trained_on)}, this has "
+            f"is not the data that this run was trained on ({where}): that had {_size(trained_on)}, this has "
             f"{_size(card)}",
             field="data.folder",
             value=card.name,

@@ -3,13 +3,16 @@
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
+from nestrec.base.config import dumps, from_plain
 from nestrec.base.errors import DamagedError, UserError
 from nestrec.checkpoint import IDENTITY, Checkpoints, Peers, Restored
-from nestrec.checkpoint.elsewhere import damaged_elsewhere
+from nestrec.checkpoint.elsewhere import damaged_elsewhere, read_at
 from nestrec.checkpoint.folders import folder_of
 from nestrec.checkpoint.places import place_of
+from nestrec.data.card import CARD_FILE, Card
 from nestrec.distributed import Topology
 from nestrec.distributed.exchange import all_gather_json
 from nestrec.training.config import RunConfig
@@ -22,6 +25,7 @@ from nestrec.training.identity import (
     is_of_another_course,
 )
 from nestrec.training.listener import Listener
+from nestrec.training.resumption import read_json, refuse_other_data
 from nestrec.training.run_folder import RunFolder
 from nestrec.training.session import Session, on_first
 from nestrec.training.state import TrainState
@@ -92,6 +96,27 @@ class RunWeights:
         """Returns the newest checkpoint that is whole, or None if there is none."""
         on_first(self._topology, lambda: self._check_before_fetched(checkpoints))
         return checkpoints.restore_latest(take)
+
+    def check_data(self, card: Card) -> None:
+        """Refuse an address whose run was trained on other data, if the run folder does not know its data. Local."""
+        address = self._cfg.training.checkpoint_address
+        if not address or (self._folder.path / CARD_FILE).exists():
+            return
+        where = f"{address.rstrip('/')}/{CARD_FILE}"
+        content = read_at(address, CARD_FILE)
+        if content is not None:
+            trained_on = read_json(lambda: content, where, partial(from_plain, Card))
+            refuse_other_data(trained_on, card, where, or_later=True)
+
+    def send_card(self, card: Card) -> None:
+        """Store the card of the data at the address, for a run that is resumed on another machine. Local."""
+        address = self._cfg.training.checkpoint_address
+        if not address:
+            return
+        try:
+            place_of(address).replace(CARD_FILE, dumps(card).encode())
+        except Exception as error:  # some file systems of fsspec raise errors of their own
+            self._report(f"{CARD_FILE} could not be copied to {address}: {type(error).__name__}: {error}")
 
     def secure_best(self, step: int) -> bool:
         """Make sure that RUN/best holds the best weights, those of a step: they are fetched from the address, or shared
@@ -189,6 +214,7 @@ class Saving:
     def find_last(self) -> TrainState | None:
         """The session as last saved, or none where nothing was saved yet."""
         self._wait()
+        on_first(self._session.topology, lambda: self._weights.check_data(self._session.dataset.card))
         restored = self._weights.newest(self._last, self._take)
         return None if restored is None else self._session.settle(restored)
 
@@ -206,6 +232,7 @@ class Saving:
         the state names are lost, the best of the epochs to come is saved."""
         self._folder.name(self._mine)
         topology = self._session.topology
+        on_first(topology, lambda: self._weights.send_card(self._session.dataset.card))
         steps = all_gather_json(topology.control, self._best_steps() if topology.is_first else None)[0]
         for step, is_foreign in steps:
             if is_foreign:

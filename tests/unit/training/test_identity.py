@@ -1,5 +1,6 @@
 """A checkpoint names its run, seed, model and course: another's is refused or set aside, and never measured."""
 
+import dataclasses
 import shutil
 import threading
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ import pytest
 from nestrec.base.errors import DamagedError, UserError
 from nestrec.base.failpoints import armed
 from nestrec.checkpoint import Checkpoints, SaveError
+from nestrec.data.synthetic.logs import generate, preset
 from nestrec.distributed import Topology
 from nestrec.serving.model.export import export_run
 from nestrec.testing.tiny_runs import config_of
@@ -231,6 +233,20 @@ def test_an_address_of_another_seed_is_told_with_the_address_and_nothing_of_it_i
         trainer_of(tiny_data, other, {**elsewhere, "training.seed": 7}).train()
     assert refused.value.field == "training.checkpoint_address"
     assert not list(other.glob("*/step-*"))
+
+
+def test_address_of_a_run_on_other_data_is_refused(tiny_data, tmp_path):
+    other = dataclasses.replace(preset("tiny", num_users=40, num_items=60), num_topics=1, max_length=24, seed=7)
+    generate(other, tmp_path / "data" / "sequences")
+    elsewhere = {"training.checkpoint_address": str(tmp_path / "there"), "training.max_steps": 2}
+    trainer_of(tiny_data, tmp_path / "one", elsewhere).train()
+    copied = contents_of(tmp_path / "there")
+    with pytest.raises(UserError, match="is not the data that this run was trained on") as refused:
+        trainer_of(tmp_path / "data", tmp_path / "two", elsewhere).train()
+    assert str(tmp_path / "there" / "card.json") in refused.value.problem
+    assert contents_of(tmp_path / "there") == copied
+    assert not list((tmp_path / "two").rglob("step-*"))
+    trainer_of(tiny_data, tmp_path / "two", elsewhere).train()
 
 
 def contents_of(folder: Path) -> dict[str, bytes]:
