@@ -255,7 +255,7 @@ def read_at(address: str, name: str) -> bytes | None:
 
 @contextlib.contextmanager
 def _refusing(address: str) -> Iterator[None]:
-    """A storage that cannot be read is a `UserError`."""
+    """Raise a `UserError` if the storage cannot be read."""
     try:
         yield
     except UserError:

@@ -17,10 +17,10 @@ from nestrec.base.config import config, from_plain, to_plain
 from nestrec.base.errors import UserError, did_you_mean
 from nestrec.library.configured import configured
 from nestrec.library.runs import train
-from nestrec.report.evaluations import read_evaluation
 from nestrec.training.config import RunConfig
 from nestrec.training.recipes import recipe
 from nestrec.training.recipes.auto import NAME as AUTO
+from nestrec.training.run_folder import read_evaluation
 
 KUAIRAND_USERS = (
     "active_degree", "is_video_author", "follow_user_num_range", "fans_user_num_range", "register_days_range",

@@ -1,10 +1,8 @@
 """Reading plain evaluation records: values, the order of metrics, and how the model stands beside its best baseline."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from nestrec.report.formats import as_number
@@ -13,18 +11,6 @@ Metrics = Mapping[str, Mapping[str, Any]]
 """system to metric to [mean, low, high]"""
 Outcome = Literal["wins", "unclear", "loses"]
 _SHORT: dict[Outcome, str] = {"unclear": "no clear lead", "loses": "BEHIND"}
-
-
-def read_evaluation(file: Path) -> dict[str, Any]:
-    """Returns what RUN/eval holds of a part; a number that is null there is NaN."""
-    found: dict[str, Any] = _with_nan(json.loads(file.read_text()))
-    return found
-
-
-def _with_nan(plain: Any) -> Any:
-    if isinstance(plain, dict):
-        return {name: _with_nan(value) for name, value in plain.items()}
-    return [math.nan if value is None else value for value in plain] if isinstance(plain, list) else plain
 
 
 def as_interval(value: Any) -> tuple[float, float, float]:

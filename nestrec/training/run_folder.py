@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import json
+import math
 import os
 import platform
 import sys
@@ -245,6 +246,18 @@ class RunFolder:
             )
 
         self._write(write)
+
+
+def read_evaluation(file: Path) -> dict[str, Any]:
+    """Returns what RUN/eval holds of a part; a number that is null there is NaN."""
+    found: dict[str, Any] = _with_nan(json.loads(file.read_text()))
+    return found
+
+
+def _with_nan(plain: Any) -> Any:
+    if isinstance(plain, dict):
+        return {name: _with_nan(value) for name, value in plain.items()}
+    return [math.nan if value is None else value for value in plain] if isinstance(plain, list) else plain
 
 
 def versions(device: torch.device) -> dict[str, Any]:

@@ -23,10 +23,10 @@ from nestrec.bench.bench import Bench, More, Row, Shown
 from nestrec.bench.quality.quality import short_rows, trained_on
 from nestrec.library.configured import configured
 from nestrec.library.runs import topology_of
-from nestrec.report.evaluations import read_evaluation
 from nestrec.report.quality import comparison_rows, quality_rows
 from nestrec.report.ranks import has_ranks
 from nestrec.training.run_digest import run_digest
+from nestrec.training.run_folder import read_evaluation
 from nestrec.training.trainer import Trainer
 
 COUNTERS_FILE = "counters.json"

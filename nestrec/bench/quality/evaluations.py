@@ -12,7 +12,7 @@ from typing import Any
 from nestrec.base.config import config
 from nestrec.base.errors import UserError
 from nestrec.bench.bench import Bench
-from nestrec.report.evaluations import read_evaluation
+from nestrec.training.run_folder import read_evaluation
 
 
 def evaluation_rows(runs: Sequence[Path]) -> list[dict[str, Any]]:
