@@ -236,8 +236,9 @@ def _pieces(path: Path) -> Iterator[memoryview]:
 def damaged_elsewhere(address: str, problems: Mapping[int, str]) -> DamagedError:
     """Returns the error for an address of which no copy can be used. problems: by step."""
     steps = ", ".join(map(str, sorted(problems)))
+    step, problem = next(iter(problems.items()))
     return DamagedError(
-        f"none of the checkpoints there is whole (steps {steps}): {next(iter(problems.values()))}",
+        f"none of the checkpoints there is whole (steps {steps}); step {step}: {problem}",
         field=FIELD,
         value=address,
         remedy="restore the damaged files; or, to start over, name another address or move these checkpoints away",
