@@ -100,8 +100,8 @@ def changes_since(before: RunConfig, now: RunConfig, file: Path) -> list[str]:
                 f"was {old!r} when this run began ({file}), and may not change while it goes on",
                 field=name,
                 value=new,
-                remedy=f"give --{name} {old}, or train into another folder (--output); or undo the change of {file.name} if "
-                "it was edited",
+                remedy=f"give --{name} {old}, or train into another folder (--output); or undo the change of "
+                f"{file.name} if it was edited",
             )
         if not name.startswith(("name", "data.")):
             changes.append(f"{name} was {old!r}, is {new!r}")
