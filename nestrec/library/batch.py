@@ -59,8 +59,7 @@ class BatchJobConfig:
     batch_tokens: Count = 65_536
     """events of users that are computed at once"""
     slide_events: Count | None = None
-    """events by which a full history slides; none: an eighth of the longest history as a server has it, 1: as in
-    evaluation"""
+    """events by which a full history slides; none: as many as the model was measured with, as a server does"""
     context: Mapping[str, Any] = field(default_factory=dict)
     """of the event that is asked for, by name of a feature: its value for all users, where the model reads one"""
 

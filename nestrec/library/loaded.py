@@ -72,9 +72,9 @@ class _Asked:
 class Recommender:
     """A model in memory. Nothing is kept between calls; any thread may call."""
 
-    def __init__(self, servable: Servable, slide_events: int | None = 1, data: Path | None = None):
-        """slide_events: events by which a full history slides; 1 as in evaluation, none as a server has it by
-        default. data: folder of the dataset that the model was trained on, if it is known."""
+    def __init__(self, servable: Servable, slide_events: int | None = None, data: Path | None = None):
+        """slide_events: events by which a full history slides; none takes what the model was measured with, as a
+        server does. data: folder of the dataset that the model was trained on, if it is known."""
         self.servable = servable
         self.data = data
         self._runner = plain_runner(servable, slide_events)

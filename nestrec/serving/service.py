@@ -49,7 +49,8 @@ class ServiceConfig:
     instances: Count = 1
     """engines of each model, each with a thread and a cache of its own"""
     slide_events: Count | None = None
-    """events by which a full history slides; none: an eighth of the longest history, 1: as in evaluation"""
+    """events by which a full history slides; none: as many as the model was measured with (task.history.slide_events,
+    task.inputs.slide_events), so that responses equal the evaluation"""
     preranked: Count = 256
     """items that retrieval hands to ranking, where both models are served"""
     drain_s: NonNegative = 30.0

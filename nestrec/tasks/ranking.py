@@ -24,7 +24,7 @@ from nestrec.data.samples.ranking import (
     label_bits,
 )
 from nestrec.data.samples.slice_samples import RankingSlices
-from nestrec.data.samples.slices import slice_index
+from nestrec.data.samples.slices import history_start, slice_index, slide_of
 from nestrec.data.samples.split import Part, SplitConfig, split_of
 from nestrec.data.samples.windows import (
     Past,
@@ -40,7 +40,7 @@ from nestrec.data.samples.windows import (
 )
 from nestrec.data.schema import ITEM_PREFIX
 from nestrec.embedding import EmbeddingEngine, InitConfig, RowOptimizerConfig, StoreConfig, TableConfig
-from nestrec.models.backbones import EncoderConfig, activations_of, flops_of
+from nestrec.models.backbones import EncoderConfig, activations_of, backbone_of, flops_of
 from nestrec.models.features import ToWidth, summed
 from nestrec.models.hstu import HSTUConfig
 from nestrec.models.ranking import HeadConfig, RankingModel, head_width
@@ -161,6 +161,18 @@ class RankingTask(Task):
         first, end = self._split.held_out(part)
         return int((end - first).sum())
 
+    @property
+    def _slide_events(self) -> int:
+        return slide_of(self.cfg.inputs.max_events, self.cfg.inputs.slide_events)
+
+    def _cut_of(self, num_events: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns the first token that all layers compute, by number of events including the one that is asked for."""
+        encoder = self.cfg.encoder
+        num_prefix = len(self._inputs.prefix)
+        cut = backbone_of(encoder).cut
+        cuts = [cut(encoder, num_prefix + 2 * length) for length in range(self.cfg.inputs.max_events + 1)]
+        return np.array(cuts, np.int64)[num_events]
+
     def cost(self) -> TrainingCost:
         """The layers on two tokens an event, and the head on one of them."""
         layers = flops_of(self.cfg.encoder)
@@ -217,7 +229,7 @@ class RankingTask(Task):
         return self._dataset.rows(np.arange(self._dataset.num_samples)).lists["timestamps_ms"]
 
     def evaluate(self, engine: EmbeddingEngine, part: Part) -> Evaluation:
-        slices = held_out_slices(self._split, part, self.cfg.inputs.max_events)
+        slices = held_out_slices(self._split, part, self.cfg.inputs.max_events, self._slide_events, self._cut_of)
         logit_EK, label_EK, user_E = self._scores(engine, slices)
         at_once = None
         if part == "test" and self.cfg.at_once:
@@ -237,9 +249,11 @@ class RankingTask(Task):
         asked = np.flatnonzero(_first_users(user_R, end_R - first_R, most)[run_E])
         logits = np.zeros((len(asked), len(self.cfg.inputs.labels)))
         topology, longest = engine.topology, self.cfg.inputs.max_events - 1
+        start_R = history_start(first_R, longest, self._slide_events)
         for chosen in share_of_ranks(np.arange(len(asked)), self.cfg.batch_slices, topology.rank, topology.world):
             of = run_E[asked[chosen]]
-            first, before = first_R[of], np.maximum(0, first_R[of] - longest)
+            first = first_R[of]
+            before = start_R[of]
             batch = self._inputs.asked(self._inputs.read(user_R[of]), before, first, places[asked[chosen]])
             logits[chosen] = self._logits(engine, batch)[np.cumsum(first - before + 1) - 1]
         return AtOnce(asked, sum_over_ranks(topology, logits))

@@ -30,7 +30,7 @@ _FIXED = (
 )
 _FREE_IN_TASK = (
     "recompute", "variant", "segment_tokens", "memory_gib", "batch_users", "batch_slices", "batch_rows",
-    ".max_targets", ".baselines", ".ease_max_items", ".slices",
+    ".slide_events", ".max_targets", ".baselines", ".ease_max_items", ".slices",
     "store.kind", "store.cache_rows", "store.folder", "store.num_threads", ".store", ".folder", ".cache_rows",
     ".placement",
 )  # fmt: skip

@@ -3,9 +3,9 @@
 import numpy as np
 import torch
 
+from nestrec.data.samples.slices import history_start
 from nestrec.models.ranking import RankingModel
 from nestrec.models.sequence import SequenceInfo
-from nestrec.serving.model.inputs import history_start
 
 
 def oracle_scores(servable, history, candidates, slide_events):

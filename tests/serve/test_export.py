@@ -78,7 +78,7 @@ def test_exported_ranking_gives_the_logits_of_eval(request, model):
     evaluation = ranking.trainer.evaluate("test")
     dataset, task = ranking.trainer.session.dataset, ranking.trainer.session.task
     runner = make_runner(ranking.folder)
-    windows = held_out_slices(task._split, "test", task.cfg.inputs.max_events)
+    windows = held_out_slices(task._split, "test", task.cfg.inputs.max_events, task._slide_events)
     assert len(windows) > 50
     windows = windows[:50]
     histories, asked, expected = [], [], []

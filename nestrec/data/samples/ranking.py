@@ -27,7 +27,7 @@ from nestrec.data.samples.features import (
     prefix_of,
 )
 from nestrec.data.samples.retrieval import sequence_tensors
-from nestrec.data.samples.slices import sample_keys, slice_index, token_keys
+from nestrec.data.samples.slices import check_slide, sample_keys, slice_index, token_keys
 from nestrec.data.samples.split import Split
 from nestrec.data.schema import ACTIONS, ITEM_IDS, TIMESTAMPS_MS
 
@@ -48,9 +48,15 @@ class RankingInputConfig:
     """features of the item that the model reads: categories, lists, numbers, texts as bags, vectors"""
     max_events: Count = 100
     """longest history; each event gives two tokens"""
+    slide_events: Count | None = None
+    """events by which a longer history slides, in evaluation and serving alike; none: an eighth of max_events, so that
+    cached prefixes live longer; 1: exactly the newest events, which costs a pass over a whole history per event"""
     train_on: Literal["last", "all"] = "last"
     """of users with more training events: the last ones, a sample a user, or all of them, in slices that have what came
     before as their history"""
+
+    def __post_init__(self) -> None:
+        check_slide(self.slide_events, self.max_events - 1, "task.inputs.slide_events", "task.inputs.max_events")
 
 
 class RankingInputs:

@@ -13,7 +13,15 @@ from nestrec.data.batches import Assembler, KeysOfSamples, MicroBatch
 from nestrec.data.dataset import Dataset, Rows
 from nestrec.data.samples.negatives import Sampler, negatives_of
 from nestrec.data.samples.retrieval_inputs import RetrievalInputs
-from nestrec.data.samples.slices import positions, sample_keys, slice_index, token_keys
+from nestrec.data.samples.slices import (
+    check_slide,
+    history_start,
+    positions,
+    sample_keys,
+    slice_index,
+    slide_of,
+    token_keys,
+)
 from nestrec.data.samples.split import Part, Split
 from nestrec.data.samples.stochastic_length import kept_events, kept_length
 from nestrec.data.samples.training_events import target_weights
@@ -25,8 +33,14 @@ class HistoryConfig:
     """longest sequence; the most recent events are kept"""
     query_time: Literal["next", "own"] = "next"
     """the time a token asks for: "next" is that of the event it predicts (as published), "own" that of its own event"""
+    slide_events: Count | None = None
+    """events by which a history of more than max_length events slides, in evaluation and serving alike; none: an eighth
+    of max_length, so that cached prefixes live longer; 1: exactly the newest events"""
     stochastic_length_alpha: Annotated[float, Bound(1, 2, above=True)] | None = None
     """cost exponent of stochastic length in (1, 2]; none keeps every event"""
+
+    def __post_init__(self) -> None:
+        check_slide(self.slide_events, self.max_length, "task.history.slide_events", "task.history.max_length")
 
 
 class RetrievalAssembler(Assembler):
@@ -160,7 +174,9 @@ class RetrievalQueries:
         rows = self._dataset.rows(users)
         items, row_offsets = rows.lists["item_ids"]
         target_at = row_offsets[:-1] + self.target_at[queries]
-        first = np.maximum(row_offsets[:-1], target_at - self._history.max_length)
+        longest = self._history.max_length
+        slide = slide_of(longest, self._history.slide_events)
+        first = row_offsets[:-1] + history_start(self.target_at[queries], longest, slide)
         index, offsets = slice_index(first, target_at)
         seen, seen_offsets = slice_index(row_offsets[:-1], target_at)
         key_T = token_keys(sample_keys(0, 0, users), offsets)

@@ -17,6 +17,7 @@ from nestrec.base.errors import UserError
 from nestrec.base.moments import moment_ms
 from nestrec.base.random import fold, fold_array
 from nestrec.data.gather import offsets_of_lengths
+from nestrec.data.samples.slices import history_start, slice_index
 from nestrec.data.samples.split import Part, Split
 
 HOUR_MS = 3_600_000
@@ -109,11 +110,34 @@ def slices_of_runs(runs: Ints, max_events: int) -> Ints:
     return np.stack([user[of_run], np.maximum(0, end - max_events), end, scored], axis=1)
 
 
-def held_out_slices(split: Split, part: Part, max_events: int) -> Ints:
-    """Slices that cover every held-out event of a part once as scored, in order of (user, event)."""
+def held_out_slices(
+    split: Split, part: Part, max_events: int, slide_events: int, cut_of: Callable[[Ints], Ints] | None = None
+) -> Ints:
+    """Returns slices that cover every held-out event of a part once as scored, in order of (user, event).
+
+    Each event is scored with the history that a server has of the user at that moment (`history_start`). Events whose
+    histories begin with the same event share a slice, because attention never looks ahead.
+
+    Args:
+        split: The events of each user that are held out.
+        part: The part that is measured.
+        max_events: The most events of a slice, the scored one included.
+        slide_events: Number of events by which a full history slides.
+        cut_of: Maps numbers of events, the scored one included, to the cut that the model makes in such a history
+            (`AttentionReach`). Events share a slice only if their cuts are equal.
+    """
     users = split.users_with(part)
     first, end = split.held_out(part)
-    return slices_of_runs(np.stack([users, first[users], end[users]], axis=1), max_events)
+    place, offsets = slice_index(first[users], end[users])
+    user = np.repeat(users, np.diff(offsets))
+    start = history_start(place, max_events - 1, slide_events)
+    cut = np.zeros_like(place) if cut_of is None else cut_of(place - start + 1)
+    is_same = np.ones(max(0, len(place) - 1), np.bool_)
+    for column in (user, start, cut):
+        is_same &= np.diff(column) == 0
+    begins = np.flatnonzero(np.append(np.ones(min(1, len(place)), np.bool_), ~is_same))
+    ends = np.append(begins[1:], len(place))[: len(begins)] - 1
+    return np.stack([user[begins], start[begins], place[ends] + 1, place[begins]], axis=1)
 
 
 def windows_by_time(

@@ -12,8 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from nestrec.data.samples.slices import history_start, slide_of
 from nestrec.data.schema import USER_PREFIX
-from nestrec.serving.model.inputs import Candidates, History, history_start
+from nestrec.serving.model.inputs import Candidates, History
 from nestrec.serving.model.servable import Servable
 
 
@@ -213,10 +214,13 @@ class PagedForm(Form, Protocol):
 def make_form(servable: Servable, slide_events: int | None = None) -> Form:
     """The form of a model that an engine can serve; a UserError where its task has none.
 
-    slide_events: events by which a full history slides; none takes an eighth of the longest history.
+    slide_events: events by which a full history slides; none takes what the model was measured with.
     """
-    longest = servable.serving.longest_history(servable.spec.task)
-    form: Form = servable.serving.form(servable, max(1, longest // 8) if slide_events is None else slide_events)
+    serving = servable.serving
+    task = servable.spec.task
+    if slide_events is None:
+        slide_events = serving.slide_events(task)
+    form: Form = serving.form(servable, slide_of(serving.longest_history(task), slide_events))
     return form
 
 

@@ -160,14 +160,3 @@ def numbers_of(bits: torch.Tensor) -> torch.Tensor:
     """(..., 2) numbers of their bits, 0 where one is not known, and whether it is not."""
     values = values_of(bits)
     return torch.stack([values.nan_to_num(0.0), values.isnan().float()], dim=-1)
-
-
-def history_start(num_events: int, max_events: int, block: int) -> int:
-    """Where the kept part of a history begins: a full history slides by whole blocks.
-
-    A slide moves every position and so ends the life of a cached prefix; with blocks that happens once in `block`
-    events. With block 1 the last `max_events` are kept, as in evaluation.
-    """
-    if num_events <= max_events:
-        return 0
-    return -(-(num_events - max_events) // block) * block

@@ -15,12 +15,13 @@ from numpy.typing import NDArray
 from nestrec.base.errors import UserError
 from nestrec.data.samples.features import num_prefix
 from nestrec.data.samples.ranking import checked_columns
+from nestrec.data.samples.slices import history_start
 from nestrec.data.schema import ITEM_PREFIX
 from nestrec.models.dlrm import Interactions
 from nestrec.models.ranking import RankingModel
 from nestrec.serving.model.before import Before, column_vectors, places_of
 from nestrec.serving.model.forms import AskedRows, Tokens, of_users
-from nestrec.serving.model.inputs import Candidates, History, history_start
+from nestrec.serving.model.inputs import Candidates, History
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.serving_form import ServingForm
 from nestrec.serving.model.spec import ColumnSpec, ServableSpec
@@ -206,6 +207,7 @@ SERVING = ServingForm(
     model=_model,
     form=RankingForm,
     longest_history=lambda task: task.inputs.max_events,
+    slide_events=lambda task: task.inputs.slide_events,
     columns=lambda task, card: checked_columns(card, task.inputs),
     item_content=lambda task, engine, items: task.item_content(engine, items),
     keeps_item_parts=lambda task: task.head.interactions,

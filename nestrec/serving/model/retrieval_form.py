@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 from nestrec.data.card import Card
 from nestrec.data.samples.features import Column, column_of, num_prefix
 from nestrec.data.samples.retrieval_inputs import CONTEXT_PREFIX, context_column, features_of
+from nestrec.data.samples.slices import history_start
 from nestrec.data.schema import EVENT_PREFIX, ITEM_PREFIX
 from nestrec.models.retrieval import RetrievalModel
 from nestrec.serving.model.before import Before, column_vectors, places_of
 from nestrec.serving.model.forms import AskedRows, Tokens, of_users
-from nestrec.serving.model.inputs import Candidates, History, history_start
+from nestrec.serving.model.inputs import Candidates, History
 from nestrec.serving.model.item_search import ExactSearch, Excluded, ItemSearch, exactly_ordered
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.serving_form import ServingForm
@@ -234,6 +235,7 @@ SERVING = ServingForm(
     item_content=lambda task, engine, items: task.item_content(engine, items),
     form=RetrievalForm,
     longest_history=lambda task: task.history.max_length,
+    slide_events=lambda task: task.history.slide_events,
     index=lambda model, rows_ND: model.item_vectors(rows_ND),
     num_prefix=_num_prefix,
     needs_event=True,

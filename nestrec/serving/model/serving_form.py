@@ -47,6 +47,8 @@ class ServingForm:
     """(servable, events by which a full history slides) to a `nestrec.serving.model.forms.Form`"""
     longest_history: Callable[[Any], int]
     """events, of the task's config"""
+    slide_events: Callable[[Any], int | None] = lambda task: None
+    """maps the task's config to the number of events by which a full history slides; none: an eighth of the longest"""
     encoder: Callable[[Any], SequenceConfig] = attrgetter("encoder")
     """the backbone's config in the task's; a `NoSequence` where there is none"""
     columns: Callable[[Any, Card], tuple[Column, ...]] = lambda task, card: ()

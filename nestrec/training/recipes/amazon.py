@@ -19,7 +19,7 @@ def _beauty(name: str, encoder: EncoderConfig, similarity: SimilarityConfig) -> 
         task=RetrievalTaskConfig(
             encoder=encoder,
             similarity=similarity,
-            history=HistoryConfig(max_length=LENGTH),
+            history=HistoryConfig(max_length=LENGTH, slide_events=1),
             loss="full",
             evaluation=RetrievalEvaluationConfig(ks=(10, 50), filter_seen="history"),
         ),

@@ -172,7 +172,7 @@ def _retrieval(dataset: Dataset, habits: Habits, reasons: _Reasons) -> RunConfig
                 time_bias=card.has_timestamps,
             ),
             similarity=SimilarityConfig(normalise=not is_full, temperature=1.0 if is_full else 0.05),
-            history=HistoryConfig(max_length=length),
+            history=HistoryConfig(max_length=length, slide_events=1),
             loss=loss,
             num_negatives=negatives,
             split=SplitConfig(kind=split),  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ def _demo(name: str, encoder: EncoderConfig) -> RunConfig:
         name=name,
         task=RetrievalTaskConfig(
             encoder=encoder,
-            history=HistoryConfig(max_length=LENGTH),
+            history=HistoryConfig(max_length=LENGTH, slide_events=1),
             similarity=SimilarityConfig(temperature=0.1),
             num_negatives=128,
             evaluation=RetrievalEvaluationConfig(ks=(10, 50)),

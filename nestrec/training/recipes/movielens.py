@@ -19,7 +19,7 @@ def _movielens(name: str, data: str, prepare: str, encoder: EncoderConfig, epoch
         name=name,
         task=RetrievalTaskConfig(
             encoder=encoder,
-            history=HistoryConfig(max_length=LENGTH),
+            history=HistoryConfig(max_length=LENGTH, slide_events=1),
             num_negatives=128,
             evaluation=RetrievalEvaluationConfig(ks=(10, 50, 200), filter_seen="input"),
         ),

@@ -17,6 +17,7 @@ from nestrec.data.formats.log import LogOptions
 from nestrec.data.prepare.options import LogColumns
 from nestrec.data.prepare.preparation import prepare
 from nestrec.data.samples.ranking import RankingInputConfig, RankingInputs
+from nestrec.data.samples.slices import history_start
 from nestrec.data.samples.split import Split, SplitConfig
 from nestrec.data.samples.windows import TimeWindow, held_out_slices, slices_of_runs
 from nestrec.data.synthetic import logs as synthetic
@@ -171,11 +172,13 @@ def test_windows_score_every_held_out_event_once_with_history_before_it():
     train = generator.integers(0, 30, 200)
     valid = train + generator.integers(0, 40, 200)
     split = Split(train, valid, valid + 3)
-    windows = held_out_slices(split, "valid", max_events=16)
+    windows = held_out_slices(split, "valid", max_events=16, slide_events=2)
     scored = [(u, e) for u, _, end, start in windows for e in range(start, end)]
     assert sorted(scored) == [(u, e) for u in range(200) for e in range(train[u], valid[u])]
     assert (windows[:, 2] - windows[:, 1] <= 16).all()
     assert (windows[:, 1] >= 0).all()
+    for _, first, end, start in windows.tolist():
+        assert {history_start(event, 15, 2) for event in range(start, end)} == {first}
 
 
 def test_all_events_of_long_histories_are_trained_on_if_asked(log):
@@ -200,17 +203,16 @@ def test_asked_at_once_nothing_is_known_of_reactions_to_held_out_events(log, tmp
     cfg = ranking_run(log)
     trainer = Trainer(replace(cfg, task=replace(cfg.task, at_once=300)), tmp_path / "run", Topology.single())
     task, engine = trainer.session.task, trainer.session.engine
-    slices = held_out_slices(task._split, "test", 20)
+    slices = held_out_slices(task._split, "test", 20, task._slide_events)
     in_turn, _, users = task._scores(engine, slices)
     ends = task._split.valid_end, task._split.test_end
     found = task._asked_at_once(engine, np.stack([np.arange(len(ends[0])), *ends], axis=1), 300)
     assert 200 < len(found.events) <= 300
     in_turn, users, at_once = in_turn[found.events], users[found.events], found.logits
     is_first = np.append(True, users[1:] != users[:-1])
-    has_all = (task._split.test_end <= 20)[users]
-    assert np.allclose(at_once[is_first & has_all], in_turn[is_first & has_all], atol=1e-6)
+    assert np.allclose(at_once[is_first], in_turn[is_first], atol=1e-6)
     assert not np.allclose(at_once[~is_first], in_turn[~is_first], atol=1e-6)
-    user = users[~is_first & has_all][0]
+    user = users[~is_first & (task._split.test_end <= 20)[users]][0]
     rows = task._inputs.read(np.array([user]))
     first, at = task._split.valid_end[[user]], task._split.valid_end[[user]] + 1
     events = [*range(first[0]), at[0]]
