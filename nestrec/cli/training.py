@@ -1,7 +1,10 @@
 """What the commands show on a terminal while they train and measure."""
 
 import contextlib
+import shlex
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -13,13 +16,16 @@ from nestrec.distributed.options import RanksConfig
 from nestrec.library.runs import topology_of
 from nestrec.report import LiveProgress, evaluation_table, progress_for
 from nestrec.report.evaluations import OF_SLICES, slice_rows, verdict_on
+from nestrec.report.formats import duration
 from nestrec.report.run_folder import best_evaluation, load_run
 from nestrec.report.tables import print_rows
 from nestrec.tasks.task import Evaluation
 from nestrec.training.config import RunConfig
 from nestrec.training.following import StreamFollower, stream_config
 from nestrec.training.listener import Listener, Listeners
+from nestrec.training.recipes.auto import NAME as AUTO
 from nestrec.training.run_folder import RunFolder
+from nestrec.training.state import TrainState
 from nestrec.training.stopping import Interrupted
 from nestrec.training.trainer import Trainer
 
@@ -38,31 +44,56 @@ def train_run(cfg: RunConfig, folder: Path, start_from: Path | None = None) -> N
             listeners.append(shown.enter_context(LiveProgress(num_epochs=cfg.training.epochs)))
             listeners.append(shown.enter_context(TensorBoardWriter(folder / "tensorboard")))
         trainer = Trainer(cfg, folder, topology, Listeners(listeners), start_from=start_from)
+        began_s = time.perf_counter()
         try:
             trainer.train()
         except Interrupted:
             print(f"stopped at step {trainer.state.step}; the same command goes on from there", file=sys.stderr)
             sys.exit(exit_codes.INTERRUPTED)
+    trained_s = time.perf_counter() - began_s
+    last_step = trainer.state.step
     if topology.is_first:
-        _warn_of_baselines(folder)
+        _warn_of_baselines(folder, cfg, trainer.state)
     with contextlib.closing(trainer):
-        evaluation = trainer.evaluate("test") if trainer.session.task.num_held_out("test") else None
-    if evaluation is None:
-        if topology.is_first:
-            print(f"nothing is held out to test on; run folder: {folder}")
-    elif topology.is_first:
+        evaluation = trainer.evaluate("test") if trainer.ends_with_test else None
+    if not topology.is_first:
+        return
+    if evaluation is not None:
         _show(evaluation, _title(trainer, "test"))
-        print(f"run folder: {folder}")
+    elif cfg.training.train_only:
+        print(f"trained only; to measure the run: nestrec eval {folder}")
+    else:
+        print("nothing is held out to test on")
+    took = f"{trained_s:.1f} s" if trained_s < 60 else duration(trained_s)
+    print(f"trained to step {last_step:,} in {took}; run folder: {folder}")
 
 
-def _warn_of_baselines(folder: Path) -> None:
-    """Say it loudly where the best validation of a run is behind a system without a model."""
+def _warn_of_baselines(folder: Path, cfg: RunConfig, state: TrainState) -> None:
+    """Prints a warning and advice if the best validation of a run is not better than a system without a model."""
     best = best_evaluation(load_run(folder))
     if best is None or (verdict := verdict_on(best["metrics"], best["headline"])) is None or verdict.outcome == "wins":
         return
     print(f"on validation: {verdict.sentence}", file=sys.stderr)
     if verdict.outcome == "loses":
-        print("serve the baseline, or try other sizes and rates: nestrec tune, nestrec train auto", file=sys.stderr)
+        for line in _advice(folder, cfg, state):
+            print(line, file=sys.stderr)
+
+
+def _advice(folder: Path, cfg: RunConfig, state: TrainState) -> Iterator[str]:
+    """What a user can try for a run that is worse than a baseline."""
+    if state.best_step == state.step and state.evaluations_since_best == 0:
+        epochs = cfg.training.epochs
+        longer = f"--training.epochs {2 * epochs}"
+        if cfg.training.max_steps is not None:
+            longer += f" --training.max_steps {2 * cfg.training.max_steps}"
+        yield f"try: the last epoch was the best one, so train longer: the same command with {longer}"
+    run = shlex.quote(str(folder))
+    data = shlex.quote(cfg.data.folder)
+    search = f"nestrec tune {run}/config.json --output {run}-tune --runs 20"
+    yield f"try: search other rates, dropouts and layers (pip install 'nestrec[tune]'): {search}"
+    if cfg.name != AUTO and cfg.data.synthetic is None:
+        automatic = f"nestrec train auto --data.folder {data} --output {run}-auto"
+        yield f"try: sizes and loss chosen for this dataset: {automatic}"
 
 
 def follow_run(source: str, folder: Path, overrides: dict[str, str]) -> None:

@@ -8,10 +8,12 @@ after it, also where it failed; a default group that the caller has made before 
 """
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
+
+import torch
 
 from nestrec.base.devices import chosen_device
 from nestrec.base.errors import UserError, did_you_mean
@@ -42,7 +44,8 @@ class Run:
     steps: int
     """of which the weights with the best validation score were made"""
     evaluation: Evaluation | None
-    """of the best weights on the test part, beside baselines; none where nothing is held out to test on"""
+    """metrics of the best weights on the test part, with those of baselines; none if nothing is held out to test on, or
+    if the run only trains (training.train_only)"""
 
     def load(self) -> "Recommender":
         """The best weights, ready to recommend."""
@@ -79,7 +82,7 @@ def train(
         made = Trainer(cfg, folder, topology, listener, start_from=begun, window_hooks=window_hooks)
         trainer = held.enter_context(contextlib.closing(made))
         trainer.train()
-        evaluation = trainer.evaluate("test") if trainer.session.task.num_held_out("test") else None
+        evaluation = trainer.evaluate("test") if trainer.ends_with_test else None
         return Run(folder=folder, steps=trainer.state.step, evaluation=evaluation)
 
 
@@ -131,13 +134,21 @@ def follow(
 
 
 def topology_of(cfg: RunConfig, ranks: RanksConfig) -> Topology:
-    """The ranks that torchrun has started, or this process alone, on the device that the config wants."""
+    """Returns the ranks that torchrun has started, or this process alone, on the config's device and threads."""
+    if cfg.training.num_threads is not None:
+        torch.set_num_threads(cfg.training.num_threads)
     return Topology.from_environment(chosen_device(cfg.training.device), ranks)
 
 
-def _ranks_of(cfg: RunConfig, ranks: RanksConfig) -> contextlib.AbstractContextManager[Topology]:
+@contextlib.contextmanager
+def _ranks_of(cfg: RunConfig, ranks: RanksConfig) -> Iterator[Topology]:
     """`topology_of`, for one call."""
-    return Topology.lent(lambda: topology_of(cfg, ranks))
+    threads = torch.get_num_threads()
+    try:
+        with Topology.lent(lambda: topology_of(cfg, ranks)) as topology:
+            yield topology
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _check_hearers(listener: Any, hooks: Any) -> None:

@@ -62,6 +62,11 @@ class TrainingConfig:
     """measure on the validation part so often; 0 never"""
     patience: Count | None = None
     """stop after so many evaluations without a better validation metric"""
+    train_only: bool = False
+    """train without measuring: no validation, and no test at the end (nestrec eval measures the run later)"""
+    num_threads: Count | None = None
+    """threads that torch and the loops over rows use on the CPU, on each rank; none: as many as the environment
+    (OMP_NUM_THREADS) or torch sets"""
 
 
 @config

@@ -23,7 +23,8 @@ SEED = "training.seed"
 # Saves, evaluations and versions are fences, after which schedules that are not exact read anew: part of the course.
 _COURSE = (
     "optimizer.", "balance.", "ranks.", "replica_sync.", "pipeline.", "batch.micro_batches", "training.precision",
-    "training.checkpoint_every_steps", "training.evaluate_every_epochs", "publish.every_steps", "publish.every_s",
+    "training.checkpoint_every_steps", "training.evaluate_every_epochs", "training.train_only",
+    "publish.every_steps", "publish.every_s",
 )  # fmt: skip
 _MOST_NAMED = 4
 

@@ -4,7 +4,9 @@ begins."""
 import numpy as np
 from numpy.typing import NDArray
 
+from nestrec.base.config import leaves
 from nestrec.base.errors import UserError
+from nestrec.data.samples.split import Part
 from nestrec.distributed import Topology
 from nestrec.pipeline.arguments import MOST_EMPTY, check_cut
 from nestrec.pipeline.clustering import MAX_MICRO_BATCHES
@@ -18,13 +20,44 @@ def check_parts(cfg: RunConfig, task: Task) -> None:
         raise UserError(
             "holds nothing to train on", field="data.folder", value=cfg.data.folder, remedy=task.remedy_if_empty
         )
-    if cfg.training.evaluate_every_epochs > 0 and task.num_held_out("valid") == 0:
+    if validates(cfg) and task.num_held_out("valid") == 0:
+        check_holds_out(cfg, "valid")
         raise UserError(
             "holds nothing to validate on",
             field="data.folder",
             value=cfg.data.folder,
             remedy=f"{task.remedy_if_empty}, or set --training.evaluate_every_epochs 0",
         )
+
+
+def validates(cfg: RunConfig) -> bool:
+    """Returns whether a run is to measure itself on the validation part after its epochs."""
+    split = getattr(cfg.task, "split", None)
+    holds_out = getattr(split, "kind", None) != "none"
+    return holds_out and not cfg.training.train_only and cfg.training.evaluate_every_epochs > 0
+
+
+def check_holds_out(cfg: RunConfig, part: Part) -> None:
+    """Raises a `UserError` if the options, and not the log, are the reason why a part is empty."""
+    fields = leaves(cfg.task)
+    if fields.get("split.kind") == "none":
+        raise UserError(
+            f"holds no events out, so there is no {part} part",
+            field="task.split.kind",
+            value="none",
+            remedy="measure a run with another split, such as the one whose options this run has",
+        )
+    if fields.get("split.kind") == "leave_one_out" or fields.get(f"split.{part}_from") is not None:
+        return  # shares are not read
+    for name, value in fields.items():
+        if name.endswith(f"{part}_share") and value == 0:
+            all_train = "--task.split.kind none" if name.startswith("split.") else "--training.train_only true"
+            raise UserError(
+                f"holds out no events, so there is no {part} part",
+                field=f"task.{name}",
+                value=value,
+                remedy=f"give a share above 0; or, to train on all events without measuring, give {all_train}",
+            )
 
 
 def check_micro_batches(cfg: RunConfig, tokens: NDArray[np.int64] | None = None) -> None:

@@ -32,7 +32,7 @@ from nestrec.training.beginning import Beginning, check_same_beginning
 from nestrec.training.config import RunConfig
 from nestrec.training.listener import Listener
 from nestrec.training.meter import Meter, parts_ms
-from nestrec.training.part_checks import check_dense, check_micro_batches, check_parts
+from nestrec.training.part_checks import check_dense, check_holds_out, check_micro_batches, check_parts, validates
 from nestrec.training.publishing import Publishing, open_publishing
 from nestrec.training.resumption import changes_since, check_same_data
 from nestrec.training.run_folder import RunFolder
@@ -188,6 +188,11 @@ class Trainer:
         finally:
             feed.close()
 
+    @property
+    def ends_with_test(self) -> bool:
+        """Whether the run is to be measured on the test part when its training has ended."""
+        return not self.cfg.training.train_only and self.session.task.num_held_out("test") > 0
+
     def evaluate(self, part: Part = "test") -> Evaluation:
         """Measure on held-out data with the weights of the best validation score; written into the run folder."""
         evaluation = self.measure(part, best=True)
@@ -201,6 +206,7 @@ class Trainer:
         card = self.session.dataset.card
         on_first(self._topology, lambda: check_same_data(self.folder.path, card, or_later=True))
         if self.session.task.num_held_out(part) == 0:
+            check_holds_out(self.cfg, part)
             remedy = self.session.task.remedy_if_empty
             raise UserError(
                 f"holds nothing in the {part} part", field="data.folder", value=self.cfg.data.folder, remedy=remedy
@@ -383,7 +389,7 @@ class Trainer:
             self.state = self.state.ended_window()
         ended_epoch = self.state.position.epoch > batch.position.epoch
         every = self.cfg.training.evaluate_every_epochs
-        evaluates = ended_epoch and every > 0 and self.state.position.epoch % every == 0
+        evaluates = ended_epoch and validates(self.cfg) and self.state.position.epoch % every == 0
         if self.state.step % REPORT_EVERY_STEPS == 0 or evaluates:
             self._report()
         if evaluates:

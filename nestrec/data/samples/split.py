@@ -18,7 +18,7 @@ from nestrec.data.schema import TIMESTAMPS_MS
 Part = Literal["valid", "test"]
 
 
-SplitKind = Literal["leave_one_out", "time"]
+SplitKind = Literal["leave_one_out", "time", "none"]
 EXACT_TIMES = 1 << 22
 """Of about twice as many events and more, shares are taken of a sample of about so many."""
 
@@ -26,11 +26,12 @@ EXACT_TIMES = 1 << 22
 @config
 class SplitConfig:
     """Which events train, validate and test: by two points in time that are the same for all users, or by the last
-    events of each user."""
+    events of each user; or all of them train."""
 
     kind: SplitKind = "time"
     """`time`: events before `valid_from` train, those from `test_from` on test, those between validate.
-    `leave_one_out`: the last event of each user tests, the one before validates"""
+    `leave_one_out`: the last event of each user tests, the one before validates.
+    `none`: all events train and nothing is measured"""
     valid_from: str | None = None
     """events from this date on validate, such as 2026-10-25 or 2026-10-25T12:00+02:00 (UTC where no zone is named);
     none takes `valid_share`"""
@@ -108,6 +109,9 @@ def split_of(cfg: SplitConfig, dataset: Dataset) -> Split:
     """The split of a dataset; times are read by row groups, so that not all of them need lie in memory."""
     if cfg.kind == "leave_one_out":
         return leave_one_out(dataset.lengths)
+    if cfg.kind == "none":
+        length = dataset.lengths.astype(np.int64)
+        return Split(length, length, length)
     if not dataset.card.has_timestamps:
         raise UserError(
             "needs times, and the dataset has none",

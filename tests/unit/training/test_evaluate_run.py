@@ -1,24 +1,31 @@
 """`nestrec eval` on a run that was stopped before it measured itself."""
 
 import json
+import re
+import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
-from nestrec.base.errors import DamagedError
+from nestrec.base.errors import DamagedError, UserError
 from nestrec.bench.quality.evaluations import evaluation_rows
 from nestrec.cli.app import app
 from nestrec.cli.report import sample_recommendations
-from nestrec.cli.training import evaluate_run
+from nestrec.cli.training import evaluate_run, train_run
 from nestrec.data.prepare.preparation import prepare
 from nestrec.distributed import Topology
 from nestrec.library import input_comparison
+from nestrec.library.configured import configured
+from nestrec.library.runs import train
 from nestrec.report.run_folder import best_evaluation, load_run
 from nestrec.tasks.metrics import Interval
 from nestrec.tasks.task import Evaluation
 from nestrec.testing.tiny_runs import config_of
+from nestrec.training.listener import Listener
 from nestrec.training.run_folder import RunFolder
 from nestrec.training.trainer import Trainer
 
@@ -109,3 +116,88 @@ def test_the_report_of_a_log_with_titles_recommends_by_title(tmp_path: Path) -> 
     page = (tmp_path / "run" / "report.html").read_text()
     section = page[page.index("<h2>Sample recommendations") :]
     assert section.count("Title of ") >= 4 * 5, "of five recommendations to each of four users at least"
+
+
+SHORT = {"training.epochs": 1, "training.max_steps": 2, "optimizer.learning_rate": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "weights"), [({}, "best validation epoch"), ({"training.evaluate_every_epochs": 0}, "last weights")]
+)
+def test_result_table_names_its_weights(tiny_data, tmp_path, capsys, changes, weights):
+    cfg = config_of("hstu", tiny_data, {**SHORT, "training.max_steps": "none", **changes})
+    train_run(cfg, tmp_path / "run")
+    evaluate_run(tmp_path / "run", "test", best=True)
+    by_train, by_eval = re.findall(r"test part, ([a-z ]+)", " ".join(capsys.readouterr().out.split()))
+    assert (by_train.strip(), by_eval.strip()) == (weights, weights)
+
+
+def test_train_run_prints_its_training_time(tiny_data, tmp_path, capsys):
+    train_run(config_of("hstu", tiny_data, SHORT), tmp_path / "run")
+    assert re.search(r"^trained to step 2 in \d+\.\d s; run folder: ", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_train_only_measures_nothing(tiny_data, tmp_path, capsys):
+    cfg = config_of("hstu", tiny_data, {**SHORT, "training.train_only": True})
+    train_run(cfg, tmp_path / "run")
+    shown = capsys.readouterr().out
+    assert "valid after" not in shown
+    assert "test after" not in shown
+    assert f"nestrec eval {tmp_path / 'run'}" in shown
+    assert not list((tmp_path / "run" / "eval").glob("*"))
+    assert train(cfg, output=tmp_path / "again").evaluation is None
+
+
+@pytest.mark.parametrize("family", ["hstu", "ranking"])
+def test_split_none_trains_on_all_events(tiny_data, tmp_path, family):
+    changes = {"task.split.kind": "none", **SHORT}  # dates of the split of the recipe are of no account
+    trainer = Trainer(config_of(family, tiny_data, changes), tmp_path, Topology.single("cpu"))
+    trainer.train()
+    assert not trainer.ends_with_test
+    lengths = trainer.session.dataset.lengths.astype(np.int64)
+    assert trainer.session.task._split.train_end.tolist() == lengths.tolist()
+    with pytest.raises(UserError, match=r"task\.split\.kind = 'none': holds no events out"):
+        trainer.evaluate("test")
+
+
+def test_shares_of_zero_name_the_options_to_train_on_all(tiny_data, tmp_path):
+    cut = {"task.split.valid_from": "none", "task.split.test_from": "none"}
+    shares = {"task.split.valid_share": 0, "task.split.test_share": 0}
+    refused = {"ranking": {**cut, **shares}, "rows": {"task.valid_share": 0, "task.test_share": 0}}
+    for family, changes in refused.items():
+        with pytest.raises(UserError, match=r"valid_share = 0\.0: holds out no events, so there is no valid") as error:
+            Trainer(config_of(family, tiny_data, changes), tmp_path, Topology.single("cpu"))
+        option, value = re.findall(r"--(\S+) (\S+)", str(error.value))[-1]
+        cfg = config_of(family, tiny_data, {**changes, option: value, **SHORT})
+        assert train(cfg, output=tmp_path / family).evaluation is None
+
+
+def test_advice_of_a_losing_run_can_be_followed(tiny_data, tmp_path, capsys):
+    cfg = config_of("hstu", tiny_data, {**SHORT, "training.max_steps": "none"})
+    for name in ("demo", "auto"):
+        train_run(replace(cfg, name=name, data=replace(cfg.data, synthetic=None)), tmp_path / name)
+        said = capsys.readouterr().err
+        assert "DOES NOT BEAT" in said
+        assert "serve the baseline" not in said
+        assert ("train auto" in said) == (name == "demo")
+        commands = [shlex.split(line.partition("nestrec ")[2]) for line in said.splitlines() if "nestrec " in line]
+        for command, recipe, *options in commands:
+            assert command in {"tune", "train"}
+            given = {"data.folder": str(cfg.data.folder)} if recipe == "auto" else {}
+            assert configured(recipe, given).data.folder == cfg.data.folder
+            assert "--output" in options
+
+
+def test_num_threads_holds_for_the_run_alone(tiny_data, tmp_path):
+    before = torch.get_num_threads()
+
+    class ThreadCount(Listener):
+        def started(self, total_steps: int | None, first_step: int) -> None:
+            self.threads = torch.get_num_threads()
+
+    heard = ThreadCount()
+    wanted = before + 1
+    cfg = config_of("hstu", tiny_data, {**SHORT, "training.num_threads": wanted, "training.train_only": True})
+    train(cfg, output=tmp_path / "run", listener=heard)
+    assert heard.threads == wanted
+    assert torch.get_num_threads() == before

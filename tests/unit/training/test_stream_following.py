@@ -121,6 +121,20 @@ def test_windows_of_a_stream_are_told_with_their_times_and_hold_every_event_once
     assert run_digest(run) == before
 
 
+def test_follow_trains_on_the_events_that_came(base: tuple[Path, Path], tmp_path: Path) -> None:
+    """Events of the data before it, those held out among them, are history alone unless they are replayed."""
+    drop_files(tmp_path / "events", stream_events(30), events_a_file=30)
+    run = copied(*base, tmp_path)
+    task = follow(str(tmp_path / "events"), run, {**BY_COUNT, "replay_share": 0.0}).trainer.session.task
+    user, position, _ = Dataset.open(tmp_path / "data").newest_events()
+    slices = zip(
+        task.assembler._user.tolist(), task.assembler._scored.tolist(), task.assembler._end.tolist(), strict=True
+    )
+    trained = {(user_id, at) for user_id, scored, end in slices for at in range(scored, end)}
+    assert trained == set(zip(user.tolist(), position.tolist(), strict=True))
+    assert task.num_held_out("test") > 0
+
+
 def test_a_run_that_has_followed_is_used_as_it_is_now_and_not_as_it_was_at_its_best_epoch(
     base: tuple[Path, Path], tmp_path: Path
 ) -> None:
