@@ -7,6 +7,8 @@ from typing import Any
 
 import httpx
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from small_recipes import Exported, ranking_recipe, train_and_export
 
@@ -15,6 +17,7 @@ from nestrec.data.dataset import Dataset
 from nestrec.data.formats.criteo import CATEGORY_NAMES, DENSE_NAMES
 from nestrec.data.samples.split import split_of
 from nestrec.data.synthetic.logs import generate, preset
+from nestrec.library.batch import BatchJobConfig
 from nestrec.models.reach import AttentionReach
 from nestrec.serving.api.app import App
 from nestrec.serving.api.schema import LimitsConfig
@@ -134,7 +137,12 @@ def test_retrieval_metrics_equal_those_of_responses(log, tmp_path, slide_events)
     by_api = [found.items for found in model.recommend_all(histories, num_best)]
     bodies = [{"user": f"u{n}", "history": q.history, "now_ms": q.now_ms, "k": num_best} for n, q in enumerate(asked)]
     by_http = [answer["items"] for answer in answers_over_http(exported.folder, "/v1/recommend", bodies)]
-    for found in (by_api, by_http):
+    users = [{"user": f"u{n}", **history} for n, history in enumerate(histories)]
+    pq.write_table(pa.Table.from_pylist(users), tmp_path / "users.parquet")
+    batch = model.batch(BatchJobConfig(k=num_best))
+    batch.recommend(tmp_path / "users.parquet", tmp_path / "found.parquet")
+    by_batch = [tuple(row["items"]) for row in pq.read_table(tmp_path / "found.parquet").to_pylist()]
+    for found in (by_api, by_http, by_batch):
         ranks = [list(items).index(q.item) + 1 if q.item in items else 0 for q, items in zip(asked, found, strict=True)]
         assert ranks == evaluation.details["rank/model"].tolist()
         for name, values in ranking_metrics(np.array(ranks), cfg.task.evaluation.ks).items():
