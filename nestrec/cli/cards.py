@@ -42,6 +42,14 @@ def show_card(card: Card, folder: Path) -> None:
         _show_times(Dataset.open(folder))
 
 
+def show_task(folder: Path) -> None:
+    """Prints which task `train auto` chooses for a dataset, and why."""
+    from nestrec.training.recipes.auto import task_choice
+
+    if (choice := task_choice(Dataset.open(folder))) is not None:
+        print(f"nestrec train auto --data.folder {folder} chooses {choice}")
+
+
 def _show_times(dataset: Dataset) -> None:
     first_ms, last_ms = dataset.first_ms(), dataset.last_ms()
     print(f"times: {iso_moment(first_ms)} to {iso_moment(last_ms)}")

@@ -26,7 +26,13 @@ def configured(recipe: str | Path | RunConfig, overrides: Mapping[str, Any] | No
         return _automatic(texts)
     base = recipe if isinstance(recipe, RunConfig) else _named(str(recipe))
     own_folder = {"data.synthetic": "none"} if "data.folder" in texts else {}
-    return with_overrides(base, {**own_folder, **texts})
+    return _overridden(base, {**own_folder, **texts})
+
+
+def _overridden(base: RunConfig, texts: dict[str, str]) -> RunConfig:
+    """Returns the config with overrides; what is given loses the reason for which it was chosen."""
+    reasons = {name: why for name, why in base.reasons.items() if name not in texts}
+    return replace(with_overrides(base, texts), reasons=reasons)
 
 
 def _automatic(texts: dict[str, str]) -> RunConfig:
@@ -39,9 +45,10 @@ def _automatic(texts: dict[str, str]) -> RunConfig:
     if kind is not None and kind not in get_args(auto.TaskKind):
         remedy = did_you_mean(kind, get_args(auto.TaskKind))
         raise UserError("is no task that it knows", field="task.kind", value=kind, remedy=remedy)
-    base = auto.auto(Dataset.open(texts["data.folder"]), kind)  # type: ignore[arg-type]
-    reasons = {name: why for name, why in base.reasons.items() if name not in given}
-    return replace(with_overrides(base, given), reasons=reasons)
+    has_own_split = any(name.startswith(("task.split.", "task.valid_share", "task.test_share")) for name in given)
+    dataset = Dataset.open(texts["data.folder"])
+    base = auto.auto(dataset, kind, has_own_split=has_own_split)  # type: ignore[arg-type]
+    return _overridden(base, given)
 
 
 def _named(name: str) -> RunConfig:

@@ -137,7 +137,9 @@ class RowsTask(Task):
         labels = (
             group.scalars[LABEL][: max(0, len(self._train) - first)] for first, group in self._dataset.scan([LABEL])
         )
-        return sum(float(part.sum()) for part in labels) / len(self._train)
+        share = sum(float(part.sum()) for part in labels) / len(self._train)
+        half = 0.5 / len(self._train)  # of a row: if all labels are alike, its odds are still finite
+        return float(np.clip(share, half, 1 - half))
 
     def _logits(self, engine: EmbeddingEngine, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         out = np.zeros(len(rows))

@@ -93,6 +93,14 @@ def is_fixed(name: str) -> bool:
 
 def changes_since(before: RunConfig, now: RunConfig, file: Path) -> list[str]:
     """What was changed, in words; a UserError for what may not be changed. file: what `before` was read from."""
+    if before.task.kind != now.task.kind:
+        raise UserError(
+            f"the folder holds a run of the task {before.task.kind!r}, which cannot be resumed with another task",
+            field="task.kind",
+            value=now.task.kind,
+            remedy="train into another folder (--output), or resume the run with its own recipe: nestrec train "
+            "RUN/config.json --output RUN",
+        )
     changes = []
     for name, old, new in _differences(leaves(before), leaves(now)):
         if is_fixed(name):

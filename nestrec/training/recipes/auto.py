@@ -4,8 +4,9 @@ Each choice has a reason, which is printed and kept with the run. The numbers co
 (docs/recipes.md), which were found on validation parts; what is given on the command line wins over all of it.
 """
 
-from dataclasses import dataclass, field
-from typing import Literal, TypeVar
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, NoReturn, TypeVar, cast
 
 import numpy as np
 
@@ -16,18 +17,20 @@ from nestrec.data.dataset import Dataset
 from nestrec.data.samples.ranking import RankingInputConfig
 from nestrec.data.samples.retrieval import HistoryConfig
 from nestrec.data.samples.retrieval_inputs import RetrievalInputConfig
-from nestrec.data.samples.split import SplitConfig
+from nestrec.data.samples.split import SplitConfig, SplitKind, split_of
 from nestrec.models import HSTUConfig
 from nestrec.models.retrieval import SimilarityConfig
 from nestrec.pipeline.dense.options import OptimizerConfig
 from nestrec.tasks.catalogue_ranks import RetrievalEvaluationConfig
 from nestrec.tasks.ranking import RankingTaskConfig
 from nestrec.tasks.retrieval import RetrievalTaskConfig
+from nestrec.tasks.rows import RowsTaskConfig
 from nestrec.training.config import DataConfig, RunConfig, TrainingConfig
 from nestrec.training.recipes.criteo import criteo_dlrm
 
 NAME = "auto"
 ChosenT = TypeVar("ChosenT")
+SequenceTask = Literal["retrieval", "ranking"]
 TaskKind = Literal["retrieval", "ranking", "rows"]
 LOOKED_AT = 4096
 """Users whose events are looked at."""
@@ -37,6 +40,15 @@ IDLE_SHARE = 0.05
 REPEATED_SHARE = 0.2
 LEAST_LABEL_SHARE, MOST_LABELS = 0.005, 3
 MOST_CATEGORY_VALUES = 100_000
+SEVERAL_SHARE = 0.05
+"""Of events with a less frequent action, those with several, from which on actions are outcomes and not event types."""
+TRUE_TEXTS = frozenset({"1", "true", "t", "yes", "y"})
+SEEN = frozenset({"view", "views", "viewed", "impression", "impressions", "exposure", "shown", "show"})
+"""Actions that mark what a user saw: in such a log, events without any action are not impressions."""
+MEANING = {
+    "retrieval": "finds items of the whole catalog (/v1/recommend)",
+    "ranking": "scores candidates that you provide (/v1/rank)",
+}
 RARE, RARE_SHARE = 5, 0.3
 """From such a share of rare items on, items are read by their features too."""
 
@@ -51,6 +63,8 @@ class Habits:
     """share of events with an item that the user had before"""
     actions: dict[str, float]
     """share of events with each action"""
+    several: float = 0.0
+    """share of events with several actions, among those that have another action than the most frequent one"""
 
 
 @dataclass(slots=True)
@@ -64,28 +78,42 @@ class _Reasons:
         return value
 
 
-def auto(dataset: Dataset, task: TaskKind | None = None) -> RunConfig:
-    """The recipe for a dataset. task: as the user wants it; none to choose."""
-    card, reasons = dataset.card, _Reasons()
-    if card.kind == "rows":
-        base = criteo_dlrm()
-        why = {"task.kind": "rows: the dataset holds labelled examples, not histories; a small DLRM reads them"}
-        return RunConfig(
-            name=NAME,
-            task=base.task,
-            data=DataConfig(folder=str(dataset.folder)),
-            batch=base.batch,
-            optimizer=base.optimizer,
-            training=base.training,
-            reasons=why,
-        )
-    habits = look_at(dataset)
-    kind = task or _task(card, habits, reasons)
-    if kind == "rows":
+def auto(dataset: Dataset, task: TaskKind | None = None, *, has_own_split: bool = False) -> RunConfig:
+    """Returns the recipe for a dataset, which can run on it.
+
+    Args:
+        dataset: Prepared data.
+        task: The task that the user asked for; none to choose one.
+        has_own_split: Whether the user sets options of the split, which is then not checked.
+
+    Raises:
+        UserError: If the log is too small, or lacks what the task needs.
+    """
+    reasons = _Reasons()
+    if dataset.card.kind == "rows":
+        return _rows(dataset, reasons, has_own_split=has_own_split)
+    if task == "rows":
         remedy = "take retrieval or ranking"
-        raise UserError("holds histories, no labelled examples", field="task.kind", value=kind, remedy=remedy)
+        raise UserError("holds histories, no labelled examples", field="task.kind", value=task, remedy=remedy)
+    habits = look_at(dataset)
+    kind = task
+    if kind is None:
+        kind, why = _chosen_task(dataset, habits)
+        reasons.because("task.kind", kind, why)
+    if kind == "ranking":
+        _check_labels(dataset.card, habits)
+    usual: SplitKind = "time" if kind == "ranking" else "leave_one_out"
+    split = usual if has_own_split else _choose_split(dataset, kind, reasons)
     make = _ranking if kind == "ranking" else _retrieval
-    return make(dataset, habits, reasons)
+    return make(dataset, habits, reasons, split)
+
+
+def task_choice(dataset: Dataset) -> str | None:
+    """Describes the task that `auto` chooses for histories, and why; none for rows with labels."""
+    if dataset.card.kind == "rows" or not dataset.card.counts.events:
+        return None
+    kind, why = _chosen_task(dataset, look_at(dataset))
+    return f"{kind}: {why}"
 
 
 def look_at(dataset: Dataset) -> Habits:
@@ -99,23 +127,151 @@ def look_at(dataset: Dataset) -> Habits:
     if "actions" not in rows.lists:
         return Habits(0.0, 1 - distinct / num_events, {})
     actions = rows.lists["actions"][0].astype(np.int64)
-    shares = {name: float((actions & bit > 0).mean()) for name, bit in dataset.card.action_bits.items()}
-    return Habits(float((actions == 0).mean()), 1 - distinct / num_events, shares)
+    has_action = {name: actions & bit > 0 for name, bit in dataset.card.action_bits.items()}
+    shares = {name: float(has.mean()) for name, has in has_action.items()}
+    num_actions = np.sum(list(has_action.values()), axis=0)
+    most = max(shares, key=lambda name: shares[name])
+    several = float((num_actions > 1).sum() / max(1, (num_actions > has_action[most]).sum()))
+    return Habits(float((actions == 0).mean()), 1 - distinct / num_events, shares, several)
 
 
-def _task(card: Card, habits: Habits, reasons: _Reasons) -> TaskKind:
-    of_reactions = set(card.action_bits) - {"positive"}
-    if of_reactions and card.has_timestamps and habits.idle >= IDLE_SHARE:
-        why = f"{habits.idle:.0%} of events have no action, so the log tells what was shown and left alone"
-        return reasons.because("task.kind", "ranking", why)
-    if not of_reactions:
-        why = "events have no actions" if not card.action_bits else "events are ratings, not impressions"
-    else:
-        why = "events are actions, and what was shown and left alone is not known"
-    return reasons.because("task.kind", "retrieval", f"{why}: the next item is what can be learnt")
+def _chosen_task(dataset: Dataset, habits: Habits) -> tuple[SequenceTask, str]:
+    """Ranking if the log has impressions with outcomes and is large enough for it, else retrieval."""
+    problem = _why_no_impressions(dataset.card, habits)
+    if problem is None:
+        if _labels_of(habits) and _possible_split(dataset, "ranking") is not None:
+            why = f"{habits.idle:.0%} of events have no action, so the log tells what was shown and left alone"
+            return "ranking", f"{MEANING['ranking']}; {why}. --task.kind retrieval {MEANING['retrieval']}"
+        problem = "the log is too small to rank"
+    other = f". --task.kind ranking {MEANING['ranking']}" if _labels_of(habits) and dataset.card.has_timestamps else ""
+    return "retrieval", f"{MEANING['retrieval']}; {problem}{other}"
 
 
-def _retrieval(dataset: Dataset, habits: Habits, reasons: _Reasons) -> RunConfig:
+def _why_no_impressions(card: Card, habits: Habits) -> str | None:
+    """Returns why events are not impressions with outcomes; none if they are."""
+    reactions = set(card.action_bits) - {"positive"}
+    if not reactions:
+        return "events are ratings, not impressions" if card.action_bits else "events have no actions"
+    if not card.has_timestamps:
+        return "events have no times"
+    if habits.idle < IDLE_SHARE:
+        return "events are actions, and what was shown and left alone is not known"
+    if seen := sorted(reactions & SEEN):
+        return f"the action {seen[0]!r} marks what was seen, so events without it are not impressions"
+    is_type = len(reactions) > 1 and habits.several < SEVERAL_SHARE
+    for column in card.options.get("log", {}).get("actions", {}).values():
+        _, _, text = column.partition(":")
+        is_type |= bool(text) and text.lower() not in TRUE_TEXTS
+    return "actions are types of events, and what was shown and left alone is not known" if is_type else None
+
+
+def _labels_of(habits: Habits) -> tuple[str, ...]:
+    """Returns the most frequent actions that are neither rare nor always there."""
+    shares = habits.actions
+    frequent = [name for name, share in shares.items() if LEAST_LABEL_SHARE <= share <= 1 - LEAST_LABEL_SHARE]
+    return tuple(sorted(frequent, key=lambda name: -shares[name])[:MOST_LABELS])
+
+
+def _check_labels(card: Card, habits: Habits) -> None:
+    """Raises a `UserError` if the log has nothing that ranking can learn."""
+    if _labels_of(habits) and card.has_timestamps:
+        return
+    shares = ", ".join(f"{name} {share:.1%}" for name, share in habits.actions.items()) or "none"
+    times = "" if card.has_timestamps else ", and it has no times"
+    raise UserError(
+        f"needs times and an action that {LEAST_LABEL_SHARE:.1%} to {1 - LEAST_LABEL_SHARE:.1%} of the events have; "
+        f"the log has {shares}{times}",
+        field="task.kind",
+        value="ranking",
+        remedy="prepare it with other actions (--log.actions) and --log.time, or take --task.kind retrieval",
+    )
+
+
+def _split_sizes(dataset: Dataset, split: SplitKind, task: SequenceTask) -> tuple[int, int, int]:
+    """Returns the users that train, and the events that validate and test."""
+    num_before = 1 if task == "retrieval" else 0  # events before one that retrieval can ask for
+    found = split_of(SplitConfig(kind=split), dataset)
+    held_out = [found.held_out("valid"), found.held_out("test")]
+    valid, test = (int(np.maximum(end - np.maximum(first, num_before), 0).sum()) for first, end in held_out)
+    return int((found.train_end > num_before).sum()), valid, test
+
+
+def _splits_for(dataset: Dataset, task: SequenceTask) -> dict[SplitKind, tuple[int, int, int]]:
+    """Returns the sizes of the splits that the dataset allows, the usual one of the task first."""
+    order: tuple[SplitKind, ...] = ("leave_one_out", "time") if task == "retrieval" else ("time", "leave_one_out")
+    return {kind: _split_sizes(dataset, kind, task) for kind in order if kind != "time" or dataset.card.has_timestamps}
+
+
+def _possible_split(dataset: Dataset, task: SequenceTask) -> SplitKind | None:
+    return next((kind for kind, sizes in _splits_for(dataset, task).items() if min(sizes)), None)
+
+
+def _choose_split(dataset: Dataset, task: SequenceTask, reasons: _Reasons) -> SplitKind:
+    """Chooses the usual split of the task, or the other one if nothing would be left to train or measure on."""
+    why = {
+        "leave_one_out": "every user is measured; `time` is what a server meets",
+        "time": "the last tenth of the events tests, the tenth before validates",
+    }
+    splits = _splits_for(dataset, task)
+    kind = next((kind for kind, sizes in splits.items() if min(sizes)), None)
+    if kind is None:
+        _raise_too_small(dataset, task, splits)
+    usual, *_ = splits
+    other = f"; by {usual} {_told(splits[usual])}" if kind != usual else ""
+    return reasons.because("task.split.kind", kind, why[kind] + other)
+
+
+def _raise_too_small(
+    dataset: Dataset, task: SequenceTask, splits: Mapping[SplitKind, tuple[int, int, int]]
+) -> NoReturn:
+    counts = dataset.card.counts
+    least = 2 if task == "retrieval" else 1
+    longest = int(dataset.lengths.max(initial=0))
+    size = f"{counts.users:,} users, {counts.events:,} events, at most {longest:,} per user"
+    told = "; ".join(f"by {kind} {_told(sizes)}" for kind, sizes in splits.items())
+    remedy = f"add events: one user with {least + 2} is enough"
+    if longest >= least:
+        remedy += ", or train on all of them without measuring: --task.split.kind none"
+    raise UserError(
+        f"is too small for {task} ({size}): {told}. Each must be at least 1",
+        field="data.folder",
+        value=str(dataset.folder),
+        remedy=remedy,
+    )
+
+
+def _told(sizes: tuple[int, int, int]) -> str:
+    train, valid, test = sizes
+    return f"{train:,} users train, {valid:,} events validate and {test:,} test"
+
+
+def _rows(dataset: Dataset, reasons: _Reasons, *, has_own_split: bool) -> RunConfig:
+    base = criteo_dlrm()
+    total = dataset.num_samples
+    reasons.because("task.kind", "rows", "the dataset holds labelled examples, not histories; a small DLRM reads them")
+    task = cast(RowsTaskConfig, base.task)
+    if not has_own_split and min(round(total * task.valid_share), round(total * task.test_share)) == 0:
+        if total < 3:
+            raise UserError(
+                f"is too small ({total} rows with labels): one row each must train, validate and test",
+                field="data.folder",
+                value=str(dataset.folder),
+                remedy="prepare at least 3 rows",
+            )
+        share = reasons.because("task.valid_share", 1 / total, f"one of {total} rows validates and one tests")
+        task = replace(task, valid_share=share, test_share=share)
+    return RunConfig(
+        name=NAME,
+        task=task,
+        data=DataConfig(folder=str(dataset.folder)),
+        batch=base.batch,
+        optimizer=base.optimizer,
+        training=base.training,
+        reasons=reasons.why,
+    )
+
+
+def _retrieval(dataset: Dataset, habits: Habits, reasons: _Reasons, split: SplitKind) -> RunConfig:
     card, counts = dataset.card, dataset.card.counts
     per_item = counts.events / max(1, counts.items)
     length = _at_least(card.lengths.p90, (50, 100, 200))
@@ -146,7 +302,6 @@ def _retrieval(dataset: Dataset, habits: Habits, reasons: _Reasons) -> RunConfig
         "none" if returns else "history",
         f"{habits.repeated:.0%} of events return to an item that the user had",
     )
-    split = reasons.because("task.split.kind", "leave_one_out", "every user is measured; `time` is what a server meets")
     batch = reasons.because(
         "batch.batch_samples",
         int(np.clip(2 ** int(np.log2(max(counts.users / 60, 1))), 16, 256)),
@@ -175,7 +330,7 @@ def _retrieval(dataset: Dataset, habits: Habits, reasons: _Reasons) -> RunConfig
             history=HistoryConfig(max_length=length, slide_events=1),
             loss=loss,
             num_negatives=negatives,
-            split=SplitConfig(kind=split),  # type: ignore[arg-type]
+            split=SplitConfig(kind=split),
             evaluation=RetrievalEvaluationConfig(ks=(10, 50), filter_seen=seen),
         ),
         data=DataConfig(folder=str(dataset.folder)),
@@ -186,15 +341,9 @@ def _retrieval(dataset: Dataset, habits: Habits, reasons: _Reasons) -> RunConfig
     )
 
 
-def _ranking(dataset: Dataset, habits: Habits, reasons: _Reasons) -> RunConfig:
+def _ranking(dataset: Dataset, habits: Habits, reasons: _Reasons, split: SplitKind) -> RunConfig:
     card = dataset.card
-    frequent = [name for name, share in habits.actions.items() if LEAST_LABEL_SHARE <= share <= 1 - LEAST_LABEL_SHARE]
-    labels = tuple(sorted(frequent, key=lambda name: -habits.actions[name])[:MOST_LABELS])
-    if not labels:
-        remedy = "prepare it with other actions, or take --task.kind retrieval"
-        raise UserError(
-            "has no action that is neither rare nor always there", field="task.kind", value="ranking", remedy=remedy
-        )
+    labels = _labels_of(habits)
     shares = ", ".join(f"{name} {habits.actions[name]:.1%}" for name in labels)
     reasons.because("task.inputs.labels", ",".join(labels), f"the most frequent actions of events: {shares}")
     events = reasons.because(
@@ -221,7 +370,6 @@ def _ranking(dataset: Dataset, habits: Habits, reasons: _Reasons) -> RunConfig:
         32 if card.counts.events < 1_000_000 else 64,
         f"{card.counts.events:,} events (64 from a million)",
     )
-    reasons.because("task.split.kind", "time", "the last tenth of the events tests, the tenth before validates")
     category = next((f.name for f in card.event_features if f.kind == "category" and f.name in chosen["event"]), "")
     return RunConfig(
         name=NAME,
@@ -237,7 +385,7 @@ def _ranking(dataset: Dataset, habits: Habits, reasons: _Reasons) -> RunConfig:
                 max_events=events,
                 train_on=train_on,
             ),
-            split=SplitConfig(kind="time"),
+            split=SplitConfig(kind=split),
             baseline_category=category,
         ),
         data=DataConfig(folder=str(dataset.folder)),

@@ -1,15 +1,20 @@
 """`nestrec train auto`: what is chosen for datasets of several shapes, and why."""
 
+import random
+import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from nestrec.base.errors import UserError
+from nestrec.cli.cards import show_task
 from nestrec.data.prepare.preparation import prepare
 from nestrec.data.synthetic import logs as synthetic
 from nestrec.library.configured import configured
 from nestrec.library.runs import train
+from nestrec.testing.tiny_runs import criteo_text
 
 
 def write_log(
@@ -95,3 +100,108 @@ def test_an_automatic_run_trains_and_keeps_its_reasons(tmp_path: Path) -> None:
     assert run.evaluation is not None
     again = configured(tmp_path / "run" / "config.json")
     assert again.reasons["task.loss"].startswith("full: 30 items")
+    changed = configured(tmp_path / "run" / "config.json", {"task.split.kind": "none"})
+    assert "task.split.kind" not in changed.reasons
+
+
+def write_events(folder: Path, lines: Iterable[str], **log: object) -> Path:
+    (folder / "log.csv").write_text("\n".join(["user,item,at,clicked,liked,event", *lines]) + "\n")
+    prepare("log", folder / "log.csv", folder / "data", log=log)
+    return folder / "data"
+
+
+SHOP_ACTIONS = ("view", "click", "like", "buy")
+
+
+@pytest.mark.parametrize("form", ["event types", "flags", "one event type"])
+def test_auto_prefers_retrieval_for_a_shop_log(tmp_path: Path, form: str) -> None:
+    """Half of the events have none of the actions, but they are not impressions."""
+    draw = np.random.default_rng(0)
+    names = SHOP_ACTIONS if form != "one event type" else ("buy",)
+    lines = ["user,item,at,event,view,click,like,buy"]
+    for second in range(600):
+        flags = draw.random(4) < 0.16 if form == "flags" else [0, 0, 0, 0]
+        event = str(draw.choice([*names, *["search"] * len(names)]))
+        lines.append(f"u{second % 20},i{second // 20},{second},{event},{','.join(str(int(f)) for f in flags)}")
+    (tmp_path / "log.csv").write_text("\n".join(lines) + "\n")
+    columns = {name: name if form == "flags" else f"event:{name}" for name in names}
+    prepare("log", tmp_path / "log.csv", tmp_path / "data", log={"time": "at", "actions": columns})
+    cfg = configured("auto", {"data.folder": str(tmp_path / "data")})
+    assert cfg.task.kind == "retrieval"
+    assert "--task.kind ranking scores candidates" in cfg.reasons["task.kind"]
+
+
+def test_prepare_explains_which_task_auto_chooses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    show_task(Path(write_log(tmp_path, "shown", clicks=0.4)))
+    show_task(Path(write_log(tmp_path, "done", clicks=1.0)))
+    ranking, retrieval = capsys.readouterr().out.splitlines()
+    assert "shown chooses ranking: scores candidates that you provide (/v1/rank); 6" in ranking
+    assert "done chooses retrieval: finds items of the whole catalog (/v1/recommend); events are actions" in retrieval
+
+
+TINY = {"training.max_steps": 1, "training.epochs": 1, "training.device": "cpu"}
+
+
+def draw_tiny_log(folder: Path, draw: random.Random) -> str:
+    times = draw.choice(["apart", "apart", "same", "none"])
+    actions = draw.choice(["none", "never", "always", "mixed", "mixed"])
+    lines = []
+    for user in range(draw.choice([1, 2, 3, 4, 6])):
+        for _ in range(draw.choice([1, 2, 3, 3, 4, 6])):
+            at = draw.randrange(10**6) if times == "apart" else 5
+            clicked = {"mixed": draw.random() < 0.5, "always": True}.get(actions, False)
+            lines.append(f"u{user},i{draw.randrange(draw.choice([1, 2, 6]))},{at},{clicked:d},0,x")
+    log = {"time": None if times == "none" else "at", "actions": {} if actions == "none" else {"click": "clicked"}}
+    return str(write_events(folder, lines, **log))
+
+
+@pytest.mark.parametrize("seed", [*range(16), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(16, 80))])
+def test_auto_trains_tiny_logs_or_says_what_they_lack(tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    given: dict[str, object] = {**TINY, "data.folder": draw_tiny_log(tmp_path, draw)}
+    if kind := draw.choice([None, None, "retrieval", "ranking"]):
+        given["task.kind"] = kind
+    problem = None
+    try:
+        run = train("auto", given, output=tmp_path / "run")
+    except UserError as error:
+        problem = str(error)
+    if problem is None:
+        assert run.evaluation is not None
+    else:
+        assert re.search(r"is too small for \w+ \(\d+ users, \d+ events|the log has (none|click \d)", problem)
+
+
+@pytest.mark.parametrize(("users", "events"), [(3, 40), (20, 3)])
+def test_auto_takes_another_split_for_few_users_or_events(tmp_path: Path, users: int, events: int) -> None:
+    draw = np.random.default_rng(0)
+    lines = [f"u{u},i{draw.integers(9)},{at},0,0,x" for u in range(users) for at in draw.permutation(9999)[:events]]
+    folder = write_events(tmp_path, lines, time="at")
+    cfg = configured("auto", {"data.folder": str(folder), **TINY})
+    assert cfg.task.split.kind == ("time" if events == 3 else "leave_one_out")
+    assert ("by leave_one_out 0 users train" in cfg.reasons["task.split.kind"]) == (events == 3)
+    assert train(cfg, output=tmp_path / "run").evaluation is not None
+
+
+@pytest.mark.parametrize("label", ["0", "1"])
+def test_auto_trains_few_rows_of_one_label(tmp_path: Path, label: str) -> None:
+    lines = criteo_text(4, seed=0).splitlines()
+    (tmp_path / "rows.txt").write_text("".join(f"{label}{line[1:]}\n" for line in lines))
+    prepare("criteo", tmp_path / "rows.txt", tmp_path / "data")
+    assert (
+        train("auto", {"data.folder": str(tmp_path / "data"), **TINY}, output=tmp_path / "run").evaluation is not None
+    )
+
+
+def test_auto_refuses_two_rows_with_their_number(tmp_path: Path) -> None:
+    (tmp_path / "rows.txt").write_text(criteo_text(2, seed=0))
+    prepare("criteo", tmp_path / "rows.txt", tmp_path / "data")
+    with pytest.raises(UserError, match=r"is too small \(2 rows with labels\)"):
+        configured("auto", {"data.folder": str(tmp_path / "data")})
+
+
+def test_run_folder_of_another_task_is_refused(tmp_path: Path) -> None:
+    given = {**TINY, "data.folder": write_log(tmp_path, "shown", clicks=0.4)}
+    train("auto", {**given, "task.kind": "retrieval"}, output=tmp_path / "run")
+    with pytest.raises(UserError, match="holds a run of the task 'retrieval', which cannot be resumed with another"):
+        train("auto", given, output=tmp_path / "run")
