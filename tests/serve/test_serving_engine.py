@@ -1,5 +1,6 @@
 """The engine: cached scores are the scores of full inference, whatever happened to the cache."""
 
+import math
 import threading
 import time
 from concurrent.futures import CancelledError
@@ -202,9 +203,20 @@ def test_an_answer_comes_when_its_batch_ends_however_late_it_was_expected(monkey
     engine.close()
 
 
+@pytest.mark.parametrize("most_seen", [(), (7, 32)])
+def test_cost_model_tokens_within_is_total_and_monotonic(most_seen):
+    costs = EngineCostModel(most_seen=most_seen, pair_s=1e-3)
+    seconds = [-math.inf, -1e300, -1.0, 0.0, 5e-324, 1e-9, 1e-3, 1.0, 1e300, math.inf]
+    for prefix in (0, 5, 10**6):
+        counts = [costs.tokens_within(each, prefix) for each in seconds]
+        assert counts == sorted(counts)
+        assert counts[:4] == [0] * 4
+        assert counts[-1] > 10**6
+
+
 def known_cost(_costs, seconds, _prefix):
     """Tokens at ten microseconds each: what so small a model costs a token is lost in the noise."""
-    return int(seconds / 1e-5)
+    return int(min(seconds, 1e9) / 1e-5)
 
 
 def test_signals_are_cut_by_time_where_that_is_asked_for(monkeypatch):
@@ -226,6 +238,21 @@ def test_signals_are_cut_by_time_where_that_is_asked_for(monkeypatch):
         assert np.abs(answer.scores - expected).max() <= 1e-5 * max(1.0, np.abs(expected).max())
         engine.close()
     assert batches == {0.0: 1, 1e-6: 4}, "pieces of 256 tokens"
+
+
+@pytest.mark.parametrize("options", [{"chunk_ms": 0.0}, {"trigger": replace(CONFIG.trigger, budget_ms=0.0)}])
+def test_batches_without_a_time_limit_take_all_that_waits(servable, options):
+    rng = np.random.default_rng(11)
+    engine = make_engine(servable, replace(CONFIG, **options))
+    history = draw_history(rng, 12)
+    with engine._condition:  # both signals wait together
+        works = [engine.preinfer(user, history, 0, 3, timeout_s=TIMEOUT_S)[1] for user in "ab"]
+    works.append(engine.rank("c", history, draw_candidates(rng, history), timeout_s=TIMEOUT_S))
+    for work in works:
+        work.future.result(TIMEOUT_S)
+    assert engine.is_alive
+    engine.close()
+    engine.tiers.device.check()
 
 
 def know_costs(monkeypatch):

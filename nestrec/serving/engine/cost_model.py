@@ -23,6 +23,8 @@ _WINDOW = 512
 _REFRESH_EVERY = 32
 _MOST_SURPRISE = 4.0
 _SMOOTH = 0.05
+_LONGEST_S = 1e12
+"""finite stand-in for a batch without a time limit"""
 _SCALE = (1.0, 1e-3, 1e-6)
 """work is measured in batches, thousands of tokens and millions of pairs"""
 
@@ -66,7 +68,9 @@ class EngineCostModel:
         return self.predict_s(tokens, pairs, steps=1.0 / self._batch_size)
 
     def tokens_within(self, seconds: float, prefix: int) -> int:
-        """New history tokens after a prefix that add at most so many seconds to a batch."""
+        """Return how many new history tokens after a prefix add at most `seconds` to a batch; `seconds` may be
+        infinite or negative."""
+        seconds = min(max(0.0, seconds), _LONGEST_S)  # inf / inf below would be NaN, and NaN has no integer
         _, b, c = self._costs
         token_s, pair_s = max(b * _SCALE[1], 1e-18), max(c * _SCALE[2], 1e-18)
         if self._most_seen:

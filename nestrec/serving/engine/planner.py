@@ -61,7 +61,7 @@ class Planner:
             tiers,
             costs=costs,
             chunk_s=self.chunk_s,
-            cut_s=cfg.trigger.budget_ms * _CUT_SHARE / 1e3 if cfg.chunk_ms is None else self.chunk_s,
+            cut_s=(cfg.trigger.budget_ms * _CUT_SHARE / 1e3 or math.inf) if cfg.chunk_ms is None else self.chunk_s,
             tokens_an_event=tokens_an_event,
             appends_candidates=appends_candidates,
             is_wanted=self._is_wanted,
@@ -174,9 +174,8 @@ class Planner:
             self._signal_done(work, entry)
             return None
         first = entry.length if entry is not None else 0
-        if not math.isinf(left_s):
-            in_time = self._costs.tokens_within(left_s, first) // FEWEST_TOKENS * FEWEST_TOKENS
-            budget = min(budget, max(FEWEST_TOKENS, in_time))
+        in_time = self._costs.tokens_within(left_s, first) // FEWEST_TOKENS * FEWEST_TOKENS
+        budget = min(budget, max(FEWEST_TOKENS, in_time))
         chunk = max(1, budget // self._tokens_an_event) * self._tokens_an_event
         end = self._cut(first, min(work.tokens.num_cacheable, work.tokens.uncut(first + chunk)), rows)
         is_last = end >= work.tokens.num_cacheable
