@@ -8,3 +8,5 @@ INTERRUPTED = 75
 """SIGTERM or SIGINT: a checkpoint was written and the run can be resumed (as sysexits' EX_TEMPFAIL: try again)."""
 PEER_LOST = 76
 """Another rank died; restart from the last checkpoint."""
+ENGINE_LOST = 77
+"""An engine of `nestrec serve` cannot continue; start the server again."""

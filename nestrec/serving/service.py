@@ -94,8 +94,16 @@ class Reloads:
 class Service:
     """Thread safe. `models` gives one retrieval model, one ranking model, or both."""
 
-    def __init__(self, models: Mapping[str, Servable], cfg: ServiceConfig, clock: Clock | None = None):
+    def __init__(
+        self,
+        models: Mapping[str, Servable],
+        cfg: ServiceConfig,
+        clock: Clock | None = None,
+        on_engine_lost: Callable[[], None] = lambda: None,
+    ):
+        """on_engine_lost: called on the thread of an engine that cannot continue."""
         self.cfg, self._clock, self._keyed = cfg, clock or RealClock(), KeyedHash()
+        self._on_engine_lost = on_engine_lost
         self._lock = threading.Lock()
         self.sources: dict[str, str] = {}
         """folder or address of each model that was loaded, by its role"""
@@ -119,8 +127,9 @@ class Service:
         cfg: ServiceConfig,
         device: torch.device | str = "cpu",
         tables: TablesConfig | None = None,
+        on_engine_lost: Callable[[], None] = lambda: None,
     ) -> "Service":
-        """models: folders that `nestrec export` wrote, or addresses of versions."""
+        """models: folders that `nestrec export` wrote, or addresses of versions. on_engine_lost: see `Service`."""
         servables: dict[str, Servable] = {}
         sources: dict[str, str] = {}
         followed: dict[str, Followed] = {}
@@ -134,7 +143,7 @@ class Service:
             servables[role], sources[role] = servable, text
             if found is not None:
                 followed[role] = found
-        service = Service(servables, cfg)
+        service = Service(servables, cfg, on_engine_lost=on_engine_lost)
         service.sources, service.followed = sources, followed
         return service
 
@@ -354,7 +363,10 @@ class Service:
         with contextlib.ExitStack() as made:
             engines = []
             for _ in range(self.cfg.instances):
-                engines.append(Engine(form, self.cfg.engine, keyed=self._keyed, clock=self._clock))
+                engine = Engine(
+                    form, self.cfg.engine, keyed=self._keyed, clock=self._clock, on_lost=self._on_engine_lost
+                )
+                engines.append(engine)
                 made.callback(engines[-1].close)
             made.pop_all()
         return Fleet(servable, tuple(engines))

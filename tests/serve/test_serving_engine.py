@@ -561,11 +561,16 @@ def test_a_batch_that_fails_answers_with_an_error_and_leaks_no_page(servable, mo
     rng = np.random.default_rng(6)
     engine = make_engine(servable)
     history = draw_history(rng, 10)
-    run = engine._runner.launch
-    monkeypatch.setattr(engine._runner, "launch", lambda parts: 1 / 0)
+    launch = engine._runner.launch
+    launched = []
+
+    def fail_the_first(parts):
+        launched.append(parts)
+        return launch(parts) if len(launched) > 1 else 1 / 0
+
+    monkeypatch.setattr(engine._runner, "launch", fail_the_first)
     with pytest.raises(RuntimeError, match="failed"):
         engine.rank("a", history, draw_candidates(rng, history), timeout_s=TIMEOUT_S).future.result(TIMEOUT_S)
-    monkeypatch.setattr(engine._runner, "launch", run)
     answer = engine.rank("a", history, draw_candidates(rng, history), timeout_s=TIMEOUT_S).future.result(TIMEOUT_S)
     assert answer.source == "none"
     engine.close()

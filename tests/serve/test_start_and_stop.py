@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import uvicorn
-from server_process import exchange, post, started, starting_server, status_of
+from server_process import exchange, post, running_server, started, starting_server, status_of
 
 from nestrec.base import exit_codes
 from nestrec.base.errors import UserError
@@ -59,6 +59,16 @@ def test_sighup_during_the_start_is_heeded_after_it_and_the_port_and_the_stop_ar
         process.send_signal(signal.SIGTERM)
         assert process.stdout.read().endswith(b"stopped\n")
         assert process.wait(timeout=100) == 0
+
+
+def test_server_exits_with_a_code_if_its_engine_is_lost(folder):
+    with running_server(folder, NESTREC_FAIL_POINTS="serving.plan=raise,serving.recover=raise") as (port, process):
+        assert status_of(exchange(port, post("/v1/rank", BODY))) == 503
+        assert process.wait(2.0) == exit_codes.ENGINE_LOST
+        output = process.stdout.read()
+    assert b"a turn of an engine failed" in output
+    assert b"an engine cannot continue" in output
+    assert output.count(b"RuntimeError: a fail point fired") >= 2, "with their tracebacks"
 
 
 def test_sigterm_during_the_start_is_not_lost(folder):

@@ -8,13 +8,16 @@ import logging
 import os
 import pickle
 import sys
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import uvicorn
 
+from nestrec.base import exit_codes
 from nestrec.base.bounds import Count, Natural, NonNegative, Port
 from nestrec.base.config import config
 from nestrec.base.devices import DeviceChoice, chosen_device
@@ -52,6 +55,9 @@ _LOG = logging.getLogger(__name__)
 SLOT_VARIABLE = "NESTREC_SLOT"
 """of the environment of an instance: its number behind a front"""
 _CORES_A_FRONT, _MOST_FRONTS, _AWAKE_MS = 4, 4, 20.0
+_LAST_S = 1.0
+"""time for requests of other engines, when one of them cannot continue"""
+_LAST_LOG_S = 0.25
 _COLLECT_EVERY = 20_000
 """objects made and not yet freed between two looks for garbage: requests leave next to none that must be looked for"""
 
@@ -103,8 +109,29 @@ class ServeConfig:
     """newer versions of models that come from an address"""
 
 
+class EngineLoss:
+    """Ends a process when an engine cannot continue: stops it as SIGTERM does, and exits after a second in any case."""
+
+    def __init__(self, stop: Callable[[], None]):
+        self._stop = stop
+        self.has_come = False
+
+    def __call__(self) -> None:
+        """Called on the engine's thread."""
+        self.has_come = True
+        threading.Thread(target=self._exit_soon, name="nestrec-exit", daemon=True).start()
+        self._stop()
+
+    def _exit_soon(self) -> NoReturn:
+        time.sleep(_LAST_S)
+        wait_for_log(_LAST_LOG_S)
+        os._exit(exit_codes.ENGINE_LOST)
+
+
 def serve(folders: list[str], cfg: ServeConfig, signals: Signals, announce: Callable[[str], None]) -> None:
     """Serve until SIGTERM or SIGINT; accepted requests are answered before it returns.
+
+    If an engine cannot continue, the process exits with `exit_codes.ENGINE_LOST` instead.
 
     announce: told the address when somebody listens there.
     """
@@ -120,8 +147,9 @@ def serve(folders: list[str], cfg: ServeConfig, signals: Signals, announce: Call
     sockets = bound_sockets(cfg.host, cfg.port, is_shared=is_held)
     count = num_fronts(cfg, device)
     template = Template() if count > 1 else None
+    loss = EngineLoss(signals.stop)
     try:
-        service = Service.load(folders, cfg.service, device, cfg.tables)
+        service = Service.load(folders, cfg.service, device, cfg.tables, on_engine_lost=loss)
     except BaseException:
         close_all(sockets)
         if template is not None:
@@ -132,11 +160,7 @@ def serve(folders: list[str], cfg: ServeConfig, signals: Signals, announce: Call
         follow = replace(follow, moves="itself")
     reloader = Reloader(service, device, cfg.tables, follow)
     signals.when_reloaded(reloader.ask)
-    gc.collect()
-    gc.freeze()  # model and modules are never garbage, and looking through them again would stall requests
-    gc.set_threshold(_COLLECT_EVERY, 20, 100)
-    # Front and engines share an interpreter, which an engine gives up with every operation and needs back at once.
-    sys.setswitchinterval(5e-5)
+    _prepare_interpreter()
     url = url_of(cfg.host, port_of(sockets), is_tls=safety.certificates is not None)
     try:
         app = App(service, cfg.limits, make_store(cfg.histories), reloader=reloader)
@@ -156,6 +180,16 @@ def serve(folders: list[str], cfg: ServeConfig, signals: Signals, announce: Call
         service.close()
     _LOG.info("stopped")
     wait_for_log()
+    if loss.has_come:
+        sys.exit(exit_codes.ENGINE_LOST)
+
+
+def _prepare_interpreter() -> None:
+    gc.collect()
+    gc.freeze()  # model and modules are never garbage, and looking through them again would stall requests
+    gc.set_threshold(_COLLECT_EVERY, 20, 100)
+    # Front and engines share an interpreter, which an engine gives up with every operation and needs back at once.
+    sys.setswitchinterval(5e-5)
 
 
 def name_of_process() -> str:

@@ -66,6 +66,12 @@ class Backlog:
         self._num_requests -= 1
         self._requests_s = max(0.0, self._requests_s - seconds) if self._num_requests else 0.0
 
+    def clear(self) -> None:
+        """Forget all works."""
+        self.num_works = self._num_requests = 0
+        self.signals_s = self._requests_s = 0.0
+        self._clients.clear()
+
     def add_signal(self, seconds: float) -> None:
         self.signals_s += seconds
         self.num_works += 1

@@ -3,19 +3,24 @@
 What is in a batch is decided by the planner. On a GPU the next batch is planned and launched while the device is busy
 with the one before: batches run in order, so a prefix counts as kept as soon as the batch that computes it is launched,
 while answers, holds and copies to DRAM wait for its end.
+
+An exception on the thread fails the requests that it was working on. Whatever it may have left half changed (queues,
+cache entries) is rebuilt, the other requests start over, and the engine continues. If it cannot continue, `on_lost` is
+called and all requests fail.
 """
 
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
 
 from nestrec.base.clock import Clock, RealClock
+from nestrec.base.failpoints import fail_point
 from nestrec.serving.client import NOBODY, Sender
 from nestrec.serving.engine.backlog import Backlog
 from nestrec.serving.engine.config import EngineConfig
@@ -28,7 +33,7 @@ from nestrec.serving.engine.recent import RecentRequests
 from nestrec.serving.engine.runner import BatchRunner, Launched, Scored
 from nestrec.serving.engine.runners import make_runner
 from nestrec.serving.engine.step import EngineStep
-from nestrec.serving.engine.warm_up import warm_up
+from nestrec.serving.engine.warm_up import compute_one, warm_up
 from nestrec.serving.engine.work import Answer, OverloadedError, UnavailableError, Work
 from nestrec.serving.histogram import Histogram
 from nestrec.serving.keyed_hash import KeyedHash
@@ -42,6 +47,8 @@ __all__ = ["Engine", "EngineConfig"]
 
 _LOG = logging.getLogger(__name__)
 _STALE_A_TURN = 32
+_MOST_FAILURES = 16
+"""turns in a row that may fail without a completed batch in between"""
 _NO_ITEMS, _NO_SCORES = np.zeros(0, np.int64), np.zeros((0, 0), np.float32)
 
 
@@ -56,6 +63,10 @@ class _Batch:
     """no other was on its way when it was planned"""
 
 
+class _CannotContinueError(Exception):
+    """Every further batch would fail or be wrong."""
+
+
 class Engine:
     """Submit from any thread. `close` ends the thread."""
 
@@ -68,9 +79,10 @@ class Engine:
         clock: Clock | None = None,
         runner: BatchRunner | None = None,
         has_thread: bool = True,
+        on_lost: Callable[[], None] = lambda: None,
     ):
         """runner: one of an engine that has been closed, with its memory and graphs. has_thread: else the caller takes
-        `turn` after `turn`, as a simulation does."""
+        `turn` after `turn`, as a simulation does. on_lost: called on the engine's thread if it cannot continue."""
         self.form, self.cfg, self.keyed, self.clock = form, cfg, keyed or KeyedHash(), clock or RealClock()
         self._version, self._slide = form.servable.version, f"slide={form.slide_events}"
         self.counts: dict[str, int] = {}
@@ -112,6 +124,11 @@ class Engine:
         self._inbox: deque[Work] = deque()
         self._messages: deque[Callable[[], None]] = deque()  # from the copier and other threads, to run on this one
         self._in_flight: deque[_Batch] = deque()
+        self._unfinished: dict[Work, None] = {}  # all accepted works in order of arrival, under the condition's lock
+        self._handled: list[Work] = []
+        """works that the current turn deals with: an exception fails them"""
+        self._num_failures = 0
+        self._on_lost = on_lost
         self._pace = EnginePace(spins=self._runner.spins, clock=self.clock)
         self._backlog = Backlog(self._planner.chunk_s)
         self._outlook = Outlook(self.costs, self._pace, self._backlog)
@@ -311,12 +328,16 @@ class Engine:
         return CacheKey(user, self._version, self._slide)
 
     def _enqueue(self, work: Work) -> None:
+        self._add_to_backlog(work)
+        self._unfinished[work] = None
+        self._inbox.append(work)
+        self._called()
+
+    def _add_to_backlog(self, work: Work) -> None:
         if work.is_rank:
             self._backlog.add(work.client, work.key.user, work.estimate_s)
         else:
             self._backlog.add_signal(work.estimate_s)
-        self._inbox.append(work)
-        self._called()
 
     def _post(self, message: Callable[[], None]) -> None:
         with self._condition:
@@ -335,14 +356,19 @@ class Engine:
             self._complete(self._in_flight.popleft())
         try:
             change()
-            self._runner.weights_changed()
         except BaseException as error:
             done.set_exception(error)
             return
-        self._version, self.answered_s = version, None
-        self._planner.begin_again(version)
-        for work in self.tiers.waiting():
-            work.begin_again(version)
+        try:
+            self._runner.weights_changed()
+            self._version = version
+            self.answered_s = None
+            self._planner.begin_again(version)
+            for work in self.tiers.waiting():
+                work.begin_again(version)
+        except BaseException as error:  # answers would mix two versions
+            done.set_exception(error)
+            raise _CannotContinueError("the model is of another version than the engine") from error
         done.set_result(None)
         self._post(self._drop_stale)  # with the next turns: requests wait while the version changes
 
@@ -352,21 +378,77 @@ class Engine:
             self._post(self._drop_stale)
 
     def _loop(self) -> None:
+        is_lost = False
         try:
             self._warm_up()
-            while self.turn():
+            while self._turn_or_recovery():
                 pass
         except BaseException:
-            _LOG.exception("an engine failed; its requests go elsewhere")
-            raise
-        finally:
+            _LOG.critical("an engine cannot continue; its requests go elsewhere", exc_info=True)
+            is_lost = True
+        try:
             self._fail_all()
+        finally:
+            if is_lost:
+                self._on_lost()
+
+    def _turn_or_recovery(self) -> bool:
+        try:
+            return self.turn()
+        except _CannotContinueError:
+            raise
+        except Exception:
+            _LOG.exception("a turn of an engine failed, and with it %d requests", len(self._handled))
+            self._recover()
+            return True
+
+    def _recover(self) -> None:
+        """Fail the works of the turn that failed, and start over with the others.
+
+        The turn may have ended between any two changes, so all book-keeping of queues and caches is rebuilt: a page
+        that was taken and not yet given to an entry would otherwise be missing until the process ends.
+        """
+        fail_point("serving.recover")
+        self._count("recovered")
+        self._num_failures += 1
+        if self._num_failures >= _MOST_FAILURES:
+            raise _CannotContinueError(f"{_MOST_FAILURES} turns in a row have failed")
+        self._fail_works(self._handled)
+        while self._in_flight:  # batches use pages until they end
+            batch = self._in_flight.popleft()
+            try:
+                self._complete(batch)
+            except Exception:
+                _LOG.exception("a batch in flight failed as well")
+                self._fail_works([step.work for step in batch.steps])
+        self.tiers.clear()
+        self._planner.clear()
+        with self._condition:
+            self._inbox.clear()
+            waiting = list(self._unfinished)
+            self._backlog.clear()
+            for work in waiting:
+                self._add_to_backlog(work)
+            self._condition.notify_all()  # `drain` waits for an empty backlog
+        for work in waiting:
+            work.begin_again(self._version)
+            self._planner.add(work)
+        self._check_device()
+
+    def _check_device(self) -> None:
+        """An error of a GPU may leave it unable to compute for as long as the process lives."""
+        try:
+            compute_one(self._runner)
+        except Exception as error:
+            raise _CannotContinueError("the device does not compute any more") from error
 
     def turn(self) -> bool:
         """Take what has come, then answer a batch that has ended or launch the next one; waits where there is nothing
         to do. False when the engine is to end."""
+        self._handled = []
         if not self._take_new():
             return False
+        self._handled = []
         if self._is_answer_due:
             self._complete(self._in_flight.popleft())
         elif self._planner.has_work and (
@@ -395,11 +477,12 @@ class Engine:
                 self._condition.wait()
             if self._is_closed:
                 return False
-            arrived, self._inbox = list(self._inbox), deque()
-            messages, self._messages = list(self._messages), deque()
-        for message in messages:
-            message()
-        for work in arrived:
+            num_messages, num_arrived = len(self._messages), len(self._inbox)
+        for _ in range(num_messages):  # one at a time: if one raises, the others are still there
+            self._messages.popleft()()
+        for _ in range(num_arrived):
+            work = self._inbox.popleft()
+            self._handled = [work]
             if work.key.version != self._version:
                 work.begin_again(self._version)
             self._planner.add(work)
@@ -418,24 +501,23 @@ class Engine:
 
     def _launch_next(self) -> None:
         planned_s, is_alone = self.clock.now_s(), not self._in_flight
-        steps = self._planner.plan()
+        steps = self._planner.plan(self._handled)
+        self._handled = [step.work for step in steps]
         if not steps:
             return
+        work = _work_of(steps, self.costs)
         try:
             launched = self._runner.launch([step.part for step in steps])
         except Exception:
-            _LOG.exception("a batch failed")
-            for step in steps:
-                self._fail(step)
+            self._fail_batch(steps)
             return
+        self._in_flight.append(_Batch(steps, launched, work, planned_s, is_alone))
         launched_s = self.clock.now_s()
-        work = _work_of(steps, self.costs)
         self._pace.launched(planned_s, launched_s, self.costs.predict_s(*work))
         for step in steps:
             step.work.planned_s, step.work.launched_s = planned_s, launched_s
             self._keep(step)
             self._planner.launched(step)
-        self._in_flight.append(_Batch(steps, launched, work, planned_s, is_alone))
 
     def _keep(self, step: EngineStep) -> None:
         """The new tokens are in the pages for every batch after this one."""
@@ -445,12 +527,11 @@ class Engine:
             self.tiers.device.commit(step.entry, step.part.store_until, content)
 
     def _complete(self, batch: _Batch) -> None:
+        self._handled = [step.work for step in batch.steps]
         try:
             results, seconds = batch.launched.wait()
         except Exception:
-            _LOG.exception("a batch failed")
-            for step in batch.steps:
-                self._fail(step)
+            self._fail_batch(batch.steps)
             return
         ended_s = self.clock.now_s()
         self._count("batches")
@@ -473,6 +554,7 @@ class Engine:
             self._pace.answered_alone(self.clock.now_s() - batch.planned_s - seconds)
         self._pace.done(ended_s, answered_s, has_more=self._backlog.num_works > 0)
         self._pace.ended(ended_s, sum(self.costs.predict_s(*later.work) for later in self._in_flight))
+        self._num_failures = 0
 
     def _answer(self, step: EngineStep, scored: Scored) -> None:
         work = step.work
@@ -515,28 +597,43 @@ class Engine:
         if step.entry is not None:
             self.tiers.device.unpin(step.entry)
 
-    def _fail(self, step: EngineStep) -> None:
-        self._planner.drop(step.work)
-        self.tiers.device.drop(step.work.key)
-        self._release(step)
-        self._count("failed")
-        self._finish(step.work, None, RuntimeError("the batch of this request failed"))
+    def _fail_batch(self, steps: list[EngineStep]) -> None:
+        """Fail a batch that the runner did not compute. The book-keeping is intact, so nothing else has to go."""
+        _LOG.exception("a batch failed")
+        for step in steps:
+            self._planner.drop(step.work)
+            self.tiers.device.drop(step.work.key)
+            self._release(step)
+        self._fail_works([step.work for step in steps])
+        self._check_device()
+
+    def _fail_works(self, works: Sequence[Work]) -> None:
+        for work in works:
+            if not work.is_finished or not work.future.done():
+                self._count("failed")
+                self._finish(work, None, RuntimeError("the batch of this request failed"))
 
     def _finish(self, work: Work, answer: Answer | None, error: Exception | None) -> None:
-        if work.is_finished:
+        """Answer a work, or fail it. A second call does nothing, unless an exception has ended the first."""
+        if work.is_finished and work.future.done():
             return
         work.is_finished = True
         with self._condition:
-            if work.is_rank:
-                self._backlog.remove(work.client, work.key.user, work.estimate_s)
-            else:
-                self._backlog.remove_signal(work.estimate_s)
+            if work in self._unfinished:
+                del self._unfinished[work]
+                if work.is_rank:
+                    self._backlog.remove(work.client, work.key.user, work.estimate_s)
+                else:
+                    self._backlog.remove_signal(work.estimate_s)
             if self._backlog.num_works == 0:
                 self._condition.notify_all()
-        if answer is not None and work.future.set_running_or_notify_cancel():
-            work.future.set_result(answer)
-        elif error is not None and work.future.set_running_or_notify_cancel():
-            work.future.set_exception(error)
+        if answer is None and error is None:  # it was cancelled
+            return
+        if work.future.running() or work.future.set_running_or_notify_cancel():
+            if answer is not None:
+                work.future.set_result(answer)
+            else:
+                work.future.set_exception(error)
 
     def _count(self, name: str) -> None:
         self.counts[name] = self.counts.get(name, 0) + 1
@@ -544,10 +641,11 @@ class Engine:
     def _fail_all(self) -> None:
         with self._condition:
             self._is_closed = self._has_ended = True
-            waiting = [*self._inbox, *self._planner.waiting(), *self.tiers.waiting()]
+            works = list(self._unfinished)
+            self._unfinished.clear()
             self._inbox.clear()
-        waiting += [step.work for batch in self._in_flight for step in batch.steps]
-        for work in waiting:
+            self._backlog.clear()
+        for work in [*works, *self._handled]:
             self._finish(work, None, UnavailableError("the engine has ended", 1.0))
 
 

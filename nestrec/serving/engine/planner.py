@@ -68,6 +68,7 @@ class Planner:
             resume=self._resume,
         )
         self._signals: OrderedDict[CacheKey, Work] = OrderedDict()
+        self._handled: list[Work] = []
 
     @property
     def has_work(self) -> bool:
@@ -93,8 +94,12 @@ class Planner:
             self._count("signal_superseded")
             self._end(signal, None, UnavailableError("a later request took over", 0.0))
 
-    def plan(self) -> list[EngineStep]:
-        """The next batch; empty where all that is left waits for copies."""
+    def plan(self, handled: list[Work]) -> list[EngineStep]:
+        """Return the next batch, which is empty if all that is left waits for copies.
+
+        Every work that is considered for it is added to `handled`, also if an exception ends the call.
+        """
+        self._handled = handled
         fail_point("serving.plan")
         ranked, is_full = self._ranks.plan()
         return ranked if is_full else ranked + self._plan_signals(ranked)
@@ -118,10 +123,13 @@ class Planner:
             work.begin_again(version)
             self._signals[work.key] = work
 
-    def waiting(self) -> list[Work]:
-        return [*self._ranks.queue, *self._signals.values()]
+    def clear(self) -> None:
+        """Forget all works."""
+        self._ranks.clear()
+        self._signals.clear()
 
     def _is_wanted(self, work: Work) -> bool:
+        self._handled.append(work)
         if work.is_finished:  # a piece of it failed
             return False
         if work.future.cancelled():

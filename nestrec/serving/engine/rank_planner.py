@@ -66,8 +66,8 @@ class RankPlanner:
         self._cfg, self._tiers, self._costs, self._chunk_s, self._cut_s = cfg, tiers, costs, chunk_s, cut_s
         self._tokens_an_event, self._appends_candidates = tokens_an_event, appends_candidates
         self._is_wanted, self._resume = is_wanted, resume
-        self.queue = FairQueue(lambda work: min(work.estimate_s, chunk_s), lambda work: work.estimate_s)
         self._begun: dict[CacheKey, Work] = {}
+        self.clear()
 
     def plan(self) -> tuple[list[EngineStep], bool]:
         """The steps, and whether requests are left that there was no room for."""
@@ -82,6 +82,11 @@ class RankPlanner:
         for work, is_left in taken:
             self.queue.settle(work, is_left=is_left)
         return batch.steps, is_full
+
+    def clear(self) -> None:
+        """Forget all works, and what users have had of the device so far."""
+        self.queue = FairQueue(lambda work: min(work.estimate_s, self._chunk_s), lambda work: work.estimate_s)
+        self._begun.clear()
 
     def begin_again(self, version: str) -> None:
         """The model is that of another version now."""

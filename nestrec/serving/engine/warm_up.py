@@ -24,6 +24,11 @@ def warm_up(runner: BatchRunner, costs: EngineCostModel) -> None:
                 costs.observe(*costs.work(*part.extent), seconds)
 
 
+def compute_one(runner: BatchRunner) -> None:
+    """Run the smallest batch, and raise whatever it raises."""
+    runner.launch([_part(runner.form, 1, 1)]).wait()
+
+
 def _part(form: Form, num_events: int, num_candidates: int) -> Part:
     zeros, asked = np.zeros(num_events, np.int64), np.zeros(num_candidates, np.int64)
     servable = form.servable

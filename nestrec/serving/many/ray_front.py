@@ -24,7 +24,7 @@ from nestrec.serving.api.protocol.hosts import is_loopback
 from nestrec.serving.api.protocol.http import Answered, Receive, Scope, Send, problem, problem_of, retry_after
 from nestrec.serving.api.reloader import Reloader
 from nestrec.serving.api.schema import BadRequestError
-from nestrec.serving.api.server import ServeConfig
+from nestrec.serving.api.server import EngineLoss, ServeConfig
 from nestrec.serving.histories.store import make_store
 from nestrec.serving.keyed_hash import KeyedHash
 from nestrec.serving.many.addressed import user_of
@@ -54,7 +54,8 @@ class RayInstance:
         torch.set_num_threads(cfg.threads)
         device = chosen_device(cfg.device)
         folders = current_folders() or folders  # those of a swap, where this replica replaces another
-        service = Service.load(folders, cfg.service, device, cfg.tables)
+        loss = EngineLoss(lambda: None)  # Ray replaces a replica whose process has ended
+        service = Service.load(folders, cfg.service, device, cfg.tables, on_engine_lost=loss)
         reloader = Reloader(service, device, cfg.tables, cfg.follow)
         self._app = App(service, cfg.limits, make_store(cfg.histories), reloader=reloader)
         self._slot = int(serve.get_replica_context().rank.rank)

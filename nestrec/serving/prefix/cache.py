@@ -132,6 +132,16 @@ class PrefixCache:
         self._remove(bucket)
         return True
 
+    def clear(self) -> None:
+        """Forget every entry, also the pinned ones, whatever state they are in; all pages are free afterwards."""
+        for entry in (*self._entries.values(), *self._lingering):
+            entry.is_dropped = True
+            entry.length = 0
+            entry.pages = []
+        self._entries.clear()
+        self._lingering.clear()
+        self._free = list(range(self.num_pages - 1, -1, -1))
+
     def drop_all(self, is_doomed: Callable[[CacheKey], bool]) -> int:
         """Forget every key that `is_doomed` names, such as those of an old model; how many."""
         buckets = [bucket for bucket, entry in self._entries.items() if is_doomed(entry.key)]

@@ -36,24 +36,35 @@ class Copier:
 
     def submit(self, copy: Callable[[], None], num_bytes: int, done: Callable[[bool], None]) -> None:
         def run() -> None:
-            start_s, is_made = time.perf_counter(), True
+            is_made = False
             try:
-                with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
-                    copy()
+                self._make(copy, num_bytes)
+                is_made = True
             except Exception as error:
                 FAILURES.add(_TASK, error, "the prefix is forgotten")
-                is_made = False
-            time.sleep(max(0.0, start_s + num_bytes * self._link_s_a_byte - time.perf_counter()))
-            seconds = (time.perf_counter() - start_s) / max(num_bytes, 1)
-            with self._lock:
-                known = self._seconds_a_byte
-                self._seconds_a_byte = seconds if known is None else known + _SMOOTH * (seconds - known)
-                self._queued_bytes -= num_bytes
-            guarded(_TASK, lambda: done(is_made))  # the pool would keep an exception to itself
+            finally:  # works wait for it
+                with self._lock:
+                    self._queued_bytes -= num_bytes
+                guarded(_TASK, lambda: done(is_made))  # the pool would keep an exception to itself
 
         with self._lock:
             self._queued_bytes += num_bytes
         self._pool.submit(run)
+
+    def _make(self, copy: Callable[[], None], num_bytes: int) -> None:
+        start_s = time.perf_counter()
+        with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
+            copy()
+        time.sleep(max(0.0, start_s + num_bytes * self._link_s_a_byte - time.perf_counter()))
+        seconds = (time.perf_counter() - start_s) / max(num_bytes, 1)
+        with self._lock:
+            known = self._seconds_a_byte
+            self._seconds_a_byte = seconds if known is None else known + _SMOOTH * (seconds - known)
+
+    def wait(self) -> None:
+        """Return when the copies that were submitted have ended; called by the thread that submits them."""
+        self._pool.submit(lambda: None).result()
+        self._queued_bytes = 0  # also of one that could not be submitted
 
     def copy_s(self, num_bytes: int) -> float:
         """Expected seconds of a copy; before the first one, as of a slow link."""

@@ -92,6 +92,12 @@ class Expander(Generic[Payload]):
         self._remove(key)
         return True
 
+    def clear(self) -> None:
+        """Forget every entry without handing its payload on."""
+        self._kept.clear()
+        self._in_flight.clear()
+        self.num_bytes = 0
+
     def drop_entry(self, kept: Kept[Payload]) -> None:
         """Forget this very entry, where it is still there."""
         if self._kept.get(kept.key) is kept:

@@ -54,6 +54,10 @@ class HostPages:
         for page in held:
             heapq.heappush(self._free, page)
 
+    def clear(self) -> None:
+        """All pages are free again."""
+        self._free = list(range(self._num_seen))
+
     def copy_out(self, pages: Sequence[int], held: Sequence[int]) -> None:
         """From pages of the device. Waits on the current stream only."""
         blocks = self._pool.gather(pages[: len(held)])

@@ -93,6 +93,7 @@ class PrefixTiers:
         )
         self._out, self._in = (Copier(servable.device, cfg.dram_link_gb_per_s) for _ in range(2))
         self._reloading: dict[CacheKey, list[Work]] = {}
+        self._num_clears = 0
         self._learn_copies(num_pages)
 
     def _learn_copies(self, num_pages: int) -> None:
@@ -155,7 +156,7 @@ class PrefixTiers:
         if kept is not None:
             self.device.pin(entry)
             pages, held = list(entry.pages), self._host.take(num_bytes)
-            finish = lambda is_made: self._post(lambda: self._spilled(kept, entry, held, is_made))  # noqa: E731
+            finish = self._posted(lambda is_made: self._spilled(kept, entry, held, is_made))
             self._out.submit(lambda: self._host.copy_out(pages, held), num_bytes, finish)
         if not stays:
             self.device.drop(entry.key)
@@ -182,9 +183,32 @@ class PrefixTiers:
         self._reloading[work.key] = [work]
         self.dram.begin_reload(kept)
         pages, held = list(entry.pages), kept.payload
-        finish = lambda is_made: self._post(lambda: self._reloaded(kept, entry, resume, is_made))  # noqa: E731
+        finish = self._posted(lambda is_made: self._reloaded(kept, entry, resume, is_made))
         self._in.submit(lambda: self._host.copy_in(pages, held), kept.num_bytes, finish)
         return True
+
+    def clear(self) -> None:
+        """Forget every prefix and every work that waits for a copy, when the copies under way have ended.
+
+        It relies on nothing that an exception may have left half changed, and frees all pages.
+        """
+        self._out.wait()
+        self._in.wait()
+        self._num_clears += 1
+        self._reloading.clear()
+        self.device.clear()
+        self.dram.clear()
+        self._host.clear()
+
+    def _posted(self, finish: Callable[[bool], None]) -> Callable[[bool], None]:
+        """Have `finish` called on the engine's thread, unless everything was forgotten meanwhile."""
+        num_clears = self._num_clears
+
+        def finish_if_known(is_made: bool) -> None:
+            if self._num_clears == num_clears:
+                finish(is_made)
+
+        return lambda is_made: self._post(lambda: finish_if_known(is_made))
 
     def let_go(self, work: Work) -> None:
         """A work that is given up: what was computed or came back for it is not held for it any longer."""
