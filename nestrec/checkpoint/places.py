@@ -9,7 +9,9 @@ import errno
 import hashlib
 import os
 import secrets
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -43,6 +45,62 @@ class Place(Protocol):
     def remove(self, name: str) -> None:
         """A file, or a folder with all that is in it; what is gone already is fine."""
         ...
+
+
+class TimedReads:
+    """Reads in bounded time, for processes that must not wait for storage that has stopped answering.
+
+    A read of a file system cannot be interrupted. So each one runs on a daemon thread, and the caller gets a
+    `TimeoutError` if it takes longer than `timeout_s`. The thread stays until the storage answers or the process ends;
+    another read of the same name waits for it again instead of starting one more.
+    """
+
+    def __init__(self, storage: Place, timeout_s: float):
+        self._storage = storage
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._under_way: dict[str, Future[Any]] = {}
+
+    def read(self, name: str) -> bytes:
+        """Read a file as `Place.read` does."""
+        content: bytes = self._in_time(name, self._storage.read)
+        return content
+
+    def folders(self, name: str) -> list[str]:
+        """List folders as `Place.folders` does."""
+        names: list[str] = self._in_time(name, self._storage.folders)
+        return names
+
+    def _in_time(self, name: str, read: Callable[[str], Any]) -> Any:
+        with self._lock:
+            future = self._under_way.get(name)
+            if future is None:
+                future = self._under_way[name] = Future()
+                thread = threading.Thread(target=self._run, args=(name, read, future), daemon=True, name="nestrec-read")
+                thread.start()
+        try:
+            return future.result(self._timeout_s)
+        except TimeoutError:
+            if future.done():  # the storage itself raised it
+                raise
+            where = f"{self._storage.address}/{name}"
+            raise TimeoutError(
+                f"{where} was not read within {self._timeout_s:g} s: the storage does not answer"
+            ) from None
+
+    def _run(self, name: str, read: Callable[[str], Any], future: "Future[Any]") -> None:
+        try:
+            result = read(name)
+        except BaseException as error:
+            self._forget(name)
+            future.set_exception(error)
+        else:
+            self._forget(name)
+            future.set_result(result)
+
+    def _forget(self, name: str) -> None:
+        with self._lock:
+            del self._under_way[name]
 
 
 class FolderPlace:

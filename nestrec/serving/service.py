@@ -33,6 +33,7 @@ from nestrec.serving.prefix.trigger import Decision
 from nestrec.serving.tracing import EngineTimes
 from nestrec.serving.versions.followed import Followed
 from nestrec.serving.versions.opening import open_source, source_of
+from nestrec.serving.versions.reader import READ_TIMEOUT_S
 
 Ids = NDArray[np.int64]
 _POLL_S = 0.01
@@ -127,15 +128,18 @@ class Service:
         cfg: ServiceConfig,
         device: torch.device | str = "cpu",
         tables: TablesConfig | None = None,
+        *,
         on_engine_lost: Callable[[], None] = lambda: None,
+        read_timeout_s: float = READ_TIMEOUT_S,
     ) -> "Service":
-        """models: folders that `nestrec export` wrote, or addresses of versions. on_engine_lost: see `Service`."""
+        """models: folders that `nestrec export` wrote, or addresses of versions. on_engine_lost: see `Service`.
+        read_timeout_s: of a file of a version."""
         servables: dict[str, Servable] = {}
         sources: dict[str, str] = {}
         followed: dict[str, Followed] = {}
         for text in map(str, models):
             source = source_of(text)
-            found = None if source is None else open_source(source, device, tables)
+            found = None if source is None else open_source(source, device, tables, read_timeout_s=read_timeout_s)
             servable = Servable.load(Path(text), device, tables) if found is None else found.servable
             role = role_of(servable)
             if role in servables:

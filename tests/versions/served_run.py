@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,16 @@ FOLLOW = VersionFollowConfig(on=True, moves="told")
 class Served:
     """A run that publishes, and a server that follows it when it is told to."""
 
-    def __init__(self, data: Path, folder: Path, family: str, instances: int = 1, tables: TablesConfig | None = None):
+    def __init__(
+        self,
+        data: Path,
+        folder: Path,
+        family: str,
+        instances: int = 1,
+        tables: TablesConfig | None = None,
+        *,
+        read_timeout_s: float = FOLLOW.read_timeout_s,
+    ):
         self.address, self._scratch = str(folder / "published"), folder
         self.exported: dict[str, Servable] = {}
         self.run = ChangingRun.begin(
@@ -34,13 +44,14 @@ class Served:
         )
         self._cfg = ServiceConfig(engine=EngineConfig(max_queue_s=1e9), instances=instances)
         self._tables = tables
+        self._follow = replace(FOLLOW, read_timeout_s=read_timeout_s)
         self.publish()
         self.start()
 
     def start(self) -> None:
         """A server of the newest version that can be read."""
         self.service = Service.load([self.address], self._cfg, tables=self._tables)
-        self.reloader = Reloader(self.service, "cpu", self._tables or TablesConfig(), FOLLOW)
+        self.reloader = Reloader(self.service, "cpu", self._tables or TablesConfig(), self._follow)
         self.app = App(self.service, LIMITS, reloader=self.reloader)
         ((self.role, self.follower),) = self.reloader.followers.items()
 

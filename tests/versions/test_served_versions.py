@@ -1,7 +1,9 @@
 """Servers that follow: every answer is that of one version, the one that it names, whatever happens to deltas."""
 
 import asyncio
+import os
 import shutil
+import signal
 import threading
 import time
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 from changing_run import ChangingRun, assert_same
 from front_processes import wait_for
 from served_run import serving
+from server_process import running_server
 from test_rollout import behind_gateway
 
 from nestrec.base.errors import UserError
@@ -453,3 +456,73 @@ def test_follower_logs_each_version(data, tmp_path, caplog):
         assert served.follower.look()
         name = f"version {served.follower.number} ({served.follower.version[:12]})"
         assert f"the retrieval model serves {name} of step " in caplog.text
+
+
+def asked_to_swap(served, model):
+    """Status and message of a swap."""
+
+    async def swap():
+        async with served.client() as client:
+            return await client.post("/v1/admin/swap", json={"models": [model]})
+
+    answer = asyncio.run(swap())
+    return answer.status_code, answer.json().get("error", {}).get("message", "")
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "missing"])
+def test_swap_names_the_damaged_file(data, tmp_path, damage):
+    with serving(data, tmp_path, "hstu") as served:
+        before = served.servable.version
+        folder = served.folder_of(served.publish())
+        newest = Path(served.address, "newest.json")
+        for file in [newest, *sorted(folder.iterdir())]:
+            content = file.read_bytes()
+            match damage:
+                case "cut":
+                    file.write_bytes(content[: len(content) // 2])
+                case "changed":
+                    file.write_bytes(content[:-3] + b"???")
+                case _:
+                    file.unlink()
+            status, message = asked_to_swap(served, served.address)
+            assert status == 409, (file, message)
+            assert file.name in message
+            assert "None" not in message
+            assert served.servable.version == before
+            file.write_bytes(content)
+        assert asked_to_swap(served, served.address) == (200, "")
+
+
+def test_swap_and_look_end_if_storage_never_answers(data, tmp_path):
+    """A pipe that nothing is written to stands for a mount that hangs."""
+    with serving(data, tmp_path, "hstu", read_timeout_s=0.1) as served:
+        before = served.servable.version
+        file = next(served.folder_of(served.publish()).glob("delta-rows-*"))
+        content = file.read_bytes()
+        file.unlink()
+        os.mkfifo(file)
+        for _ in range(3):
+            assert not served.follower.look()
+        assert served.follower.counts.failures == {"away": 3}
+        status, message = asked_to_swap(served, served.address)
+        assert (status, file.name in message) == (409, True)
+        assert served.servable.version == before
+        readers = [thread for thread in threading.enumerate() if thread.name == "nestrec-read"]
+        assert len(readers) == 1, "all of them wait for one read"
+        file.write_bytes(content)  # the read ends
+        readers[0].join()
+        file.unlink()
+        file.write_bytes(content)
+        assert served.follower.look()
+
+
+def test_server_stops_while_storage_does_not_answer(data, tmp_path):
+    with serving(data, tmp_path, "hstu") as served:
+        options = ("--follow", "--follow.poll_s", "0.05", "--follow.read_timeout_s", "0.1")
+        with running_server(served.address, *options) as (_, process):
+            os.mkfifo(tmp_path / "fifo")
+            os.replace(tmp_path / "fifo", Path(served.address, "newest.json"))
+            while b"the storage does not answer" not in process.stdout.readline():
+                assert process.poll() is None
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20.0) == 0

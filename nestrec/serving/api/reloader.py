@@ -133,7 +133,7 @@ class Reloader:
                 continue
             # Where the folder is a link, all files come from what it points to now, wherever it points meanwhile.
             whole, source = _whole(text), source_of(text)
-            followed = None if source is None else open_source(source, self._device, self._tables)
+            followed = None if source is None else self._opened(source)
             servable = Servable.load(Path(whole), self._device, self._tables) if followed is None else followed.servable
             role = role_of(servable)
             if role not in self._service.fleets or role in seen:
@@ -159,6 +159,9 @@ class Reloader:
         for follower in replaced:
             follower.close()
         self._tell(before, cause)
+
+    def _opened(self, source: Source) -> Followed:
+        return open_source(source, self._device, self._tables, read_timeout_s=self._follow.read_timeout_s)
 
     def _move_all(self, moves: Sequence[tuple[VersionFollower, str | None]], fresh: Sequence[Servable]) -> None:
         """All of it, or nothing."""

@@ -149,7 +149,14 @@ def serve(folders: list[str], cfg: ServeConfig, signals: Signals, announce: Call
     template = Template() if count > 1 else None
     loss = EngineLoss(signals.stop)
     try:
-        service = Service.load(folders, cfg.service, device, cfg.tables, on_engine_lost=loss)
+        service = Service.load(
+            folders,
+            cfg.service,
+            device,
+            cfg.tables,
+            on_engine_lost=loss,
+            read_timeout_s=cfg.follow.read_timeout_s,
+        )
     except BaseException:
         close_all(sockets)
         if template is not None:

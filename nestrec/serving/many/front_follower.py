@@ -28,6 +28,8 @@ class FrontFollower:
         self._models, self._followed = list(models), followed
         self._swap, self._poll_s = swap, poll_s
         self._tried: dict[str, str] = {}
+        self._versions: dict[str, Versions] = {}
+        """by address: kept, since a read that never returns keeps a thread"""
         self._is_closed = threading.Event()
         self._thread = BackgroundThread("nestrec-front-follow", self._turn)
 
@@ -43,7 +45,7 @@ class FrontFollower:
         newer: list[str] = []
         for source in self._sources():
             try:
-                newest = Versions(source.place).newest()
+                newest = self._versions.setdefault(source.address, Versions(source.place)).newest()
             except (OSError, DamagedError) as error:
                 FAILURES.add("nestrec-front-follow", error, "the instances stay at their version")
                 return False

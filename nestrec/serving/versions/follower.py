@@ -24,11 +24,13 @@ from nestrec.serving.model.tables import TablesConfig
 from nestrec.serving.service import Service
 from nestrec.serving.versions.followed import Followed, NoRoomError, Staged
 from nestrec.serving.versions.freshness import Freshness
+from nestrec.serving.versions.manifest import NEWEST_FILE
 from nestrec.serving.versions.opening import Source
-from nestrec.serving.versions.reader import Versions, VersionStep
+from nestrec.serving.versions.reader import READ_TIMEOUT_S, Versions, VersionStep
 
 _LOG = logging.getLogger(__name__)
 _LONGEST_PAUSE_S = 30.0
+_CLOSE_S = 2.0
 
 At = tuple[str, str]
 """(folder, version)"""
@@ -43,6 +45,8 @@ class VersionFollowConfig:
     moves: Literal["itself", "together", "told"] = "itself"
     """each server goes to a newer version by itself; all instances of a front go together, or none; or when they are
     told to (`nestrec swap SERVER ADDRESS`)"""
+    read_timeout_s: Positive = READ_TIMEOUT_S
+    """seconds after which a file that is not read yet counts as away, since its storage may never answer"""
     most_bytes: Natural = 1 << 30
     """rows of a delta that are brought beside the tables at once; what is larger is loaded as a whole"""
 
@@ -81,7 +85,7 @@ class VersionFollower:
         """followed: the version in service. source: where from, and whether one version of it is to stay."""
         self._service, self._role, self._followed, self.source = service, role, followed, source
         self._cfg, self._device, self._tables, self._scratch = cfg, device, tables, scratch
-        self._versions = Versions(source.place)
+        self._versions = Versions(source.place, cfg.read_timeout_s)
         self.counts, self.freshness = FollowCounts(), Freshness()
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
@@ -118,10 +122,11 @@ class VersionFollower:
         self._is_closed.set()
 
     def close(self) -> None:
-        """No further look; one that is under way is finished."""
+        """End looking for newer versions. A look that does not finish soon is left to its daemon thread, since the
+        storage that it reads from may never answer."""
         self.end()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(_CLOSE_S)
 
     def look(self) -> bool:
         """Go to the newest version where there is a newer one, unless one is to stay; whether it is there now. Nothing
@@ -145,12 +150,19 @@ class VersionFollower:
         """To the version whose name begins so, which then stays; none: to the newest, and on from there. An error
         where that fails, and all stays as it is."""
         with self._lock:
-            found = self._versions.find(version) if version is not None else next(self._versions.history(), None)
+            found = self._versions.find(version) if version is not None else self._newest()
             if found is None:
                 remedy = "see what it has: versions/*/*.json"
                 raise UserError("is not there", field="version", value=version, remedy=remedy)
             self._go(found, is_asked=True)
             self.source = self.source.at(version)
+
+    def _newest(self) -> At:
+        newest = self._versions.newest()
+        if newest is None:
+            remedy = f"its {NEWEST_FILE} is missing: publish a version, or name one as ADDRESS@VERSION"
+            raise UserError("names no version", field="address", value=self.source.address, remedy=remedy)
+        return newest.folder, newest.version
 
     def _go(self, target: At, *, is_asked: bool) -> None:
         if target[1] == self.version:

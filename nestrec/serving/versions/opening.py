@@ -11,8 +11,8 @@ from nestrec.checkpoint.places import Place, place_of
 from nestrec.serving.model.spec import MANIFEST_FILE
 from nestrec.serving.model.tables import TablesConfig
 from nestrec.serving.versions.followed import Followed
-from nestrec.serving.versions.manifest import NEWEST_FILE
-from nestrec.serving.versions.reader import Versions
+from nestrec.serving.versions.manifest import NEWEST_FILE, VERSIONS
+from nestrec.serving.versions.reader import READ_TIMEOUT_S, Versions
 
 _NAMED = re.compile(r"(.+)@([0-9a-f]{6,64})")
 
@@ -43,7 +43,8 @@ def source_of(text: str) -> Source | None:
     if "://" in address:
         return Source(address, version)
     folder = Path(address).resolve()
-    is_one = (folder / NEWEST_FILE).exists() and not (folder / MANIFEST_FILE).exists()
+    is_published = (folder / NEWEST_FILE).exists() or (folder / VERSIONS).is_dir()
+    is_one = is_published and not (folder / MANIFEST_FILE).exists()
     return Source(str(folder), version) if is_one else None
 
 
@@ -52,9 +53,10 @@ def open_source(
     device: torch.device | str = "cpu",
     tables: TablesConfig | None = None,
     scratch: Path | None = None,
+    read_timeout_s: float = READ_TIMEOUT_S,
 ) -> Followed:
     """The newest version that can be read, or the one that is named. A `UserError` where there is none."""
-    versions = Versions(source.place)
+    versions = Versions(source.place, read_timeout_s)
     history = list(versions.published())
     problem = "holds no version yet"
     if source.version is not None:

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from nestrec.base.errors import DamagedError
-from nestrec.checkpoint.places import Place
+from nestrec.checkpoint.places import Place, TimedReads
 from nestrec.serving.versions.manifest import (
     NEWEST_FILE,
     VERSIONS,
@@ -27,6 +27,7 @@ from nestrec.serving.versions.manifest import (
     version_of,
 )
 
+READ_TIMEOUT_S = 60.0
 KINDS: tuple[Kind, Kind] = ("delta", "full")
 VersionRows = tuple[torch.Tensor, torch.Tensor]
 """(n,) int64 ids and (n, D) rows, on the host"""
@@ -43,13 +44,15 @@ class VersionStep:
 class Versions:
     """What lies at an address. `DamagedError` for what is not as it was written, `OSError` where it cannot be asked."""
 
-    def __init__(self, place: Place):
-        self.place = place
+    def __init__(self, storage: Place, read_timeout_s: float = READ_TIMEOUT_S):
+        """read_timeout_s: seconds after which a file that is not read yet counts as away."""
+        self.place = storage
+        self._reads = TimedReads(storage, read_timeout_s)
 
     def newest(self) -> Newest | None:
         """None where nothing was published yet."""
         try:
-            content = self.place.read(NEWEST_FILE)
+            content = self._reads.read(NEWEST_FILE)
         except FileNotFoundError:
             return None
         return decode_newest(content, NEWEST_FILE)
@@ -57,7 +60,7 @@ class Versions:
     def manifest(self, folder: str, kind: Kind, version: str) -> VersionManifest:
         """Of the version of this name; `FileNotFoundError` where it is not told in this way."""
         where = manifest_file(folder, kind)
-        manifest = decode_manifest(self.place.read(where), where)
+        manifest = decode_manifest(self._reads.read(where), where)
         is_named = manifest.version == version
         if manifest.kind == "delta" or manifest.parent is None:
             made_of = version_of(manifest.parent, manifest.number, manifest.step, manifest.files)
@@ -84,7 +87,7 @@ class Versions:
             yield last
         while last is not None and self._builds_on_none(*last):
             number = last[0].partition("-")[0]
-            earlier = [name for name in self.place.folders(VERSIONS) if name.partition("-")[0] < number]
+            earlier = [name for name in self._reads.folders(VERSIONS) if name.partition("-")[0] < number]
             begun = next((at for at in map(self._named, sorted(earlier, reverse=True)) if at is not None), None)
             last = None
             for last in self._back_from(begun):
@@ -103,7 +106,7 @@ class Versions:
         for kind in KINDS:
             with contextlib.suppress(FileNotFoundError, DamagedError):
                 where = manifest_file(folder, kind)
-                version = decode_manifest(self.place.read(where), where).version
+                version = decode_manifest(self._reads.read(where), where).version
                 return (folder, version) if self.told(folder, version) is not None else None
         return None
 
@@ -111,7 +114,7 @@ class Versions:
         """Whether nothing tells of what was published in a folder any more."""
         for kind in KINDS:
             with contextlib.suppress(FileNotFoundError):
-                self.place.read(manifest_file(folder, kind))
+                self._reads.read(manifest_file(folder, kind))
                 return False
         return True
 
@@ -137,15 +140,17 @@ class Versions:
             except (FileNotFoundError, DamagedError) as error:
                 try:
                     delta = self.manifest(folder, "delta", version)
-                except FileNotFoundError:
-                    raise error from None
+                except FileNotFoundError as missing:
+                    if isinstance(error, DamagedError):
+                        raise error from None
+                    raise _damaged(f"{VERSIONS}/{folder}", "has neither full.json nor delta.json") from missing
             steps.append(VersionStep(folder, delta))
             assert delta.parent is not None, "a delta has a parent"
             folder, version = delta.parent.folder, delta.parent.version
 
     def read(self, step: VersionStep, entry: VersionFile) -> bytes:
         """The content of a file, which is that of its digest."""
-        return read_file(self.place, step.folder, entry)
+        return read_file(self._reads, step.folder, entry)
 
     def weights(self, step: VersionStep) -> dict[str, torch.Tensor]:
         """Dense weights by name."""
@@ -201,11 +206,11 @@ class Versions:
         return None
 
 
-def read_file(place: Place, folder: str, entry: VersionFile) -> bytes:
+def read_file(reads: TimedReads, folder: str, entry: VersionFile) -> bytes:
     """The content of a file of a version; `DamagedError` where it is missing or not that of its digest."""
     where = f"{folder}/{entry.name}"
     try:
-        content = place.read(f"{VERSIONS}/{where}")
+        content = reads.read(f"{VERSIONS}/{where}")
     except FileNotFoundError as error:
         raise _damaged(where, "is missing") from error
     if len(content) != entry.bytes or hashlib.sha256(content).hexdigest() != entry.sha256:

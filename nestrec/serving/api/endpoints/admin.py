@@ -1,12 +1,12 @@
 """What whoever runs the server asks of it while it serves: other models, the ones before, to let users go."""
 
-import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from nestrec.base.errors import UserError
 from nestrec.serving.api.answers import FleetAnswer, LoadedAnswer
 from nestrec.serving.api.endpoint import Endpoint, Front
+from nestrec.serving.api.process.serially import on_daemon_thread
 from nestrec.serving.api.reloader import LoadedModel, Reloader
 from nestrec.serving.api.requests import DrainRequest, RollbackRequest, SwapRequest
 from nestrec.serving.api.schema import BadRequestError
@@ -35,14 +35,16 @@ async def fleet(front: Front, _: Any) -> FleetAnswer:
 
 
 async def _changed(front: Front, change: Callable[[Reloader], None]) -> FleetAnswer:
-    """Loads take their time, on a thread of their own."""
-    if front.reloader is None:
+    """Apply a change, which takes its time, on a thread of its own."""
+    reloader = front.reloader
+    if reloader is None:
         raise BadRequestError("the models of this server stay as they are", status=_CONFLICT)
     try:
-        await asyncio.to_thread(change, front.reloader)
+        await on_daemon_thread(lambda: change(reloader))
     except UserError as error:
         remedy = error.remedy or ""
-        message = str(error).removesuffix(f"\n  remedy: {remedy}")
+        message = str(error).removesuffix(f"
+  remedy: {remedy}")
         raise BadRequestError(message, status=_CONFLICT, remedy=remedy) from error
     except OSError as error:
         raise BadRequestError(str(error), status=_CONFLICT) from error

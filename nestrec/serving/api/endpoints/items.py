@@ -1,11 +1,11 @@
 """Items: POST /v1/items adds new ones by their features, GET /v1/items/sample returns ids that the models know."""
 
-import asyncio
 from typing import Any
 
 from nestrec.base.errors import UserError
 from nestrec.serving.api.answers import ItemsAnswer, ItemsSampleAnswer
 from nestrec.serving.api.endpoint import Endpoint, Front
+from nestrec.serving.api.process.serially import on_daemon_thread
 from nestrec.serving.api.requests import ItemsRequest
 from nestrec.serving.api.schema import BadRequestError
 from nestrec.serving.new_items import NewItem, add_items
@@ -21,7 +21,7 @@ async def items(front: Front, request: ItemsRequest) -> ItemsAnswer:
         NewItem(key=str(item.id), features=dict(item.features or {}), title=item.title or "") for item in request.items
     ]
     try:
-        added = await asyncio.to_thread(add_items, front.service, told)
+        added = await on_daemon_thread(lambda: add_items(front.service, told))
     except UserError as error:
         field = error.field or "items"
         raise BadRequestError(error.problem, field, _CONFLICT, remedy=error.remedy or "") from error

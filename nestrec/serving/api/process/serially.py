@@ -1,7 +1,44 @@
 """Something slow that is asked for from outside: done one time after another, and the last request is never missed."""
 
+import asyncio
+import contextlib
+import contextvars
 import threading
 from collections.abc import Callable
+from typing import TypeVar
+
+Result = TypeVar("Result")
+
+
+async def on_daemon_thread(act: Callable[[], Result]) -> Result:
+    """Run `act` as `asyncio.to_thread` does, but on a thread that the end of the process does not wait for.
+
+    Storage may never answer, and the executor's threads are joined when a loop is closed and when the process ends.
+    """
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[Result] = loop.create_future()
+
+    def finish(settle: Callable[[], None]) -> None:
+        def settle_if_wanted() -> None:
+            if not ended.done():  # else the request was cancelled
+                settle()
+
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
+            loop.call_soon_threadsafe(settle_if_wanted)
+
+    def run() -> None:
+        try:
+            result = act()
+        except BaseException as raised:
+            error = raised
+            finish(lambda: ended.set_exception(error))
+        else:
+            finish(lambda: ended.set_result(result))
+
+    context = contextvars.copy_context()
+    threading.Thread(target=context.run, args=(run,), name="nestrec-slow", daemon=True).start()
+    return await ended
+
 
 from nestrec.serving.background import BackgroundThread
 
