@@ -19,6 +19,7 @@ from nestrec.serving.model.export import ExportConfig, export_run
 from nestrec.serving.model.spec import ServableManifest
 from nestrec.serving.versions.manifest import VersionManifest
 from nestrec.serving.versions.publish_run import PublishRunConfig, publish_run
+from nestrec.serving.versions.reader import VersionStep
 
 
 def export(
@@ -54,6 +55,13 @@ def publish(
     overrides: dotted names to values (`{"keep": 10}`; `nestrec options publish` lists them). best: the weights of the
     best validation score, else the last ones.
     """
+    return publish_version(run, address, overrides, best=best).manifest
+
+
+def publish_version(
+    run: Run | Path | str, address: Path | str, overrides: Mapping[str, Any] | None = None, *, best: bool = True
+) -> VersionStep:
+    """Publish a run as `publish` does, and return the version with its name."""
     cfg = with_overrides(PublishRunConfig(), override_texts(overrides))
     folder = folder_of(run)
     given_path(address, "address")  # it is text, too, and would not survive as a path

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from nestrec.base.bounds import Share
 from nestrec.base.config import config
 from nestrec.base.errors import UserError
+from nestrec.serving.model.spec import shown_version
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -147,7 +148,7 @@ def note_engine(times: EngineTimes, answer: "Answer", num_candidates: int) -> No
         "nestrec.cached_tokens": answer.num_cached,
         "nestrec.tokens": times.num_tokens,
         "nestrec.candidates": num_candidates,
-        "nestrec.model_version": answer.version[:12],
+        "nestrec.model_version": shown_version(answer.version),
         "nestrec.device_seconds": times.computed_s,
     }
     for name, start_ns, end_ns, attributes in (

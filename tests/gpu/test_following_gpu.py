@@ -74,7 +74,7 @@ def test_a_delta_comes_to_the_device_while_batches_run(tmp_path):
     service = Service.load([f"{address}@{before[1]}"], CONFIG, "cuda")
     reloader = Reloader(service, "cuda", TablesConfig())
     ((_, follower),) = reloader.followers.items()
-    (step,) = versions.way(newest, follower.version)
+    (step,) = versions.way(newest, follower.digest)
     follower.stage(step)  # loads kernels
     torch.cuda.synchronize()
     torch.cuda._sleep(4_000_000_000)  # a long batch, on the stream that batches run on

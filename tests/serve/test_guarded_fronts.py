@@ -94,7 +94,7 @@ def published(tmp_path_factory):
         run.change()
         run.publisher.publish(run.session, run.step)
         run.publisher.close()
-        version = run.publisher.newest.manifest.version[:12]
+        version = run.publisher.newest.folder
         exported[version] = run.export(folder)
         return version
 

@@ -132,7 +132,7 @@ def publish_versions(topology: Topology, data: Path, scratch: Path, kind: tuple[
         if followed is None:
             followed = Followed.open(versions, versions.way_from_full(target))
         else:
-            (step,) = versions.way(target, followed.servable.version)
+            (step,) = versions.way(target, followed.step.manifest.version)
             removed += sum(len(versions.removed(step, table)) for table in step.manifest.tables)
             staged = followed.staged(versions, step)
             staged.apply()

@@ -80,7 +80,7 @@ class FaultyRun:
             self.look()
         newest = self.served.run.publisher.newest
         assert newest is not None
-        assert self.served.servable.version == newest.manifest.version
+        assert self.served.servable.version == newest.servable_version
 
     def look(self) -> None:
         self.served.follower.look()

@@ -15,6 +15,7 @@ from nestrec.serving.api.reloader import Reloader
 from nestrec.serving.api.schema import LimitsConfig
 from nestrec.serving.engine.engine import EngineConfig
 from nestrec.serving.model.servable import Servable
+from nestrec.serving.model.spec import shown_version
 from nestrec.serving.model.tables import TablesConfig
 from nestrec.serving.service import Service, ServiceConfig
 from nestrec.serving.versions.follower import VersionFollowConfig
@@ -63,16 +64,16 @@ class Served:
         self.note_export()
         newest = self.run.publisher.newest
         assert newest is not None
-        return newest.manifest.version
+        return newest.servable_version
 
     def note_export(self) -> None:
         """What an export holds now, where a version of this step is the newest."""
         newest = self.run.publisher.newest
         if newest is not None and newest.manifest.step == self.run.step:
-            self.exported[newest.manifest.version] = self.run.export(self._scratch)
+            self.exported[newest.servable_version] = self.run.export(self._scratch)
 
     def folder_of(self, version: str) -> Path:
-        return next(path.parent for path in Path(self.address).glob("versions/*/*.json") if version in path.read_text())
+        return Path(self.address, "versions", shown_version(version))
 
     @property
     def servable(self) -> Servable:

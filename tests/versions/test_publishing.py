@@ -57,7 +57,7 @@ def test_training_publishes_deltas_and_goes_on_with_them_when_started_again(data
         history = {"items": ["1", "2"], "times_ms": [1, 2], "now_ms": 3}
         items = nestrec.load(tmp_path / "run", best=False).recommend(history=history, k=5)
     assert nestrec.load(address).recommend(history=history, k=5).items == items.items
-    manifest = publish_run(tmp_path / "run", address, best=False)
+    manifest = publish_run(tmp_path / "run", address, best=False).manifest
     assert (manifest.version, manifest.step) == (told[0].version, 7)  # it is there already
 
 

@@ -25,12 +25,14 @@ from nestrec.serving.api.schema import LimitsConfig
 from nestrec.serving.many.front_follower import FrontFollower
 from nestrec.serving.model.export import write_servable
 from nestrec.serving.model.servable import Servable
+from nestrec.serving.model.spec import shown_version
 from nestrec.serving.model.tables import TablesConfig
 from nestrec.serving.new_items import Growth, NewItem, add_items
 from nestrec.serving.service import Service, ServiceConfig
 from nestrec.serving.versions.followed import Staged
 from nestrec.serving.versions.follower import VersionFollowConfig
 from nestrec.serving.versions.manifest import Times
+from nestrec.serving.versions.opening import Source, open_source
 from nestrec.testing.tiny_runs import make_datasets
 
 LIMITS = LimitsConfig(default_timeout_ms=10_000, tells_prefix=True)
@@ -73,7 +75,7 @@ def test_every_answer_is_that_of_the_version_it_names(data, tmp_path, family, in
         is_over.set()
         asking.join()
         assert (served.follower.counts.applied, served.follower.counts.loaded) == (9, 0)
-        named = {version[:12]: servable for version, servable in served.exported.items()}
+        named = {shown_version(version): servable for version, servable in served.exported.items()}
         expected = {
             name: Recommender(servable).rank({**HISTORY, "now_ms": 4}, ASKED["candidates"])
             for name, servable in named.items()
@@ -94,7 +96,7 @@ def test_new_items_are_known_as_soon_as_the_version_is_named(data, tmp_path):
                 assert served.follower.look()
                 told = (await client.get("/v1/models")).json()["models"]["retrieval"]
                 assert told["items"] == served.run.session.dataset.num_items
-                assert told["version"] == served.servable.version[:12]
+                assert told["version"] == shown_version(served.servable.version)
                 newest = served.servable.item_keys[-1]
                 answer = (await client.post("/v1/rank", json={**ASKED, "candidates": [newest]})).json()
                 assert answer["unknown"] == []
@@ -212,7 +214,7 @@ def test_a_server_can_be_pinned_to_a_version_and_go_on_from_it(data, tmp_path):
         versions = [served.servable.version, *(served.publish() for _ in range(3))]
         assert served.follower.look()
         async with served.client() as client:
-            for text in (f"@{versions[1][:12]}", ""):
+            for text in (f"@{shown_version(versions[1])}", ""):
                 version = versions[1] if text else versions[-1]
                 told = await client.post("/v1/admin/swap", json={"models": [served.address + text]})
                 assert told.status_code == 200, told.text
@@ -223,7 +225,7 @@ def test_a_server_can_be_pinned_to_a_version_and_go_on_from_it(data, tmp_path):
                 assert served.follower.look()
                 assert served.servable.version == (version if text else versions[-1])
             back = (await client.post("/v1/admin/rollback", json={})).json()
-            assert back["models"]["retrieval"]["version"] == versions[1][:12]
+            assert back["models"]["retrieval"]["version"] == shown_version(versions[1])
             refused = await client.post("/v1/admin/swap", json={"models": [f"{served.address}@abcdef123456"]})
             assert refused.status_code == 409
             assert served.servable.version == versions[1]
@@ -398,7 +400,7 @@ def test_a_fleet_that_moves_together_stays_where_it_is_told_to(data, tmp_path):
             return version
 
         async def published():
-            version = served.publish()[:12]
+            version = shown_version(served.publish())
             assert await asyncio.to_thread(front.look)
             return version
 
@@ -414,7 +416,7 @@ def test_a_fleet_that_moves_together_stays_where_it_is_told_to(data, tmp_path):
         last = await published()
         assert await serve() not in (second, third, last), "another model is not replaced"
         assert await told("swap", served.address) == last
-        newest = served.publish()[:12]
+        newest = shown_version(served.publish())
         assert await told("swap", served.address) == newest
         assert await told("rollback") == last
         assert not rollout.followed([served.address]), "nor is what was gone back to"
@@ -526,3 +528,42 @@ def test_server_stops_while_storage_does_not_answer(data, tmp_path):
                 assert process.poll() is None
             process.send_signal(signal.SIGTERM)
             assert process.wait(20.0) == 0
+
+
+def test_version_has_one_name_and_is_found_by_any_unique_prefix(data, tmp_path):
+    with serving(data, tmp_path, "hstu") as served:
+        steps = [served.run.publisher.newest]
+        for _ in range(2):
+            served.publish()
+            steps.append(served.run.publisher.newest)
+        assert served.follower.look()
+        for step in steps:
+            number, token = step.folder.split("-")
+            digest = step.manifest.version
+            for prefix in (step.folder, number, f"{number}-", step.folder[:12], token, token[:6], digest[:12], digest):
+                model = f"{served.address}@{prefix}"
+                assert asked_to_swap(served, model) == (200, ""), prefix
+                loaded = served.reloader.current["retrieval"]
+                assert shown_version(loaded.version) == step.folder
+                assert loaded.folder == f"{served.address}@{step.folder}"
+        names = [step.folder for step in steps]
+        for prefix, problem in (("0000", "names more than one version"), ("0000000a", "is not there")):
+            status, message = asked_to_swap(served, f"{served.address}@{prefix}")
+            assert (status, problem in message) == (409, True)
+            assert all(name in message for name in names)
+            with pytest.raises(UserError, match=problem) as caught:
+                open_source(Source(served.address, prefix))
+            assert all(name in str(caught.value) for name in names)
+
+
+def test_older_version_is_found_though_the_newest_is_damaged(data, tmp_path):
+    with serving(data, tmp_path, "hstu") as served:
+        good = served.servable.version
+        served.publish()
+        assert served.follower.look()
+        folder = served.folder_of(served.publish())
+        (folder / "delta.json").write_bytes(b"{")
+        assert asked_to_swap(served, f"{served.address}@{shown_version(good)}") == (200, "")
+        assert served.servable.version == good
+        status, message = asked_to_swap(served, f"{served.address}@{folder.name}")
+        assert (status, "delta.json" in message) == (409, True)

@@ -65,14 +65,14 @@ def publish(
       --publish.every_steps 100[/bold]: a run publishes by itself as it goes on. Then
       each version holds only what has changed since the one before.
     """
-    from nestrec.library.exports import publish as publish_run
+    from nestrec.library.exports import publish_version
     from nestrec.report import progress_for
 
     overrides = parse_overrides(context.args, ("last",))
     with progress_for(f"publish {address}"):
-        manifest = publish_run(run, address, overrides, best=not last)
-    size_mb = manifest.num_bytes / 1e6
-    typer.echo(f"version {manifest.number} ({manifest.version[:12]}) of step {manifest.step}: {size_mb:.1f} MB")
+        version = publish_version(run, address, overrides, best=not last)
+    manifest = version.manifest
+    typer.echo(f"version {version.folder} of step {manifest.step}: {manifest.num_bytes / 1e6:.1f} MB")
 
 
 @app.command(context_settings=PASSED_ON)

@@ -104,8 +104,9 @@ def swap(
     """Have a server, or every instance of a front, serve other models: warmed up first, one instance after the other.
 
     - [bold]nestrec swap http://127.0.0.1:8000 models/newer[/bold]
-    - [bold]nestrec swap http://127.0.0.1:8000 published/demo@9f2c41[/bold]: a version that
-      is named with its address stays until the address is named alone.
+    - [bold]nestrec swap http://127.0.0.1:8000 published/demo@00000012-9f2c41d0[/bold]:
+      a version that is named with its address stays until the address is named
+      alone. The beginning of its name is enough.
 
     Where one instance does not take them, all keep the old ones. A key for
     administrators is read from NESTREC_ADMIN_KEY.

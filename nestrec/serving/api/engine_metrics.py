@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 from nestrec.base.config import to_plain
 from nestrec.serving.background import FAILURES
 from nestrec.serving.histogram import Histogram
+from nestrec.serving.model.spec import shown_version
 from nestrec.serving.safety.safety import Safety
 from nestrec.serving.service import Service
 
@@ -43,7 +44,7 @@ def engine_status(service: Service, role: str) -> dict[str, Any]:
             counts[name] = counts.get(name, 0) + count
     tiers = [engine.tiers for engine in fleet.engines]
     return {
-        "version": fleet.servable.version[:12],
+        "version": shown_version(fleet.servable.version),
         "loaded_at_s": fleet.loaded_at_s,
         "exported_at_s": fleet.servable.exported_at_s,
         "counts": counts,
@@ -85,7 +86,7 @@ class EngineCollector(Collector):
         info = InfoMetricFamily("nestrec_model", "Model in service", labels=["model"])
         for role, fleet in self._service.fleets.items():
             servable = fleet.servable
-            info.add_metric([role], {"version": servable.version[:12], "name": servable.spec.name})
+            info.add_metric([role], {"version": shown_version(servable.version), "name": servable.spec.name})
         yield info
 
     def _times(self) -> Iterable[Metric]:

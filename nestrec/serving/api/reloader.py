@@ -15,6 +15,7 @@ from pathlib import Path
 from nestrec.base.errors import UserError
 from nestrec.serving.api.process.serially import Serially
 from nestrec.serving.model.servable import Servable
+from nestrec.serving.model.spec import shown_version
 from nestrec.serving.model.tables import TablesConfig
 from nestrec.serving.service import Service, role_of
 from nestrec.serving.versions.followed import Followed
@@ -75,6 +76,8 @@ class Reloader:
     def _begin_to_follow(self, role: str, followed: Followed, text: str) -> None:
         source = source_of(text)
         assert source is not None, "a version comes from an address"
+        if source.version is not None:
+            source = source.at(followed.step.folder)
         follower = VersionFollower(
             self._service, role, followed, source, self._follow, device=self._device, tables=self._tables
         )
@@ -104,7 +107,9 @@ class Reloader:
         if source is None:
             return was.folder, was.version
         goes_on = self._follow.on and self._follow.moves == "itself" and self.current[role].folder != was.folder
-        return (was.folder if source.version is not None or goes_on else str(source.at(was.version))), None
+        return (
+            was.folder if source.version is not None or goes_on else str(source.at(shown_version(was.version)))
+        ), None
 
     def _reload_all(self) -> None:
         reloads = self._service.reloads
@@ -143,7 +148,7 @@ class Reloader:
                 remedy = "name the model to swap to"
                 raise UserError("does not hold the model of that time", field="model", value=text, remedy=remedy)
             if servable.version == before[role].version:
-                _LOG.info("the %s model is %s already", role, servable.version[:12])
+                _LOG.info("the %s model is %s already", role, shown_version(servable.version))
                 continue
             fresh[role] = (text if source is not None else whole, servable, followed)
         with contextlib.ExitStack() as held:
@@ -202,8 +207,13 @@ class Reloader:
         if changed:
             self.previous = changed
         for role, loaded in changed.items():
-            new = now[role].version[:12]
-            _LOG.info("%sthe %s model %s has taken over from %s", cause, role, new, loaded.version[:12])
+            _LOG.info(
+                "%sthe %s model %s has taken over from %s",
+                cause,
+                role,
+                shown_version(now[role].version),
+                shown_version(loaded.version),
+            )
 
 
 def _whole(text: str) -> str:

@@ -18,7 +18,7 @@ from nestrec.serving.model.forms import Form, make_form
 from nestrec.serving.model.inputs import Candidates, History, number_bits
 from nestrec.serving.model.rows.keyed_table import KeyedTable
 from nestrec.serving.model.servable import Servable
-from nestrec.serving.model.spec import Probe
+from nestrec.serving.model.spec import Probe, shown_version
 from nestrec.serving.prefix.page_pool import PagePool
 
 _NUM_EVENTS, _NUM_CANDIDATES = 4, 8
@@ -60,7 +60,7 @@ def check_probe(runner: BatchRunner) -> None:
     raise DamagedError(
         "does not score the request of its export as it did then",
         field="model",
-        value=runner.form.servable.version[:12],
+        value=shown_version(runner.form.servable.version),
         remedy="export the run again with the version that serves it",
     )
 

@@ -51,7 +51,7 @@ class FrontFollower:
                 return False
             if newest is not None and self._tried.get(source.address) != newest.version:
                 self._tried[source.address] = newest.version
-                newer.append(str(source.at(newest.version)))
+                newer.append(str(source.at(newest.folder)))
         return not newer or self._swap(newer)
 
     def _sources(self) -> list[Source]:

@@ -23,6 +23,15 @@ LONGEST_LIST = 32
 """categories of one event or user that a request may tell"""
 
 
+def shown_version(version: str) -> str:
+    """Shorten the version of a servable to the name that answers, logs, metrics and commands show.
+
+    That is the name of a published version (`00000012-9f2c41d0`), or the first 12 digits of the digest of an export.
+    """
+    name, _, digest = version.partition(":")
+    return name if digest else version[:12]
+
+
 @config
 class ColumnSpec:
     name: str

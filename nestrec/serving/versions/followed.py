@@ -86,7 +86,7 @@ class Followed:
             {**files, COLUMNS_FILE: columns} if columns else files,
             versions.weights(full),
             opened,
-            version=full.manifest.version,
+            version=full.servable_version,
             device=place,
             exported_at_s=full.manifest.published_s,
         )
@@ -100,7 +100,7 @@ class Followed:
     def staged(self, versions: Versions, step: VersionStep) -> "Staged":
         """The next version, brought beside this one and verified."""
         manifest = step.manifest
-        if manifest.parent is None or manifest.parent.version != self.servable.version:
+        if manifest.parent is None or manifest.parent.version != self.step.manifest.version:
             raise DamagedError("does not follow from the one in service", field="version", value=step.folder)
         plain, tensors = versions.descriptions(step)
         files = _files(self.files, plain, tensors)
@@ -113,7 +113,7 @@ class Followed:
         _check_weights(self.servable, weights)  # on the host: a device would have to be waited for
         return Staged(
             before=self,
-            after=Followed(self._servable(spec, files, manifest.version, manifest.published_s), files, step),
+            after=Followed(self._servable(spec, files, step.servable_version, manifest.published_s), files, step),
             puts=tuple(puts),
             columns=_columns(self.servable, tensors, files),
             weights={name: tensor.to(self.servable.device) for name, tensor in weights.items()},

@@ -94,7 +94,13 @@ class VersionFollower:
 
     @property
     def version(self) -> str:
-        return self._followed.servable.version
+        """Name of the version in service."""
+        return self._followed.step.folder
+
+    @property
+    def digest(self) -> str:
+        """Digest of the version in service."""
+        return self._followed.step.manifest.version
 
     @property
     def number(self) -> int:
@@ -147,15 +153,12 @@ class VersionFollower:
             return True
 
     def move(self, version: str | None) -> None:
-        """To the version whose name begins so, which then stays; none: to the newest, and on from there. An error
-        where that fails, and all stays as it is."""
+        """Go to the version that `Versions.find` finds, which then stays; none: to the newest, and on from there. An
+        error leaves all as it is."""
         with self._lock:
             found = self._versions.find(version) if version is not None else self._newest()
-            if found is None:
-                remedy = "see what it has: versions/*/*.json"
-                raise UserError("is not there", field="version", value=version, remedy=remedy)
             self._go(found, is_asked=True)
-            self.source = self.source.at(version)
+            self.source = self.source.at(None if version is None else found[0])
 
     def _newest(self) -> At:
         newest = self._versions.newest()
@@ -165,10 +168,10 @@ class VersionFollower:
         return newest.folder, newest.version
 
     def _go(self, target: At, *, is_asked: bool) -> None:
-        if target[1] == self.version:
+        if target[1] == self.digest:
             return
         try:
-            for step in self._versions.way(target, self.version):
+            for step in self._versions.way(target, self.digest):
                 self._apply(step)
             return
         except (DamagedError, FileNotFoundError, NoRoomError, _TooLargeError) as error:
@@ -249,7 +252,7 @@ class VersionFollower:
         if problem != self.counts.problem:  # said once
             is_told = isinstance(error, UserError | OSError)
             text = "the %s model stays at version %s: %s"
-            _LOG.error(text, self._role, self.version[:12], problem, exc_info=None if is_told else error)
+            _LOG.error(text, self._role, self.version, problem, exc_info=None if is_told else error)
         self.counts.problem = problem
 
     def _loop(self) -> None:

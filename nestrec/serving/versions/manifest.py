@@ -83,9 +83,9 @@ class Times:
 @config
 class Parent:
     folder: str
-    """of the version before"""
+    """name of the version before"""
     version: str
-    """its name"""
+    """digest of the version before"""
 
 
 @config
@@ -95,7 +95,7 @@ class VersionManifest:
     kind: Kind
     """what has changed since the parent, or all of it"""
     version: str
-    """name of the version: digest of what it consists of, its parent included"""
+    """digest of what the version consists of, its parent included"""
     number: int
     """of the version, from 1"""
     step: int
@@ -123,9 +123,9 @@ class VersionManifest:
 @config
 class Newest:
     folder: str
-    """of the newest version"""
+    """name of the newest version"""
     version: str
-    """its name"""
+    """digest of the newest version"""
     number: int
     """its number"""
     format: int = FORMAT
@@ -137,7 +137,7 @@ def manifest_file(folder: str, kind: Kind) -> str:
 
 
 def version_of(parent: Parent | None, number: int, step: int, files: tuple[VersionFile, ...]) -> str:
-    """The name of a version: two with the same name came about in the same way from the same bytes."""
+    """Return the digest of a version: two with the same digest came about in the same way from the same bytes."""
     told = {"parent": to_plain(parent), "number": number, "step": step, "files": [f.sha256 for f in files]}
     return digest_of_plain(told)
 

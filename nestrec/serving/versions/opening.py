@@ -14,7 +14,8 @@ from nestrec.serving.versions.followed import Followed
 from nestrec.serving.versions.manifest import NEWEST_FILE, VERSIONS
 from nestrec.serving.versions.reader import READ_TIMEOUT_S, Versions
 
-_NAMED = re.compile(r"(.+)@([0-9a-f]{6,64})")
+_NAMED = re.compile(r"(.+)@([0-9a-f]{1,64}|[0-9]{8}-[0-9a-f]{0,8})")
+"""an address, and the beginning of a version's name or digest"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +58,8 @@ def open_source(
 ) -> Followed:
     """The newest version that can be read, or the one that is named. A `UserError` where there is none."""
     versions = Versions(source.place, read_timeout_s)
-    history = list(versions.published())
     problem = "holds no version yet"
-    if source.version is not None:
-        history = [at for at in history if at[1].startswith(source.version)][:1]
-        problem = f"holds no version {source.version}"
-    for at in history:
+    for at in versions.published() if source.version is None else [versions.find(source.version)]:
         try:
             return Followed.open(versions, versions.way_from_full(at), device, tables, scratch)
         except (DamagedError, FileNotFoundError) as error:

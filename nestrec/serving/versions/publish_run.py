@@ -6,8 +6,8 @@ from nestrec.base.bounds import Count
 from nestrec.base.config import config
 from nestrec.base.errors import UserError
 from nestrec.serving.model.export import restored_session
-from nestrec.serving.versions.manifest import VersionManifest
 from nestrec.serving.versions.publisher import Publisher
+from nestrec.serving.versions.reader import VersionStep
 from nestrec.training.publishing import PublishConfig
 from nestrec.training.run_folder import RunFolder
 
@@ -18,7 +18,7 @@ class PublishRunConfig:
     """newest versions that stay when one is added, and what they build on; a server can be pinned to any of them"""
 
 
-def publish_run(run: Path, address: str, cfg: PublishRunConfig | None = None, *, best: bool = True) -> VersionManifest:
+def publish_run(run: Path, address: str, cfg: PublishRunConfig | None = None, *, best: bool = True) -> VersionStep:
     """The best (or last) weights of a run, in full, unless the newest version is that already."""
     problems: list[str] = []
     with restored_session(run, best=best) as (session, step):
@@ -34,4 +34,4 @@ def publish_run(run: Path, address: str, cfg: PublishRunConfig | None = None, *,
     if publisher.newest is None:
         remedy = "mend the cause, and publish again"
         raise UserError("; ".join(problems), field="ADDRESS", value=address, remedy=remedy)
-    return publisher.newest.manifest
+    return publisher.newest

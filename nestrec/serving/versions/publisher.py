@@ -166,7 +166,7 @@ class Publisher:
             self._seen = folder
             return None
         known, self._seen = self._seen, folder
-        what = "nothing any more" if newest is None else f"version {newest.version[:8]} of another publisher"
+        what = "nothing any more" if newest is None else f"version {newest.folder} of another publisher"
         self._warn(
             f"{self._cfg.address} names {what} as the newest, where {known or 'nothing'} was: a full version follows. "
             "Give each run an address of its own: those who follow this one go to and fro between their models"

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 
-from nestrec.base.errors import DamagedError
+from nestrec.base.errors import DamagedError, UserError
 from nestrec.checkpoint.places import Place, TimedReads
 from nestrec.serving.versions.manifest import (
     NEWEST_FILE,
@@ -28,6 +28,8 @@ from nestrec.serving.versions.manifest import (
 )
 
 READ_TIMEOUT_S = 60.0
+_MOST_CANDIDATES = 10
+"""versions that an error lists, the newest first"""
 KINDS: tuple[Kind, Kind] = ("delta", "full")
 VersionRows = tuple[torch.Tensor, torch.Tensor]
 """(n,) int64 ids and (n, D) rows, on the host"""
@@ -38,7 +40,13 @@ class VersionStep:
     """One version on the way to another."""
 
     folder: str
+    """name of the version"""
     manifest: VersionManifest
+
+    @property
+    def servable_version(self) -> str:
+        """Version of the servable in memory: the name, which `shown_version` shows, and the digest."""
+        return f"{self.folder}:{self.manifest.version}"
 
 
 class Versions:
@@ -93,9 +101,50 @@ class Versions:
             for last in self._back_from(begun):
                 yield last
 
-    def find(self, version: str) -> tuple[str, str] | None:
-        """(folder, version) of the one whose name begins so."""
-        return next((at for at in self.published() if at[1].startswith(version)), None)
+    def find(self, prefix: str) -> tuple[str, str]:
+        """Return (folder, version) of the version that a user names.
+
+        Args:
+            prefix: Beginning of the version's name (00000012-9f2c41d0), of the part after its number, or of its digest.
+
+        Raises:
+            UserError: No version, or more than one, is named so; the remedy lists the candidates.
+            DamagedError: The version is there and cannot be read.
+        """
+        told = dict(self.published())
+        digests = {folder: told.get(folder) or self._digest_of(folder) for folder in self._reads.folders(VERSIONS)}
+        matches = [folder for folder, digest in digests.items() if _is_prefix_of(prefix, folder, digest)]
+        if len(matches) == 1:
+            folder = matches[0]
+            return folder, digests[folder] or self._read_digest(folder)
+        candidates = matches or list(digests)
+        problem = "names more than one version" if matches else "is not there"
+        listed = ", ".join(candidates[: -_MOST_CANDIDATES - 1 : -1])
+        remedy = f"name one of {listed}" if candidates else "publish one: nestrec publish RUN ADDRESS"
+        raise UserError(problem, field="version", value=prefix, remedy=remedy)
+
+    def _digest_of(self, folder: str) -> str | None:
+        try:
+            return self._read_digest(folder)
+        except DamagedError:
+            return None
+
+    def _read_digest(self, folder: str) -> str:
+        """Return the version that a folder holds; `DamagedError` if no manifest of it can be read."""
+        problem: DamagedError | None = None
+        for kind in KINDS:
+            where = manifest_file(folder, kind)
+            try:
+                manifest = decode_manifest(self._reads.read(where), where)
+                self.manifest(folder, kind, manifest.version)
+                if folder.partition("-")[0] != f"{manifest.number:08d}":
+                    raise _damaged(where, "is that of another version")
+                return manifest.version
+            except FileNotFoundError:
+                continue
+            except DamagedError as error:
+                problem = error
+        raise problem or _damaged(f"{VERSIONS}/{folder}", "has neither full.json nor delta.json")
 
     def _builds_on_none(self, folder: str, version: str) -> bool:
         manifest = self.told(folder, version)
@@ -223,6 +272,11 @@ def tensors_of(content: bytes, where: str) -> dict[str, torch.Tensor]:
         return dict(load(content))
     except SafetensorError as error:
         raise _damaged(where, f"cannot be read: {error}") from error
+
+
+def _is_prefix_of(prefix: str, folder: str, digest: str | None) -> bool:
+    token = folder.partition("-")[2]
+    return any(text.startswith(prefix) for text in (folder, token, digest or ""))
 
 
 def _of_kind(manifest: VersionManifest, kind: str) -> list[VersionFile]:

@@ -63,7 +63,7 @@ def test_a_version_published_from_python_is_that_of_the_command(run: nestrec.Run
     (command,) = (tmp_path / "command" / "versions").glob("*/full.json")
     told = json.loads(command.read_text())
     assert told["files"] == to_plain(manifest)["files"]
-    assert said == f"version 1 ({told['version'][:12]}) of step {manifest.step}: {manifest.num_bytes / 1e6:.1f} MB\n"
+    assert said == f"version {command.parent.name} of step {manifest.step}: {manifest.num_bytes / 1e6:.1f} MB\n"
     assert nestrec.publish(run, str(tmp_path / "python")).version == manifest.version, "it is there already"
     found, wanted = (nestrec.load(at).recommend(HISTORY, k=5).items for at in (tmp_path / "python", run))
     assert found == wanted

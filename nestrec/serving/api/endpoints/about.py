@@ -10,6 +10,7 @@ from nestrec.serving.api.endpoint import Endpoint, Front
 from nestrec.serving.api.openapi import openapi
 from nestrec.serving.api.page import PAGE, PAGE_POLICY
 from nestrec.serving.api.protocol.http import Answered, as_json, problem, retry_after
+from nestrec.serving.model.spec import shown_version
 from nestrec.serving.prefix.trigger import USUAL_CANDIDATES
 from nestrec.serving.service import Fleet
 
@@ -57,7 +58,7 @@ async def ready(front: Front, _: Any) -> HealthAnswer | Answered:
     """Requests can be served: models are loaded and warmed up, and nobody has asked to drain."""
     if not front.service.is_ready:
         return problem(503, "not ready", "", retry_after(1))
-    models = {role: fleet.servable.version[:12] for role, fleet in front.service.fleets.items()}
+    models = {role: shown_version(fleet.servable.version) for role, fleet in front.service.fleets.items()}
     return {"status": "ready", "models": models, "signals_from": front.service.signals_from(USUAL_CANDIDATES)}
 
 
@@ -81,7 +82,7 @@ def _model(fleet: Fleet) -> ModelAnswer:
         of_history = ["history.items", *(f"history.{name}" for name, is_read in of_events.items() if is_read)]
         reads = of_history + [f"history.features.{name}" for name in features] + reads
     answer: ModelAnswer = {
-        "version": servable.version[:12],
+        "version": shown_version(servable.version),
         "name": servable.spec.name,
         "outputs": list(fleet.outputs),
         "items": servable.spec.num_items,

@@ -10,6 +10,7 @@ from nestrec.serving.api.process.serially import on_daemon_thread
 from nestrec.serving.api.reloader import LoadedModel, Reloader
 from nestrec.serving.api.requests import DrainRequest, RollbackRequest, SwapRequest
 from nestrec.serving.api.schema import BadRequestError
+from nestrec.serving.model.spec import shown_version
 
 _CONFLICT = 409
 
@@ -43,8 +44,7 @@ async def _changed(front: Front, change: Callable[[Reloader], None]) -> FleetAns
         await on_daemon_thread(lambda: change(reloader))
     except UserError as error:
         remedy = error.remedy or ""
-        message = str(error).removesuffix(f"
-  remedy: {remedy}")
+        message = str(error).removesuffix(f"\n  remedy: {remedy}")
         raise BadRequestError(message, status=_CONFLICT, remedy=remedy) from error
     except OSError as error:
         raise BadRequestError(str(error), status=_CONFLICT) from error
@@ -61,7 +61,9 @@ def _fleet(front: Front) -> FleetAnswer:
 
 
 def _all(models: Mapping[str, LoadedModel]) -> dict[str, LoadedAnswer]:
-    return {role: {"version": loaded.version[:12], "folder": loaded.folder} for role, loaded in models.items()}
+    return {
+        role: {"version": shown_version(loaded.version), "folder": loaded.folder} for role, loaded in models.items()
+    }
 
 
 SWAP = Endpoint(

@@ -8,6 +8,7 @@ from nestrec.serving.api.endpoint import Endpoint, Front
 from nestrec.serving.api.process.serially import on_daemon_thread
 from nestrec.serving.api.requests import ItemsRequest
 from nestrec.serving.api.schema import BadRequestError
+from nestrec.serving.model.spec import shown_version
 from nestrec.serving.new_items import NewItem, add_items
 
 _CONFLICT = 409
@@ -29,7 +30,7 @@ async def items(front: Front, request: ItemsRequest) -> ItemsAnswer:
     return {
         "added": added,
         "items": {role: fleet.servable.spec.num_items for role, fleet in fleets.items()},
-        "models": {role: fleet.servable.version[:12] for role, fleet in fleets.items()},
+        "models": {role: shown_version(fleet.servable.version) for role, fleet in fleets.items()},
     }
 
 

@@ -7,6 +7,7 @@ from nestrec.serving.api.notes import Notes
 from nestrec.serving.api.reading import Reader, check_feature_names
 from nestrec.serving.api.requests import PreinferRequest
 from nestrec.serving.api.schema import parse_user
+from nestrec.serving.model.spec import shown_version
 from nestrec.serving.prefix.trigger import USUAL_CANDIDATES
 
 
@@ -17,7 +18,7 @@ async def preinfer(front: HotFront, request: PreinferRequest) -> PreinferAnswer:
     if request.history is None and request.events is not None:
         user = parse_user(request.user, front.limits)
         fleet, foreseen = await front.service.foresee(user, request.events, num_candidates)
-        model = fleet.servable.version[:12]
+        model = shown_version(fleet.servable.version)
         return {"admitted": False, "reason": foreseen.reason, "model": model, **Notes().said()}
     fleet, notes = front.service.announced_fleet(parse_user(request.user, front.limits)), Notes(request.unknown)
     check_feature_names(request, fleet.servable)
@@ -33,7 +34,7 @@ async def preinfer(front: HotFront, request: PreinferRequest) -> PreinferAnswer:
     return {
         "admitted": decision.is_admitted,
         "reason": decision.reason,
-        "model": fleet.servable.version[:12],
+        "model": shown_version(fleet.servable.version),
         **notes.said(),
     }
 

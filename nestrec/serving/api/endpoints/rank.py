@@ -15,6 +15,7 @@ from nestrec.serving.api.requests import ItemId, RankRequest
 from nestrec.serving.api.schema import parse_user
 from nestrec.serving.engine.work import Answer
 from nestrec.serving.model.inputs import Candidates, marked
+from nestrec.serving.model.spec import shown_version
 from nestrec.serving.service import Fleet
 
 LAST = float(np.finfo(np.float32).min)
@@ -56,7 +57,7 @@ async def rank(front: HotFront, request: RankRequest) -> RankAnswer:
     said = notes.said()
     answer: RankAnswer = {
         "scores": columns(fleet, scored.scores),
-        "model": scored.version[:12],
+        "model": shown_version(scored.version),
         "unknown": said["unknown"],
         "defaults": said["defaults"],
     }

@@ -14,6 +14,7 @@ from nestrec.serving.api.reading import Reader, check_feature_names, unknown_of
 from nestrec.serving.api.requests import ItemId, RecommendRequest
 from nestrec.serving.api.schema import BadRequestError
 from nestrec.serving.model.inputs import Candidates, distinct
+from nestrec.serving.model.spec import shown_version
 from nestrec.serving.service import Fleet
 
 _USUAL_K = 10
@@ -58,7 +59,7 @@ class _Recommending:
         answer: RecommendAnswer = {
             "items": [servable.item_keys[i - 1] for i in found.items.tolist()],
             "scores": columns(self._retrieval, found.scores),
-            "model": found.version[:12],
+            "model": shown_version(found.version),
             "unknown": said["unknown"],
             "defaults": said["defaults"],
         }
@@ -79,7 +80,7 @@ class _Recommending:
         answer: RecommendAnswer = {
             "items": [str(scored.keys[i]) for i in order],
             "scores": columns(ranking, scored.scores[order]),
-            "model": scored.version[:12],
+            "model": shown_version(scored.version),
             "unknown": said["unknown"],
             "defaults": said["defaults"],
         }

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
+from nestrec.serving.background import BackgroundThread
+
 Result = TypeVar("Result")
 
 
@@ -38,9 +40,6 @@ async def on_daemon_thread(act: Callable[[], Result]) -> Result:
     context = contextvars.copy_context()
     threading.Thread(target=context.run, args=(run,), name="nestrec-slow", daemon=True).start()
     return await ended
-
-
-from nestrec.serving.background import BackgroundThread
 
 
 class Serially:
