@@ -418,6 +418,8 @@ class Engine:
             batch = self._in_flight.popleft()
             try:
                 self._complete(batch)
+            except _CannotContinueError:
+                raise
             except Exception:
                 _LOG.exception("a batch in flight failed as well")
                 self._fail_works([step.work for step in batch.steps])
