@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 
 import httpx
 import pytest
@@ -9,6 +10,7 @@ from schema_check import check_schema
 
 from nestrec.cli.fleet import served
 from nestrec.models.hstu import HSTUConfig
+from nestrec.serving.api import reloader as reloading
 from nestrec.serving.api.app import App
 from nestrec.serving.api.reloader import Reloader
 from nestrec.serving.api.schema import LimitsConfig
@@ -127,5 +129,35 @@ def test_a_drained_server_is_alive_and_answers_and_is_not_ready(folders):
                 assert (await client.get("/health/ready")).status_code == status
                 assert (await client.get("/health/live")).status_code == 200
                 assert (await client.post("/v1/rank", json=ASKED)).status_code == 200
+
+    asyncio.run(run())
+
+
+async def writer_of(fifo):
+    """Wait until a thread reads from a pipe, and return a descriptor that keeps it waiting."""
+    while True:
+        with contextlib.suppress(OSError):
+            return os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
+        await asyncio.sleep(0.001)  # a real thread
+
+
+def test_swap_fails_if_an_earlier_one_does_not_end(folders, tmp_path, monkeypatch):
+    """A pipe that nothing is written to stands for a folder on a mount that hangs."""
+    monkeypatch.setattr(reloading, "_TURN_S", 0.05)
+    hung = tmp_path / "hung"
+    hung.mkdir()
+    os.mkfifo(hung / "manifest.json")
+
+    async def run():
+        async with serving(folders / "retrieval1") as (client, service):
+            before = service.fleets
+            first = asyncio.create_task(client.post("/v1/admin/swap", json={"models": [str(hung)]}))
+            writer = await writer_of(hung / "manifest.json")
+            second = await client.post("/v1/admin/rollback", json={})
+            assert second.status_code == 409
+            assert "an earlier change has been under way" in second.json()["error"]["message"]
+            os.close(writer)  # the read ends
+            assert (await first).status_code == 409
+            assert service.fleets is before
 
     asyncio.run(run())

@@ -8,7 +8,7 @@ on, where the server is to follow, or stays at the version that is named with it
 import contextlib
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from nestrec.serving.versions.follower import VersionFollowConfig, VersionFollow
 from nestrec.serving.versions.opening import Source, open_source, source_of
 
 _LOG = logging.getLogger(__name__)
+_TURN_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +91,28 @@ class Reloader:
     def swap(self, folders: Sequence[Path | str]) -> None:
         """Serve the models of these folders or addresses, one of each role that is served, or fewer. `UserError` where
         one will not do, and all stay as they are."""
-        with self._lock:
+        with self._turn():
             self._swap([(str(folder), None) for folder in folders])
 
     def rollback(self) -> None:
         """Serve what was served before the last swap."""
-        with self._lock:
+        with self._turn():
             if not self.previous:
                 remedy = "name what to go to: nestrec swap SERVER MODEL, or ADDRESS@VERSION for an earlier version"
                 raise UserError("has had no other model yet", field="server", value="rollback", remedy=remedy)
             self._swap([self._as_it_was(role, one) for role, one in self.previous.items()], cause="rollback: ")
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Hold the lock for one change. The one before it may read from storage that never answers."""
+        if not self._lock.acquire(timeout=_TURN_S):
+            remedy = "try again later, or restart the server if the storage of its models does not answer"
+            problem = f"an earlier change has been under way for more than {_TURN_S:g} s"
+            raise UserError(problem, field="models", value=list(self._folders.values()), remedy=remedy)
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def _as_it_was(self, role: str, was: LoadedModel) -> tuple[str, str | None]:
         """What leads back to a model, and the version that a folder must hold."""

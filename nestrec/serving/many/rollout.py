@@ -191,7 +191,7 @@ class Rollout:
             done.append((slot, before))
         if now is not None:
             before = done[0][1]
-            if sorted(before.folders) != sorted(folders):
+            if sorted(before.folders) != sorted(now.folders):
                 self._previous = before.folders
             elif before.version != now.version:  # another version of the same addresses
                 self._previous = before.exact
