@@ -9,6 +9,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from nestrec.base.errors import DataError
+from nestrec.data.prepare.keys import as_texts
 from nestrec.data.prepare.raw import RawBatch, read_lines, unreadable
 from nestrec.data.prepare.side import SideColumn, SideSource
 from nestrec.data.prepare.source import require_input
@@ -62,7 +63,7 @@ def _ids_of_file(path: Path) -> Iterator[pa.Array]:
     if require_input(path).suffix == ".npy":
         ids = np.load(path, mmap_mode="r", allow_pickle=False)
         for start in range(0, len(ids), _ROWS):
-            yield pa.array(np.asarray(ids[start : start + _ROWS])).cast(pa.string())
+            yield as_texts(pa.array(np.asarray(ids[start : start + _ROWS])))
         return
     for lines, _, _ in read_lines(path):
         for start in range(0, len(lines), _ROWS):

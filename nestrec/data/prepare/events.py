@@ -16,7 +16,7 @@ from nestrec.data.card import Feature, FeatureKind
 from nestrec.data.prepare.features.cells import MARK as LIST_MARK
 from nestrec.data.prepare.features.cells import encode_lists, has_marks, joined
 from nestrec.data.prepare.features.fitting import Fitting, bucket_labels
-from nestrec.data.prepare.keys import KeyTable
+from nestrec.data.prepare.keys import KeyTable, as_texts
 from nestrec.data.prepare.options import LogColumns
 from nestrec.data.prepare.parse import (
     AHEAD,
@@ -270,7 +270,7 @@ class EventParser:
         for name, text in self.columns.log.actions.items():
             column, value = _action_column(text, batch.columns)
             if value is not None:
-                is_set = pc.equal(batch.columns[column].cast(pa.string()), value).fill_null(False)
+                is_set = pc.equal(_named_values(batch.columns[column]), value).fill_null(False)
                 is_done = is_set.to_numpy(zero_copy_only=False)
                 if name not in self._actions_met:
                     self._note_values(column, batch.columns[column])
@@ -290,7 +290,7 @@ class EventParser:
         """Some values of a column that tells actions, for people who mistyped one."""
         seen = self._values.setdefault(column, {})
         if len(seen) < _VALUES_TOLD:
-            seen |= dict.fromkeys(map(str, cells.drop_null().unique().to_pylist()[:_VALUES_TOLD]))
+            seen |= dict.fromkeys(_named_values(cells.drop_null().unique()[:_VALUES_TOLD]).to_pylist())
 
     def check_actions(self) -> None:
         """After a whole log: refuse an action by a value that no row of it has, which nothing else would tell from a
@@ -370,6 +370,11 @@ def is_missing(column: pa.Array) -> NDArray[np.bool_]:
     if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
         missing = pc.or_(missing, pc.equal(column.fill_null(""), ""))
     return np.asarray(missing.to_numpy(zero_copy_only=False))
+
+
+def _named_values(cells: pa.Array) -> pa.Array:
+    """Cells as an option names them: `flag:true` for what a typed file holds as true, `kind:3` for 3.0."""
+    return cells.cast(pa.string()) if pa.types.is_boolean(cells.type) else as_texts(cells)
 
 
 def _action_column(text: str, known: Collection[str]) -> tuple[str, str | None]:

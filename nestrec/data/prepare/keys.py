@@ -4,6 +4,7 @@ Ids are text. An id that is the plain decimal form of an integer lives in a comp
 any other in a dictionary; `7` and `007` stay different ids.
 """
 
+import math
 from decimal import Decimal
 from typing import Any
 
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from nestrec.base.random import GOLDEN64
 
-_POWERS_OF_10 = 10 ** np.arange(1, 19, dtype=np.int64)
+_TOO_LARGE = 10**18
 _EMPTY = -1
 _TEXT = -(2**63)
 """Stands for a text id among numbers, which have at most 18 digits."""
@@ -41,8 +42,8 @@ class KeyTable:
         numbers = as_numbers(ids)
         if numbers is not None:
             return self._encode_numbers(numbers)
-        encoded = _distinct(ids)
-        codes = np.array([self._encode_one(text) for text in map(text_of_id, encoded.dictionary.to_pylist())], np.int64)
+        encoded = as_texts(ids).dictionary_encode()
+        codes = np.array([self._encode_one(text) for text in encoded.dictionary.to_pylist()], np.int64)
         return np.asarray(codes[encoded.indices.to_numpy()])
 
     def find(self, ids: pa.Array) -> NDArray[np.int64]:
@@ -50,8 +51,8 @@ class KeyTable:
         numbers = as_numbers(ids)
         if numbers is not None:
             return _find(self._buckets, self._codes, numbers)
-        encoded = _distinct(ids)
-        codes = np.array([self._find_one(text) for text in map(text_of_id, encoded.dictionary.to_pylist())], np.int64)
+        encoded = as_texts(ids).dictionary_encode()
+        codes = np.array([self._find_one(text) for text in encoded.dictionary.to_pylist()], np.int64)
         return np.asarray(codes[encoded.indices.to_numpy()])
 
     def keys(self, codes: NDArray[np.int64]) -> pa.Array:
@@ -102,42 +103,93 @@ class KeyTable:
             self._number_of_code = grown
 
 
-def _distinct(ids: pa.Array) -> pa.DictionaryArray:
-    """Decimals stay what they are: as text, 7 would be `7.00` where others beside it have fractions."""
-    return (ids if pa.types.is_decimal(ids.type) else ids.cast(pa.string())).dictionary_encode()
+def as_texts(cells: pa.Array) -> pa.Array:
+    """The cells of a column as text; nulls and NaN become nulls.
+
+    The text of a cell depends on its value alone, not on its type or on the other cells of its batch: 7, 7.0 and the
+    decimal 7.00 are all `7`, and 1e10 is `10000000000`.
+    """
+    if pa.types.is_string(cells.type):
+        return cells
+    if pa.types.is_boolean(cells.type):
+        return cells.cast(pa.int8()).cast(pa.string())  # as JSON's true and false
+    if pa.types.is_float16(cells.type):
+        cells = cells.cast(pa.float32())
+    if not (pa.types.is_floating(cells.type) or pa.types.is_decimal(cells.type)):
+        return cells.cast(pa.string())
+    numbers = as_numbers(cells) if not cells.null_count else None
+    if numbers is not None:
+        return pa.array(numbers).cast(pa.string())
+    encoded = cells.dictionary_encode()
+    is_decimal = pa.types.is_decimal(cells.type)
+    # A float of 32 bits must stay one: 0.1 as 64 bits would be 0.10000000149.
+    values = encoded.dictionary.to_pylist() if is_decimal else encoded.dictionary.to_numpy(zero_copy_only=False)
+    texts = [None if value is None else text_of_id(value) for value in values]
+    return pa.array([text or None for text in texts], pa.string()).take(encoded.indices)
 
 
-def text_of_id(key: str | Decimal) -> str:
-    """A decimal is the text without the zeros behind its last digit."""
+def text_of_id(key: str | float | Decimal) -> str:
+    """The text of one value: all digits of a whole number, else the fewest that tell it apart; nothing for NaN."""
     if isinstance(key, str):
         return key
-    text = f"{key:f}"
-    return text.rstrip("0").removesuffix(".") if "." in text else text
+    if isinstance(key, Decimal):
+        text = f"{key:f}"
+        return text.rstrip("0").removesuffix(".") if "." in text else text
+    if math.isfinite(key):
+        return str(int(key)) if key == int(key) else np.format_float_positional(key, trim="-")
+    return "" if math.isnan(key) else "inf" if key > 0 else "-inf"
 
 
 def as_numbers(ids: pa.Array) -> NDArray[np.int64] | None:
     """The ids as int64 where every one of them is an integer of at most 18 digits in plain decimal form."""
-    is_text = pa.types.is_string(ids.type)
-    if is_text and len(ids) and not is_plain_number(ids[0].as_py()):
-        return None  # Arrow would look at every id before it says so, at many times the cost
+    if pa.types.is_string(ids.type):
+        numbers = np.empty(len(ids), dtype=np.int64)
+        is_plain = not ids.null_count and _parse_plain(*text_buffers(ids), numbers)
+        return numbers if is_plain else None
+    kind = ids.type
+    if not (pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_decimal(kind)) and not (
+        pa.types.is_floating(kind)
+    ):
+        return None  # a count of days or seconds is not the text of a date
     try:
         numbers = np.asarray(ids.cast(pa.int64()).to_numpy(zero_copy_only=False))
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
         return None
     magnitude = np.abs(numbers)
-    if magnitude.size and (magnitude.max() >= _POWERS_OF_10[-1] or magnitude.min() < 0):
+    if magnitude.size and (magnitude.max() >= _TOO_LARGE or magnitude.min() < 0):
         return None
-    if not is_text:
-        return numbers
-    num_characters = pc.binary_length(ids.cast(pa.string())).to_numpy(zero_copy_only=False)
-    plain = np.searchsorted(_POWERS_OF_10, magnitude, side="right") + 1 + (numbers < 0)
-    return numbers if np.array_equal(plain, num_characters) else None
+    return numbers
+
+
+def text_buffers(texts: pa.Array) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:
+    """The bytes of a column of text, and where each cell begins and ends in them."""
+    _, offsets, data = texts.buffers()
+    bounds = np.frombuffer(offsets, dtype=np.int32)[texts.offset : texts.offset + len(texts) + 1]
+    return (np.frombuffer(data, dtype=np.uint8) if data else np.zeros(0, np.uint8)), bounds
 
 
 def is_plain_number(text: str) -> bool:
     """Whether `text` is what `str` would print for an integer of at most 18 digits."""
     digits = text[1:] if text[:1] == "-" else text
     return digits.isascii() and digits.isdigit() and len(digits) <= 18 and str(int(text)) == text
+
+
+@njit(cache=True, nogil=True)
+def _parse_plain(data: NDArray[np.uint8], bounds: NDArray[np.int32], numbers: NDArray[np.int64]) -> bool:
+    """Fill `numbers` with the texts as integers; False at the first text that `is_plain_number` refuses."""
+    for row in range(numbers.size):
+        start, end = bounds[row], bounds[row + 1]
+        is_negative = end > start and data[start] == 45
+        start += is_negative
+        if not 0 < end - start <= 18 or (data[start] == 48 and (is_negative or end - start > 1)):
+            return False
+        number = 0
+        for i in range(start, end):
+            if not 48 <= data[i] <= 57:
+                return False
+            number = 10 * number + data[i] - 48
+        numbers[row] = -number if is_negative else number
+    return True
 
 
 @njit(cache=True, nogil=True)

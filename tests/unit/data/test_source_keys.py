@@ -4,6 +4,7 @@ from decimal import Decimal
 
 import numpy as np
 import pyarrow as pa
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -64,3 +65,43 @@ def test_decimals_are_the_ids_that_whole_numbers_and_text_are() -> None:
     assert table.all_keys().to_pylist() == ["7", "0", "100", "8.5", str(large)]
     assert table.find(mixed).tolist() == codes.tolist()
     assert table.find(pa.array(["7", "8.5", str(large)])).tolist() == [0, 3, 4]
+
+
+def test_ids_hexadecimal_text_is_no_number() -> None:
+    texts = ["999999999999", "0xE8D4A50FFF"]  # the same number, in as many characters
+    table = KeyTable()
+    assert table.encode(pa.array(texts)).tolist() == [0, 1]
+    assert [table.encode(pa.array([text])).item() for text in texts] == [0, 1]
+    assert table.all_keys().to_pylist() == texts
+
+
+FLOATS = {
+    7.0: "7",
+    -0.0: "0",
+    1e10: "10000000000",
+    1.5: "1.5",
+    1e-7: "0.0000001",
+    2.0**53 + 2: "9007199254740994",
+    1e22: "1" + 22 * "0",
+}
+
+
+@pytest.mark.parametrize("neighbors", [[], [0.5], [1e300]], ids=["alone", "fraction", "large"])
+@pytest.mark.parametrize(("number", "text"), FLOATS.items())
+def test_ids_float_text_ignores_its_neighbors(number: float, text: str, neighbors: list[float]) -> None:
+    table = KeyTable()
+    codes = table.encode(pa.array([number, *neighbors]))
+    assert table.keys(codes[:1]).to_pylist() == [text]
+    assert table.find(pa.array([text])).tolist() == [0]
+
+
+def test_ids_float32_text_is_the_shortest_of_32_bits() -> None:
+    table = KeyTable()
+    table.encode(pa.array([0.1, 16777216.0, 1.5], pa.float32()))
+    assert table.all_keys().to_pylist() == ["0.1", "16777216", "1.5"]
+
+
+def test_ids_timestamps_keep_their_text_in_any_batch() -> None:
+    table, moments = KeyTable(), pa.array([5, 2 * 10**18], pa.timestamp("ns"))
+    assert table.encode(moments[:1]).tolist() == [0]
+    assert table.encode(moments).tolist() == [0, 1]

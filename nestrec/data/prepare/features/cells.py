@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from nestrec.data.prepare.keys import KeyTable
+from nestrec.data.prepare.keys import KeyTable, as_texts, text_of_id
 from nestrec.data.prepare.parse import parse_numbers
 
 MARK = "\x1f"
@@ -24,9 +24,9 @@ def split_cells(column: pa.Array, separator: str) -> tuple[pa.Array, NDArray[np.
     """The values of all cells as text, one cell after the other, and how many each has; blanks are no values."""
     if pa.types.is_nested(column.type):
         flat, counts = column.flatten(), _lengths(column)
-        values = flat.cast(pa.string())
+        values = as_texts(flat)
     else:
-        text = with_marks(column.cast(pa.string()).fill_null(""), separator)
+        text = with_marks(as_texts(column).fill_null(""), separator)
         is_marked = pc.starts_with(text, MARK)
         marked, plain = pc.split_pattern(text, MARK), pc.split_pattern(text, separator)
         lists = plain if not pc.any(is_marked).as_py() else pc.if_else(is_marked, marked, plain)
@@ -81,8 +81,8 @@ def text_of(value: Any) -> str:
     if isinstance(value, list):
         plain = not any(isinstance(part, dict | list) for part in value)
         return "".join(MARK + text_of(part) for part in value) if plain else json.dumps(value, default=str)
-    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
-        return str(int(value))  # JSON does not tell 3.0 from 3, and ids of typed files are alike too
+    if isinstance(value, float):
+        return text_of_id(value)  # JSON does not tell 3.0 from 3, and ids of typed files are alike too
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
@@ -115,7 +115,14 @@ def joined(column: pa.Array) -> pa.Array:
         return pc.replace_substring(pc.utf8_ltrim(column, MARK), MARK, ",") if has_marks(column) else column
     if not is_readable(column.type) or column.flatten().null_count:
         return pa.array([str(cell) for cell in column.to_pylist()], pa.string())
-    return pc.binary_join(column.cast(pa.list_(pa.string())), ",").fill_null("")
+    return pc.binary_join(_lists_of_texts(column), ",").fill_null("")
+
+
+def _lists_of_texts(column: pa.Array) -> pa.Array:
+    """Lists without nulls inside as lists of text."""
+    flat, counts = as_texts(column.flatten()), _lengths(column)
+    offsets = pa.array(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))
+    return pa.ListArray.from_arrays(offsets, flat, mask=column.is_null())
 
 
 def vectors(column: pa.Array, separator: str) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
