@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from nestrec.base.random import GOLDEN64
 
 _TOO_LARGE = 10**18
+_NUMBERS = (pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal, pa.types.is_boolean)
 _EMPTY = -1
 _TEXT = -(2**63)
 """Stands for a text id among numbers, which have at most 18 digits."""
@@ -104,7 +105,7 @@ class KeyTable:
 
 
 def as_texts(cells: pa.Array) -> pa.Array:
-    """The cells of a column as text; nulls and NaN become nulls.
+    """Converts the cells of a column to text; nulls and NaN become nulls.
 
     The text of a cell depends on its value alone, not on its type or on the other cells of its batch: 7, 7.0 and the
     decimal 7.00 are all `7`, and 1e10 is `10000000000`.
@@ -129,15 +130,17 @@ def as_texts(cells: pa.Array) -> pa.Array:
 
 
 def text_of_id(key: str | float | Decimal) -> str:
-    """The text of one value: all digits of a whole number, else the fewest that tell it apart; nothing for NaN."""
+    """Returns the text of one value: all digits of an integer, else the fewest that identify it; empty for NaN."""
     if isinstance(key, str):
         return key
     if isinstance(key, Decimal):
         text = f"{key:f}"
         return text.rstrip("0").removesuffix(".") if "." in text else text
-    if math.isfinite(key):
-        return str(int(key)) if key == int(key) else np.format_float_positional(key, trim="-")
-    return "" if math.isnan(key) else "inf" if key > 0 else "-inf"
+    if math.isnan(key):
+        return ""
+    if math.isinf(key):
+        return "inf" if key > 0 else "-inf"
+    return str(int(key)) if key == int(key) else np.format_float_positional(key, trim="-")
 
 
 def as_numbers(ids: pa.Array) -> NDArray[np.int64] | None:
@@ -146,11 +149,8 @@ def as_numbers(ids: pa.Array) -> NDArray[np.int64] | None:
         numbers = np.empty(len(ids), dtype=np.int64)
         is_plain = not ids.null_count and _parse_plain(*text_buffers(ids), numbers)
         return numbers if is_plain else None
-    kind = ids.type
-    if not (pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_decimal(kind)) and not (
-        pa.types.is_floating(kind)
-    ):
-        return None  # a count of days or seconds is not the text of a date
+    if not any(is_kind(ids.type) for is_kind in _NUMBERS):
+        return None  # Arrow would cast a date or a timestamp to its count of days or seconds
     try:
         numbers = np.asarray(ids.cast(pa.int64()).to_numpy(zero_copy_only=False))
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
@@ -162,7 +162,7 @@ def as_numbers(ids: pa.Array) -> NDArray[np.int64] | None:
 
 
 def text_buffers(texts: pa.Array) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:
-    """The bytes of a column of text, and where each cell begins and ends in them."""
+    """Returns the bytes of a column of text, and the offsets of its cells in them."""
     _, offsets, data = texts.buffers()
     bounds = np.frombuffer(offsets, dtype=np.int32)[texts.offset : texts.offset + len(texts) + 1]
     return (np.frombuffer(data, dtype=np.uint8) if data else np.zeros(0, np.uint8)), bounds

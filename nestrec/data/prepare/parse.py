@@ -18,7 +18,7 @@ _BLANK = pa.array(BLANK_WORDS)
 _DIGITS_OF_UNIT = {"s": 3, "ms": 0, "us": -3, "ns": -6}
 """How far the decimal point of a number moves to the right when it becomes milliseconds."""
 _FAR = 2**63 - 1
-"""Stands for all numbers that 64 bits cannot hold."""
+"""Replaces all numbers that 64 bits cannot hold."""
 GOOD, BLANK, BAD = 0, 1, 2
 _LARGEST = float(np.finfo(np.float32).max)
 """Datasets hold numbers of 32 bits: what lies beyond would be infinite there."""
@@ -30,10 +30,10 @@ ABOUT_TIME = (NOT_A_TIME, OUT_OF_RANGE, AHEAD)
 
 
 def parse_integers(column: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-    """int64 values and states. A whole number written as `12.0` or `1e3` is good."""
-    whole = _integers(column)
-    if whole is not None:
-        return whole, np.zeros(whole.size, dtype=np.uint8)
+    """Returns int64 values and states. An integer written as `12.0` or `1e3` is good."""
+    integers = _integers(column)
+    if integers is not None:
+        return integers, np.zeros(integers.size, dtype=np.uint8)
     values, states, has_rest = _parse_scaled_texts(as_texts(column), 0)
     states[(states == GOOD) & (has_rest | (np.abs(values) >= _FAR))] = BAD
     return values, states
@@ -73,42 +73,41 @@ def parse_days(column: pa.Array) -> NDArray[np.float32]:
 
 
 def _parse_scaled(column: pa.Array, unit: str) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-    """Whole milliseconds, rounded down. Exact: no integer and no text goes through a float on its way."""
+    """Returns milliseconds, rounded down, and states. Exact: no integer and no text is converted to a float."""
     shift = _DIGITS_OF_UNIT[unit]
-    whole = _integers(column)
-    if whole is not None:
-        return _scaled_integers(whole, shift), np.zeros(whole.size, dtype=np.uint8)
+    integers = _integers(column)
+    if integers is not None:
+        return _scaled_integers(integers, shift), np.zeros(integers.size, dtype=np.uint8)
     if pa.types.is_float64(column.type):
         return _scaled_floats(column.to_numpy(zero_copy_only=False), shift)
     return _parse_scaled_texts(as_texts(column), shift)[:2]
 
 
-def _scaled_integers(whole: NDArray[np.int64], shift: int) -> NDArray[np.int64]:
-    if shift > 0:  # whatever is out of range stays there, and does not overflow
-        return np.asarray(np.clip(whole, -1, LATEST_TIME_MS) * 10**shift)
-    return np.asarray(whole // 10**-shift)
+def _scaled_integers(integers: NDArray[np.int64], shift: int) -> NDArray[np.int64]:
+    if shift > 0:  # times out of range stay out of range, and the product does not overflow
+        return np.asarray(np.clip(integers, -1, LATEST_TIME_MS) * 10**shift)
+    return np.asarray(integers // 10**-shift)
 
 
 def _scaled_floats(numbers: NDArray[np.float64], shift: int) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-    """As the shortest decimal text of each number: 1700000000.123 s is 123 ms, though the float is a bit less."""
+    """Scales the shortest decimal text of each number: 1700000000.123 s ends in 123 ms, though the float is less."""
     states = np.where(np.isfinite(numbers), GOOD, np.where(np.isnan(numbers), BLANK, BAD)).astype(np.uint8)
     finite = np.clip(np.where(states == GOOD, numbers, -1), -(2.0**62), 2.0**62)
     if shift <= 0:
         return _scaled_integers(np.floor(finite).astype(np.int64), shift), states
     scale = 10**shift
     finite = np.clip(finite, -1, LATEST_TIME_MS)
-    # The float that is nearest to n / 1000 has n / 1000 as its text: the largest such n is what the text says.
+    # n / 1000 is the text of the float that is nearest to it, so the result is the largest n with n / 1000 <= number.
     found = np.rint(finite * scale)
     found -= found / scale > finite
     return found.astype(np.int64), states
 
 
 def _parse_scaled_texts(texts: pa.Array, shift: int) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.bool_]]:
-    """Decimal numbers times 10 to the power of `shift`, rounded down; states; whether something was cut off."""
+    """Returns decimal numbers times 10**shift, rounded down; states; and whether a fraction was cut off."""
     if texts.null_count:
         texts = texts.fill_null("")
-    found = _scaled_texts(*text_buffers(texts), shift)
-    values, states, has_rest = found
+    values, states, has_rest = _scaled_texts(*text_buffers(texts), shift)
     bad = np.flatnonzero(states == BAD)
     if bad.size:
         trimmed = pc.utf8_trim_whitespace(texts.take(pa.array(bad)))
@@ -119,40 +118,26 @@ def _parse_scaled_texts(texts: pa.Array, shift: int) -> tuple[NDArray[np.int64],
 
 @njit(cache=True, nogil=True)
 def _scaled_texts(data: NDArray[np.uint8], bounds: NDArray[np.int32], shift: int) -> Any:
-    """Digit by digit, so that nothing is rounded: `[sign] digits [. digits] [e [sign] digits]`, and no other form."""
+    """Parses decimal numbers digit by digit, so that nothing is rounded."""
     num_rows = bounds.size - 1
     values = np.zeros(num_rows, dtype=np.int64)
     states = np.full(num_rows, BAD, dtype=np.uint8)
     has_rest = np.zeros(num_rows, dtype=np.bool_)
     for row in range(num_rows):
-        i, end = bounds[row], bounds[row + 1]
-        is_negative = i < end and data[i] == 45
-        i += i < end and data[i] in (43, 45)
-        first = i
-        while i < end and 48 <= data[i] <= 57:
-            i += 1
-        num_whole, fraction = i - first, i
-        if i < end and data[i] == 46:
-            i += 1
-            fraction = i
-            while i < end and 48 <= data[i] <= 57:
-                i += 1
-        num_digits = num_whole + i - fraction
-        exponent, is_good = 0, num_digits > 0
-        if i < end and data[i] in (69, 101):
-            i += 1
-            sign = -1 if i < end and data[i] == 45 else 1
-            i += i < end and data[i] in (43, 45)
-            is_good = is_good and i < end
-            while i < end and 48 <= data[i] <= 57:
-                exponent = min(10 * exponent + data[i] - 48, 1 << 20)
-                i += 1
-            exponent *= sign
-        if not is_good or i < end:
+        start, end = bounds[row], bounds[row + 1]
+        is_negative = start < end and data[start] == 45
+        start += start < end and data[start] in (43, 45)
+        point = _end_of_digits(data, start, end)
+        after = point + (point < end and data[point] == 46)
+        end_of_fraction = _end_of_digits(data, after, end) if after > point else after
+        exponent, end_of_number = _exponent(data, end_of_fraction, end)
+        num_digits = point - start + end_of_fraction - after
+        if num_digits == 0 or end_of_number != end:
             continue
-        num_taken, value = num_whole + exponent + shift, 0
+        num_taken = point - start + exponent + shift
+        value = 0
         for k in range(num_digits):
-            digit = data[first + k if k < num_whole else fraction + k - num_whole] - 48
+            digit = data[start + k if start + k < point else after + start + k - point] - 48
             if k >= num_taken:
                 has_rest[row] |= digit > 0
             else:
@@ -161,9 +146,33 @@ def _scaled_texts(data: NDArray[np.uint8], bounds: NDArray[np.int32], shift: int
             if value in (0, _FAR):
                 break
             value = 10 * value if value < _FAR // 10 else _FAR
-        values[row] = -value - has_rest[row] if is_negative and value < _FAR else -value if is_negative else value
+        if is_negative:
+            value = -value - (has_rest[row] and value < _FAR)
+        values[row] = value
         states[row] = GOOD
     return values, states, has_rest
+
+
+@njit(cache=True, nogil=True)
+def _end_of_digits(data: NDArray[np.uint8], start: int, end: int) -> int:
+    while start < end and 48 <= data[start] <= 57:
+        start += 1
+    return start
+
+
+@njit(cache=True, nogil=True)
+def _exponent(data: NDArray[np.uint8], start: int, end: int) -> tuple[int, int]:
+    """Returns an exponent and where it ends; 0 and `start` if there is none, or if it has no digits."""
+    if start == end or data[start] not in (69, 101):
+        return 0, start
+    first = start + 1
+    is_negative = first < end and data[first] == 45
+    first += first < end and data[first] in (43, 45)
+    last = _end_of_digits(data, first, end)
+    exponent = 0
+    for i in range(first, last):
+        exponent = min(10 * exponent + data[i] - 48, 1 << 20)
+    return (-exponent if is_negative else exponent), (last if last > first else start)
 
 
 def _parse_dates(column: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
@@ -200,7 +209,7 @@ def _iso(cell: str) -> Any:
 
 
 def _integers(column: pa.Array) -> NDArray[np.int64] | None:
-    """A typed column of integers that 64 bits hold, without nulls."""
+    """Returns the values of a typed column of integers; None for other columns, with nulls or above 64 bits."""
     if pa.types.is_boolean(column.type):
         column = column.cast(pa.int8())
     return _cast(column, pa.int64()) if pa.types.is_integer(column.type) else None

@@ -15,7 +15,7 @@ MOMENT_NS = 1_700_000_000_123_456_789
 
 
 def exact_ms(number: str | Decimal, unit: str) -> int:
-    """The definition: the decimal number itself, rounded down."""
+    """Rounds the decimal number itself down: the definition."""
     return int(Decimal(number).scaleb(UNITS[unit]).to_integral_value(ROUND_FLOOR))
 
 
@@ -63,9 +63,9 @@ def test_times_of_any_text_equal_exact_decimals(text: str, unit: str) -> None:
 @pytest.mark.parametrize("text", ["0x10", "0X1A", "1_000", "١٢", "1e", "e5", ".", "+-1", "inf", "12abc"])
 def test_times_and_integers_are_decimal_digits_alone(text: str) -> None:
     for cells in ([text], ["16", text], [text, "16"]):
-        place = cells.index(text)
-        assert parse_times_ms(pa.array(cells), "s")[1][place] == BAD
-        assert parse_integers(pa.array(cells))[1][place] == BAD
+        row = cells.index(text)
+        assert parse_times_ms(pa.array(cells), "s")[1][row] == BAD
+        assert parse_integers(pa.array(cells))[1][row] == BAD
 
 
 def test_integers_are_read_alike_with_any_neighbors() -> None:

@@ -102,6 +102,7 @@ def test_ids_float32_text_is_the_shortest_of_32_bits() -> None:
 
 
 def test_ids_timestamps_keep_their_text_in_any_batch() -> None:
-    table, moments = KeyTable(), pa.array([5, 2 * 10**18], pa.timestamp("ns"))
+    table = KeyTable()
+    moments = pa.array([5, 2 * 10**18], pa.timestamp("ns"))
     assert table.encode(moments[:1]).tolist() == [0]
     assert table.encode(moments).tolist() == [0, 1]

@@ -82,7 +82,7 @@ def text_of(value: Any) -> str:
         plain = not any(isinstance(part, dict | list) for part in value)
         return "".join(MARK + text_of(part) for part in value) if plain else json.dumps(value, default=str)
     if isinstance(value, float):
-        return text_of_id(value)  # JSON does not tell 3.0 from 3, and ids of typed files are alike too
+        return text_of_id(value)  # 3.0 and 3 are the same number in JSON, and the same id
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
@@ -119,10 +119,9 @@ def joined(column: pa.Array) -> pa.Array:
 
 
 def _lists_of_texts(column: pa.Array) -> pa.Array:
-    """Lists without nulls inside as lists of text."""
-    flat, counts = as_texts(column.flatten()), _lengths(column)
-    offsets = pa.array(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32))
-    return pa.ListArray.from_arrays(offsets, flat, mask=column.is_null())
+    """Converts the elements of lists, none of them null, to text."""
+    offsets = np.concatenate([[0], np.cumsum(_lengths(column))]).astype(np.int32)
+    return pa.ListArray.from_arrays(pa.array(offsets), as_texts(column.flatten()), mask=column.is_null())
 
 
 def vectors(column: pa.Array, separator: str) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
