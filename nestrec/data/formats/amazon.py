@@ -11,6 +11,7 @@ import pyarrow as pa
 from nestrec.base.config import config
 from nestrec.base.errors import DataError
 from nestrec.data.formats.format import log_format
+from nestrec.data.prepare.encoding import check_unicode
 from nestrec.data.prepare.events import EventColumns
 from nestrec.data.prepare.options import LogColumns, PrepareOptions, TimeUnit
 from nestrec.data.prepare.raw import BadRow, Delimited, RawBatch, first_line, header_names, read_lines
@@ -93,11 +94,11 @@ def _read_json(path: Path) -> Iterator[RawBatch]:
         rows, numbers, bad = [], [], []
         for number, line in enumerate(lines, start=first):
             review = _parse(line)
-            if review is None and line.strip():
-                bad.append(BadRow(number, "not a JSON object", line.strip()))
-            elif review is not None:
+            if review is not None:
                 rows.append(_fields(review))
                 numbers.append(number)
+            elif line.strip():
+                bad.append(BadRow(number, "not a JSON object", line.strip()))
         cells = list(zip(*rows, strict=True)) or [(), (), (), ()]
         columns = {name: pa.array(column, pa.string()) for name, column in zip(NAMES_OF, cells, strict=True)}
         batch = RawBatch(path.name, np.array(numbers, dtype=np.int64), columns, tuple(bad), done)
@@ -107,9 +108,12 @@ def _read_json(path: Path) -> Iterator[RawBatch]:
 def _parse(line: str) -> dict[str, Any] | None:
     try:
         review = json.loads(line)
-    except ValueError:
+        if not isinstance(review, dict):
+            return None
+        check_unicode(_fields(review))
+    except (ValueError, RecursionError):
         return None
-    return review if isinstance(review, dict) else None
+    return review
 
 
 def _fields(review: dict[str, Any]) -> tuple[str, ...]:

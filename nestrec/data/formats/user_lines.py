@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 from nestrec.base.config import config
 from nestrec.base.errors import DataError
 from nestrec.data.formats.format import log_format
+from nestrec.data.prepare.encoding import check_unicode
 from nestrec.data.prepare.events import EventColumns
 from nestrec.data.prepare.options import LogColumns, PrepareOptions
 from nestrec.data.prepare.raw import BadRow, RawBatch, read_lines, unreadable
@@ -80,6 +81,7 @@ def _attribute_rows(path: Path) -> Callable[[], Iterator[RawBatch]]:
         try:
             text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
             attributes = json.loads(text)
+            check_unicode([json.dumps(attributes, ensure_ascii=False)])
         except (OSError, ValueError, EOFError) as error:
             raise unreadable(path, error) from error
         if not isinstance(attributes, dict):

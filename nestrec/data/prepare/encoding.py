@@ -1,7 +1,7 @@
 """Bytes of any encoding to UTF-8, with a mark where they cannot be decoded, so that a bad row does not stop a file."""
 
 import codecs
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 MARK = "\ufdd0"
@@ -15,6 +15,11 @@ def _mark(error: UnicodeError) -> tuple[str, int]:
     return MARK, error.end
 
 
+def check_unicode(texts: Iterable[str]) -> None:
+    """Raises a UnicodeError for half of a surrogate pair, which JSON can escape and UTF-8 cannot encode."""
+    "".join(texts).encode()
+
+
 codecs.register_error(MARKING, _mark)
 
 
@@ -26,12 +31,16 @@ class Utf8Stream:
         self._inner, self._see = inner, see
         self._is_ascii_alike = codecs.lookup(encoding).name in ("utf-8", "iso8859-1", "ascii")
         self._decoder = codecs.getincrementaldecoder(encoding)(errors=MARKING)
+        self._is_start = True
         self.closed = False
         self.has_marks = False
         """Whether something could not be decoded so far."""
 
     def read(self, size: int = -1) -> bytes:
         data = self._read(size)
+        if self._is_start:  # a byte order mark does not belong to the first cell
+            data = data.removeprefix(codecs.BOM_UTF8) or self._read(size)
+            self._is_start = False
         if self._see is not None:
             self._see(data)
         return data

@@ -14,6 +14,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from nestrec.base.errors import DataError, did_you_mean
+from nestrec.data.prepare.encoding import check_unicode
 from nestrec.data.prepare.features.cells import text_of
 from nestrec.data.prepare.raw import WHOLE_LINE, BadRow, RawBatch, bad_row, first_line, read_lines
 
@@ -41,12 +42,15 @@ class JsonLines:
         good, bad = [], []
         for number, line in zip(numbers.tolist(), lines, strict=True):
             text = line.strip().removeprefix("\ufeff")
-            found = parse_line(text) if text else {}
-            if found is None:
-                bad.append(bad_row(number, "not a JSON object", text))
-            elif found:
-                rows.append(found)
+            if not text:
+                continue
+            try:
+                rows.append(_texts_of_line(text))
                 good.append(number)
+            except UnicodeError:
+                bad.append(bad_row(number, "not Unicode: half of a surrogate pair", text))
+            except (ValueError, RecursionError):
+                bad.append(bad_row(number, "not a JSON object", text))
         return self._batch(file, rows, good, bad, done)
 
     def check(self) -> None:
@@ -77,12 +81,21 @@ def field_names(path: Path, encoding: str = "utf-8") -> tuple[str, ...]:
 
 
 def parse_line(line: str) -> dict[str, str] | None:
-    """Texts by dotted name; none where the line is no object."""
+    """Returns texts by dotted name; None if the line is not an object."""
     try:
-        value = json.loads(line)
+        return _texts_of_line(line)
     except (ValueError, RecursionError):
         return None
-    return dict(_texts(value, "")) if isinstance(value, dict) else None
+
+
+def _texts_of_line(line: str) -> dict[str, str]:
+    value = json.loads(line)
+    if not isinstance(value, dict):
+        raise ValueError("not an object")
+    texts = dict(_texts(value, ""))
+    if "\\u" in line:  # only an escape can hold half of a surrogate pair, which no other part can store
+        check_unicode(text for pair in texts.items() for text in pair)
+    return texts
 
 
 def is_json(path: Path, encoding: str = "utf-8") -> bool:

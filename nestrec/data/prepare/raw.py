@@ -169,6 +169,8 @@ def read_lines(path: Path, encoding: str = "utf-8") -> Iterator[tuple[list[str],
             text = io.TextIOWrapper(binary, encoding=encoding, errors=MARKING)
             start = 1
             while lines := text.readlines(BLOCK_BYTES):
+                if start == 1:
+                    lines[0] = lines[0].removeprefix("\ufeff")
                 yield lines, start, file.tell() / max(1, path.stat().st_size)
                 start += len(lines)
     except (OSError, EOFError) as error:
@@ -178,7 +180,7 @@ def read_lines(path: Path, encoding: str = "utf-8") -> Iterator[tuple[list[str],
 def first_line(path: Path, encoding: str = "utf-8") -> str:
     """The first line without its end, or nothing."""
     for lines, _, _ in read_lines(path, encoding):
-        return lines[0].removeprefix("\ufeff").rstrip("\r\n")
+        return lines[0].rstrip("\r\n")
     return ""
 
 

@@ -18,7 +18,9 @@ from nestrec.cli.cards import show_card
 from nestrec.data.dataset import Dataset
 from nestrec.data.growth.append import append
 from nestrec.data.prepare import raw
+from nestrec.data.prepare.options import LogColumns
 from nestrec.data.prepare.preparation import prepare
+from nestrec.data.sources.folder import FolderSource
 
 MOMENT = 1_704_067_200_123
 
@@ -160,3 +162,31 @@ def test_times_that_look_like_seconds_read_as_milliseconds_are_told(
         printed = capsys.readouterr().out
         assert f"times: {first}" in printed
         assert ("WARNING" in printed and "--log.time_unit" in printed) == is_early
+
+
+LONE_SURROGATES = [r'{"user": "u\ud800", "item": 1}', r'{"user": "u", "item": 1, "\udfff": {"a": 2}}']
+
+
+@pytest.mark.parametrize("line", LONE_SURROGATES)
+def test_json_lone_surrogate_is_a_bad_row(tmp_path: Path, line: str) -> None:
+    good = r'{"user": "\ud83d\ude00", "item": 1}'
+    (tmp_path / "log.jsonl").write_text(f"{good}\n{line}\n{good}\n")
+    card = prepare("log", tmp_path / "log.jsonl", tmp_path / "out", max_bad_share=1)
+    assert (card.counts.events, card.counts.rows_read) == (2, 3)
+    assert card.counts.quarantined == {"not Unicode: half of a surrogate pair": 1}
+    assert Dataset.open(tmp_path / "out").user_keys(np.zeros(1, np.int64)) == ["\U0001f600"]
+
+
+def test_stream_continues_after_a_lone_surrogate(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_text("\n".join([*LONE_SURROGATES, '{"user": "u", "item": 1}']))
+    rows = FolderSource(tmp_path, LogColumns(), ("user", "item")).read({}, 10)
+    assert rows is not None
+    assert (rows.batch.num_rows, len(rows.batch.bad)) == (1, 2)
+
+
+@pytest.mark.parametrize("separator", ["::", ",", "|"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16-le"])
+def test_byte_order_mark_is_no_part_of_the_first_id(tmp_path: Path, separator: str, encoding: str) -> None:
+    (tmp_path / "log.dat").write_text(f"\ufeffu{separator}7\nu{separator}8\n", encoding=encoding)
+    log = LogColumns(separator=separator, names=("user", "item"), encoding=encoding)
+    assert prepare("log", tmp_path / "log.dat", tmp_path / "out", log=log).counts.users == 1

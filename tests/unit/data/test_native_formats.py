@@ -306,3 +306,10 @@ def test_log_actions_by_number_and_by_value(tmp_path: Path) -> None:
     )
     dataset = open_prepared("log", tmp_path / "log.tsv", log=log)
     assert events(dataset, "actions") == [3, 0, 1]
+
+
+def test_amazon_lone_surrogate_is_a_bad_row(tmp_path: Path) -> None:
+    review = '{"reviewerID": "%s", "asin": "B1", "overall": 5.0, "unixReviewTime": 1400000000}\n'
+    (tmp_path / "reviews.json").write_text(review % "ann" + review % r"\ud800" + review % "bob")
+    card = prepare("amazon_csv", tmp_path / "reviews.json", tmp_path / "out", max_bad_share=1)
+    assert (card.counts.users, card.counts.quarantined) == (2, {"not a JSON object": 1})
