@@ -15,6 +15,20 @@ def _mark(error: UnicodeError) -> tuple[str, int]:
     return MARK, error.end
 
 
+def is_encoding(name: str) -> bool:
+    """Returns whether logs can be in an encoding: one of text, whose bytes are Unicode or can be marked as bad."""
+    try:
+        is_text = "user".encode(name).decode(name) == "user"
+        b"\xff\xfe\xff\xfe".decode(name, MARKING)
+    except (LookupError, ValueError):
+        return False
+    try:
+        "\ud800".encode(name)
+    except UnicodeEncodeError:
+        return is_text
+    return False  # utf-7 and unicode_escape, whose text can hold half of a surrogate pair
+
+
 def check_unicode(texts: Iterable[str]) -> None:
     """Raises a UnicodeError for half of a surrogate pair, which JSON can escape and UTF-8 cannot encode."""
     "".join(texts).encode()

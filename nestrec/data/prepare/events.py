@@ -38,6 +38,8 @@ from nestrec.data.transform import Transform
 
 POSITIVE = "positive"
 RATING = "rating"
+MAX_ACTIONS = 31
+"""Datasets store the actions of an event as the bits of a signed integer of 32 bits."""
 _VALUES_TOLD = 20
 
 
@@ -67,6 +69,13 @@ class EventColumns:
                     value=column,
                     remedy="name it once: models would read the answer of the event that they predict",
                 )
+        if len(self.action_bits) > MAX_ACTIONS:
+            raise UserError(
+                f"gives {len(self.action_bits)} actions, `positive` included, and a dataset holds at most {MAX_ACTIONS}",
+                field="log.actions",
+                value=", ".join(self.action_bits),
+                remedy="leave some out, or name their column in --log.categories",
+            )
         if log.user == log.item:
             raise UserError(
                 "is the column of users, too", field="log.item", value=log.item, remedy="name the column of items"

@@ -1,6 +1,5 @@
 """Options of `nestrec prepare` that all formats of event logs have."""
 
-import codecs
 from collections.abc import Mapping
 from dataclasses import field
 from typing import Annotated, Literal
@@ -9,6 +8,7 @@ from nestrec.base.bounds import Bound, Count, Natural, NonNegative, Share
 from nestrec.base.config import config
 from nestrec.base.errors import UserError
 from nestrec.base.moments import moment_ms
+from nestrec.data.prepare.encoding import is_encoding
 from nestrec.data.transform import Transform
 
 TimeUnit = Literal["s", "ms", "us", "ns", "iso"]
@@ -69,7 +69,7 @@ class LogColumns:
     """Column of a rating; it becomes the event feature `rating`, and `min_rating` applies to it."""
     actions: Mapping[str, str] = field(default_factory=dict)
     """Action name to column (set where the number is not 0) or to `column:value` (set where the text is that value):
-    click=clicked,buy=event:buy. Bits are given in this order from 1."""
+    click=clicked,buy=event:buy. Bits are given in this order from 1; at most 31 actions, `positive` included."""
     values: Mapping[str, str] = field(default_factory=dict)
     """Feature name to a column of numbers that an event tells only when it is over, such as a watch time or the price
     paid: watch_time=play_ms. Models never read them of the event that they are to predict."""
@@ -101,11 +101,9 @@ class LogColumns:
 
     def __post_init__(self) -> None:
         check_separator(self.separator, "log.separator")
-        try:
-            codecs.lookup(self.encoding)
-        except LookupError:
-            remedy = "give a name that Python knows, such as utf-8 or latin-1"
-            raise UserError("is no known encoding", field="log.encoding", value=self.encoding, remedy=remedy) from None
+        if not is_encoding(self.encoding):
+            remedy = "give an encoding of text that Python knows, such as utf-8 or latin-1"
+            raise UserError("is not an encoding of text", field="log.encoding", value=self.encoding, remedy=remedy)
 
 
 @config

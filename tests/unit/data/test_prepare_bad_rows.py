@@ -295,7 +295,24 @@ def test_two_columns_of_the_same_name_are_refused(tmp_path: Path) -> None:
         assert refused.value.value == "item"
 
 
-@pytest.mark.parametrize(("field", "given"), [("separator", "||"), ("separator", ""), ("encoding", "utf-9")])
+NO_ENCODINGS = (
+    "utf-9",
+    "base64",
+    "hex",
+    "rot13",
+    "zlib",
+    "bz2",
+    "undefined",
+    "idna",
+    "utf-7",
+    "unicode_escape",
+    "a\0b",
+)
+
+
+@pytest.mark.parametrize(
+    ("field", "given"), [("separator", "||"), ("separator", ""), *(("encoding", name) for name in NO_ENCODINGS)]
+)
 def test_what_no_text_file_can_have_is_refused(field: str, given: str) -> None:
     with pytest.raises(UserError) as refused:
         LogColumns(**{field: given})
@@ -306,3 +323,28 @@ def test_a_file_read_with_the_wrong_separator_says_so(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text("user;item\nu;a\n")
     with pytest.raises(UserError, match="is the separator right"):
         prepare("log", tmp_path / "log.csv", tmp_path / "out", options=LogOptions())
+
+
+@pytest.mark.parametrize(
+    "encoding", ["utf-8", "utf-8-sig", "latin-1", "utf-16", "utf-32-be", "cp1252", "gb18030", "shift_jis"]
+)
+def test_log_encoding_of_text_is_accepted(tmp_path: Path, encoding: str) -> None:
+    for separator in (",", "::"):
+        text = f"user{separator}item\nu1{separator}i1\n"
+        (tmp_path / "log.csv").write_text(text, encoding=encoding)
+        log = LogColumns(encoding=encoding, separator=separator)
+        card = prepare("log", tmp_path / "log.csv", tmp_path / "out", log=log, force=True)
+        assert (card.counts.users, card.counts.quarantined) == (1, {})
+
+
+def test_log_actions_above_31_are_refused_before_reading(tmp_path: Path) -> None:
+    actions = {f"a{i}": f"event:{i}" for i in range(31)}
+    (tmp_path / "log.csv").write_text("user,item,event,rating\n" + "".join(f"u,{i},{i},5\n" for i in range(31)))
+    prepare("log", tmp_path / "log.csv", tmp_path / "out", log={"actions": actions})
+    last = Dataset.open(tmp_path / "out").rows(np.zeros(1, np.int64)).lists["actions"][0][-1]
+    assert last == 2**30
+    log = LogColumns(actions=actions, rating="rating")
+    for options in (LogOptions(log=log, positive_rating=4), LogOptions(log=LogColumns(actions={**actions, "b": "x"}))):
+        with pytest.raises(UserError, match=r"32 actions.*at most 31") as refused:
+            prepare("log", tmp_path / "missing.csv", tmp_path / "other", options=options)
+        assert refused.value.field == "log.actions"
