@@ -71,7 +71,7 @@ class EventColumns:
                 )
         if len(self.action_bits) > MAX_ACTIONS:
             raise UserError(
-                f"gives {len(self.action_bits)} actions, `positive` included, and a dataset holds at most {MAX_ACTIONS}",
+                f"gives {len(self.action_bits)} actions, `positive` included; a dataset holds at most {MAX_ACTIONS}",
                 field="log.actions",
                 value=", ".join(self.action_bits),
                 remedy="leave some out, or name their column in --log.categories",
