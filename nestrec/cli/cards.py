@@ -5,6 +5,8 @@ from pathlib import Path
 from nestrec.base.moments import iso_moment
 from nestrec.data.card import Card
 from nestrec.data.dataset import Dataset
+from nestrec.data.prepare.options import LogColumns
+from nestrec.data.prepare.parse import UNIT_NAMES
 from nestrec.report.description import describe
 from nestrec.report.tables import print_rows
 
@@ -48,6 +50,14 @@ def show_task(folder: Path) -> None:
 
     if (choice := task_choice(Dataset.open(folder))) is not None:
         print(f"nestrec train auto --data.folder {folder} chooses {choice}")
+
+
+def show_inferred(asked: object, card: Card) -> None:
+    """Print the unit of times if it was inferred. asked: the options of `prepare`."""
+    log = getattr(asked, "log", None)
+    if isinstance(log, LogColumns) and log.time is not None and log.time_unit == "auto":
+        unit = card.options["log"]["time_unit"]
+        print(f"unit of times: {unit} ({UNIT_NAMES[unit]}), inferred from the values; --log.time_unit sets it")
 
 
 def _show_times(dataset: Dataset) -> None:

@@ -36,7 +36,7 @@ def prepare(
     [bold]nestrec options prepare log[/bold] lists all options. Bad rows are set aside in
     quarantine.csv with their line and reason.
     """
-    from nestrec.cli.cards import show_card, show_task
+    from nestrec.cli.cards import show_card, show_inferred, show_task
     from nestrec.data.formats.registry import typed_options
     from nestrec.data.prepare.preparation import prepare as prepare_dataset
     from nestrec.report import progress_for
@@ -46,6 +46,7 @@ def prepare(
     with progress_for(f"prepare {output}") as progress:
         card = prepare_dataset(format, input, output, options=options, progress=progress)
     show_card(card, output)
+    show_inferred(options, card)
     show_task(output)
 
 

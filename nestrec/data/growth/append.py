@@ -175,7 +175,7 @@ class _Growth:
         work, parser = self._work, self._work.parser
         sizes = {column: len(self._vocabulary(column)) for column in self._category_columns()}
         spilled, user_counts = read_events(work)
-        work.quarantine.check(work.num_rows_read, work.options.max_bad_share)
+        work.quarantine.check(work.num_rows_read, work.options.max_bad_share, time_hint=parser.time_hint)
         work.num_bad_events = work.quarantine.num_rows
         if not user_counts.sum() and not may_be_empty:
             remedy = "check the columns and filters"

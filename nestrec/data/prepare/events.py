@@ -26,9 +26,12 @@ from nestrec.data.prepare.parse import (
     NOT_A_NUMBER,
     NOT_A_TIME,
     OUT_OF_RANGE,
+    UNIT_NAMES,
+    first_number,
     parse_integers,
     parse_numbers,
     parse_times_ms,
+    plausible_units,
 )
 from nestrec.data.prepare.raw import WHOLE_LINE, BadRow, RawBatch
 from nestrec.data.prepare.signature import row_signatures
@@ -168,6 +171,10 @@ class EventParser:
         self._ngrams = columns.log.hashing.transform()
         ahead_s = columns.log.max_ahead_s
         self._latest_ms = LATEST_TIME_MS if ahead_s is None else round(1000 * (time.time() + ahead_s))
+        self.time_hint = ""
+        """What the times look like that the unit does not fit; for the error."""
+        self._unit: str | None = None if columns.log.time_unit == "auto" else columns.log.time_unit
+        self._example_of_unit = ""
         self.num_below_rating = 0
         self._actions_met: set[str] = set()
         self._values: dict[str, dict[str, None]] = {}
@@ -255,16 +262,58 @@ class EventParser:
     def _parse_order(self, batch: RawBatch, records: NDArray[Any], verdict: _Verdict) -> None:
         log = self.columns.log
         if log.time:
-            times_ms, states, out_of_range = parse_times_ms(batch.columns[log.time], log.time_unit)
+            times_ms, states, out_of_range = parse_times_ms(batch.columns[log.time], self._unit_of(batch))
             verdict.reject(states == BLANK, "missing time")
             verdict.reject(states == BAD, NOT_A_TIME)
             verdict.reject(out_of_range, OUT_OF_RANGE)
             verdict.reject(times_ms > self._latest_ms, AHEAD)
+            self._note_hint(batch.columns[log.time], (states == BAD) | out_of_range | (times_ms > self._latest_ms))
             records["time"] = times_ms
         if log.position:
             positions, states = parse_integers(batch.columns[log.position])
             verdict.reject(states != GOOD, "position is not a whole number")
             records["position"] = positions
+
+    def _unit_of(self, batch: RawBatch) -> str:
+        """Returns the unit of a batch's times: the one that was set, or that of the first times with a plausible one.
+
+        Once inferred, it holds for all batches. Raises if the times of a batch look like those of another unit.
+        """
+        log = self.columns.log
+        if log.time_unit != "auto":
+            return log.time_unit
+        assert log.time is not None
+        times = batch.columns[log.time]
+        found = plausible_units(times)
+        if not found and self._unit is None and (number := first_number(times)) is not None:
+            found = {"s": number}
+        if self._unit is not None:
+            found = {self._unit: self._example_of_unit, **found}
+        if len(found) > 1:
+            (unit, example), (other, its_example) = list(found.items())[:2]
+            raise DataError(
+                f"{example} looks like {UNIT_NAMES[unit]} and {its_example} in {batch.file} like {UNIT_NAMES[other]}",
+                field="log.time_unit",
+                value="auto",
+                remedy="bring all times to one unit, or set --log.time_unit: times of other units become bad rows",
+            )
+        for unit, example in found.items():
+            self._unit = unit
+            self._example_of_unit = example
+        return self._unit or "s"  # of cells that are all blank or no times
+
+    @property
+    def time_unit(self) -> str:
+        """The unit of the times that were read; `iso` if they were all timestamps, which need none."""
+        return self._unit or "iso"
+
+    def _note_hint(self, times: pa.Array, is_bad: NDArray[np.bool_]) -> None:
+        if self.time_hint or not is_bad.any():
+            return
+        found = plausible_units(times.filter(pa.array(is_bad)))
+        if len(found) == 1 and self._unit not in found:
+            ((unit, example),) = found.items()
+            self.time_hint = f"{example} looks like {UNIT_NAMES[unit]}. Set --log.time_unit {unit}"
 
     def _parse_numbers(self, batch: RawBatch, records: NDArray[Any], verdict: _Verdict) -> None:
         for name, column in self.columns.number_features().items():

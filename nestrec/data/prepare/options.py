@@ -11,7 +11,7 @@ from nestrec.base.moments import moment_ms
 from nestrec.data.prepare.encoding import is_encoding
 from nestrec.data.transform import Transform
 
-TimeUnit = Literal["s", "ms", "us", "ns", "iso"]
+TimeUnit = Literal["auto", "s", "ms", "us", "ns", "iso"]
 NumberTransform = Literal["none", "standard", "log", "quantiles"]
 """What is learnt of a column of numbers."""
 
@@ -57,8 +57,9 @@ class LogColumns:
     """Column of the item's id."""
     time: str | None = None
     """Column of the time of the event; without it and `position`, events keep the order of the file."""
-    time_unit: TimeUnit = "s"
-    """Unit of numbers in the time column, or `iso` for dates as text; a date that names no zone is in UTC."""
+    time_unit: TimeUnit = "auto"
+    """Unit of numbers in the time column, or `iso` for dates as text; a date that names no zone is in UTC. `auto`: the
+    unit in which the times are of the years 1980 to 2099; it is an error if two units fit, and `s` if none does."""
     max_ahead_s: NonNegative | None = 86_400.0
     """Events whose time lies further ahead of the clock than this are set aside as bad rows: the clock that made them
     was wrong. The clock is that of the machine that reads; of a stream, that at which an event came. A day lets times

@@ -17,6 +17,17 @@ BLANK_WORDS = ("", "nan", "NaN", "null", "NULL", "None", r"\N")
 _BLANK = pa.array(BLANK_WORDS)
 _DIGITS_OF_UNIT = {"s": 3, "ms": 0, "us": -3, "ns": -6}
 """How far the decimal point of a number moves to the right when it becomes milliseconds."""
+UNIT_NAMES = {
+    "s": "seconds since 1970",
+    "ms": "milliseconds since 1970",
+    "us": "microseconds since 1970",
+    "ns": "nanoseconds since 1970",
+    "iso": "dates",
+}
+FIRST_PLAUSIBLE_S, LAST_PLAUSIBLE_S = 315_532_800, 4_102_444_800
+"""From 1980 to 2100 UTC: a number is such a time in one unit at most, since the two differ by less than 1,000."""
+_PLAUSIBLE_SHARE = 0.01
+_DATES_TRIED = 1000
 _FAR = 2**63 - 1
 """Replaces all numbers that 64 bits cannot hold."""
 GOOD, BLANK, BAD = 0, 1, 2
@@ -58,12 +69,41 @@ def parse_times_ms(column: pa.Array, unit: str) -> tuple[NDArray[np.int64], NDAr
 
     `unit` is s, ms, us, ns or iso; a column of Arrow timestamps needs none.
     """
-    if pa.types.is_timestamp(column.type) or pa.types.is_date(column.type) or unit == "iso":
+    if _is_dates(column.type) or unit == "iso":
         times_ms, states = _parse_dates(column)
     else:
         times_ms, states = _parse_scaled(column, unit)
     out_of_range = (states == GOOD) & ((times_ms < 0) | (times_ms >= LATEST_TIME_MS))
     return times_ms, states, out_of_range
+
+
+def plausible_units(column: pa.Array) -> dict[str, str]:
+    """Returns the units that make at least 1% of the cells times from 1980 to 2099, each with an example.
+
+    A column of Arrow timestamps or dates has none: it needs no unit.
+    """
+    if _is_dates(column.type):
+        return {}
+    counts, states = _parse_scaled(column, "ms")
+    num_told = np.count_nonzero(states != BLANK)
+    found = {}
+    for unit, shift in _DIGITS_OF_UNIT.items():
+        scale = 10 ** (3 - shift)
+        is_in = (states == GOOD) & (counts >= FIRST_PLAUSIBLE_S * scale) & (counts < LAST_PLAUSIBLE_S * scale)
+        if np.count_nonzero(is_in) > _PLAUSIBLE_SHARE * num_told:
+            found[unit] = int(np.argmax(is_in))
+    others = np.flatnonzero(states == BAD)
+    tried = others[:_DATES_TRIED]
+    is_date = _parse_dates(column.take(pa.array(tried)))[1] == GOOD
+    if is_date.any() and is_date.mean() * others.size > _PLAUSIBLE_SHARE * num_told:
+        found["iso"] = int(tried[np.argmax(is_date)])
+    return {unit: as_texts(column.slice(row, 1))[0].as_py().strip() for unit, row in found.items()}
+
+
+def first_number(column: pa.Array) -> str | None:
+    """Returns the first number of a column of times; None if it has none or holds Arrow timestamps."""
+    is_good = np.zeros(0, np.bool_) if _is_dates(column.type) else _parse_scaled(column, "ms")[1] == GOOD
+    return str(as_texts(column.slice(int(np.argmax(is_good)), 1))[0].as_py()) if is_good.any() else None
 
 
 def parse_days(column: pa.Array) -> NDArray[np.float32]:
@@ -176,8 +216,8 @@ def _exponent(data: NDArray[np.uint8], start: int, end: int) -> tuple[int, int]:
 
 
 def _parse_dates(column: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-    if not (pa.types.is_timestamp(column.type) or pa.types.is_date(column.type)):
-        text = pc.utf8_trim_whitespace(column.cast(pa.string()).fill_null(""))
+    if not _is_dates(column.type):
+        text = pc.utf8_trim_whitespace(as_texts(column).fill_null(""))
         times = pa.array([_iso(cell) for cell in text.to_pylist()], pa.timestamp("ms", tz="UTC"))
         is_blank = pc.is_in(text, _BLANK).to_numpy(zero_copy_only=False)
     else:
@@ -185,6 +225,10 @@ def _parse_dates(column: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.uint8]
     is_null = times.is_null().to_numpy(zero_copy_only=False)
     states = np.where(is_blank, BLANK, np.where(is_null, BAD, GOOD)).astype(np.uint8)
     return _whole_ms(times), states
+
+
+def _is_dates(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_timestamp(kind) or pa.types.is_date(kind))
 
 
 def _whole_ms(times: pa.Array) -> NDArray[np.int64]:

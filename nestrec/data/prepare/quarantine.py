@@ -38,8 +38,11 @@ class Quarantine:
             writer.writerows([file, row.line, row.reason, row.text[:TEXT_CHARACTERS]] for row in rows)
         self.reasons.update(row.reason for row in rows)
 
-    def check(self, num_rows_read: int, max_bad_share: float, num_bad_before: int = 0) -> None:
-        """Raise if, after the first `num_bad_before` bad rows, more than `max_bad_share` of the rows read are bad."""
+    def check(self, num_rows_read: int, max_bad_share: float, num_bad_before: int = 0, time_hint: str = "") -> None:
+        """Raise if, after the first `num_bad_before` bad rows, more than `max_bad_share` of the rows read are bad.
+
+        time_hint: what to do about times, where most of the rows are bad because of theirs.
+        """
         num_bad = self.num_rows - num_bad_before
         if num_bad <= max_bad_share * num_rows_read:
             return
@@ -48,12 +51,14 @@ class Quarantine:
             f"{num_bad:,} of {num_rows_read:,} rows are bad ({reasons}); the first is {self._example}",
             field="max_bad_share",
             value=max_bad_share,
-            remedy=self._remedy(),
+            remedy=self._remedy(time_hint),
         )
 
-    def _remedy(self) -> str:
+    def _remedy(self, time_hint: str) -> str:
         check, most = "check the format and its columns", self.reasons.most_common(1)[0][0]
-        if most == AHEAD:
+        if most in ABOUT_TIME and time_hint:
+            check = time_hint
+        elif most == AHEAD:
             check = "say what the times are (--log.time_unit), or let later ones pass (--log.max_ahead_s)"
         elif most in ABOUT_TIME:
             check = (

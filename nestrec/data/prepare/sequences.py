@@ -33,7 +33,7 @@ from nestrec.data.prepare.event_sort import is_duplicate, order_events
 from nestrec.data.prepare.events import EventParser
 from nestrec.data.prepare.features.training_part import TrainingPart, find_training_part
 from nestrec.data.prepare.finish import finish_sequences, write_items
-from nestrec.data.prepare.options import PrepareOptions
+from nestrec.data.prepare.options import LogColumns, PrepareOptions
 from nestrec.data.prepare.parse import BLANK_WORDS
 from nestrec.data.prepare.progress import Progress
 from nestrec.data.prepare.quarantine import Quarantine
@@ -80,7 +80,7 @@ def write_dataset(folder: Path, source: LogSource, options: PrepareOptions, prog
     parser = EventParser(source.columns)
     work = Assembly(folder, source, options, progress, parser, Quarantine(folder))
     spilled, user_counts = read_events(work)
-    work.quarantine.check(work.num_rows_read, options.max_bad_share)
+    work.quarantine.check(work.num_rows_read, options.max_bad_share, time_hint=parser.time_hint)
     work.num_bad_events = work.quarantine.num_rows
     if not len(parser.users):
         remedy = "check the columns and filters"
@@ -348,9 +348,18 @@ def _card(
         item_features=item_features,
         notes=(*notes_on_ids(work.parser, kept), *work.notes),
         fit=fit,
-        options=to_plain(work.options),
+        options=to_plain(_with_time_unit(work.options, work.parser)),
         inputs=work.source.digests(),
     )
+
+
+def _with_time_unit(options: PrepareOptions, parser: EventParser) -> PrepareOptions:
+    """Puts the unit that was inferred into the options, so that what is appended later is read in the same one."""
+    log = getattr(options, "log", None)
+    if not isinstance(log, LogColumns) or log.time is None or log.time_unit != "auto":
+        return options
+    changed: Any = {"log": dataclasses.replace(log, time_unit=parser.time_unit)}
+    return dataclasses.replace(options, **changed)
 
 
 def notes_on_ids(parser: EventParser, kept: FilterResult) -> Iterator[str]:

@@ -18,7 +18,7 @@ from nestrec.data.formats.tables import TableColumns, check_features, open_table
 from nestrec.data.growth.append import append_source, kept_options
 from nestrec.data.growth.generations import DataBusyError
 from nestrec.data.prepare.events import EventColumns, is_missing
-from nestrec.data.prepare.options import LogColumns
+from nestrec.data.prepare.options import LogColumns, TimeUnit
 from nestrec.data.prepare.raw import Delimited, RawBatch
 from nestrec.data.prepare.side import SideSource
 from nestrec.data.prepare.source import LogSource
@@ -55,7 +55,22 @@ def options_of(card: Card, log: LogColumns | None, max_bad_share: float) -> LogO
     if card.source_format != "log":
         kept = {name: kept[name] for name in ("duplicates", "min_rating", "positive_rating") if name in kept}
     options = from_plain(LogOptions, {**kept, **({} if log is None else {"log": to_plain(log)})})
+    if options.log.time is not None and options.log.time_unit == "auto":
+        options = replace(options, log=replace(options.log, time_unit=_time_unit_of(card)))
     return replace(options, max_bad_share=max_bad_share)
+
+
+def _time_unit_of(card: Card) -> TimeUnit:
+    """Returns the unit of the prepared data: windows of one stream must not be read in units inferred one by one."""
+    unit: TimeUnit = card.options.get("log", {}).get("time_unit", "auto")
+    if unit == "auto":
+        raise UserError(
+            f"cannot be inferred for a stream, and the data was prepared from {card.source_format!r} without one",
+            field="log.time_unit",
+            value=unit,
+            remedy="set --log.time_unit s, ms, us, ns or iso",
+        )
+    return unit
 
 
 def open_stream_source(address: str, options: LogOptions) -> StreamSource:
