@@ -92,7 +92,7 @@ def open_log(path: Path, options: LogOptions) -> LogSource:
 
 def _batches(files: list[Path], how: Delimited, columns: EventColumns) -> Batches:
     def batches() -> Iterator[tuple[RawBatch, float]]:
-        reader = LogFiles(how, columns.wanted())
+        reader = LogFiles(how, columns.wanted(), signs_rows=True)
         yield from over_files(files, reader.read)()
         reader.check()
 

@@ -16,6 +16,7 @@ from nestrec.data.card import Feature, FeatureKind
 from nestrec.data.prepare.features.cells import MARK as LIST_MARK
 from nestrec.data.prepare.features.cells import encode_lists, has_marks, joined
 from nestrec.data.prepare.features.fitting import Fitting, bucket_labels
+from nestrec.data.prepare.json_lines import parse_line
 from nestrec.data.prepare.keys import KeyTable, as_texts
 from nestrec.data.prepare.options import LogColumns
 from nestrec.data.prepare.parse import (
@@ -33,8 +34,8 @@ from nestrec.data.prepare.parse import (
     parse_times_ms,
     plausible_units,
 )
-from nestrec.data.prepare.raw import WHOLE_LINE, BadRow, RawBatch
-from nestrec.data.prepare.signature import row_signatures
+from nestrec.data.prepare.raw import SIGNATURE, WHOLE_LINE, BadRow, RawBatch
+from nestrec.data.prepare.signature import event_signatures, signatures_of_objects
 from nestrec.data.prepare.spill import Records
 from nestrec.data.schema import COUNTS_SUFFIX, EVENT_PREFIX, LATEST_TIME_MS
 from nestrec.data.transform import Transform
@@ -43,6 +44,7 @@ POSITIVE = "positive"
 RATING = "rating"
 MAX_ACTIONS = 31
 """Datasets store the actions of an event as the bits of a signed integer of 32 bits."""
+_NO_TIMES = (pa.types.is_boolean, pa.types.is_time, pa.types.is_duration)
 _VALUES_TOLD = 20
 
 
@@ -248,12 +250,12 @@ class EventParser:
         for name in self.columns.wanted(batch.columns):
             with mistakes.noted():
                 if name not in batch.columns:
-                    hint = " (is the separator right? --log.separator ';')" if len(batch.columns) == 1 else ""
+                    hint = " (is the separator right? --log.separator ';')" if len(batch.names) == 1 else ""
                     raise DataError(
                         f"is no column of {batch.file}",
                         field="column",
                         value=name,
-                        remedy=did_you_mean(name, batch.columns) + hint,
+                        remedy=did_you_mean(name, batch.names) + hint,
                     )
                 if name not in log.lists:
                     _check_type(batch, name, is_time=name in (log.time, log.position))
@@ -394,14 +396,24 @@ class EventParser:
                 ids = hashed.astype(np.int32)
             lists[f"event_{name}"] = ids
             records[f"event_{name}{COUNTS_SUFFIX}"] = counts
-        records["signature"] = row_signatures(list(columns.values()), records.size)
+        records["signature"] = _signatures(columns, records.size)
         return Records(records, lists)
+
+
+def _signatures(columns: dict[str, pa.Array], num_rows: int) -> NDArray[np.uint64]:
+    """Returns the hash of each row: the reader's where it gives one, else that of the columns."""
+    if SIGNATURE in columns:
+        return columns[SIGNATURE].to_numpy(zero_copy_only=False).view(np.uint64)
+    if WHOLE_LINE in columns:  # lines that an earlier version left waiting in a stream
+        return signatures_of_objects([parse_line(line) or {} for line in columns[WHOLE_LINE].to_pylist()])
+    return event_signatures(columns, num_rows)
 
 
 def _check_type(batch: RawBatch, name: str, *, is_time: bool) -> None:
     """Refuse columns of a typed file whose values are no ids, numbers or times."""
     kind = batch.columns[name].type
-    if pa.types.is_nested(kind) or (is_time and (pa.types.is_boolean(kind) or pa.types.is_time(kind))):
+    is_no_time = any(is_kind(kind) for is_kind in _NO_TIMES)
+    if pa.types.is_nested(kind) or (is_time and is_no_time):
         raise DataError(
             f"is of type {kind} in {batch.file}",
             field="column",

@@ -76,12 +76,14 @@ def check_text(file: Path, encoding: str) -> None:
 class LogFiles:
     """Reads files of any kind; JSON lines give the wanted columns, the others all that they have."""
 
-    def __init__(self, how: Delimited, wanted: Sequence[str]):
+    def __init__(self, how: Delimited, wanted: Sequence[str], *, signs_rows: bool = False):
+        """signs_rows: whether duplicates are looked for, among files of all kinds."""
         self._how, self._wanted, self._json = how, tuple(wanted), JsonLines(wanted, how.encoding)
+        self._signs_rows = signs_rows
 
     def read(self, file: Path) -> Iterator[RawBatch]:
         if file.suffix == ".parquet":
-            return read_parquet(file, self._wanted)
+            return read_parquet(file, self._wanted, signs_rows=self._signs_rows)
         check_text(file, self._how.encoding)
         if json_lines.is_json(file, self._how.encoding):
             return self._json.read(file)

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from nestrec.base.errors import DataError, did_you_mean
 from nestrec.data.prepare.encoding import check_unicode
 from nestrec.data.prepare.features.cells import text_of
-from nestrec.data.prepare.raw import WHOLE_LINE, BadRow, RawBatch, bad_row, first_line, read_lines
+from nestrec.data.prepare.raw import SIGNATURE, WHOLE_LINE, BadRow, RawBatch, bad_row, first_line, read_lines
+from nestrec.data.prepare.signature import signatures_of_objects
 
 SUFFIXES = (".jsonl", ".ndjson", ".json")
 
@@ -39,19 +40,27 @@ class JsonLines:
     def rows(self, file: str, lines: Sequence[str], numbers: NDArray[np.int64], done: float = 1.0) -> RawBatch:
         """Rows of lines from anywhere; numbers: of each, for people."""
         rows: list[dict[str, str]] = []
-        good, bad = [], []
+        good: list[int] = []
+        bad: list[BadRow] = []
+        texts: list[str] = []
         for number, line in zip(numbers.tolist(), lines, strict=True):
             text = line.strip().removeprefix("\ufeff")
             if not text:
                 continue
             try:
                 rows.append(_texts_of_line(text))
+                texts.append(text)
                 good.append(number)
             except UnicodeError:
                 bad.append(bad_row(number, "not Unicode: half of a surrogate pair", text))
             except (ValueError, RecursionError):
                 bad.append(bad_row(number, "not a JSON object", text))
-        return self._batch(file, rows, good, bad, done)
+        for row in rows:
+            self._seen |= dict.fromkeys(row)
+        columns = {name: pa.array([row.get(name, "") for row in rows], pa.string()) for name in self._wanted}
+        columns[WHOLE_LINE] = pa.array(texts, pa.string())
+        columns[SIGNATURE] = pa.array(signatures_of_objects(rows).view(np.int64))
+        return RawBatch(file, np.array(good, dtype=np.int64), columns, tuple(bad), done).without_marked_rows()
 
     def check(self) -> None:
         """Raise for a wanted column that no line had: nothing would tell a mistyped name from an empty column."""
@@ -59,17 +68,6 @@ class JsonLines:
             if self._seen and name not in self._seen:
                 remedy = did_you_mean(name, self._seen)
                 raise DataError(f"is a field of no line of {self._file}", field="column", value=name, remedy=remedy)
-
-    def _batch(
-        self, file: str, rows: list[dict[str, str]], numbers: list[int], bad: list[BadRow], done: float
-    ) -> RawBatch:
-        for row in rows:
-            self._seen |= dict.fromkeys(row)
-        columns = {name: pa.array([row.get(name, "") for row in rows], pa.string()) for name in self._wanted}
-        # What makes two rows equal is all of a line, whatever the order of its fields.
-        whole = pa.array([json.dumps(row, sort_keys=True, ensure_ascii=False) for row in rows], pa.string())
-        lines = np.array(numbers, dtype=np.int64)
-        return RawBatch(file, lines, {**columns, WHOLE_LINE: whole}, tuple(bad), done).without_marked_rows()
 
 
 def field_names(path: Path, encoding: str = "utf-8") -> tuple[str, ...]:

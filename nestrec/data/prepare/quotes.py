@@ -54,6 +54,66 @@ class QuoteWatch:
             )
 
 
+class BlankLines:
+    """Finds the lines of a delimited text without a character, as it is read piece by piece.
+
+    A row in quotes that goes over several lines counts as one line, as in the line numbers of rows.
+    """
+
+    def __init__(self, separator: str, num_header_lines: int, *, has_quotes: bool):
+        self._separator = ord(separator)
+        self._num_header_lines = num_header_lines
+        self._has_quotes = has_quotes
+        self._seen = np.array([_FIELD_START, 1, 1, 0], dtype=np.int64)
+        self._found = [np.zeros(0, np.int64)]
+
+    def see(self, data: bytes) -> None:
+        """Takes the next piece of the file."""
+        lines = np.empty(data.count(b"\n") + data.count(b"\r"), dtype=np.int64)
+        how = (self._separator, self._num_header_lines, self._has_quotes)
+        num_found = _find_blank(np.frombuffer(data, np.uint8), self._seen, *how, lines)
+        self._found.append(lines[:num_found])
+
+    def lines(self) -> NDArray[np.int64]:
+        """Returns their numbers, from 1."""
+        return np.concatenate(self._found)
+
+
+@njit(cache=True, nogil=True)
+def _find_blank(  # noqa: PLR0917
+    data: NDArray[Any],
+    seen: NDArray[np.int64],
+    separator: int,
+    num_header_lines: int,
+    has_quotes: bool,
+    lines: NDArray[np.int64],
+) -> int:
+    """Continue in `seen`: the state, the line, whether it is blank so far, whether the last byte was a CR."""
+    state, line, is_blank, after_cr = seen
+    num_found = 0
+    for byte in data:
+        is_line_end = byte in (10, 13) and state != _IN_QUOTES
+        if is_line_end and not (byte == 10 and after_cr):
+            if is_blank:
+                lines[num_found] = line
+                num_found += 1
+            line += 1
+            is_blank = 1
+            state = _FIELD_START
+        elif not is_line_end:
+            is_blank = 0
+            can_open = state == _AFTER_QUOTE or (state == _FIELD_START and line > num_header_lines)
+            if state == _IN_QUOTES:
+                state = _AFTER_QUOTE if byte == 34 else _IN_QUOTES
+            elif byte == separator:
+                state = _FIELD_START
+            else:
+                state = _IN_QUOTES if has_quotes and byte == 34 and can_open else _IN_FIELD
+        after_cr = byte == 13 and is_line_end
+    seen[:] = (state, line, is_blank, after_cr)
+    return num_found
+
+
 @njit(cache=True, nogil=True)
 def _follow(data: NDArray[Any], seen: NDArray[np.int64], separator: int, num_header_lines: int) -> None:
     """Go on in `seen`: the state, the line, where the last field in quotes opened, and the first one that is wrong."""

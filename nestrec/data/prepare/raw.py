@@ -18,12 +18,15 @@ from numpy.typing import NDArray
 from nestrec.base.errors import DataError
 from nestrec.data.prepare.encoding import MARK, MARKING, Utf8Stream
 from nestrec.data.prepare.features.cells import is_bytes, is_readable
-from nestrec.data.prepare.quotes import QuoteWatch
+from nestrec.data.prepare.quotes import BlankLines, QuoteWatch
+from nestrec.data.prepare.signature import event_signatures
 
 BLOCK_BYTES = 8 << 20
 ROWS_A_BATCH = 1 << 17
 WHOLE_LINE = "{}"
 """Name of a column that holds all of a row, where the others are only those that are wanted."""
+SIGNATURE = "{#}"
+"""Name of a column with the hash of all of a row, where the reader knows more of the row than its columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +58,21 @@ class RawBatch:
     def num_rows(self) -> int:
         return int(self.lines.size)
 
+    @property
+    def names(self) -> list[str]:
+        """The columns that the file has."""
+        return [name for name in self.columns if name not in (WHOLE_LINE, SIGNATURE)]
+
     def text_of(self, row: int) -> str:
         """A row as text, for people."""
         if WHOLE_LINE in self.columns:
             return str(self.columns[WHOLE_LINE][row].as_py())
-        return ",".join(str(column[row].as_py()) for column in self.columns.values())
+        return ",".join(str(self.columns[name][row].as_py()) for name in self.names)
 
     def without_marked_rows(self) -> "RawBatch":
         """Rows whose text could not be decoded become bad rows."""
         is_marked = np.zeros(self.num_rows, dtype=np.bool_)
-        for column in self.columns.values():
+        for column in (column for column in self.columns.values() if pa.types.is_string(column.type)):
             is_marked |= pc.match_substring(column, MARK).to_numpy(zero_copy_only=False)
         if not is_marked.any():
             return self
@@ -126,15 +134,21 @@ def read_delimited(path: Path, how: Delimited) -> Iterator[RawBatch]:
         lines.bad_lines.append(line)
         return "skip"
 
+    blank_lines: NDArray[np.int64] | None = None
     with pa.OSFile(str(path)) as file:
         binary = pa.CompressedInputStream(file, "gzip") if path.suffix == ".gz" else file
         quotes = QuoteWatch(how.separator, how.num_header_lines) if how.has_quotes else None
         stream = Utf8Stream(binary, how.encoding, quotes.see if quotes else None)
         for batch in _csv_batches(path, stream, names, how, reject, quotes):
             columns = dict(zip(names, batch.columns, strict=True))
-            kept, batch_lines = _without_blank_lines(columns, lines.take(batch.num_rows))
+            batch_lines = lines.take(batch.num_rows)
+            is_blank = _has_no_text(columns)
+            if is_blank.any():  # a line without a character, which is skipped, or one of separators, which is a row
+                blank_lines = _blank_lines(path, how) if blank_lines is None else blank_lines
+                is_blank &= np.isin(batch_lines, blank_lines)
+            kept = {name: column.filter(pa.array(~is_blank)) for name, column in columns.items()}
             done = file.tell() / max(1, path.stat().st_size)
-            found = RawBatch(path.name, batch_lines, kept, tuple(rejected), done)
+            found = RawBatch(path.name, batch_lines[~is_blank], kept, tuple(rejected), done)
             rejected.clear()
             if quotes:
                 quotes.check(path, is_end=False)
@@ -145,8 +159,11 @@ def read_delimited(path: Path, how: Delimited) -> Iterator[RawBatch]:
         yield RawBatch(path.name, np.zeros(0, np.int64), {n: pa.array([], pa.string()) for n in names}, tuple(rejected))
 
 
-def read_parquet(path: Path, wanted: Collection[str] = ()) -> Iterator[RawBatch]:
-    """Rows of a Parquet file; lines are row numbers from 1. Wanted columns hold values, or lists of them."""
+def read_parquet(path: Path, wanted: Collection[str] = (), *, signs_rows: bool = False) -> Iterator[RawBatch]:
+    """Yields the rows of a Parquet file; lines are row numbers from 1. Wanted columns hold values, or lists of them.
+
+    signs_rows: add the column SIGNATURE, for which an empty text is a value and a null is none.
+    """
     try:
         with pq.ParquetFile(path) as file:
             _check_unique(path, file.schema_arrow.names)
@@ -156,6 +173,9 @@ def read_parquet(path: Path, wanted: Collection[str] = ()) -> Iterator[RawBatch]
                 start += batch.num_rows
                 columns = {n: _plain(c) for n, c in zip(batch.schema.names, batch.columns, strict=True)}
                 _check_types(path, columns, wanted)
+                if signs_rows:
+                    signatures = event_signatures(columns, batch.num_rows, is_typed=True)
+                    columns[SIGNATURE] = pa.array(signatures.view(np.int64))
                 yield RawBatch(path.name, lines, columns, done=start / max(1, file.metadata.num_rows))
     except (OSError, pa.ArrowException) as error:
         raise unreadable(path, error) from error
@@ -263,15 +283,19 @@ def _csv_batches(  # noqa: PLR0917
             raise unreadable(path, error) from error
 
 
-def _without_blank_lines(
-    columns: dict[str, pa.Array], lines: NDArray[np.int64]
-) -> tuple[dict[str, pa.Array], NDArray[np.int64]]:
-    widths = sum(np.diff(_offsets(column)) for column in columns.values())
-    is_blank = np.asarray(widths) == 0
-    if not is_blank.any():
-        return columns, lines
-    keep = pa.array(~is_blank)
-    return {name: column.filter(keep) for name, column in columns.items()}, lines[~is_blank]
+def _has_no_text(columns: dict[str, pa.Array]) -> NDArray[np.bool_]:
+    return np.asarray(sum(np.diff(_offsets(column)) for column in columns.values())) == 0
+
+
+def _blank_lines(path: Path, how: Delimited) -> NDArray[np.int64]:
+    """Returns the lines without a character, by reading the file again: Arrow gives them as rows of empty cells."""
+    blank = BlankLines(how.separator, how.num_header_lines, has_quotes=how.has_quotes)
+    with pa.OSFile(str(path)) as file:
+        binary = pa.CompressedInputStream(file, "gzip") if path.suffix == ".gz" else file
+        stream = Utf8Stream(binary, how.encoding, blank.see)
+        while stream.read(BLOCK_BYTES):
+            pass
+    return blank.lines()
 
 
 def _plain(column: pa.Array) -> pa.Array:

@@ -168,7 +168,8 @@ class FolderSource(StreamSource):
         """At most so many rows of a file behind the first `row`, with the bad ones before them; none at its end, where
         bad ones may be left."""
         if self._open is None or (self._open.name, self._open.row) != (name, row):
-            self._open = _OpenFile(name, row, LogFiles(self._how, self._wanted).read(self._folder / name))
+            batches = LogFiles(self._how, self._wanted, signs_rows=True).read(self._folder / name)
+            self._open = _OpenFile(name, row, batches)
             _skip(self._open, row)
         file = self._open
         left = file.next_batch() if file.left is None else file.left

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
@@ -190,3 +191,71 @@ def test_byte_order_mark_is_no_part_of_the_first_id(tmp_path: Path, separator: s
     (tmp_path / "log.dat").write_text(f"\ufeffu{separator}7\nu{separator}8\n", encoding=encoding)
     log = LogColumns(separator=separator, names=("user", "item"), encoding=encoding)
     assert prepare("log", tmp_path / "log.dat", tmp_path / "out", log=log).counts.users == 1
+
+
+ROWS = [("ann", 7, 100, None), ("ann", 7, 100, "x"), ("bob", 8, 200, "y,z")]
+
+
+def write_rows(file: Path, names: list[str]) -> None:
+    """Writes the rows in the format that the file's name asks for, with the columns in this order."""
+    columns = dict(zip(("user", "item", "time", "note"), zip(*ROWS, strict=True), strict=True))
+    table = pa.table({name: pa.array(columns[name]) for name in names})
+    if file.suffix == ".parquet":
+        pq.write_table(table, file)
+    elif file.suffix == ".jsonl":
+        objects = [{name: value for name, value in row.items() if value is not None} for row in table.to_pylist()]
+        file.write_text("".join(json.dumps(row) + "\n" for row in objects))
+    else:
+        pyarrow.csv.write_csv(table, file)
+
+
+@pytest.mark.parametrize("second", ["2.csv", "2.jsonl", "2.parquet"])
+@pytest.mark.parametrize("first", ["1.csv", "1.jsonl", "1.parquet"])
+def test_duplicates_are_found_across_formats_and_orders(tmp_path: Path, first: str, second: str) -> None:
+    (tmp_path / "log").mkdir()
+    write_rows(tmp_path / "log" / first, ["user", "item", "time", "note"])
+    write_rows(tmp_path / "log" / second, ["note", "time", "item", "user"])
+    card = prepare("log", tmp_path / "log", tmp_path / "out", duplicates="drop", **{"log.time": "time"})
+    assert (card.counts.duplicates_dropped, card.counts.events) == (3, 3)
+
+
+def test_duplicates_differ_by_column_null_and_list(tmp_path: Path) -> None:
+    columns = {
+        "user": ["u"] * 4,
+        "item": [1] * 4,
+        "a": ["x", None, "", None],
+        "b": [None, "x", None, None],
+    }
+    pq.write_table(pa.table(columns), tmp_path / "1.parquet")
+    lists = {"user": ["u"] * 2, "item": [1] * 2, "a": [["x", "y"], ["x,y"]]}
+    pq.write_table(pa.table(lists), tmp_path / "2.parquet")
+    for name in ("1", "2"):
+        card = prepare("log", tmp_path / f"{name}.parquet", tmp_path / f"out-{name}")
+        assert (card.counts.duplicates_kept, card.counts.quarantined) == (0, {})
+
+
+@pytest.mark.parametrize("name", ["log.csv", "log.tsv", "log.dat", "log.jsonl"])
+def test_rows_without_any_value_are_counted(tmp_path: Path, name: str) -> None:
+    separator = {".csv": ",", ".tsv": "\t", ".dat": "::"}.get(Path(name).suffix, "")
+    rows = ["user", "item", "note"], ["u", "1", ""], ["", "", ""], ["v", "2", ""], ["", "", ""]
+    lines = [separator.join(row) for row in rows] if separator else [json.dumps({"user": "u", "item": 1}), "{}", "{}"]
+    (tmp_path / name).write_text("\n\n".join(lines) + "\n\n\n")
+    log = LogColumns(separator=separator or ",")
+    if separator == ",":
+        (tmp_path / name).write_bytes(b"\r\n\r\n".join([*map(str.encode, lines), b'"",,', b'"a\n\nb",3,\r\n\r\n,,']))
+    card = prepare("log", tmp_path / name, tmp_path / "out", log=log, max_bad_share=1)
+    assert card.counts.quarantined == {"missing user": 4 if separator == "," else 2}
+    assert card.counts.rows_read == card.counts.events + sum(card.counts.quarantined.values())
+    if separator:
+        assert "5,missing user" in (tmp_path / "out" / "quarantine.csv").read_text()
+
+
+NO_TIMES = [pa.array([1], pa.duration("ms")), pa.array([1], pa.time32("s")), pa.array([True])]
+
+
+@pytest.mark.parametrize("cells", NO_TIMES, ids=["duration", "time of day", "boolean"])
+@pytest.mark.parametrize("column", ["time", "position"])
+def test_times_that_are_durations_are_refused(tmp_path: Path, column: str, cells: pa.Array) -> None:
+    file = write_typed(tmp_path / "log.parquet", time=cells)
+    with pytest.raises(DataError, match=r"column = 'time': is of type (duration|time|bool)"):
+        prepare("log", file, tmp_path / "out", log={column: "time"})

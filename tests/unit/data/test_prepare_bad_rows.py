@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import gzip
+import re
 import tempfile
 from pathlib import Path
 
@@ -149,6 +150,8 @@ def test_any_bytes_give_a_dataset_that_adds_up_or_a_clear_error(rows: list[bytes
             assert not (Path(name) / "out").exists()
             return
         assert counts.events + sum(counts.quarantined.values()) == counts.rows_read
+        if not has_quotes:
+            assert counts.rows_read == sum(1 for line in re.split(rb"\r\n|\r|\n", b"\n".join(rows)) if line)
         assert int(Dataset.open(Path(name) / "out").lengths.sum()) == counts.events
 
 

@@ -96,7 +96,7 @@ def encode_lists(table: KeyTable, column: pa.Array, separator: str) -> tuple[NDA
 def is_readable(kind: pa.DataType) -> bool:
     """Whether cells of a type are a value, or a list of values: no records, maps, lists of lists or lists of bytes."""
     if not pa.types.is_nested(kind):
-        return True
+        return not pa.types.is_interval(kind)
     if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
         return False
     return not (pa.types.is_nested(kind.value_type) or is_bytes(kind.value_type))
@@ -116,6 +116,14 @@ def joined(column: pa.Array) -> pa.Array:
     if not is_readable(column.type) or column.flatten().null_count:
         return pa.array([str(cell) for cell in column.to_pylist()], pa.string())
     return pc.binary_join(_lists_of_texts(column), ",").fill_null("")
+
+
+def marked_lists(column: pa.Array) -> pa.Array:
+    """Converts the cells of a nested column to text as `text_of` does: a list gets a mark before each value."""
+    if not is_readable(column.type) or column.flatten().null_count:
+        return joined(column)
+    texts = pc.binary_join(_lists_of_texts(column), MARK)
+    return pc.if_else(pc.equal(pc.list_value_length(column), 0), "", pc.binary_join_element_wise("", texts, MARK))
 
 
 def _lists_of_texts(column: pa.Array) -> pa.Array:
