@@ -93,6 +93,9 @@ class SharedSource(StreamSource):
     def lag(self, position: StreamPosition) -> dict[str, float]:
         return self._source.lag(position)
 
+    def skipped(self) -> dict[str, str]:
+        return self._source.skipped()
+
     def close(self) -> None:
         self._source.close()
 

@@ -11,7 +11,7 @@ from nestrec.data.formats.format import log_format
 from nestrec.data.formats.tables import TableColumns, check_features, open_table
 from nestrec.data.formats.vectors import open_vectors
 from nestrec.data.prepare.events import EventColumns
-from nestrec.data.prepare.files import LogFiles, find_files
+from nestrec.data.prepare.files import LogFiles, find_files, notes_on_skipped
 from nestrec.data.prepare.options import LogColumns, PrepareOptions
 from nestrec.data.prepare.raw import Delimited, RawBatch
 from nestrec.data.prepare.side import SideSource
@@ -87,7 +87,16 @@ def open_log(path: Path, options: LogOptions) -> LogSource:
         check_features(owner, tables)
         sides[owner] = tuple(tables)
     batches = _batches(files, how, columns)
-    return LogSource(name, "log", columns, batches, users=sides["user"], items=sides["item"], files=tuple(files))
+    return LogSource(
+        name,
+        "log",
+        columns,
+        batches,
+        users=sides["user"],
+        items=sides["item"],
+        files=tuple(files),
+        notes=notes_on_skipped(path),
+    )
 
 
 def _batches(files: list[Path], how: Delimited, columns: EventColumns) -> Batches:

@@ -13,7 +13,7 @@ from nestrec.base.config import config
 from nestrec.base.errors import DataError, Mistakes, UserError, did_you_mean
 from nestrec.data.card import Owner
 from nestrec.data.prepare.features.cells import MARK, has_marks, vectors, with_marks
-from nestrec.data.prepare.files import LogFiles, column_names, find_files
+from nestrec.data.prepare.files import LogFiles, column_names, find_files, notes_on_skipped
 from nestrec.data.prepare.options import HashingConfig, NumberTransform, check_separator
 from nestrec.data.prepare.parse import BAD, BLANK, parse_numbers
 from nestrec.data.prepare.raw import Delimited, RawBatch
@@ -118,7 +118,7 @@ def open_table(path: Path, key: str, columns: TableColumns, how: Delimited, what
     named = columns.kinds()
     told = {} if first is None else {n: _told(n, first.columns[n]) for n in wanted if n not in named}
     kinds = {name: named.get(name) or told.get(name, "category") for name in wanted}
-    return SideSource(batches, key, columns.sides(kinds), must_match=f"--{what} {path}")
+    return SideSource(batches, key, columns.sides(kinds), must_match=f"--{what} {path}", notes=notes_on_skipped(path))
 
 
 def check_features(owner: Owner, sources: Sequence[SideSource]) -> None:

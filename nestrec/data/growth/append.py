@@ -64,6 +64,8 @@ _NOT_AGAIN = (
 )  # fmt: skip
 """Options that do not hold for what is appended: events are not filtered by how many there are, and files of features
 of what was prepared say nothing of what is new."""
+_MAX_NOTES = 20
+"""Notes that the card of a dataset keeps, the newest ones, however often it grows."""
 
 
 def append(
@@ -165,7 +167,7 @@ class _Growth:
             table.encode(self._vocabulary(f"{schema.EVENT_PREFIX}{name}"))
         parser.transforms = {f.name: f.transform for f in card.event_features if f.name in source.columns.log.numbers}
         self._item_counts = items.column("count").to_numpy().astype(np.int64)
-        self._work = Assembly(partial, source, options, progress, parser, self.quarantine)
+        self._work = Assembly(partial, source, options, progress, parser, self.quarantine, notes=list(source.notes))
         self.last_ms_before = self.dataset.last_ms() if not card.generations else 0
         self.last_ms = 0
 
@@ -363,6 +365,7 @@ class _Growth:
         all_counts[: self._item_counts.size] += self._item_counts
         return dataclasses.replace(
             card,
+            notes=tuple(dict.fromkeys((*card.notes, *work.notes)))[-_MAX_NOTES:],
             counts=Counts(
                 users=int(lengths.size),
                 items=int(counts.size),

@@ -14,12 +14,17 @@ from nestrec.data.prepare.source import plain_name, require_input
 SUFFIXES = (".csv", ".tsv", ".txt", ".dat", ".inter", ".log", ".parquet", *json_lines.SUFFIXES)
 
 
+_WHAT_IS_READ = f"names end in {', '.join(SUFFIXES)}, also with .gz; folders are read if they are called column=value"
+_SKIPPED_NAMED = 10
+
+
 def find_files(path: Path) -> tuple[str, list[Path]]:
     """A name for people, and a file, all files of a folder, or those that a pattern fits, in order of name."""
     if path.is_file():
         return plain_name(path), [path]
     if path.is_dir():
-        return path.resolve().name, _some(path, sorted(_in_folder(path)), _remedy_of_folder(path))
+        files = sorted(entry for entry in _in_folder(path) if is_log_file(entry))
+        return path.resolve().name, _some(path, files, _remedy_of_folder(path))
     if not glob.has_magic(str(path)):
         require_input(path)
     files = sorted(Path(found) for found in glob.glob(str(path), recursive=True) if Path(found).is_file())
@@ -27,12 +32,41 @@ def find_files(path: Path) -> tuple[str, list[Path]]:
     return (fixed[-1] if fixed else path.name), _some(path, files, "check the pattern; ** goes through folders")
 
 
+def notes_on_skipped(path: Path) -> tuple[str, ...]:
+    """Returns a note that lists what `find_files` leaves out of a folder or a pattern, if there is anything."""
+    if path.is_file():
+        return ()
+    found = _in_folder(path) if path.is_dir() else map(Path, glob.glob(str(path), recursive=True))
+    skipped = sorted(entry for entry in found if path.is_dir() or not entry.exists())
+    names = [skipped_name(entry, path) for entry in skipped if not (path.is_dir() and is_log_file(entry))]
+    if not names:
+        return ()
+    more = f" and {len(names) - _SKIPPED_NAMED:,} more" if len(names) > _SKIPPED_NAMED else ""
+    return (f"skipped in {path}: {', '.join(names[:_SKIPPED_NAMED])}{more}; {_WHAT_IS_READ}",)
+
+
+def skipped_name(entry: Path, folder: Path) -> str:
+    """Returns the name of an entry of a folder, with the reason if the name is not the reason."""
+    name = str(entry.relative_to(folder)) if entry.is_relative_to(folder) else str(entry)
+    if entry.is_dir():
+        return f"{name}/"
+    return name if entry.exists() else f"{name} (a link to a file that does not exist)"
+
+
+def is_log_file(path: Path) -> bool:
+    """Returns whether a file of a folder is read, by its name."""
+    return path.is_file() and plain_name(path).endswith(SUFFIXES)
+
+
 def _in_folder(folder: Path) -> Iterator[Path]:
-    """Files of a folder, and those of its partitions: folders called `column=value`, as Spark writes them."""
+    """Yields what is in a folder and its partitions: folders called `column=value`, as Spark writes them.
+
+    Names that begin with a dot or an underscore are those of files that programs write about their own work.
+    """
     for inner in folder.iterdir():
         if inner.is_dir() and "=" in inner.name:
             yield from _in_folder(inner)
-        elif inner.is_file() and plain_name(inner).endswith(SUFFIXES) and not inner.name.startswith((".", "_")):
+        elif not inner.name.startswith((".", "_")):
             yield inner
 
 

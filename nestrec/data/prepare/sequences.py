@@ -78,7 +78,7 @@ class Assembly:
 def write_dataset(folder: Path, source: LogSource, options: PrepareOptions, progress: Progress) -> Card:
     """Write the dataset of a log into `folder`."""
     parser = EventParser(source.columns)
-    work = Assembly(folder, source, options, progress, parser, Quarantine(folder))
+    work = Assembly(folder, source, options, progress, parser, Quarantine(folder), notes=list(source.notes))
     spilled, user_counts = read_events(work)
     work.quarantine.check(work.num_rows_read, options.max_bad_share, time_hint=parser.time_hint)
     work.num_bad_events = work.quarantine.num_rows

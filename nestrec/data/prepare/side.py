@@ -78,6 +78,9 @@ class SideSource:
     must_match: str = ""
     """How to name the table in the error where it has no row of any known key; empty where that is no error."""
 
+    notes: tuple[str, ...] = ()
+    """What a person should know of its files."""
+
     def learns(self) -> bool:
         """Whether a column has a transform whose parameters come from the data."""
         return any(c.kind == "range" or c.transform != "none" for c in self.columns)
@@ -179,7 +182,7 @@ class SideTable:
         name, owner = self._source.must_match, self._of.owner
         stays = self._of.row_of_code >= 0
         num_found, num_all = int((stays & self._is_seen).sum()), int(stays.sum())
-        notes = []
+        notes = list(self._source.notes)
         if name and self._num_repeated:
             notes.append(f"{self._num_repeated:,} rows of {name} repeat the id of an earlier row: the first one counts")
         if name and num_found < LEAST_FOUND * num_all:

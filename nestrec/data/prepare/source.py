@@ -35,6 +35,8 @@ class LogSource:
     items: tuple[SideSource, ...] = ()
     files: tuple[Path, ...] = ()
     """That hold the events."""
+    notes: tuple[str, ...] = ()
+    """What a person should know of the input."""
 
     def checked_batches(self) -> Iterator[tuple[RawBatch, float]]:
         """The batches; a UserError at the first that is none. (Which columns it has, `EventParser` checks.)"""

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from nestrec.base.errors import DataError, UserError
-from nestrec.data.prepare.files import SUFFIXES, LogFiles
+from nestrec.data.prepare.files import SUFFIXES, LogFiles, is_log_file, skipped_name
 from nestrec.data.prepare.options import LogColumns
 from nestrec.data.prepare.raw import Delimited, RawBatch
 from nestrec.data.prepare.source import plain_name
@@ -20,6 +20,7 @@ from nestrec.data.sources.source import SourceSpec, StreamPiece, StreamPosition,
 
 NUM_SIZES = 16
 """Of so many files that were read last it is known whether they have changed since."""
+_WHAT_IS_READ = f"names of files end in {', '.join(SUFFIXES)}, also with .gz"
 _WHOLE = "files must appear whole (write them under a name that begins with a dot, then rename them)"
 
 
@@ -124,12 +125,19 @@ class FolderSource(StreamSource):
         is_open = self._open is not None and (self._open.name, self._open.row) == (name, position.get("row"))
         return self._open.share_left if self._open is not None and is_open else 1.0
 
+    def skipped(self) -> dict[str, str]:
+        """Returns one entry for each ending of names that are not read."""
+        with self._told():
+            others = [path for path in self._folder.iterdir() if not path.name.startswith((".", "_"))]
+        others = [path for path in others if not is_log_file(path)]
+        return {path.suffix: f"{skipped_name(path, self._folder)} is skipped; {_WHAT_IS_READ}" for path in others}
+
     def _waiting(self, done: list[str]) -> list[str]:
         """Files that are not done, in order of name."""
         known = {plain_name(Path(name)) for name in done}
         with self._told():
-            found = [path for path in self._folder.iterdir() if not path.name.startswith(".") and path.is_file()]
-        return sorted(p.name for p in found if plain_name(p).endswith(SUFFIXES) and plain_name(p) not in known)
+            found = [path for path in self._folder.iterdir() if not path.name.startswith(".") and is_log_file(path)]
+        return sorted(path.name for path in found if plain_name(path) not in known)
 
     def _checked(self, sizes: Mapping[str, int]) -> dict[str, int]:
         """Sizes of files that were read, where those that are still there have them."""

@@ -83,6 +83,10 @@ class StreamSource(ABC):
     def lag(self, position: StreamPosition) -> dict[str, float]:
         """How much is there and not read yet, by name of the unit."""
 
+    def skipped(self) -> dict[str, str]:
+        """Returns what is there and is never read, for people: a text for each kind of it."""
+        return {}
+
     def close(self) -> None:  # noqa: B027 - most have nothing to give back
         """Give back connections."""
 
@@ -115,6 +119,9 @@ class CheckedSource(StreamSource):
 
     def lag(self, position: StreamPosition) -> dict[str, float]:
         return self._source.lag(position)
+
+    def skipped(self) -> dict[str, str]:
+        return self._source.skipped()
 
     def close(self) -> None:
         self._source.close()

@@ -133,6 +133,7 @@ class Stream:
         self._tables = dict(tables or {})
         self.num_open = 0
         """Rows that were read into a window that has not closed; they are read again by the next start."""
+        self._skipped = set[str]()
         self._identity, self._changed = source.identity() or address, changed_source
         card = Card.load(folder)
         self._saved(card)  # raises before anything is read or trained on
@@ -153,6 +154,7 @@ class Stream:
         saved = self._saved(card)
         position = saved.position
         newest = self._folder / card.all_layers[-1].folder
+        self._tell_of_skipped()
         window = OpenWindow.of(self._rule, self._log, before, read_waiting(newest) if before else [])
         while not window.is_full:
             self.num_open = window.num_rows
@@ -194,6 +196,13 @@ class Stream:
             bad = batch.bad[-1]
             where = f"{batch.file}, line {bad.line}: {bad.reason}: {bad.text[:80]!r}"
             self._tell(f"rows are set aside as bad ones, such as {where}")
+
+    def _tell_of_skipped(self) -> None:
+        """Reports files that are never read, one of each kind, once."""
+        for kind, text in self._source.skipped().items():
+            if kind not in self._skipped:
+                self._skipped.add(kind)
+                self._tell(text)
 
     def _tell_of_blank(self, batches: Sequence[RawBatch]) -> None:
         """Of columns that no event of a window has anything in: nothing else would tell of a mistyped name, or of a

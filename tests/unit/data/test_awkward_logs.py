@@ -16,12 +16,15 @@ import pytest
 
 from nestrec.base.errors import DataError, UserError
 from nestrec.cli.cards import show_card
+from nestrec.data.card import Card
 from nestrec.data.dataset import Dataset
 from nestrec.data.growth.append import append
 from nestrec.data.prepare import raw
 from nestrec.data.prepare.options import LogColumns
 from nestrec.data.prepare.preparation import prepare
+from nestrec.data.sources.closing import WindowRule
 from nestrec.data.sources.folder import FolderSource
+from nestrec.data.sources.stream import Stream, open_stream_source, options_of
 
 MOMENT = 1_704_067_200_123
 
@@ -259,3 +262,40 @@ def test_times_that_are_durations_are_refused(tmp_path: Path, column: str, cells
     file = write_typed(tmp_path / "log.parquet", time=cells)
     with pytest.raises(DataError, match=r"column = 'time': is of type (duration|time|bool)"):
         prepare("log", file, tmp_path / "out", log={column: "time"})
+
+
+def folder_with_others(folder: Path) -> Path:
+    """Makes a folder of one log file and entries that are not read."""
+    (folder / "2024").mkdir(parents=True)
+    (folder / "log.csv").write_text("user,item\nann,7\n")
+    for name in ("a.csv.zst", "B.CSV", "c.csv.bz2", "_SUCCESS", ".part.crc", "2024/more.csv"):
+        (folder / name).write_text("user,item\nbob,8\n")
+    (folder / "gone.csv").symlink_to(folder / "nowhere.csv")
+    return folder
+
+
+def test_skipped_files_of_a_folder_are_listed(tmp_path: Path) -> None:
+    folder = folder_with_others(tmp_path / "log")
+    listed = "2024/, B.CSV, a.csv.zst, c.csv.bz2, gone.csv (a link to a file that does not exist); names end in .csv,"
+    card = prepare("log", folder, tmp_path / "out")
+    assert [listed in note for note in card.notes] == [True]
+    table = prepare("log", folder / "log.csv", tmp_path / "table", items=str(folder), item_columns={"key": "item"})
+    assert [listed in note for note in table.notes] == [True]
+    linked = prepare("log", f"{folder}/*.csv", tmp_path / "pattern")
+    assert ["gone.csv (a link" in note and "a.csv" not in note for note in linked.notes] == [True]
+    (folder / "log.csv").write_text("user,item\nann,9\n")
+    assert [listed in note for note in append(folder, tmp_path / "pattern").notes] == [False, True]
+
+
+def test_skipped_files_of_a_stream_are_reported_once(tmp_path: Path) -> None:
+    folder = folder_with_others(tmp_path / "incoming")
+    prepare("log", folder / "log.csv", tmp_path / "out")
+    options = options_of(Card.load(tmp_path / "out"), None, 1.0)
+    source = open_stream_source(str(folder), options)
+    told: list[str] = []
+    stream = Stream(source, str(folder), tmp_path / "out", WindowRule(events=1), options, tell=told.append)
+    assert stream.next_window(lambda: True) is not None
+    assert stream.next_window(lambda: True) is None
+    assert sorted(text.partition(" is skipped")[0].partition(" (")[0] for text in told) == [
+        "2024/", "B.CSV", "a.csv.zst", "c.csv.bz2", "gone.csv",
+    ]  # fmt: skip
