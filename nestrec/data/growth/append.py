@@ -54,7 +54,7 @@ from nestrec.data.prepare.sequences import (
     user_block,
 )
 from nestrec.data.prepare.side import Keyed, SideSource, SideTable
-from nestrec.data.prepare.source import LogSource
+from nestrec.data.prepare.source import ArrowTable, LogSource, given_input
 from nestrec.data.prepare.spill import Partitions, even_bounds
 from nestrec.data.prepare.statistics import length_statistics, log_histogram, popularity_statistics
 from nestrec.data.prepare.writer import UsersWriter
@@ -69,20 +69,20 @@ _MAX_NOTES = 20
 
 
 def append(
-    events: Path | str,
+    events: Path | str | ArrowTable,
     dataset: Path | str,
     *,
     format: str | None = None,
     overrides: Mapping[str, Any] | None = None,
     progress: Progress = silent,
 ) -> Card:
-    """Add the events of `events` to a dataset; its new card.
+    """Add the events of `events`, a path or a table as for `prepare`, to a dataset; its new card.
 
     Columns mean what they meant when it was prepared, unless `overrides` say otherwise (`{"items": "more.csv"}` names a
     table of new items), by values or text as on the command line. format: of the events, where it is another than the
     dataset was prepared from.
     """
-    folder, path = given_path(dataset, "dataset"), given_path(events, "events")
+    folder = given_path(dataset, "dataset")
     card = Card.load(folder)
     name = format or card.source_format
     found = FORMATS.find(name, field="format")
@@ -93,7 +93,8 @@ def append(
     if name == card.source_format:
         options = from_plain(found.options, kept_options(card.options))
     options = with_overrides(options, override_texts(overrides))
-    return append_source(folder, checked_source(found.open(path, options), name), options, progress=progress)
+    with given_input(events, "events") as path:
+        return append_source(folder, checked_source(found.open(path, options), name), options, progress=progress)
 
 
 def append_source(

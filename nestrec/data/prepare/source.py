@@ -1,19 +1,22 @@
 """What a format gives to `write_dataset`: raw rows, the meaning of their columns, and side tables."""
 
+import contextlib
 import gzip
 import hashlib
 import itertools
 import os
+import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from nestrec.base.errors import DataError, UserError
+from nestrec.base.paths import given_path
 from nestrec.data.prepare.events import EventColumns
 from nestrec.data.prepare.raw import Delimited, RawBatch, read_delimited, read_parquet
 from nestrec.data.prepare.side import SideSource
@@ -115,6 +118,30 @@ def side_files(files: Sequence[Path], how: Delimited) -> Callable[[], Iterator[R
             yield from (read_parquet(path) if path.suffix == ".parquet" else read_delimited(path, how))
 
     return batches
+
+
+class ArrowTable(Protocol):
+    """A table in memory, of pyarrow, pandas, Polars or another library with Arrow's C interface."""
+
+    def __arrow_c_stream__(self, requested_schema: object | None = None) -> object: ...
+
+
+@contextlib.contextmanager
+def given_input(value: Any, field: str) -> Iterator[Path]:
+    """Yields the path that a script names; a table in memory becomes a Parquet file for as long as it is read."""
+    if not hasattr(value, "__arrow_c_stream__"):
+        yield given_path(value, field)
+        return
+    with tempfile.TemporaryDirectory(prefix="nestrec-") as folder:
+        path = Path(folder) / "table.parquet"
+        try:
+            pq.write_table(pa.table(value), path)
+        except pa.ArrowException as error:
+            remedy = "give columns of text, numbers, times, or lists of them"
+            raise DataError(
+                f"cannot be written as Parquet: {error}", field=field, value=type(value).__name__, remedy=remedy
+            ) from error
+        yield path
 
 
 def plain_name(path: Path) -> str:

@@ -1,8 +1,12 @@
 """The same id gives the same text and the same time the same milliseconds, whatever holds it."""
 
+import csv
 import itertools
+import json
+import random
 from decimal import ROUND_FLOOR, Decimal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +20,10 @@ from nestrec.base.errors import DataError, UserError
 from nestrec.cli.app import app
 from nestrec.data.card import Card
 from nestrec.data.dataset import Dataset
+from nestrec.data.formats.log import LogOptions, open_log
 from nestrec.data.growth.append import append
+from nestrec.data.prepare import raw
+from nestrec.data.prepare.events import EventParser
 from nestrec.data.prepare.options import LogColumns
 from nestrec.data.prepare.parse import BAD, GOOD, UNIT_NAMES, parse_integers, parse_times_ms
 from nestrec.data.prepare.preparation import prepare
@@ -172,3 +179,184 @@ def test_time_unit_of_a_stream_without_one_is_asked_for(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--log.time_unit s, ms, us, ns or iso"):
         options_of(card, LogColumns(time="t"), 1.0)
     assert options_of(card, LogColumns(), 1.0).log.time is None
+
+
+TEXTS = (
+    "007",
+    "+7",
+    "1.0",
+    "-0",
+    "0x10",
+    "1e5",
+    "nan",
+    "None",
+    "true",
+    "b c",
+    "\u2603",
+    "\U0001f600",
+    "it's",
+    "0xE8D4A50FFF",
+)
+FRACTIONS = (0.5, 7.25, 1e-7, 0.1, 123456.789, 1e15 + 0.5)
+INTEGERS = (0, 7, -3, 16, 10**10, 999_999_999_999, 2**53 - 1, 10**15)
+LARGE = (2**53 + 1, 10**17, 10**18, 2**63 - 1, -(2**63))
+HUGE = (2**63, 10**20, 10**30)
+FORMATS = ("log.csv", "log.tsv", "log.dat", "log.jsonl", "log.parquet", "table")
+
+
+def exact_text(value: Any) -> str:
+    """Writes a value with all of its digits: the definition of the text of an id."""
+    if isinstance(value, str):
+        return value
+    exact = value if isinstance(value, Decimal) else Decimal(repr(value))
+    return str(int(value)) if value == int(value) else format(exact, "f")
+
+
+def random_ids(draw: random.Random, num_rows: int) -> list[Any]:
+    """Returns one column of ids: integers, floats with and without a fraction, or texts."""
+    pool = draw.choice(
+        [TEXTS, INTEGERS, INTEGERS + LARGE, INTEGERS + LARGE + HUGE, tuple(map(float, INTEGERS)) + FRACTIONS]
+    )
+    return [draw.choice(pool) for _ in range(num_rows)]
+
+
+def random_times(draw: random.Random, num_rows: int) -> tuple[str, list[int | float | Decimal]]:
+    """Returns a unit, and one column of times in it, with a fraction or without; decimals if no float holds them."""
+    unit = draw.choice(list(UNITS))
+    moments = [draw.randrange(10**12, 1_700_000_000_000) for _ in range(num_rows)]
+    digits = draw.choice([3, 3, 6, 9])  # of a second
+    exact = [Decimal(ms).scaleb(digits - 3) + draw.choice([0, 0, 10 ** (digits - 3) - 1]) for ms in moments]
+    exact = [time.scaleb(3 - UNITS[unit] - digits) for time in exact]
+    if all(time == int(time) for time in exact):
+        return unit, [int(time) for time in exact]
+    return unit, [float(time) if Decimal(repr(float(time))) == time else time for time in exact]
+
+
+def typed_column(draw: random.Random, values: list[Any]) -> pa.Array:
+    """Returns a column of a random type that holds the values exactly."""
+    texts = [exact_text(value) for value in values]
+    tries = [
+        lambda: pa.array(values, pa.int64()),
+        lambda: pa.array(values, pa.uint64()),
+        lambda: pa.array([float(value) for value in values]),
+        lambda: pa.array([float(value) for value in values], pa.float32()),
+        lambda: pa.array([Decimal(text) for text in texts], pa.decimal128(38, draw.choice([0, 3, 7]))),
+        lambda: pa.array([Decimal(text) for text in texts], pa.decimal256(60, 9)),
+        lambda: pa.array(texts),
+        lambda: pa.array(texts, pa.large_string()),
+        lambda: pa.array(texts).dictionary_encode(),
+        lambda: pa.array(values).dictionary_encode(),
+    ]
+    while True:
+        try:
+            column = draw.choice(tries)()
+            held = column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
+            # Texts hold any id; of other types, only those whose values are the same numbers.
+            if pa.types.is_string(held.type) or pa.types.is_large_string(held.type):
+                return column
+            if not isinstance(values[0], str) and all(map(_is_same_number, held.to_pylist(), values)):
+                return column
+        except (pa.ArrowException, ArithmeticError, ValueError, TypeError, OverflowError):
+            continue
+
+
+def _is_same_number(held: Any, value: Any) -> bool:
+    return Decimal(exact_text(held)) == Decimal(exact_text(value))
+
+
+def json_value(draw: random.Random, value: Any) -> Any:
+    """Returns a value as a number of JSON or as text."""
+    return exact_text(value) if isinstance(value, str | Decimal) or draw.random() < 0.5 else value
+
+
+def write_log(draw: random.Random, folder: Path, name: str, columns: dict[str, list[Any]]) -> Any:
+    """Writes columns in the format of `name`, or returns them as a table in memory."""
+    texts = [[exact_text(value) for value in column] for column in columns.values()]
+    rows = list(zip(*texts, strict=True))
+    file = folder / name
+    if name in ("log.csv", "log.tsv"):
+        with file.open("w", newline="") as stream:
+            csv.writer(stream, delimiter="," if name == "log.csv" else "\t").writerows([[*columns], *rows])
+    elif name == "log.dat":
+        file.write_text("".join("::".join(row) + "\n" for row in [[*columns], *rows]))
+    elif name == "log.jsonl":
+        with file.open("w") as stream:
+            for row in zip(*columns.values(), strict=True):
+                stream.write(json.dumps(dict(zip(columns, (json_value(draw, v) for v in row), strict=True))) + "\n")
+    else:
+        table = pa.table({column: typed_column(draw, values) for column, values in columns.items()})
+        if name == "table":
+            return table
+        pq.write_table(table, file, row_group_size=draw.choice([2, 5, 100]))
+    return file
+
+
+def parse_log(file: Path, log: LogColumns) -> list[tuple[Any, ...]]:
+    """Returns the events that `prepare` reads from a file, in the order of `read_dataset`."""
+    source = open_log(file, LogOptions(log=log))
+    parser = EventParser(source.columns)
+    events: list[tuple[Any, ...]] = []
+    for batch, _ in source.checked_batches():
+        records, bad = parser.parse(batch)
+        assert not bad
+        rows = records.rows
+        columns = [parser.users.keys(rows["user"]).to_pylist(), parser.items.keys(rows["item"]).to_pylist()]
+        columns.append(rows["time"].tolist())
+        columns += [parser.vocabularies[name].keys(rows[f"event_{name}"] - 1).to_pylist() for name in log.categories]
+        events += zip(*columns, strict=True)
+    return sorted(events)
+
+
+def read_dataset(folder: Path) -> list[tuple[Any, ...]]:
+    """Returns the events of a dataset: user, item, time and the texts of the other columns, in its order."""
+    dataset = Dataset.open(folder)
+    rows = dataset.rows(np.arange(dataset.num_samples))
+    users = np.repeat(rows.indices, np.diff(rows.lists["item_ids"][1]))
+    columns = [
+        dataset.user_keys(users),
+        [dataset.items().column("item_key")[i - 1].as_py() for i in rows.lists["item_ids"][0]],
+    ]
+    columns.append(rows.lists["timestamps_ms"][0].tolist())
+    for feature in dataset.card.event_features:
+        keys = dataset.vocabulary(feature.column).column("key").to_pylist()
+        columns.append([keys[i - 1] for i in rows.lists[feature.column][0]])
+    return sorted(zip(*columns, strict=True))
+
+
+def check_columns(folder: Path, seed: int, num_columns: int) -> None:
+    """Prepares one log of random columns in every format; each must hold what the definitions give."""
+    draw = random.Random(seed)
+    num_rows = draw.choice([1, 3, 9])
+    unit, times = random_times(draw, num_rows)
+    names = ["user", "item", "t", *(f"c{i}" for i in range(num_columns - 3))]
+    columns = {name: times if name == "t" else random_ids(draw, num_rows) for name in names}
+    expected = [[exact_text(value) for value in column] for column in columns.values()]
+    expected[names.index("t")] = [exact_ms(exact_text(time), unit) for time in times]
+    for name in FORMATS:
+        order = draw.sample(names, len(names))
+        shuffled = draw.sample(range(num_rows), num_rows)
+        given = write_log(draw, folder, name, {n: [columns[n][row] for row in shuffled] for n in order})
+        separator = {"log.dat": "::", "log.tsv": "\t"}.get(name, ",")
+        log = LogColumns(
+            time="t", time_unit=draw.choice(["auto", unit]), categories=tuple(names[3:]), separator=separator
+        )
+        if name == "table":
+            prepare("log", given, folder / "out", log=log, force=True)
+        found = read_dataset(folder / "out") if name == "table" else parse_log(given, log)
+        assert found == sorted(zip(*expected, strict=True)), (seed, name)
+
+
+def check_many(folder: Path, monkeypatch: pytest.MonkeyPatch, num_logs: int, num_columns: int) -> None:
+    monkeypatch.setattr(raw, "ROWS_A_BATCH", 4)
+    monkeypatch.setattr(raw, "BLOCK_BYTES", 1024)
+    for seed in range(num_logs):
+        check_columns(folder, seed, num_columns)
+
+
+def test_ids_and_times_are_alike_in_five_formats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_many(tmp_path, monkeypatch, num_logs=20, num_columns=15)
+
+
+@pytest.mark.slow
+def test_ids_and_times_of_10000_columns_are_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_many(tmp_path, monkeypatch, num_logs=1000, num_columns=10)

@@ -15,6 +15,7 @@ from nestrec.cli.cards import show_card
 from nestrec.data.card import Card
 from nestrec.data.dataset import Dataset
 from nestrec.data.formats.registry import FORMATS, typed_options
+from nestrec.data.growth.append import append
 from nestrec.data.prepare.options import LogColumns
 from nestrec.data.prepare.preparation import prepare
 
@@ -312,3 +313,29 @@ def test_a_foreign_format_has_options_of_its_own(tmp_path: Path, monkeypatch: py
     finally:
         FORMATS.__dict__.pop("_foreign", None)
     assert (card.source_format, card.counts.events) == ("far", 2)
+
+
+class Frame:
+    """A DataFrame of another library: it gives its columns as Arrow, and nothing else."""
+
+    def __init__(self, **columns: object):
+        self._table = pa.table(columns)
+
+    def __arrow_c_stream__(self, requested_schema: object | None = None) -> object:
+        return self._table.__arrow_c_stream__(requested_schema)
+
+
+def test_tables_in_memory_are_prepared_and_appended(tmp_path: Path) -> None:
+    for events in (pa.table({"user": ["ann"], "item": [7]}), Frame(user=["ann"], item=[7.0])):
+        out = tmp_path / type(events).__name__
+        card = prepare("log", events, out)
+        assert (card.counts.events, card.name) == (1, "table.parquet")
+        assert append(Frame(user=["bob", "ann"], item=[8, 9]), out).counts.users == 2
+        with pytest.raises(DataError, match="is in the dataset already"):
+            append(Frame(user=["bob", "ann"], item=[8, 9]), out)
+
+
+def test_table_that_parquet_cannot_hold_is_refused(tmp_path: Path) -> None:
+    spans = pa.array([None], pa.month_day_nano_interval())
+    with pytest.raises(DataError, match="input = 'Frame': cannot be written as Parquet"):
+        prepare("log", Frame(user=["ann"], item=[7], span=spans), tmp_path / "out")
