@@ -18,7 +18,7 @@ from nestrec.data.prepare.features.cells import encode_lists, has_marks, joined
 from nestrec.data.prepare.features.fitting import Fitting, bucket_labels
 from nestrec.data.prepare.json_lines import parse_line
 from nestrec.data.prepare.keys import KeyTable, as_texts
-from nestrec.data.prepare.options import LogColumns
+from nestrec.data.prepare.options import LogColumns, TimeUnit
 from nestrec.data.prepare.parse import (
     AHEAD,
     BAD,
@@ -175,7 +175,7 @@ class EventParser:
         self._latest_ms = LATEST_TIME_MS if ahead_s is None else round(1000 * (time.time() + ahead_s))
         self.time_hint = ""
         """What the times look like that the unit does not fit; for the error."""
-        self._unit: str | None = None if columns.log.time_unit == "auto" else columns.log.time_unit
+        self._unit: TimeUnit | None = None if columns.log.time_unit == "auto" else columns.log.time_unit
         self._example_of_unit = ""
         self.num_below_rating = 0
         self._actions_met: set[str] = set()
@@ -276,7 +276,7 @@ class EventParser:
             verdict.reject(states != GOOD, "position is not a whole number")
             records["position"] = positions
 
-    def _unit_of(self, batch: RawBatch) -> str:
+    def _unit_of(self, batch: RawBatch) -> TimeUnit:
         """Returns the unit of a batch's times: the one that was set, or that of the first times with a plausible one.
 
         Once inferred, it holds for all batches. Raises if the times of a batch look like those of another unit.
@@ -305,7 +305,7 @@ class EventParser:
         return self._unit or "s"  # of cells that are all blank or no times
 
     @property
-    def time_unit(self) -> str:
+    def time_unit(self) -> TimeUnit:
         """The unit of the times that were read; `iso` if they were all timestamps, which need none."""
         return self._unit or "iso"
 
@@ -403,7 +403,7 @@ class EventParser:
 def _signatures(columns: dict[str, pa.Array], num_rows: int) -> NDArray[np.uint64]:
     """Returns the hash of each row: the reader's where it gives one, else that of the columns."""
     if SIGNATURE in columns:
-        return columns[SIGNATURE].to_numpy(zero_copy_only=False).view(np.uint64)
+        return np.asarray(columns[SIGNATURE].to_numpy(zero_copy_only=False)).view(np.uint64)
     if WHOLE_LINE in columns:  # lines that an earlier version left waiting in a stream
         return signatures_of_objects([parse_line(line) or {} for line in columns[WHOLE_LINE].to_pylist()])
     return event_signatures(columns, num_rows)

@@ -9,15 +9,16 @@ from numba import njit
 from numpy.typing import NDArray
 
 from nestrec.data.prepare.keys import as_texts, text_buffers
+from nestrec.data.prepare.options import TimeUnit
 from nestrec.data.schema import LATEST_TIME_MS
 
 _NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
 BLANK_WORDS = ("", "nan", "NaN", "null", "NULL", "None", r"\N")
 """What programs write where there is no number and no time. Ids are taken as they are."""
 _BLANK = pa.array(BLANK_WORDS)
-_DIGITS_OF_UNIT = {"s": 3, "ms": 0, "us": -3, "ns": -6}
+_DIGITS_OF_UNIT: dict[TimeUnit, int] = {"s": 3, "ms": 0, "us": -3, "ns": -6}
 """How far the decimal point of a number moves to the right when it becomes milliseconds."""
-UNIT_NAMES = {
+UNIT_NAMES: dict[TimeUnit, str] = {
     "s": "seconds since 1970",
     "ms": "milliseconds since 1970",
     "us": "microseconds since 1970",
@@ -64,7 +65,7 @@ def parse_numbers(column: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.uin
     return np.where(states == GOOD, values, np.nan), states
 
 
-def parse_times_ms(column: pa.Array, unit: str) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.bool_]]:
+def parse_times_ms(column: pa.Array, unit: TimeUnit) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.bool_]]:
     """Milliseconds since 1970 UTC, states, and whether a good time lies out of range (negative, or after 2199).
 
     `unit` is s, ms, us, ns or iso; a column of Arrow timestamps needs none.
@@ -77,7 +78,7 @@ def parse_times_ms(column: pa.Array, unit: str) -> tuple[NDArray[np.int64], NDAr
     return times_ms, states, out_of_range
 
 
-def plausible_units(column: pa.Array) -> dict[str, str]:
+def plausible_units(column: pa.Array) -> dict[TimeUnit, str]:
     """Returns the units that make at least 1% of the cells times from 1980 to 2099, each with an example.
 
     A column of Arrow timestamps or dates has none: it needs no unit.
@@ -86,7 +87,7 @@ def plausible_units(column: pa.Array) -> dict[str, str]:
         return {}
     counts, states = _parse_scaled(column, "ms")
     num_told = np.count_nonzero(states != BLANK)
-    found = {}
+    found: dict[TimeUnit, int] = {}
     for unit, shift in _DIGITS_OF_UNIT.items():
         scale = 10 ** (3 - shift)
         is_in = (states == GOOD) & (counts >= FIRST_PLAUSIBLE_S * scale) & (counts < LAST_PLAUSIBLE_S * scale)
@@ -112,7 +113,7 @@ def parse_days(column: pa.Array) -> NDArray[np.float32]:
     return np.where(states == GOOD, times_ms / 86_400_000, np.nan).astype(np.float32)
 
 
-def _parse_scaled(column: pa.Array, unit: str) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+def _parse_scaled(column: pa.Array, unit: TimeUnit) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
     """Returns milliseconds, rounded down, and states. Exact: no integer and no text is converted to a float."""
     shift = _DIGITS_OF_UNIT[unit]
     integers = _integers(column)
@@ -236,7 +237,7 @@ def _whole_ms(times: pa.Array) -> NDArray[np.int64]:
     if pa.types.is_date32(times.type):
         times = times.cast(pa.date64())
     counts = times.cast(pa.int64()).fill_null(0).to_numpy(zero_copy_only=False)
-    unit = "ms" if pa.types.is_date64(times.type) else times.type.unit
+    unit: TimeUnit = "ms" if pa.types.is_date64(times.type) else times.type.unit
     if unit == "s":
         return np.asarray(np.clip(counts, -1, LATEST_TIME_MS) * 1000)
     return np.asarray(counts // 10 ** -_DIGITS_OF_UNIT[unit])

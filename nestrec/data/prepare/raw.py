@@ -284,7 +284,8 @@ def _csv_batches(  # noqa: PLR0917
 
 
 def _has_no_text(columns: dict[str, pa.Array]) -> NDArray[np.bool_]:
-    return np.asarray(sum(np.diff(_offsets(column)) for column in columns.values())) == 0
+    num_bytes = np.asarray(sum(np.diff(_offsets(column)) for column in columns.values()))
+    return np.asarray(num_bytes == 0, dtype=np.bool_)
 
 
 def _blank_lines(path: Path, how: Delimited) -> NDArray[np.int64]:
