@@ -41,7 +41,7 @@ test: setup
 	$(MAKE) --no-print-directory --jobs 3 check docs all-tests
 
 all-tests: setup
-	$(PYTHON) -m nestrec.testing.warm_up $(ALL_TESTS)
+	$(PYTHON) -m support.compile_warmup $(ALL_TESTS)
 	$(PYTEST) $(ALL_TESTS) --numprocesses $(WORKERS) $(BY_FILE)
 
 # The core, without ranks, servers or benchmarks and without what interprets kernels or fills memory: for

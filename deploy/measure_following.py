@@ -26,22 +26,22 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nestrec.base.memory import uncollected
-from nestrec.bench.harness.frame import write_frame
+from nestrec.artifacts.storage import place_of
+from nestrec.base.process import uncollected
 from nestrec.checkpoint import Peers
-from nestrec.checkpoint.places import place_of
-from nestrec.embedding.table import InitConfig
+from nestrec.embedding.table_config import InitConfig
+from nestrec.exporters.servable_writer import descriptions, write_servable
+from nestrec.exporters.version_content import Described, RankContent
+from nestrec.exporters.version_writer import About, VersionWriter
 from nestrec.models.hstu import HSTUConfig
-from nestrec.serving.load.open_loop import Trial, poisson_arrivals, run_punctually
-from nestrec.serving.load.replay import Load, ReplayConfig, chosen_items, make_load, reads_of, send_load
-from nestrec.serving.many.ports import free_port
-from nestrec.serving.model.export import descriptions, write_servable
-from nestrec.serving.model.random_model import random_ranking
+from nestrec.report.result_file import write_frame
+from nestrec.serving.fleet.readiness_probes import free_port
 from nestrec.serving.model.servable import Servable
-from nestrec.serving.versions.content import Described, RankContent
-from nestrec.serving.versions.manifest import Parent, PublishedTable, Times, VersionManifest
-from nestrec.serving.versions.reader import Versions
-from nestrec.serving.versions.writer import About, VersionWriter
+from nestrec.serving.versions.version_manifest import Parent, PublishedTable, Times, VersionManifest
+from nestrec.serving.versions.version_store import Versions
+from nestrec_bench.harness.random_model import random_ranking
+from nestrec_bench.load_test.load_test import Load, ReplayConfig, chosen_items, make_load, reads_of, send_load
+from nestrec_bench.load_test.open_loop import Trial, poisson_arrivals, run_punctually
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

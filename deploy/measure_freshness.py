@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from nestrec.bench.harness.frame import write_frame
-from nestrec.serving.load.open_loop import nearest_rank
-from nestrec.serving.many.ports import free_port
+from nestrec.report.result_file import write_frame
+from nestrec.serving.fleet.readiness_probes import free_port
+from nestrec_bench.load_test.open_loop import nearest_rank
 
 USERS, ITEMS, START_S = 400, 2000, 1_700_000_000
 

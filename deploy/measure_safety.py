@@ -17,16 +17,15 @@ from typing import Any
 
 from uvicorn.server import ServerState
 
-from nestrec.bench.harness.frame import write_frame
 from nestrec.models.hstu import HSTUConfig
-from nestrec.serving.api.app import App
-from nestrec.serving.api.schema import LimitsConfig
-from nestrec.serving.api.server import ServeConfig, safety_of, uvicorn_config
-from nestrec.serving.model.random_model import random_retrieval
-from nestrec.serving.safety.config import SafetyConfig
-from nestrec.serving.safety.digests import digest_of, new_key
-from nestrec.serving.safety.keys import KeyEntry, add_entry
-from nestrec.serving.service import Service, ServiceConfig
+from nestrec.report.result_file import write_frame
+from nestrec.serving.core.request_limits import LimitsConfig
+from nestrec.serving.http.http_app import App
+from nestrec.serving.http.serve_config import ServeConfig, safety_of, uvicorn_config
+from nestrec.serving.security.auth import KeyEntry, add_entry, digest_of, new_key
+from nestrec.serving.security.security_config import SafetyConfig
+from nestrec.serving.service.inference_service import Service, ServiceConfig
+from nestrec_bench.harness.random_model import random_retrieval
 
 ROUNDS, ASKED = 30, 20
 BODY = json.dumps({"user": "u", "history": {"items": ["1", "2"], "times_ms": [1, 2]}, "candidates": ["3"]}).encode()

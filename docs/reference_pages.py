@@ -8,14 +8,14 @@ import typer.main
 from mkdocs.structure.files import File, Files
 
 import nestrec
-from nestrec.base.field_docs import describe
-from nestrec.bench.benches import BENCHES
+from nestrec.base.config_overrides import describe
 from nestrec.cli.app import app
-from nestrec.cli.options import CONFIGS, config_of, option_text
+from nestrec.cli.options_command import CONFIGS, config_of, option_text
 from nestrec.client import Client
-from nestrec.serving.api.openapi import openapi
-from nestrec.serving.api.routes import all_endpoints
-from nestrec.serving.api.schema import LimitsConfig
+from nestrec.serving.core.request_limits import LimitsConfig
+from nestrec.serving.http.pages import openapi
+from nestrec.serving.http.routes import all_endpoints
+from nestrec_bench.bench import BENCHES
 
 sys.path.append(str(Path(__file__).parent))
 from request_examples import examples_page

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from nestrec.bench.harness.frame import make_frame
+from nestrec.report.result_file import make_frame
 
 DOCS = Path(__file__).resolve().parent
 COMMANDS = {"slow-tests.json": "make test-slow", "gpu-tests.json": "make test-gpu"}

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
-    from nestrec.serving.service import Service
-    from nestrec.testing.ranks import RankPool
+    from nestrec.serving.service.inference_service import Service
+    from support.rank_pool import RankPool
 
 
 def data_root() -> Path:
@@ -40,7 +40,7 @@ class Pools:
         self._pools: dict[int, RankPool] = {}
 
     def __getitem__(self, world: int) -> "RankPool":
-        from nestrec.testing.ranks import RankPool  # torch is not loaded for tests that need none
+        from support.rank_pool import RankPool  # torch is not loaded for tests that need none
 
         if world not in self._pools:
             self._pools[world] = RankPool(world)
@@ -106,9 +106,9 @@ settings.load_profile("nestrec")
 def service() -> "Iterator[Service]":
     """The smallest one: it retrieves from 50 items."""
     from nestrec.models.hstu import HSTUConfig  # torch is not loaded for tests that need none
-    from nestrec.serving.engine.config import EngineConfig
-    from nestrec.serving.model.random_model import random_retrieval
-    from nestrec.serving.service import Service, ServiceConfig
+    from nestrec.serving.engine.batch_scheduler import EngineConfig
+    from nestrec.serving.service.inference_service import Service, ServiceConfig
+    from nestrec_bench.harness.random_model import random_retrieval
 
     encoder = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=16)
     cfg = ServiceConfig(engine=EngineConfig(max_queue_s=1e9))  # nobody is refused where the machine is busy

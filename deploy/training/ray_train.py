@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nestrec.base.overriding import parse_overrides
-from nestrec.library.configured import configured
+from nestrec.api import configured
+from nestrec.base.config_overrides import parse_overrides
 
 MOST_FAILURES = 100
 

@@ -1,8 +1,7 @@
 """Cost model of a sample, partition functions, sample exchange."""
 
 from nestrec.balance.cost import TOKENS, CostModel, fit_cost, hstu_cost
-from nestrec.balance.micro_batches import micro_partition
-from nestrec.balance.policies import EQUAL_COUNTS, POLICIES, BalanceConfig, balance, partition
+from nestrec.balance.policies import EQUAL_COUNTS, POLICIES, BalanceConfig, balance, micro_partition, partition
 
 __all__ = [
     "EQUAL_COUNTS",

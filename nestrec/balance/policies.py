@@ -3,6 +3,12 @@
 A policy maps (cost of each sample, number of ranks) to the samples of each rank: every sample exactly once, in
 increasing index order inside a rank, no rank loaded more than the most loaded one of `fixed`. It is a pure function,
 so every rank computes the same partition from the same lengths; ranks may be empty.
+
+Micro-batches of near equal cost inside a rank, for the frozen window.
+
+Rank r computes its j-th micro-batch while the exchanges of all ranks for the next one run, so a window takes the sum
+over j of the costliest j-th micro-batch. Where long samples keep micro-batches from being equal, it helps that the
+ranks have their costly ones at the same j: they are in falling order of cost.
 """
 
 from typing import Annotated, Any, Literal, Protocol
@@ -10,20 +16,14 @@ from typing import Annotated, Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from nestrec.balance.changes import CostChange
-from nestrec.balance.cost import TOKENS, CostModel
-from nestrec.balance.fixed import fixed
-from nestrec.balance.greedy import greedy
-from nestrec.balance.karmarkar_karp import karmarkar_karp
-from nestrec.balance.ordering import Groups, loads_of
-from nestrec.balance.power import PowerTuning, power
+from nestrec.balance.cost import TOKENS, CostChange, CostModel
+from nestrec.balance.partition_tools import Groups, loads_of
 from nestrec.balance.refined import refined
-from nestrec.balance.token_threshold import token_threshold
-from nestrec.balance.zigzag import zigzag
-from nestrec.base.bounds import Count, OneOf
+from nestrec.balance.simple_policies import PowerTuning, fixed, greedy, karmarkar_karp, power, token_threshold, zigzag
 from nestrec.base.config import config
+from nestrec.base.config_values import Count, OneOf
 from nestrec.base.errors import UserError
-from nestrec.data.order import contiguous_shares
+from nestrec.data.batch_order import contiguous_shares
 
 
 class Policy(Protocol):
@@ -112,3 +112,16 @@ def balance(
     """
     cost = cfg.known_cost.of(lengths, candidates)
     return partition(cfg.policy, cost, num_ranks, lengths=lengths, tuning=cfg.tuning)
+
+
+def micro_partition(cost: NDArray[np.float64], num_micro_batches: int) -> Groups:
+    """Indices into a rank's samples for each micro-batch, costliest first, ties by number; some may be empty."""
+    groups = partition("refined", cost, num_micro_batches)
+    order = np.argsort(-loads_of(cost, groups), kind="stable")
+    return [groups[i] for i in order]
+
+
+def window_imbalance(costs: NDArray[np.float64]) -> float:
+    """Part of a frozen window that ranks wait, from (R, N) costs of the micro-batches of each rank."""
+    window = float(costs.max(axis=0).sum())
+    return 1.0 - float(costs.sum(axis=1).mean()) / window if window > 0 else 0.0

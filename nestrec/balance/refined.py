@@ -15,9 +15,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from nestrec.balance.greedy import longest_first
-from nestrec.balance.karmarkar_karp import largest_differencing
-from nestrec.balance.ordering import Groups, descending, groups_of
+from nestrec.balance.partition_tools import Groups, descending, groups_of
+from nestrec.balance.simple_policies import largest_differencing, longest_first
 
 TOLERANCE = 1e-4
 """Ranks this close to the mean load (relative) are left alone."""

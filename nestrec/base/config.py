@@ -12,9 +12,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, TypeVar, dataclass_transform
 
-from nestrec.base.bounds import Bound, OneOf, check_limits, limits_of
-from nestrec.base.conversion import from_plain, join
-from nestrec.base.overriding import with_overrides
+from nestrec.base.config_overrides import with_overrides
+from nestrec.base.config_values import Bound, OneOf, check_limits, from_plain, join, limits_of
 
 __all__ = ["config", "dumps", "from_plain", "leaves", "standard_json", "to_plain", "with_overrides"]
 

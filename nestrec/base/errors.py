@@ -2,6 +2,8 @@
 
 A mistake of the user raises :class:`UserError`, which names the field, the value and the remedy; the command line
 prints it without a traceback. `assert` is kept for our own invariants.
+
+What a process tells its launcher when it ends.
 """
 
 import contextlib
@@ -137,3 +139,15 @@ def did_you_mean(wrong: str, known: Iterable[str]) -> str:
     if close:
         return f"did you mean {close[0]!r}?"
     return "known names: " + ", ".join(names)
+
+
+USER_ERROR = 2
+"""A mistake of the user; the message is on standard error."""
+NON_FINITE = 70
+"""The loss became NaN or infinite; the last checkpoint is intact."""
+INTERRUPTED = 75
+"""SIGTERM or SIGINT: a checkpoint was written and the run can be resumed (as sysexits' EX_TEMPFAIL: try again)."""
+PEER_LOST = 76
+"""Another rank died; restart from the last checkpoint."""
+ENGINE_LOST = 77
+"""An engine of `nestrec serve` cannot continue; start the server again."""

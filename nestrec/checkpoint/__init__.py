@@ -1,10 +1,9 @@
 """Checkpoints: manifest, shards, incremental and asynchronous saves, verification, export."""
 
-from nestrec.checkpoint.checkpoints import IDENTITY, Checkpoints
-from nestrec.checkpoint.content import Chunk, Content
-from nestrec.checkpoint.peers import Peers, SaveError
-from nestrec.checkpoint.restored import Restored
-from nestrec.checkpoint.tree import join, split
-from nestrec.checkpoint.verify import verify
+from nestrec.artifacts.writer_group import Peers, SaveError
+from nestrec.checkpoint.checkpoint_content import Chunk, Content, join, split
+from nestrec.checkpoint.checkpoint_manager import IDENTITY, Checkpoints
+from nestrec.checkpoint.checkpoint_manifest import verify
+from nestrec.checkpoint.loaded_checkpoint import Restored
 
 __all__ = ["IDENTITY", "Checkpoints", "Chunk", "Content", "Peers", "Restored", "SaveError", "join", "split", "verify"]

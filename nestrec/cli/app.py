@@ -9,14 +9,12 @@ from typing import Annotated, NoReturn
 import typer
 
 import nestrec
-from nestrec.base import exit_codes
+from nestrec.base import errors
 from nestrec.base.errors import NonFiniteError, PeerLostError, UserError
-from nestrec.base.leaving import leave
-from nestrec.base.memory import ask_for_huge_pages
-from nestrec.bench.app import app as bench_app
-from nestrec.cli.commands import data, models, reports, runs, serving
-from nestrec.cli.help import with_plain_flags
-from nestrec.cli.said_once import say_once
+from nestrec.base.process import ask_for_huge_pages, leave
+from nestrec.cli.commands import data_commands, model_commands, run_commands, serving_commands
+from nestrec.cli.console import say_once, with_plain_flags
+from nestrec_bench.command import app as bench_app
 
 app = typer.Typer(
     help="""Train and serve large sequence recommenders.
@@ -37,7 +35,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for group in (runs.app, data.app, models.app, serving.app, reports.app):  # as help and pages list them
+for group in (
+    run_commands.app,
+    data_commands.app,
+    model_commands.app,
+    serving_commands.app,
+    model_commands.app,
+):  # as help and pages list them
     app.registered_commands += group.registered_commands
 app.add_typer(bench_app, name="bench")
 
@@ -67,11 +71,11 @@ def main() -> None:
             raise
         leave(ended.code or 0)
     except NonFiniteError as error:
-        _fail(error, exit_codes.NON_FINITE)
+        _fail(error, errors.NON_FINITE)
     except PeerLostError as error:
-        _fail(error, exit_codes.PEER_LOST)
+        _fail(error, errors.PEER_LOST)
     except UserError as error:
-        _fail(error, exit_codes.USER_ERROR)
+        _fail(error, errors.USER_ERROR)
 
 
 def _fail(error: UserError, code: int) -> NoReturn:

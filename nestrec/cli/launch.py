@@ -14,14 +14,14 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from types import FrameType
 
-from nestrec.base import exit_codes
-from nestrec.cli.said_once import SAID_FOLDER
+from nestrec.base import errors
+from nestrec.cli.console import SAID_FOLDER
 
 _MEANING = {
-    exit_codes.USER_ERROR: "a mistake that its message names",
-    exit_codes.NON_FINITE: "a loss that is not finite; the last checkpoint is intact",
-    exit_codes.INTERRUPTED: "saved and stopped; the same command goes on from there",
-    exit_codes.PEER_LOST: "another rank was lost; the same command goes on from the last checkpoint",
+    errors.USER_ERROR: "a mistake that its message names",
+    errors.NON_FINITE: "a loss that is not finite; the last checkpoint is intact",
+    errors.INTERRUPTED: "saved and stopped; the same command goes on from there",
+    errors.PEER_LOST: "another rank was lost; the same command goes on from the last checkpoint",
 }
 
 
@@ -54,7 +54,7 @@ def launch(num_ranks: int, arguments: Sequence[str]) -> int:
 def _ended(rank: int, code: int) -> int:
     """Say how the first rank ended, and what the launcher makes of it."""
     if code < 0:
-        name, code = signal.Signals(-code).name, exit_codes.PEER_LOST
+        name, code = signal.Signals(-code).name, errors.PEER_LOST
         print(f"nestrec launch: rank {rank} was ended by {name}; code {code}: {_MEANING[code]}", file=sys.stderr)
         return code
     meaning = _MEANING.get(code, "an error of its own; see the traceback above")

@@ -4,4 +4,4 @@ from nestrec.client.attempts import AskError as AskError
 from nestrec.client.attempts import BusyError as BusyError
 from nestrec.client.clients import AsyncClient as AsyncClient
 from nestrec.client.clients import Client as Client
-from nestrec.client.questions import UserHistory as UserHistory
+from nestrec.client.clients import UserHistory as UserHistory

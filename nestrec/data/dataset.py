@@ -15,12 +15,15 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from nestrec.base.errors import DataError, did_you_mean
-from nestrec.data.card import CARD_FILE, Card, Feature, describe_file
-from nestrec.data.gather import copy_segments, offsets_of_lengths
-from nestrec.data.layers import (
+from nestrec.data.dataset_card import CARD_FILE, Card, Feature, describe_file
+from nestrec.data.dataset_schema import ITEM_IDS, TIMESTAMPS_MS, USER_KEY
+from nestrec.data.event_layers import (
     EventLayer,
     LayerRows,
     Merged,
+    RowGroup,
+    RowGroupCache,
+    damaged,
     merge,
     merged_items,
     merged_vectors,
@@ -28,8 +31,7 @@ from nestrec.data.layers import (
     needed_to_merge,
     ragged_columns,
 )
-from nestrec.data.row_groups import RowGroup, RowGroupCache, damaged
-from nestrec.data.schema import ITEM_IDS, TIMESTAMPS_MS, USER_KEY
+from nestrec.data.flat_arrays import copy_segments, offsets_of_lengths
 
 DEFAULT_CACHE_BYTES = 2 << 30
 _ROWS_AT_A_TIME = 1024

@@ -16,8 +16,8 @@ import pyarrow.compute as pc
 from numba import njit
 from numpy.typing import NDArray
 
-from nestrec.base.compiled_random import mix64
 from nestrec.base.config import config
+from nestrec.base.random import mix64_jit
 
 TransformKind = Literal["none", "standard", "log", "quantiles", "ngrams"]
 _WORD_SEED, _PIECE_SEED = 0x77, 0x63
@@ -125,9 +125,9 @@ def _hash_pieces(data, first, last, size, buckets, out, room):  # type: ignore[n
     for begin in range(count - size + 1):
         if written == room:
             break
-        h = mix64(np.uint64(_PIECE_SEED))
+        h = mix64_jit(np.uint64(_PIECE_SEED))
         for at in range(starts[begin], starts[begin + size]):
-            h = mix64(h ^ np.uint64(framed[at]))
+            h = mix64_jit(h ^ np.uint64(framed[at]))
         out[written] = np.int64(1) + np.int64(h % np.uint64(buckets - 1))
         written += 1
     return written
@@ -149,11 +149,11 @@ def _hash_texts(data, offsets, words, pieces, buckets, max_ids):  # type: ignore
             for word in range(num_words - run + 1):
                 if total - begin == max_ids:
                     break
-                h = mix64(np.uint64(_WORD_SEED))
+                h = mix64_jit(np.uint64(_WORD_SEED))
                 for other in range(word, word + run):
                     for at in range(first[other], last[other]):
-                        h = mix64(h ^ np.uint64(data[at]))
-                    h = mix64(h ^ np.uint64(_EDGE))
+                        h = mix64_jit(h ^ np.uint64(data[at]))
+                    h = mix64_jit(h ^ np.uint64(_EDGE))
                 out[total] = np.int64(1) + np.int64(h % np.uint64(buckets - 1))
                 total += 1
         for size in pieces:

@@ -1,6 +1,6 @@
 """Topology, exchanges and dense gradient sums. Knows nothing of tables."""
 
-from nestrec.distributed.exchange import DenseSync
+from nestrec.distributed.collectives import DenseSync
 from nestrec.distributed.topology import Communicator, Topology
 
 __all__ = ["Communicator", "DenseSync", "Topology"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from nestrec.distributed.exchange import all_to_all_rows
+from nestrec.distributed.collectives import all_to_all_rows
 from nestrec.distributed.topology import Topology
 
 Issue = Callable[[Callable[[], Any]], Any]

@@ -5,6 +5,8 @@ the same shard in different groups hold copies of the same rows. The placement s
 
     shards_contiguous      rank = replica * num_shards + shard      exchanges of a group stay inside a host
     replicas_contiguous    rank = shard * num_replicas + replica    copies of a row are kept alike inside a host
+
+How ranks are arranged.
 """
 
 import contextlib
@@ -19,15 +21,50 @@ from typing import Literal, Protocol
 import torch
 import torch.distributed as dist
 
+from nestrec.base.config import config
+from nestrec.base.config_values import Count, Positive
 from nestrec.base.errors import UserError
-from nestrec.base.leaving import has_met_ranks, leave_ranks_at_end, take_leave_of_ranks
-from nestrec.distributed.collective_watch import CollectiveWatch
-from nestrec.distributed.emulated_link import EmulatedLink
-from nestrec.distributed.meeting import meeting_watched, open_store
-from nestrec.distributed.options import ExchangeKind, Placement, RanksConfig
-from nestrec.distributed.shared_memory import SharedMemory
-from nestrec.distributed.transports import Collectives, CopyEngine, DeviceStaged, HostStaged, Transport
-from nestrec.trace.collective_log import CollectiveLog
+from nestrec.base.process import has_met_ranks, leave_ranks_at_end, take_leave_of_ranks
+from nestrec.distributed.collective_watchdog import CollectiveWatch
+from nestrec.distributed.rendezvous import meeting_watched, open_store
+from nestrec.distributed.transports import Collectives, CopyEngine, DeviceStaged, HostStaged, SharedMemory, Transport
+from nestrec.trace.tracer import CollectiveLog
+from nestrec_bench.harness.links import EmulatedLink
+
+Placement = Literal["shards_contiguous", "replicas_contiguous"]
+ExchangeKind = Literal["auto", "collectives", "host", "copy_engine", "shared_memory"]
+
+
+@config
+class RanksConfig:
+    replicas: Count = 1
+    """groups of ranks that each hold all rows; a divisor of the number of ranks. Exchanges of vectors stay inside a
+    group, and copies of a row are kept alike as replica_sync says"""
+    placement: Placement = "shards_contiguous"
+    """which ranks form a group: neighbours (vectors stay inside a host), or every so-many-th rank (the copies of a row
+    lie inside a host)"""
+    exchange: ExchangeKind = "auto"
+    """how vectors and gradients get from device to device: collectives (NCCL, Gloo), host (over pinned host memory and
+    Gloo, for any network), copy_engine (peer copies inside one NVLink domain) or shared_memory (between CPU ranks of
+    one host; keys too). auto takes shared_memory where ranks are on CPUs of one host, host where several ranks share a
+    device, which NCCL cannot, and else collectives"""
+    hierarchy: bool = False
+    """rows cross between hosts once for all ranks of a host that ask for them: each rank asks for them on behalf of its
+    host, which sums the gradients before they leave. Takes hosts with equally many ranks of a group; to rounding equal
+    to leaving it out, and every schedule to `serial` as always"""
+    dense: Literal["replicated", "fsdp"] = "replicated"
+    """dense weights: all of them on every rank, or of the encoder's layers a slice on each, with its gradients, moments
+    and running means (torch's `fully_shard`), which is equal to rounding. On GPUs with the serial schedule only"""
+    dense_bucket_mib: Positive = 25.0
+    """dense gradients are summed over ranks in buckets of about this many MiB, those of the last layers first. Another
+    size is equal to rounding"""
+    dense_overlap: bool = True
+    """the sum of a bucket begins as soon as the backward pass of the last micro-batch has its gradients, beside the
+    rest of the pass; all but the last bucket. Changes no bit"""
+    context: Count = 1
+    """neighbouring ranks that hold every sequence together, each a part of its tokens, for histories that do not fit
+    one device; a divisor of the number of ranks. Samples are dealt to groups of so many ranks"""
+
 
 Backend = Literal["gloo", "nccl"]
 

@@ -4,8 +4,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from nestrec.base.compiled_random import mix64
-from nestrec.ops.rows.dedup_host import hashes_of, owners_of
+from nestrec.base.random import mix64_jit
+from nestrec.ops.embedding.dedup_host import hashes_of, owners_of
 
 
 def owner_of(keys: NDArray[np.int64], num_shards: int) -> NDArray[np.int32]:
@@ -32,7 +32,7 @@ def range_of_shard(shard: int, num_shards: int) -> tuple[int, int]:
 def _rows(keys: NDArray[np.int64], num_others: np.uint64, out: NDArray[np.int64]) -> None:
     for i in range(len(keys)):
         if keys[i] != 0:
-            out[i] = np.int64(mix64(np.uint64(keys[i])) % num_others) + 1
+            out[i] = np.int64(mix64_jit(np.uint64(keys[i])) % num_others) + 1
 
 
 def hashed_rows(keys: NDArray[np.int64], num_rows: int) -> NDArray[np.int64]:

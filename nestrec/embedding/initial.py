@@ -12,10 +12,10 @@ import torch
 from numba import njit
 from numpy.typing import NDArray
 
-from nestrec.base.compiled_random import mix64
-from nestrec.base.random import GOLDEN64, MULTIPLIERS64, fold
-from nestrec.base.transfer import to_device
-from nestrec.embedding.table import InitConfig, RowLayout, TableConfig
+from nestrec.base.cuda import to_device
+from nestrec.base.random import GOLDEN64, MULTIPLIERS64, fold, mix64_jit
+from nestrec.embedding.row_optimizer import RowLayout
+from nestrec.embedding.table_config import InitConfig, TableConfig
 
 _LANE_STD = float(np.sqrt((65536.0**2 - 1) / 3))
 _CHUNK_ROWS = 1 << 16
@@ -31,9 +31,9 @@ def _fill(keys, seed_key, dim, multiplier, is_normal, out):  # type: ignore[no-u
     mask = np.uint64(0xFFFF)
     s16, s32, s48, s40 = np.uint64(16), np.uint64(32), np.uint64(48), np.uint64(40)
     for i in range(len(keys)):
-        base = mix64(seed_key ^ np.uint64(keys[i]))
+        base = mix64_jit(seed_key ^ np.uint64(keys[i]))
         for j in range(dim):
-            h = mix64(base ^ np.uint64(j))
+            h = mix64_jit(base ^ np.uint64(j))
             if is_normal:
                 lanes = (h & mask) + ((h >> s16) & mask) + ((h >> s32) & mask) + (h >> s48)
                 centred = np.int64(lanes) - 131070

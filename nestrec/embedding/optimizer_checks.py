@@ -2,16 +2,26 @@
 
 Two steps on three rows are enough to see a formula that gives something else than changes of weights, one that looks
 from a row at others (its steps would depend on who shares a batch), and a host loop or kernel that is other arithmetic.
+
+By what bits the 16-bit weights of a row are rounded in a step: those of (seed of the table, its name, step, key).
+
+Neither slot nor rank, schedule or thread is in them, so a row is rounded alike wherever and whenever it is updated. The
+rounding itself is nestrec.ops.rows.round.
 """
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numba import njit
+from numpy.typing import NDArray
 
 from nestrec.base.errors import UserError
+from nestrec.base.random import fold, mix64_jit
 from nestrec.embedding.row_optimizer import ROW_OPTIMIZERS, RowOptimizer, RowStep, update_by_formula
-from nestrec.embedding.table import TableConfig
+from nestrec.embedding.table_config import TableConfig
 
 _ROWS = 3
 _RATE = 0.01
@@ -119,3 +129,17 @@ def _shown(spec: RowOptimizer, look: Callable[[Any, torch.Tensor], None]) -> Row
 
 def _are_close(one: Columns, other: Columns) -> bool:
     return all(torch.allclose(a, b, **_CLOSE, equal_nan=True) for a, b in zip(one, other, strict=True))
+
+
+def draws_of(table: TableConfig, keys: NDArray[np.int64], step: int) -> NDArray[np.int64]:
+    """For each row the key of its random bits: `fold(seed, name of the table, step, key)`."""
+    draws = np.empty(len(keys), np.int64)
+    name = int.from_bytes(hashlib.blake2b(table.name.encode(), digest_size=8).digest(), "little")
+    _fold(np.uint64(fold(table.seed, name, step)), keys, draws)
+    return draws
+
+
+@njit(cache=True, nogil=True)
+def _fold(start, keys, draws):  # type: ignore[no-untyped-def]
+    for i in range(len(keys)):
+        draws[i] = np.int64(mix64_jit(start ^ np.uint64(keys[i])))

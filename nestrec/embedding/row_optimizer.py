@@ -3,27 +3,81 @@
 A row optimiser is a formula on whole rows: it changes their state and says by how much the weights move. That is its
 definition, and enough to train with. A host loop and a kernel are the same arithmetic made quick. All optimisers are
 lazy: a row moves only in steps that use it.
+
+Host loops on rows of 16 bits: they are given some rows at a time as float32, whose weights are then rounded.
+
+Weights are read by bits (bfloat16) or by a table of all 65,536 numbers (float16); state lies behind them as it is.
 """
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from functools import lru_cache
+from typing import Annotated, Any, Self
 
+import numpy as np
 import torch
+from numba import njit
 from numpy.typing import NDArray
 
-from nestrec.base.bounds import Decay, NonNegative, OneOf, Positive
 from nestrec.base.config import config
+from nestrec.base.config_values import Decay, NonNegative, OneOf, Positive
 from nestrec.base.errors import UserError, did_you_mean
-from nestrec.base.parallel import for_parts
-from nestrec.base.seam import Seam
-from nestrec.embedding.half_update import update_half_rows
-from nestrec.ops.rows.round import HALF_TYPES
-from nestrec.ops.rows.update import store_weight
+from nestrec.base.plugins import Seam
+from nestrec.base.thread_team import for_parts
+from nestrec.ops.embedding.row_update import store_weight
+from nestrec.ops.embedding.stochastic_rounding import HALF_TYPES, store_rounded
 
-if TYPE_CHECKING:
-    from nestrec.embedding.table import RowLayout
+Floats = NDArray[np.float32]
+Loop = Callable[[NDArray[Any], NDArray[Any], Sequence[int]], None]
+"""A host loop of one step: (rows, gradients, where each state column begins)."""
+_ROWS_AT_A_TIME = 1024
+"""few enough for a core's own cache"""
+
+
+def update_half_rows(
+    rows: torch.Tensor, grad: torch.Tensor, layout: "RowLayout", draws: torch.Tensor | None, loop: Loop
+) -> None:
+    """One step on (n, num_words) rows, in place; draws: keys of the random bits, or none to round to nearest."""
+    weight, *states = layout.columns
+    starts = np.cumsum([column.width for column in layout.columns]).tolist()
+    first_state = states[0].offset_bytes // 4 if states else 0
+    halves, words = rows.view(torch.int16).numpy().view(np.uint16), rows.view(torch.float32).numpy()
+    wide = np.empty((min(len(rows), _ROWS_AT_A_TIME), starts[-1]), np.float32)
+    for start in range(0, len(rows), _ROWS_AT_A_TIME):
+        part = slice(start, min(start + _ROWS_AT_A_TIME, len(rows)))
+        some = wide[: part.stop - start]
+        if weight.dtype == torch.bfloat16:
+            _widen_bfloat16(halves[part], weight.width, some.view(np.uint32))
+        else:
+            _widen_float16(halves[part], weight.width, some, _float16_numbers())
+        some[:, weight.width :] = words[part, first_state : first_state + starts[-1] - weight.width]
+        loop(some, grad[part].numpy(), starts[:-1])
+        values, target = torch.from_numpy(some), rows[part].view(weight.dtype)
+        if draws is None:
+            target[:, : weight.width] = values[:, : weight.width]
+        else:
+            store_rounded(values, draws[part], target, weight.width)
+        words[part, first_state : first_state + starts[-1] - weight.width] = some[:, weight.width :]
+
+
+@njit(cache=True, nogil=True)
+def _widen_bfloat16(halves: NDArray[np.uint16], dim: int, wide: NDArray[np.uint32]) -> None:
+    for i in range(len(wide)):
+        for j in range(dim):
+            wide[i, j] = np.uint32(np.uint32(halves[i, j]) << np.uint32(16))
+
+
+@njit(cache=True, nogil=True)
+def _widen_float16(halves: NDArray[np.uint16], dim: int, wide: Floats, numbers: Floats) -> None:
+    for i in range(len(wide)):
+        for j in range(dim):
+            wide[i, j] = numbers[halves[i, j]]
+
+
+@lru_cache(maxsize=1)
+def _float16_numbers() -> Floats:
+    return np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +92,7 @@ class RowStep:
     """what the table says"""
     draws: torch.Tensor | None = None
     """for each gradient the int64 key of the random bits by which its row's 16-bit weight is rounded, on the rows'
-    device (nestrec.embedding.rounding); none: weights are whole, or rounded to nearest"""
+    device (nestrec.embedding.optimizer_checks); none: weights are whole, or rounded to nearest"""
 
     def option(self, name: str) -> float:
         """An option of the optimiser's own, as the table gives it or as it is by default."""
@@ -266,3 +320,71 @@ def update_by_formula(  # noqa: PLR0917
     if places is not None:
         for column, values in zip(columns, picked, strict=True):
             column[chosen] = values
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+"""By bytes: numpy does not know every type of torch."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowColumn:
+    """A named part of each row."""
+
+    name: str
+    dtype: torch.dtype
+    width: int
+    offset_bytes: int
+    initial: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RowLayout:
+    """Where the columns of a table lie inside its rows."""
+
+    columns: tuple[RowColumn, ...]
+    num_words: int
+    """int32 words of a row."""
+    whole_words: int | None = None
+    """Where all columns are float32, which then lie side by side: their words; none: some are not."""
+
+    @property
+    def row_bytes(self) -> int:
+        return 4 * self.num_words
+
+    @property
+    def weight(self) -> RowColumn:
+        return self.columns[0]
+
+    def column(self, name: str) -> RowColumn:
+        return next(c for c in self.columns if c.name == name)
+
+    def view(self, rows: torch.Tensor, name: str) -> torch.Tensor:
+        """(n, width) view of a column of (n, num_words) int32 rows; rows of a slab are strided."""
+        column = self.column(name)
+        start = column.offset_bytes // column.dtype.itemsize
+        return rows.view(column.dtype)[:, start : start + column.width]
+
+    def columns_of(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Contiguous copies of every column."""
+        return {c.name: self.view(rows, c.name).contiguous() for c in self.columns}
+
+    def empty_columns(self, num_rows: int) -> dict[str, torch.Tensor]:
+        """Host memory for the columns of so many rows."""
+        return {c.name: torch.empty(num_rows, c.width, dtype=c.dtype) for c in self.columns}
+
+    def to_columns(self, rows: NDArray[np.int32], columns: dict[str, torch.Tensor], start: int) -> None:
+        """Write host rows into columns, from the row `start` on; by this thread alone, as torch would not."""
+        for column in self.columns:
+            item = np.dtype(f"i{column.dtype.itemsize}")
+            first = column.offset_bytes // item.itemsize
+            of_column = columns[column.name].view(_INTEGERS[item.itemsize]).numpy()
+            of_column[start : start + len(rows)] = rows.view(item)[:, first : first + column.width]
+
+    def rows_of(self, columns: dict[str, torch.Tensor]) -> torch.Tensor:
+        """(n, num_words) rows made of given columns; the inverse of `columns_of`."""
+        rows = torch.zeros(len(columns["weight"]), self.num_words, dtype=torch.int32)
+        for column in self.columns:
+            self.view(rows, column.name).copy_(columns[column.name].view(-1, column.width))
+        return rows

@@ -11,9 +11,9 @@ from typing import Literal
 import torch
 from torch import nn
 
-from nestrec.base.bounds import Count, Natural
 from nestrec.base.config import config
-from nestrec.models.features import ToWidth
+from nestrec.base.config_values import Count, Natural
+from nestrec.models.encoder_parts import ToWidth
 
 
 @config

@@ -18,22 +18,18 @@ from typing import Literal
 import torch
 from torch import nn
 
-from nestrec.base.bounds import Count, Decay, Natural
 from nestrec.base.config import config
-from nestrec.models.backbone import Backbone, ForwardFlops
-from nestrec.models.reach import FULL, AttentionReach
-from nestrec.models.residual import ResidualEncoder, TimeEncoding, time_parameters, with_targets
+from nestrec.base.config_values import Count, Decay, Natural
+from nestrec.models.backbone_spec import FULL, AttentionReach, Backbone, ForwardFlops
+from nestrec.models.encoder_parts import ResidualEncoder, TimeEncoding, time_parameters, with_targets
 from nestrec.models.sequence import SequenceInfo
-from nestrec.ops.attention.bias_channels import bias_attention
-from nestrec.ops.attention.hstu import hstu_attention
-from nestrec.ops.attention.relative_bias import RelativeBias
-from nestrec.ops.context.attention import fuxi_attention_in_context
-from nestrec.ops.layers.dropout import Dropout
-from nestrec.ops.layers.feed_forward import feed_forward
-from nestrec.ops.layers.gated_output import gated_output
-from nestrec.ops.layers.norm_projection import norm_projection, without_keeping
+from nestrec.ops.attention.bias_only import bias_attention
+from nestrec.ops.attention.hstu_attention import hstu_attention
+from nestrec.ops.attention.mask_and_bias import RelativeBias
+from nestrec.ops.context_parallel.ring_attention import fuxi_attention_in_context
+from nestrec.ops.layers.fused_layers import Dropout, feed_forward, gated_output, norm_projection, without_keeping
 
-NORM_EPS = 1e-6
+FUXI_NORM_EPS = 1e-6
 
 
 @config
@@ -103,7 +99,7 @@ class FuXiBlock(nn.Module):
         cfg = self.cfg
         heads = (len(x_TD), cfg.num_heads, cfg.head_dim)
         projected = norm_projection(
-            x_TD, delta_TD, self.uvqk, self.widths, norm="rms", eps=NORM_EPS, recompute=cfg.recompute
+            x_TD, delta_TD, self.uvqk, self.widths, norm="rms", eps=FUXI_NORM_EPS, recompute=cfg.recompute
         )
         v, q, k = (part.reshape(heads) for part in projected.parts)
         with without_keeping(projected):
@@ -116,12 +112,14 @@ class FuXiBlock(nn.Module):
             self.output.bias,
             Dropout(info.token_key_T, self.site, p),
             norm="rms",
-            eps=NORM_EPS,
+            eps=FUXI_NORM_EPS,
             recompute=cfg.recompute,
             packed=projected.packed,
         )
         drop = Dropout(info.token_key_T, self.site + 1, p)
-        return feed_forward(projected.total, first, self.up, self.down, drop, eps=NORM_EPS, recompute=cfg.recompute)
+        return feed_forward(
+            projected.total, first, self.up, self.down, drop, eps=FUXI_NORM_EPS, recompute=cfg.recompute
+        )
 
     def _channels(
         self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, info: SequenceInfo
@@ -183,7 +181,7 @@ BACKBONE = Backbone(
     flops=_flops,
     activations=_activations,
     times_field="time_channel",
-    cached="nestrec.models.kept.fuxi_cached:CACHED",
+    cached="nestrec.models.cached.fuxi_cached:CACHED",
     has_fp8=True,
     cut=lambda cfg, length: cfg.attention.cut(length),
     whole_only=lambda cfg: cfg.attention.whole_only(),

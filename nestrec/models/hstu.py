@@ -14,18 +14,15 @@ from typing import Literal
 import torch
 from torch import nn
 
-from nestrec.base.bounds import Count, Decay, Natural
 from nestrec.base.config import config
-from nestrec.models.backbone import Backbone, ForwardFlops
-from nestrec.models.reach import FULL, AttentionReach
-from nestrec.models.residual import ResidualEncoder, TimeEncoding, time_parameters, with_targets
+from nestrec.base.config_values import Count, Decay, Natural
+from nestrec.models.backbone_spec import FULL, AttentionReach, Backbone, ForwardFlops
+from nestrec.models.encoder_parts import ResidualEncoder, TimeEncoding, time_parameters, with_targets
 from nestrec.models.sequence import SequenceInfo
-from nestrec.ops.attention.hstu import hstu_attention
-from nestrec.ops.attention.relative_bias import RelativeBias
-from nestrec.ops.context.attention import hstu_attention_in_context
-from nestrec.ops.layers.dropout import Dropout
-from nestrec.ops.layers.gated_output import gated_output
-from nestrec.ops.layers.norm_projection import norm_projection, without_keeping
+from nestrec.ops.attention.hstu_attention import hstu_attention
+from nestrec.ops.attention.mask_and_bias import RelativeBias
+from nestrec.ops.context_parallel.ring_attention import hstu_attention_in_context
+from nestrec.ops.layers.fused_layers import Dropout, gated_output, norm_projection, without_keeping
 
 NORM_EPS = 1e-6
 
@@ -172,7 +169,7 @@ BACKBONE = Backbone(
     flops=_flops,
     activations=_activations,
     times_field="time_bias",
-    cached="nestrec.models.kept.hstu_cached:CACHED",
+    cached="nestrec.models.cached.hstu_cached:CACHED",
     has_fp8=True,
     cut=lambda cfg, length: cfg.attention.cut(length),
     whole_only=lambda cfg: cfg.attention.whole_only(),

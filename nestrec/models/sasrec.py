@@ -13,13 +13,13 @@ from typing import Literal
 import torch
 from torch import nn
 
-from nestrec.base.bounds import Count, Decay, Natural
 from nestrec.base.config import config
-from nestrec.models.backbone import Backbone, ForwardFlops
+from nestrec.base.config_values import Count, Decay, Natural
+from nestrec.models.backbone_spec import Backbone, ForwardFlops
 from nestrec.models.sequence import SequenceInfo
-from nestrec.ops.attention.softmax import softmax_attention
-from nestrec.ops.context.attention import softmax_attention_in_context
-from nestrec.ops.layers.dropout import dropout
+from nestrec.ops.attention.softmax_attention import softmax_attention
+from nestrec.ops.context_parallel.ring_attention import softmax_attention_in_context
+from nestrec.ops.layers.fused_layers import dropout
 
 
 @config
@@ -115,6 +115,6 @@ BACKBONE = Backbone(
     build=SASRec,
     flops=_flops,
     activations=_activations,
-    cached="nestrec.models.kept.sasrec_cached:CACHED",
+    cached="nestrec.models.cached.sasrec_cached:CACHED",
     whole_only=lambda cfg: None,
 )

@@ -6,14 +6,27 @@
 The schema is read from the launcher's annotations. Measured on an H200, an eager call through the dispatcher cost the
 host about as much as the launch itself; and `torch.library.custom_op`, which takes the same arguments, costs 20
 microseconds a call through the dispatcher where the operators here cost 3.
+
+Where Triton runs.
 """
 
+import importlib.util
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 
-from nestrec.ops.registry import runs_triton
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Triton kernels run on a CPU, element by element: for tests."""
+HAS_TRITON = importlib.util.find_spec("triton") is not None and (torch.version.cuda is not None or IS_INTERPRETED)
+"""Kernels are defined, and triton imported, only where this holds."""
+
+
+def runs_triton(tensor: torch.Tensor) -> bool:
+    """Whether kernels can take this tensor."""
+    return HAS_TRITON and (tensor.is_cuda or IS_INTERPRETED)
+
 
 Launcher = TypeVar("Launcher", bound=Callable[..., Any])
 KERNEL_TYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -1,8 +1,8 @@
 """Schedules arrange the stages of training in time; `TrainingPipeline` joins them with a model and its tables."""
 
-from nestrec.pipeline.options import PipelineConfig
-from nestrec.pipeline.schedule_spec import SCHEDULES, ScheduleSpec
-from nestrec.pipeline.stages import Compute, Coupling, Dense, Feed, Rates, Schedule, Step, Totals
+from nestrec.pipeline.exchange_window import Coupling
+from nestrec.pipeline.schedule_spec import SCHEDULES, PipelineConfig, ScheduleSpec
+from nestrec.pipeline.schedule_types import Compute, Dense, Feed, Rates, Schedule, Step, Totals
 from nestrec.pipeline.training_pipeline import TrainingPipeline
 
 __all__ = [

@@ -3,14 +3,12 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from nestrec.base.coming import Coming
-from nestrec.embedding.flight.collisions import Collisions, Portion, Portions, find_collisions
-from nestrec.embedding.flight.overlap import Overlap
+from nestrec.base.thread_team import Coming
+from nestrec.embedding.routing.batch_overlap import Collisions, Overlap, Portion, Portions, find_collisions
+from nestrec.pipeline.exchange_window import SplitWindow
 from nestrec.pipeline.lanes import Label, Ticket
-from nestrec.pipeline.machine import Machine, counted
-from nestrec.pipeline.phases import FetchedBatch, FollowingBatch
-from nestrec.pipeline.split_window import SplitWindow
-from nestrec.pipeline.stages import Rates
+from nestrec.pipeline.schedule_types import FetchedBatch, FollowingBatch, Rates
+from nestrec.pipeline.stage_runner import Machine, counted
 from nestrec.trace import OpenSpan
 
 Which = Literal["exclusive", "shared"]

@@ -19,8 +19,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from nestrec.base.coming import Coming
 from nestrec.base.errors import BatchError
+from nestrec.base.thread_team import Coming
 from nestrec.trace import DeviceTracer, Kind, OpenSpan, Tracer
 
 _ABANDON_S = 10.0

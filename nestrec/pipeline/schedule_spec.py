@@ -1,18 +1,24 @@
-"""The seam of schedules: what one says of itself, and where it is found by name."""
+"""The seam of schedules: what one says of itself, and where it is found by name.
+
+How the stages of steps share the time.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from nestrec.base.config import config
+from nestrec.base.config_values import Count, OneOf
 from nestrec.base.errors import UserError
-from nestrec.base.seam import Seam
-from nestrec.pipeline.window_size import WindowTime
+from nestrec.base.plugins import Seam
+from nestrec.pipeline.key_clustering import Clustering
+from nestrec.pipeline.window_cost_model import WindowChange, WindowTime
 
 if TYPE_CHECKING:
     from nestrec.embedding import EmbeddingEngine
-    from nestrec.pipeline.options import PipelineConfig
-    from nestrec.pipeline.stages import Compute, Dense, Schedule
+    from nestrec.pipeline.schedule_types import Compute, Dense, Schedule
     from nestrec.trace import Tracer
+
 
 Build = Callable[["EmbeddingEngine", "Compute", "Dense", "Tracer", "PipelineConfig"], "Schedule"]
 
@@ -36,7 +42,7 @@ class ScheduleSpec:
     """whether it needs rows to live for more than one step after their last use, because two batches are in flight"""
     window_ms: WindowTime | None = None
     """how long a step's exchanges and computations take together, by the order in which it has them
-    (nestrec.pipeline.window_size); none: it cannot tell, and the number of micro-batches cannot be left to `auto`"""
+    (nestrec.pipeline.window_cost_model); none: it cannot tell, and `auto` cannot choose the number of micro-batches"""
     options: tuple[str, ...] = ()
     """fields of the pipeline's options that mean something to this schedule only"""
 
@@ -75,3 +81,34 @@ SCHEDULES: Seam[ScheduleSpec] = Seam(
     },
     of=ScheduleSpec,
 )
+
+
+ScheduleName = Annotated[str, OneOf(SCHEDULES)]
+"""Ours, and those of other packages."""
+
+
+@config
+class PipelineConfig:
+    schedule: ScheduleName = "serial"
+    """serial, dual_buffer (lookup hidden), frozen_window (exchanges hidden), nested (both), priority (lookup, and the
+    exchanges of rows that the next batch does not use); semi_async (all hidden, rows in two consecutive batches one
+    step late) and stale are not exact. Other packages add theirs"""
+    window_cache: bool = False
+    """a row that several micro-batches of a rank use crosses the network once; costs the memory of a batch's vectors
+    and gradients"""
+    clustering: Clustering | None = None
+    """which samples of a rank form a micro-batch; none leaves it to balance, which knows costs and no keys. `refined`
+    saves most traffic; `edges` is for the window cache"""
+    replay: tuple[WindowChange, ...] = ()
+    """changes of batch.micro_batches=auto that another run has logged, taken instead of measuring"""
+    stale_steps: Count = 1
+    """`stale` only: how many updates the rows of a batch may miss"""
+
+    def __post_init__(self) -> None:
+        if self.stale_steps != 1:
+            self.spec.check_options(self, {"stale_steps": 1})
+
+    @property
+    def spec(self) -> ScheduleSpec:
+        """The schedule of this name."""
+        return SCHEDULES.find(self.schedule, field="pipeline.schedule")

@@ -19,20 +19,20 @@ import numpy as np
 import torch
 from torch import nn
 
-from nestrec.base.devices import DeviceChoice, chosen_device
+from nestrec.base.cuda import DeviceChoice, chosen_device
 from nestrec.base.errors import BatchError, UserError, did_you_mean
-from nestrec.data.batches import Batch
-from nestrec.data.order import Position
+from nestrec.data.batch_loader import Batch
+from nestrec.data.batch_order import Position
 from nestrec.distributed import Topology
+from nestrec.distributed.collectives import all_gather_equal
 from nestrec.distributed.context_ring import ContextRing
-from nestrec.distributed.exchange import all_gather_equal
 from nestrec.embedding import EmbeddingEngine, TableConfig
-from nestrec.embedding.flight.source_keys import FeatureKeys
-from nestrec.embedding.replica_sync import ReplicaSyncConfig
-from nestrec.embedding.table import Table
+from nestrec.embedding.routing.deduplicated_keys import FeatureKeys
+from nestrec.embedding.routing.replica_key_union import ReplicaSyncConfig
+from nestrec.embedding.table_config import Table
 from nestrec.jagged import Jagged
-from nestrec.ops.rows.pool import Pooling
-from nestrec.pipeline.arguments import (
+from nestrec.ops.embedding.row_gather import Pooling
+from nestrec.pipeline.argument_checks import (
     check_batches,
     check_choices,
     check_cut,
@@ -45,15 +45,22 @@ from nestrec.pipeline.arguments import (
     checked_rate,
     configs_of,
 )
-from nestrec.pipeline.compute import LossCompute, Precision, on_device
-from nestrec.pipeline.dense.options import OptimizerConfig
-from nestrec.pipeline.dense.update import DenseUpdate
+from nestrec.pipeline.dense.dense_optimizer import DenseUpdate, OptimizerConfig
+from nestrec.pipeline.exchange_window import Coupling, LossCompute, Precision, on_device
 from nestrec.pipeline.lanes import make_tracer
-from nestrec.pipeline.module_loss import ModuleLoss, announced
-from nestrec.pipeline.options import PipelineConfig
-from nestrec.pipeline.samples import Samples, check_features, cut, fields_of, micro_batch_of, num_samples_of, whole_keys
-from nestrec.pipeline.schedule_spec import ScheduleSpec
-from nestrec.pipeline.stages import Compute, Coupling, Dense, Feed, Rates, Step, Totals
+from nestrec.pipeline.schedule_spec import PipelineConfig, ScheduleSpec
+from nestrec.pipeline.schedule_types import Compute, Dense, Feed, Rates, Step, Totals
+from nestrec.pipeline.script_batches import (
+    ModuleLoss,
+    Samples,
+    announced,
+    check_features,
+    cut,
+    fields_of,
+    micro_batch_of,
+    num_samples_of,
+    whole_keys,
+)
 from nestrec.trace import Tracer
 
 T = TypeVar("T")

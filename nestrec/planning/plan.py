@@ -7,12 +7,11 @@ from typing import Any
 
 from nestrec.base.config import to_plain
 from nestrec.base.errors import UserError
-from nestrec.planning.advice import Shortage, shortages
-from nestrec.planning.candidate import Candidate, Space
-from nestrec.planning.cluster import ClusterConfig
-from nestrec.planning.outcome import Outcome, Predictor
-from nestrec.planning.search import AS_GOOD, Found, search
-from nestrec.planning.tested import untested
+from nestrec.planning.cluster_config import ClusterConfig
+from nestrec.planning.plan_search import AS_GOOD, Found, search
+from nestrec.planning.predictor import Outcome, Predictor
+from nestrec.planning.search_space import Candidate, Space, untested
+from nestrec.planning.shortage_advice import Shortage, shortages
 from nestrec.planning.workload import Workload
 
 

@@ -1,14 +1,122 @@
-"""Charts as small inline SVG. Colours are classes of the page's style, so that they follow its light and dark form."""
+"""Charts as small inline SVG. Colours are classes of the page's style, so that they follow its light and dark form.
 
+Axes of a chart: where a value lies and where the ticks stand. Pure arithmetic.
+
+Curves made fit to be drawn: smoothed, and thinned to what a screen can show. Pure functions on lists.
+"""
+
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from nestrec.report.axes import Axis, axis_over, counting_axis
-from nestrec.report.curves import unbroken
-from nestrec.report.formats import significant
-from nestrec.report.markup import Child, Markup, element, leaf, number
-from nestrec.report.style import GREY
+from nestrec.report.formatting import compact, significant
+from nestrec.report.markup import GREY, Child, Markup, element, leaf, number
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """Maps values from [low, high] to places from `start` to `end`."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    is_log: bool = False
+    is_whole: bool = False
+    """ticks at whole numbers only"""
+
+    def place(self, value: float) -> float:
+        low, high = self._scaled(self.low), self._scaled(self.high)
+        return self.start + (self._scaled(value) - low) / (high - low) * (self.end - self.start)
+
+    def ticks(self) -> list[tuple[float, str]]:
+        """(value, label) of each tick inside the axis."""
+        smallest = 1.0 if self.is_whole else 0.0
+        values = _log_ticks(self.low, self.high) if self.is_log else _linear_ticks(self.low, self.high, smallest)
+        return [(value, compact(value)) for value in values]
+
+    def _scaled(self, value: float) -> float:
+        return math.log10(max(value, 1e-300)) if self.is_log else value
+
+
+def axis_over(
+    values: Iterable[float], start: float, end: float, *, is_log: bool = False, from_zero: bool = False
+) -> Axis:
+    """An axis that holds all finite values; `from_zero` makes it start at 0 where no value is below."""
+    finite = [value for value in values if math.isfinite(value) and (value > 0 or not is_log)]
+    low, high = (min(finite), max(finite)) if finite else (1.0 if is_log else 0.0, 10.0 if is_log else 1.0)
+    if is_log:
+        return Axis(low, high if high > low else low * 10, start, end, is_log=True)
+    low = min(0.0, low) if from_zero else low
+    margin = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
+    return Axis(low if low == 0 else low - margin, high + margin, start, end)
+
+
+def counting_axis(values: Iterable[float], start: float, end: float) -> Axis:
+    """An axis for steps or epochs: from the first to the last, ticks at whole numbers."""
+    finite = [value for value in values if math.isfinite(value)] or [0.0]
+    low, high = min(finite), max(finite)
+    return (
+        Axis(low, high, start, end, is_whole=True) if high > low else Axis(low - 1, low + 1, start, end, is_whole=True)
+    )
+
+
+def _linear_ticks(low: float, high: float, smallest: float, target: int = 5) -> list[float]:
+    rough = max((high - low) / target, smallest)
+    size = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * size for factor in (1, 2, 5, 10) if factor * size >= rough * 0.999)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [i * step for i in range(first, last + 1)]
+
+
+def _log_ticks(low: float, high: float) -> list[float]:
+    first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
+    if last - first >= 2:
+        every = max(1, -(-(last - first) // 7))
+        return [10.0**power for power in range(first, last + 1, every)]
+    candidates = [factor * 10.0**power for power in range(first - 1, last + 1) for factor in (1, 2, 5)]
+    return [value for value in candidates if low * 0.999 <= value <= high * 1.001]
+
+
+def smoothed(values: Sequence[float], half_life: float) -> list[float]:
+    """Exponential moving average that weighs a value half as much `half_life` values later, unbiased at the start.
+
+    Values that are not finite are carried over.
+    """
+    keep = 0.5 ** (1.0 / max(half_life, 1e-9))
+    average, weight, result = 0.0, 0.0, []
+    for value in values:
+        if math.isfinite(value):
+            average = keep * average + (1 - keep) * value
+            weight = keep * weight + (1 - keep)
+        result.append(average / weight if weight > 0 else math.nan)
+    return result
+
+
+def thinned(x: Sequence[float], y: Sequence[float], most: int = 300) -> tuple[list[float], list[float]]:
+    """At most `most` points: means over equal runs of points. A run with a value that is not finite has none either."""
+    if len(x) <= most:
+        return list(x), list(y)
+    bounds = [len(x) * i // most for i in range(most + 1)]
+    runs = list(itertools.pairwise(bounds))
+    return [_mean(x[a:b]) for a, b in runs], [_mean(y[a:b]) for a, b in runs]
+
+
+def unbroken(x: Sequence[float], y: Sequence[float]) -> list[list[tuple[float, float]]]:
+    """The stretches of points between values that are not finite."""
+    stretches: list[list[tuple[float, float]]] = [[]]
+    for point in zip(x, y, strict=True):
+        if math.isfinite(point[0]) and math.isfinite(point[1]):
+            stretches[-1].append(point)
+        elif stretches[-1]:
+            stretches.append([])
+    return [stretch for stretch in stretches if stretch]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
 
 WIDTH, HEIGHT = 380, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 14, 10, 38

@@ -12,14 +12,13 @@ from rich.table import Table
 from rich.text import Text
 
 from nestrec.base.clock import Clock, RealClock
-from nestrec.base.moments import iso_moment
-from nestrec.data.samples.windows import TimeWindow
-from nestrec.report.evaluations import mean_of_metric, verdict_on
-from nestrec.report.formats import as_number, compact, duration, memory
-from nestrec.report.stages import StageProgress, progress_for
+from nestrec.base.config_values import iso_moment
+from nestrec.data.samples.time_windows import TimeWindow
+from nestrec.report.formatting import as_number, compact, duration, mean_of_metric, memory, verdict_on
+from nestrec.report.progress_bar import StageProgress, progress_for
 from nestrec.tasks.metrics import Interval
 from nestrec.tasks.task import Evaluation
-from nestrec.training.listener import Listener
+from nestrec.training.callbacks import Listener
 
 _SHOWN: dict[str, Callable[[float], str]] = {
     "loss": lambda value: f"loss {value:.4f}",

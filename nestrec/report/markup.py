@@ -1,4 +1,7 @@
-"""HTML and SVG built from elements: every string is escaped unless it was itself built here."""
+"""HTML and SVG built from elements: every string is escaped unless it was itself built here.
+
+The look of a report page, in light and dark.
+"""
 
 import html
 from collections.abc import Iterable
@@ -50,3 +53,104 @@ def _attributes(attributes: dict[str, str | float | bool | None]) -> str:
         shown = "" if value is True else value if isinstance(value, str) else number(value)
         parts.append(f' {name.rstrip("_").replace("_", "-")}="{html.escape(shown)}"')
     return "".join(parts)
+
+
+GREY = 15
+"""The colour of what is not a part or a system of its own; those before it are told apart by people."""
+COLOUR_OF_KIND = {"compute": 0, "communication": 1, "lookup": 2, "other": 5, "wait": GREY}
+"""What a lane does, in every chart of time; a part of a step with another name has another colour."""
+_LIGHT = ("#2766b0", "#d2691e", "#2f8f57", "#a4478c", "#b8960c", "#2b8fa3", "#bf3f3f", "#5b4db8", "#7a9a1e", "#d6568a",
+          "#7b5a45", "#12355b", "#e0a458", "#0f6b5c", "#9b2226", "#8b909a")  # fmt: skip
+_DARK = ("#6ea8f0", "#f0975a", "#62c68b", "#d987c4", "#cdb658", "#63c3d6", "#ee7f7f", "#9d92f0", "#b4d05a", "#f294b8",
+         "#c09c84", "#a9c7ea", "#f7d9a8", "#8fd6c6", "#e39a9c", "#7d838f")  # fmt: skip
+_LIGHT_GROUND = "--page:#f6f7f9;--card:#fff;--ink:#1d2129;--soft:#5b6472;--rule:#dde1e7;--grid:#e8ebf0;"
+_DARK_GROUND = "--page:#14161a;--card:#1d2026;--ink:#e6e9ee;--soft:#9aa3b2;--rule:#343a44;--grid:#2a2f38;"
+
+_RULES = """
+* { box-sizing: border-box }
+body { margin: 0; background: var(--page); color: var(--ink);
+  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif }
+main { max-width: 1120px; margin: 0 auto; padding: 20px 16px 60px }
+h1 { font-size: 1.55rem; margin: 0; overflow-wrap: anywhere }
+h2 { font-size: 1.15rem; margin: 34px 0 10px }
+h3 { font-size: .95rem; margin: 0 0 8px }
+.quiet, header p { color: var(--soft); margin: 6px 0 0; font-size: .88rem; overflow-wrap: anywhere }
+header .problem, .problem { background: var(--card); border-left: 4px solid var(--c6); padding: 8px 12px;
+  margin: 12px 0 0 }
+.tiles { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 170px), 1fr)); gap: 10px }
+.tile, figure, .card, .tables > div { background: var(--card); border: 1px solid var(--rule); border-radius: 10px;
+  padding: 12px 14px; margin: 0; min-width: 0 }
+.tile:first-child { border-color: var(--c0) }
+.tile > * { display: block; overflow-wrap: anywhere }
+.tile span, .tile small { color: var(--soft); font-size: .82rem }
+.tile b { font-size: 1.5rem; font-weight: 650; font-variant-numeric: tabular-nums }
+.charts, .tables { display: grid; gap: 12px; margin-top: 12px }
+.charts { grid-template-columns: repeat(auto-fill, minmax(min(100%, 330px), 1fr)) }
+.tables { grid-template-columns: repeat(auto-fit, minmax(min(100%, 260px), 1fr)); align-items: start }
+.lanes { margin-top: 12px }
+.lanes div span { font-size: .82rem; color: var(--soft); display: block; margin-top: 4px }
+.lanes svg { height: 18px; background: var(--grid) }
+figcaption { font-weight: 600; font-size: .95rem; margin-bottom: 4px }
+svg { width: 100%; height: auto; display: block }
+svg text { fill: var(--soft); font-size: 12px; font-family: inherit }
+.grid { stroke: var(--grid) }
+.axis { stroke: var(--rule) }
+polyline { fill: none; stroke-width: 2; stroke-linejoin: round }
+.faint { stroke-width: 1; opacity: .5 }
+.dashed { stroke-width: 1.6; stroke-dasharray: 5 4 }
+.band { opacity: .16 }
+.hint { opacity: 0 }
+.hint:hover { opacity: 1 }
+.legend { margin: 4px 0 0; font-size: .82rem; color: var(--soft); display: flex; flex-wrap: wrap; gap: 2px 14px }
+.swatch { display: inline-block; width: 11px; height: 11px; border-radius: 3px; margin-right: 6px;
+  vertical-align: -1px }
+.bar { display: flex; height: 26px; border-radius: 6px; overflow: hidden; margin-bottom: 8px }
+.bar span { min-width: 1px }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums }
+.wide { overflow-x: auto; background: var(--card); border: 1px solid var(--rule); border-radius: 10px;
+  margin-top: 12px }
+.results { width: 100%; font-size: .9rem }
+.results th, .results td { padding: 7px 12px; text-align: right; white-space: nowrap }
+.results th:first-child { text-align: left; position: sticky; left: 0; background: var(--card) }
+.results thead th { color: var(--soft); font-weight: 600 }
+.results tbody tr { border-top: 1px solid var(--rule) }
+.results tbody th { font-weight: inherit }
+.results td small { display: block; color: var(--soft); font-size: .74rem; font-weight: 400 }
+.results td.word { text-align: left }
+.plans th { text-align: left }
+.wide + h3 { margin-top: 20px }
+.model { font-weight: 650 }
+.numbers { width: 100%; max-width: 480px; font-size: .88rem }
+.numbers td { padding: 2px 0; vertical-align: top }
+.numbers td + td { text-align: right; padding-left: 12px }
+.measures td + td { white-space: nowrap }
+.facts td + td { overflow-wrap: anywhere }
+.facts td:first-child { white-space: nowrap }
+.words th, .words td { text-align: left; vertical-align: top; white-space: normal }
+.words tbody th { white-space: nowrap }
+.words ol, .words ul { margin: 0; padding-left: 18px }
+summary { cursor: pointer; color: var(--c0); padding: 4px 0; margin-top: 8px }
+pre { background: var(--card); border: 1px solid var(--rule); border-radius: 10px; padding: 12px; overflow-x: auto;
+  font-size: .82rem }
+ul { padding-left: 20px }
+"""
+
+
+def _variables(ground: str, colours: tuple[str, ...]) -> str:
+    return ground + "".join(f"--c{i}:{colour};" for i, colour in enumerate(colours))
+
+
+def _colour_classes(colour: int) -> str:
+    """`s` strokes, `f` fills in SVG and `b` backgrounds in HTML."""
+    name = f"var(--c{colour})"
+    return f".s{colour}{{stroke:{name}}}.f{colour}{{fill:{name}}}.b{colour}{{background:{name}}}"
+
+
+STYLE = "\n".join(
+    [
+        f":root{{color-scheme:light dark;{_variables(_LIGHT_GROUND, _LIGHT)}}}",
+        f"@media (prefers-color-scheme:dark){{:root{{{_variables(_DARK_GROUND, _DARK)}}}}}",
+        *(_colour_classes(colour) for colour in range(len(_LIGHT))),
+        _RULES,
+    ]
+)

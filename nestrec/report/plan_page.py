@@ -6,15 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from nestrec.pipeline import SCHEDULES
-from nestrec.pipeline.options import ScheduleName
-from nestrec.planning.outcome import Outcome, Predictor
+from nestrec.pipeline.schedule_spec import ScheduleName
 from nestrec.planning.plan import Plan, lost_rows, plan_rows
-from nestrec.planning.scaling import WORLDS, Curve, scaling_curves
+from nestrec.planning.predictor import Outcome, Predictor
+from nestrec.planning.shortage_advice import WORLDS, Curve, scaling_curves
 from nestrec.report.charts import Line, line_chart
-from nestrec.report.formats import significant
-from nestrec.report.markup import Markup, element
-from nestrec.report.sections.timeline import timeline_of
-from nestrec.report.style import GREY, STYLE
+from nestrec.report.formatting import significant
+from nestrec.report.markup import GREY, STYLE, Markup, element
+from nestrec.report.speed_sections import timeline_of
 
 _MOST = 5
 _COLUMNS = ("schedule", "micro_batches", "replicas", "store", "policy", "window_cache", "step_ms", "mfu", "compute_ms",

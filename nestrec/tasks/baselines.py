@@ -14,7 +14,7 @@ import torch
 from numba import njit
 from numpy.typing import NDArray
 
-from nestrec.data.gather import offsets_of_lengths
+from nestrec.data.flat_arrays import offsets_of_lengths
 
 Ints = NDArray[np.int64]
 NUM_NEIGHBOURS = 100

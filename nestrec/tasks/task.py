@@ -1,10 +1,22 @@
-"""What a task brings to training: samples, tables, a model, a loss, and a way to measure it."""
+"""What a task brings to training: samples, tables, a model, a loss, and a way to measure it.
+
+Which tables every rank holds whole, of those that leave it open: where that is fewer bytes between ranks.
+
+How many rows a micro-batch of a rank asks for, and a step over all ranks, is counted in samples of the data.
+
+What a task says of itself: the seam through which things to learn of other packages join in.
+
+    CHURN = TaskSpec(config=ChurnTaskConfig, make=ChurnTask)
+
+Its config is a `@config` class whose field `kind` is the name of the task. `make` gives a `Task`: its tables, samples,
+model, loss and measurements. Everything else has an answer that serves most tasks.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -12,21 +24,22 @@ from numpy.typing import NDArray
 from torch import nn
 
 from nestrec.base.errors import UserError
-from nestrec.data.batches import Assembler, BatchConfig, MicroBatch
+from nestrec.data.batch_loader import Assembler, BatchConfig, MicroBatch
+from nestrec.data.dataset import Dataset
 from nestrec.data.samples.split import Part
-from nestrec.data.samples.windows import Past, TimeWindow, WindowsConfig
+from nestrec.data.samples.time_windows import Past, TimeWindow, WindowsConfig
 from nestrec.distributed import Topology
-from nestrec.distributed.exchange import all_reduce_sum
+from nestrec.distributed.collectives import all_reduce_sum
 from nestrec.embedding import EmbeddingEngine, TableConfig
+from nestrec.embedding.table_config import Crossed, bytes_crossed, with_placements
 from nestrec.models import SequenceInfo
-from nestrec.models.backbone import ForwardFlops
-from nestrec.ops.context.ring_sum import Context, PartRing
-from nestrec.ops.rows.pool import Pooling
+from nestrec.models.backbone_spec import ForwardFlops
+from nestrec.ops.context_parallel.ring_sum import Context, PartRing
+from nestrec.ops.embedding.row_gather import Pooling
 from nestrec.pipeline import Coupling
-from nestrec.pipeline.compute import Loss, LossCompute, Precision
-from nestrec.tasks.metrics import Interval
-from nestrec.tasks.slices import SliceResult
-from nestrec.tasks.table_options import ChosenTables
+from nestrec.pipeline.exchange_window import Loss, LossCompute, Precision
+from nestrec.tasks.metrics import Interval, SliceResult
+from nestrec.tasks.table_overrides import ChosenTables
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +98,7 @@ class Task(ABC):
     micro-batches"""
     reads_stored_rows: bool = False
     """whether its loss asks `gather_rows` and `unit_rows` alone for rows, and so takes 16-bit ones as they are stored
-    (nestrec.ops.rows.stored); others are given float32 copies"""
+    (nestrec.ops.embedding.row_gather); others are given float32 copies"""
     remedy_if_empty: str
     """what to do about a dataset that gives no samples, or none to measure by"""
 
@@ -219,3 +232,79 @@ def sum_over_ranks(topology: Topology, values: NDArray[Any]) -> NDArray[Any]:
     total = torch.from_numpy(values.copy())
     all_reduce_sum(topology.control, total)
     return total.numpy()
+
+
+_MOST_COUNTED = 4096
+
+
+def placed(task: Task, batch: BatchConfig, topology: Topology, *, window_cache: bool) -> tuple[TableConfig, ...]:
+    """The tables of a task, none of them left open. The same on every rank."""
+    if not any(table.placement == "auto" for table in task.tables):
+        return tuple(task.tables)
+    can_be = topology.num_shards > 1 and topology.num_replicas == 1 and topology.hosts is None
+    return with_placements(task.tables, _crossed(task, batch, topology, window_cache) if can_be else {})
+
+
+def _crossed(task: Task, batch: BatchConfig, topology: Topology, window_cache: bool) -> dict[str, Crossed]:
+    tokens = task.assembler.tokens
+    samples = np.flatnonzero(tokens > 0)
+    size = batch.batch_samples or max(1, round((batch.batch_tokens or 1) / max(1.0, float(tokens[samples].mean()))))
+    parts = batch.micro_batches if isinstance(batch.micro_batches, int) and not window_cache else 1
+    used, asked = (_distinct(task, _spread(samples, n)) for n in (size, -(-size // (topology.world * parts))))
+    return {
+        table.name: bytes_crossed(
+            vector_bytes=table.dim * table.weight_dtype.itemsize,
+            gradient_bytes=table.dim * table.state_dtype.itemsize,
+            ranks=topology.num_shards,
+            used=used[table.name],
+            asked=asked[table.name],
+            micro_batches=parts,
+        )
+        for table in task.tables
+    }
+
+
+def _spread(samples: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    """So many of them, from one end to the other."""
+    places = np.linspace(0, len(samples) - 1, min(count, len(samples), _MOST_COUNTED))
+    return samples[places.astype(np.int64)]
+
+
+def _distinct(task: Task, samples: NDArray[np.int64]) -> Mapping[str, int]:
+    """Table to the rows that these samples ask for."""
+    keys = task.assembler.assemble(samples, task.assembler.read(samples), 0).keys
+    found = {}
+    for table in task.tables:
+        asked = np.unique(np.concatenate([np.asarray(keys[name]).reshape(-1) for name in table.feature_names]))
+        found[table.name] = min(len(asked), table.num_rows or len(asked))
+    return found
+
+
+class TaskConfigBase(Protocol):
+    """What the config of every task has."""
+
+    @property
+    def kind(self) -> str:
+        """the task"""
+
+
+class MakeTask(Protocol):
+    """Puts a task together, on a dataset that fits it; a UserError where it does not."""
+
+    def __call__(self, cfg: Any, dataset: Dataset, *, seed: int, dtype: Literal["float32", "float64"]) -> Task: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskSpec:
+    """The spec of a task. What it leaves at none it cannot answer, and who needs the answer says so."""
+
+    config: type
+    """its `@config` class"""
+    make: MakeTask
+    """the class of the task, or a function that makes it"""
+    store_field: str | None = None
+    """field of the config, a `StoreConfig`, that says where its largest table lives, which plans leave there where it
+    is given"""
+    serving: Any = None
+    """a `nestrec.serving.model.serving_spec.ServingForm`, or `module:attribute` of it; none: such a model cannot be
+    exported"""

@@ -1,11 +1,9 @@
 """Spans, counters, exposed-time arithmetic, export for Perfetto."""
 
-from nestrec.trace.device import DeviceTracer
+from nestrec.trace.device_tracer import DeviceTracer
 from nestrec.trace.exposed import RawParts, StepParts, Timeline
-from nestrec.trace.perfetto import to_perfetto, write_perfetto
-from nestrec.trace.span import Kind, Span
-from nestrec.trace.storage import load_spans, merge, save_spans
-from nestrec.trace.tracer import NullTracer, OpenSpan, Tracer
+from nestrec.trace.span_files import load_spans, merge, save_spans, to_perfetto, write_perfetto
+from nestrec.trace.tracer import Kind, NullTracer, OpenSpan, Span, Tracer
 
 __all__ = [
     "DeviceTracer",

@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from nestrec.trace.span import Kind, Span
+from nestrec.trace.tracer import Kind, Span
 
 _COUNTED = ("compute", "lookup", "communication", "wait")
 

@@ -4,6 +4,12 @@
         span.bytes = exchange(...)
 
 Finished spans go into a ring buffer; the oldest are dropped when it is full. All methods may be called from any thread.
+
+Which collectives a rank has issued, in order, and how long the host spent in them.
+
+What training has moved between ranks and stores so far; evaluation is not counted.
+
+A span: something that ran on a lane from one time to another.
 """
 
 import contextlib
@@ -11,12 +17,131 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from nestrec.base.clock import Clock, RealClock
-from nestrec.trace.span import Kind, Span
+
+_LOG_LENGTH = 4096
+
+
+class CollectiveLog:
+    """The last collectives that this rank issued, in order, over all communicators."""
+
+    def __init__(self) -> None:
+        self._entries: deque[str] = deque(maxlen=_LOG_LENGTH)
+        self._durations_ns: dict[str, deque[int]] = {}
+        self.count = 0
+
+    def record(self, communicator: str, operation: str) -> None:
+        self._entries.append(f"{communicator}.{operation}")
+        self.count += 1
+
+    def entries(self) -> list[str]:
+        return list(self._entries)
+
+    def record_duration(self, communicator: str, duration_ns: int) -> None:
+        self._durations_ns.setdefault(communicator, deque(maxlen=_LOG_LENGTH)).append(duration_ns)
+
+    def take_durations_ns(self, communicator: str) -> list[int]:
+        """What the host spent in each collective of a communicator since the last call, in the order of issue."""
+        durations, taken = self._durations_ns.get(communicator, deque()), []
+        while durations:
+            taken.append(durations.popleft())
+        return taken
+
+
+@dataclass(slots=True)
+class Leg:
+    """One direction of one exchange."""
+
+    rows: int = 0
+    """Rows or keys, those that stay on the rank included."""
+    bytes_sent: int = 0
+    """Bytes that left this rank for another."""
+
+    def add(self, rows: int, bytes_sent: int) -> None:
+        self.rows += rows
+        self.bytes_sent += bytes_sent
+
+
+@dataclass(slots=True)
+class EngineStatistics:
+    """Counters of one rank."""
+
+    keys: Leg = field(default_factory=Leg)
+    """Distinct keys of the sources, on their way to the owners."""
+    vectors: Leg = field(default_factory=Leg)
+    """Vectors, on their way from the owners."""
+    vector_bytes: int = 0
+    """Bytes of the vectors looked up, those that stay on the rank included."""
+    gradients: Leg = field(default_factory=Leg)
+    """Gradients, on their way to the owners."""
+    within_host: Leg = field(default_factory=Leg)
+    """Where exchanges go by hosts: vectors and gradients inside a host. Keys, vectors and gradients are then those
+    between hosts."""
+    replicas: Leg = field(default_factory=Leg)
+    """Gradients or rows, on their way to the other holders of a shard."""
+    rows_fetched: int = 0
+    """Distinct rows that the owner took from its stores."""
+    rows_written: int = 0
+    """Rows that went back to the stores."""
+    window_bytes: int = 0
+    """Most bytes that a batch's vectors and gradients took in the window cache."""
+    rows_read: int = 0
+    """Rows that were read without waiting for the updates before them (semi_async)."""
+    rows_late: int = 0
+    """Those of them that an awaited update was about to change."""
+    most_late: int = 0
+    """Most updates that a row has missed."""
+
+
+Kind = Literal["compute", "lookup", "communication", "wait", "step", "other"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """A piece of work, or a wait for one, on a lane of a rank. Times are whole nanoseconds, so sums are exact."""
+
+    id: int
+    """Unique on its rank."""
+    name: str
+    """Stable and dotted, as `train.embedding.exchange`."""
+    kind: Kind
+    """What its time counts as. A `step` span spans a whole step on its compute lane; `other` does not count."""
+    lane: str
+    """A lane runs its tasks in order; spans of one lane are nested or follow each other."""
+    start_ns: int
+    """Time of its start on the rank's clock."""
+    end_ns: int
+    """Time of its end."""
+    rank: int = 0
+    """Where it ran."""
+    step: int | None = None
+    """Batch that it worked for; with pipelining not always the one being computed."""
+    micro_batch: int | None = None
+    """Part of the batch."""
+    bytes: int = 0
+    """Bytes moved."""
+    rows: int = 0
+    """Rows of tables moved."""
+    awaits: int | None = None
+    """For a wait: the id of the span that it waited for the end of."""
+    is_collective: bool = False
+    """All ranks take part: the time before the last of them enters is straggling."""
+
+    @property
+    def start_s(self) -> float:
+        return self.start_ns * 1e-9
+
+    @property
+    def end_s(self) -> float:
+        return self.end_ns * 1e-9
+
+    @property
+    def duration_ns(self) -> int:
+        return self.end_ns - self.start_ns
 
 
 @dataclass(slots=True)

@@ -17,20 +17,20 @@ import numpy as np
 import torch
 
 import nestrec
-from nestrec.base.config import dumps, from_plain, leaves, standard_json
+from nestrec.base.config import dumps, leaves, standard_json
+from nestrec.base.config_values import from_plain
 from nestrec.base.errors import UserError, UserErrors
-from nestrec.base.paths import sync_folder
-from nestrec.checkpoint.folders import committed_steps
+from nestrec.base.files import sync_folder
+from nestrec.checkpoint.checkpoint_manifest import committed_steps
 from nestrec.data.dataset import Dataset
-from nestrec.data.samples.windows import TimeWindow
+from nestrec.data.samples.time_windows import TimeWindow
 from nestrec.embedding import TableConfig
 from nestrec.tasks.metrics import Interval
 from nestrec.tasks.task import Evaluation
 from nestrec.trace import Span, save_spans, write_perfetto
-from nestrec.training.config import RunConfig
-from nestrec.training.identity import Identity
-from nestrec.training.resumption import read_kept
-from nestrec.training.step_marks import Lost, StepMarks
+from nestrec.training.run_config import RunConfig
+from nestrec.training.run_identity import Identity, read_kept
+from nestrec.training.state import Lost, StepMarks
 
 _IDENTITY_FILE = "identity.json"
 _BEGINNING_FILE = "beginning.json"

@@ -1,17 +1,32 @@
-"""Where a run stands: everything besides weights that a checkpoint must hold."""
+"""Where a run stands: everything besides weights that a checkpoint must hold.
+
+What a run has come to, as text that two runs can be compared by: every tensor, every table, and where it stands.
+
+How far a run has come, step by step, in a small file: what a start that follows a crash says has been lost.
+
+Metrics are written every so many steps and checkpoints more seldom; this is a few bytes a step, and outlives a kill.
+"""
 
 import hashlib
 import math
+import os
+import struct
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from nestrec.balance.changes import CostChange
-from nestrec.balance.cost import CostModel
-from nestrec.base.config import from_plain, to_plain
-from nestrec.data.batches import Batch
-from nestrec.data.order import Position
-from nestrec.pipeline.window_changes import WindowChange
-from nestrec.training.config import TrainingConfig
+import torch
+
+from nestrec.balance.cost import CostChange, CostModel
+from nestrec.base.config import to_plain
+from nestrec.base.config_values import from_plain
+from nestrec.checkpoint import Checkpoints, Restored
+from nestrec.data.batch_loader import Batch
+from nestrec.data.batch_order import Position
+from nestrec.pipeline.window_cost_model import WindowChange
+from nestrec.training.run_config import TrainingConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,3 +105,85 @@ class TrainState:
     @staticmethod
     def from_plain(data: dict[str, Any]) -> "TrainState":
         return from_plain(TrainState, data)
+
+
+def run_digest(run: Path) -> dict[str, str]:
+    """Name to digest of every dense weight, optimiser state and table, and of the consumed samples."""
+    restored = Checkpoints(run / "checkpoints").restore_latest()
+    assert restored is not None, f"{run} has no checkpoint"
+    state = TrainState.from_plain(restored.state["train"])
+    tensors = {f"tensor {name}": _digest(tensor) for name, tensor in restored.tensors.items()}
+    tables = {f"table {name}": _table_digest(restored, name) for name in restored.tables}
+    return {**tensors, **tables, "consumed": state.consumed, "state": repr(state)}
+
+
+def _table_digest(restored: Restored, table: str) -> str:
+    chunks = list(restored.rows(table))
+    if not chunks:
+        return "empty"
+    columns = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
+    order = columns["keys"].argsort()
+    assert len(columns["keys"].unique()) == len(order), "a key comes twice"
+    return " ".join(f"{name}:{_digest(columns[name][order])}" for name in sorted(columns))
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+
+
+_ENTRY = struct.Struct("<qd")
+_MARKS = 16
+"""More saves than can be under way, so that the one that is resumed from is among them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """What was trained and is not in the checkpoint that a run goes on from."""
+
+    steps: int
+    seconds: float | None
+    """From the step that was saved to the last one; none where that moment is not known any more."""
+
+    def __str__(self) -> str:
+        time_of = "" if self.seconds is None else f", {self.seconds:.1f} s of work"
+        return f"lost: {self.steps} step{'s' if self.steps > 1 else ''}{time_of}"
+
+
+class StepMarks:
+    """The file of one run, kept by its first rank."""
+
+    def __init__(self, file: Path, clock: Callable[[], float] = time.time):
+        self._file, self._clock = file, clock
+        self._descriptor: int | None = None
+        self._num_marks = 0
+
+    def reached(self, step: int) -> None:
+        """A step is over."""
+        self._put(0, step)
+
+    def mark(self, step: int) -> None:
+        """A step that a later start may go on from: the one that training begins at, or one that is being saved."""
+        self._put(1 + self._num_marks % _MARKS, step)
+        self._num_marks += 1
+
+    def lost(self, step: int) -> Lost | None:
+        """Of what an earlier start has reached, what one that goes on from `step` makes again; none: nothing."""
+        if not self._file.exists():
+            return None
+        content = self._file.read_bytes()
+        entries = list(_ENTRY.iter_unpack(content[: len(content) // _ENTRY.size * _ENTRY.size]))
+        if not entries or entries[0][0] <= step:
+            return None
+        last, at_s = entries[0]
+        begun = [marked_s for marked, marked_s in entries[1:] if marked == step and marked_s > 0]
+        return Lost(last - step, max(0.0, at_s - max(begun)) if begun else None)
+
+    def _put(self, place: int, step: int) -> None:
+        if self._descriptor is None:
+            self._descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        os.pwrite(self._descriptor, _ENTRY.pack(step, self._clock()), place * _ENTRY.size)
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None

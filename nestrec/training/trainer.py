@@ -1,49 +1,74 @@
-"""The training loop."""
+"""The training loop.
+
+When a run publishes versions of its model, for servers that follow it. How is `nestrec.serving.versions`' affair.
+"""
 
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
-from nestrec.balance.measured import SlowRankWatch
+from nestrec.balance.balance_metrics import SlowRankWatch
 from nestrec.base.config import dumps, to_plain
+from nestrec.base.config_values import moment_ms
 from nestrec.base.errors import UserError
 from nestrec.base.failpoints import fail_point
-from nestrec.base.moments import moment_ms
-from nestrec.data.batches import Batch, Batches, MicroBatch
-from nestrec.data.context_part import PartAssembler
+from nestrec.data.batch_loader import Batch, Batches, MicroBatch, PartAssembler
 from nestrec.data.samples.split import Part
-from nestrec.data.samples.windows import TimeWindow
+from nestrec.data.samples.time_windows import TimeWindow
 from nestrec.distributed import Topology
+from nestrec.exporters.version_publisher import open_publishing
 from nestrec.pipeline import Feed, Rates, Step, TrainingPipeline
-from nestrec.pipeline.clustering import ByKeys
+from nestrec.pipeline.key_clustering import ByKeys
 from nestrec.pipeline.lanes import make_tracer
-from nestrec.pipeline.stages import check_can_cache, check_can_cut
-from nestrec.pipeline.window_choice import WindowChoice
-from nestrec.tasks.checks import check_loss, check_loss_is_sum
+from nestrec.pipeline.micro_batch_tuner import WindowChoice
+from nestrec.pipeline.schedule_types import check_can_cache, check_can_cut
 from nestrec.tasks.task import Evaluation, compute_of
+from nestrec.tasks.task_registry import check_loss, check_loss_is_sum
 from nestrec.trace import Span
-from nestrec.training.agreement import agree_on_config
-from nestrec.training.balancing import Balancing, settled
-from nestrec.training.beginning import Beginning, check_same_beginning
-from nestrec.training.config import RunConfig
-from nestrec.training.listener import Listener
-from nestrec.training.meter import Meter, parts_ms
-from nestrec.training.part_checks import check_dense, check_holds_out, check_micro_batches, check_parts, validates
-from nestrec.training.publishing import Publishing, open_publishing
-from nestrec.training.resumption import changes_since, check_same_data
+from nestrec.training.balance_controller import Balancing, settled
+from nestrec.training.callbacks import Listener, Meter, parts_ms, spans_of_ranks
+from nestrec.training.run_checkpointer import Interrupted, Saving, StopRequest
+from nestrec.training.run_config import RunConfig
 from nestrec.training.run_folder import RunFolder
-from nestrec.training.saving import Saving
-from nestrec.training.session import Session, on_first
-from nestrec.training.state import TrainState
-from nestrec.training.step_marks import Lost
-from nestrec.training.stopping import Interrupted, StopRequest
-from nestrec.training.traced_ranks import spans_of_ranks
-from nestrec.training.unused_options import check_options_are_used
-from nestrec.training.windows import WindowEnd, WindowHook, check_any_window
+from nestrec.training.run_identity import changes_since, check_same_data
+from nestrec.training.state import Lost, TrainState
+from nestrec.training.training_session import Session, WindowEnd, WindowHook, check_any_window, on_first
+from nestrec.training.validation import (
+    agree_on_config,
+    check_dense,
+    check_holds_out,
+    check_micro_batches,
+    check_options_are_used,
+    check_parts,
+    validates,
+)
+from nestrec.training.warm_start import Beginning, check_same_beginning
+
+
+class Publishing(Protocol):
+    """All ranks make the same calls in the same order, while nothing is in flight."""
+
+    def is_due(self, step: int) -> bool:
+        """Whether a version of this step is to be published. The same on all ranks."""
+        ...
+
+    def publish(self, session: "Session", step: int, times: Any = None) -> None:
+        """What has changed is copied, and written in the background. Nothing where this step is published already."""
+        ...
+
+    def on_window(self, end: "WindowEnd") -> None:
+        """The same after a window."""
+        ...
+
+    def close(self) -> None:
+        """Wait until everything is written, and raise what went wrong."""
+        ...
+
 
 REPORT_EVERY_STEPS = 20
 TRACED_STEPS = 2 * REPORT_EVERY_STEPS

@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 from server_process import running_server
 
-from nestrec.base.config import with_overrides
+from nestrec.base.config_overrides import with_overrides
 from nestrec.base.failpoints import armed
 from nestrec.distributed import Topology
-from nestrec.testing.commands import start
-from nestrec.testing.faults import KillWhen, rank_of, run_with_faults, saves_reach
-from nestrec.testing.ranks import RankPool
 from nestrec.training.recipes import recipe
-from nestrec.training.run_digest import run_digest
+from nestrec.training.state import run_digest
 from nestrec.training.trainer import Trainer
+from support.command_runner import start
+from support.fault_runner import KillWhen, rank_of, run_with_faults, saves_reach
+from support.rank_pool import RankPool
 
 PACKAGE = Path(__file__).resolve().parents[2] / "examples" / "plugin"
 ENCODER = {"kind": "linear", "dim": 8, "num_heads": 2, "head_dim": 4, "max_length": 12}

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nestrec.models.segments import Segment
-from nestrec.models.whole_forward import whole_forward
+from nestrec.models.sequence import Segment, whole_forward
 
 ROOT = Path(__file__).resolve().parents[2]
 

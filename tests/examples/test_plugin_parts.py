@@ -14,17 +14,17 @@ import pytest
 import torch
 
 import nestrec
-from nestrec.base import seam
-from nestrec.bench.benches import BENCHES
+from nestrec.base import plugins
 from nestrec.data.dataset import Dataset
-from nestrec.data.formats.registry import FORMATS
+from nestrec.data.formats.format_registry import FORMATS
 from nestrec.embedding.row_optimizer import ROW_OPTIMIZERS
-from nestrec.models.backbones import BACKBONES
+from nestrec.models.backbone_registry import BACKBONES
 from nestrec.models.hstu import HSTUConfig
 from nestrec.pipeline.schedule_spec import SCHEDULES
-from nestrec.serving.api.routes import ENDPOINTS
-from nestrec.serving.model.random_model import random_retrieval
-from nestrec.tasks.built_in import TASKS
+from nestrec.serving.http.routes import ENDPOINTS
+from nestrec.tasks.task_registry import TASKS
+from nestrec_bench.bench import BENCHES
+from nestrec_bench.harness.random_model import random_retrieval
 
 PLUGIN = Path(__file__).resolve().parents[2] / "examples" / "plugin"
 SEAMS = (BACKBONES, TASKS, ROW_OPTIMIZERS, SCHEDULES, FORMATS, ENDPOINTS, BENCHES)
@@ -42,7 +42,7 @@ def entries(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, dict[str, str
     found = tomllib.loads((PLUGIN / "pyproject.toml").read_text())["project"]["entry-points"]
     points = [EntryPoint(name, value, group) for group, named in found.items() for name, value in named.items()]
     monkeypatch.syspath_prepend(PLUGIN)
-    monkeypatch.setattr(seam, "entry_points", lambda group: [point for point in points if point.group == group])
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [point for point in points if point.group == group])
     forget()
     yield found
     for one in SEAMS:

@@ -8,13 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nestrec.data.card import Card
+from nestrec.data.dataset_card import Card
 from nestrec.distributed import Topology
-from nestrec.testing.faults import FailPoint, Fault, KillWhen, delayed, rank_of, run_with_faults
-from nestrec.testing.streams import copied, follow_command, source_of, stream_events
-from nestrec.testing.tiny_runs import config_of, make_datasets
-from nestrec.training.run_digest import run_digest
+from nestrec.training.state import run_digest
 from nestrec.training.trainer import Trainer
+from support.fault_runner import FailPoint, Fault, KillWhen, delayed, rank_of, run_with_faults
+from support.stream_fixtures import copied, follow_command, source_of, stream_events
+from support.tiny_runs import config_of, make_datasets
 
 ENV = {"OMP_NUM_THREADS": "1"}
 WINDOW = 20

@@ -13,7 +13,7 @@ from typing import Any
 
 from killed_streams import Base, check_random_kills
 
-from nestrec.bench.harness.frame import make_frame, save_frame
+from nestrec.report.result_file import make_frame, save_frame
 
 
 def killed(base: Base, kind: str, ranks: int, seed: int, number: int) -> dict[str, Any]:

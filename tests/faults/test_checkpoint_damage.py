@@ -12,8 +12,8 @@ import torch
 
 from nestrec.base.errors import DamagedError
 from nestrec.checkpoint import Checkpoints, Content, Peers, verify
-from nestrec.testing.contents import make_content, make_rows, table_values, values_of
-from nestrec.testing.thread_ranks import run_ranks
+from support.checkpoint_contents import make_content, make_rows, table_values, values_of
+from support.rank_pool import run_ranks
 
 NUM_DAMAGES_EACH = 30
 WORLD = 3

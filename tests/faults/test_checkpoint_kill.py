@@ -10,13 +10,13 @@ import pytest
 
 from nestrec.base.failpoints import armed
 from nestrec.checkpoint import Checkpoints, verify
-from nestrec.testing.contents import assert_same, make_content, save_steps
-from nestrec.testing.faults import FailPoint, random_kills, run_with_faults
-from nestrec.testing.ranks import loaded_context
+from support.checkpoint_contents import assert_same, make_content, save_steps
+from support.fault_runner import FailPoint, random_kills, run_with_faults
+from support.rank_pool import loaded_context
 
 PLACES = ["before_first_file", "between_files", "before_manifest", "before_rename", "after_rename", "during_retention"]
 
-SAVE_STEPS = "import sys; from nestrec.testing.contents import save_steps; save_steps(*sys.argv[1:])"
+SAVE_STEPS = "import sys; from support.checkpoint_contents import save_steps; save_steps(*sys.argv[1:])"
 
 
 def save_until_killed(folder: str, way: str, place: str, hit: int) -> None:

@@ -19,9 +19,9 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
-from nestrec.bench.harness.frame import write_frame
-from nestrec.checkpoint.folders import committed_steps
-from nestrec.testing.tiny_runs import command_of, make_datasets
+from nestrec.checkpoint.checkpoint_manifest import committed_steps
+from nestrec.report.result_file import write_frame
+from support.tiny_runs import command_of, make_datasets
 
 MOST_NODES = 4
 SAVED_STEPS = 4

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from killed_streams import LIMIT_S, Base, check_kills, check_random_kills
 
-from nestrec.testing.faults import FailPoint, Fault
-from nestrec.testing.streams import drop_files, stream_events
+from support.fault_runner import FailPoint, Fault
+from support.stream_fixtures import drop_files, stream_events
 
 pytestmark = pytest.mark.timeout(300)
 

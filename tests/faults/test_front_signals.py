@@ -11,13 +11,13 @@ import psutil
 import pytest
 
 from nestrec.base.errors import UserError
+from nestrec.exporters.servable_writer import write_servable
 from nestrec.models.hstu import HSTUConfig
-from nestrec.serving.api.process.listening import bound_sockets
-from nestrec.serving.many.ports import free_port
-from nestrec.serving.model.export import write_servable
-from nestrec.serving.model.random_model import random_retrieval
+from nestrec.serving.fleet.readiness_probes import free_port
+from nestrec.serving.http.sockets import bound_sockets
 from nestrec.serving.model.servable import Servable
-from nestrec.testing.commands import piped
+from nestrec_bench.harness.random_model import random_retrieval
+from support.command_runner import piped
 
 ENCODER = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=16)
 PATIENCE_S = 200.0

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import psutil
 import pytest
 
+from nestrec.exporters.servable_writer import write_servable
 from nestrec.models.hstu import HSTUConfig
-from nestrec.serving.many.ports import free_port, listens
-from nestrec.serving.many.upstream import Upstream
-from nestrec.serving.model.export import write_servable
-from nestrec.serving.model.random_model import random_retrieval
+from nestrec.serving.fleet.readiness_probes import free_port, listens
+from nestrec.serving.fleet.upstream_connection import Upstream
+from nestrec_bench.harness.random_model import random_retrieval
 
 ENCODER = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=16)
 NUM_INSTANCES, NUM_USERS, GAP_S = 3, 48, 0.02

@@ -12,11 +12,11 @@ from training_jobs import train
 from nestrec.base.failpoints import armed
 from nestrec.distributed import Topology
 from nestrec.pipeline import SCHEDULES
-from nestrec.testing.faults import KillWhen, rank_of, run_with_faults, saves_reach
-from nestrec.testing.ranks import RankPool
-from nestrec.testing.tiny_runs import command_of, config_of, make_datasets
-from nestrec.training.run_digest import run_digest
+from nestrec.training.state import run_digest
 from nestrec.training.trainer import Trainer
+from support.fault_runner import KillWhen, rank_of, run_with_faults, saves_reach
+from support.rank_pool import RankPool
+from support.tiny_runs import command_of, config_of, make_datasets
 
 GROUPS = {"ranks.replicas": 2}
 WEIGHTS = {**GROUPS, "replica_sync.mode": "weights", "replica_sync.every": 3}

@@ -12,7 +12,7 @@ import pytest
 from operator_results import record
 from rolling_load import NUM_INSTANCES, check_rolled, rolled, scaled, write_versions
 
-from nestrec.serving.many.ports import free_port
+from nestrec.serving.fleet.readiness_probes import free_port
 
 
 @pytest.fixture(scope="module")

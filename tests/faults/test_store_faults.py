@@ -11,11 +11,11 @@ from operator_results import record
 from redis_server import running_redis
 from server_process import running_server
 
+from nestrec.exporters.servable_writer import write_servable
 from nestrec.models.hstu import HSTUConfig
-from nestrec.serving.histories.redis_store import RedisHistoryStore
-from nestrec.serving.histories.store import HistoryStoreConfig
-from nestrec.serving.model.export import write_servable
-from nestrec.serving.model.random_model import random_retrieval
+from nestrec.serving.history_store.history_store import HistoryStoreConfig
+from nestrec.serving.history_store.redis_store import RedisHistoryStore
+from nestrec_bench.harness.random_model import random_retrieval
 
 NUM_USERS, NUM_ITEMS = 24, 200
 EPSILON = 1e-5

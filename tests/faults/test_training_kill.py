@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from nestrec.base import exit_codes
+from nestrec.base import errors
 from nestrec.checkpoint import Checkpoints, verify
 from nestrec.distributed import Topology
-from nestrec.testing.faults import FailPoint, Fault, KillWhen, run_with_faults, saves_reach
-from nestrec.testing.tiny_runs import FAMILIES, command_of, config_of, make_datasets
-from nestrec.training.run_digest import run_digest
+from nestrec.training.state import run_digest
 from nestrec.training.trainer import Trainer
+from support.fault_runner import FailPoint, Fault, KillWhen, run_with_faults, saves_reach
+from support.tiny_runs import FAMILIES, command_of, config_of, make_datasets
 
 ENV = {"OMP_NUM_THREADS": "1"}
 STEPS = {"training.max_steps": 24, "training.checkpoint_every_steps": 3, "training.evaluate_every_epochs": 3}
@@ -95,7 +95,7 @@ def test_sigterm_saves_and_exits_with_its_own_code_and_the_next_start_goes_on(da
     Trainer(config_of("hstu", data, more), tmp_path / "whole", Topology.single()).train()
     command = command_of("hstu", data, tmp_path / "cut", more)
     stopped, ended = run_with_faults(command, [FailPoint("train.step@10=terminate")], env=ENV, is_forked=True)
-    assert stopped.exit_code == exit_codes.INTERRUPTED
+    assert stopped.exit_code == errors.INTERRUPTED
     assert "stopped at step 13; the same command goes on from there" in stopped.output
     assert ended.exit_code == 0
     assert run_digest(tmp_path / "cut") == run_digest(tmp_path / "whole")
@@ -106,7 +106,7 @@ def test_a_non_finite_loss_exits_with_its_own_code_and_leaves_the_last_checkpoin
     Trainer(config_of("sasrec", data, more), tmp_path, Topology.single()).train()
     before = run_digest(tmp_path)
     broken = {**more, "training.max_steps": 24, "optimizer.learning_rate": 1e30}
-    with pytest.raises(AssertionError, match=f"failed with {exit_codes.NON_FINITE}") as caught:
+    with pytest.raises(AssertionError, match=f"failed with {errors.NON_FINITE}") as caught:
         run_with_faults(command_of("sasrec", data, tmp_path, broken), [], env=ENV, is_forked=True)
     assert "error: step = 8: loss nan" in str(caught.value)
     assert "Traceback" not in str(caught.value)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from training_jobs import train
 
-from nestrec.testing.faults import Fault, KillWhen, rank_of, run_with_faults, saves_reach
-from nestrec.testing.tiny_runs import FAMILIES, command_of, make_datasets
-from nestrec.training.run_digest import run_digest
+from nestrec.training.state import run_digest
+from support.fault_runner import Fault, KillWhen, rank_of, run_with_faults, saves_reach
+from support.tiny_runs import FAMILIES, command_of, make_datasets
 
 WORLD = 2
 ENV = {"OMP_NUM_THREADS": "1"}

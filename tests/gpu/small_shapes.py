@@ -6,19 +6,17 @@ python tests/gpu/small_shapes.py
 import numpy as np
 import torch
 
-from nestrec.bench.kernels.layer import info_of
 from nestrec.jagged import offsets_of
 from nestrec.models import HSTU, FuXi, FuXiConfig, HSTUConfig, SequenceInfo
-from nestrec.ops.attention.hstu import hstu_attention
-from nestrec.ops.attention.mask import AttentionRules
-from nestrec.ops.attention.relative_bias import RelativeBias
-from nestrec.ops.losses.candidates import LossCandidates
-from nestrec.ops.losses.grouped import grouped_loss
-from nestrec.ops.losses.sampled import sampled_loss
-from nestrec.ops.losses.tiled_cross_entropy import tiled_cross_entropy
-from nestrec.ops.rows.dedup_keys import dedup_keys
-from nestrec.ops.rows.gather import gather_rows
-from nestrec.ops.rows.update import RowRule, update_rows
+from nestrec.ops.attention.hstu_attention import hstu_attention
+from nestrec.ops.attention.mask_and_bias import AttentionRules, RelativeBias
+from nestrec.ops.embedding.dedup_keys import dedup_keys
+from nestrec.ops.embedding.row_gather import gather_rows
+from nestrec.ops.embedding.row_update import RowRule, update_rows
+from nestrec.ops.losses.cross_entropy import tiled_cross_entropy
+from nestrec.ops.losses.item_losses import LossCandidates
+from nestrec.ops.losses.sampled_losses import grouped_loss, sampled_loss
+from nestrec_bench.kernels.layer_bench import info_of
 
 LENGTHS = [3, 0, 65, 1, 130]
 

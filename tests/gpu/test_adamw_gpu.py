@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from nestrec.pipeline.dense.options import OptimizerConfig
-from nestrec.pipeline.dense.update import AdamW
+from nestrec.pipeline.dense.dense_optimizer import AdamW, OptimizerConfig
 
 pytestmark = pytest.mark.gpu
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from nestrec.jagged import offsets_of
-from nestrec.ops.attention.hstu import hstu_attention, hstu_attention_padded
-from nestrec.ops.attention.mask import AttentionRules, semi_local
-from nestrec.ops.attention.relative_bias import RelativeBias
+from nestrec.ops.attention.hstu_attention import hstu_attention, hstu_attention_padded
+from nestrec.ops.attention.mask_and_bias import AttentionRules, RelativeBias, semi_local
 
 pytestmark = pytest.mark.gpu
 OPTIONS = [

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from nestrec.ops.registry import IS_INTERPRETED
-from nestrec.ops.rows.best import (
+from nestrec.ops.embedding.top_k_search import (
     ExcludedPairs,
     IndexRows,
     best_keys,
@@ -13,6 +12,7 @@ from nestrec.ops.rows.best import (
     merged_keys,
     scores_and_rows,
 )
+from nestrec.ops.kernel_op import IS_INTERPRETED
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cpu" if IS_INTERPRETED else "cuda"
@@ -67,7 +67,7 @@ def test_parts_of_an_index_give_what_the_whole_gives():
 def test_queries_of_several_launches_keep_their_own_exclusions(monkeypatch):
     torch.manual_seed(1)
     rows, asked, hidden = whole_numbers(200, 16), whole_numbers(3, 16), pairs(3, 200, 60)
-    monkeypatch.setattr("nestrec.ops.rows.best._MOST_KEYS", 2 * 2 * 128)
+    monkeypatch.setattr("nestrec.ops.embedding.top_k_search._MOST_KEYS", 2 * 2 * 128)
     index = IndexRows(rows_ND=rows)
     assert torch.equal(best_keys(asked, index, 9, hidden), best_keys_reference(asked, index, 9, hidden))
 
@@ -103,9 +103,8 @@ def test_real_numbers_and_graphs(dtype):
 
 @pytest.mark.skipif(IS_INTERPRETED, reason="captured by a graph: on a GPU alone")
 def test_captured_searches_are_the_plain_one_batch_after_batch():
-    from nestrec.serving.model.graph_search import GraphSearch
-    from nestrec.serving.model.item_search import ExactSearch, Excluded
-    from nestrec.serving.model.tables import ResidentTable
+    from nestrec.serving.model.item_search import ExactSearch, Excluded, GraphSearch
+    from nestrec.serving.model.served_tables import ResidentTable
 
     torch.manual_seed(3)
     table = ResidentTable(torch.randn(50_000, 64, device="cuda"))

@@ -9,16 +9,16 @@ import torch
 from safetensors.torch import save_file
 
 from nestrec.models.hstu import HSTUConfig
-from nestrec.serving.engine.config import EngineConfig
+from nestrec.serving.engine.batch_scheduler import EngineConfig
 from nestrec.serving.engine.graph_runner import GraphRunner
-from nestrec.serving.engine.runner import Part
-from nestrec.serving.engine.runners import make_runner
-from nestrec.serving.model.forms import make_form
-from nestrec.serving.model.inputs import Candidates, History
-from nestrec.serving.model.random_model import random_ranking
+from nestrec.serving.engine.reference_runner import Part
+from nestrec.serving.engine.serving_engine import make_runner
+from nestrec.serving.kv_cache.kv_page_pool import PagePool
+from nestrec.serving.model.model_adapter import make_form
+from nestrec.serving.model.request_inputs import Candidates, History
 from nestrec.serving.model.row_sources import DramRows
-from nestrec.serving.model.tables import CachedTable, TablesConfig, open_table
-from nestrec.serving.prefix.page_pool import PagePool
+from nestrec.serving.model.served_tables import CachedTable, TablesConfig, open_table
+from nestrec_bench.harness.random_model import random_ranking
 
 pytestmark = pytest.mark.gpu
 ENCODER = HSTUConfig(dim=64, num_layers=2, num_heads=2, head_dim=32, max_length=1026, position_bias=False)

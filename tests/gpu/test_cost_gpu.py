@@ -5,8 +5,8 @@ import json
 import pytest
 
 from nestrec.distributed import Topology
-from nestrec.testing.tiny_runs import config_of, make_datasets
 from nestrec.training.trainer import Trainer
+from support.tiny_runs import config_of, make_datasets
 
 pytestmark = pytest.mark.gpu
 

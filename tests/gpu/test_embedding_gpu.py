@@ -9,13 +9,12 @@ import torch
 from nestrec.base.errors import UserError
 from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine, RowOptimizerConfig, StoreConfig, TableConfig
-from nestrec.embedding.flight.device_dedup import MIN_KEYS
 from nestrec.embedding.initial import initial_vectors, initial_vectors_torch
-from nestrec.embedding.stores.device import DeviceStore
+from nestrec.embedding.routing.deduplicated_keys import MIN_KEYS
+from nestrec.embedding.stores.device_store import DeviceStore
 from nestrec.jagged import Jagged, offsets_of
-from nestrec.ops.rows.gather import gather_rows
-from nestrec.ops.rows.pool import pool_rows
-from nestrec.ops.rows.sum import sum_by_index, sum_by_index_reference
+from nestrec.ops.embedding.row_gather import gather_rows, pool_rows
+from nestrec.ops.embedding.row_sum import sum_by_index, sum_by_index_reference
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from every_model import ENCODERS, FULL, SERVICE, TASKS, Exports, answers_of
 
-from nestrec.data.synthetic.logs import generate, preset
+from nestrec.data.synthetic.synthetic_logs import generate, preset
 
 pytestmark = pytest.mark.gpu
 

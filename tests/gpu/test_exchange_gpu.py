@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from nestrec.bench.kernels.exchange import ExchangeBench, measure_exchange
+from nestrec_bench.kernels.exchange_bench import ExchangeBench, measure_exchange
 
 pytestmark = pytest.mark.gpu
 

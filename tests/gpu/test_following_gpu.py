@@ -5,15 +5,15 @@ import pytest
 import torch
 from changing_run import ChangingRun, assert_same_rows
 
-from nestrec.checkpoint.places import place_of
+from nestrec.artifacts.storage import place_of
 from nestrec.distributed import Topology
-from nestrec.serving.api.reloader import Reloader
-from nestrec.serving.engine.engine import EngineConfig
-from nestrec.serving.model.inputs import Candidates, History
-from nestrec.serving.model.tables import TablesConfig
-from nestrec.serving.service import Service, ServiceConfig
-from nestrec.serving.versions.reader import Versions
-from nestrec.testing.tiny_runs import make_datasets
+from nestrec.serving.engine.batch_scheduler import EngineConfig
+from nestrec.serving.model.request_inputs import Candidates, History
+from nestrec.serving.model.served_tables import TablesConfig
+from nestrec.serving.service.inference_service import Service, ServiceConfig
+from nestrec.serving.service.model_reloader import Reloader
+from nestrec.serving.versions.version_store import Versions
+from support.tiny_runs import make_datasets
 
 pytestmark = pytest.mark.gpu
 CONFIG = ServiceConfig(engine=EngineConfig(max_queue_s=1e9))

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from nestrec.base.errors import UserError
-from nestrec.ops.layers.dropout import Dropout
-from nestrec.ops.layers.feed_forward import feed_forward
+from nestrec.ops.kernel_op import IS_INTERPRETED
 from nestrec.ops.layers.fp8 import (
     eight_bit_rows,
     eight_bit_rows_reference,
@@ -15,9 +14,7 @@ from nestrec.ops.layers.fp8 import (
     fp8_product_reference,
     fp8_products,
 )
-from nestrec.ops.layers.gated_output import gated_output
-from nestrec.ops.layers.norm_projection import norm_projection
-from nestrec.ops.registry import IS_INTERPRETED
+from nestrec.ops.layers.fused_layers import Dropout, feed_forward, gated_output, norm_projection
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cpu" if IS_INTERPRETED else "cuda"

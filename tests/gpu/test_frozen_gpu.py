@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from nestrec.embedding.shard import TableShard
-from nestrec.embedding.table import StoreConfig, TableConfig
+from nestrec.embedding.table_config import StoreConfig, TableConfig
+from nestrec.embedding.table_shard import TableShard
 
 pytestmark = pytest.mark.gpu
 
@@ -44,8 +44,8 @@ def test_frozen_rows_are_those_of_the_moment(kind, may_change):
 @pytest.mark.parametrize("num_rows", [20_000, None])
 def test_rows_of_a_gpu_are_read_in_pieces_while_a_training_thread_changes_and_adds_them(monkeypatch, num_rows):
     """No copy of the table: pinned memory of so many rows, and the table moves where it grows."""
-    monkeypatch.setattr("nestrec.embedding.frozen_table.CHUNK_BYTES", 1 << 15)
-    monkeypatch.setattr("nestrec.embedding.frozen_table._ROWS_A_TURN", 256)
+    monkeypatch.setattr("nestrec.embedding.table_snapshot.CHUNK_BYTES", 1 << 15)
+    monkeypatch.setattr("nestrec.embedding.table_snapshot._ROWS_A_TURN", 256)
     table = TableConfig(name="t", dim=8, num_rows=num_rows, store=StoreConfig(kind="device"))
     shard, draw = TableShard(table, 0, 1, torch.device("cuda")), np.random.default_rng(2)
 

@@ -11,22 +11,26 @@ import numpy as np
 import pytest
 import torch
 
-from nestrec.bench.kernels.layer import info_of
 from nestrec.models import HSTU, FuXi, FuXiConfig, HSTUConfig, SequenceInfo
-from nestrec.models.reach import AttentionReach
-from nestrec.ops.attention import bias_products
-from nestrec.ops.attention.bias_channels import bias_attention, bias_attention_padded
-from nestrec.ops.attention.mask import PLAIN, semi_local
+from nestrec.models.backbone_spec import AttentionReach
+from nestrec.ops.attention import bias_only
+from nestrec.ops.attention.bias_only import bias_attention, bias_attention_padded
+from nestrec.ops.attention.mask_and_bias import PLAIN, RelativeBias, semi_local
 from nestrec.ops.attention.pair_tiles import pair_buckets, plan_tiles
-from nestrec.ops.attention.relative_bias import RelativeBias
-from nestrec.ops.layers.dropout import Dropout
-from nestrec.ops.layers.feed_forward import feed_forward, feed_forward_reference
-from nestrec.ops.layers.gated_output import gated_output, gated_output_reference
-from nestrec.ops.layers.norm_projection import norm_projection, norm_projection_reference, without_keeping
-from nestrec.ops.layers.token_input import token_input, token_input_reference
-from nestrec.ops.layers.unit_rows import unit_rows, unit_rows_reference
-from nestrec.ops.registry import IS_INTERPRETED
-from nestrec.ops.rows.stored import StoredRows
+from nestrec.ops.embedding.row_gather import StoredRows
+from nestrec.ops.kernel_op import IS_INTERPRETED
+from nestrec.ops.layers.fused_layers import (
+    Dropout,
+    feed_forward,
+    feed_forward_reference,
+    gated_output,
+    gated_output_reference,
+    norm_projection,
+    norm_projection_reference,
+    without_keeping,
+)
+from nestrec.ops.layers.token_input import token_input, token_input_reference, unit_rows, unit_rows_reference
+from nestrec_bench.kernels.layer_bench import info_of
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cpu" if IS_INTERPRETED else "cuda"
@@ -197,7 +201,7 @@ def test_attention_by_bias_alone_in_windows(times, window, prefix):
 
 def test_attention_by_bias_alone_with_few_weights_at_a_time_and_many_buckets(monkeypatch):
     """One block of rows after the other; buckets that are no bytes."""
-    monkeypatch.setattr(bias_products, "MAX_WEIGHTS", 1)
+    monkeypatch.setattr(bias_only, "MAX_WEIGHTS", 1)
     check_bias_attention([130, 0, 5], "table", 40, HALF, num_buckets=300)
 
 

@@ -3,13 +3,10 @@
 import pytest
 import torch
 
-from nestrec.ops.losses.candidates import LossCandidates, make_candidates
-from nestrec.ops.losses.grouped import grouped_loss
-from nestrec.ops.losses.sampled import sampled_loss
-from nestrec.ops.losses.softmax import full_cross_entropy
-from nestrec.ops.losses.sum_outer import sum_outer
-from nestrec.ops.losses.tiled_cross_entropy import tiled_cross_entropy
-from nestrec.ops.rows.stored import StoredRows
+from nestrec.ops.embedding.row_gather import StoredRows
+from nestrec.ops.losses.cross_entropy import tiled_cross_entropy
+from nestrec.ops.losses.item_losses import LossCandidates, full_cross_entropy, make_candidates
+from nestrec.ops.losses.sampled_losses import grouped_loss, sampled_loss, sum_outer
 
 pytestmark = pytest.mark.gpu
 STORED_ROWS, WIDTH = 1 << 18, 64

@@ -22,15 +22,15 @@ import torch
 from dense_jobs import THREE_BUCKETS
 from schedule_jobs import Job, Training, batches_of, regrouped, same, train
 
-from nestrec.base.exit_codes import PEER_LOST
-from nestrec.bench.harness.frame import make_frame
+from nestrec.base.errors import PEER_LOST
 from nestrec.distributed import Topology
-from nestrec.distributed.exchange import all_gather_equal, all_reduce_sum, all_to_all_rows, broadcast
-from nestrec.distributed.options import RanksConfig
+from nestrec.distributed.collectives import all_gather_equal, all_reduce_sum, all_to_all_rows, broadcast
+from nestrec.distributed.topology import RanksConfig
 from nestrec.distributed.transports import DeviceStaged
 from nestrec.pipeline import Feed, Rates, Step
 from nestrec.pipeline.collision_stages import CollisionStages
-from nestrec.testing.ranks import RankPool
+from nestrec.report.result_file import make_frame
+from support.rank_pool import RankPool
 
 pytestmark = pytest.mark.gpu
 
@@ -257,8 +257,8 @@ def test_a_collective_that_hangs_ends_the_process_with_its_code_and_cause():
 import torch, torch.distributed as dist, time
 from datetime import timedelta
 from nestrec.distributed import Topology
-from nestrec.distributed.exchange import all_reduce_sum
-from nestrec.distributed.options import RanksConfig
+from nestrec.distributed.collectives import all_reduce_sum
+from nestrec.distributed.topology import RanksConfig
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60))
 device = torch.device("cuda", 0)
 topology = Topology.of_process_group(device, RanksConfig(exchange="collectives"), groups_of_one=True, timeout_s=2.0)

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from nestrec.distributed import Topology
-from nestrec.testing.tiny_runs import FAMILIES, config_of, make_datasets
-from nestrec.training.run_digest import run_digest
+from nestrec.training.state import run_digest
 from nestrec.training.trainer import Trainer
+from support.tiny_runs import FAMILIES, config_of, make_datasets
 
 pytestmark = pytest.mark.gpu
 WIDE = {

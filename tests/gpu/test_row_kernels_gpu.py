@@ -4,14 +4,23 @@ import numpy as np
 import pytest
 import torch
 
-from nestrec.ops.registry import IS_INTERPRETED
-from nestrec.ops.rows.dedup_keys import dedup_keys, dedup_keys_reference
-from nestrec.ops.rows.gather import gather_rows, take_rows
-from nestrec.ops.rows.move import move_rows, move_rows_reference
-from nestrec.ops.rows.round import store_rounded
-from nestrec.ops.rows.spans import PlaceGroups, RowList, Spans, add_spans, gather_spans, group, scatter_spans
-from nestrec.ops.rows.sum import sum_by_index, sum_by_index_reference
-from nestrec.ops.rows.update import KINDS, RowRule, update_rows, update_rows_reference
+from nestrec.ops.embedding.dedup_keys import dedup_keys, dedup_keys_reference
+from nestrec.ops.embedding.row_copy import (
+    PlaceGroups,
+    RowList,
+    Spans,
+    add_spans,
+    gather_spans,
+    group,
+    move_rows,
+    move_rows_reference,
+    scatter_spans,
+)
+from nestrec.ops.embedding.row_gather import gather_rows, take_rows
+from nestrec.ops.embedding.row_sum import sum_by_index, sum_by_index_reference
+from nestrec.ops.embedding.row_update import KINDS, RowRule, update_rows, update_rows_reference
+from nestrec.ops.embedding.stochastic_rounding import store_rounded
+from nestrec.ops.kernel_op import IS_INTERPRETED
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cpu" if IS_INTERPRETED else "cuda"

@@ -10,19 +10,19 @@ import pytest
 import torch
 
 from nestrec.models import FuXiConfig, HSTUConfig, SASRecConfig
-from nestrec.models.reach import AttentionReach
+from nestrec.models.backbone_spec import AttentionReach
 from nestrec.serving.engine.batch_layout import Extent
-from nestrec.serving.engine.engine import Engine, EngineConfig
-from nestrec.serving.engine.runner import Runner
-from nestrec.serving.model.forms import make_form
-from nestrec.serving.model.inputs import Candidates, History
-from nestrec.serving.model.random_model import random_ranking, random_retrieval
-from nestrec.serving.prefix.copier import Copier
-from nestrec.serving.prefix.host_pages import HostPages
-from nestrec.serving.prefix.page_pool import PagePool
-from nestrec.serving.prefix.tiers import TiersConfig
-from nestrec.serving.prefix.trigger import TriggerConfig
-from nestrec.testing.users_before import with_users_before
+from nestrec.serving.engine.batch_scheduler import EngineConfig
+from nestrec.serving.engine.reference_runner import Runner
+from nestrec.serving.engine.serving_engine import Engine
+from nestrec.serving.kv_cache.host_prefix_cache import HostPages
+from nestrec.serving.kv_cache.kv_page_pool import PagePool
+from nestrec.serving.kv_cache.preinfer_trigger import TriggerConfig
+from nestrec.serving.kv_cache.tiered_prefix_cache import Copier, TiersConfig
+from nestrec.serving.model.model_adapter import make_form
+from nestrec.serving.model.request_inputs import Candidates, History
+from nestrec_bench.harness.random_model import random_ranking, random_retrieval
+from support.random_models import with_users_before
 
 pytestmark = pytest.mark.gpu
 SIZES = {"dim": 64, "num_layers": 3, "num_heads": 2, "max_length": 1026}

@@ -9,14 +9,14 @@ from serving_oracle import oracle_scores
 from serving_sequences import Sequences
 
 from nestrec.models import FuXiConfig, HSTUConfig, SASRecConfig
-from nestrec.serving.engine.engine import Engine, EngineConfig
-from nestrec.serving.engine.runner import Part, Runner
-from nestrec.serving.engine.runners import make_runner
-from nestrec.serving.model.forms import make_form
-from nestrec.serving.model.random_model import random_ranking
-from nestrec.serving.prefix.page_pool import pool_for
-from nestrec.serving.prefix.tiers import TiersConfig
-from nestrec.serving.prefix.trigger import TriggerConfig
+from nestrec.serving.engine.batch_scheduler import EngineConfig
+from nestrec.serving.engine.reference_runner import Part, Runner
+from nestrec.serving.engine.serving_engine import Engine, make_runner
+from nestrec.serving.kv_cache.kv_page_pool import pool_for
+from nestrec.serving.kv_cache.preinfer_trigger import TriggerConfig
+from nestrec.serving.kv_cache.tiered_prefix_cache import TiersConfig
+from nestrec.serving.model.model_adapter import make_form
+from nestrec_bench.harness.random_model import random_ranking
 
 pytestmark = pytest.mark.gpu
 SIZES = {"dim": 32, "num_layers": 2, "num_heads": 2, "head_dim": 16, "max_length": 64}

@@ -5,7 +5,7 @@ import re
 import tomllib
 from pathlib import Path
 
-from nestrec.base.seam import Seam
+from nestrec.base.plugins import Seam
 
 ROOT = Path(__file__).resolve().parents[2]
 PLUGIN = ROOT / "examples" / "plugin"

@@ -56,7 +56,7 @@ def test_a_folder_imports_only_from_those_above_it(folder):
 def test_no_other_folder_imports_testing():
     for path in PACKAGE.rglob("*.py"):
         if "testing" not in path.relative_to(PACKAGE).parts:
-            assert not any(name.startswith("nestrec.testing") for name in imports_of(path)), path
+            assert not any(name.startswith("support") for name in imports_of(path)), path
 
 
 @pytest.mark.parametrize("folder", CORE)
@@ -104,7 +104,7 @@ def test_what_python_users_call_needs_no_server():
     """The extra packages of `nestrec serve` need not be there to train, load, recommend and export."""
     extras = ("uvicorn", "httptools", "uvloop", "orjson", "prometheus_client")
     code = f"import sys; sys.modules.update(dict.fromkeys({extras}))\n"
-    code += "import nestrec, nestrec.serving.api.reading, nestrec.serving.api.notes\n"
+    code += "import nestrec, nestrec.serving.inputs.request_resolver, nestrec.serving.inputs.request_resolver\n"
     code += "nestrec.load, nestrec.train, nestrec.export, nestrec.publish"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=250)
 

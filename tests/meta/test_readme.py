@@ -13,11 +13,11 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from nestrec.base.moments import moment_ms
+from nestrec.base.config_values import moment_ms
 from nestrec.cli.app import app
-from nestrec.serving.api.app import App
-from nestrec.serving.api.schema import LimitsConfig
-from nestrec.serving.service import Service, ServiceConfig
+from nestrec.serving.core.request_limits import LimitsConfig
+from nestrec.serving.http.http_app import App
+from nestrec.serving.service.inference_service import Service, ServiceConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 

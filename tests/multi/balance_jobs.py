@@ -8,10 +8,10 @@ import torch
 
 from nestrec.balance import CostModel
 from nestrec.distributed import Topology
-from nestrec.testing.tiny_runs import config_of
 from nestrec.trace import Span
-from nestrec.training.listener import Listener
+from nestrec.training.callbacks import Listener
 from nestrec.training.trainer import Trainer
+from support.tiny_runs import config_of
 
 TRUTH = CostModel(token=3e-3, token_squared=2e-5, step=0.01)
 """coarse, so that whole nanoseconds do not show"""

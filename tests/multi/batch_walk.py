@@ -17,14 +17,13 @@ import numpy as np
 import torch
 
 import nestrec
-from nestrec.data.batches import Batch, MicroBatch
-from nestrec.data.order import Position
+from nestrec.data.batch_loader import Batch, MicroBatch
+from nestrec.data.batch_order import Position
 from nestrec.distributed import Topology
-from nestrec.ops.rows.gather import gather_rows
+from nestrec.ops.embedding.row_gather import gather_rows
 from nestrec.pipeline import Feed, Rates, Step, TrainingPipeline
-from nestrec.pipeline.compute import LossCompute
-from nestrec.pipeline.dense.options import OptimizerConfig
-from nestrec.pipeline.dense.update import DenseUpdate
+from nestrec.pipeline.dense.dense_optimizer import DenseUpdate, OptimizerConfig
+from nestrec.pipeline.exchange_window import LossCompute
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "architecture-walk.md"
 TOOLS = ("base", "trace", "ops")
@@ -178,7 +177,7 @@ def page(found: Walk) -> str:
 
 
 if __name__ == "__main__":
-    from nestrec.testing.ranks import RankPool
+    from support.rank_pool import RankPool
 
     pool = RankPool(2)
     PAGE.write_text(page(pool.run(walk)[0]))

@@ -4,17 +4,16 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from nestrec.embedding.flight.overlap import Overlap
+from nestrec.embedding.routing.batch_overlap import Overlap
 from nestrec.pipeline import SCHEDULES, ScheduleSpec
-from nestrec.pipeline.look_ahead import LookupAhead
-from nestrec.pipeline.machine import Machine
-from nestrec.pipeline.phases import FetchedBatch
+from nestrec.pipeline.exchange_window import Window
+from nestrec.pipeline.schedule_types import FetchedBatch
 from nestrec.pipeline.schedules.dual_buffer import DualBuffer
 from nestrec.pipeline.schedules.frozen_window import FrozenWindow
 from nestrec.pipeline.schedules.nested import Nested
 from nestrec.pipeline.schedules.priority import Priority
 from nestrec.pipeline.schedules.semi_async import SemiAsync
-from nestrec.pipeline.window import Window
+from nestrec.pipeline.stage_runner import LookupAhead, Machine
 
 CLASSES = {"dual_buffer": DualBuffer, "frozen_window": FrozenWindow, "nested": Nested}
 

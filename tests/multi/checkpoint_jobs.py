@@ -9,7 +9,7 @@ from nestrec.base.errors import PeerLostError
 from nestrec.checkpoint import Checkpoints, Content, Peers
 from nestrec.distributed import Topology
 from nestrec.embedding.hashing import owner_of
-from nestrec.testing.contents import make_rows
+from support.checkpoint_contents import make_rows
 
 NUM_KEYS, LAST_STEP = 200, 4
 

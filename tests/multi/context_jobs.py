@@ -11,17 +11,16 @@ from torch import nn
 import nestrec
 from nestrec.distributed import Topology
 from nestrec.distributed.context_ring import ContextRing
-from nestrec.distributed.options import RanksConfig
+from nestrec.distributed.topology import RanksConfig
 from nestrec.models.hstu import HSTU, HSTUConfig
-from nestrec.ops.attention.mask import PLAIN, AttentionRules, semi_local
-from nestrec.ops.attention.relative_bias import RelativeBias
-from nestrec.ops.context.attention import (
+from nestrec.ops.attention.mask_and_bias import PLAIN, AttentionRules, RelativeBias, semi_local
+from nestrec.ops.context_parallel.ring_attention import (
     fuxi_attention_in_context,
     hstu_attention_in_context,
     softmax_attention_in_context,
 )
-from nestrec.ops.context.parts import TokenParts
-from nestrec.ops.context.ring_sum import Context
+from nestrec.ops.context_parallel.ring_sum import Context
+from nestrec.ops.context_parallel.token_partition import TokenParts
 
 Kind = Literal["plain", "tables", "function", "local", "fuxi", "sasrec"]
 KINDS: tuple[Kind, ...] = ("plain", "tables", "function", "local", "fuxi", "sasrec")

@@ -11,15 +11,14 @@ from schedule_jobs import Job, batches_of, regrouped, tables_of, tiny_loss, trai
 from torch import nn
 
 from nestrec.distributed import DenseSync, Topology
-from nestrec.distributed.options import RanksConfig
+from nestrec.distributed.topology import RanksConfig
 from nestrec.embedding import EmbeddingEngine
 from nestrec.models.hstu import HSTUConfig
 from nestrec.models.sequence import SequenceInfo
 from nestrec.pipeline import Feed, Rates, Step, TrainingPipeline
-from nestrec.pipeline.compute import LossCompute
-from nestrec.pipeline.dense.options import OptimizerConfig
-from nestrec.pipeline.dense.sharded_layers import ShardedLayers
-from nestrec.pipeline.dense.update import DenseUpdate
+from nestrec.pipeline.dense.dense_optimizer import DenseUpdate, OptimizerConfig
+from nestrec.pipeline.dense.fsdp_layers import ShardedLayers
+from nestrec.pipeline.exchange_window import LossCompute
 
 THREE_BUCKETS = RanksConfig(dense_bucket_mib=3e-5)
 """Of the weights of `Tiny`: two that can be summed early, and the last."""

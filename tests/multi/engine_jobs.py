@@ -9,11 +9,11 @@ import torch
 
 from nestrec.base.errors import UserError
 from nestrec.distributed import DenseSync, Topology
-from nestrec.distributed.exchange import agree, all_reduce_sum, raise_together
-from nestrec.distributed.options import RanksConfig
+from nestrec.distributed.collectives import agree, all_reduce_sum, raise_together
+from nestrec.distributed.topology import RanksConfig
 from nestrec.embedding import EmbeddingEngine, RowOptimizerConfig, StoreConfig, TableConfig
 from nestrec.jagged import Jagged
-from nestrec.ops.rows.gather import gather_rows
+from nestrec.ops.embedding.row_gather import gather_rows
 
 NUM_ROWS, NUM_SAMPLES, LENGTH = 60, 12, 4
 LEARNING_RATE = 0.05

@@ -47,15 +47,15 @@ from numba import njit
 from numpy.typing import NDArray
 from step_records import AFTER, BEFORE, BESIDE, StepRecords, read_steps, stall, step_ms
 
-from nestrec.base.parallel import cores_of_rank, in_order
-from nestrec.bench.harness.frame import write_frame
-from nestrec.checkpoint import Checkpoints, Content, Peers, Restored, writer
-from nestrec.checkpoint.durable import write_file
+from nestrec.artifacts.atomic_files import write_file
+from nestrec.base.thread_team import cores_of_rank, in_order
+from nestrec.checkpoint import Checkpoints, Content, Peers, Restored, checkpoint_writer
 from nestrec.distributed import Topology
 from nestrec.embedding.row_optimizer import RowOptimizerConfig
-from nestrec.embedding.shard import TableShard
-from nestrec.embedding.table import StoreConfig, TableConfig, layout_of
-from nestrec.testing.ranks import RankPool
+from nestrec.embedding.table_config import StoreConfig, TableConfig, layout_of
+from nestrec.embedding.table_shard import TableShard
+from nestrec.report.result_file import write_frame
+from support.rank_pool import RankPool
 
 DIM, STEP_ROWS, PART_ROWS = 128, 8192, 1 << 17
 WIDTH_ON_DEVICE, PRODUCTS_ON_DEVICE = 2048, 16
@@ -95,7 +95,7 @@ def files_in_memory(options: argparse.Namespace) -> None:
         path.symlink_to(place)
         return written
 
-    writer.write_file = write  # type: ignore[attr-defined]
+    checkpoint_writer.write_file = write  # type: ignore[attr-defined]
 
 
 def cores_of(rank: int, world: int) -> tuple[list[int], list[int]]:
@@ -245,7 +245,7 @@ def _save_once(
     own, others = cores_of(peers.rank, peers.world) if options.pinned else ([], [])
     everywhere = os.sched_getaffinity(0)
     if own:
-        writer.cores_of_rank = lambda: 1 + len(others) // peers.world  # type: ignore[attr-defined]
+        checkpoint_writer.cores_of_rank = lambda: 1 + len(others) // peers.world  # type: ignore[attr-defined]
     if peers.is_first:
         remove_files(options)  # a disk may not hold two of them
     records = training.records = StepRecords(steps_file(options, peers.rank, step))

@@ -17,18 +17,17 @@ import numpy as np
 import torch
 from schedule_jobs import regrouped
 
-from nestrec.bench.harness.frame import write_frame
 from nestrec.distributed import Topology
+from nestrec.distributed.collectives import all_reduce_sum
 from nestrec.distributed.context_ring import ContextRing
-from nestrec.distributed.exchange import all_reduce_sum
-from nestrec.distributed.options import RanksConfig
+from nestrec.distributed.topology import RanksConfig
 from nestrec.models.hstu import HSTU, HSTUConfig
 from nestrec.models.sequence import SequenceInfo
-from nestrec.ops.attention.mask import PLAIN
-from nestrec.ops.context.blocks import blocks_of
-from nestrec.ops.context.parts import TokenParts
-from nestrec.ops.context.ring_sum import Context
-from nestrec.testing.ranks import RankPool
+from nestrec.ops.attention.mask_and_bias import PLAIN
+from nestrec.ops.context_parallel.ring_sum import Context
+from nestrec.ops.context_parallel.token_partition import TokenParts, blocks_of
+from nestrec.report.result_file import write_frame
+from support.rank_pool import RankPool
 
 Found = dict[str, Any]
 

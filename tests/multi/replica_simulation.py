@@ -8,13 +8,11 @@ import numpy as np
 import torch
 from schedule_jobs import Job, Tiny, batches_of, tables_of, tiny_loss
 
-from nestrec.data.batches import Batch
+from nestrec.data.batch_loader import Batch
 from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine
-from nestrec.pipeline.compute import LossCompute
-from nestrec.pipeline.dense.options import OptimizerConfig
-from nestrec.pipeline.dense.update import DenseUpdate
-from nestrec.pipeline.window import Window
+from nestrec.pipeline.dense.dense_optimizer import DenseUpdate, OptimizerConfig
+from nestrec.pipeline.exchange_window import LossCompute, Window
 
 
 class Group:

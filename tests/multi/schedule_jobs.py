@@ -11,17 +11,16 @@ from broken_schedules import broken
 from torch import nn
 
 from nestrec.base.errors import UserError
-from nestrec.data.batches import Batch, MicroBatch
-from nestrec.data.order import Position
+from nestrec.data.batch_loader import Batch, MicroBatch
+from nestrec.data.batch_order import Position
 from nestrec.distributed import Topology
-from nestrec.distributed.options import RanksConfig
+from nestrec.distributed.topology import RanksConfig
 from nestrec.embedding import EmbeddingEngine, RowOptimizerConfig, StoreConfig, TableConfig
-from nestrec.embedding.replica_sync import ReplicaSyncConfig
-from nestrec.ops.rows.gather import gather_rows
+from nestrec.embedding.routing.replica_key_union import ReplicaSyncConfig
+from nestrec.ops.embedding.row_gather import gather_rows
 from nestrec.pipeline import Feed, PipelineConfig, Rates, Step, TrainingPipeline
-from nestrec.pipeline.compute import LossCompute
-from nestrec.pipeline.dense.options import OptimizerConfig
-from nestrec.pipeline.dense.update import DenseUpdate
+from nestrec.pipeline.dense.dense_optimizer import DenseUpdate, OptimizerConfig
+from nestrec.pipeline.exchange_window import LossCompute
 from nestrec.trace import Span
 
 NUM_ROWS, LENGTH, DIM = 4000, 4, 8

@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from nestrec.base.errors import UserError
-from nestrec.data.sources.source import StreamPiece, StreamPosition, StreamRows, open_source
+from nestrec.data.streaming.stream_source import StreamPiece, StreamPosition, StreamRows, open_source
 from nestrec.distributed import Topology
-from nestrec.testing.streams import follow_options
-from nestrec.testing.tiny_runs import config_of
-from nestrec.training.following import StreamFollower
-from nestrec.training.session import together
-from nestrec.training.shared_source import SharedSource
-from nestrec.training.stopping import Interrupted, StopRequest
+from nestrec.training.distributed_source import SharedSource
+from nestrec.training.run_checkpointer import Interrupted, StopRequest
+from nestrec.training.stream_trainer import StreamFollower
 from nestrec.training.trainer import Trainer
+from nestrec.training.training_session import together
+from support.stream_fixtures import follow_options
+from support.tiny_runs import config_of
 
 
 def read_all(

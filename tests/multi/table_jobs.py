@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from nestrec.distributed import Topology
-from nestrec.distributed.exchange import all_gather_equal
+from nestrec.distributed.collectives import all_gather_equal
 from nestrec.embedding import EmbeddingEngine, RowOptimizerConfig, StoreConfig, TableConfig
 from nestrec.jagged import Jagged
 from nestrec.pipeline import PipelineConfig, TrainingPipeline

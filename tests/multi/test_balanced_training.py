@@ -9,8 +9,8 @@ from balance_jobs import TRUTH, relative, train, train_with_times
 from nestrec.balance import POLICIES
 from nestrec.pipeline import SCHEDULES
 from nestrec.report import write_report
-from nestrec.testing.tiny_runs import make_datasets
 from nestrec.trace import load_spans
+from support.tiny_runs import make_datasets
 
 NUM_STEPS, NUM_STEPS_OF_GRID = 10, 100
 UNEQUAL, WITH_EMPTY_RANK = 7, 3

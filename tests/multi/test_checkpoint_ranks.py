@@ -4,7 +4,7 @@ from pathlib import Path
 
 from checkpoint_jobs import LAST_STEP, NUM_KEYS, load_chain, lose_a_peer, save_chain
 
-from nestrec.testing.ranks import RankFailure, RankPool
+from support.rank_pool import RankFailure, RankPool
 
 
 def test_a_chain_saved_by_4_processes_loads_on_4_and_2(pools, tmp_path: Path) -> None:

@@ -13,12 +13,12 @@ from nestrec.base.errors import UserError
 from nestrec.distributed import Topology
 from nestrec.distributed.context_ring import ContextRing
 from nestrec.jagged import offsets_of
-from nestrec.ops.attention.bias_channels import bias_attention_reference
-from nestrec.ops.attention.hstu import hstu_attention_reference
-from nestrec.ops.attention.softmax import softmax_attention_reference
-from nestrec.ops.context.attention import ChannelSums, SiluSum
-from nestrec.ops.context.ring_sum import ring_sum_reference
-from nestrec.pipeline.options import PipelineConfig
+from nestrec.ops.attention.bias_only import bias_attention_reference
+from nestrec.ops.attention.hstu_attention import hstu_attention_reference
+from nestrec.ops.attention.softmax_attention import softmax_attention_reference
+from nestrec.ops.context_parallel.ring_attention import ChannelSums, SiluSum
+from nestrec.ops.context_parallel.ring_sum import ring_sum_reference
+from nestrec.pipeline.schedule_spec import PipelineConfig
 
 pytestmark = pytest.mark.timeout(300)
 

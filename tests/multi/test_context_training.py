@@ -10,8 +10,8 @@ import pytest
 from training_jobs import largest_difference, train
 
 from nestrec.distributed import Topology
-from nestrec.testing.tiny_runs import make_datasets
-from nestrec.training.run_digest import run_digest
+from nestrec.training.state import run_digest
+from support.tiny_runs import make_datasets
 
 pytestmark = pytest.mark.timeout(300)
 

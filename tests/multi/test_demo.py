@@ -9,9 +9,9 @@ import pytest
 
 from nestrec.base.errors import UserError
 from nestrec.cli.app import app
-from nestrec.cli.demo import _post
-from nestrec.report.evaluations import ratio_to_best
-from nestrec.report.run_folder import headline_evaluation, load_run
+from nestrec.cli.demo_command import _post
+from nestrec.report.formatting import ratio_to_best
+from nestrec.report.run_records import headline_evaluation, load_run
 
 SMALL = {
     "training.max_steps": "12",

@@ -17,22 +17,21 @@ import torch
 from dense_jobs import Pause, wait_for_sum
 from torch import nn
 
-from nestrec.bench.harness.frame import make_frame
-from nestrec.data.batches import Batch, MicroBatch
-from nestrec.data.order import Position
+from nestrec.data.batch_loader import Batch, MicroBatch
+from nestrec.data.batch_order import Position
 from nestrec.distributed import Topology
-from nestrec.distributed.exchange import barrier
-from nestrec.distributed.limited_links import can_limit, limited_links
-from nestrec.distributed.local_ranks import run_on_ranks
-from nestrec.distributed.options import RanksConfig
+from nestrec.distributed.collectives import barrier
+from nestrec.distributed.topology import RanksConfig
 from nestrec.embedding import EmbeddingEngine, TableConfig
-from nestrec.ops.rows.gather import gather_rows
+from nestrec.ops.embedding.row_gather import gather_rows
 from nestrec.pipeline import Feed, Rates, Step, TrainingPipeline
-from nestrec.pipeline.compute import LossCompute
-from nestrec.pipeline.dense.options import OptimizerConfig
-from nestrec.pipeline.dense.update import DenseUpdate
+from nestrec.pipeline.dense.dense_optimizer import DenseUpdate, OptimizerConfig
+from nestrec.pipeline.exchange_window import LossCompute
+from nestrec.report.result_file import make_frame
 from nestrec.trace import Span
 from nestrec.trace.exposed import Timeline
+from nestrec_bench.harness.links import can_limit, limited_links
+from nestrec_bench.harness.local_ranks import run_on_ranks
 
 WIDTH, LAYERS, SAMPLES, MICRO_BATCHES, LINK_MBIT = 512, 8, 512, 2, 400.0
 BUCKET_MIB = 1.0

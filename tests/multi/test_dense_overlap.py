@@ -4,7 +4,7 @@ import pytest
 from dense_jobs import THREE_BUCKETS, gradient_in_two_parts, spans_of_paused_backward, train_late_and_early
 from schedule_jobs import Job, train
 
-from nestrec.testing.ranks import RankFailure
+from support.rank_pool import RankFailure
 
 EXACT = ["dual_buffer", "frozen_window", "nested", "priority"]
 SMALL = Job(num_steps=4, num_micro_batches=2, ranks=THREE_BUCKETS, shares=(7, 0, 1, 4))

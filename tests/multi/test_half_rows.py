@@ -9,7 +9,7 @@ import torch
 from nestrec.base.errors import UserError
 from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine, TableConfig
-from nestrec.pipeline.window import Window
+from nestrec.pipeline.exchange_window import Window
 
 DIM, NUM_ROWS = 10, 300
 

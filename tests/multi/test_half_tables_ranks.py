@@ -11,7 +11,7 @@ from schedule_jobs import Job, train
 from test_schedules import EXACT, equality_with_serial, pairwise_cover
 
 from nestrec.distributed import Topology
-from nestrec.distributed.options import RanksConfig
+from nestrec.distributed.topology import RanksConfig
 from nestrec.embedding import EmbeddingEngine, RowOptimizerConfig, StoreConfig, TableConfig
 from nestrec.embedding.row_optimizer import ROW_OPTIMIZERS
 

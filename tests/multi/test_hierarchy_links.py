@@ -16,20 +16,19 @@ import numpy as np
 import pytest
 import torch
 
-from nestrec.bench.harness.frame import make_frame
-from nestrec.data.batches import Batch, MicroBatch
-from nestrec.data.order import Position
+from nestrec.data.batch_loader import Batch, MicroBatch
+from nestrec.data.batch_order import Position
 from nestrec.distributed import Topology
-from nestrec.distributed.exchange import barrier
-from nestrec.distributed.limited_links import bytes_on_link, can_limit, limited_links
-from nestrec.distributed.local_ranks import run_on_ranks
-from nestrec.distributed.options import RanksConfig
+from nestrec.distributed.collectives import barrier
+from nestrec.distributed.topology import RanksConfig
 from nestrec.embedding import EmbeddingEngine, TableConfig
 from nestrec.embedding.hashing import owner_of
 from nestrec.pipeline import Feed, Rates, Step, TrainingPipeline
-from nestrec.pipeline.compute import LossCompute
-from nestrec.pipeline.dense.options import OptimizerConfig
-from nestrec.pipeline.dense.update import DenseUpdate
+from nestrec.pipeline.dense.dense_optimizer import DenseUpdate, OptimizerConfig
+from nestrec.pipeline.exchange_window import LossCompute
+from nestrec.report.result_file import make_frame
+from nestrec_bench.harness.links import bytes_on_link, can_limit, limited_links
+from nestrec_bench.harness.local_ranks import run_on_ranks
 
 HOSTS, RANKS, DIM, MICRO_BATCHES = 2, 2, 64, 2
 SAMPLES, NUM_ROWS, LINK_MBIT = 6000, 10_000, 100.0

@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nestrec.base import exit_codes
-from nestrec.testing.commands import Started, start
-from nestrec.testing.tiny_runs import command_of, make_datasets
+from nestrec.base import errors
+from support.command_runner import Started, start
+from support.tiny_runs import command_of, make_datasets
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 LIMIT_S = 300  # on a machine that others share; the test's own limit is longer still
@@ -28,7 +28,7 @@ def launch(command: list[str], output: Path) -> Started:
 
 def test_a_mistake_ends_with_its_code_and_is_told_once(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "nestrec", "train", "demo", "--training.epochs", "0"]
-    assert launch(command, tmp_path / "said").wait(LIMIT_S) == exit_codes.USER_ERROR
+    assert launch(command, tmp_path / "said").wait(LIMIT_S) == errors.USER_ERROR
     said = (tmp_path / "said").read_text()
     assert "Traceback" not in said
     assert "torch" not in said, "nor a log of its launcher's"
@@ -50,7 +50,7 @@ def test_a_signal_ends_with_the_code_of_the_ranks(tmp_path: Path, ended: str) ->
         os.kill(process.pid, signal.SIGTERM)
     else:
         os.kill(process.children()[-1].pid, signal.SIGKILL)
-    code = exit_codes.INTERRUPTED if ended == "told to stop" else exit_codes.PEER_LOST
+    code = errors.INTERRUPTED if ended == "told to stop" else errors.PEER_LOST
     assert process.wait(LIMIT_S) == code
     said = (tmp_path / "said").read_text()
     assert "Traceback" not in said

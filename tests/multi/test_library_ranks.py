@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 import nestrec
 from nestrec.base.errors import UserError
-from nestrec.serving.many.ports import free_port
-from nestrec.testing.ranks import loaded_context
-from nestrec.testing.tiny_runs import config_of, make_datasets
-from nestrec.training.listener import Listener
+from nestrec.serving.fleet.readiness_probes import free_port
+from nestrec.training.callbacks import Listener
+from support.rank_pool import loaded_context
+from support.tiny_runs import config_of, make_datasets
 
 WORLD, LIMIT_S = 2, 200.0
 pytestmark = pytest.mark.timeout(2 * LIMIT_S)

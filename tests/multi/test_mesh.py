@@ -7,11 +7,11 @@ import pytest
 from engine_jobs import mesh, torchrun_like, train
 
 from nestrec.distributed import Communicator, Topology
-from nestrec.distributed.exchange import all_gather_json
-from nestrec.distributed.options import RanksConfig
+from nestrec.distributed.collectives import all_gather_json
+from nestrec.distributed.topology import RanksConfig
 from nestrec.distributed.topology import mesh as mesh_of
-from nestrec.testing.ranks import RankPool
-from nestrec.trace.collective_log import CollectiveLog
+from nestrec.trace.tracer import CollectiveLog
+from support.rank_pool import RankPool
 
 
 @pytest.fixture(scope="module")

@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any
 
 from nestrec.distributed import Topology
-from nestrec.tasks.variant_choice import LossShape, choose_variant
-from nestrec.testing.tiny_runs import config_of, make_datasets
-from nestrec.training.run_digest import run_digest
+from nestrec.tasks.loss_options import LossShape, choose_variant
+from nestrec.training.state import run_digest
 from nestrec.training.trainer import Trainer
+from support.tiny_runs import config_of, make_datasets
 
 RUN = {"training.max_steps": 9, "training.epochs": 9, "batch.micro_batches": 3, "task.negatives.sharing": 2,
        "task.negatives.sampler": "popularity", "task.negatives.lookup": "float16", "task.negatives.variant": "segments",

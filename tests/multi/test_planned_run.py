@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from training_jobs import train
 
-from nestrec.planning.cluster import load_cluster
+from nestrec.planning.cluster_config import load_cluster
 from nestrec.planning.plan import make_plan
 from nestrec.planning.recipe_workload import workload_of
-from nestrec.tasks.built_in import store_option
-from nestrec.testing.tiny_runs import config_of, make_datasets
+from nestrec.tasks.task_registry import store_option
+from support.tiny_runs import config_of, make_datasets
 
 SHORT = {"training.max_steps": 4, "training.epochs": 1000, "training.evaluate_every_epochs": 0}
 

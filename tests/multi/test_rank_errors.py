@@ -15,7 +15,7 @@ from engine_jobs import (
 )
 
 from nestrec.distributed import Topology
-from nestrec.testing.ranks import RankFailure, RankPool
+from support.rank_pool import RankFailure, RankPool
 
 
 @pytest.mark.parametrize(

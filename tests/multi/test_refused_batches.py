@@ -3,8 +3,8 @@
 import pytest
 from schedule_jobs import Job, train_until_refused
 
-from nestrec.distributed.options import RanksConfig
-from nestrec.embedding.replica_sync import ReplicaSyncConfig
+from nestrec.distributed.topology import RanksConfig
+from nestrec.embedding.routing.replica_key_union import ReplicaSyncConfig
 from nestrec.pipeline import SCHEDULES
 
 WORDS = "feature 'item' = 4000: is not a key of table 'items', which holds 0 to 3999 (found on rank 1)"

@@ -8,8 +8,8 @@ import torch
 from schedule_jobs import Job, same, train
 
 from nestrec.distributed import Topology
-from nestrec.distributed.options import RanksConfig
-from nestrec.embedding.flight import crossing
+from nestrec.distributed.topology import RanksConfig
+from nestrec.embedding.routing import replica_reduction
 
 EXACT = ["dual_buffer", "frozen_window", "nested", "priority"]
 GROUPS = {
@@ -92,12 +92,12 @@ def test_a_gradient_crosses_once_and_only_for_touched_rows(pools):
 
 def replica_bytes(topology: Topology, job: Job, *, is_direct: bool) -> tuple[list[str], int]:
     """Digests of the tables and bytes between holders, with all sums over holders direct or as they are."""
-    least = crossing._FEWEST_HOLDERS
-    crossing._FEWEST_HOLDERS = 99 if is_direct else least
+    least = replica_reduction._FEWEST_HOLDERS
+    replica_reduction._FEWEST_HOLDERS = 99 if is_direct else least
     try:
         found = train(topology, "nested", job)
     finally:
-        crossing._FEWEST_HOLDERS = least
+        replica_reduction._FEWEST_HOLDERS = least
     return found["tables"], found["statistics"].replicas.bytes_sent
 
 

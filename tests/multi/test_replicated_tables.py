@@ -10,8 +10,8 @@ from training_jobs import measure, train
 
 from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine, TableConfig
-from nestrec.serving.model.export import restored_session
-from nestrec.testing.tiny_runs import make_datasets
+from nestrec.exporters.servable_writer import restored_session
+from support.tiny_runs import make_datasets
 
 pytestmark = pytest.mark.timeout(300)
 MORE = {"training.epochs": 1000, "training.evaluate_every_epochs": 0, "batch.batch_samples": 13}

@@ -7,13 +7,13 @@ import pytest
 from numpy.typing import NDArray
 
 from nestrec.balance import POLICIES, BalanceConfig, CostModel, balance
-from nestrec.balance.exchange import Exchanged, exchange_samples
+from nestrec.balance.sample_exchange import Exchanged, exchange_samples
+from nestrec.data.batch_order import contiguous_shares
 from nestrec.data.dataset import Rows
-from nestrec.data.gather import offsets_of_lengths
-from nestrec.data.order import contiguous_shares
-from nestrec.data.synthetic.logs import lengths as draw_lengths
+from nestrec.data.flat_arrays import offsets_of_lengths
+from nestrec.data.synthetic.synthetic_logs import lengths as draw_lengths
 from nestrec.distributed.topology import Communicator, Topology
-from nestrec.testing.ranks import RankPool
+from support.rank_pool import RankPool
 
 COST = CostModel(token=1.0, token_squared=1 / 5120, candidate=3.0)
 
@@ -90,7 +90,7 @@ def test_refined_evens_the_ranks_and_all_agree_on_the_figures(ranks: tuple[RankP
 
 def counted_bytes(topology: Topology) -> tuple[int, int]:
     """Bytes that this rank sends to others, counted in the all-to-all itself, and the figure that is reported."""
-    import nestrec.balance.exchange as module
+    import nestrec.balance.sample_exchange as module
 
     original, sent = module.all_to_all_rows, []
 

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from nestrec.distributed import Topology
-from nestrec.testing.featured_log import EVENT_FEATURES, ITEM_FEATURES, USER_FEATURES, write_featured_log
-from nestrec.testing.tiny_runs import config_of, make_datasets
-from nestrec.training.run_digest import run_digest
+from nestrec.training.state import run_digest
 from nestrec.training.trainer import Trainer
+from support.featured_log import EVENT_FEATURES, ITEM_FEATURES, USER_FEATURES, write_featured_log
+from support.tiny_runs import config_of, make_datasets
 
 RUN = {
     "training.max_steps": 23,

@@ -9,9 +9,9 @@ from dense_jobs import die_in_pass
 from training_jobs import train, train_without_warnings
 
 from nestrec.distributed import Topology
-from nestrec.serving.model.export import servable_of_run
-from nestrec.testing.ranks import RankPool
-from nestrec.testing.tiny_runs import make_datasets
+from nestrec.exporters.servable_writer import servable_of_run
+from support.rank_pool import RankPool
+from support.tiny_runs import make_datasets
 
 FUXI = '{"kind": "fuxi", "num_layers": 2, "num_heads": 1, "ffn_dim": 8}'
 ALL = {

@@ -7,8 +7,7 @@ from engine_jobs import LEARNING_RATE, NUM_ROWS, global_batch, sample_loss, tabl
 
 from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine
-from nestrec.pipeline.dense.options import OptimizerConfig
-from nestrec.pipeline.dense.update import DenseUpdate
+from nestrec.pipeline.dense.dense_optimizer import DenseUpdate, OptimizerConfig
 
 KINDS = ["sgd", "adagrad", "rowwise_adagrad", "adam", "rowwise_adam"]
 USERS = np.arange(-20, 20) * 2**57

@@ -13,9 +13,9 @@ from engine_jobs import train
 
 from nestrec.base.errors import PeerLostError
 from nestrec.distributed import Topology
-from nestrec.distributed.exchange import all_to_all_rows, exchange
-from nestrec.distributed.options import RanksConfig
-from nestrec.distributed.shared_memory import SharedMemory, Shipment, address, connect
+from nestrec.distributed.collectives import all_to_all_rows, exchange
+from nestrec.distributed.topology import RanksConfig
+from nestrec.distributed.transports import SharedMemory, Shipment, address, connect
 
 KINDS = [torch.float32, torch.int64, torch.float16, torch.uint8]
 

@@ -6,9 +6,9 @@ import pytest
 from source_jobs import follow_until_told, read_all, words_while_nothing_comes
 
 from nestrec.distributed import Topology
-from nestrec.testing.ranks import RankFailure
-from nestrec.testing.streams import drop_files, stream_events, topic
-from nestrec.testing.tiny_runs import make_datasets
+from support.rank_pool import RankFailure
+from support.stream_fixtures import drop_files, stream_events, topic
+from support.tiny_runs import make_datasets
 
 
 @pytest.fixture

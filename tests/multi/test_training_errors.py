@@ -10,14 +10,14 @@ import psutil
 import pytest
 from training_jobs import fill_disk_of_one_rank, no_data, other_width_on_last_rank, train
 
-from nestrec.base import exit_codes
+from nestrec.base import errors
 from nestrec.checkpoint import Checkpoints, verify
-from nestrec.checkpoint.folders import committed_steps
-from nestrec.serving.many.ports import free_port
-from nestrec.testing.commands import Started, start
-from nestrec.testing.ranks import RankFailure
-from nestrec.testing.tiny_runs import command_of, make_datasets
-from nestrec.training.run_digest import run_digest
+from nestrec.checkpoint.checkpoint_manifest import committed_steps
+from nestrec.serving.fleet.readiness_probes import free_port
+from nestrec.training.state import run_digest
+from support.command_runner import Started, start
+from support.rank_pool import RankFailure
+from support.tiny_runs import command_of, make_datasets
 
 LIMIT_S = 140  # on a machine that others share
 pytestmark = pytest.mark.timeout(3 * LIMIT_S)
@@ -98,7 +98,7 @@ def test_a_rank_that_dies_ends_the_others_with_their_own_exit_code(data: str, tm
                 ranks[0].wait(timeout=0.01)  # asking without a pause would take a core from the ranks
             assert all(rank.poll() is None for rank in ranks), (tmp_path / "0.txt").read_text()
         ranks[1].send_signal(signal.SIGKILL)
-        assert ranks[0].wait(LIMIT_S) == exit_codes.PEER_LOST
+        assert ranks[0].wait(LIMIT_S) == errors.PEER_LOST
     finally:
         for rank in ranks:
             rank.kill()

@@ -21,8 +21,8 @@ from training_jobs import (
 )
 
 from nestrec.distributed import Topology
-from nestrec.testing.tiny_runs import FAMILIES, make_datasets
-from nestrec.training.run_digest import run_digest
+from nestrec.training.state import run_digest
+from support.tiny_runs import FAMILIES, make_datasets
 
 UNEVEN = {"batch.batch_samples": 13, "training.epochs": 1000, "training.evaluate_every_epochs": 8}
 # How many rows fit is decided shard by shard, so other numbers of ranks keep other rows.

@@ -11,7 +11,7 @@ from balance_jobs import train, train_with_times
 
 from nestrec.base.errors import UserError
 from nestrec.distributed import Topology
-from nestrec.testing.tiny_runs import make_datasets
+from support.tiny_runs import make_datasets
 
 SLOW = (2.0, 1.0)
 """the first of two ranks takes twice the time, which no cost of samples can know"""

@@ -15,11 +15,11 @@ from schedule_jobs import regrouped
 
 from nestrec.base.failpoints import armed
 from nestrec.checkpoint import Checkpoints
-from nestrec.checkpoint.folders import committed_steps
+from nestrec.checkpoint.checkpoint_manifest import committed_steps
 from nestrec.distributed import Topology
-from nestrec.testing.tiny_runs import config_of
-from nestrec.training.stopping import Interrupted
+from nestrec.training.run_checkpointer import Interrupted
 from nestrec.training.trainer import Trainer
+from support.tiny_runs import config_of
 
 More = Mapping[str, object]
 

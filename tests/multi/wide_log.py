@@ -26,7 +26,7 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from nestrec.bench.harness.frame import write_frame
+from nestrec.report.result_file import write_frame
 
 PART_EVENTS = 2_000_000
 EVENTS_A_USER = 50
@@ -126,7 +126,7 @@ def _memory_mib(process: psutil.Process) -> tuple[float, float]:
 
 def train_ranks(data: str, run_folder: str, num_steps: int) -> None:
     """One rank of a run without evaluation; prints what it has read."""
-    from nestrec.base.config import with_overrides
+    from nestrec.base.config_overrides import with_overrides
     from nestrec.distributed import Topology
     from nestrec.training.recipes import recipe
     from nestrec.training.trainer import Trainer

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from nestrec.library.batch import BatchJobConfig, BatchRecommender
+from nestrec.inference.batch_inference import BatchJobConfig, BatchRecommender
 from nestrec.serving.model.servable import Servable
 
 CFG = BatchJobConfig(k=7, part_size=20, batch_tokens=200)

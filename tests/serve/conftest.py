@@ -7,10 +7,10 @@ import pytest
 from featured_runs import Runs
 from small_recipes import LENGTH, Exported, ranking_recipe, train_and_export
 
-from nestrec.data.synthetic.logs import generate, preset
-from nestrec.tasks.table_options import TableOptions
-from nestrec.training.config import DataConfig
+from nestrec.data.synthetic.synthetic_logs import generate, preset
+from nestrec.tasks.table_overrides import TableOptions
 from nestrec.training.recipes import recipe
+from nestrec.training.run_config import DataConfig
 
 
 @pytest.fixture(scope="session")

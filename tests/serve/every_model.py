@@ -10,17 +10,17 @@ import numpy as np
 from small_recipes import LENGTH, ranking_recipe
 
 from nestrec.distributed import Topology
+from nestrec.exporters.servable_writer import export_run
 from nestrec.models import FuXiConfig, HSTUConfig, SASRecConfig
-from nestrec.serving.api.app import App
-from nestrec.serving.api.schema import LimitsConfig
-from nestrec.serving.engine.engine import EngineConfig
-from nestrec.serving.model.export import export_run
+from nestrec.serving.core.request_limits import LimitsConfig
+from nestrec.serving.engine.batch_scheduler import EngineConfig
+from nestrec.serving.http.http_app import App
+from nestrec.serving.kv_cache.preinfer_trigger import TriggerConfig
+from nestrec.serving.kv_cache.tiered_prefix_cache import TiersConfig
 from nestrec.serving.model.servable import Servable
-from nestrec.serving.prefix.tiers import TiersConfig
-from nestrec.serving.prefix.trigger import TriggerConfig
-from nestrec.serving.service import Service, ServiceConfig
-from nestrec.training.config import DataConfig, TrainingConfig
+from nestrec.serving.service.inference_service import Service, ServiceConfig
 from nestrec.training.recipes import recipe
+from nestrec.training.run_config import DataConfig, TrainingConfig
 from nestrec.training.trainer import Trainer
 
 SIZES = {"dim": 16, "num_layers": 2, "num_heads": 2}

@@ -5,11 +5,13 @@ from pathlib import Path
 
 import numpy as np
 
-from nestrec.base.config import with_overrides
+from nestrec.base.config_overrides import with_overrides
 from nestrec.data.dataset import Dataset
 from nestrec.distributed import Topology
-from nestrec.serving.model.export import export_run
-from nestrec.testing.featured_log import (
+from nestrec.exporters.servable_writer import export_run
+from nestrec.training.recipes import recipe
+from nestrec.training.trainer import Trainer
+from support.featured_log import (
     EVENT_FEATURES,
     ITEM_FEATURES,
     MORE_OF_EVENTS,
@@ -17,8 +19,6 @@ from nestrec.testing.featured_log import (
     USER_FEATURES,
     write_featured_log,
 )
-from nestrec.training.recipes import recipe
-from nestrec.training.trainer import Trainer
 
 SMALL = {
     "task.encoder.dim": "8",

@@ -5,10 +5,10 @@ import contextlib
 
 from uvicorn.server import ServerState
 
-from nestrec.serving.api.app import App
-from nestrec.serving.api.process.health_port import WithHealthPort
-from nestrec.serving.api.server import safety_of, uvicorn_config
-from nestrec.serving.many.gateway import Gateway
+from nestrec.serving.fleet.gateway import Gateway
+from nestrec.serving.http.http_app import App
+from nestrec.serving.http.serve_config import safety_of, uvicorn_config
+from nestrec.serving.http.sockets import WithHealthPort
 
 
 @contextlib.asynccontextmanager

@@ -5,7 +5,7 @@ import os
 import sys
 from pathlib import Path
 
-from nestrec.bench.harness.frame import join_frames, make_frame
+from nestrec.report.result_file import join_frames, make_frame
 
 
 def record(shown, **figures):

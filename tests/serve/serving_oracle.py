@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from nestrec.data.samples.slices import history_start
-from nestrec.models.ranking import RankingModel
+from nestrec.data.flat_arrays import history_start
+from nestrec.models.heads import RankingModel
 from nestrec.models.sequence import SequenceInfo
 
 

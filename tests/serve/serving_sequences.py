@@ -5,9 +5,9 @@ import random
 
 import numpy as np
 
-from nestrec.base.clock import SimulatedClock
-from nestrec.serving.engine.work import UnavailableError
-from nestrec.serving.model.inputs import Candidates, History
+from nestrec.serving.core.rejections import UnavailableError
+from nestrec.serving.model.request_inputs import Candidates, History
+from nestrec_bench.harness.clocks import SimulatedClock
 
 TIMEOUT_S = 60.0
 

@@ -3,14 +3,14 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from nestrec.data.batches import BatchConfig
-from nestrec.data.samples.ranking import RankingInputConfig
+from nestrec.data.batch_loader import BatchConfig
+from nestrec.data.samples.ranking_collator import RankingInputConfig
 from nestrec.data.samples.split import SplitConfig
 from nestrec.distributed import Topology
+from nestrec.exporters.servable_writer import export_run
 from nestrec.models import HSTUConfig
-from nestrec.serving.model.export import export_run
-from nestrec.tasks.ranking import RankingTaskConfig
-from nestrec.training.config import DataConfig, RunConfig, TrainingConfig
+from nestrec.tasks.ranking_task import RankingTaskConfig
+from nestrec.training.run_config import DataConfig, RunConfig, TrainingConfig
 from nestrec.training.trainer import Trainer
 
 LENGTH = 32

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from nestrec.models.hstu import HSTUConfig
-from nestrec.serving.api.app import App
-from nestrec.serving.api.schema import LimitsConfig
-from nestrec.serving.engine.engine import EngineConfig
-from nestrec.serving.load.replay import ReplayConfig, made_up_request, reads_from
-from nestrec.serving.model.random_model import random_ranking, random_retrieval
-from nestrec.serving.model.spec import InputDefaults
-from nestrec.serving.service import Service, ServiceConfig
+from nestrec.serving.core.request_limits import LimitsConfig
+from nestrec.serving.engine.batch_scheduler import EngineConfig
+from nestrec.serving.http.http_app import App
+from nestrec.serving.model.servable_spec import InputDefaults
+from nestrec.serving.service.inference_service import Service, ServiceConfig
+from nestrec_bench.harness.random_model import random_ranking, random_retrieval
+from nestrec_bench.load_test.load_test import ReplayConfig, made_up_request, reads_from
 
 ENCODER = HSTUConfig(dim=16, num_layers=1, num_heads=2, head_dim=8, max_length=64, time_bias=True)
 NUM_ITEMS = 60

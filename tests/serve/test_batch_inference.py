@@ -15,13 +15,13 @@ from batch_jobs import CFG, recommend_on
 import nestrec
 from nestrec.base.errors import UserError
 from nestrec.base.failpoints import armed
-from nestrec.distributed.local_ranks import run_on_ranks
-from nestrec.library.batch import BatchJobConfig, BatchRecommender
-from nestrec.library.loaded import Recommender
-from nestrec.serving.api.app import App
-from nestrec.serving.api.schema import LimitsConfig
+from nestrec.inference.batch_inference import BatchJobConfig, BatchRecommender
+from nestrec.inference.recommender import Recommender
+from nestrec.serving.core.request_limits import LimitsConfig
+from nestrec.serving.http.http_app import App
 from nestrec.serving.model.servable import Servable
-from nestrec.serving.service import Service, ServiceConfig
+from nestrec.serving.service.inference_service import Service, ServiceConfig
+from nestrec_bench.harness.local_ranks import run_on_ranks
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,10 @@ from test_gateway import listening
 
 from nestrec.client import AskError, AsyncClient, BusyError, Client
 from nestrec.client.attempts import Attempts
-from nestrec.serving.api.app import App
-from nestrec.serving.api.routes import ENDPOINTS
-from nestrec.serving.api.schema import LimitsConfig
-from nestrec.serving.many.ports import free_port
+from nestrec.serving.core.request_limits import LimitsConfig
+from nestrec.serving.fleet.readiness_probes import free_port
+from nestrec.serving.http.http_app import App
+from nestrec.serving.http.routes import ENDPOINTS
 
 DOCS = Path(__file__).parents[2] / "docs"
 HISTORY = {"items": ["1", "2"], "times_ms": [1, 2]}

@@ -17,15 +17,14 @@ from schema_check import check_schema
 
 from nestrec.base.errors import UserError
 from nestrec.models.hstu import HSTUConfig
-from nestrec.serving.api.app import App
-from nestrec.serving.api.endpoint import Endpoint
-from nestrec.serving.api.posts import handled
-from nestrec.serving.api.routes import ENDPOINTS, all_endpoints, endpoint_seam
-from nestrec.serving.api.schema import BadRequestError, LimitsConfig
-from nestrec.serving.api.shapes import reader
-from nestrec.serving.engine.engine import EngineConfig
-from nestrec.serving.model.random_model import random_ranking, random_retrieval
-from nestrec.serving.service import Service, ServiceConfig
+from nestrec.serving.core.request_limits import BadRequestError, LimitsConfig
+from nestrec.serving.engine.batch_scheduler import EngineConfig
+from nestrec.serving.http.endpoint_spec import Endpoint
+from nestrec.serving.http.http_app import App, handled
+from nestrec.serving.http.routes import ENDPOINTS, all_endpoints, endpoint_seam
+from nestrec.serving.inputs.request_schema import reader
+from nestrec.serving.service.inference_service import Service, ServiceConfig
+from nestrec_bench.harness.random_model import random_ranking, random_retrieval
 
 ENCODER = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=32, time_bias=True)
 PATIENT = EngineConfig(max_queue_s=1e9)

@@ -12,28 +12,22 @@ from serving_sequences import draw_candidates, draw_history
 
 from nestrec.base.failpoints import armed
 from nestrec.models import HSTUConfig
-from nestrec.serving.client import Sender
-from nestrec.serving.engine.backlog import Backlog
-from nestrec.serving.engine.cost_model import EngineCostModel
-from nestrec.serving.engine.engine import Engine, EngineConfig
+from nestrec.serving.core.cost_model import EngineCostModel, Histogram
+from nestrec.serving.core.rejections import UnavailableError
+from nestrec.serving.core.request_limits import Sender
+from nestrec.serving.engine.admission import Backlog
+from nestrec.serving.engine.batch_pacer import EnginePace
+from nestrec.serving.engine.batch_scheduler import EngineConfig, EngineStep, Planner, RankPlanner
 from nestrec.serving.engine.fair_queue import FairQueue
-from nestrec.serving.engine.pace import EnginePace
-from nestrec.serving.engine.planner import Planner
-from nestrec.serving.engine.rank_planner import RankPlanner
-from nestrec.serving.engine.recent import RecentRequests
-from nestrec.serving.engine.runner import Launched, Runner
-from nestrec.serving.engine.step import EngineStep
-from nestrec.serving.engine.work import UnavailableError
-from nestrec.serving.histogram import Histogram
-from nestrec.serving.model.forms import make_form
-from nestrec.serving.model.random_model import random_ranking
-from nestrec.serving.prefix.cache import PrefixCache
-from nestrec.serving.prefix.copier import Copier
-from nestrec.serving.prefix.expander import Expander
-from nestrec.serving.prefix.host_pages import HostPages
-from nestrec.serving.prefix.page_pool import pool_for
-from nestrec.serving.prefix.tiers import PrefixTiers, TiersConfig
-from nestrec.serving.prefix.trigger import Trigger, TriggerConfig
+from nestrec.serving.engine.reference_runner import Launched, Runner
+from nestrec.serving.engine.serving_engine import Engine, RecentRequests
+from nestrec.serving.kv_cache.host_prefix_cache import Expander, HostPages
+from nestrec.serving.kv_cache.kv_page_pool import pool_for
+from nestrec.serving.kv_cache.prefix_cache import PrefixCache
+from nestrec.serving.kv_cache.preinfer_trigger import Trigger, TriggerConfig
+from nestrec.serving.kv_cache.tiered_prefix_cache import Copier, PrefixTiers, TiersConfig
+from nestrec.serving.model.model_adapter import make_form
+from nestrec_bench.harness.random_model import random_ranking
 
 ENCODER = HSTUConfig(dim=16, num_layers=2, num_heads=2, max_length=32, head_dim=8, time_bias=True)
 TIERS = TiersConfig(

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from every_model import ENCODERS, FULL, SERVICE, TASKS, Exports, answers_of
 
-from nestrec.models import backbones
-from nestrec.models.backbones import BACKBONES
+from nestrec.models import backbone_registry
+from nestrec.models.backbone_registry import BACKBONES
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def test_what_was_trained_is_served_over_http_with_the_same_scores_cached_or_not
 def test_a_model_whose_backbone_keeps_nothing_is_served_by_the_same_front_without_prefixes(exports, monkeypatch):
     folder = exports.folder("ranking", "sasrec")
     expected = answers_of(folder, FULL, range(3))
-    monkeypatch.setattr(backbones, "backbone_of", lambda cfg: replace(BACKBONES.find(cfg.kind), cached=None))
+    monkeypatch.setattr(backbone_registry, "backbone_of", lambda cfg: replace(BACKBONES.find(cfg.kind), cached=None))
     found = answers_of(folder, SERVICE, range(3))
     assert {source for _, sources in found for source in sources} == {"none"}
     assert max(np.abs(a - b).max() for (a, _), (b, _) in zip(found, expected, strict=True)) <= 1e-5

@@ -12,22 +12,22 @@ import torch
 
 from nestrec.base.config import dumps
 from nestrec.base.errors import DamagedError, UserError
-from nestrec.data.samples.retrieval import RetrievalQueries
-from nestrec.data.samples.windows import held_out_slices
+from nestrec.data.samples.retrieval_collator import RetrievalQueries
+from nestrec.data.samples.time_windows import held_out_slices
+from nestrec.exporters.export_checks import check_defaults
+from nestrec.exporters.servable_writer import export_run
 from nestrec.models import FuXiConfig, HSTUConfig, SASRecConfig
-from nestrec.serving.engine.runner import Part, Runner
-from nestrec.serving.model.export import export_run
-from nestrec.serving.model.forms import make_form
-from nestrec.serving.model.input_defaults import check_defaults
-from nestrec.serving.model.inputs import Candidates, History
-from nestrec.serving.model.random_model import random_ranking
+from nestrec.serving.engine.reference_runner import Part, Runner
+from nestrec.serving.kv_cache.kv_page_pool import PagePool
+from nestrec.serving.model.model_adapter import make_form
+from nestrec.serving.model.request_inputs import Candidates, History
 from nestrec.serving.model.servable import Servable
-from nestrec.serving.model.serving_form import why_not_served
-from nestrec.serving.model.spec import InputDefaults
-from nestrec.serving.prefix.page_pool import PagePool
-from nestrec.tasks.built_in import task_spec
-from nestrec.tasks.ranking import RankingTaskConfig
+from nestrec.serving.model.servable_spec import InputDefaults
+from nestrec.serving.model.serving_spec import why_not_served
+from nestrec.tasks.ranking_task import RankingTaskConfig
+from nestrec.tasks.task_registry import task_spec
 from nestrec.training.recipes import RECIPES, recipe
+from nestrec_bench.harness.random_model import random_ranking
 
 
 def make_runner(folder):
@@ -157,7 +157,7 @@ def test_an_export_never_overwrites(retrieval, tmp_path):
 def test_what_cannot_be_served_is_not_exported(tmp_path, monkeypatch):
     """Before anything is opened: there is neither a dataset nor a checkpoint here."""
     cfg, spec = recipe("criteo_dlrm"), replace(task_spec(recipe("criteo_dlrm").task), serving=None)
-    monkeypatch.setattr("nestrec.serving.model.serving_form.task_spec", lambda task: spec)
+    monkeypatch.setattr("nestrec.tasks.task_registry.task_spec", lambda task: spec)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text(dumps(cfg))
     with pytest.raises(UserError, match=r"rows.*cannot be served: it has no") as refused:

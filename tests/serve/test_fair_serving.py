@@ -13,19 +13,19 @@ from serving_oracle import oracle_scores
 from serving_sequences import draw_candidates, draw_history
 
 from nestrec.models.hstu import HSTUConfig
-from nestrec.serving.client import Sender
-from nestrec.serving.engine import rank_planner
-from nestrec.serving.engine.config import EngineConfig
-from nestrec.serving.engine.cost_model import EngineCostModel
-from nestrec.serving.engine.engine import Engine
-from nestrec.serving.engine.pace import EnginePace
-from nestrec.serving.engine.runner import Launched, Runner
-from nestrec.serving.engine.work import OverloadedError, UnavailableError
-from nestrec.serving.model.forms import make_form
-from nestrec.serving.model.random_model import random_ranking, random_retrieval
-from nestrec.serving.prefix.page_pool import PagePool
-from nestrec.serving.prefix.tiers import TiersConfig
-from nestrec.serving.prefix.trigger import TriggerConfig
+from nestrec.serving.core.cost_model import EngineCostModel
+from nestrec.serving.core.rejections import OverloadedError, UnavailableError
+from nestrec.serving.core.request_limits import Sender
+from nestrec.serving.engine import batch_scheduler
+from nestrec.serving.engine.batch_pacer import EnginePace
+from nestrec.serving.engine.batch_scheduler import EngineConfig
+from nestrec.serving.engine.reference_runner import Launched, Runner
+from nestrec.serving.engine.serving_engine import Engine
+from nestrec.serving.kv_cache.kv_page_pool import PagePool
+from nestrec.serving.kv_cache.preinfer_trigger import TriggerConfig
+from nestrec.serving.kv_cache.tiered_prefix_cache import TiersConfig
+from nestrec.serving.model.model_adapter import make_form
+from nestrec_bench.harness.random_model import random_ranking, random_retrieval
 
 ENCODER = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=256, time_bias=True)
 MODELS = {"retrieval": random_retrieval, "ranking": random_ranking}
@@ -51,8 +51,8 @@ class Recording(Runner):
 @pytest.fixture(params=list(MODELS))
 def servable(request, monkeypatch):
     """Ten microseconds a token, since what so small a model costs is lost in noise, and pieces as small as can be."""
-    monkeypatch.setattr(rank_planner, "FEWEST_TOKENS", 16)
-    monkeypatch.setattr(rank_planner, "_FEWEST_CANDIDATES", 4)
+    monkeypatch.setattr(batch_scheduler, "FEWEST_TOKENS", 16)
+    monkeypatch.setattr(batch_scheduler, "_FEWEST_CANDIDATES", 4)
     monkeypatch.setattr(EngineCostModel, "tokens_within", lambda _, seconds, _prefix: int(seconds / TOKEN_S))
     predicted = lambda _, tokens, _pairs, steps=1.0: tokens * TOKEN_S + steps * 1e-6  # noqa: E731
     monkeypatch.setattr(EngineCostModel, "predict_s", predicted)

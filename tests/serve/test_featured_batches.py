@@ -19,15 +19,15 @@ import nestrec
 from nestrec.base.errors import UserError
 from nestrec.base.failpoints import armed
 from nestrec.data.dataset import Dataset
-from nestrec.distributed.local_ranks import run_on_ranks
-from nestrec.library.batch import BatchRecommender
-from nestrec.serving.api.app import App
-from nestrec.serving.model.search_options import SearchConfig
-from nestrec.serving.model.search_recall import with_search
+from nestrec.exporters.export_checks import with_search
+from nestrec.inference.batch_inference import BatchRecommender
+from nestrec.serving.http.http_app import App
+from nestrec.serving.model.item_search import SearchConfig
 from nestrec.serving.model.servable import Servable
-from nestrec.serving.model.spec import InputDefaults
-from nestrec.serving.service import Service, ServiceConfig
-from nestrec.tasks.retrieval import RetrievalTaskConfig
+from nestrec.serving.model.servable_spec import InputDefaults
+from nestrec.serving.service.inference_service import Service, ServiceConfig
+from nestrec.tasks.retrieval_task import RetrievalTaskConfig
+from nestrec_bench.harness.local_ranks import run_on_ranks
 
 EVERY_KIND = "retrieval, prefix"
 ROLES = ("retrieval", EVERY_KIND)

@@ -16,33 +16,28 @@ from featured_runs import ROLES, known_to, request_of
 import nestrec
 from nestrec.base.errors import UserError
 from nestrec.data.dataset import Dataset
-from nestrec.data.samples.retrieval import RetrievalQueries
+from nestrec.data.samples.retrieval_collator import RetrievalQueries
 from nestrec.data.samples.retrieval_inputs import CONTEXT_PREFIX
-from nestrec.library.asking import asked_request
-from nestrec.library.loaded import Recommender
+from nestrec.inference.recommender import Recommender
+from nestrec.inference.request_parsing import asked_request
 from nestrec.models import HSTUConfig
-from nestrec.serving.api.app import App
-from nestrec.serving.api.endpoints.about import _model
-from nestrec.serving.api.notes import Notes
-from nestrec.serving.api.reading import Reader
-from nestrec.serving.api.requests import RankRequest
-from nestrec.serving.api.schema import BadRequestError, LimitsConfig
-from nestrec.serving.api.shapes import reader
-from nestrec.serving.client import NOBODY
-from nestrec.serving.engine.user_queries import user_queries
-from nestrec.serving.fronts import layouts
-from nestrec.serving.histories.memory import MemoryHistoryStore
-from nestrec.serving.histories.store import HistoryStoreConfig
-from nestrec.serving.model.forms import make_form
-from nestrec.serving.model.inputs import Candidates, History, number_bits
-from nestrec.serving.model.random_model import random_ranking, random_retrieval
+from nestrec.serving.core.request_limits import NOBODY, BadRequestError, LimitsConfig
+from nestrec.serving.engine.reference_runner import user_queries
+from nestrec.serving.frontend import wire_format
+from nestrec.serving.history_store.history_store import HistoryStoreConfig
+from nestrec.serving.history_store.memory_store import MemoryHistoryStore
+from nestrec.serving.http.endpoints.status_endpoints import _model
+from nestrec.serving.http.http_app import App
+from nestrec.serving.inputs.request_resolver import Notes, Reader
+from nestrec.serving.inputs.request_schema import RankRequest, reader
+from nestrec.serving.model.model_adapter import make_form
+from nestrec.serving.model.request_inputs import Candidates, History, number_bits
 from nestrec.serving.model.servable import Servable
-from nestrec.serving.model.spec import ColumnSpec, InputDefaults
-from nestrec.serving.new_items import Growth, NewItem
-from nestrec.serving.service import Service, ServiceConfig
-from nestrec.testing.featured_log import (
-    ITEM_FEATURES,
-)
+from nestrec.serving.model.servable_spec import ColumnSpec, InputDefaults
+from nestrec.serving.service.cold_start_items import Growth, NewItem
+from nestrec.serving.service.inference_service import Service, ServiceConfig
+from nestrec_bench.harness.random_model import random_ranking, random_retrieval
+from support.featured_log import ITEM_FEATURES
 
 
 @pytest.mark.parametrize("role", ["ranking", "ranking, prefix", "ranking, dlrm", "ranking, every kind"])
@@ -349,10 +344,10 @@ def test_what_a_front_reads_of_every_kind_is_what_the_engine_gets(runs):
     request = asked_request(history, [item], context)
     asked, features = reading.user(request), reading.candidate_features(request, 1)
     candidates = Candidates(items=servable.ids_of([item]), now_ms=asked.now_ms, features=features)
-    asking = layouts.Asking(
+    asking = wire_format.Asking(
         fleet=1, by="name", user="u", sender=NOBODY, timeout_s=1.0, history=asked.history, candidates=candidates
     )
-    again = layouts.Asking.unpacked(asking.packed())
+    again = wire_format.Asking.unpacked(asking.packed())
     assert set(again.history.features) == set(servable.given_fields)
     for name, values in asked.history.features.items():
         assert np.array_equal(again.history.features[name], values)
@@ -374,10 +369,10 @@ def test_a_wide_vector_of_a_user_is_not_held_for_each_event(make):
         tracemalloc.start()
         asked, features = reading.user(request), reading.candidate_features(request, 500)
         candidates = Candidates(items=servable.ids_of(request.candidates), now_ms=8, features=features).copied()
-        sent = layouts.Asking(
+        sent = wire_format.Asking(
             fleet=1, by="name", user="u", sender=NOBODY, timeout_s=1.0, history=asked.history, candidates=candidates
         ).packed()
-        found = layouts.Asking.unpacked(sent)
+        found = wire_format.Asking.unpacked(sent)
         contents.append(form.tokens(found.history, asked.now_ms).content(2000))
         assert tracemalloc.get_traced_memory()[1] < 6 << 20
         tracemalloc.stop()
@@ -394,11 +389,11 @@ def test_features_of_any_width_come_through_a_front():
     wide = {f"event_picture/{place}": np.full(2, place) for place in range(6000)}
     nothing = np.zeros(2, np.int64)
     history = History(items=nothing, times_ms=nothing, actions=nothing, features=wide, asked=dict.fromkeys(wide, 3))
-    asking = layouts.Asking(
+    asking = wire_format.Asking(
         fleet=1, by="name", user="ü", sender=NOBODY, timeout_s=1.0, history=history,
         candidates=Candidates(items=nothing, now_ms=1, features=wide),
     )  # fmt: skip
-    again = layouts.Asking.unpacked(asking.packed())
+    again = wire_format.Asking.unpacked(asking.packed())
     assert again.user == "ü"
     assert again.history.asked == history.asked
     for found in (again.history.features, again.candidates.features):

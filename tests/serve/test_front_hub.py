@@ -7,20 +7,18 @@ import numpy as np
 import orjson
 import pytest
 
-from nestrec.serving.api.app import App
-from nestrec.serving.api.routes import all_endpoints
-from nestrec.serving.api.schema import LimitsConfig
-from nestrec.serving.client import Sender
-from nestrec.serving.fronts.frames import Channel, FrameKind
-from nestrec.serving.fronts.front_app import FrontApp, FrontCounts
-from nestrec.serving.fronts.hub import FrontHub, _Ended
-from nestrec.serving.fronts.layouts import OK, SWAPPED
-from nestrec.serving.fronts.processes import FrontProcess
-from nestrec.serving.fronts.remote import RemoteService
-from nestrec.serving.histories.memory import MemoryHistoryStore
-from nestrec.serving.histories.store import HistoryStoreConfig
-from nestrec.serving.model.inputs import Candidates, History
-from nestrec.serving.service import ServiceConfig
+from nestrec.serving.core.request_limits import LimitsConfig, Sender
+from nestrec.serving.frontend.frontend_app import FrontApp, FrontCounts
+from nestrec.serving.frontend.frontend_hub import FrontHub, _Ended
+from nestrec.serving.frontend.remote_service import RemoteService
+from nestrec.serving.frontend.wire_format import OK, SWAPPED, Channel, FrameKind
+from nestrec.serving.frontend.worker_pool import FrontProcess
+from nestrec.serving.history_store.history_store import HistoryStoreConfig
+from nestrec.serving.history_store.memory_store import MemoryHistoryStore
+from nestrec.serving.http.http_app import App
+from nestrec.serving.http.routes import all_endpoints
+from nestrec.serving.model.request_inputs import Candidates, History
+from nestrec.serving.service.inference_service import ServiceConfig
 
 HEAD = {"raw_path": "/v1/rank", "query": "", "client": "c", "id": "one", "trace": ""}
 

@@ -17,16 +17,16 @@ from front_processes import NUM_FRONTS, children_of, fronts_of, is_asked, wait_f
 from rolling_load import ASKED, Load
 from server_process import post, running_server, status_once_sent
 
-from nestrec.base.devices import chosen_device
+from nestrec.base.cuda import chosen_device
+from nestrec.exporters.servable_writer import write_servable
 from nestrec.models.hstu import HSTUConfig
-from nestrec.serving.api.app import App
-from nestrec.serving.api.schema import LimitsConfig
-from nestrec.serving.engine.engine import EngineConfig
-from nestrec.serving.model.export import write_servable
-from nestrec.serving.model.random_model import random_ranking, random_retrieval
+from nestrec.serving.core.request_limits import LimitsConfig
+from nestrec.serving.engine.batch_scheduler import EngineConfig
+from nestrec.serving.http.http_app import App
+from nestrec.serving.kv_cache.preinfer_trigger import TriggerConfig
 from nestrec.serving.model.servable import Servable
-from nestrec.serving.prefix.trigger import TriggerConfig
-from nestrec.serving.service import Service, ServiceConfig
+from nestrec.serving.service.inference_service import Service, ServiceConfig
+from nestrec_bench.harness.random_model import random_ranking, random_retrieval
 
 ENCODER = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=64)
 OPTIONS = (

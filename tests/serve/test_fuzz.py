@@ -7,16 +7,16 @@ import random
 import httpx
 import pytest
 
+from nestrec.exporters.servable_writer import write_servable
 from nestrec.models.hstu import HSTUConfig
-from nestrec.serving.api.app import App
-from nestrec.serving.api.reloader import Reloader
-from nestrec.serving.api.routes import all_endpoints
-from nestrec.serving.api.schema import LimitsConfig
-from nestrec.serving.many.addressed import addressed
-from nestrec.serving.model.export import write_servable
-from nestrec.serving.model.random_model import random_ranking, random_retrieval
-from nestrec.serving.model.tables import TablesConfig
-from nestrec.serving.service import Service, ServiceConfig
+from nestrec.serving.core.request_limits import LimitsConfig
+from nestrec.serving.fleet.gateway import addressed
+from nestrec.serving.http.http_app import App
+from nestrec.serving.http.routes import all_endpoints
+from nestrec.serving.model.served_tables import TablesConfig
+from nestrec.serving.service.inference_service import Service, ServiceConfig
+from nestrec.serving.service.model_reloader import Reloader
+from nestrec_bench.harness.random_model import random_ranking, random_retrieval
 
 ENCODER = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=32, time_bias=True)
 PATHS = ["/v1/rank", "/v1/preinfer", "/v1/recommend", "/v1/events"]

@@ -11,17 +11,17 @@ import pytest
 from listening_app import listening as listening_as
 
 from nestrec.models.hstu import HSTUConfig
-from nestrec.serving.api.app import App
-from nestrec.serving.api.schema import LimitsConfig
-from nestrec.serving.api.server import ServeConfig
-from nestrec.serving.engine.config import EngineConfig
-from nestrec.serving.histories.memory import MemoryHistoryStore
-from nestrec.serving.histories.store import HistoryStoreConfig
-from nestrec.serving.many.gateway import Gateway
-from nestrec.serving.many.ports import held_port
-from nestrec.serving.model.random_model import random_ranking, random_retrieval
-from nestrec.serving.prefix.trigger import TriggerConfig
-from nestrec.serving.service import Service, ServiceConfig
+from nestrec.serving.core.request_limits import LimitsConfig
+from nestrec.serving.engine.batch_scheduler import EngineConfig
+from nestrec.serving.fleet.gateway import Gateway
+from nestrec.serving.fleet.readiness_probes import held_port
+from nestrec.serving.history_store.history_store import HistoryStoreConfig
+from nestrec.serving.history_store.memory_store import MemoryHistoryStore
+from nestrec.serving.http.http_app import App
+from nestrec.serving.http.serve_config import ServeConfig
+from nestrec.serving.kv_cache.preinfer_trigger import TriggerConfig
+from nestrec.serving.service.inference_service import Service, ServiceConfig
+from nestrec_bench.harness.random_model import random_ranking, random_retrieval
 
 ENCODER = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=16)
 LIMITS = LimitsConfig(default_timeout_ms=10_000)
@@ -254,7 +254,7 @@ def test_with_a_shared_store_any_instance_takes_and_reads_events(service):
 
 
 def test_a_deadline_holds_where_the_instance_hangs(service, monkeypatch):
-    monkeypatch.setattr("nestrec.serving.many.probes._TIMEOUT_S", 0.3)
+    monkeypatch.setattr("nestrec.serving.fleet.readiness_probes._TIMEOUT_S", 0.3)
 
     async def use(client, gateway):
         body = {"history": EVENTS, "candidates": ["1"], "timeout_ms": 500}

@@ -21,10 +21,9 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from server_process import running_server
 
 from nestrec.distributed import Topology
-from nestrec.library.loaded import Recommender
-from nestrec.serving.safety.digests import digest_of, new_key
-from nestrec.serving.safety.keys import KeyEntry, add_entry
-from nestrec.testing.tiny_runs import make_datasets
+from nestrec.inference.recommender import Recommender
+from nestrec.serving.security.auth import KeyEntry, add_entry, digest_of, new_key
+from support.tiny_runs import make_datasets
 
 LIMIT_S = 300.0
 """for processes to start and answer, on a machine that others share"""

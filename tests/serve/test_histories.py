@@ -9,12 +9,11 @@ import pytest
 from redis_server import running_redis
 
 from nestrec.base.errors import UserError
-from nestrec.serving.api.app import App
-from nestrec.serving.api.schema import LimitsConfig
-from nestrec.serving.histories.memory import MemoryHistoryStore
-from nestrec.serving.histories.redis_store import RedisHistoryStore
-from nestrec.serving.histories.store import HistoryStoreConfig, StoreAwayError, make_store
-from nestrec.serving.histories.trips import Trips, Watch
+from nestrec.serving.core.request_limits import LimitsConfig
+from nestrec.serving.history_store.history_store import HistoryStoreConfig, StoreAwayError
+from nestrec.serving.history_store.memory_store import MemoryHistoryStore, make_store
+from nestrec.serving.history_store.redis_store import RedisHistoryStore, Trips, Watch
+from nestrec.serving.http.http_app import App
 
 PATIENCE_S = 60.0
 LIMITS = LimitsConfig(default_timeout_ms=10_000)

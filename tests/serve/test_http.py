@@ -16,16 +16,16 @@ from serving_oracle import oracle_scores
 
 from nestrec.base.errors import UserError
 from nestrec.models.hstu import HSTUConfig
-from nestrec.serving.api.app import App
-from nestrec.serving.api.schema import LimitsConfig
-from nestrec.serving.engine.engine import EngineConfig
-from nestrec.serving.engine.runner import Launched
-from nestrec.serving.engine.work import OverloadedError
-from nestrec.serving.model.inputs import Candidates, History
-from nestrec.serving.model.random_model import random_ranking, random_retrieval
-from nestrec.serving.prefix.tiers import TiersConfig
-from nestrec.serving.prefix.trigger import TriggerConfig
-from nestrec.serving.service import Service, ServiceConfig
+from nestrec.serving.core.rejections import OverloadedError
+from nestrec.serving.core.request_limits import LimitsConfig
+from nestrec.serving.engine.batch_scheduler import EngineConfig
+from nestrec.serving.engine.reference_runner import Launched
+from nestrec.serving.http.http_app import App
+from nestrec.serving.kv_cache.preinfer_trigger import TriggerConfig
+from nestrec.serving.kv_cache.tiered_prefix_cache import TiersConfig
+from nestrec.serving.model.request_inputs import Candidates, History
+from nestrec.serving.service.inference_service import Service, ServiceConfig
+from nestrec_bench.harness.random_model import random_ranking, random_retrieval
 
 ENCODER = HSTUConfig(dim=16, num_layers=2, num_heads=2, head_dim=8, max_length=64, time_bias=True)
 LIMITS = LimitsConfig(

@@ -11,17 +11,17 @@ from serving_oracle import oracle_scores
 from serving_sequences import draw_candidates, draw_history
 
 import nestrec
-from nestrec.library.loaded import Recommender
+from nestrec.exporters.servable_writer import export_run
+from nestrec.inference.recommender import Recommender
 from nestrec.models import FuXiConfig, HSTUConfig
-from nestrec.models.reach import AttentionReach
-from nestrec.models.whole_forward import whole_forward
-from nestrec.serving.api.app import App
-from nestrec.serving.api.schema import LimitsConfig
-from nestrec.serving.engine.runner import Part, Runner
-from nestrec.serving.model.export import export_run
-from nestrec.serving.model.random_model import random_ranking, random_retrieval
-from nestrec.serving.model.search_options import SearchConfig
-from nestrec.serving.service import Service, ServiceConfig
+from nestrec.models.backbone_spec import AttentionReach
+from nestrec.models.sequence import whole_forward
+from nestrec.serving.core.request_limits import LimitsConfig
+from nestrec.serving.engine.reference_runner import Part, Runner
+from nestrec.serving.http.http_app import App
+from nestrec.serving.model.item_search import SearchConfig
+from nestrec.serving.service.inference_service import Service, ServiceConfig
+from nestrec_bench.harness.random_model import random_ranking, random_retrieval
 
 NOW_MS = 1_642_300_000_000
 HISTORIES = [

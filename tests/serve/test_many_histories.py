@@ -12,13 +12,13 @@ from operator_results import record
 from redis_server import running_redis
 
 from nestrec.models.hstu import HSTUConfig
-from nestrec.serving.api.app import App
-from nestrec.serving.api.schema import LimitsConfig
-from nestrec.serving.engine.engine import EngineConfig
-from nestrec.serving.histories.redis_store import RedisHistoryStore
-from nestrec.serving.histories.store import HistoryStoreConfig
-from nestrec.serving.model.random_model import random_ranking
-from nestrec.serving.service import Service, ServiceConfig
+from nestrec.serving.core.request_limits import LimitsConfig
+from nestrec.serving.engine.batch_scheduler import EngineConfig
+from nestrec.serving.history_store.history_store import HistoryStoreConfig
+from nestrec.serving.history_store.redis_store import RedisHistoryStore
+from nestrec.serving.http.http_app import App
+from nestrec.serving.service.inference_service import Service, ServiceConfig
+from nestrec_bench.harness.random_model import random_ranking
 
 NUM_USERS, NUM_EVENTS, NUM_ITEMS = 10_000, 1_000, 1_000
 EPSILON = 1e-5

@@ -13,11 +13,10 @@ from browser import BROWSER, browsing
 from PIL import Image
 from server_process import exchange, post, running_server, status_of
 
+from nestrec.exporters.servable_writer import write_servable
 from nestrec.models.hstu import HSTUConfig
-from nestrec.serving.model.export import write_servable
-from nestrec.serving.model.random_model import random_ranking, random_retrieval
-from nestrec.serving.safety.digests import digest_of, new_key
-from nestrec.serving.safety.keys import KeyEntry, add_entry
+from nestrec.serving.security.auth import KeyEntry, add_entry, digest_of, new_key
+from nestrec_bench.harness.random_model import random_ranking, random_retrieval
 
 LOOKS = {
     "desktop-light": {"width": 1180, "height": 900}, "desktop-dark": {"width": 1180, "height": 900, "dark": True},

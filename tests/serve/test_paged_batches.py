@@ -7,16 +7,16 @@ import pytest
 import torch
 
 from nestrec.models import FuXiConfig, HSTUConfig, SASRecConfig
-from nestrec.models.reach import AttentionReach
-from nestrec.ops.registry import IS_INTERPRETED
-from nestrec.serving.engine.runner import Part, Runner, found_by_states
-from nestrec.serving.model.forms import make_form
-from nestrec.serving.model.inputs import Candidates, History, number_bits
-from nestrec.serving.model.random_model import random_ranking, random_retrieval
+from nestrec.models.backbone_spec import AttentionReach
+from nestrec.ops.kernel_op import IS_INTERPRETED
+from nestrec.serving.engine.reference_runner import Part, Runner, found_by_states
+from nestrec.serving.kv_cache.kv_page_pool import PagePool
+from nestrec.serving.model.model_adapter import make_form
+from nestrec.serving.model.request_inputs import Candidates, History, number_bits
 from nestrec.serving.model.row_sources import DramRows
-from nestrec.serving.model.tables import CachedTable
-from nestrec.serving.prefix.page_pool import PagePool
-from nestrec.testing.users_before import with_users_before
+from nestrec.serving.model.served_tables import CachedTable
+from nestrec_bench.harness.random_model import random_ranking, random_retrieval
+from support.random_models import with_users_before
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
@@ -88,10 +88,17 @@ RARE = ("plain", "function")
 
 def run_both(make_model, encoder, shapes, num_candidates, *, is_cached=False, prefix_dtype="model", is_searched=False):
     """(scores or states, pool) sequence by sequence and over pages. is_searched: the pass ends with what was found."""
-    from nestrec.base.seam import resolved
+    from nestrec.base.plugins import resolved
     from nestrec.serving.engine.batch_layout import Extent, PartRows, Room, Sections, lay_out
-    from nestrec.serving.engine.graph_best import GraphBest, are_found_inside, found_of, write_pairs
-    from nestrec.serving.engine.graph_runner import Captured, layout_of, room_for_content
+    from nestrec.serving.engine.graph_runner import (
+        Captured,
+        GraphBest,
+        are_found_inside,
+        found_of,
+        layout_of,
+        room_for_content,
+        write_pairs,
+    )
 
     servable = make_model(encoder, num_items=100)
     if is_cached:

@@ -11,15 +11,14 @@ from test_http import call
 from nestrec.base.config import to_plain
 from nestrec.base.errors import UserError
 from nestrec.data.samples.split import split_of
-from nestrec.library.loaded import Recommender
-from nestrec.serving.api.app import App
-from nestrec.serving.api.schema import LimitsConfig
-from nestrec.serving.engine.precision import placed
-from nestrec.serving.model.export import export_run, in_fewer_bits
-from nestrec.serving.model.packed_rows import packed_rows, packed_width, unpacked_rows
+from nestrec.exporters.export_checks import placed
+from nestrec.exporters.servable_writer import export_run, in_fewer_bits
+from nestrec.inference.recommender import Recommender
+from nestrec.serving.core.request_limits import LimitsConfig
+from nestrec.serving.http.http_app import App
 from nestrec.serving.model.servable import Servable
-from nestrec.serving.model.tables import TablesConfig
-from nestrec.serving.service import Service, ServiceConfig
+from nestrec.serving.model.served_tables import TablesConfig, packed_rows, packed_width, unpacked_rows
+from nestrec.serving.service.inference_service import Service, ServiceConfig
 from nestrec.tasks.metrics import auc
 
 

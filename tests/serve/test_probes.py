@@ -9,10 +9,9 @@ import struct
 import pytest
 
 from nestrec.base.clock import RealClock
-from nestrec.serving.keyed_hash import KeyedHash
-from nestrec.serving.many.probes import Probes
-from nestrec.serving.many.router import Ring, Router
-from nestrec.serving.many.upstream import Upstream
+from nestrec.serving.core.slot_router import KeyedHash, Ring, Router
+from nestrec.serving.fleet.readiness_probes import Probes
+from nestrec.serving.fleet.upstream_connection import Upstream
 
 BODY = b'{"status":"ready","models":{"retrieval":"a"},"signals_from":0}'
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(BODY)
@@ -105,8 +104,8 @@ async def until(condition):
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr("nestrec.serving.many.probes._TIMEOUT_S", 0.3)
-    monkeypatch.setattr("nestrec.serving.many.probes._TURN_S", 0.002)
+    monkeypatch.setattr("nestrec.serving.fleet.readiness_probes._TIMEOUT_S", 0.3)
+    monkeypatch.setattr("nestrec.serving.fleet.readiness_probes._TURN_S", 0.002)
 
 
 def test_every_fault_is_found_and_every_peer_found_again(quick):
@@ -153,7 +152,9 @@ def test_why_an_instance_is_not_ready_is_told_in_words(quick, caplog, fault, end
             return peers[0].port
 
     port = asyncio.run(run())
-    (said,) = [record.getMessage() for record in caplog.records if record.name == "nestrec.serving.many.probes"]
+    (said,) = [
+        record.getMessage() for record in caplog.records if record.name == "nestrec.serving.fleet.readiness_probes"
+    ]
     assert said == f"instance 0 is not ready: {told.format(port=port)}"
 
 

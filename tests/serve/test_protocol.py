@@ -15,15 +15,15 @@ from uvicorn.server import ServerState
 
 from nestrec.base.errors import UserError
 from nestrec.models.hstu import HSTUConfig
-from nestrec.serving.api.app import App
-from nestrec.serving.api.protocol.limited_protocol import LimitedProtocol
-from nestrec.serving.api.protocol.plain_cycle import PlainCycle
-from nestrec.serving.api.schema import LimitsConfig
-from nestrec.serving.api.server import ServeConfig, uvicorn_config
-from nestrec.serving.engine.engine import EngineConfig
-from nestrec.serving.model.random_model import random_retrieval
-from nestrec.serving.prefix.tiers import TiersConfig
-from nestrec.serving.service import Service, ServiceConfig
+from nestrec.serving.core.request_limits import LimitsConfig
+from nestrec.serving.engine.batch_scheduler import EngineConfig
+from nestrec.serving.http.fast_request import PlainCycle
+from nestrec.serving.http.http_app import App
+from nestrec.serving.http.limited_http import LimitedProtocol
+from nestrec.serving.http.serve_config import ServeConfig, uvicorn_config
+from nestrec.serving.kv_cache.tiered_prefix_cache import TiersConfig
+from nestrec.serving.service.inference_service import Service, ServiceConfig
+from nestrec_bench.harness.random_model import random_retrieval
 
 ENCODER = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=32, time_bias=True)
 LIMITS = LimitsConfig(

@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 from serving_sequences import TIMEOUT_S, appended, draw_candidates, draw_history
 
-from nestrec.base.clock import SimulatedClock
 from nestrec.models import HSTUConfig
-from nestrec.serving.client import Sender
-from nestrec.serving.engine.engine import Engine, EngineConfig
-from nestrec.serving.model.forms import make_form
-from nestrec.serving.model.random_model import random_ranking
-from nestrec.serving.prefix.tiers import TiersConfig
-from nestrec.serving.prefix.trigger import TriggerConfig
+from nestrec.serving.core.request_limits import Sender
+from nestrec.serving.engine.batch_scheduler import EngineConfig
+from nestrec.serving.engine.serving_engine import Engine
+from nestrec.serving.kv_cache.preinfer_trigger import TriggerConfig
+from nestrec.serving.kv_cache.tiered_prefix_cache import TiersConfig
+from nestrec.serving.model.model_adapter import make_form
+from nestrec_bench.harness.clocks import SimulatedClock
+from nestrec_bench.harness.random_model import random_ranking
 
 ENCODER = HSTUConfig(dim=16, num_layers=2, num_heads=2, max_length=32, head_dim=8, time_bias=True)
 NUM_USERS = 5

@@ -16,16 +16,16 @@ import nestrec
 from nestrec.data.dataset import Dataset
 from nestrec.data.formats.criteo import CATEGORY_NAMES, DENSE_NAMES
 from nestrec.data.samples.split import split_of
-from nestrec.data.synthetic.logs import generate, preset
-from nestrec.library.batch import BatchJobConfig
-from nestrec.models.reach import AttentionReach
-from nestrec.serving.api.app import App
-from nestrec.serving.api.schema import LimitsConfig
-from nestrec.serving.service import Service, ServiceConfig
+from nestrec.data.synthetic.synthetic_logs import generate, preset
+from nestrec.inference.batch_inference import BatchJobConfig
+from nestrec.models.backbone_spec import AttentionReach
+from nestrec.serving.core.request_limits import LimitsConfig
+from nestrec.serving.http.http_app import App
+from nestrec.serving.service.inference_service import Service, ServiceConfig
 from nestrec.tasks.metrics import auc, ranking_metrics
-from nestrec.testing.tiny_runs import config_of, make_datasets
-from nestrec.training.config import DataConfig, RunConfig
 from nestrec.training.recipes import recipe
+from nestrec.training.run_config import DataConfig, RunConfig
+from support.tiny_runs import config_of, make_datasets
 
 LENGTH = 16
 """events; many histories are longer, so that they slide"""

@@ -13,18 +13,18 @@ from typer.testing import CliRunner
 
 from nestrec.base.errors import UserError
 from nestrec.cli.app import app
+from nestrec.exporters.servable_writer import write_servable
 from nestrec.models.hstu import HSTUConfig
-from nestrec.serving.api.app import App
-from nestrec.serving.api.reloader import Reloader
-from nestrec.serving.api.schema import LimitsConfig
-from nestrec.serving.engine.engine import EngineConfig
-from nestrec.serving.many.gateway import Gateway
-from nestrec.serving.many.rollout import Rollout
-from nestrec.serving.model.export import write_servable
-from nestrec.serving.model.random_model import random_retrieval
+from nestrec.serving.core.request_limits import LimitsConfig
+from nestrec.serving.engine.batch_scheduler import EngineConfig
+from nestrec.serving.fleet.gateway import Gateway
+from nestrec.serving.fleet.rolling_update import Rollout
+from nestrec.serving.http.http_app import App
 from nestrec.serving.model.servable import Servable
-from nestrec.serving.model.tables import TablesConfig
-from nestrec.serving.service import Service, ServiceConfig
+from nestrec.serving.model.served_tables import TablesConfig
+from nestrec.serving.service.inference_service import Service, ServiceConfig
+from nestrec.serving.service.model_reloader import Reloader
+from nestrec_bench.harness.random_model import random_retrieval
 
 ENCODER = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=16)
 LIMITS = LimitsConfig(default_timeout_ms=10_000)

@@ -9,11 +9,11 @@ from small_recipes import train_and_export
 
 from nestrec.base.errors import UserError
 from nestrec.data.formats.criteo import CATEGORY_NAMES, DENSE_NAMES
-from nestrec.serving.model.export import export_run, restored_session
+from nestrec.exporters.servable_writer import export_run, restored_session
 from nestrec.serving.model.servable import Servable
-from nestrec.serving.model.serving_form import check_published
-from nestrec.serving.service import Service, ServiceConfig
-from nestrec.testing.tiny_runs import config_of, make_datasets
+from nestrec.serving.model.serving_spec import check_published
+from nestrec.serving.service.inference_service import Service, ServiceConfig
+from support.tiny_runs import config_of, make_datasets
 
 
 @pytest.fixture(scope="module")

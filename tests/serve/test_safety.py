@@ -23,26 +23,25 @@ from listening_app import listening
 from server_process import exchange, status_of
 
 from nestrec.base.errors import UserError
-from nestrec.cli.health import check_health
-from nestrec.serving.api.app import App
-from nestrec.serving.api.endpoint import Endpoint
-from nestrec.serving.api.process.listening import Server, bound_sockets, port_of
-from nestrec.serving.api.process.log_lines import JsonLogLines, LogConfig, TextLogLines
-from nestrec.serving.api.process.signals import Signals
-from nestrec.serving.api.protocol.http import Answered
-from nestrec.serving.api.routes import all_endpoints
-from nestrec.serving.api.schema import LimitsConfig
-from nestrec.serving.api.server import ServeConfig, safety_of, serve, uvicorn_config
-from nestrec.serving.load.replay import ReplayConfig, chosen_items, replay
-from nestrec.serving.many.gateway import Gateway
-from nestrec.serving.many.ports import free_port
-from nestrec.serving.many.start import instance_arguments, serve_many
-from nestrec.serving.safety import front_secret
-from nestrec.serving.safety.config import SafetyConfig
-from nestrec.serving.safety.digests import digest_of, new_key
-from nestrec.serving.safety.keys import KeyEntry, add_entry
-from nestrec.serving.safety.safety import Safety
-from nestrec.serving.safety.tls import Certificates
+from nestrec.cli.fleet_output import check_health
+from nestrec.serving.core.asgi import Answered
+from nestrec.serving.core.request_limits import LimitsConfig
+from nestrec.serving.fleet.fleet_start import instance_arguments, serve_many
+from nestrec.serving.fleet.gateway import Gateway
+from nestrec.serving.fleet.readiness_probes import free_port
+from nestrec.serving.http.endpoint_spec import Endpoint
+from nestrec.serving.http.http_app import App
+from nestrec.serving.http.routes import all_endpoints
+from nestrec.serving.http.serve_config import ServeConfig, safety_of, uvicorn_config
+from nestrec.serving.http.server_logging import JsonLogLines, LogConfig, TextLogLines
+from nestrec.serving.http.signals import Signals
+from nestrec.serving.http.sockets import Server, bound_sockets, port_of
+from nestrec.serving.security import security_config
+from nestrec.serving.security.auth import KeyEntry, add_entry, digest_of, new_key
+from nestrec.serving.security.security_config import SafetyConfig
+from nestrec.serving.security.server_security import Certificates, Safety
+from nestrec.serving.server import serve
+from nestrec_bench.load_test.load_test import ReplayConfig, chosen_items, replay
 
 LIMITS = LimitsConfig(default_timeout_ms=10_000)
 PATIENCE_S = 60.0
@@ -128,7 +127,7 @@ def asking(place, service, cfg, use):
 @pytest.mark.parametrize("place", [single, behind_gateway])
 def test_every_endpoint_answers_those_it_is_for_and_nobody_else(place, service, ring, monkeypatch):
     path, keys = ring
-    monkeypatch.setattr("nestrec.serving.api.server.all_endpoints", lambda: ENDPOINTS)
+    monkeypatch.setattr("nestrec.serving.http.routes.all_endpoints", lambda: ENDPOINTS)
 
     moments, turns = itertools.count(1), itertools.count()
 
@@ -238,7 +237,7 @@ def test_keys_come_and_go_while_the_server_runs(service, ring):
         await asyncio.wait_for(until(fresh, 200), PATIENCE_S)
         path.write_text(before)
         await asyncio.wait_for(until(fresh, 401), PATIENCE_S)
-        fresh_log = logging.getLogger("nestrec.serving.background")
+        fresh_log = logging.getLogger("nestrec.serving.core.background_tasks")
         heard = asyncio.Event()
         loop, handler = asyncio.get_running_loop(), logging.Handler(logging.ERROR)
         handler.emit = lambda record: "sha256" in record.getMessage() and loop.call_soon_threadsafe(heard.set)
@@ -639,7 +638,7 @@ def test_instance_log_leaves_out_health_checks_of_its_front(service):
     cfg = ServeConfig(limits=LIMITS, safety=SafetyConfig(behind="gateway"), log=LogConfig(requests=True))
 
     async def use(client, _):
-        client.headers[front_secret.HEADER.decode()] = front_secret.front_secret()
+        client.headers[security_config.HEADER.decode()] = security_config.front_secret()
         for path in ("/health/live", "/health/ready", "/v1/models"):
             assert (await client.get(path)).status_code == 200
 

@@ -7,17 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from nestrec.serving.api.app import App
-from nestrec.serving.api.schema import LimitsConfig
-from nestrec.serving.engine.config import EngineConfig
-from nestrec.serving.engine.plain_runner import plain_runner
-from nestrec.serving.engine.runner import Part, Runner
-from nestrec.serving.model.forms import make_form
-from nestrec.serving.model.inputs import Candidates, History
+from nestrec.serving.core.request_limits import LimitsConfig
+from nestrec.serving.engine.batch_scheduler import EngineConfig
+from nestrec.serving.engine.reference_runner import Part, Runner, plain_runner
+from nestrec.serving.http.http_app import App
+from nestrec.serving.kv_cache.kv_page_pool import PagePool
+from nestrec.serving.model.model_adapter import make_form
+from nestrec.serving.model.request_inputs import Candidates, History
 from nestrec.serving.model.servable import Servable
-from nestrec.serving.model.tables import CachedTable, TablesConfig
-from nestrec.serving.prefix.page_pool import PagePool
-from nestrec.serving.service import Service, ServiceConfig
+from nestrec.serving.model.served_tables import CachedTable, TablesConfig
+from nestrec.serving.service.inference_service import Service, ServiceConfig
 
 NUM_ITEMS = 200
 

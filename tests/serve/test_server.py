@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from server_process import exchange, post, provoke_patiently, running_server, status_of, status_once_sent
 
+from nestrec.exporters.servable_writer import write_servable
 from nestrec.models.hstu import HSTUConfig
-from nestrec.serving.model.export import write_servable
-from nestrec.serving.model.random_model import random_retrieval
 from nestrec.serving.model.servable import Servable
+from nestrec_bench.harness.random_model import random_retrieval
 
 PATIENT = ("--limits.default_timeout_ms", "10000")
 """on a machine that others share"""

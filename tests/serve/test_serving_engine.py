@@ -12,21 +12,22 @@ import torch
 from serving_oracle import oracle_scores
 from serving_sequences import Sequences, appended, draw_candidates, draw_history
 
-from nestrec.base.clock import SimulatedClock
 from nestrec.models import FuXiConfig, HSTUConfig, SASRecConfig
-from nestrec.models.reach import AttentionReach
-from nestrec.serving.background import Failures
-from nestrec.serving.client import Sender
-from nestrec.serving.engine.cost_model import EngineCostModel
-from nestrec.serving.engine.engine import Engine, EngineConfig
-from nestrec.serving.engine.runner import Launched, Runner
-from nestrec.serving.engine.work import OverloadedError, UnavailableError
-from nestrec.serving.model.forms import make_form
-from nestrec.serving.model.random_model import random_ranking, random_retrieval
-from nestrec.serving.prefix.host_pages import HostPages
-from nestrec.serving.prefix.page_pool import PagePool
-from nestrec.serving.prefix.tiers import TiersConfig
-from nestrec.serving.prefix.trigger import TriggerConfig
+from nestrec.models.backbone_spec import AttentionReach
+from nestrec.serving.core.background_tasks import Failures
+from nestrec.serving.core.cost_model import EngineCostModel
+from nestrec.serving.core.rejections import OverloadedError, UnavailableError
+from nestrec.serving.core.request_limits import Sender
+from nestrec.serving.engine.batch_scheduler import EngineConfig
+from nestrec.serving.engine.reference_runner import Launched, Runner
+from nestrec.serving.engine.serving_engine import Engine
+from nestrec.serving.kv_cache.host_prefix_cache import HostPages
+from nestrec.serving.kv_cache.kv_page_pool import PagePool
+from nestrec.serving.kv_cache.preinfer_trigger import TriggerConfig
+from nestrec.serving.kv_cache.tiered_prefix_cache import TiersConfig
+from nestrec.serving.model.model_adapter import make_form
+from nestrec_bench.harness.clocks import SimulatedClock
+from nestrec_bench.harness.random_model import random_ranking, random_retrieval
 
 SIZES = {"dim": 16, "num_layers": 2, "num_heads": 2, "max_length": 32}
 ENCODER = HSTUConfig(**SIZES, head_dim=8, time_bias=True)
@@ -366,7 +367,9 @@ def test_a_copy_that_fails_loses_no_request_and_no_memory(monkeypatch, direction
     def fail(*_):
         raise MemoryError("no host memory")
 
-    monkeypatch.setattr("nestrec.serving.prefix.copier.FAILURES", Failures())  # one failure is logged once per process
+    monkeypatch.setattr(
+        "nestrec.serving.core.background_tasks.FAILURES", Failures()
+    )  # one failure is logged once per process
     rng = np.random.default_rng(15)
     servable = random_ranking(ENCODER, num_items=200)
     engine = make_engine(servable, replace(CONFIG, tiers=replace(TIERS, keeps_on_device=False)))

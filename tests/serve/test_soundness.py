@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nestrec.base.errors import UserError
+from nestrec.exporters.servable_writer import write_servable
 from nestrec.models.hstu import HSTUConfig
-from nestrec.serving.model.export import write_servable
-from nestrec.serving.model.random_model import random_ranking, random_retrieval
 from nestrec.serving.model.servable import Servable
-from nestrec.serving.service import Service, ServiceConfig
+from nestrec.serving.service.inference_service import Service, ServiceConfig
+from nestrec_bench.harness.random_model import random_ranking, random_retrieval
 
 ENCODER = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=16, time_bias=True)
 

@@ -12,20 +12,21 @@ import pytest
 import uvicorn
 from server_process import exchange, post, running_server, started, starting_server, status_of
 
-from nestrec.base import exit_codes
+from nestrec.base import errors
 from nestrec.base.errors import UserError
+from nestrec.exporters.servable_writer import write_servable
 from nestrec.models.hstu import HSTUConfig
-from nestrec.serving.api.process.listening import bound_sockets, close_all, port_of, run_server
-from nestrec.serving.api.process.signals import Signals
-from nestrec.serving.api.reloader import Reloader
-from nestrec.serving.api.server import ServeConfig, serve
-from nestrec.serving.many.ports import free_port
-from nestrec.serving.model.export import write_servable
-from nestrec.serving.model.random_model import random_ranking, random_retrieval
+from nestrec.serving.fleet.readiness_probes import free_port
+from nestrec.serving.http.serve_config import ServeConfig
+from nestrec.serving.http.signals import Signals
+from nestrec.serving.http.sockets import bound_sockets, close_all, port_of, run_server
 from nestrec.serving.model.servable import Servable
-from nestrec.serving.model.tables import TablesConfig
-from nestrec.serving.service import Service, ServiceConfig
-from nestrec.testing.commands import piped
+from nestrec.serving.model.served_tables import TablesConfig
+from nestrec.serving.server import serve
+from nestrec.serving.service.inference_service import Service, ServiceConfig
+from nestrec.serving.service.model_reloader import Reloader
+from nestrec_bench.harness.random_model import random_ranking, random_retrieval
+from support.command_runner import piped
 
 ENCODER = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=16)
 BODY = {"user": "u", "history": {"items": ["1", "2"], "times_ms": [1, 2]}, "candidates": ["3"]}
@@ -64,7 +65,7 @@ def test_sighup_during_the_start_is_heeded_after_it_and_the_port_and_the_stop_ar
 def test_server_exits_with_a_code_if_its_engine_is_lost(folder):
     with running_server(folder, NESTREC_FAIL_POINTS="serving.plan=raise,serving.recover=raise") as (port, process):
         assert status_of(exchange(port, post("/v1/rank", BODY))) == 503
-        assert process.wait(2.0) == exit_codes.ENGINE_LOST
+        assert process.wait(2.0) == errors.ENGINE_LOST
         output = process.stdout.read()
     assert b"a turn of an engine failed" in output
     assert b"an engine cannot continue" in output
@@ -104,7 +105,7 @@ def test_nothing_is_said_to_serve_where_the_model_is_not_there(tmp_path):
 def test_json_log_contains_the_error_that_ends_a_server(tmp_path):
     with started(piped, tmp_path, "--port", "0", "--log.format", "json") as process:
         lines = [json.loads(line) for line in process.stdout]
-        assert process.wait(100) == exit_codes.USER_ERROR
+        assert process.wait(100) == errors.USER_ERROR
     assert (lines[-1]["level"], "holds no exported model" in lines[-1]["message"]) == ("error", True)
 
 

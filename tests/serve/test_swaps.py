@@ -8,18 +8,18 @@ import httpx
 import pytest
 from schema_check import check_schema
 
-from nestrec.cli.fleet import served
+from nestrec.cli.fleet_output import served
+from nestrec.exporters.servable_writer import write_servable
 from nestrec.models.hstu import HSTUConfig
-from nestrec.serving.api import reloader as reloading
-from nestrec.serving.api.app import App
-from nestrec.serving.api.reloader import Reloader
-from nestrec.serving.api.schema import LimitsConfig
-from nestrec.serving.engine.engine import EngineConfig
-from nestrec.serving.model.export import write_servable
-from nestrec.serving.model.random_model import random_ranking, random_retrieval
+from nestrec.serving.core.request_limits import LimitsConfig
+from nestrec.serving.engine.batch_scheduler import EngineConfig
+from nestrec.serving.http.http_app import App
 from nestrec.serving.model.servable import Servable
-from nestrec.serving.model.tables import TablesConfig
-from nestrec.serving.service import Service, ServiceConfig
+from nestrec.serving.model.served_tables import TablesConfig
+from nestrec.serving.service import model_reloader as reloading
+from nestrec.serving.service.inference_service import Service, ServiceConfig
+from nestrec.serving.service.model_reloader import Reloader
+from nestrec_bench.harness.random_model import random_ranking, random_retrieval
 
 ENCODER = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=16)
 LIMITS = LimitsConfig(default_timeout_ms=10_000)
@@ -75,7 +75,7 @@ def test_models_are_swapped_and_rolled_back_together(folders, caplog):
             assert {role: model["version"] for role, model in swapped.json()["previous"].items()} == old
             assert (await client.get("/health/ready")).json()["models"] == new
             assert (await client.post("/v1/rank", json=ASKED)).json()["model"] == new["ranking"]
-            with caplog.at_level("INFO", "nestrec.serving.api.reloader"):
+            with caplog.at_level("INFO", "nestrec.serving.service.model_reloader"):
                 back = await client.post("/v1/admin/rollback", json={})
             logged = [message for message in caplog.messages if "has taken over" in message]
             assert [message.startswith("rollback: ") for message in logged] == [True, True]

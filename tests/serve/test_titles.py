@@ -5,15 +5,15 @@ from dataclasses import replace
 
 import httpx
 
-from nestrec.data.card import Feature
 from nestrec.data.dataset import Dataset
+from nestrec.data.dataset_card import Feature
+from nestrec.exporters.servable_writer import write_servable
 from nestrec.models.hstu import HSTUConfig
-from nestrec.serving.api.app import App
-from nestrec.serving.api.schema import LimitsConfig
-from nestrec.serving.model.export import write_servable
-from nestrec.serving.model.random_model import random_retrieval
+from nestrec.serving.core.request_limits import LimitsConfig
+from nestrec.serving.http.http_app import App
 from nestrec.serving.model.servable import Servable
-from nestrec.serving.service import Service, ServiceConfig
+from nestrec.serving.service.inference_service import Service, ServiceConfig
+from nestrec_bench.harness.random_model import random_retrieval
 
 
 def test_titles_are_written_read_found_and_searched(tmp_path):

@@ -11,11 +11,11 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from nestrec.base.errors import UserError
-from nestrec.serving import tracing
-from nestrec.serving.api.app import App
-from nestrec.serving.api.schema import LimitsConfig
-from nestrec.serving.api.server import ServeConfig
-from nestrec.serving.many.gateway import Gateway
+from nestrec.serving.core import tracing
+from nestrec.serving.core.request_limits import LimitsConfig
+from nestrec.serving.fleet.gateway import Gateway
+from nestrec.serving.http.http_app import App
+from nestrec.serving.http.serve_config import ServeConfig
 
 LIMITS = LimitsConfig(default_timeout_ms=10_000)
 BODY = {"user": "user-4711", "history": {"items": ["1", "2"], "times_ms": [1, 2]}, "candidates": ["3"]}

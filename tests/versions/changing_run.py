@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from nestrec.checkpoint.places import place_of
+from nestrec.artifacts.storage import place_of
 from nestrec.data.dataset import Dataset
 from nestrec.distributed import Topology
-from nestrec.serving.model.export import descriptions, servable_of_session
+from nestrec.exporters.servable_writer import descriptions, servable_of_session
+from nestrec.exporters.version_publisher import Publisher
 from nestrec.serving.model.servable import Servable
-from nestrec.serving.versions.followed import Followed
-from nestrec.serving.versions.publisher import Publisher
-from nestrec.serving.versions.reader import Versions
-from nestrec.testing.tiny_runs import config_of
-from nestrec.training.publishing import PublishConfig
-from nestrec.training.session import Session
+from nestrec.serving.versions.live_version import Followed
+from nestrec.serving.versions.version_store import Versions
+from nestrec.training.run_config import PublishConfig
+from nestrec.training.training_session import Session
+from support.tiny_runs import config_of
 
 TABLES = {
     "static": {},

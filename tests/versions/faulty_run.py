@@ -13,8 +13,8 @@ import numpy as np
 from served_run import Served
 
 from nestrec.base.failpoints import armed
-from nestrec.serving.versions.publisher import Publisher
-from nestrec.training.publishing import PublishConfig
+from nestrec.exporters.version_publisher import Publisher
+from nestrec.training.run_config import PublishConfig
 
 PUBLISHING = [
     *(

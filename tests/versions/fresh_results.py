@@ -14,9 +14,9 @@ from changing_run import publish_versions
 from faulty_run import FaultyRun
 from served_run import serving
 
-from nestrec.bench.harness.frame import make_frame, save_frame
-from nestrec.testing.ranks import RankPool
-from nestrec.testing.tiny_runs import make_datasets
+from nestrec.report.result_file import make_frame, save_frame
+from support.rank_pool import RankPool
+from support.tiny_runs import make_datasets
 
 KINDS = [("hstu", "ttl"), ("ranking", "lru"), ("hstu", "hashed"), ("ranking", "narrow")]
 VERSIONS, FAULTS = 200, 240

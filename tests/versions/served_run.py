@@ -10,16 +10,16 @@ import httpx
 from changing_run import ChangingRun, assert_same
 
 from nestrec.distributed import Topology
-from nestrec.serving.api.app import App
-from nestrec.serving.api.reloader import Reloader
-from nestrec.serving.api.schema import LimitsConfig
-from nestrec.serving.engine.engine import EngineConfig
+from nestrec.serving.core.request_limits import LimitsConfig
+from nestrec.serving.engine.batch_scheduler import EngineConfig
+from nestrec.serving.http.http_app import App
 from nestrec.serving.model.servable import Servable
-from nestrec.serving.model.spec import shown_version
-from nestrec.serving.model.tables import TablesConfig
-from nestrec.serving.service import Service, ServiceConfig
-from nestrec.serving.versions.follower import VersionFollowConfig
-from nestrec.serving.versions.manifest import Times
+from nestrec.serving.model.servable_spec import shown_version
+from nestrec.serving.model.served_tables import TablesConfig
+from nestrec.serving.service.inference_service import Service, ServiceConfig
+from nestrec.serving.service.model_reloader import Reloader
+from nestrec.serving.service.version_follower import VersionFollowConfig
+from nestrec.serving.versions.version_manifest import Times
 
 LIMITS = LimitsConfig(default_timeout_ms=10_000, tells_prefix=True)
 FOLLOW = VersionFollowConfig(on=True, moves="told")

@@ -3,7 +3,7 @@
 import pytest
 from changing_run import publish_versions
 
-from nestrec.testing.tiny_runs import make_datasets
+from support.tiny_runs import make_datasets
 
 
 @pytest.fixture(scope="module")

@@ -9,17 +9,16 @@ import pytest
 from changing_run import ChangingRun, assert_same
 
 import nestrec
+from nestrec.api import train
+from nestrec.artifacts.storage import place_of
 from nestrec.base.errors import UserError
 from nestrec.base.failpoints import armed
-from nestrec.checkpoint.places import place_of
 from nestrec.distributed import Topology
-from nestrec.library.runs import train
-from nestrec.serving.model.export import restored_session, servable_of_session
-from nestrec.serving.versions.followed import Followed
-from nestrec.serving.versions.opening import Source, open_source
-from nestrec.serving.versions.publish_run import publish_run
-from nestrec.serving.versions.reader import Versions
-from nestrec.testing.tiny_runs import config_of, make_datasets
+from nestrec.exporters.servable_writer import restored_session, servable_of_session
+from nestrec.exporters.version_publisher import publish_run
+from nestrec.serving.versions.live_version import Followed, Source, open_source
+from nestrec.serving.versions.version_store import Versions
+from support.tiny_runs import config_of, make_datasets
 
 POINTS = [
     f"publish.{kind}.{place}"

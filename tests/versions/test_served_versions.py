@@ -19,21 +19,20 @@ from test_rollout import behind_gateway
 from nestrec.base.errors import UserError
 from nestrec.base.failpoints import armed
 from nestrec.distributed import Topology
-from nestrec.library.loaded import Recommender
-from nestrec.serving.api.reloader import Reloader
-from nestrec.serving.api.schema import LimitsConfig
-from nestrec.serving.many.front_follower import FrontFollower
-from nestrec.serving.model.export import write_servable
+from nestrec.exporters.servable_writer import write_servable
+from nestrec.inference.recommender import Recommender
+from nestrec.serving.core.request_limits import LimitsConfig
+from nestrec.serving.fleet.rolling_update import FrontFollower
 from nestrec.serving.model.servable import Servable
-from nestrec.serving.model.spec import shown_version
-from nestrec.serving.model.tables import TablesConfig
-from nestrec.serving.new_items import Growth, NewItem, add_items
-from nestrec.serving.service import Service, ServiceConfig
-from nestrec.serving.versions.followed import Staged
-from nestrec.serving.versions.follower import VersionFollowConfig
-from nestrec.serving.versions.manifest import Times
-from nestrec.serving.versions.opening import Source, open_source
-from nestrec.testing.tiny_runs import make_datasets
+from nestrec.serving.model.servable_spec import shown_version
+from nestrec.serving.model.served_tables import TablesConfig
+from nestrec.serving.service.cold_start_items import Growth, NewItem, add_items
+from nestrec.serving.service.inference_service import Service, ServiceConfig
+from nestrec.serving.service.model_reloader import Reloader
+from nestrec.serving.service.version_follower import VersionFollowConfig
+from nestrec.serving.versions.live_version import Source, Staged, open_source
+from nestrec.serving.versions.version_manifest import Times
+from support.tiny_runs import make_datasets
 
 LIMITS = LimitsConfig(default_timeout_ms=10_000, tells_prefix=True)
 FOLLOW = VersionFollowConfig(on=True, moves="told")

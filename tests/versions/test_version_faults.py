@@ -4,7 +4,7 @@ import pytest
 from faulty_run import FaultyRun
 from served_run import serving
 
-from nestrec.testing.tiny_runs import make_datasets
+from support.tiny_runs import make_datasets
 
 
 @pytest.fixture(scope="module")

@@ -6,12 +6,12 @@ import pytest
 from changing_run import assert_same
 from faulty_run import PUBLISHING
 
-from nestrec.serving.model.export import restored_session, servable_of_session
-from nestrec.serving.service import Service, ServiceConfig
-from nestrec.serving.versions.follower import VersionFollowConfig, VersionFollower
-from nestrec.serving.versions.opening import open_source, source_of
-from nestrec.testing.faults import FailPoint, run_with_faults
-from nestrec.testing.tiny_runs import command_of, make_datasets
+from nestrec.exporters.servable_writer import restored_session, servable_of_session
+from nestrec.serving.service.inference_service import Service, ServiceConfig
+from nestrec.serving.service.version_follower import VersionFollowConfig, VersionFollower
+from nestrec.serving.versions.live_version import open_source, source_of
+from support.fault_runner import FailPoint, run_with_faults
+from support.tiny_runs import command_of, make_datasets
 
 
 @pytest.mark.slow

@@ -14,13 +14,14 @@ import numpy as np
 import psutil
 import pytest
 
+from nestrec.exporters.servable_writer import write_servable
 from nestrec.models.hstu import HSTUConfig
-from nestrec.serving.engine.engine import Engine, EngineConfig
-from nestrec.serving.many.ports import free_port
-from nestrec.serving.model.export import write_servable
-from nestrec.serving.model.forms import make_form
-from nestrec.serving.model.inputs import Candidates, History
-from nestrec.serving.model.random_model import random_retrieval
+from nestrec.serving.engine.batch_scheduler import EngineConfig
+from nestrec.serving.engine.serving_engine import Engine
+from nestrec.serving.fleet.readiness_probes import free_port
+from nestrec.serving.model.model_adapter import make_form
+from nestrec.serving.model.request_inputs import Candidates, History
+from nestrec_bench.harness.random_model import random_retrieval
 
 ENCODER = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=16)
 NUM_USERS = 120

@@ -12,7 +12,7 @@ import urllib.request
 import pytest
 from rolling_load import NUM_INSTANCES, check_rolled, rolled, write_versions
 
-from nestrec.serving.many.ports import free_port
+from nestrec.serving.fleet.readiness_probes import free_port
 
 
 @pytest.mark.timeout(900)

@@ -11,10 +11,10 @@ from ray.train.torch import TorchTrainer
 
 import nestrec
 from nestrec.distributed import Topology
-from nestrec.testing.ranks import RankPool
-from nestrec.testing.tiny_runs import config_of, make_datasets, overrides_of
-from nestrec.training.run_digest import run_digest
+from nestrec.training.state import run_digest
 from nestrec.training.trainer import Trainer
+from support.rank_pool import RankPool
+from support.tiny_runs import config_of, make_datasets, overrides_of
 
 FILE = Path(__file__).resolve().parents[2] / "deploy" / "training" / "ray_train.py"
 EPOCHS = {"training.epochs": 2}

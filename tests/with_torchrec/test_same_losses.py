@@ -4,12 +4,12 @@ import sys
 
 import pytest
 
-from nestrec.bench.peers.job import NestrecJob
-from nestrec.bench.peers.peers import PeersBench, measure_peers
-from nestrec.bench.peers.ranks import global_losses
-from nestrec.bench.peers.torchrec_job import TORCHREC_MODES, TorchRecJob
-from nestrec.bench.peers.workload import PeersWorkload, WorkloadConfig
-from nestrec.testing.ranks import RankPool
+from nestrec_bench.external.external_bench import PeersBench, measure_peers
+from nestrec_bench.external.external_ranks import global_losses
+from nestrec_bench.external.external_workload import PeersWorkload, WorkloadConfig
+from nestrec_bench.external.torchrec_job import TORCHREC_MODES, TorchRecJob
+from nestrec_bench.external.training_job import NestrecJob
+from support.rank_pool import RankPool
 
 EXPECTED = [0.692587, 0.709074, 0.719870, 0.716563, 0.700657, 0.690559, 0.690726, 0.693335]
 """Of a program in plain torch, on one process, for the `mlp` job on two ranks."""

@@ -14,10 +14,10 @@ from torch import nn
 from torch.nn.functional import elu, layer_norm
 
 from nestrec import Backbone, CachedForward, ForwardFlops, SequenceInfo, config
-from nestrec.base.bounds import Count, Natural
-from nestrec.models.segments import KeysAndValues, PrefixReader, Segment
+from nestrec.base.config_values import Count, Natural
+from nestrec.models.sequence import KeysAndValues, PrefixReader, Segment
+from nestrec.ops.embedding.row_gather import gather_rows
 from nestrec.ops.padding import from_blocks, padded_places, to_blocks
-from nestrec.ops.rows.gather import gather_rows
 
 
 @config

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from nestrec import config
-from nestrec.base.bounds import Count
-from nestrec.bench.bench import Bench
+from nestrec.base.config_values import Count
 from nestrec.embedding.row_optimizer import RowOptimizerConfig, RowStep
+from nestrec_bench.bench import Bench
 
 
 @config

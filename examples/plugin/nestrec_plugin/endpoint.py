@@ -5,10 +5,9 @@ from typing import Annotated, TypedDict
 
 import torch
 
-from nestrec.serving.api.endpoint import Endpoint, Front
-from nestrec.serving.api.requests import ItemId
-from nestrec.serving.api.schema import BadRequestError
-from nestrec.serving.api.shapes import Least, Most
+from nestrec.serving.core.request_limits import BadRequestError
+from nestrec.serving.http.endpoint_spec import Endpoint, Front
+from nestrec.serving.inputs.request_schema import ItemId, Least, Most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

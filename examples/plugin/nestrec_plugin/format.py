@@ -7,11 +7,11 @@ import numpy as np
 import pyarrow as pa
 
 from nestrec import config
-from nestrec.data.formats.format import log_format
-from nestrec.data.prepare.events import EventColumns
-from nestrec.data.prepare.options import LogColumns, PrepareOptions
-from nestrec.data.prepare.raw import BadRow, RawBatch, read_lines
-from nestrec.data.prepare.source import LogSource, over_files, plain_name, require_input
+from nestrec.data.formats.format_spec import log_format
+from nestrec.data.prepare.event_parser import EventColumns
+from nestrec.data.prepare.log_source import LogSource, over_files, plain_name, require_input
+from nestrec.data.prepare.prepare_options import LogColumns, PrepareOptions
+from nestrec.data.prepare.raw_rows import BadRow, RawBatch, read_lines
 
 
 @config

@@ -8,8 +8,8 @@ compute                          F1 F2 ... update rows, update dense
 """
 
 from nestrec import ScheduleSpec
-from nestrec.pipeline.schedules.pipelined import Pipelined
-from nestrec.pipeline.stages import Feed, Step, Totals
+from nestrec.pipeline.schedule_types import Feed, Step, Totals
+from nestrec.pipeline.schedules.dual_buffer import Pipelined
 
 
 class Lanes(Pipelined):

@@ -12,11 +12,10 @@ import torch
 from torch.nn.functional import softplus
 
 from nestrec import TaskSpec, config
-from nestrec.base.bounds import NonNegative
-from nestrec.data.batches import MicroBatch
-from nestrec.ops.rows.gather import gather_rows
-from nestrec.ops.rows.stored import TableRows
-from nestrec.tasks.retrieval import RetrievalTask, RetrievalTaskConfig
+from nestrec.base.config_values import NonNegative
+from nestrec.data.batch_loader import MicroBatch
+from nestrec.ops.embedding.row_gather import TableRows, gather_rows
+from nestrec.tasks.retrieval_task import RetrievalTask, RetrievalTaskConfig
 from nestrec.tasks.task import sequence_info
 
 
@@ -43,5 +42,5 @@ PAIRWISE = TaskSpec(
     config=PairwiseTaskConfig,
     make=PairwiseTask,
     store_field="item_store",
-    serving="nestrec.serving.model.retrieval_form:SERVING",  # a RetrievalModel and a history: served as ours are
+    serving="nestrec.serving.model.retrieval_adapter:SERVING",  # a RetrievalModel and a history: served as ours are
 )

@@ -10,12 +10,19 @@ import pyarrow as pa
 
 from nestrec.base.config import config
 from nestrec.base.errors import DataError
-from nestrec.data.formats.format import log_format
-from nestrec.data.prepare.encoding import check_unicode
-from nestrec.data.prepare.events import EventColumns
-from nestrec.data.prepare.options import LogColumns, PrepareOptions, TimeUnit
-from nestrec.data.prepare.raw import BadRow, Delimited, RawBatch, first_line, header_names, read_lines
-from nestrec.data.prepare.source import LogSource, delimited_files, over_files, plain_name, require_input
+from nestrec.data.formats.format_spec import log_format
+from nestrec.data.prepare.event_parser import EventColumns
+from nestrec.data.prepare.log_source import LogSource, delimited_files, over_files, plain_name, require_input
+from nestrec.data.prepare.prepare_options import LogColumns, PrepareOptions, TimeUnit
+from nestrec.data.prepare.raw_rows import (
+    BadRow,
+    Delimited,
+    RawBatch,
+    check_unicode,
+    first_line,
+    header_names,
+    read_lines,
+)
 
 NAMES_OF = {
     "user": ("user", "user_id", "reviewerID", "userId"),

@@ -5,24 +5,22 @@ from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from nestrec.base.bounds import Share
 from nestrec.base.config import config, to_plain
+from nestrec.base.config_values import Share
 from nestrec.base.errors import DataError
-from nestrec.data import schema
-from nestrec.data.card import Card, Counts, DataFile
-from nestrec.data.formats.format import Format
-from nestrec.data.prepare.duplicates import DuplicateCounter
-from nestrec.data.prepare.folder import whole_folder
+from nestrec.base.files import whole_folder
+from nestrec.data import dataset_schema
+from nestrec.data.dataset_card import Card, Counts, DataFile
+from nestrec.data.formats.format_spec import Format
+from nestrec.data.prepare.dataset_writer import UserBlock, UsersWriter
+from nestrec.data.prepare.list_cells import category_keys, row_signatures
+from nestrec.data.prepare.log_source import delimited_files, plain_name, require_input
 from nestrec.data.prepare.parse import BAD, GOOD, parse_integers, parse_numbers
-from nestrec.data.prepare.progress import Progress
-from nestrec.data.prepare.quarantine import Quarantine
-from nestrec.data.prepare.raw import BadRow, Delimited, RawBatch
-from nestrec.data.prepare.signature import cell_hashes, row_signatures
-from nestrec.data.prepare.source import delimited_files, plain_name, require_input
-from nestrec.data.prepare.writer import UserBlock, UsersWriter
+from nestrec.data.prepare.prepare_options import Progress
+from nestrec.data.prepare.raw_rows import BadRow, Delimited, Quarantine, RawBatch
+from nestrec.data.prepare.spill_files import DuplicateCounter
 
 NUM_DENSE, NUM_CATEGORIES = 13, 26
 DENSE_NAMES = tuple(f"I{i}" for i in range(1, NUM_DENSE + 1))
@@ -51,8 +49,8 @@ def _prepare(input: str, output: Path, options: CriteoOptions, progress: Progres
 
 def write_criteo(folder: Path, path: Path, options: CriteoOptions, progress: Progress) -> Card:
     """Write the dataset of rows into `folder`. Exact duplicates are counted and kept."""
-    sizes = {schema.DENSE: NUM_DENSE, schema.CATEGORIES: NUM_CATEGORIES}
-    writer, quarantine = UsersWriter(folder, schema.row_fields(), sizes), Quarantine(folder)
+    sizes = {dataset_schema.DENSE: NUM_DENSE, dataset_schema.CATEGORIES: NUM_CATEGORIES}
+    writer, quarantine = UsersWriter(folder, dataset_schema.row_fields(), sizes), Quarantine(folder)
     duplicates = DuplicateCounter(folder)
     num_read = num_rows = 0
     for batch, done in delimited_files([require_input(path)], HOW)():
@@ -104,17 +102,13 @@ def _parse(batch: RawBatch) -> tuple[UserBlock, list[BadRow], NDArray[np.uint64]
     good = is_labelled & is_number
     reasons = np.where(is_labelled, "not a number", "label is not 0 or 1")
     bad = [BadRow(int(batch.lines[i]), str(reasons[i]), batch.text_of(int(i))) for i in np.flatnonzero(~good)]
-    lists: dict[str, NDArray[Any]] = {schema.DENSE: dense[good].ravel(), schema.CATEGORIES: categories[good].ravel()}
-    scalars = {schema.LABEL: pa.array(labels[good].astype(np.int8))}
+    lists: dict[str, NDArray[Any]] = {
+        dataset_schema.DENSE: dense[good].ravel(),
+        dataset_schema.CATEGORIES: categories[good].ravel(),
+    }
+    scalars = {dataset_schema.LABEL: pa.array(labels[good].astype(np.int8))}
     signatures = row_signatures(list(batch.columns.values()), batch.num_rows)[good]
     return UserBlock(np.ones(int(good.sum()), dtype=np.int32), scalars, lists), bad, signatures
-
-
-def category_keys(column: pa.Array, hash_key: int) -> NDArray[np.int64]:
-    """A 63-bit hash of (column, value) that is never 0, and 0 for a blank."""
-    hashes = (cell_hashes(column, hash_key) >> np.uint64(1)).astype(np.int64)
-    is_blank = pc.binary_length(column).to_numpy(zero_copy_only=False) == 0
-    return np.where(is_blank, 0, np.maximum(hashes, 1))
 
 
 FORMAT = Format("Criteo display ads: label, 13 numbers and 26 categories, tab separated.", CriteoOptions, _prepare)

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from nestrec.base.config import config
 from nestrec.base.errors import DataError
-from nestrec.data.formats.format import log_format
-from nestrec.data.prepare.events import EventColumns
-from nestrec.data.prepare.options import LogColumns, NumberTransform, PrepareOptions
-from nestrec.data.prepare.raw import Delimited, first_line, header_names
-from nestrec.data.prepare.side import SideColumn, SideKind, SideSource
-from nestrec.data.prepare.source import LogSource, delimited_files, plain_name, require_input, side_files
-from nestrec.data.schema import KUAIRAND_BITS
+from nestrec.data.dataset_schema import KUAIRAND_BITS
+from nestrec.data.formats.format_spec import log_format
+from nestrec.data.prepare.event_parser import EventColumns
+from nestrec.data.prepare.log_source import LogSource, delimited_files, plain_name, require_input, side_files
+from nestrec.data.prepare.prepare_options import LogColumns, NumberTransform, PrepareOptions
+from nestrec.data.prepare.raw_rows import Delimited, first_line, header_names
+from nestrec.data.prepare.side_tables import SideColumn, SideKind, SideSource
 
 ACTIONS = {
     "click": "is_click",

@@ -1,4 +1,7 @@
-"""One line a user: the user's id, then item ids from oldest to newest (S3Rec), with optional attributes of items."""
+"""One line a user: the user's id, then item ids from oldest to newest (S3Rec), with optional attributes of items.
+
+`user item` on each line, in time order inside a user (SASRec).
+"""
 
 import gzip
 import json
@@ -11,13 +14,23 @@ import pyarrow.compute as pc
 
 from nestrec.base.config import config
 from nestrec.base.errors import DataError
-from nestrec.data.formats.format import log_format
-from nestrec.data.prepare.encoding import check_unicode
-from nestrec.data.prepare.events import EventColumns
-from nestrec.data.prepare.options import LogColumns, PrepareOptions
-from nestrec.data.prepare.raw import BadRow, RawBatch, read_lines, unreadable
-from nestrec.data.prepare.side import SideColumn, SideSource
-from nestrec.data.prepare.source import LogSource, find_file, over_files, plain_name, require_input
+from nestrec.data.formats.format_spec import log_format
+from nestrec.data.prepare.event_parser import EventColumns
+from nestrec.data.prepare.log_source import LogSource, delimited_files, find_file, over_files, plain_name, require_input
+from nestrec.data.prepare.prepare_options import LogColumns, PrepareOptions
+from nestrec.data.prepare.raw_rows import BadRow, Delimited, RawBatch, check_unicode, first_line, read_lines, unreadable
+from nestrec.data.prepare.side_tables import SideColumn, SideSource
+
+
+def open_pairs(path: Path, options: PrepareOptions) -> LogSource:
+    """Fields are separated by a space or a tab; events keep the order of the file."""
+    separator = "\t" if "\t" in first_line(require_input(path)) else " "
+    how = Delimited(separator=separator, names=("user", "item"), has_quotes=False)
+    columns, batches = EventColumns.of(LogColumns()), delimited_files([path], how)
+    return LogSource(plain_name(path), "sasrec_pairs", columns, batches, files=(path,))
+
+
+SASREC_PAIRS_FORMAT = log_format("SASRec's files: `user item` on each line, in order.", PrepareOptions, open_pairs)
 
 
 @config
@@ -48,12 +61,12 @@ def open_user_lines(path: Path, options: UserLinesOptions) -> LogSource:
 
 
 def _read(path: Path) -> Iterator[RawBatch]:
-    for lines, first_line, done in read_lines(path):
+    for lines, first_number, done in read_lines(path):
         text = pc.utf8_trim_whitespace(pa.array([line.rstrip("\r\n") for line in lines], pa.string()))
         words = pc.utf8_split_whitespace(text)
         counts = pc.list_value_length(words).to_numpy(zero_copy_only=False).astype(np.int64)
         is_blank = pc.binary_length(text).to_numpy(zero_copy_only=False) == 0
-        numbers = first_line + np.arange(len(lines), dtype=np.int64)
+        numbers = first_number + np.arange(len(lines), dtype=np.int64)
         bad = [
             BadRow(int(numbers[i]), "user without items", lines[i].strip())
             for i in np.flatnonzero(counts == 1)
@@ -99,6 +112,6 @@ def _attribute_rows(path: Path) -> Callable[[], Iterator[RawBatch]]:
     return batches
 
 
-FORMAT = log_format(
+USER_LINES_FORMAT = log_format(
     "S3Rec's files: a line a user, the user then the items in order.", UserLinesOptions, open_user_lines
 )

@@ -8,9 +8,9 @@ import pyarrow.compute as pc
 from numba import njit
 from numpy.typing import NDArray
 
-from nestrec.data.prepare.keys import as_texts, text_buffers
-from nestrec.data.prepare.options import TimeUnit
-from nestrec.data.schema import LATEST_TIME_MS
+from nestrec.data.dataset_schema import LATEST_TIME_MS
+from nestrec.data.prepare.id_encoder import as_texts, text_buffers
+from nestrec.data.prepare.prepare_options import TimeUnit
 
 _NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
 BLANK_WORDS = ("", "nan", "NaN", "null", "NULL", "None", r"\N")

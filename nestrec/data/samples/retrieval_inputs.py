@@ -14,14 +14,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nestrec.base.bounds import Decay
 from nestrec.base.config import config
+from nestrec.base.config_values import Decay
 from nestrec.base.errors import Mistakes, UserError, did_you_mean
 from nestrec.base.random import fold, fold_array
-from nestrec.data.batches import MicroBatch
-from nestrec.data.card import Card, Feature
+from nestrec.data.batch_loader import MicroBatch
 from nestrec.data.dataset import Dataset, Rows
-from nestrec.data.samples.features import (
+from nestrec.data.dataset_card import Card, Feature
+from nestrec.data.dataset_schema import ACTIONS, EVENT_PREFIX
+from nestrec.data.samples.feature_inputs import (
     Column,
     EventFeatures,
     Inputs,
@@ -33,7 +34,6 @@ from nestrec.data.samples.features import (
     prefix_of,
     renamed,
 )
-from nestrec.data.schema import ACTIONS, EVENT_PREFIX
 
 CONTEXT_PREFIX = "context_"
 AT = "at/"

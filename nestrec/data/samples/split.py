@@ -1,19 +1,29 @@
-"""Which events of a user train the model and which are held out."""
+"""Which events of a user train the model and which are held out.
 
-from collections.abc import Iterator
+Stochastic length of HSTU: long histories are mostly trained on a subsequence.
+
+A history of n events longer than m = N ** (alpha / 2), N the longest length, is cut to m events with probability
+1 - N ** alpha / n ** 2, and kept whole otherwise. The subsequence favours recent events. The choice is a pure function
+of the sample's key, so every rank, worker and schedule makes the same one.
+
+What is asked of all training events: read by row groups, so that no rank ever holds them all.
+"""
+
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nestrec.base.bounds import Share
 from nestrec.base.config import config
+from nestrec.base.config_values import Share, iso_moment, moment_ms
 from nestrec.base.errors import Mistakes, UserError
-from nestrec.base.moments import iso_moment, moment_ms
+from nestrec.base.random import fold, fold_array
 from nestrec.data.dataset import Dataset
-from nestrec.data.prepare.features.fitting import ValueSample
-from nestrec.data.schema import TIMESTAMPS_MS
+from nestrec.data.dataset_schema import ACTIONS, ITEM_IDS, TIMESTAMPS_MS
+from nestrec.data.flat_arrays import add_counts, slice_index
+from nestrec.data.prepare.transform_fitting import ValueSample
 
 Part = Literal["valid", "test"]
 
@@ -157,3 +167,64 @@ def _events_before(times_ms: NDArray[np.int64], offsets: NDArray[np.int64], cut_
     before = np.concatenate([[0], np.cumsum(times_ms < cut_ms)])
     counts: NDArray[np.int64] = before[offsets[1:]] - before[offsets[:-1]]
     return counts
+
+
+def kept_length(
+    num_events: NDArray[np.int64], key: NDArray[np.uint64], *, alpha: float, longest: int
+) -> NDArray[np.int64]:
+    """Number of events kept of each sample."""
+    short = max(2, int(longest ** (alpha / 2)))
+    draw = fold_array(fold(0x51), key.view(np.int64)) >> np.uint64(11)
+    keep_all = draw.astype(np.float64) * 2.0**-53 < (float(longest) ** alpha) / np.maximum(num_events, 1) ** 2.0
+    return np.where((num_events <= short) | keep_all, num_events, short)
+
+
+def kept_events(num_events: int, num_kept: int, key: int) -> NDArray[np.int64]:
+    """Sorted indices of the kept events of one sample, drawn without replacement with weight growing with recency.
+
+    The last two events are always kept: the last is the newest target, the one before it its context.
+    """
+    if num_kept >= num_events:
+        return np.arange(num_events)
+    index = np.arange(num_events)
+    uniform = (fold_array(fold(key, 0x52), index) >> np.uint64(11)).astype(np.float64) * 2.0**-53 + 2.0**-54
+    # Exponential race: the smallest -ln(u) / weight win, which is weighted sampling without replacement.
+    race = -np.log(uniform) / (index + 1.0)
+    race[-2:] = -1.0
+    return np.sort(np.argpartition(race, num_kept - 1)[:num_kept])
+
+
+Ints = NDArray[np.int64]
+
+
+def training_items(dataset: Dataset, train_end: Ints) -> Iterator[tuple[Ints, Ints, Ints]]:
+    """Of some users at a time: (users, items of their training events, offsets of the users)."""
+    for first, group in dataset.scan([ITEM_IDS]):
+        items, offsets = group.lists[ITEM_IDS]
+        users = np.arange(first, first + len(offsets) - 1)
+        index, own_offsets = slice_index(offsets[:-1], offsets[:-1] + train_end[users])
+        yield users, items[index], own_offsets
+
+
+def item_counts(dataset: Dataset, train_end: Ints) -> Ints:
+    """(items + 1,) training events of each item id."""
+    counts = np.zeros(dataset.num_items + 1, np.int64)
+    for _, items, _ in training_items(dataset, train_end):
+        add_counts(items, counts)
+    return counts
+
+
+def target_weights(
+    dataset: Dataset, train_end: Ints, max_targets: int, weight_of: Callable[[Ints], NDArray[np.float64]]
+) -> NDArray[np.float64]:
+    """(users,) sums over the last training events of each user, without its first, of what a mask of actions counts."""
+    sums = np.zeros(dataset.num_samples)
+    for first, group in dataset.scan([ACTIONS]):
+        masks, offsets = group.lists[ACTIONS]
+        users = np.arange(first, first + len(offsets) - 1)
+        end = offsets[:-1] + train_end[users]
+        start = np.maximum(np.minimum(offsets[:-1] + 1, end), end - max_targets)
+        index, own_offsets = slice_index(start, end)
+        total = np.concatenate([[0.0], np.cumsum(weight_of(masks[index].astype(np.int64)))])
+        sums[users] = total[own_offsets[1:]] - total[own_offsets[:-1]]
+    return sums

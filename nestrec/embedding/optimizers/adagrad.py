@@ -2,6 +2,8 @@
 
 adagrad          s += g^2;          w -= lr * g / (sqrt(s) + eps)
 rowwise_adagrad  s += mean(g^2);    w -= lr * g / (sqrt(s / c) + eps)
+
+Mean of squares along a row for host loops, summed by halves as everywhere (nestrec.ops.rows.update).
 """
 
 from collections.abc import Sequence
@@ -12,10 +14,23 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from nestrec.embedding.optimizers.built_in import built_in
-from nestrec.embedding.optimizers.mean_of_squares import mean_of_squares
+from nestrec.embedding.optimizers.sgd import built_in
 from nestrec.embedding.row_optimizer import RowOptimizerConfig, RowStep, StateColumn
-from nestrec.ops.rows.update import RowRule
+from nestrec.ops.embedding.row_update import RowRule
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def mean_of_squares(grad, scratch):  # type: ignore[no-untyped-def]
+    """scratch: as long as the gradient, of the type to sum in."""
+    width = len(grad)
+    for j in range(width):
+        scratch[j] = grad[j] * grad[j]
+    while width > 1:
+        half = (width + 1) // 2
+        for j in range(width - half):
+            scratch[j] += scratch[half + j]
+        width = half
+    return scratch[0] * scratch.dtype.type(1 / len(grad))
 
 
 def _first_sum(options: RowOptimizerConfig) -> float:

@@ -17,10 +17,10 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from nestrec.embedding.optimizers.built_in import built_in
-from nestrec.embedding.optimizers.mean_of_squares import mean_of_squares
+from nestrec.embedding.optimizers.adagrad import mean_of_squares
+from nestrec.embedding.optimizers.sgd import built_in
 from nestrec.embedding.row_optimizer import RowStep, StateColumn
-from nestrec.ops.rows.update import RowRule
+from nestrec.ops.embedding.row_update import RowRule
 
 
 def corrected_rate(step: RowStep) -> float:

@@ -1,14 +1,42 @@
-"""sgd: w -= lr * g."""
+"""sgd: w -= lr * g.
 
-from collections.abc import Sequence
+Row optimisers whose formula and kernel are the operator `update_rows`, told apart by the rule of a step.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from numba import njit
 from numpy.typing import NDArray
 
-from nestrec.embedding.optimizers.built_in import built_in
-from nestrec.embedding.row_optimizer import RowStep
-from nestrec.ops.rows.update import RowRule
+from nestrec.embedding.row_optimizer import HostLoop, RowOptimizer, RowStep, StateColumn
+from nestrec.ops.embedding import row_update as ops
+from nestrec.ops.embedding.row_update import RowRule
+
+Rule = Callable[[RowStep], ops.RowRule]
+
+
+def built_in(
+    state: tuple[StateColumn, ...], rule: Rule, host_loop: HostLoop, *, reads: Iterable[str] = ()
+) -> RowOptimizer:
+    """A member of ours. rule: which of the operator's kinds it is, with the numbers of a step."""
+
+    def formula(states: Sequence[torch.Tensor], grad: torch.Tensor, step: RowStep) -> torch.Tensor:
+        return ops.change_of(states, grad, rule(step))
+
+    def kernel(
+        weight: torch.Tensor,
+        states: Sequence[torch.Tensor],
+        grad: torch.Tensor,
+        places: torch.Tensor | None,
+        step: RowStep,
+    ) -> None:
+        ops.update_rows(weight, states, grad, rule(step), places, draw_P=step.draws)
+
+    return RowOptimizer(
+        state=state, formula=formula, host_loop=host_loop, kernel=kernel, kernel_rounds=True, reads=frozenset(reads)
+    )
 
 
 def _rule(step: RowStep) -> RowRule:

@@ -1,6 +1,6 @@
 """Stores of rows, found by the name in a table's config."""
 
-from nestrec.embedding.stores.factory import make_store
-from nestrec.embedding.stores.store import Slots, Store
+from nestrec.embedding.stores.row_store import Slots, Store
+from nestrec.embedding.table_shard import make_store
 
 __all__ = ["Slots", "Store", "make_store"]

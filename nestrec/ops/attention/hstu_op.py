@@ -7,11 +7,9 @@ from typing import Any
 
 import torch
 
-from nestrec.ops.attention.inputs import LARGEST_HEAD, AttentionInputs
-from nestrec.ops.attention.mask import AttentionRules
-from nestrec.ops.attention.relative_bias import RelativeBias
-from nestrec.ops.kernel_op import compute_type, kernel_op
-from nestrec.ops.registry import runs_triton
+from nestrec.ops.attention.attention_inputs import LARGEST_HEAD, AttentionInputs
+from nestrec.ops.attention.mask_and_bias import AttentionRules, RelativeBias
+from nestrec.ops.kernel_op import compute_type, kernel_op, runs_triton
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -7,12 +7,12 @@ The Hopper kernel takes what it was written for, the plain Triton kernel everyth
 import torch
 
 from nestrec.ops.attention import hstu_triton as plain
-from nestrec.ops.attention.bias_tables import table_gradients
-from nestrec.ops.attention.inputs import LARGEST_HEAD, AttentionInputs, Gradients
+from nestrec.ops.attention.attention_inputs import LARGEST_HEAD, AttentionInputs, Gradients
+from nestrec.ops.attention.bias_gradients import table_gradients
+from nestrec.ops.attention.mask_and_bias import RelativeBias
 from nestrec.ops.attention.pair_tiles import fits, needs_pairs
-from nestrec.ops.attention.relative_bias import RelativeBias
-from nestrec.ops.attention.work_order import WorkOrder, make_schedule
-from nestrec.ops.registry import IS_INTERPRETED
+from nestrec.ops.attention.work_schedule import WorkOrder, make_schedule
+from nestrec.ops.kernel_op import IS_INTERPRETED
 
 
 def forward_pass(
@@ -22,7 +22,7 @@ def forward_pass(
     if q_THD.shape[0] == 0:
         return torch.empty_like(q_THD, memory_format=torch.contiguous_format)
     if _suits_hopper(q_THD, inputs):
-        from nestrec.ops.attention.hopper import launches as hopper
+        from nestrec.ops.attention.hopper import hopper_launches as hopper
 
         return hopper.forward_pass(q_THD, k_THD, v_THD, inputs)
     return plain.weights((q_THD, k_THD, v_THD), _plain_schedule(q_THD, inputs), inputs, is_reversed=False)
@@ -35,7 +35,7 @@ def backward_pass(
     if q_THD.shape[0] == 0:
         return _no_gradients(q_THD, inputs.bias)
     if _suits_hopper(q_THD, inputs):
-        from nestrec.ops.attention.hopper import launches as hopper
+        from nestrec.ops.attention.hopper import hopper_launches as hopper
 
         return hopper.backward_pass(grad_THD, q_THD, k_THD, v_THD, inputs)
     tables: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
@@ -62,7 +62,7 @@ def knows_time_function(q_THD: torch.Tensor, inputs: AttentionInputs) -> bool:
     """Whether kernels compute attention with this time function, and its gradient."""
     if not _suits_hopper(q_THD, inputs):
         return False
-    from nestrec.ops.attention.hopper.launches import keeps_gradients
+    from nestrec.ops.attention.hopper.hopper_launches import keeps_gradients
 
     return keeps_gradients(q_THD, inputs)
 

@@ -23,9 +23,9 @@ import torch
 import triton
 import triton.language as tl
 
-from nestrec.ops.attention.inputs import AttentionInputs
-from nestrec.ops.attention.time_buckets import time_bucket
-from nestrec.ops.attention.work_order import WorkOrder
+from nestrec.ops.attention.attention_inputs import AttentionInputs
+from nestrec.ops.attention.time_triton import time_bucket
+from nestrec.ops.attention.work_schedule import WorkOrder
 
 
 @triton.jit

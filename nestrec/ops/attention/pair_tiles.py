@@ -29,11 +29,10 @@ import torch
 import triton
 import triton.language as tl
 
-from nestrec.ops.attention.relative_bias import RelativeBias, bucket_edges
-from nestrec.ops.attention.time_buckets import time_bucket
-from nestrec.ops.attention.time_function_triton import time_function
-from nestrec.ops.attention.work_order import WorkOrder, make_schedule
-from nestrec.ops.registry import IS_INTERPRETED
+from nestrec.ops.attention.mask_and_bias import RelativeBias, bucket_edges
+from nestrec.ops.attention.time_triton import time_bucket, time_function
+from nestrec.ops.attention.work_schedule import WorkOrder, make_schedule
+from nestrec.ops.kernel_op import IS_INTERPRETED
 
 SIDE = 64
 """rows and columns of a tile"""

@@ -27,11 +27,11 @@ import torch
 import triton
 import triton.language as tl
 
+from nestrec.ops.attention.mask_and_bias import RelativeBias
 from nestrec.ops.attention.pair_tiles import SIDE, WORDS, TilePlan, write_tile
-from nestrec.ops.attention.relative_bias import RelativeBias
-from nestrec.ops.attention.time_function_triton import exp2, log2, time_function, time_function_of
-from nestrec.ops.attention.work_order import WorkOrder
-from nestrec.ops.registry import IS_INTERPRETED
+from nestrec.ops.attention.time_triton import exp2, log2, time_function, time_function_of
+from nestrec.ops.attention.work_schedule import WorkOrder
+from nestrec.ops.kernel_op import IS_INTERPRETED
 
 BLOCK = 128
 """keys that share nodes, and queries that find the same blocks far"""

@@ -16,7 +16,7 @@ import torch
 
 from nestrec.base.errors import UserError
 from nestrec.ops.kernel_op import kernel_op, power_of_two
-from nestrec.ops.layers.row_tiles import check_strided, column
+from nestrec.ops.layers.row_ops import check_strided, column
 
 LARGEST = 448.0
 """of e4m3"""

@@ -10,7 +10,7 @@ takes ROWS rows of BLOCK channels, where BLOCK covers a row (or, in the elementw
 import triton
 import triton.language as tl
 
-from nestrec.ops.random_kernels import draws24
+from nestrec.ops.random_triton import draws24
 
 # ruff: noqa: PLR0917
 

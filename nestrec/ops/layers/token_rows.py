@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from nestrec.ops.layers.row_tiles import part_grid, part_tile
+from nestrec.ops.layers.row_ops import part_grid, part_tile
 
 
 @triton.jit

@@ -17,8 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
-from nestrec.ops.losses.candidates import FALSE_NEGATIVE_LOGIT
-from nestrec.ops.rows.sum import RUN, add_long_runs, run_of_block
+from nestrec.ops.embedding.row_sum import RUN, add_long_runs, run_of_block
+from nestrec.ops.losses.item_losses import FALSE_NEGATIVE_LOGIT
 
 _MASKED = tl.constexpr(FALSE_NEGATIVE_LOGIT)
 

@@ -5,16 +5,45 @@ transfer                                                    put together what cr
 communication    E1 G1 E2 G2 ... dense sums                 key exchange t+2, beside the first computation
 lookup                                                      write back t-1, fetch t+1, intersect t with t+1
 compute          F1 F2 ... update rows, update dense        copy shared rows to buffer t+1
+
+What the schedules that run on lanes have in common.
 """
 
+from collections.abc import Callable
+from typing import TypeVar
+
 from nestrec.embedding import EmbeddingEngine
-from nestrec.pipeline.look_ahead import LookupAhead
-from nestrec.pipeline.options import PipelineConfig
-from nestrec.pipeline.schedule_spec import ScheduleSpec
-from nestrec.pipeline.schedules.pipelined import Pipelined
-from nestrec.pipeline.stages import Compute, Dense, Feed, Step, Totals
-from nestrec.pipeline.window_size import in_turn_ms
+from nestrec.pipeline.schedule_spec import PipelineConfig, ScheduleSpec
+from nestrec.pipeline.schedule_types import Compute, Dense, Feed, Step, Totals
+from nestrec.pipeline.stage_runner import LookupAhead, Machine
+from nestrec.pipeline.window_cost_model import in_turn_ms
 from nestrec.trace import Tracer
+
+T = TypeVar("T")
+
+
+class Pipelined:
+    """A machine, and the end of it."""
+
+    machine_type: type[Machine] = Machine
+    """whose stages it arranges"""
+
+    def __init__(
+        self, engine: EmbeddingEngine, compute: Compute, dense: Dense, tracer: Tracer, options: PipelineConfig
+    ) -> None:
+        self._machine = self.machine_type(engine, compute, dense, tracer, window_cache=options.window_cache)
+
+    def issue(self, collective: Callable[[], T]) -> T:
+        """Run a collective of the caller's in its place in the order of collectives, and wait for it."""
+        return self._machine.issue(collective)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._machine.lanes.close()
+
+    def abandon(self, error: BaseException) -> None:
+        """End the threads without finishing what was begun."""
+        self._machine.lanes.abandon(error)
 
 
 class DualBuffer(Pipelined):

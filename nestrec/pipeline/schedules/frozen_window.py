@@ -8,9 +8,9 @@ compute                          F1 F2 F3 ... update rows, update dense
 """
 
 from nestrec.pipeline.schedule_spec import ScheduleSpec
-from nestrec.pipeline.schedules.pipelined import Pipelined
-from nestrec.pipeline.stages import Feed, Step, Totals
-from nestrec.pipeline.window_size import overlapped_ms
+from nestrec.pipeline.schedule_types import Feed, Step, Totals
+from nestrec.pipeline.schedules.dual_buffer import Pipelined
+from nestrec.pipeline.window_cost_model import overlapped_ms
 
 
 class FrozenWindow(Pipelined):

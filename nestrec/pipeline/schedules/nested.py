@@ -10,15 +10,13 @@ compute             F1    F2    ... update rows, update dense     copy shared ro
 from dataclasses import dataclass
 
 from nestrec.embedding import EmbeddingEngine
+from nestrec.pipeline.exchange_window import Window
 from nestrec.pipeline.lanes import Ticket
-from nestrec.pipeline.look_ahead import LookupAhead
-from nestrec.pipeline.options import PipelineConfig
-from nestrec.pipeline.phases import FetchedBatch
-from nestrec.pipeline.schedule_spec import ScheduleSpec
-from nestrec.pipeline.schedules.pipelined import Pipelined
-from nestrec.pipeline.stages import Compute, Dense, Feed, Step, Totals
-from nestrec.pipeline.window import Window
-from nestrec.pipeline.window_size import overlapped_ms
+from nestrec.pipeline.schedule_spec import PipelineConfig, ScheduleSpec
+from nestrec.pipeline.schedule_types import Compute, Dense, Feed, FetchedBatch, Step, Totals
+from nestrec.pipeline.schedules.dual_buffer import Pipelined
+from nestrec.pipeline.stage_runner import LookupAhead
+from nestrec.pipeline.window_cost_model import overlapped_ms
 from nestrec.trace import Tracer
 
 

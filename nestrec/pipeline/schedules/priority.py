@@ -18,18 +18,16 @@ nothing is deferred.
 from dataclasses import dataclass
 
 from nestrec.embedding import EmbeddingEngine
-from nestrec.embedding.flight.overlap import Overlap
-from nestrec.embedding.flight.working_set import RowBuffers
+from nestrec.embedding.routing.batch_overlap import Overlap
+from nestrec.embedding.routing.working_set import RowBuffers
 from nestrec.pipeline.collision_stages import CollisionStages, Neighbours
+from nestrec.pipeline.exchange_window import SplitWindow
 from nestrec.pipeline.lanes import Ticket
-from nestrec.pipeline.look_ahead import KeysAhead
-from nestrec.pipeline.options import PipelineConfig
-from nestrec.pipeline.phases import FetchedBatch
-from nestrec.pipeline.schedule_spec import ScheduleSpec
-from nestrec.pipeline.schedules.pipelined import Pipelined
-from nestrec.pipeline.split_window import SplitWindow
-from nestrec.pipeline.stages import Compute, Dense, Feed, Rates, Step, Totals
-from nestrec.pipeline.window_size import vectors_first_ms
+from nestrec.pipeline.schedule_spec import PipelineConfig, ScheduleSpec
+from nestrec.pipeline.schedule_types import Compute, Dense, Feed, FetchedBatch, Rates, Step, Totals
+from nestrec.pipeline.schedules.dual_buffer import Pipelined
+from nestrec.pipeline.stage_runner import KeysAhead
+from nestrec.pipeline.window_cost_model import vectors_first_ms
 from nestrec.trace import Tracer
 
 _KEYS_AHEAD = 2

@@ -18,15 +18,13 @@ run that was resumed there is the run that was not interrupted. A stop between f
 from dataclasses import dataclass
 
 from nestrec.embedding import EmbeddingEngine
+from nestrec.pipeline.exchange_window import Window
 from nestrec.pipeline.lanes import Ticket
-from nestrec.pipeline.look_ahead import KeysAhead
-from nestrec.pipeline.options import PipelineConfig
-from nestrec.pipeline.phases import FetchedBatch, RoutedBatch
-from nestrec.pipeline.schedule_spec import ScheduleSpec
-from nestrec.pipeline.schedules.pipelined import Pipelined
-from nestrec.pipeline.stages import Compute, Dense, Feed, Rates, Step, Totals
-from nestrec.pipeline.window import Window
-from nestrec.pipeline.window_size import apart_ms
+from nestrec.pipeline.schedule_spec import PipelineConfig, ScheduleSpec
+from nestrec.pipeline.schedule_types import Compute, Dense, Feed, FetchedBatch, Rates, RoutedBatch, Step, Totals
+from nestrec.pipeline.schedules.dual_buffer import Pipelined
+from nestrec.pipeline.stage_runner import KeysAhead
+from nestrec.pipeline.window_cost_model import apart_ms
 from nestrec.trace import Tracer
 
 _KEYS_AHEAD = 4

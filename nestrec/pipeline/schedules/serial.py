@@ -17,13 +17,12 @@ from typing import TypeVar
 
 import torch
 
-from nestrec.data.batches import MicroBatch
+from nestrec.data.batch_loader import MicroBatch
 from nestrec.embedding import EmbeddingEngine
-from nestrec.pipeline.options import PipelineConfig
-from nestrec.pipeline.schedule_spec import ScheduleSpec
-from nestrec.pipeline.stages import Compute, Dense, Feed, Step, Totals, check_can_cache, check_can_cut
-from nestrec.pipeline.window import Window
-from nestrec.pipeline.window_size import in_turn_ms
+from nestrec.pipeline.exchange_window import Window
+from nestrec.pipeline.schedule_spec import PipelineConfig, ScheduleSpec
+from nestrec.pipeline.schedule_types import Compute, Dense, Feed, Step, Totals, check_can_cache, check_can_cut
+from nestrec.pipeline.window_cost_model import in_turn_ms
 from nestrec.trace import Kind, OpenSpan, Tracer
 
 T = TypeVar("T")

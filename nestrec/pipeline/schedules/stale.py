@@ -9,16 +9,14 @@ lookup           fetch again, update, write back            read rows of t + sta
 compute          F1 F2 ... update dense
 """
 
-from nestrec.data.batches import Batch
+from nestrec.data.batch_loader import Batch
 from nestrec.embedding import EmbeddingEngine
-from nestrec.pipeline.look_ahead import KeysAhead
-from nestrec.pipeline.options import PipelineConfig
-from nestrec.pipeline.phases import FetchedBatch
-from nestrec.pipeline.schedule_spec import ScheduleSpec
-from nestrec.pipeline.schedules.pipelined import Pipelined
-from nestrec.pipeline.stages import Compute, Dense, Feed, Step, Totals
-from nestrec.pipeline.window import Window
-from nestrec.pipeline.window_size import in_turn_ms
+from nestrec.pipeline.exchange_window import Window
+from nestrec.pipeline.schedule_spec import PipelineConfig, ScheduleSpec
+from nestrec.pipeline.schedule_types import Compute, Dense, Feed, FetchedBatch, Step, Totals
+from nestrec.pipeline.schedules.dual_buffer import Pipelined
+from nestrec.pipeline.stage_runner import KeysAhead
+from nestrec.pipeline.window_cost_model import in_turn_ms
 from nestrec.trace import Tracer
 
 

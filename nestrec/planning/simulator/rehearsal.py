@@ -13,14 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from nestrec.data.batches import Batch, MicroBatch
-from nestrec.data.order import Position
+from nestrec.data.batch_loader import Batch, MicroBatch
+from nestrec.data.batch_order import Position
 from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine, Routed, TableConfig, WorkingSet
-from nestrec.embedding.replica_sync import ReplicaSyncConfig
+from nestrec.embedding.routing.replica_key_union import ReplicaSyncConfig
 from nestrec.pipeline import Coupling, Feed, PipelineConfig, Rates, Step, Totals, TrainingPipeline
-from nestrec.planning.simulator.program import Program
-from nestrec.planning.simulator.recorder import Recorder
+from nestrec.planning.simulator.program import Program, Recorder
 
 ENGINE_OPERATIONS = (
     "deduplicate", "exchange_keys", "arrange", "fetch", "read_ahead", "exchange_vectors", "exchange_gradients",

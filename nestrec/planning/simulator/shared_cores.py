@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from nestrec.planning.simulator.program import Program, Stage
-from nestrec.planning.simulator.replay import Cost, Costs, Mesh, Replay, Scope, Times
+from nestrec.planning.simulator.program_replay import Cost, Costs, Mesh, Replay, Scope, Times
 
 _NEVER = float("inf")
 _DONE_S = 1e-12

@@ -13,10 +13,10 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from nestrec.ops.attention.paged.blocks import BLOCK_ROWS, FIELDS, PagedSegment, Seen, segment_array, write_blocks
-from nestrec.serving.engine.runner import Part
-from nestrec.serving.model.forms import AskedRows, PagedForm, Tokens
-from nestrec.serving.prefix.page_pool import PagePool
+from nestrec.ops.attention.paged.query_blocks import BLOCK_ROWS, FIELDS, PagedSegment, Seen, segment_array, write_blocks
+from nestrec.serving.engine.reference_runner import Part
+from nestrec.serving.kv_cache.kv_page_pool import PagePool
+from nestrec.serving.model.model_adapter import AskedRows, PagedForm, Tokens
 
 Indices = NDArray[np.int32]
 _SPARE_BLOCKS = 64

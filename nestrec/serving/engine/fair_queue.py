@@ -15,7 +15,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from nestrec.serving.engine.work import Work
+from nestrec.serving.inputs.engine_request import Work
 
 _MOST_ENDS = 1024
 """remembered of those who do not wait, before the past ones are looked for"""

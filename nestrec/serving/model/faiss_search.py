@@ -16,9 +16,8 @@ import torch
 from numpy.typing import NDArray
 
 from nestrec.base.errors import DamagedError, UserError
-from nestrec.serving.model.item_search import SPARE, ExactSearch, Excluded, exactly_ordered
-from nestrec.serving.model.search_options import SearchConfig, SearchRecall
-from nestrec.serving.model.tables import ResidentTable
+from nestrec.serving.model.item_search import SPARE, ExactSearch, Excluded, SearchConfig, SearchRecall, exactly_ordered
+from nestrec.serving.model.served_tables import ResidentTable
 
 Tensors = Mapping[str, torch.Tensor]
 _RECALL_K, _SEED = 100, 0

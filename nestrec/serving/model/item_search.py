@@ -4,18 +4,30 @@
     exact order    products summed in float64 and rounded to float32, as evaluation has them; equal ones by smaller row
 
 Legend: B queries, D elements, N rows of the index (item - 1), K best, P excluded pairs.
+
+The exact search of a GPU as captured graphs: one copy there, one launch, one copy back.
+
+Batches are padded to one of a few numbers of queries, of best rows and of excluded pairs; for each triple everything
+from queries to ordered keys is captured when it is first asked for. What is larger is launched kernel by kernel.
+
+Legend: B queries, D elements, K best, P excluded pairs.
+
+How the index of a retrieval model is searched on a CPU, and what that finds.
 """
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nestrec.base.transfer import to_device
-from nestrec.ops.rows.best import (
+from nestrec.base.config import config
+from nestrec.base.config_values import Count
+from nestrec.base.cuda import capturing, to_device
+from nestrec.ops.embedding.top_k_search import (
     NOTHING,
     ExcludedPairs,
     IndexRows,
@@ -26,7 +38,7 @@ from nestrec.ops.rows.best import (
     reference_scores,
     scores_and_rows,
 )
-from nestrec.serving.model.tables import ResidentTable, ServedTable
+from nestrec.serving.model.served_tables import ResidentTable, ServedTable
 
 SPARE = 64
 """rows of the first choice beyond those that are asked for: they may change places in the exact order"""
@@ -160,3 +172,100 @@ def _exact_keys(table: ServedTable, queries_BD: torch.Tensor, rows_BK: torch.Ten
         exact = (vectors_BKD @ queries_BD[start : start + most].double()[:, :, None]).squeeze(2).float()
         keys.append(packed(torch.where(part_BK < 0, -torch.inf, exact), part_BK.clamp(min=0)))
     return torch.cat(keys)
+
+
+_QUERIES = (16, 64)
+_BEST = (32, 128, 512, 1024)
+_PAIRS = (0, 4096, 65536)
+
+
+class GraphSearch:
+    """An index that lies whole on a GPU. Threads take turns."""
+
+    def __init__(self, table: ResidentTable):
+        self._table, self._plain = table, ExactSearch(table)
+        self._graphs: dict[tuple[int, int, int], _Captured] = {}
+        self._num_rows = table.num_rows
+        self._memory, self._lock = torch.cuda.graph_pool_handle(), threading.Lock()
+
+    def best(
+        self, queries_BD: torch.Tensor, k: int, excluded: Excluded
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        needed = ((len(queries_BD), _QUERIES), (k, _BEST), (len(excluded.row_P), _PAIRS))
+        sizes = [next((size for size in known if size >= count), -1) for count, known in needed]
+        if min(sizes) < 0:
+            return self._plain.best(queries_BD, k, excluded)
+        size = (sizes[0], sizes[1], sizes[2])
+        with self._lock:
+            if self._num_rows != self._table.num_rows:  # a model that follows a run has learnt of new items
+                self._graphs, self._num_rows = {}, self._table.num_rows
+            if size not in self._graphs:
+                self._graphs[size] = _Captured(self._table, queries_BD.dtype, size, self._memory)
+            scores_BK, rows_BK = scores_and_rows(self._graphs[size].run(queries_BD, excluded)[:, :k])
+        return rows_BK.numpy(), scores_BK.numpy()
+
+
+class _Captured:
+    def __init__(self, table: ResidentTable, dtype: torch.dtype, size: tuple[int, int, int], memory: Any):
+        """size: queries, best rows, excluded pairs"""
+        num_queries, self._k, num_pairs = size
+        device = table.weight.device
+        self._search, self._graph = ExactSearch(table), torch.cuda.CUDAGraph()
+        self._queries_BD = torch.zeros(num_queries, table.weight.shape[1], dtype=dtype, device=device)
+        self._pairs_2P = torch.full((2, num_pairs), -1, device=device)
+        self._sent_2P = torch.full((2, num_pairs), -1).pin_memory()
+        self._forward()  # compiles and loads what a capture may not
+        torch.cuda.synchronize()
+        with capturing(self._graph, memory):
+            self._keys_BK = self._forward()
+        self._host_BK = torch.empty(self._keys_BK.shape, dtype=torch.int64).pin_memory()
+
+    def run(self, queries_BD: torch.Tensor, excluded: Excluded) -> torch.Tensor:
+        """(B, K) keys on the host; valid until the next batch."""
+        self._queries_BD[: len(queries_BD)] = queries_BD
+        if self._sent_2P.numel():
+            self._sent_2P[:, len(excluded.row_P) :] = -1  # rows that there are none of
+            self._sent_2P[0, : len(excluded.row_P)] = torch.from_numpy(excluded.query_P)
+            self._sent_2P[1, : len(excluded.row_P)] = torch.from_numpy(excluded.row_P)
+            self._pairs_2P.copy_(self._sent_2P, non_blocking=True)
+        self._graph.replay()
+        self._host_BK.copy_(self._keys_BK, non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+        return self._host_BK[: len(queries_BD)]
+
+    def _forward(self) -> torch.Tensor:
+        pairs = ExcludedPairs.of(*self._pairs_2P) if self._pairs_2P.numel() else None
+        return self._search.best_keys(self._queries_BD, self._k, pairs)
+
+
+@config
+class SearchConfig:
+    kind: Literal["exact", "faiss_hnsw", "faiss_ivf"] = "exact"
+    """how the index of a retrieval model is searched on a CPU: every row, or by a graph or lists of faiss; a GPU looks
+    at every row"""
+    links: Count = 32
+    """of a row in the graph (hnsw)"""
+    build_width: Count = 80
+    """rows that are looked at for the links of a new one (hnsw)"""
+    width: Count = 256
+    """rows that a search keeps in view (hnsw); more finds more"""
+    lists: Count | None = None
+    """into which rows are divided (ivf); none: four times the root of their number"""
+    probes: Count = 32
+    """lists that a search looks into (ivf); more finds more"""
+
+
+@config
+class SearchRecall:
+    """What the search of an export finds of what a look at every row finds."""
+
+    kind: str
+    """faiss_hnsw or faiss_ivf"""
+    recall: float
+    """mean share of the k best that is found"""
+    k: int
+    """of the measurement"""
+    queries: int
+    """of the measurement"""
+    of: str
+    """whose queries they are"""

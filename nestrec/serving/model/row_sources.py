@@ -12,10 +12,10 @@ import torch
 from numba import njit
 from numpy.typing import NDArray
 
+from nestrec.artifacts.atomic_files import DTYPE_NAMES
 from nestrec.base.errors import DamagedError
-from nestrec.base.parallel import for_parts
-from nestrec.checkpoint.durable import DTYPE_NAMES
-from nestrec.embedding.stores.row_file import pread
+from nestrec.base.thread_team import for_parts
+from nestrec.embedding.stores.disk_store import pread
 
 _READ_THREADS = 4
 _COPIES_A_READ = 4

@@ -3,16 +3,16 @@
 from collections.abc import Callable
 
 from nestrec.base.errors import UserError, did_you_mean
-from nestrec.training.config import RunConfig
-from nestrec.training.recipes import amazon, criteo, demo, kuairand, movielens, ranking
+from nestrec.training.recipes import dataset_recipes, movielens_recipes
+from nestrec.training.run_config import RunConfig
 
 RECIPES: dict[str, Callable[[], RunConfig]] = {
-    **demo.RECIPES,
-    **ranking.RECIPES,
-    **amazon.RECIPES,
-    **movielens.RECIPES,
-    **kuairand.RECIPES,
-    **criteo.RECIPES,
+    **dataset_recipes.DEMO_RECIPES,
+    **dataset_recipes.RANKING_RECIPES,
+    **dataset_recipes.AMAZON_RECIPES,
+    **movielens_recipes.MOVIELENS_RECIPES,
+    **dataset_recipes.KUAIRAND_RECIPES,
+    **dataset_recipes.CRITEO_RECIPES,
 }
 
 

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 
 from nestrec.balance import TOKENS, partition
-from nestrec.balance.measured import SlowRankWatch, slow_rank
-from nestrec.balance.metrics import (
+from nestrec.balance.balance_metrics import (
+    SlowRankWatch,
     evenness,
     imbalance,
     max_token_gap,
@@ -11,9 +11,10 @@ from nestrec.balance.metrics import (
     noise_floor,
     noise_gaussian,
     noise_uniform,
+    slow_rank,
     straggler,
 )
-from nestrec.data.synthetic.logs import lengths as draw_lengths
+from nestrec.data.synthetic.synthetic_logs import lengths as draw_lengths
 
 
 def test_imbalance_is_the_waiting_part_of_the_slowest() -> None:

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from nestrec.balance.cost import TOKENS, CostModel, fit_cost, hstu_cost
-from nestrec.base.config import dumps, from_plain
+from nestrec.base.config import dumps
+from nestrec.base.config_values import from_plain
 from nestrec.base.errors import UserError
 
 

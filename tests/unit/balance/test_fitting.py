@@ -2,10 +2,9 @@ import numpy as np
 import pytest
 
 from nestrec.balance import TOKENS, CostModel
-from nestrec.balance.changes import CostChange, CostSchedule
-from nestrec.balance.fitting import Measurement, refitted
-from nestrec.balance.measured import measured_steps, per_step, waiting
-from nestrec.data.order import Position
+from nestrec.balance.balance_metrics import measured_steps, per_step, waiting
+from nestrec.balance.cost import CostChange, CostSchedule, Measurement, refitted
+from nestrec.data.batch_order import Position
 
 TRUTH = CostModel(token=3e-6, token_squared=2e-9, step=0.01)
 

@@ -4,9 +4,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nestrec.balance import TOKENS, partition
-from nestrec.balance.micro_batches import micro_partition, window_imbalance
-from nestrec.balance.ordering import loads_of
-from nestrec.data.synthetic.logs import lengths as draw_lengths
+from nestrec.balance.partition_tools import loads_of
+from nestrec.balance.policies import micro_partition, window_imbalance
+from nestrec.data.synthetic.synthetic_logs import lengths as draw_lengths
 
 
 @settings(deadline=None, max_examples=100)

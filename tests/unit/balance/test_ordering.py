@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nestrec.balance.ordering import assignment_of, descending, groups_of, loads_of
+from nestrec.balance.partition_tools import assignment_of, descending, groups_of, loads_of
 
 
 @settings(deadline=None, max_examples=200)

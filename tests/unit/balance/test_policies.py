@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from nestrec.balance import EQUAL_COUNTS, POLICIES, TOKENS, BalanceConfig, CostModel, balance, hstu_cost, partition
-from nestrec.balance.metrics import imbalance
-from nestrec.balance.ordering import loads_of
-from nestrec.base.config import dumps, from_plain
+from nestrec.balance.balance_metrics import imbalance
+from nestrec.balance.partition_tools import loads_of
+from nestrec.base.config import dumps
+from nestrec.base.config_values import from_plain
 from nestrec.base.errors import UserError
-from nestrec.data.synthetic.logs import lengths as draw_lengths
+from nestrec.data.synthetic.synthetic_logs import lengths as draw_lengths
 
 HSTU = hstu_cost(dim=1024, num_heads=8, head_dim=128, num_layers=16)
 every_policy = pytest.mark.parametrize("policy", POLICIES)

@@ -3,11 +3,11 @@ import itertools
 import numpy as np
 import pytest
 
+from nestrec.balance.balance_metrics import imbalance
 from nestrec.balance.cost import CostModel
-from nestrec.balance.metrics import imbalance
-from nestrec.balance.ordering import loads_of
-from nestrec.balance.power import PowerTuning, equal_shares, power, slope, tuned
-from nestrec.data.synthetic.logs import lengths as draw_lengths
+from nestrec.balance.partition_tools import loads_of
+from nestrec.balance.simple_policies import PowerTuning, equal_shares, power, slope, tuned
+from nestrec.data.synthetic.synthetic_logs import lengths as draw_lengths
 
 
 def test_slope_of_a_power_law_is_its_exponent() -> None:

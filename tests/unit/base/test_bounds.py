@@ -3,8 +3,9 @@ from typing import Literal
 
 import pytest
 
-from nestrec.base.bounds import Bound, BoundError, Count, Decay, Natural, Positive, Share
-from nestrec.base.config import config, from_plain, with_overrides
+from nestrec.base.config import config
+from nestrec.base.config_overrides import with_overrides
+from nestrec.base.config_values import Bound, BoundError, Count, Decay, Natural, Positive, Share, from_plain
 from nestrec.base.errors import UserError
 
 

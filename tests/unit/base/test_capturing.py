@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from nestrec.base.capturing import without_collections
+from nestrec.base.cuda import without_collections
 
 
 def test_nothing_is_collected_inside_and_all_is_as_before_behind_it():

@@ -1,7 +1,8 @@
 import pytest
 
-from nestrec.base.clock import AgendaClock, RealClock, SimulatedClock
+from nestrec.base.clock import RealClock
 from nestrec.base.errors import DamagedError, UserError, did_you_mean
+from nestrec_bench.harness.clocks import AgendaClock, SimulatedClock
 
 
 def test_the_simulated_clock_moves_only_when_told() -> None:

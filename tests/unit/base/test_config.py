@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nestrec.base.config import config, dumps, from_plain, to_plain, with_overrides
+from nestrec.base.config import config, dumps, to_plain
+from nestrec.base.config_overrides import with_overrides
+from nestrec.base.config_values import from_plain
 from nestrec.base.errors import UserError, UserErrors
 
 

@@ -6,12 +6,12 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from nestrec.base import seam as module
-from nestrec.base.bounds import Count
-from nestrec.base.config import config, from_plain, to_plain, with_overrides
+from nestrec.base import plugins as module
+from nestrec.base.config import config, to_plain
+from nestrec.base.config_overrides import with_overrides
+from nestrec.base.config_values import Count, KindOf, from_plain
 from nestrec.base.errors import UserError
-from nestrec.base.kinds import KindOf
-from nestrec.base.seam import Seam
+from nestrec.base.plugins import Seam
 
 
 @config

@@ -7,7 +7,7 @@ BUSY = """
 import atexit, sys, threading, time
 import torch
 import torch.distributed as dist
-from nestrec.base.leaving import leave
+from nestrec.base.process import leave
 
 if JOINED:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -38,7 +38,7 @@ def test_a_rank_ends_with_its_code_though_threads_compute_and_after_all_that_wai
 LEAVING = """
 import os, threading
 import torch.distributed as dist
-from nestrec.base import leaving
+from nestrec.base import process as leaving
 
 def child(code, hangs):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -71,7 +71,7 @@ def test_a_rank_that_has_done_its_work_takes_leave_of_the_others_and_waits_for_n
 SCRIPT = """
 import atexit, sys
 import torch.distributed as dist
-from nestrec.base.leaving import leave_ranks_at_end
+from nestrec.base.process import leave_ranks_at_end
 
 atexit.register(lambda: print("still joined:", dist.is_initialized()))
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from nestrec.base.memory import loading
+from nestrec.base.process import loading
 
 _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _TENSOR_BYTES = 1 << 26
 _FAULTS_OF_A_LARGE_TENSOR = f"""
 import resource
-from nestrec.base.memory import ask_for_huge_pages
+from nestrec.base.process import ask_for_huge_pages
 ask_for_huge_pages()
 import torch
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -2,10 +2,9 @@ import datetime
 
 import pytest
 
-from nestrec.base.config import with_overrides
+from nestrec.base.config_overrides import override_texts, parse_overrides, with_overrides
 from nestrec.base.errors import UserError
-from nestrec.base.overriding import override_texts, parse_overrides
-from nestrec.data.formats.log import LogOptions
+from nestrec.data.formats.log_format import LogOptions
 
 
 def test_both_ways_of_writing_a_value_are_read() -> None:

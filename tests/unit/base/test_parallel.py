@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from nestrec.base.parallel import Team, for_parts, in_order, niceness, set_niceness
+from nestrec.base.thread_team import Team, for_parts, in_order, niceness, set_niceness
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

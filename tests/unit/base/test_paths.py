@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from nestrec.base.errors import UserError
-from nestrec.base.paths import check_file, check_folder
+from nestrec.base.files import check_file, check_folder
 
 NOBODY = 65534
 

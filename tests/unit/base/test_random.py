@@ -4,9 +4,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nestrec.base.compiled_random import finalise64
-from nestrec.base.compiled_random import mix64 as compiled_mix64
-from nestrec.base.random import GOLDEN64, as_int64, fold, fold_array, mix32, mix64, mix64_array, shift_right, uniform24
+from nestrec.base.random import (
+    GOLDEN64,
+    as_int64,
+    finalise64,
+    fold,
+    fold_array,
+    mix32,
+    mix64,
+    mix64_array,
+    shift_right,
+    uniform24,
+)
+from nestrec.base.random import mix64_jit as compiled_mix64
 
 int64s = st.integers(-(2**63), 2**63 - 1)
 

@@ -8,9 +8,9 @@ from typing import Any, Literal, Protocol
 
 import pytest
 
-from nestrec.base import seam as module
+from nestrec.base import plugins as module
 from nestrec.base.errors import UserError
-from nestrec.base.seam import Seam
+from nestrec.base.plugins import Seam
 
 
 @dataclass(frozen=True)

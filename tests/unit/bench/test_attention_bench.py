@@ -5,11 +5,17 @@ import pytest
 import torch
 
 from nestrec.base.errors import UserError
-from nestrec.bench.kernels.attention import AttentionBench, batch_of, error_of, flops_of, measure_attention
-from nestrec.bench.kernels.attention_impls import IMPLEMENTATIONS
-from nestrec.bench.step.data import write_step_data
-from nestrec.data.synthetic.length_shapes import LENGTH_SHAPES, TOKENS, lengths_of, whole_shapes
-from nestrec.ops.attention.mask import seen_mask
+from nestrec.ops.attention.mask_and_bias import seen_mask
+from nestrec_bench.harness.length_shapes import LENGTH_SHAPES, TOKENS, lengths_of, whole_shapes
+from nestrec_bench.kernels.attention_bench import (
+    IMPLEMENTATIONS,
+    AttentionBench,
+    batch_of,
+    error_of,
+    flops_of,
+    measure_attention,
+)
+from nestrec_bench.step.step_bench import write_step_data
 
 
 @pytest.mark.parametrize("name", LENGTH_SHAPES)
@@ -92,7 +98,7 @@ def test_flops_count_every_seen_pair_twice_in_two_products(impl):
 
 @pytest.mark.parametrize("impl", [name for name in IMPLEMENTATIONS if name.startswith("nestrec")])
 def test_errors_are_against_attention_with_the_same_biases_and_rules(impl, monkeypatch):
-    monkeypatch.setattr("nestrec.bench.kernels.attention.CHECKED_TOKENS", 1300)
+    monkeypatch.setattr("nestrec_bench.kernels.attention_bench.CHECKED_TOKENS", 1300)
     batch = batch_of([1301, 1400], "1x4", seed=0, device="cpu")
     assert 0.0 < error_of(IMPLEMENTATIONS[impl].prepare(batch), batch, impl) < 0.01
 

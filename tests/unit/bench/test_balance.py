@@ -7,34 +7,33 @@ from rich.console import Console
 
 from nestrec.balance import POLICIES
 from nestrec.base.errors import UserError
-from nestrec.bench.balance import balance
-from nestrec.bench.balance.job import MeasuredBench
-from nestrec.bench.balance.ranks import measure
-from nestrec.data.synthetic.logs import generate, preset
-from nestrec.report.benches import balance_tables
+from nestrec.data.synthetic.synthetic_logs import generate, preset
+from nestrec_bench.balance import balance_bench
+from nestrec_bench.balance.balance_job import MeasuredBench, measure
+from nestrec_bench.pages import balance_tables
 
 FIELDS = {"policy", "lengths", "ranks", "batch", "imbalance", "straggler", "max_token_gap", "partition_ms", "measured"}
 
 
 def test_rows_hold_every_policy_cost_and_noise_with_all_fields() -> None:
-    rows = balance.run("turbogr-kuai", 4, 8, rounds=2)
+    rows = balance_bench.run("turbogr-kuai", 4, 8, rounds=2)
     found = {(row["policy"], row["cost"], row["noise"]) for row in rows}
-    assert len(found) == len(rows) == len(POLICIES) * len(balance.COSTS) * 3
+    assert len(found) == len(rows) == len(POLICIES) * len(balance_bench.COSTS) * 3
     assert all(set(row) >= FIELDS and not row["measured"] for row in rows)
 
 
 def test_the_same_seed_gives_the_same_figures() -> None:
-    first, second = (balance.run("freescale", 4, 16, rounds=2, seed=3) for _ in range(2))
+    first, second = (balance_bench.run("freescale", 4, 16, rounds=2, seed=3) for _ in range(2))
     for a, b in zip(first, second, strict=True):
         timings = {"partition_ms": 0, "partition_cpu_ms": 0}
         assert {**a, **timings} == {**b, **timings}
 
 
 def test_the_baseline_is_as_uneven_as_the_comparison_needs() -> None:
-    rows = balance.run("turbogr-kuai", 16, 8, rounds=30)
+    rows = balance_bench.run("turbogr-kuai", 16, 8, rounds=30)
     assert balance_tables.void_lines(rows) == []
     even = [{**row, "imbalance": 0.34} for row in rows if row["policy"] == "fixed" and row["noise"] == "none"]
-    assert len(balance_tables.void_lines(even)) == len(balance.COSTS)
+    assert len(balance_tables.void_lines(even)) == len(balance_bench.COSTS)
 
 
 def test_lengths_come_from_text_array_or_dataset(tmp_path: Path) -> None:
@@ -44,24 +43,24 @@ def test_lengths_come_from_text_array_or_dataset(tmp_path: Path) -> None:
     shape = preset("tiny", num_users=50)
     generate(shape, tmp_path / "dataset")
     for name in ("lengths.txt", "lengths.npy"):
-        batches = balance.global_batches(str(tmp_path / name), 20, seed=0, rounds=4)
+        batches = balance_bench.global_batches(str(tmp_path / name), 20, seed=0, rounds=4)
         assert np.sort(batches[:2].reshape(-1)).tolist() == values.tolist()
         assert np.sort(batches[2:].reshape(-1)).tolist() == values.tolist()
-    assert balance.read_lengths(tmp_path / "dataset").size == 50
+    assert balance_bench.read_lengths(tmp_path / "dataset").size == 50
 
 
 def test_bad_input_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="did you mean 'freescale'"):
-        balance.run("freescal", 2, 2)
+        balance_bench.run("freescal", 2, 2)
     with pytest.raises(UserError, match="ranks = 0"):
-        balance.run("freescale", 0, 2)
+        balance_bench.run("freescale", 0, 2)
     (tmp_path / "negative.txt").write_text("5\n-1\n")
     with pytest.raises(UserError, match="none negative"):
-        balance.run(str(tmp_path / "negative.txt"), 2, 2)
+        balance_bench.run(str(tmp_path / "negative.txt"), 2, 2)
 
 
 def test_the_table_names_published_figures_as_measured_by_others() -> None:
-    rows = balance.run("turbogr-kuai", 16, 8, rounds=2) + balance.published("turbogr-kuai", 16)
+    rows = balance_bench.run("turbogr-kuai", 16, 8, rounds=2) + balance_bench.published("turbogr-kuai", 16)
     assert all(set(row) >= FIELDS for row in rows)
     text = io.StringIO()
     balance_tables.show_balance(rows, Console(file=text, width=140))
@@ -70,7 +69,7 @@ def test_the_table_names_published_figures_as_measured_by_others() -> None:
 
 
 def test_unique_keys_of_a_policy_are_counted_by_rank_and_micro_batch() -> None:
-    rows = balance.run_one("tiny", 3, 8, rounds=2, measured_rounds=0)
+    rows = balance_bench.run_one("tiny", 3, 8, rounds=2, measured_rounds=0)
     found = {row["policy"]: row for row in rows if "unique_keys_ranks" in row}
     assert set(found) == set(POLICIES)
     assert found["fixed"]["over_fixed_ranks"] == 0.0

@@ -15,9 +15,8 @@ from typer.testing import CliRunner
 import nestrec
 from nestrec.base.config import config
 from nestrec.base.errors import UserError
-from nestrec.bench.app import app, configured, run_bench
-from nestrec.bench.bench import Bench
-from nestrec.bench.benches import BENCHES
+from nestrec_bench.bench import BENCHES, Bench
+from nestrec_bench.command import app, configured, run_bench
 
 RESULTS = Path(__file__).resolve().parents[3] / "docs" / "results"
 

@@ -1,8 +1,8 @@
 import json
 
 from nestrec.base.config import dumps
-from nestrec.bench.quality.choices import BENCH, ChoicesBench
-from nestrec.testing.tiny_runs import config_of, make_datasets
+from nestrec_bench.quality.choices_bench import BENCH, ChoicesBench
+from support.tiny_runs import config_of, make_datasets
 
 
 def test_choices_are_compared_with_the_first_and_a_cut_bench_goes_on(tmp_path):

@@ -3,7 +3,7 @@
 import sys
 import time
 
-from nestrec.trace.gpu_clocks import ClockLog
+from nestrec_bench.harness.gpu_clocks import ClockLog
 
 SAMPLES = "import time\nfor n in range(10**6): print(f'{1500 + n}, 600.5, 700.0', flush=True); time.sleep(0.005)"
 LIMIT_S = 60.0

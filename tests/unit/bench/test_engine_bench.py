@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from nestrec.bench.serving.engine_step import EngineBench, measure_engine
+from nestrec_bench.serving.engine_step_bench import EngineBench, measure_engine
 
 
 def test_every_model_has_a_row_for_each_step():

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from nestrec.base.errors import UserError
-from nestrec.bench.quality.evaluations import evaluation_rows
+from nestrec_bench.quality.evaluations_bench import evaluation_rows
 
 
 def test_rows_hold_every_system_and_leave_out_intervals_that_were_not_taken(tmp_path):

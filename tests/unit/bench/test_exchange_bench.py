@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nestrec.bench.kernels.exchange import ExchangeBench, measure_exchange
+from nestrec_bench.kernels.exchange_bench import ExchangeBench, measure_exchange
 
 FIELDS = {"transport", "ranks", "bytes", "gb_per_s", "latency_us", "matmul_slowdown"}
 

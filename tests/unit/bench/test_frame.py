@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from nestrec.bench.harness.frame import join_frames, make_frame, write_frame
+from nestrec.report.result_file import join_frames, make_frame, write_frame
 
 
 def test_a_frame_names_command_date_and_hardware(tmp_path: Path) -> None:

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from nestrec.base.config import with_overrides
+from nestrec.base.config_overrides import with_overrides
 from nestrec.base.errors import UserError
-from nestrec.bench.step.host import BENCH, OTHER, PARTS, HostBench
+from nestrec_bench.step.host_bench import BENCH, OTHER, PARTS, HostBench
 
 
 def rows_of(**options):

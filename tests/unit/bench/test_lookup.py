@@ -1,8 +1,8 @@
 import torch
 
-from nestrec.bench.kernels.lookup import LookupBench, learn, measure_lookup
-from nestrec.bench.kernels.torch_rows import PATHS, TorchTable
-from nestrec.ops.rows.update import RowRule
+from nestrec.ops.embedding.row_update import RowRule
+from nestrec_bench.kernels.kernel_timing import PATHS, TorchTable
+from nestrec_bench.kernels.lookup_bench import LookupBench, learn, measure_lookup
 
 
 def test_rows_are_read_and_trained_beside_plain_torch():

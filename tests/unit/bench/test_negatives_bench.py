@@ -4,8 +4,8 @@ import json
 
 from typer.testing import CliRunner
 
-from nestrec.bench.app import app
-from nestrec.bench.step.negatives_bytes import measure_bytes
+from nestrec_bench.command import app
+from nestrec_bench.step.negatives_bench import measure_bytes
 
 SMALL = {"negatives": "3,5", "lookups": "full,float16", "batch": 2, "length": 6, "num_layers": 1, "dim": 8,
          "num_heads": 2, "num_items": 50, "warm_up": 1, "steps": 2, "rounds": 2, "device": "cpu"}  # fmt: skip

@@ -8,11 +8,9 @@ import time
 import numpy as np
 import pytest
 
-from nestrec.base.config import with_overrides
+from nestrec.base.config_overrides import with_overrides
 from nestrec.base.errors import UserError
-from nestrec.serving.load.http_client import HttpClient, Reply
-from nestrec.serving.load.open_loop import Trial, largest, poisson_arrivals, run_open_loop
-from nestrec.serving.load.replay import (
+from nestrec_bench.load_test.load_test import (
     Reads,
     ReplayConfig,
     chosen_items,
@@ -21,6 +19,7 @@ from nestrec.serving.load.replay import (
     replay,
     send_load,
 )
+from nestrec_bench.load_test.open_loop import HttpClient, Reply, Trial, largest, poisson_arrivals, run_open_loop
 
 
 def trial_of(latency_ms, duration_s=1.0):

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from nestrec.bench.serving.front import FrontBench, measure_front
-from nestrec.bench.serving.overload import normal_after_s
-from nestrec.serving.load.open_loop import Trial
-from nestrec.serving.load.served import Served, quantile
+from nestrec_bench.load_test.open_loop import Trial
+from nestrec_bench.load_test.server_under_load import Served, quantile
+from nestrec_bench.serving.front_bench import FrontBench, measure_front
+from nestrec_bench.serving.overload_bench import normal_after_s
 
 
 def served(latency_ms):

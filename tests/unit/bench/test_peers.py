@@ -8,12 +8,18 @@ import pytest
 import torch
 
 from nestrec.base.errors import UserError
-from nestrec.bench.harness.frame import make_frame
-from nestrec.bench.peers.dense import DensePart
-from nestrec.bench.peers.job import DENSE_LEARNING_RATE, ROW_EPS, ROW_LEARNING_RATE, NestrecJob
-from nestrec.bench.peers.peers import PeersBench, find_python, measure_peers, rows_of, short_rows, write_page
-from nestrec.bench.peers.workload import BAG, SEQUENCE, PeersWorkload, WorkloadConfig
 from nestrec.distributed import Topology
+from nestrec.report.result_file import make_frame
+from nestrec_bench.external.external_bench import (
+    PeersBench,
+    find_python,
+    measure_peers,
+    rows_of,
+    short_rows,
+    write_page,
+)
+from nestrec_bench.external.external_workload import BAG, SEQUENCE, PeersWorkload, WorkloadConfig
+from nestrec_bench.external.training_job import DENSE_LEARNING_RATE, ROW_EPS, ROW_LEARNING_RATE, DensePart, NestrecJob
 
 SMALL = WorkloadConfig(num_rows=500, batch=10, mean_length=6.0, max_length=16, dim=8)
 

@@ -5,12 +5,12 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from nestrec.bench.planning.calibrate import CalibrateBench, calibrate
-from nestrec.bench.planning.simulator import simulate_once
-from nestrec.bench.schedules.job import JobConfig
 from nestrec.cli.app import app
 from nestrec.distributed import Topology
-from nestrec.distributed.other_load import OtherLoad
+from nestrec_bench.harness.background_load import OtherLoad
+from nestrec_bench.planning.calibrate_bench import CalibrateBench, calibrate
+from nestrec_bench.planning.simulator_bench import simulate_once
+from nestrec_bench.schedules.schedules_job import JobConfig
 
 
 @pytest.mark.parametrize("schedule", ["serial", "nested", "priority"])

@@ -4,18 +4,17 @@ import numpy as np
 import pytest
 
 from nestrec.base.errors import UserError
-from nestrec.bench.planning import prediction
-from nestrec.bench.planning.prediction import PredictionBench, predict
-from nestrec.bench.planning.prediction_job import Bed, from_plain_bed, make_bed_batches, to_plain_bed
-from nestrec.bench.planning.prediction_rows import predict_rows
-from nestrec.bench.schedules.job import JobConfig
 from nestrec.pipeline import PipelineConfig
-from nestrec.planning.fit import Observed, stage_times
-from nestrec.planning.profile import ComputeRates, Profile, Rate, StoreRates
+from nestrec.planning.hardware_profile import ComputeRates, Profile, Rate, StoreRates
+from nestrec.planning.simulator.program_replay import Mesh
 from nestrec.planning.simulator.rehearsal import rehearse
-from nestrec.planning.simulator.replay import Mesh
 from nestrec.planning.simulator.shared_cores import Hosts, replay_shared
 from nestrec.planning.simulator.step_costs import StepCosts
+from nestrec_bench.planning import prediction_bench
+from nestrec_bench.planning.prediction_bench import PredictionBench, predict, predict_rows
+from nestrec_bench.planning.prediction_job import Bed, from_plain_bed, make_bed_batches, to_plain_bed
+from nestrec_bench.planning.shared_fit import Observed, stage_times
+from nestrec_bench.schedules.schedules_job import JobConfig
 
 BENCH = PredictionBench(
     ranks=(2,),
@@ -52,7 +51,7 @@ def made_up(bench, cores):
 
 
 def a_round(bench, bed, entry, cores, first):
-    loads = prediction._loads(bed, entry, bench.options())
+    loads = prediction_bench._loads(bed, entry, bench.options())
     program = rehearse(PipelineConfig(schedule=entry.schedule), micro_batches=entry.micro_batches, steps=bench.steps)
     mesh = Mesh(1, bed.ranks)
     links = Observed(loads, {}, bed.link_mbit / 8e3).links()
@@ -67,7 +66,7 @@ def a_round(bench, bed, entry, cores, first):
 
 
 def test_schedules_are_predicted_from_serial_runs_alone(monkeypatch):
-    monkeypatch.setattr(prediction, "usable_cores", lambda: 8)
+    monkeypatch.setattr(prediction_bench, "usable_cores", lambda: 8)
     rows, summary = predict(BENCH, made_up(BENCH, 8))
     assert {row["schedule"] for row in rows if row["used_to_fit"]} == {"serial"}
     assert summary["tested"] == 8
@@ -76,7 +75,7 @@ def test_schedules_are_predicted_from_serial_runs_alone(monkeypatch):
 
 
 def test_ranks_without_a_core_each_cannot_fit(monkeypatch):
-    monkeypatch.setattr(prediction, "usable_cores", lambda: 1)
+    monkeypatch.setattr(prediction_bench, "usable_cores", lambda: 1)
     with pytest.raises(UserError, match="core for each rank"):
         predict(BENCH, made_up(BENCH, 8))
 

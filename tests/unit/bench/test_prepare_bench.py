@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nestrec.bench.quality.prepare import measure_prepare
+from nestrec_bench.quality.prepare_bench import measure_prepare
 
 
 def test_a_small_log_is_measured_in_a_fresh_process(tmp_path: Path) -> None:

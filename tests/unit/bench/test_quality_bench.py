@@ -8,9 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from nestrec.base.errors import UserError
-from nestrec.bench.quality.quality import parse_pair, quality_frame, trained_on
 from nestrec.cli.app import app
-from nestrec.testing.made_up_run import make_versions, write_ranks
+from nestrec_bench.quality.quality_bench import parse_pair, quality_frame, trained_on
+from support.example_run import make_versions, write_ranks
 
 
 def write_runs(folder: Path) -> Path:

@@ -7,18 +7,17 @@ import numpy as np
 import pytest
 
 from nestrec.base.errors import UserError
-from nestrec.bench.harness.frame import make_frame
-from nestrec.bench.serving.relay import Sweep, measure_relay
-from nestrec.bench.serving.relay_bed import RelayBed, RelayBench
-from nestrec.bench.serving.relay_bound import RequestCosts
-from nestrec.bench.serving.relay_http import _Longest, measure_over_http
-from nestrec.bench.serving.relay_modes import ABLATIONS, MODES
+from nestrec.exporters.servable_writer import write_servable
 from nestrec.models.hstu import HSTUConfig
-from nestrec.report.benches.relay_page import write_page
-from nestrec.serving.load.engine_load import RelayLoad, RelayOutcome, bank_of
-from nestrec.serving.load.open_loop import Trial
-from nestrec.serving.model.export import write_servable
-from nestrec.serving.model.random_model import random_ranking
+from nestrec.report.result_file import make_frame
+from nestrec_bench.harness.random_model import random_ranking
+from nestrec_bench.load_test.engine_load import RelayLoad, RelayOutcome, bank_of
+from nestrec_bench.load_test.open_loop import Trial
+from nestrec_bench.pages.relay_page import write_page
+from nestrec_bench.serving.relay_bench import Sweep, measure_relay
+from nestrec_bench.serving.relay_http import _Longest, measure_over_http
+from nestrec_bench.serving.relay_modes import ABLATIONS, MODES, RequestCosts
+from nestrec_bench.serving.relay_setup import RelayBed, RelayBench
 
 BENCH = RelayBench(
     encoder=HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=64, time_bias=True),

@@ -1,4 +1,4 @@
-from nestrec.bench.serving.retrieval import RetrievalBench, measure_retrieval
+from nestrec_bench.serving.retrieval_bench import RetrievalBench, measure_retrieval
 
 
 def test_rows_say_what_was_searched_how_fast_and_what_was_found():

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from nestrec.base.errors import UserError
-from nestrec.bench.schedules.job import TABLE, JobConfig, make_engine
-from nestrec.bench.schedules.schedules import SchedulesBench, measure_schedules
 from nestrec.distributed import Topology
-from nestrec.distributed.limited_links import can_limit, limited_links
-from nestrec.embedding.paced_engine import Pace
+from nestrec_bench.harness.delayed_engine import Pace
+from nestrec_bench.harness.links import can_limit, limited_links
+from nestrec_bench.schedules.schedules_bench import SchedulesBench, measure_schedules
+from nestrec_bench.schedules.schedules_job import TABLE, JobConfig, make_engine
 
 needs_links = pytest.mark.skipif(not can_limit(), reason="network namespaces need root, ip and tc")
 SMALL = JobConfig(num_rows=2000, dim=8, samples=16, tokens=4, hidden=8)

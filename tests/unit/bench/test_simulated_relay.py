@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from nestrec.base.errors import UserError
-from nestrec.bench.serving import relay_simulated
-from nestrec.bench.serving.relay import measure_relay
-from nestrec.bench.serving.relay_bed import RelayBench, engine_config
-from nestrec.bench.serving.relay_modes import MODES
-from nestrec.bench.serving.relay_simulated import SimulatedBed
 from nestrec.models.hstu import HSTUConfig
-from nestrec.serving.engine.simulated import DeviceCosts, costs_of_rows
+from nestrec_bench.serving import relay_simulated
+from nestrec_bench.serving.relay_bench import measure_relay
+from nestrec_bench.serving.relay_modes import MODES
+from nestrec_bench.serving.relay_setup import RelayBench, engine_config
+from nestrec_bench.serving.relay_simulated import SimulatedBed
+from nestrec_bench.serving.simulated_engine import DeviceCosts, costs_of_rows
 
 COSTS = DeviceCosts((0.35, 2e-3, 6e-7, 2e-4, 1.4e-6))
 """4 ms for 1,024 tokens, 0.8 ms for 256 candidates against them: an H200 with eight times as many of HSTU-8x1024"""

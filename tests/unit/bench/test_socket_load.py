@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from nestrec.serving.load.socket_load import SocketLoad, post
+from nestrec_bench.load_test.socket_load import SocketLoad, post
 
 
 @contextlib.contextmanager

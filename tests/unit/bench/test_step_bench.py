@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from nestrec.base.errors import UserError
-from nestrec.bench.kernels.layer import LayerBench, measure_layers
-from nestrec.bench.step.step import StepBench, encoder_of, measure_steps
 from nestrec.models import FuXiConfig, HSTUConfig
-from nestrec.models.step_flops import StepFlops, step_flops
-from nestrec.report.benches.kernel_parts import idle_time, part_name, summed
+from nestrec_bench.harness.step_flops import StepFlops, step_flops
+from nestrec_bench.kernels.layer_bench import LayerBench, measure_layers
+from nestrec_bench.pages.step_profile import idle_time, part_name, summed
+from nestrec_bench.step.step_bench import StepBench, encoder_of, measure_steps
 
 
 def test_flops_are_those_of_the_published_step():

@@ -2,7 +2,7 @@ import json
 
 import numpy as np
 
-from nestrec.bench.kernels.stores import StoresBench, measure_stores, zipf_slots
+from nestrec_bench.kernels.stores_bench import StoresBench, measure_stores, zipf_slots
 
 
 def test_a_row_for_each_operation_of_each_store(tmp_path):

@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 import torch
 
+from nestrec.artifacts.atomic_files import write_file
 from nestrec.checkpoint import Checkpoints, Content, Peers, Restored
-from nestrec.checkpoint.durable import write_file
-from nestrec.embedding.shard import TableShard
-from nestrec.embedding.table import TableConfig
-from nestrec.testing.contents import make_rows
-from nestrec.testing.thread_ranks import run_ranks
+from nestrec.embedding.table_config import TableConfig
+from nestrec.embedding.table_shard import TableShard
+from support.checkpoint_contents import make_rows
+from support.rank_pool import run_ranks
 
 TABLE = TableConfig(name="items", dim=6, num_rows=6000)
 
 
 @pytest.fixture(autouse=True)
 def _small_files(monkeypatch):
-    monkeypatch.setattr("nestrec.embedding.frozen_table.CHUNK_BYTES", 2048)
+    monkeypatch.setattr("nestrec.embedding.table_snapshot.CHUNK_BYTES", 2048)
 
 
 def shard_of(peers: Peers) -> TableShard:
@@ -99,9 +99,9 @@ def test_every_number_of_ranks_loads_the_same_bits_and_reads_little_more_than_th
 @pytest.mark.parametrize("cores", [1, 4])
 def test_what_is_saved_while_training_goes_on_is_the_table_of_when_the_save_began(tmp_path, monkeypatch, cores):
     """Rows aside, files written ahead and past the cache, another number of ranks: all of it together."""
-    monkeypatch.setattr("nestrec.embedding.frozen_table.CHUNK_BYTES", 16 << 10)
-    monkeypatch.setattr("nestrec.checkpoint.uncached.PIECE_BYTES", 4 << 10)
-    monkeypatch.setattr("nestrec.checkpoint.writer.cores_of_rank", lambda: cores)
+    monkeypatch.setattr("nestrec.embedding.table_snapshot.CHUNK_BYTES", 16 << 10)
+    monkeypatch.setattr("nestrec.artifacts.atomic_files.PIECE_BYTES", 4 << 10)
+    monkeypatch.setattr("nestrec.base.thread_team.cores_of_rank", lambda: cores)
     have_trained, num_aside, expected = threading.Barrier(3), list[int](), dict[int, bytes]()
     may_write = threading.Event()
 
@@ -109,7 +109,7 @@ def test_what_is_saved_while_training_goes_on_is_the_table_of_when_the_save_bega
         assert may_write.wait(60)
         return write_file(path, content, past_cache=past_cache)
 
-    monkeypatch.setattr("nestrec.checkpoint.writer.write_file", write_late)
+    monkeypatch.setattr("nestrec.artifacts.atomic_files.write_file", write_late)
 
     def work(peers: Peers) -> None:
         shard, draw = shard_of(peers), np.random.default_rng(peers.rank)
@@ -144,7 +144,7 @@ def test_what_is_saved_while_training_goes_on_is_the_table_of_when_the_save_bega
 
 
 def test_what_large_checkpoints_take_is_told_once(tmp_path, monkeypatch):
-    monkeypatch.setattr("nestrec.checkpoint.checkpoints.NOTED_BYTES", 1000)
+    monkeypatch.setattr("nestrec.checkpoint.checkpoint_manager.NOTED_BYTES", 1000)
     told: list[str] = []
 
     def work(peers: Peers) -> None:
@@ -175,7 +175,7 @@ def test_damage_that_one_rank_meets_while_it_reads_sends_all_to_the_checkpoint_b
 
 
 def test_checkpoints_of_before_hashes_were_written_are_read_by_all(tmp_path, monkeypatch):
-    monkeypatch.setattr("nestrec.checkpoint.writer._bounds", lambda keys: None)
+    monkeypatch.setattr("nestrec.checkpoint.checkpoint_writer._bounds", lambda keys: None)
     Checkpoints(tmp_path).save(1, Content(state={}, tables={"items": [make_rows(range(20), 1)]}))
     manifest = (tmp_path / "step-00000001" / "manifest.json").read_text()
     assert "hashes" not in manifest

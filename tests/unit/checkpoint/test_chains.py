@@ -5,8 +5,7 @@ from pathlib import Path
 import torch
 
 from nestrec.checkpoint import Checkpoints, Content, verify
-from nestrec.checkpoint.manifest import MANIFEST_NAME, Base, Manifest, digest_of, encode
-from nestrec.checkpoint.verify import read_manifest
+from nestrec.checkpoint.checkpoint_manifest import MANIFEST_NAME, Base, Manifest, digest_of, encode, read_manifest
 
 
 def saved(folder: Path, step: int) -> Path:

@@ -9,14 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from nestrec.artifacts.atomic_files import DTYPE_NAMES, write_file
+from nestrec.artifacts.writer_group import NICENESS
 from nestrec.base.errors import DamagedError, UserError
 from nestrec.base.failpoints import armed
-from nestrec.base.parallel import niceness, set_niceness
-from nestrec.checkpoint import Checkpoints, Content, SaveError, join, split, verify, writer
-from nestrec.checkpoint import restored as reader
-from nestrec.checkpoint.background import NICENESS
-from nestrec.checkpoint.durable import DTYPE_NAMES, write_file
-from nestrec.testing.contents import assert_same, make_content
+from nestrec.base.thread_team import niceness, set_niceness
+from nestrec.checkpoint import Checkpoints, Content, SaveError, checkpoint_writer, join, split, verify
+from nestrec.checkpoint import loaded_checkpoint as reader
+from support.checkpoint_contents import assert_same, make_content
 
 
 def full_disk() -> None:
@@ -24,7 +24,7 @@ def full_disk() -> None:
 
 
 def has_cores(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    for module in (writer, reader):
+    for module in (checkpoint_writer, reader):
         monkeypatch.setattr(module, "cores_of_rank", lambda: number)
 
 
@@ -57,7 +57,7 @@ def test_rows_are_written_while_the_next_ones_are_read_where_there_are_cores(
         is_second_read.set()
         yield {"keys": keys[2:]}
 
-    monkeypatch.setattr(writer, "write_file", write_late)
+    monkeypatch.setattr(checkpoint_writer, "write_file", write_late)
     Checkpoints(tmp_path).save(1, Content(tables={"t": chunks()}))
     found = Checkpoints(tmp_path).restore_latest()
     assert found is not None
@@ -83,7 +83,7 @@ def test_threads_that_write_are_nice_until_somebody_waits_for_them(
             seen.append(niceness(threading.get_native_id()))
         return write_file(path, content)
 
-    monkeypatch.setattr(writer, "write_file", write)
+    monkeypatch.setattr(checkpoint_writer, "write_file", write)
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save_async(1, Content(tables={"t": [{"keys": torch.arange(4)}]}))
     assert is_asked.wait(30)
@@ -192,7 +192,8 @@ def test_a_failed_save_leaves_the_last_one_and_no_rubbish(tmp_path: Path, place:
 
 
 def test_a_manifest_that_points_outside_is_refused(tmp_path: Path) -> None:
-    from nestrec.checkpoint.manifest import FileEntry, Manifest, decode, encode
+    from nestrec.artifacts.manifest import FileEntry
+    from nestrec.checkpoint.checkpoint_manifest import Manifest, decode, encode
 
     entry = FileEntry(name="../../secret", bytes=1, sha256="0", kind="state")
     with pytest.raises(DamagedError, match="outside"):
@@ -200,7 +201,7 @@ def test_a_manifest_that_points_outside_is_refused(tmp_path: Path) -> None:
 
 
 def test_big_models_are_split_over_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nestrec.checkpoint.writer.PART_BYTES", 100)
+    monkeypatch.setattr("nestrec.checkpoint.checkpoint_writer.PART_BYTES", 100)
     content = Content(tensors={str(index): torch.full((index + 1, 5), float(index)) for index in range(9)})
     path = Checkpoints(tmp_path).save(1, content)
     assert len(list(path.glob("tensors-*.safetensors"))) > 5

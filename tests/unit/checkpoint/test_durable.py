@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nestrec.checkpoint import Checkpoints, Content
-from nestrec.checkpoint.manifest import MANIFEST_NAME
+from nestrec.checkpoint.checkpoint_manifest import MANIFEST_NAME
 
 
 @pytest.fixture

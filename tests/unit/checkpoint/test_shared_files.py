@@ -7,7 +7,7 @@ import pytest
 
 from nestrec.base.failpoints import armed
 from nestrec.checkpoint import Checkpoints, verify
-from nestrec.testing.contents import assert_same, make_content
+from support.checkpoint_contents import assert_same, make_content
 
 
 def places(tmp_path: Path) -> tuple[Checkpoints, Checkpoints]:

@@ -11,8 +11,8 @@ import torch
 from nestrec.base.errors import DamagedError, NonFiniteError
 from nestrec.checkpoint import Checkpoints, Chunk, Content, Peers, Restored, SaveError, verify
 from nestrec.embedding.hashing import owner_of
-from nestrec.testing.contents import make_content, make_rows, table_values, values_of
-from nestrec.testing.thread_ranks import run_ranks
+from support.checkpoint_contents import make_content, make_rows, table_values, values_of
+from support.rank_pool import run_ranks
 
 KEYS = [*range(40), -1, -(2**63), 2**63 - 1]
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nestrec.checkpoint import uncached
-from nestrec.checkpoint.durable import write_file
+from nestrec.artifacts import atomic_files
+from nestrec.artifacts.atomic_files import write_file
 
 PIECE = 16 << 10
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere all files go through the cache")
@@ -71,8 +71,8 @@ def writes_odd_parts(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
 
 @pytest.mark.parametrize("kind", ["as it is", refuses_the_flag, refuses_what_is_written, writes_odd_parts])
 def test_every_size_in_any_parts_is_written_to_the_byte(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(uncached, "PIECE_BYTES", PIECE)
-    monkeypatch.setattr(uncached, "_OF_THREAD", threading.local())  # memory of that size
+    monkeypatch.setattr(atomic_files, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(atomic_files, "_OF_THREAD", threading.local())  # memory of that size
     has_happened = None if isinstance(kind, str) else kind(monkeypatch)
     draw, number = np.random.default_rng(1), 0
     for pieces in range(4):
@@ -91,7 +91,7 @@ def test_every_size_in_any_parts_is_written_to_the_byte(tmp_path, monkeypatch, k
 def test_of_a_large_file_nothing_stays_in_the_cache(tmp_path):
     if not can_pass(tmp_path / "probe"):
         pytest.skip("this file system keeps files in memory whatever is asked for")
-    content = memoryview(np.random.default_rng(1).bytes(2 * uncached.PIECE_BYTES + 10_000))
+    content = memoryview(np.random.default_rng(1).bytes(2 * atomic_files.PIECE_BYTES + 10_000))
     write_file(tmp_path / "kept", iter([content]))
     write_file(tmp_path / "past", iter([content]), past_cache=True)
     assert is_cached(tmp_path / "kept")
@@ -104,7 +104,7 @@ def test_an_error_of_the_disk_is_raised(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "write", full)
     with pytest.raises(OSError, match="No space left"):
-        write_file(tmp_path / "file", iter([memoryview(bytes(uncached.PIECE_BYTES))]), past_cache=True)
+        write_file(tmp_path / "file", iter([memoryview(bytes(atomic_files.PIECE_BYTES))]), past_cache=True)
 
 
 def can_pass(path: Path) -> bool:

@@ -13,18 +13,17 @@ from typer.testing import CliRunner
 
 import nestrec
 from nestrec.balance import POLICIES
-from nestrec.base.config import leaves, with_overrides
+from nestrec.base.config import leaves
+from nestrec.base.config_overrides import _HABITS, PASSED_ON, _field_names, describe, with_overrides
 from nestrec.base.errors import UserError
-from nestrec.base.field_docs import describe
-from nestrec.base.overriding import _HABITS, PASSED_ON, _field_names
-from nestrec.bench.app import app as bench_app
-from nestrec.bench.benches import BENCHES
 from nestrec.cli.app import app
-from nestrec.cli.options import CONFIGS, config_of, option_text
-from nestrec.cli.said_once import SAID_FOLDER, say_once
-from nestrec.data.formats.registry import FORMATS
-from nestrec.data.synthetic.logs import generate, preset
+from nestrec.cli.console import SAID_FOLDER, say_once
+from nestrec.cli.options_command import CONFIGS, config_of, option_text
+from nestrec.data.formats.format_registry import FORMATS
+from nestrec.data.synthetic.synthetic_logs import generate, preset
 from nestrec.training.recipes import RECIPES
+from nestrec_bench.bench import BENCHES
+from nestrec_bench.command import app as bench_app
 
 
 def refusal(*arguments: str) -> UserError:

@@ -8,8 +8,7 @@ from typer.testing import CliRunner
 
 from nestrec.base.errors import UserError
 from nestrec.cli.app import app
-from nestrec.cli.fleet import KEY_VARIABLE, operate
-from nestrec.cli.health import check_health
+from nestrec.cli.fleet_output import KEY_VARIABLE, check_health, operate
 
 
 @pytest.fixture

@@ -18,16 +18,16 @@ from typer.testing import CliRunner
 from nestrec.base.errors import DataError, UserError
 from nestrec.base.failpoints import armed
 from nestrec.cli.app import app
-from nestrec.data.card import Card
 from nestrec.data.dataset import Dataset
-from nestrec.data.formats.tables import TableColumns
-from nestrec.data.growth.append import append
-from nestrec.data.growth.generations import restore
-from nestrec.data.growth.merging import compact
-from nestrec.data.prepare.options import LogColumns
-from nestrec.data.prepare.preparation import prepare
-from nestrec.data.sources.closing import WindowRule
-from nestrec.data.sources.stream import Stream, open_stream_source, options_of
+from nestrec.data.dataset_card import Card
+from nestrec.data.formats.format_registry import prepare
+from nestrec.data.formats.format_spec import TableColumns
+from nestrec.data.incremental.append import append
+from nestrec.data.incremental.compaction import compact
+from nestrec.data.incremental.generations import restore
+from nestrec.data.prepare.prepare_options import LogColumns
+from nestrec.data.streaming.ingester import Stream, open_stream_source, options_of
+from nestrec.data.streaming.window_policy import WindowRule
 
 NAMES = ("user", "item", "time", "click", "tab", "tags", "price", "note", "brand", "level", "weight")
 Row = tuple[Any, ...]

@@ -15,16 +15,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from nestrec.base.errors import DataError, UserError
-from nestrec.cli.cards import show_card
-from nestrec.data.card import Card
+from nestrec.cli.data_output import show_card
 from nestrec.data.dataset import Dataset
-from nestrec.data.growth.append import append
-from nestrec.data.prepare import raw
-from nestrec.data.prepare.options import LogColumns
-from nestrec.data.prepare.preparation import prepare
-from nestrec.data.sources.closing import WindowRule
-from nestrec.data.sources.folder import FolderSource
-from nestrec.data.sources.stream import Stream, open_stream_source, options_of
+from nestrec.data.dataset_card import Card
+from nestrec.data.formats.format_registry import prepare
+from nestrec.data.incremental.append import append
+from nestrec.data.prepare import raw_rows
+from nestrec.data.prepare.prepare_options import LogColumns
+from nestrec.data.streaming.folder_source import FolderSource
+from nestrec.data.streaming.ingester import Stream, open_stream_source, options_of
+from nestrec.data.streaming.window_policy import WindowRule
 
 MOMENT = 1_704_067_200_123
 
@@ -63,7 +63,7 @@ def test_parts_of_milliseconds_are_cut_off_and_times_of_a_day_refused(tmp_path: 
 
 
 def test_quoted_fields_may_go_over_lines_and_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(raw, "BLOCK_BYTES", 256)
+    monkeypatch.setattr(raw_rows, "BLOCK_BYTES", 256)
     rows = "".join(f'ann,{i},{i},"first\nsecond, {"x" * i}\n\n""third"""\n' for i in range(40))
     (tmp_path / "log.csv").write_text("user,item,time,title\n" + rows)
     card = prepare("log", tmp_path / "log.csv", tmp_path / "out", log={"time": "time"})

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nestrec.data.batch_threads import BatchThreads
+from nestrec.data.batch_loader import BatchThreads
 
 
 def test_no_trade_follows_one_that_failed():

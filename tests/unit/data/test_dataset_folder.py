@@ -9,10 +9,10 @@ import pytest
 
 from nestrec.base.errors import DataError
 from nestrec.base.failpoints import armed
+from nestrec.base.files import whole_folder
 from nestrec.data.dataset import Dataset
-from nestrec.data.formats.log import LogOptions
-from nestrec.data.prepare.folder import whole_folder
-from nestrec.data.prepare.preparation import prepare
+from nestrec.data.formats.format_registry import prepare
+from nestrec.data.formats.log_format import LogOptions
 
 
 @pytest.fixture
@@ -34,7 +34,9 @@ def test_an_error_leaves_neither_dataset_nor_leftovers(log: Path, point: str) ->
 
 
 def test_a_killed_prepare_leaves_no_dataset_and_the_next_one_succeeds(log: Path) -> None:
-    code = "import sys; from nestrec.data.prepare.preparation import prepare; prepare('log', sys.argv[1], sys.argv[2])"
+    code = (
+        "import sys; from nestrec.data.formats.format_registry import prepare; prepare('log', sys.argv[1], sys.argv[2])"
+    )
     fired = log.parent / "fired"
     environment = {**os.environ, "NESTREC_FAIL_POINTS": "data.before_rename=kill", "NESTREC_FAIL_LOG": str(fired)}
     ended = subprocess.run([sys.executable, "-c", code, log, log.parent / "out"], env=environment, check=False)

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nestrec.base.errors import DamagedError, DataError, UserError
-from nestrec.data.card import Card
 from nestrec.data.dataset import Dataset
-from nestrec.data.synthetic import logs as synthetic
+from nestrec.data.dataset_card import Card
+from nestrec.data.synthetic import synthetic_logs as synthetic
 
 SHAPE = synthetic.preset("tiny", num_users=2500, seed=3)
 

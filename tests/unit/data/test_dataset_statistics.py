@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nestrec.data.prepare.statistics import length_statistics, log_histogram, popularity_statistics, zipf_exponent
+from nestrec.data.dataset_card import length_statistics, log_histogram, popularity_statistics, zipf_exponent
 
 
 @pytest.mark.parametrize("s", [0.0, 0.6, 0.75, 1.0, 1.5])

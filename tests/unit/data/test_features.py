@@ -11,10 +11,10 @@ import pytest
 
 from nestrec.base.errors import DataError, UserError
 from nestrec.base.random import mix64
-from nestrec.data.card import Card
 from nestrec.data.dataset import Dataset
-from nestrec.data.prepare.features import fitting
-from nestrec.data.prepare.preparation import prepare
+from nestrec.data.dataset_card import Card
+from nestrec.data.formats.format_registry import prepare
+from nestrec.data.prepare import transform_fitting
 from nestrec.data.transform import Transform
 
 NGRAMS = Transform(kind="ngrams", words=(1, 2), characters=(3,), buckets=97, max_ids=12)
@@ -178,7 +178,7 @@ def test_features_do_not_depend_on_memory(tmp_path: Path) -> None:
 
 def test_a_sample_of_many_values_depends_on_their_places_alone() -> None:
     values = np.random.default_rng(0).normal(size=50_000).astype(np.float32)
-    whole, parts = fitting.ValueSample(1000), fitting.ValueSample(1000)
+    whole, parts = transform_fitting.ValueSample(1000), transform_fitting.ValueSample(1000)
     whole.add(values)
     for part in np.array_split(values, 17):
         parts.add(part)

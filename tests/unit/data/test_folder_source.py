@@ -7,13 +7,10 @@ from pathlib import Path
 import pytest
 
 from nestrec.base.errors import DataError, UserError
-from nestrec.data.prepare.options import LogColumns
-from nestrec.data.sources.folder import FolderSource
-from nestrec.data.sources.source import StreamPosition, open_source
-from nestrec.testing.streams import (
-    drop_files,
-    stream_events,
-)
+from nestrec.data.prepare.prepare_options import LogColumns
+from nestrec.data.streaming.folder_source import FolderSource
+from nestrec.data.streaming.stream_source import StreamPosition, open_source
+from support.stream_fixtures import drop_files, stream_events
 
 
 def test_files_that_are_taken_away_before_they_were_read_are_told_of(tmp_path: Path) -> None:

@@ -9,14 +9,13 @@ import pyarrow as pa
 import pytest
 
 from nestrec.base.errors import UserError
-from nestrec.data.formats.format import Format, log_format
-from nestrec.data.formats.registry import FORMATS
-from nestrec.data.prepare.events import EventColumns
-from nestrec.data.prepare.options import LogColumns, PrepareOptions
-from nestrec.data.prepare.preparation import prepare
-from nestrec.data.prepare.raw import RawBatch
-from nestrec.data.prepare.source import LogSource
-from nestrec.data.sources.source import SOURCES, SourceSpec, StreamRows, StreamSource, open_source
+from nestrec.data.formats.format_registry import FORMATS, prepare
+from nestrec.data.formats.format_spec import Format, log_format
+from nestrec.data.prepare.event_parser import EventColumns
+from nestrec.data.prepare.log_source import LogSource
+from nestrec.data.prepare.prepare_options import LogColumns, PrepareOptions
+from nestrec.data.prepare.raw_rows import RawBatch
+from nestrec.data.streaming.stream_source import SOURCES, SourceSpec, StreamRows, StreamSource, open_source
 
 USERS, ITEMS = pa.array(["a", "a", "b", "b"]), pa.array(["x", "y", "x", "y"])
 WHOLE = {"user": USERS, "item": ITEMS}

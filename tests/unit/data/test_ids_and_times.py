@@ -18,17 +18,17 @@ from typer.testing import CliRunner
 
 from nestrec.base.errors import DataError, UserError
 from nestrec.cli.app import app
-from nestrec.data.card import Card
 from nestrec.data.dataset import Dataset
-from nestrec.data.formats.log import LogOptions, open_log
-from nestrec.data.growth.append import append
-from nestrec.data.prepare import raw
-from nestrec.data.prepare.events import EventParser
-from nestrec.data.prepare.options import LogColumns
+from nestrec.data.dataset_card import Card
+from nestrec.data.formats.format_registry import prepare
+from nestrec.data.formats.log_format import LogOptions, open_log
+from nestrec.data.incremental.append import append
+from nestrec.data.prepare import raw_rows
+from nestrec.data.prepare.event_parser import EventParser
 from nestrec.data.prepare.parse import BAD, GOOD, UNIT_NAMES, parse_integers, parse_times_ms
-from nestrec.data.prepare.preparation import prepare
-from nestrec.data.sources.closing import WindowRule
-from nestrec.data.sources.stream import Stream, open_stream_source, options_of
+from nestrec.data.prepare.prepare_options import LogColumns
+from nestrec.data.streaming.ingester import Stream, open_stream_source, options_of
+from nestrec.data.streaming.window_policy import WindowRule
 
 UNITS = {"s": 3, "ms": 0, "us": -3, "ns": -6}
 MOMENT_NS = 1_700_000_000_123_456_789
@@ -347,8 +347,8 @@ def check_columns(folder: Path, seed: int, num_columns: int) -> None:
 
 
 def check_many(folder: Path, monkeypatch: pytest.MonkeyPatch, num_logs: int, num_columns: int) -> None:
-    monkeypatch.setattr(raw, "ROWS_A_BATCH", 4)
-    monkeypatch.setattr(raw, "BLOCK_BYTES", 1024)
+    monkeypatch.setattr(raw_rows, "ROWS_A_BATCH", 4)
+    monkeypatch.setattr(raw_rows, "BLOCK_BYTES", 1024)
     for seed in range(num_logs):
         check_columns(folder, seed, num_columns)
 

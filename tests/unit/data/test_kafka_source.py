@@ -6,11 +6,8 @@ import confluent_kafka
 import pytest
 
 from nestrec.base.errors import UserError
-from nestrec.data.sources.kafka import KafkaSource
-from nestrec.testing.streams import (
-    stream_events,
-    topic,
-)
+from nestrec.data.streaming.kafka_source import KafkaSource
+from support.stream_fixtures import stream_events, topic
 
 
 def test_questions_to_brokers_do_not_wait_for_a_fetch_that_finds_nothing() -> None:

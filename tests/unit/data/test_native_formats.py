@@ -9,8 +9,8 @@ import pytest
 
 from nestrec.base.errors import DataError, UserError
 from nestrec.data.dataset import Dataset
-from nestrec.data.prepare.options import LogColumns
-from nestrec.data.prepare.preparation import prepare
+from nestrec.data.formats.format_registry import prepare
+from nestrec.data.prepare.prepare_options import LogColumns
 
 
 def open_prepared(format: str, source: Path, **options: object) -> Dataset:
@@ -88,7 +88,7 @@ def test_bytes_that_are_no_text_are_set_aside_in_every_text_format(tmp_path: Pat
 
 
 def test_text_that_crosses_a_block_is_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nestrec.data.prepare.raw.BLOCK_BYTES", 64)
+    monkeypatch.setattr("nestrec.data.prepare.raw_rows.BLOCK_BYTES", 64)
     keys = [f"ключ-{i}-é" for i in range(200)]
     text = "user,item\n" + "".join(f"u,{key}\n" for key in keys)
     for encoding in ("utf-8", "cp1251", "utf-16"):

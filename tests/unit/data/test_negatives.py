@@ -5,7 +5,14 @@ import pytest
 import torch
 
 from nestrec.base.random import fold_array
-from nestrec.data.samples.negatives import ByPopularity, InBatch, Uniform, log_q_bias, other_tokens, shared_tokens
+from nestrec.data.samples.negative_sampling import (
+    ByPopularity,
+    InBatch,
+    Uniform,
+    log_q_bias,
+    other_tokens,
+    shared_tokens,
+)
 
 KEYS = fold_array(7, np.arange(4000))
 COUNTS = np.array([50, 0, 10, 25, 15])

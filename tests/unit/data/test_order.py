@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nestrec.data.batches import Assembler, BatchConfig, Batches, MicroBatch
+from nestrec.data.batch_loader import Assembler, BatchConfig, Batches, MicroBatch
+from nestrec.data.batch_order import GlobalBatches, Position, contiguous_shares, cuts_by_tokens, epoch_order
 from nestrec.data.dataset import Rows
-from nestrec.data.order import GlobalBatches, Position, contiguous_shares, cuts_by_tokens, epoch_order
 
 
 class Numbers(Assembler):

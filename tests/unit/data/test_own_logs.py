@@ -11,13 +11,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from nestrec.base.errors import DataError, UserError
-from nestrec.cli.cards import show_card
-from nestrec.data.card import Card
+from nestrec.cli.data_output import show_card
 from nestrec.data.dataset import Dataset
-from nestrec.data.formats.registry import FORMATS, typed_options
-from nestrec.data.growth.append import append
-from nestrec.data.prepare.options import LogColumns
-from nestrec.data.prepare.preparation import prepare
+from nestrec.data.dataset_card import Card
+from nestrec.data.formats.format_registry import FORMATS, prepare, typed_options
+from nestrec.data.incremental.append import append
+from nestrec.data.prepare.prepare_options import LogColumns
 
 EVENTS = [
     {"user": {"id": "ann"}, "sku": 7, "at": 100, "clicked": True},
@@ -287,11 +286,11 @@ def test_options_of_all_formats_are_bound(tmp_path: Path) -> None:
 def test_a_foreign_format_has_options_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "foreign_format.py").write_text(
         "from nestrec.base.config import config\n"
-        "from nestrec.data.formats.format import log_format\n"
-        "from nestrec.data.prepare.events import EventColumns\n"
-        "from nestrec.data.prepare.options import LogColumns, PrepareOptions\n"
-        "from nestrec.data.prepare.raw import Delimited\n"
-        "from nestrec.data.prepare.source import LogSource, delimited_files\n"
+        "from nestrec.data.formats.format_spec import log_format\n"
+        "from nestrec.data.prepare.event_parser import EventColumns\n"
+        "from nestrec.data.prepare.prepare_options import LogColumns, PrepareOptions\n"
+        "from nestrec.data.prepare.raw_rows import Delimited\n"
+        "from nestrec.data.prepare.log_source import LogSource, delimited_files\n"
         "@config\n"
         "class Options(PrepareOptions):\n"
         "    sign: str = ';'\n"

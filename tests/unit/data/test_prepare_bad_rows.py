@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from nestrec.base.errors import DataError, UserError
 from nestrec.data.dataset import Dataset
-from nestrec.data.formats.log import LogOptions
-from nestrec.data.prepare import raw
-from nestrec.data.prepare.options import LogColumns
-from nestrec.data.prepare.preparation import prepare
+from nestrec.data.formats.format_registry import prepare
+from nestrec.data.formats.log_format import LogOptions
+from nestrec.data.prepare import raw_rows
+from nestrec.data.prepare.prepare_options import LogColumns
 
 LOG = LogColumns(time="time", rating="rating", actions={"click": "click"})
 ALLOW = LogOptions(log=LOG, max_bad_share=1.0)
@@ -65,7 +65,7 @@ def test_a_bad_row_is_quarantined_with_its_reason_and_line(tmp_path: Path, row: 
 
 
 def test_lines_stay_right_after_many_bad_rows_in_many_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nestrec.data.prepare.raw.BLOCK_BYTES", 256)
+    monkeypatch.setattr("nestrec.data.prepare.raw_rows.BLOCK_BYTES", 256)
     generator = np.random.default_rng(0)
     kinds = generator.integers(0, 12, 2000)
     rows = {0: "u,i,oops,4,1\n", 1: "u,i,5\n", 2: "\n"}
@@ -174,7 +174,7 @@ def test_rows_that_an_open_quote_takes_in_are_never_lost_in_silence(
 ) -> None:
     (tmp_path / "log.csv").write_bytes(b"user,item,time\n" + rows)
     for block, end in ((1 << 20, last), (16, "")):  # whole and in pieces, of which the field takes in one and more
-        monkeypatch.setattr(raw, "BLOCK_BYTES", block)
+        monkeypatch.setattr(raw_rows, "BLOCK_BYTES", block)
         with pytest.raises(DataError, match=f"(?s)quote on line {first} that is not closed before line {end}.*has_quo"):
             prepare("log", tmp_path / "log.csv", tmp_path / "out", max_bad_share=1.0)
     card = prepare("log", tmp_path / "log.csv", tmp_path / "out", max_bad_share=1.0, **{"log.has_quotes": False})

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from nestrec.base.errors import DataError
 from nestrec.data.dataset import Dataset
-from nestrec.data.formats.log import LogOptions
-from nestrec.data.prepare import raw
-from nestrec.data.prepare.options import LogColumns
-from nestrec.data.prepare.preparation import prepare
-from nestrec.testing.prepare_oracle import Expected, LogEvent, expected_dataset
+from nestrec.data.formats.format_registry import prepare
+from nestrec.data.formats.log_format import LogOptions
+from nestrec.data.prepare import raw_rows
+from nestrec.data.prepare.prepare_options import LogColumns
+from support.prepare_oracle import Expected, LogEvent, expected_dataset
 
 OPTIONS = LogOptions(log=LogColumns(time="time", time_unit="ms", rating="rating"))
 PRINTABLE = st.characters(blacklist_categories=("Cs", "Cc", "Zl", "Zp"))
@@ -107,7 +107,7 @@ def test_files_do_not_depend_on_memory_or_block_size(tmp_path: Path, monkeypatch
     write_csv(tmp_path / "log.csv", log)
     cards = []
     for block_bytes, memory_bytes in ((8 << 20, 256 << 20), (4096, 10_000), (70_000, 1_000_000)):
-        monkeypatch.setattr(raw, "BLOCK_BYTES", block_bytes)
+        monkeypatch.setattr(raw_rows, "BLOCK_BYTES", block_bytes)
         options = dataclasses.replace(OPTIONS, memory_bytes=memory_bytes, force=True)
         cards.append(prepare("log", tmp_path / "log.csv", tmp_path / "out", options=options))
     assert cards[0].files == cards[1].files == cards[2].files

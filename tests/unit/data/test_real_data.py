@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nestrec.data.card import Card
 from nestrec.data.dataset import Dataset
-from nestrec.data.prepare.options import LogColumns
-from nestrec.data.prepare.preparation import prepare
+from nestrec.data.dataset_card import Card
+from nestrec.data.formats.format_registry import prepare
+from nestrec.data.prepare.prepare_options import LogColumns
 
 TAOBAO = LogColumns(
     names=("user", "item", "category", "what", "time"),

@@ -5,10 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nestrec.base.random import fold
-from nestrec.data.samples.negatives import uniform_negatives
-from nestrec.data.samples.slices import positions, sample_keys, slice_index, token_keys
-from nestrec.data.samples.split import by_time, leave_one_out
-from nestrec.data.samples.stochastic_length import kept_events, kept_length
+from nestrec.data.flat_arrays import positions, sample_keys, slice_index, token_keys
+from nestrec.data.samples.negative_sampling import uniform_negatives
+from nestrec.data.samples.split import by_time, kept_events, kept_length, leave_one_out
 
 
 def test_leave_one_out_holds_out_the_last_two_events():

@@ -6,15 +6,14 @@ import numpy as np
 import pytest
 
 from nestrec.data import dataset as module
-from nestrec.data.batches import BatchConfig, Batches
+from nestrec.data.batch_loader import BatchConfig, Batches
+from nestrec.data.batch_order import Position
 from nestrec.data.dataset import Dataset
-from nestrec.data.order import Position
-from nestrec.data.samples.split import leave_one_out
-from nestrec.data.samples.training_events import item_counts, target_weights
-from nestrec.report.run_folder import RunRecords
-from nestrec.report.sections.speed import speed
-from nestrec.tasks.built_in import make_task
-from nestrec.testing.tiny_runs import config_of, make_datasets
+from nestrec.data.samples.split import item_counts, leave_one_out, target_weights
+from nestrec.report.run_records import RunRecords
+from nestrec.report.speed_sections import speed
+from nestrec.tasks.task_registry import make_task
+from support.tiny_runs import config_of, make_datasets
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nestrec.data.prepare.keys import KeyTable, as_numbers, is_plain_number
+from nestrec.data.prepare.id_encoder import KeyTable, as_numbers, is_plain_number
 
 IDS = st.one_of(
     st.integers(-(2**63), 2**63 - 1).map(str),

@@ -6,11 +6,11 @@ import time
 import numpy as np
 import pytest
 
-from nestrec.data.prepare.json_lines import JsonLines
-from nestrec.data.prepare.options import LogColumns
+from nestrec.data.prepare.input_files import JsonLines
 from nestrec.data.prepare.parse import AHEAD
-from nestrec.data.sources.closing import ClosedWindow, OpenWindow, WindowRule
-from nestrec.data.sources.source import StreamRows
+from nestrec.data.prepare.prepare_options import LogColumns
+from nestrec.data.streaming.stream_source import StreamRows
+from nestrec.data.streaming.window_policy import ClosedWindow, OpenWindow, WindowRule
 
 HOUR_MS = 3_600_000
 START_MS = 1_700_000_000_000 // HOUR_MS * HOUR_MS

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from nestrec.base.errors import UserError
 from nestrec.data.dataset import Dataset
-from nestrec.data.formats.log import LogOptions
-from nestrec.data.prepare.options import LogColumns
-from nestrec.data.prepare.preparation import prepare
-from nestrec.data.synthetic import logs as synthetic
-from nestrec.data.synthetic.walk import permute, successor
+from nestrec.data.formats.format_registry import prepare
+from nestrec.data.formats.log_format import LogOptions
+from nestrec.data.prepare.prepare_options import LogColumns
+from nestrec.data.synthetic import synthetic_logs as synthetic
+from nestrec.data.synthetic.synthetic_walk import permute, successor
 
 TINY = synthetic.preset("tiny")
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from nestrec.base.errors import UserError
-from nestrec.data.order import GlobalBatches, Position
-from nestrec.data.samples.windows import (
+from nestrec.data.batch_order import GlobalBatches, Position
+from nestrec.data.samples.time_windows import (
     HOUR_MS,
     Reach,
     WindowsConfig,

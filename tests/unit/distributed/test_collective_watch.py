@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from nestrec.base.errors import PeerLostError
-from nestrec.distributed.collective_watch import CollectiveWatch
-from nestrec.distributed.exchange import all_reduce_sum
+from nestrec.distributed.collective_watchdog import CollectiveWatch
+from nestrec.distributed.collectives import all_reduce_sum
 from nestrec.distributed.topology import Communicator
-from nestrec.trace.collective_log import CollectiveLog
+from nestrec.trace.tracer import CollectiveLog
 
 
 class Watched:

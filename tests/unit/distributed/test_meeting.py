@@ -7,7 +7,7 @@ from torch.distributed import HashStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from nestrec.base.errors import PeerLostError
-from nestrec.distributed.meeting import store_of_this_start
+from nestrec.distributed.rendezvous import store_of_this_start
 
 LIMIT_S = 20.0
 

@@ -3,7 +3,7 @@ import torch
 
 from nestrec.base.errors import PeerLostError, UserError
 from nestrec.distributed import DenseSync, Topology
-from nestrec.distributed.exchange import (
+from nestrec.distributed.collectives import (
     agree,
     all_gather_json,
     all_gather_rows,

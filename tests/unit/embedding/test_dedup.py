@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from nestrec.embedding.hashing import hash_of, owner_of, range_of_shard
-from nestrec.ops.rows.dedup_host import dedup
+from nestrec.ops.embedding.dedup_host import dedup
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 

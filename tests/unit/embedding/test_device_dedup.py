@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from nestrec.embedding.flight.device_dedup import dedup_on_device
 from nestrec.embedding.hashing import owner_of
-from nestrec.ops.rows.dedup_host import dedup
+from nestrec.embedding.routing.deduplicated_keys import dedup_on_device
+from nestrec.ops.embedding.dedup_host import dedup
 
 CPU = torch.device("cpu")
 

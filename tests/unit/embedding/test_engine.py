@@ -5,7 +5,7 @@ import torch
 from nestrec.base.errors import UserError
 from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine, RowOptimizerConfig, StoreConfig, TableConfig
-from nestrec.embedding.shard import TableShard
+from nestrec.embedding.table_shard import TableShard
 from nestrec.jagged import Jagged
 
 

@@ -11,16 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from nestrec.base.parallel import niceness, set_niceness
-from nestrec.checkpoint.content import chunks_of
-from nestrec.embedding.frozen_table import FrozenKeys
+from nestrec.base.thread_team import niceness, set_niceness
+from nestrec.checkpoint.checkpoint_content import chunks_of
 from nestrec.embedding.hashing import hash_of
 from nestrec.embedding.row_optimizer import RowOptimizerConfig
-from nestrec.embedding.shard import TableShard
-from nestrec.embedding.stores.aside import Aside
-from nestrec.embedding.stores.frozen import host_memory
-from nestrec.embedding.stores.frozen_device import DeviceRows
-from nestrec.embedding.table import StoreConfig, TableConfig
+from nestrec.embedding.stores.row_snapshot import Aside, DeviceRows, host_memory
+from nestrec.embedding.table_config import StoreConfig, TableConfig
+from nestrec.embedding.table_shard import TableShard
+from nestrec.embedding.table_snapshot import FrozenKeys
 
 KINDS = ["device", "launched", "dram", "disk"]
 """launched: rows of a GPU, the work of whose streams is done when it is launched."""
@@ -28,10 +26,10 @@ KINDS = ["device", "launched", "dram", "disk"]
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch):
-    monkeypatch.setattr("nestrec.embedding.frozen_table.CHUNK_BYTES", 4096)
-    monkeypatch.setattr("nestrec.embedding.frozen_table._MIN_CHUNK_BYTES", 1024)
-    monkeypatch.setattr("nestrec.embedding.frozen_table._PIECE_ROWS", 300)
-    monkeypatch.setattr("nestrec.embedding.frozen_table._ROWS_A_TURN", 16)
+    monkeypatch.setattr("nestrec.embedding.table_snapshot.CHUNK_BYTES", 4096)
+    monkeypatch.setattr("nestrec.embedding.table_snapshot._MIN_CHUNK_BYTES", 1024)
+    monkeypatch.setattr("nestrec.embedding.table_snapshot._PIECE_ROWS", 300)
+    monkeypatch.setattr("nestrec.embedding.table_snapshot._ROWS_A_TURN", 16)
 
 
 def make_shard(tmp_path, kind: str, num_rows: int | None) -> TableShard:
@@ -153,7 +151,7 @@ def test_rows_that_could_not_be_put_aside_are_read_all_the_same(tmp_path, monkey
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_has_no_room_is_handed_out_before_its_turn_and_training_goes_on(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr("nestrec.embedding.frozen_table.CHUNK_BYTES", 1024)
+    monkeypatch.setattr("nestrec.embedding.table_snapshot.CHUNK_BYTES", 1024)
     shard = make_shard(tmp_path, kind, 4000)
     train(shard, OWNED, 1)
     expected = columns_of(shard.snapshot())
@@ -230,9 +228,9 @@ def test_training_waits_where_there_is_no_room_aside_and_goes_on_when_nobody_rea
 
 def test_memory_is_bounded_however_large_the_table_is(monkeypatch):
     """A byte a row, what is aside, chunks, and a piece in order: no more, and no copy of the rows."""
-    monkeypatch.setattr("nestrec.embedding.frozen_table.CHUNK_BYTES", CHUNK_BYTES := 1 << 15)
-    monkeypatch.setattr("nestrec.embedding.frozen_table._PIECE_ROWS", 1 << 12)
-    monkeypatch.setattr("nestrec.embedding.frozen_table._ROWS_A_TURN", 1 << 10)
+    monkeypatch.setattr("nestrec.embedding.table_snapshot.CHUNK_BYTES", CHUNK_BYTES := 1 << 15)
+    monkeypatch.setattr("nestrec.embedding.table_snapshot._PIECE_ROWS", 1 << 12)
+    monkeypatch.setattr("nestrec.embedding.table_snapshot._ROWS_A_TURN", 1 << 10)
     table = TableConfig(name="t", dim=4, num_rows=100_000, store=StoreConfig(kind="dram"))
     shard, keys = TableShard(table, 0, 1, torch.device("cpu")), np.arange(100_000)
     train(shard, keys, 1)

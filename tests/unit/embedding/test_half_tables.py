@@ -9,8 +9,8 @@ import torch
 from nestrec.base.errors import UserError
 from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine, RowOptimizerConfig, TableConfig
-from nestrec.embedding.replica_sync import check_tables_can_differ
-from nestrec.embedding.rounding import draws_of
+from nestrec.embedding.optimizer_checks import draws_of
+from nestrec.embedding.routing.replica_key_union import check_tables_can_differ
 from nestrec.embedding.row_optimizer import (
     ROW_OPTIMIZERS,
     RowOptimizer,
@@ -19,8 +19,8 @@ from nestrec.embedding.row_optimizer import (
     update_rows,
     update_rows_on_host,
 )
-from nestrec.embedding.table import layout_of
-from nestrec.ops.rows.round import rounded
+from nestrec.embedding.table_config import layout_of
+from nestrec.ops.embedding.stochastic_rounding import rounded
 
 NUM_ROWS, DIM = 1100, 7  # more rows than a host loop has at a time
 

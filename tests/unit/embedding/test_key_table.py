@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from nestrec.embedding.key_table import KeySlots
+from nestrec.embedding.key_hash_table import KeySlots
 
 
 @pytest.mark.parametrize("spread", [300, 2**62])

@@ -8,9 +8,8 @@ import pytest
 from nestrec.base.errors import UserError
 from nestrec.distributed import Topology
 from nestrec.embedding import StoreConfig, TableConfig
-from nestrec.embedding.placement import bytes_crossed, check_placements, with_placements
-from nestrec.embedding.table import check_tables
-from nestrec.tasks.table_options import TableOptions, chosen_tables
+from nestrec.embedding.table_config import bytes_crossed, check_placements, check_tables, with_placements
+from nestrec.tasks.table_overrides import TableOptions, chosen_tables
 
 SMALL = TableConfig(name="small", dim=16, num_rows=100, placement="replicated")
 

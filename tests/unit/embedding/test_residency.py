@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nestrec.embedding import StoreConfig, TableConfig
-from nestrec.embedding.residency import room_of_shards
-from nestrec.embedding.shard import TableShard
+from nestrec.embedding.key_index import room_of_shards
+from nestrec.embedding.table_shard import TableShard
 
 
 def shard_of(store: StoreConfig) -> TableShard:

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from nestrec.embedding import StoreConfig, TableConfig
-from nestrec.embedding.residency import DynamicResidency
-from nestrec.embedding.shard import TableShard
+from nestrec.embedding.key_index import DynamicResidency
+from nestrec.embedding.table_shard import TableShard
 
 
 def keys(*values: int) -> np.ndarray:

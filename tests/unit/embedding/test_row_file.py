@@ -7,9 +7,8 @@ import torch
 from nestrec.base.errors import UserError
 from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine, StoreConfig, TableConfig
-from nestrec.embedding.stores.disk import DiskStore
-from nestrec.embedding.stores.row_file import RowFile
-from nestrec.embedding.stores.slab import Slab
+from nestrec.embedding.stores.disk_store import DiskStore, RowFile
+from nestrec.embedding.stores.row_store import Slab
 
 
 def test_a_full_disk_is_an_error_when_the_file_grows(tmp_path):

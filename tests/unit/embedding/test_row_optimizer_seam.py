@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from nestrec.base.config import from_plain
+from nestrec.base.config_values import from_plain
 from nestrec.base.errors import UserError
 from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine, RowOptimizerConfig, StoreConfig, TableConfig

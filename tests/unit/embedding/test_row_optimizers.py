@@ -3,8 +3,8 @@ import torch
 
 from nestrec.embedding import RowOptimizerConfig, TableConfig
 from nestrec.embedding.row_optimizer import RowStep, update_rows, update_rows_on_host
-from nestrec.embedding.table import layout_of
-from nestrec.ops.rows.update import mean_of_squares
+from nestrec.embedding.table_config import layout_of
+from nestrec.ops.embedding.row_update import mean_of_squares
 
 KINDS = ["sgd", "adagrad", "rowwise_adagrad", "adam", "rowwise_adam"]
 

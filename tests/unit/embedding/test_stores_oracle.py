@@ -8,8 +8,8 @@ import torch
 
 from nestrec.embedding import RowOptimizerConfig, StoreConfig, TableConfig
 from nestrec.embedding.initial import initial_rows
-from nestrec.embedding.residency import DynamicResidency
-from nestrec.embedding.shard import TableShard
+from nestrec.embedding.key_index import DynamicResidency
+from nestrec.embedding.table_shard import TableShard
 
 CPU = torch.device("cpu")
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from nestrec.base.errors import UserError
-from nestrec.embedding.flight.window_plan import MOST_MICRO_BATCHES, plan_window
-from nestrec.pipeline.stages import check_can_cache
+from nestrec.embedding.routing.window_cache_plan import MOST_MICRO_BATCHES, plan_window
+from nestrec.pipeline.schedule_types import check_can_cache
 
 
 def test_one_more_than_the_most_is_refused():

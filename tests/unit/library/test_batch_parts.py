@@ -8,10 +8,10 @@ import pytest
 
 from nestrec.base.errors import DamagedError
 from nestrec.base.failpoints import armed
-from nestrec.library.batch import BatchJobConfig
-from nestrec.library.loaded import Recommender
+from nestrec.inference.batch_inference import BatchJobConfig
+from nestrec.inference.recommender import Recommender
 from nestrec.models import HSTUConfig
-from nestrec.serving.model.random_model import random_retrieval
+from nestrec_bench.harness.random_model import random_retrieval
 
 
 class CrashError(Exception):

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import nestrec
 from nestrec.base.config import to_plain
 from nestrec.cli.app import app
-from nestrec.testing.tiny_runs import config_of, make_datasets
+from support.tiny_runs import config_of, make_datasets
 
 HISTORY = {"items": ["1", "2"], "times_ms": [1, 2], "now_ms": 3}
 

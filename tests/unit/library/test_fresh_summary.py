@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from nestrec.base.errors import UserError
-from nestrec.library.fresh_comparison import FreshComparison, compared
-from nestrec.library.fresh_summary import summary
+from nestrec_bench.quality.fresh_comparison import FreshComparison, compared, summary
 
 
 def row(way: str, seed: int, window: int, *, value: float, events: int) -> dict[str, Any]:

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from nestrec.base.errors import UserError
-from nestrec.data.prepare.preparation import prepare
-from nestrec.library.loaded import Recommender
+from nestrec.data.formats.format_registry import prepare
+from nestrec.exporters.servable_writer import write_servable
+from nestrec.inference.recommender import Recommender
 from nestrec.models import HSTUConfig
-from nestrec.serving.model.export import write_servable
-from nestrec.serving.model.mapped import mapped
-from nestrec.serving.model.random_model import random_retrieval
 from nestrec.serving.model.servable import Servable
+from nestrec.serving.model.served_tables import mapped
+from nestrec_bench.harness.random_model import random_retrieval
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import nestrec
 from nestrec.base.errors import NonFiniteError, UserError
 from nestrec.distributed import Topology
 from nestrec.embedding import StoreConfig
-from nestrec.pipeline.dense.options import OptimizerConfig
+from nestrec.pipeline.dense.dense_optimizer import OptimizerConfig
 
 DIM = 4
 LRU = StoreConfig(kind="dram", eviction="lru", max_rows=6, admission_count=2)
@@ -56,7 +56,7 @@ def batches(first=0):
 def trained(pipeline, num_steps):
     """The losses, with a learning rate that the script lowers."""
     for loss in pipeline.run(itertools.islice(batches(pipeline.number), num_steps)):
-        if isinstance(pipeline.dense._optimizer, nestrec.pipeline.dense.torch_optimizer.TorchOptimizer):
+        if isinstance(pipeline.dense._optimizer, nestrec.pipeline.dense.dense_optimizer.TorchOptimizer):
             pipeline.dense._optimizer._optimizer.param_groups[0]["lr"] *= 0.5
         yield float(loss)
 

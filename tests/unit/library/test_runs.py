@@ -13,11 +13,11 @@ import psutil
 import pytest
 
 import nestrec
+from nestrec.api import configured
 from nestrec.data.dataset import Dataset
-from nestrec.data.sources.source import SOURCES, SourceSpec
-from nestrec.library.configured import configured
-from nestrec.testing.tiny_runs import config_of, make_datasets
-from nestrec.training.listener import Listener
+from nestrec.data.streaming.stream_source import SOURCES, SourceSpec
+from nestrec.training.callbacks import Listener
+from support.tiny_runs import config_of, make_datasets
 
 
 @pytest.fixture(scope="module")

@@ -9,9 +9,16 @@ from torch import nn
 
 from nestrec.base.errors import UserError
 from nestrec.models import FuXiConfig, HSTUConfig, SASRecConfig, SequenceInfo
-from nestrec.models import backbones as registry
-from nestrec.models.backbone import Backbone
-from nestrec.models.backbones import BACKBONES, activations_of, cached_forward_of, flops_of, make_encoder, reads_times
+from nestrec.models import backbone_registry as registry
+from nestrec.models.backbone_registry import (
+    BACKBONES,
+    activations_of,
+    cached_forward_of,
+    flops_of,
+    make_encoder,
+    reads_times,
+)
+from nestrec.models.backbone_spec import Backbone
 
 SIZES = {"dim": 12, "num_layers": 3, "max_length": 9}
 CONFIGS = [

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from nestrec.models import FuXiConfig, HSTUConfig, SASRecConfig
-from nestrec.models.backbones import backbone_of, cached_forward_of, make_encoder
-from nestrec.models.reach import AttentionReach
-from nestrec.models.segments import Segment
-from nestrec.models.sequence import SequenceInfo
+from nestrec.models.backbone_registry import backbone_of, cached_forward_of, make_encoder
+from nestrec.models.backbone_spec import AttentionReach
+from nestrec.models.sequence import Segment, SequenceInfo
 
 LENGTH = 40
 

@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from nestrec.base.random import as_int64
-from nestrec.data.samples.slices import positions, sample_keys, token_keys
+from nestrec.data.flat_arrays import positions, sample_keys, token_keys
 from nestrec.models import DLRM, HSTU, DLRMConfig, FuXi, FuXiConfig, HSTUConfig, SASRec, SASRecConfig, SequenceInfo
-from nestrec.models.ranking import HeadConfig, RankingModel
-from nestrec.models.reach import AttentionReach
-from nestrec.models.retrieval import RetrievalModel, SimilarityConfig
+from nestrec.models.backbone_spec import AttentionReach
+from nestrec.models.heads import HeadConfig, RankingModel, RetrievalModel, SimilarityConfig
 
 HSTU_CONFIG = HSTUConfig(dim=8, head_dim=4, num_heads=2, max_length=12, dropout=0.3, time_bias=True)
 SASREC_CONFIG = SASRecConfig(dim=8, ffn_dim=8, num_heads=2, max_length=12, dropout=0.3)

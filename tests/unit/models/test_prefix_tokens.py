@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from nestrec.base.errors import UserError
-from nestrec.models.backbones import make_encoder
+from nestrec.models.backbone_registry import make_encoder
+from nestrec.models.backbone_spec import AttentionReach
+from nestrec.models.encoder_parts import states_behind, with_room
 from nestrec.models.fuxi import FuXiConfig
 from nestrec.models.hstu import HSTUConfig
-from nestrec.models.prefix_tokens import states_behind, with_room
-from nestrec.models.reach import AttentionReach
 from nestrec.models.sasrec import SASRecConfig
 from nestrec.models.sequence import SequenceInfo
 

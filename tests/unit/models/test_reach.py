@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from nestrec.base.config import from_plain, to_plain
+from nestrec.base.config import to_plain
+from nestrec.base.config_values import from_plain
 from nestrec.base.errors import UserError
 from nestrec.models import HSTU, FuXi, FuXiConfig, HSTUConfig, SequenceInfo
-from nestrec.models.backbones import flops_of
-from nestrec.models.reach import AttentionReach
-from nestrec.models.step_flops import step_flops
-from nestrec.ops.attention.mask import seen_mask
+from nestrec.models.backbone_registry import flops_of
+from nestrec.models.backbone_spec import AttentionReach
+from nestrec.ops.attention.mask_and_bias import seen_mask
+from nestrec_bench.harness.step_flops import step_flops
 
 SIZES = {"dim": 8, "num_layers": 3, "num_heads": 2, "head_dim": 4, "max_length": 40}
 MODELS = {

@@ -9,22 +9,23 @@ from hypothesis import strategies as st
 
 from nestrec.base.errors import UserError
 from nestrec.jagged import offsets_of
-from nestrec.ops.attention.hstu import (
+from nestrec.ops.attention.hstu_attention import (
     hstu_attention,
     hstu_attention_by_length,
     hstu_attention_padded,
     hstu_attention_reference,
 )
-from nestrec.ops.attention.mask import AttentionRules, seen_mask
-from nestrec.ops.attention.relative_bias import (
+from nestrec.ops.attention.mask_and_bias import (
+    AttentionRules,
     RelativeBias,
     bucket_edges,
     position_bias,
     repeatable_sums,
+    seen_mask,
     time_bias,
     time_bucket,
 )
-from nestrec.ops.attention.softmax import softmax_attention, softmax_attention_reference
+from nestrec.ops.attention.softmax_attention import softmax_attention, softmax_attention_reference
 
 lengths_lists = st.lists(st.integers(0, 9), min_size=1, max_size=5)
 
@@ -149,7 +150,7 @@ def test_blocks_by_length_equal_the_definition(data, lengths, has_position, time
     rules, longest = data.draw(attention_rules(lengths)), max(lengths)
     bias = random_bias(sum(lengths), longest, has_position, time)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nestrec.ops.attention.hstu.BLOCK_PAIRS", pairs)
+        patch.setattr("nestrec.ops.attention.hstu_attention.BLOCK_PAIRS", pairs)
         fast = hstu_attention_by_length(*inputs, offsets, normaliser=7.0, bias=bias, rules=rules)
     slow = hstu_attention_reference(*inputs, offsets, normaliser=7.0, bias=bias, rules=rules)
     tables = [t for t in (bias.position_table, bias.time_table, bias.time_function) if t is not None]
@@ -165,8 +166,8 @@ def test_a_batch_of_unlike_lengths_is_not_padded_to_the_longest(monkeypatch):
         blocks.append((offsets.numel() - 1, options["max_length"]))
         return hstu_attention_padded(q, k, v, offsets, **options)
 
-    monkeypatch.setattr("nestrec.ops.attention.hstu.BLOCK_PAIRS", 100)
-    monkeypatch.setattr("nestrec.ops.attention.hstu.hstu_attention_padded", watched)
+    monkeypatch.setattr("nestrec.ops.attention.hstu_attention.BLOCK_PAIRS", 100)
+    monkeypatch.setattr("nestrec.ops.attention.hstu_attention.hstu_attention_padded", watched)
     hstu_attention(*qkv(lengths), offsets_of(torch.tensor(lengths)), max_length=90, normaliser=1.0)
     assert blocks == [(5, 4), (1, 5), (1, 88), (1, 90)]
 

@@ -5,16 +5,22 @@ import pytest
 import torch
 
 from nestrec.jagged import offsets_of
-from nestrec.ops.attention.hstu import hstu_attention, hstu_attention_reference
-from nestrec.ops.attention.mask import AttentionRules, seen_mask
-from nestrec.ops.attention.relative_bias import RelativeBias, bucket_edges, position_bias, time_bucket
-from nestrec.ops.registry import HAS_TRITON, IS_INTERPRETED
+from nestrec.ops.attention.hstu_attention import hstu_attention, hstu_attention_reference
+from nestrec.ops.attention.mask_and_bias import (
+    AttentionRules,
+    RelativeBias,
+    bucket_edges,
+    position_bias,
+    seen_mask,
+    time_bucket,
+)
+from nestrec.ops.kernel_op import HAS_TRITON, IS_INTERPRETED
 
 if HAS_TRITON and IS_INTERPRETED:
     import triton
     import triton.language as tl
 
-    from nestrec.ops.attention.time_buckets import time_bucket as kernel_bucket
+    from nestrec.ops.attention.time_triton import time_bucket as kernel_bucket
 
     @triton.jit
     def _bucket_kernel(x, y, edges, count, SIZE: tl.constexpr):
@@ -183,9 +189,9 @@ def test_lines_of_distances_are_half_the_biases_of_their_pairs(is_reversed):
 
 @pytest.mark.parametrize("option", ["buckets", "function", "window", "looks ahead"])
 def test_sums_over_kept_gradients_are_those_of_the_definition(option):
-    from nestrec.ops.attention.inputs import AttentionInputs
+    from nestrec.ops.attention.attention_inputs import AttentionInputs
+    from nestrec.ops.attention.bias_gradients import TableSums
     from nestrec.ops.attention.pair_tiles import pair_buckets, plan_tiles
-    from nestrec.ops.attention.table_sums import TableSums
 
     lengths = [70, 0, 20]
     offsets, asked, seen = tile_of_pairs(7, lengths)

@@ -3,9 +3,15 @@
 import pytest
 import torch
 
-from nestrec.ops.attention.bias_channels import bias_attention, bias_attention_reference
-from nestrec.ops.attention.bias_products import OTHERS, pairs_tile, position_strip, product_tile
-from nestrec.ops.attention.relative_bias import RelativeBias
+from nestrec.ops.attention.bias_only import (
+    OTHERS,
+    bias_attention,
+    bias_attention_reference,
+    pairs_tile,
+    position_strip,
+    product_tile,
+)
+from nestrec.ops.attention.mask_and_bias import RelativeBias
 
 SHARED_BYTES = 232_448
 """that one program may have on an H100 or H200"""
@@ -77,7 +83,7 @@ def shared_bytes(kernel, dtype, tile, **constants):
 @pytest.mark.parametrize("dtype", NAMES)
 def test_the_largest_tiles_fit_shared_memory(dtype):
     pytest.importorskip("triton")
-    from nestrec.ops.attention.bias_channel_kernels import (
+    from nestrec.ops.attention.bias_only_kernels import (
         bias_function_kernel,
         bias_position_kernel,
         bias_product_kernel,

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from nestrec.ops.attention.cached import BLOCK_ROWS, cached_attention, cached_attention_reference
-from nestrec.ops.attention.hstu import hstu_attention_reference
-from nestrec.ops.attention.mask import PLAIN, semi_local
+from nestrec.ops.attention.cached_attention import BLOCK_ROWS, cached_attention, cached_attention_reference
+from nestrec.ops.attention.hstu_attention import hstu_attention_reference
+from nestrec.ops.attention.mask_and_bias import PLAIN, semi_local
 
 
 def random_case(seed, prefix, history, candidates):

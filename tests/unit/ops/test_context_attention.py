@@ -10,20 +10,19 @@ from nestrec.base.errors import UserError
 from nestrec.distributed import Topology
 from nestrec.distributed.context_ring import ContextRing
 from nestrec.jagged import offsets_of
-from nestrec.ops.attention.bias_channels import bias_attention_reference
-from nestrec.ops.attention.hstu import hstu_attention_reference
-from nestrec.ops.attention.mask import PLAIN, AttentionRules, semi_local
-from nestrec.ops.attention.relative_bias import RelativeBias
-from nestrec.ops.attention.softmax import softmax_attention_reference
-from nestrec.ops.context import blocks
-from nestrec.ops.context.attention import (
+from nestrec.ops.attention.bias_only import bias_attention_reference
+from nestrec.ops.attention.hstu_attention import hstu_attention_reference
+from nestrec.ops.attention.mask_and_bias import PLAIN, AttentionRules, RelativeBias, semi_local
+from nestrec.ops.attention.softmax_attention import softmax_attention_reference
+from nestrec.ops.context_parallel import token_partition
+from nestrec.ops.context_parallel.ring_attention import (
     ChannelSums,
     SiluSum,
     hstu_attention_in_context,
     softmax_attention_in_context,
 )
-from nestrec.ops.context.parts import TokenParts, causal_pairs_of
-from nestrec.ops.context.ring_sum import Context, ring_sum_reference
+from nestrec.ops.context_parallel.ring_sum import Context, ring_sum_reference
+from nestrec.ops.context_parallel.token_partition import TokenParts, causal_pairs_of
 
 lengths_lists = st.lists(st.integers(0, 13), min_size=1, max_size=4)
 biases = st.tuples(st.booleans(), st.sampled_from(["none", "table", "function"]))
@@ -51,7 +50,8 @@ def test_parts_have_equally_much_to_compute(size):
     pairs = causal_pairs_of(whole)
     assert max(pairs) == min(pairs)
     computed = [
-        [sum(b.num_pairs for b in blocks.blocks_of(whole, r, p, PLAIN)) for p in range(size)] for r in range(size)
+        [sum(b.num_pairs for b in token_partition.blocks_of(whole, r, p, PLAIN)) for p in range(size)]
+        for r in range(size)
     ]
     # At every step of the ring, too: no rank waits for another.
     for step in range(size):
@@ -114,9 +114,9 @@ def test_hstu_in_parts_equals_whole_sequences(lengths, size, kinds, rules, most_
     grad = torch.randn_like(whole)
     tables = [t for t in (bias.position_table, bias.time_table, bias.time_function) if t is not None]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "MOST_PAIRS", most_pairs)
-        patch.setattr(blocks, "_LEAST_ROWS", 2)
-        patch.setattr(blocks, "SMALL_PAIRS", 12)
+        patch.setattr(token_partition, "MOST_PAIRS", most_pairs)
+        patch.setattr(token_partition, "_LEAST_ROWS", 2)
+        patch.setattr(token_partition, "SMALL_PAIRS", 12)
         found = in_parts(SiluSum(7.0, rules), TokenParts(np.array(lengths), size), (q, k, v, bias), grad)
     if sum(lengths):
         assert_same(found, expected(whole, [q, k, v, *tables], grad))

@@ -4,8 +4,8 @@ import numpy as np
 import torch
 
 from nestrec.base.random import as_int64
-from nestrec.data.samples.slices import sample_keys
-from nestrec.ops.layers.dropout import dropout, keep_mask
+from nestrec.data.flat_arrays import sample_keys
+from nestrec.ops.layers.fused_layers import dropout, keep_mask
 
 KEYS = as_int64(sample_keys(1, 1, np.arange(5000)))
 

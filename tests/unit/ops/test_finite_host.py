@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from nestrec.ops.rows.finite_host import are_finite
+from nestrec.ops.embedding.host_loops import are_finite
 
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from nestrec.ops.rows.gather import deal_rows, gather_rows
-from nestrec.ops.rows.sum import sum_by_index, sum_by_index_reference
+from nestrec.ops.embedding.row_gather import deal_rows, gather_rows
+from nestrec.ops.embedding.row_sum import sum_by_index, sum_by_index_reference
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -32,7 +32,7 @@ def test_sums_do_not_depend_on_the_number_of_threads():
 
 
 def test_parts_in_order_sum_to_the_bits_of_the_whole():
-    from nestrec.ops.rows.sum import add_by_index
+    from nestrec.ops.embedding.row_sum import add_by_index
 
     index, grad = torch.randint(0, 9, (64,), dtype=torch.int32), torch.randn(64, 3)
     out = torch.zeros(9, 3)

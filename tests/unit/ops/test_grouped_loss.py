@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from nestrec.data.samples.negatives import Groups
-from nestrec.data.samples.slices import sample_keys
-from nestrec.ops.losses.candidates import make_candidates
-from nestrec.ops.losses.grouped import grouped_loss
-from nestrec.ops.losses.softmax import plain_sampled_loss
+from nestrec.data.flat_arrays import sample_keys
+from nestrec.data.samples.negative_sampling import Groups
+from nestrec.ops.losses.item_losses import make_candidates, plain_sampled_loss
+from nestrec.ops.losses.sampled_losses import grouped_loss
 
 KEYS = sample_keys(3, 1, np.arange(400))
 

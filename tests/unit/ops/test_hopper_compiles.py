@@ -34,10 +34,10 @@ torch.cuda.get_device_capability = lambda device: (9, 0)
 """
 """launches compile for a GPU that is not there, and print their name and the shared memory of a program"""
 ATTENTION = """
-from nestrec.ops.attention.inputs import AttentionInputs
-from nestrec.ops.attention.mask import AttentionRules
+from nestrec.ops.attention.attention_inputs import AttentionInputs
+from nestrec.ops.attention.mask_and_bias import AttentionRules
 from nestrec.ops.attention.hstu_passes import backward_pass, forward_pass
-from nestrec.ops.attention.relative_bias import RelativeBias
+from nestrec.ops.attention.mask_and_bias import RelativeBias
 
 dim, has_rules, has_position, has_time = (int(word) for word in sys.argv[1:])
 offsets, time = torch.tensor([0, 70, 70, 200]), torch.arange(200, dtype=torch.float64)
@@ -58,7 +58,7 @@ SEARCH = """
 torch.version.cuda = "12.8"
 import contextlib
 torch.cuda.device_of = lambda tensor: contextlib.nullcontext()
-from nestrec.ops.rows import best
+from nestrec.ops.embedding import top_k_search as best
 best.runs_triton = lambda tensor: True
 dtype, num_queries, dim = getattr(torch, sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 scale = torch.ones(300) if dtype.itemsize == 1 else None
@@ -101,9 +101,9 @@ def test_launches_compile_and_fit(dim, has_rules, biases):
 
 
 PAGED = """
-from nestrec.ops.attention.paged.attention import KeptLayer, Workspace, paged_attention, store_in_pages
-from nestrec.ops.attention.paged.bias import PairPlan, PairTimes, find_buckets, store_times, write_biases
-from nestrec.ops.attention.paged.blocks import FIELDS, Seen, most_tiles
+from nestrec.ops.attention.paged.paged_attention import KeptLayer, Workspace, paged_attention, store_in_pages
+from nestrec.ops.attention.paged.paged_bias import PairPlan, PairTimes, find_buckets, store_times, write_biases
+from nestrec.ops.attention.paged.query_blocks import FIELDS, Seen, most_tiles
 
 dim, weights, kind, is_small, is_local = int(sys.argv[1]), *sys.argv[2:4], *(int(word) for word in sys.argv[4:])
 seen, rows = Seen(50, 7) if is_local else Seen(), 200

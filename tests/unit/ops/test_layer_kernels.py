@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-import nestrec.ops.layers.gate_rows  # noqa: F401 - registers its operators
+import nestrec.ops.layers.row_ops  # noqa: F401 - registers its operators
 from nestrec.base.errors import UserError
-from nestrec.ops.layers.norm_rows import norm_rows
-from nestrec.ops.layers.row_tiles import (
+from nestrec.ops.layers.row_ops import (
     check_parts,
     check_rows,
     check_strided,
+    norm_rows,
     part_grid,
     part_tile,
     row_grid,

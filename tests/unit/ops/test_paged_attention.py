@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from nestrec.ops.attention.mask import AttentionRules, seen_mask
-from nestrec.ops.attention.paged.blocks import (
+from nestrec.ops.attention.mask_and_bias import AttentionRules, RelativeBias, seen_mask
+from nestrec.ops.attention.paged.query_blocks import (
     FIELDS,
     PagedSegment,
     Seen,
@@ -17,8 +17,7 @@ from nestrec.ops.attention.paged.blocks import (
     segment_array,
     write_blocks,
 )
-from nestrec.ops.attention.relative_bias import RelativeBias
-from nestrec.ops.registry import IS_INTERPRETED
+from nestrec.ops.kernel_op import IS_INTERPRETED
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
@@ -38,8 +37,8 @@ class Batch:
     """One batch of some shapes, in pages that stand in any order."""
 
     def __init__(self, shapes, dtype=torch.float32, *, dim=DIM, is_small=False, seen=Seen(), cut=0):  # noqa: B008
-        from nestrec.ops.attention.paged.attention import KeptLayer, store_in_pages
-        from nestrec.ops.attention.paged.bias import PairPlan, PairTimes, store_times
+        from nestrec.ops.attention.paged.paged_attention import KeptLayer, store_in_pages
+        from nestrec.ops.attention.paged.paged_bias import PairPlan, PairTimes, store_times
 
         generator = torch.Generator().manual_seed(1)
         draw = lambda *shape: torch.randn(*shape, generator=generator).to(DEVICE, dtype)  # noqa: E731
@@ -90,8 +89,8 @@ class Batch:
         )
 
     def run(self, weights, kinds):
-        from nestrec.ops.attention.paged.attention import Workspace, paged_attention
-        from nestrec.ops.attention.paged.bias import find_buckets, write_biases
+        from nestrec.ops.attention.paged.paged_attention import Workspace, paged_attention
+        from nestrec.ops.attention.paged.paged_bias import find_buckets, write_biases
 
         biases, learned = None, self.learned
         if kinds:

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from nestrec.jagged import offsets_of
-from nestrec.ops.rows.pool import pool_bags, pool_rows, pool_rows_reference
+from nestrec.ops.embedding.row_gather import pool_bags, pool_rows, pool_rows_reference
 
 
 @pytest.mark.parametrize("is_weighted", [False, True])

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-import nestrec.ops.rows.dedup_keys
-import nestrec.ops.rows.update
-from nestrec.ops.rows.gather import gather_rows, take_rows
-from nestrec.ops.rows.move import move_rows
+import nestrec.ops.embedding.dedup_keys
+import nestrec.ops.embedding.row_update
+from nestrec.ops.embedding.row_copy import move_rows
+from nestrec.ops.embedding.row_gather import gather_rows, take_rows
 
 
 def test_rows_without_a_place_are_not_moved():

@@ -5,11 +5,9 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from nestrec.ops.losses.candidates import LossCandidates, make_candidates
-from nestrec.ops.losses.sampled import sampled_loss
-from nestrec.ops.losses.softmax import full_cross_entropy
-from nestrec.ops.losses.sum_outer import sum_outer, sum_outer_reference
-from nestrec.ops.registry import IS_INTERPRETED
+from nestrec.ops.kernel_op import IS_INTERPRETED
+from nestrec.ops.losses.item_losses import LossCandidates, full_cross_entropy, make_candidates
+from nestrec.ops.losses.sampled_losses import sampled_loss, sum_outer, sum_outer_reference
 
 SHAPES = [(0, 3, 5, 4), (1, 1, 1, 1), (1, 4, 3, 7), (6, 5, 9, 4), (33, 17, 700, 12), (40, 3, 2000, 33), (7, 0, 5, 3)]
 """Tokens, negatives, rows, channels; few and many rows for the two ways of `plain`."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from nestrec.ops.rows.spans import PlaceGroups, RowList, Spans, add_spans, gather_spans, group, scatter_spans
+from nestrec.ops.embedding.row_copy import PlaceGroups, RowList, Spans, add_spans, gather_spans, group, scatter_spans
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nestrec.base.random import as_int64, fold, fold_array
-from nestrec.ops.rows.round import HALF_TYPES, rounded, store_rounded
+from nestrec.ops.embedding.stochastic_rounding import HALF_TYPES, rounded, store_rounded
 
 NUM_DRAWS = 20_000
 

@@ -3,13 +3,12 @@
 import pytest
 import torch
 
-from nestrec.ops.layers.unit_rows import unit_rows
-from nestrec.ops.losses.candidates import make_candidates
+from nestrec.ops.embedding.row_gather import StoredRows, gather_rows
+from nestrec.ops.embedding.stochastic_rounding import HALF_TYPES
+from nestrec.ops.layers.token_input import unit_rows
+from nestrec.ops.losses.item_losses import make_candidates
 from nestrec.ops.losses.offloaded_vectors import OffloadedVectors
-from nestrec.ops.losses.sampled import VARIANTS, sampled_loss
-from nestrec.ops.rows.gather import gather_rows
-from nestrec.ops.rows.round import HALF_TYPES
-from nestrec.ops.rows.stored import StoredRows
+from nestrec.ops.losses.sampled_losses import VARIANTS, sampled_loss
 
 
 @pytest.mark.parametrize("dtype", HALF_TYPES)

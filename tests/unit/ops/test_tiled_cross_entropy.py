@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from nestrec.ops.losses.kept_cross_entropy import kept_cross_entropy
-from nestrec.ops.losses.softmax import full_cross_entropy
-from nestrec.ops.losses.tiled_cross_entropy import tiled_cross_entropy
+from nestrec.ops.losses.cross_entropy import kept_cross_entropy, tiled_cross_entropy
+from nestrec.ops.losses.item_losses import full_cross_entropy
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 3), (1, 1, 1), (7, 11, 4), (40, 130, 9)])
@@ -39,7 +38,7 @@ def test_bfloat16_logits_are_summed_in_float32():
 
 @pytest.mark.parametrize(("num_tokens", "num_items", "tile"), [(0, 5, 10), (1, 1, 1), (50, 11, 1), (50, 130, 1 << 12)])
 def test_kept_logits_give_the_loss_and_the_gradients_of_the_definition(num_tokens, num_items, tile, monkeypatch):
-    monkeypatch.setattr("nestrec.ops.losses.kept_cross_entropy.TILE_ELEMENTS", tile)
+    monkeypatch.setattr("nestrec.ops.losses.cross_entropy.TILE_ELEMENTS", tile)
     torch.manual_seed(0)
     query = torch.randn(num_tokens, 4, dtype=torch.float64) * 300  # logits whose exponentials have no number
     rows, target = torch.randn(num_items, 4, dtype=torch.float64), torch.randint(num_items, (num_tokens,))

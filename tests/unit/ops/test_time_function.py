@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from nestrec.base.errors import UserError
-from nestrec.ops.attention.bias_channels import bias_attention, bias_attention_reference
-from nestrec.ops.attention.relative_bias import RelativeBias
-from nestrec.ops.attention.time_function import functional_time_bias, initial_time_function
+from nestrec.ops.attention.bias_only import bias_attention, bias_attention_reference
+from nestrec.ops.attention.mask_and_bias import RelativeBias, functional_time_bias, initial_time_function
 
 SCALARS = (0.7, math.log(3600.0), math.log(0.4))
 FAR = torch.tensor([-5.0, 0.0, 0.3, 1.0, 59.0, 3600.0, 1e5, 1e9, 1e18, 1e300], dtype=torch.float64)

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from nestrec.jagged import offsets_of
-from nestrec.ops.attention.relative_bias import RelativeBias
-from nestrec.ops.attention.time_function import functional_time_bias
-from nestrec.ops.registry import HAS_TRITON, IS_INTERPRETED
+from nestrec.ops.attention.mask_and_bias import RelativeBias, functional_time_bias
+from nestrec.ops.kernel_op import HAS_TRITON, IS_INTERPRETED
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),

@@ -47,7 +47,7 @@ KERNELS = {
 def test_kernels_pass_their_tests_under_the_interpreter(kernels):
     warns = [word for warning in WARNS for word in ("-W", warning)]
     tests = [str(TESTS / word) if word.endswith(".py") else word for word in KERNELS[kernels]]
-    plugins = ["-p", "no:cacheprovider", "-p", "nestrec.testing.quick_interpreter"]
+    plugins = ["-p", "no:cacheprovider", "-p", "support.fast_interpreter"]
     command = [sys.executable, "-m", "pytest", "-q", *plugins, "-rs", *warns, *tests]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580, check=False)

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from nestrec.pipeline.dense.options import OptimizerConfig
-from nestrec.pipeline.dense.update import AdamW
+from nestrec.pipeline.dense.dense_optimizer import AdamW, OptimizerConfig
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -46,8 +45,8 @@ def test_training_on_a_cpu_imports_neither_the_compiler_nor_triton() -> None:
     code = """
 import sys, torch
 from torch import nn
-from nestrec.pipeline.dense.update import AdamW
-from nestrec.pipeline.dense.options import OptimizerConfig
+from nestrec.pipeline.dense.dense_optimizer import AdamW
+from nestrec.pipeline.dense.dense_optimizer import OptimizerConfig
 from nestrec.training.trainer import Trainer
 weight = nn.Parameter(torch.ones(3))
 optimizer = AdamW({"w": weight}, OptimizerConfig(), torch.device("cpu"))

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nestrec.base.errors import UserError
-from nestrec.pipeline.clustering import SampleKeys, cluster, inflation
+from nestrec.pipeline.key_clustering import SampleKeys, cluster, inflation
 
 NAMES = ["contiguous", "random", "by_length", "greedy", "refined", "edges"]
 

@@ -6,19 +6,19 @@ import pytest
 import torch
 
 from nestrec.base.errors import UserError
-from nestrec.data.batches import Batches
-from nestrec.data.order import Position
+from nestrec.data.batch_loader import Batches
+from nestrec.data.batch_order import Position
 from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine
-from nestrec.ops.rows.gather import gather_rows
+from nestrec.ops.embedding.row_gather import gather_rows
 from nestrec.pipeline import SCHEDULES, Feed, Rates, Step, TrainingPipeline
-from nestrec.pipeline.dense.update import DenseUpdate
-from nestrec.tasks.retrieval import RetrievalTask
+from nestrec.pipeline.dense.dense_optimizer import DenseUpdate
+from nestrec.tasks.retrieval_task import RetrievalTask
 from nestrec.tasks.task import compute_of, sequence_info
-from nestrec.testing.tiny_runs import config_of, make_datasets
-from nestrec.training.run_digest import run_digest
-from nestrec.training.session import open_data
+from nestrec.training.state import run_digest
 from nestrec.training.trainer import Trainer
+from nestrec.training.training_session import open_data
+from support.tiny_runs import config_of, make_datasets
 
 IN_BATCH = {"task.negatives.sampler": "in_batch", "training.max_steps": 4, "batch.micro_batches": 1}
 

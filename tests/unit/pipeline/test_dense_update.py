@@ -8,8 +8,7 @@ from torch import nn
 
 from nestrec.base.errors import UserError
 from nestrec.distributed import Topology
-from nestrec.pipeline.dense.options import OptimizerConfig
-from nestrec.pipeline.dense.update import AdamW, DenseUpdate
+from nestrec.pipeline.dense.dense_optimizer import AdamW, DenseUpdate, OptimizerConfig
 
 CPU = torch.device("cpu")
 

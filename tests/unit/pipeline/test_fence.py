@@ -5,8 +5,8 @@ import threading
 import pytest
 import torch
 
-from nestrec.data.batches import Batch
-from nestrec.data.order import Position
+from nestrec.data.batch_loader import Batch
+from nestrec.data.batch_order import Position
 from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine, TableConfig
 from nestrec.pipeline import Rates, Step, TrainingPipeline

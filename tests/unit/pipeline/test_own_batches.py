@@ -6,7 +6,7 @@ import torch
 
 from nestrec.base.errors import UserError
 from nestrec.jagged import Jagged
-from nestrec.pipeline.samples import fields_of
+from nestrec.pipeline.script_batches import fields_of
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 from nestrec.base.errors import UserError
 from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine, StoreConfig, TableConfig
-from nestrec.embedding.table import Table
+from nestrec.embedding.table_config import Table
 from nestrec.pipeline import TrainingPipeline
 
 

@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from nestrec.data.batches import Batch, MicroBatch
-from nestrec.data.order import Position
+from nestrec.data.batch_loader import Batch, MicroBatch
+from nestrec.data.batch_order import Position
 from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine, RowOptimizerConfig, TableConfig
 from nestrec.pipeline import SCHEDULES, Feed, Rates, Step, TrainingPipeline
-from nestrec.pipeline.dense.options import OptimizerConfig
-from nestrec.pipeline.dense.update import DenseUpdate
+from nestrec.pipeline.dense.dense_optimizer import DenseUpdate, OptimizerConfig
 
 NUM_STEPS, BAD_STEP, BAD_KEY = 7, 3, 31
 

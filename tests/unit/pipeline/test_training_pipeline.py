@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 import nestrec
-from nestrec.base.config import from_plain
+from nestrec.base.config_values import from_plain
 from nestrec.base.errors import UserError
 from nestrec.distributed import Topology
 from nestrec.embedding import StoreConfig
 from nestrec.pipeline import SCHEDULES, PipelineConfig, ScheduleSpec
-from nestrec.pipeline.dense.options import OptimizerConfig
+from nestrec.pipeline.dense.dense_optimizer import OptimizerConfig
 from nestrec.pipeline.schedules.serial import Serial
 
 DIM = 4

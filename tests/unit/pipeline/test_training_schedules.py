@@ -13,11 +13,11 @@ from nestrec.base.failpoints import armed
 from nestrec.checkpoint import Checkpoints
 from nestrec.distributed import Topology
 from nestrec.report import write_report
-from nestrec.testing.tiny_runs import config_of, make_datasets
 from nestrec.trace import Timeline, load_spans
-from nestrec.training.run_digest import run_digest
-from nestrec.training.stopping import Interrupted
+from nestrec.training.run_checkpointer import Interrupted
+from nestrec.training.state import run_digest
 from nestrec.training.trainer import Trainer
+from support.tiny_runs import config_of, make_datasets
 
 EXACT = ["dual_buffer", "frozen_window", "nested"]
 RUN = {"training.max_steps": 11, "training.epochs": 9, "training.checkpoint_every_steps": 4, "batch.micro_batches": 3}

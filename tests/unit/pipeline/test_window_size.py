@@ -5,16 +5,18 @@ from dataclasses import replace
 
 import pytest
 
-from nestrec.base.config import from_plain, to_plain
+from nestrec.base.config import to_plain
+from nestrec.base.config_values import from_plain
 from nestrec.base.errors import UserError
-from nestrec.data.batches import BatchConfig
-from nestrec.data.order import Position
+from nestrec.data.batch_loader import BatchConfig
+from nestrec.data.batch_order import Position
 from nestrec.distributed import Topology
 from nestrec.pipeline import SCHEDULES, PipelineConfig
-from nestrec.pipeline.window_changes import WindowChange, WindowSchedule
-from nestrec.pipeline.window_choice import FEW, MANY, WindowChoice
-from nestrec.pipeline.window_size import (
+from nestrec.pipeline.micro_batch_tuner import FEW, MANY, WindowChoice
+from nestrec.pipeline.window_cost_model import (
     MeasuredWindow,
+    WindowChange,
+    WindowSchedule,
     apart_ms,
     choose_window,
     fit_window,

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from nestrec.planning.simulator.replay import Cost
+from nestrec.planning.simulator.program_replay import Cost
 
 WIRES = {
     "exchange_keys": "shards",

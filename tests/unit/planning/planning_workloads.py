@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from nestrec.planning.cluster import load_cluster
+from nestrec.planning.cluster_config import load_cluster
 from nestrec.planning.workload import TableLoad, Workload
 
 

@@ -3,9 +3,8 @@
 import pytest
 
 from nestrec.base.errors import UserError
-from nestrec.planning.cluster import cluster_names, cluster_of, load_cluster, parse
-from nestrec.planning.own_plan import candidate_of, check_fits
-from nestrec.planning.this_machine import this_machine
+from nestrec.planning.cluster_config import cluster_names, cluster_of, load_cluster, parse, this_machine
+from nestrec.planning.plan_constraints import candidate_of, check_fits
 from nestrec.training.recipes import RECIPES
 
 

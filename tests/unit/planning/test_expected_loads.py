@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 from planning_workloads import workload
 
-from nestrec.data.batches import Batch, MicroBatch
-from nestrec.data.order import Position
+from nestrec.data.batch_loader import Batch, MicroBatch
+from nestrec.data.batch_order import Position
 from nestrec.embedding import TableConfig
-from nestrec.planning.counted_loads import counted_loads
-from nestrec.planning.expected_loads import expected_loads
-from nestrec.planning.simulator.replay import Mesh
+from nestrec.planning.recipe_workload import expected_loads
+from nestrec.planning.simulator.program_replay import Mesh
 from nestrec.planning.workload import TableLoad, Workload
+from nestrec_bench.planning.shared_fit import counted_loads
 
 ROWS, SAMPLES, LENGTH, WORLD, PARTS = 5_000, 48, 20, 2, 3
 

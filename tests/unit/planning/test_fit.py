@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from planning_workloads import workload
 
-from nestrec.planning.expected_loads import expected_loads
-from nestrec.planning.fit import Observed, fit_line, fit_profile, ratios_of, stage_times
-from nestrec.planning.profile import Profile, Rate
-from nestrec.planning.simulator.replay import Mesh
+from nestrec.planning.hardware_profile import Profile, Rate
+from nestrec.planning.recipe_workload import expected_loads
+from nestrec.planning.simulator.program_replay import Mesh
 from nestrec.trace import Span
+from nestrec_bench.planning.shared_fit import Observed, fit_line, fit_profile, ratios_of, stage_times
 
 TRUE = Rate(fixed_s=2e-4, unit_s=3e-9)
 

@@ -10,13 +10,13 @@ from typer.testing import CliRunner
 from nestrec.base.config import dumps
 from nestrec.base.errors import UserError
 from nestrec.cli.app import app
-from nestrec.planning.candidate import Candidate
-from nestrec.planning.given import SEARCHED, given_by
-from nestrec.planning.outcome import Predictor
 from nestrec.planning.plan import make_plan
+from nestrec.planning.plan_constraints import SEARCHED, given_by
+from nestrec.planning.predictor import Predictor
 from nestrec.planning.recipe_workload import workload_of
-from nestrec.tasks.built_in import store_option
-from nestrec.testing.tiny_runs import config_of, make_datasets
+from nestrec.planning.search_space import Candidate
+from nestrec.tasks.task_registry import store_option
+from support.tiny_runs import config_of, make_datasets
 
 OPEN = {"batch.micro_batches": "auto"}  # the small recipes give a number
 

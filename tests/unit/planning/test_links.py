@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from nestrec.planning.links import Group, Link, Links
+from nestrec.planning.hardware_profile import Group, Link, Links
 
 HOST = Link(name="host", ranks=4, gb_per_s=100.0, latency_us=1.0)
 FABRIC = Link(name="fabric", ranks=0, gb_per_s=10.0, latency_us=5.0, message_us=2.0)

@@ -2,10 +2,10 @@
 
 import pytest
 
-from nestrec.planning.papers import PAPERS
-from nestrec.planning.papers.comparison import Published
-from nestrec.planning.papers.nestpipe import COMMUNICATION_SHARE, LOOKUP_SHARE, METHODS, simulated
-from nestrec.planning.papers.two_d import GROUP, SHARDED_QPS, step_time
+from nestrec_bench.planning.papers import PAPERS
+from nestrec_bench.planning.papers.comparison import Published
+from nestrec_bench.planning.papers.nestpipe import COMMUNICATION_SHARE, LOOKUP_SHARE, METHODS, simulated
+from nestrec_bench.planning.papers.two_d import GROUP, SHARDED_QPS, step_time
 
 
 @pytest.mark.parametrize("paper", PAPERS)

@@ -4,9 +4,8 @@ from dataclasses import replace
 
 from planning_workloads import cpu_cluster, workload
 
-from nestrec.planning.candidate import Candidate
-from nestrec.planning.memory import Memory
-from nestrec.planning.placements import options_of, placements_of
+from nestrec.planning.search_space import Candidate
+from nestrec.planning.tier_memory import Memory, options_of, placements_of
 
 
 def tables():

@@ -10,12 +10,12 @@ from typer.testing import CliRunner
 from nestrec.base.errors import UserError
 from nestrec.cli.app import app
 from nestrec.pipeline import SCHEDULES
-from nestrec.planning.cluster import load_cluster
-from nestrec.planning.own_plan import check_fits
+from nestrec.planning.cluster_config import load_cluster
 from nestrec.planning.plan import make_plan
+from nestrec.planning.plan_constraints import check_fits
 from nestrec.planning.recipe_workload import workload_of
 from nestrec.report.plan_page import render_plan
-from nestrec.testing.tiny_runs import FAMILIES, config_of, make_datasets, overrides_of
+from support.tiny_runs import FAMILIES, config_of, make_datasets, overrides_of
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,9 @@ import pytest
 from planning_costs import TableOfCosts, typical
 
 from nestrec.pipeline import SCHEDULES, PipelineConfig
-from nestrec.pipeline.window_size import overlapped_ms
+from nestrec.pipeline.window_cost_model import overlapped_ms
+from nestrec.planning.simulator.program_replay import Mesh, replay
 from nestrec.planning.simulator.rehearsal import rehearse
-from nestrec.planning.simulator.replay import Mesh, replay
 from nestrec.planning.simulator.shared_cores import Hosts, replay_shared
 
 STEPS, PARTS = 8, 4

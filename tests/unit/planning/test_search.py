@@ -6,12 +6,12 @@ import pytest
 from planning_workloads import cpu_cluster, gpu_cluster, workload
 
 from nestrec.base.errors import UserError
-from nestrec.planning.advice import shortages
-from nestrec.planning.candidate import Candidate, Space
-from nestrec.planning.outcome import Predictor
+from nestrec.planning.hardware_profile import Rate
 from nestrec.planning.plan import launch_command, lost_rows, make_plan, plan_rows
-from nestrec.planning.profile import Rate
-from nestrec.planning.search import exhaustive, search
+from nestrec.planning.plan_search import exhaustive, search
+from nestrec.planning.predictor import Predictor
+from nestrec.planning.search_space import Candidate, Space
+from nestrec.planning.shortage_advice import shortages
 
 SMALL = Space(
     micro_batches=(1, 2, 8),

@@ -2,9 +2,8 @@
 
 from planning_workloads import cpu_cluster, gpu_cluster, workload
 
-from nestrec.planning.candidate import Candidate, Space
 from nestrec.planning.plan import make_plan, plan_rows
-from nestrec.planning.tested import untested
+from nestrec.planning.search_space import Candidate, Space, untested
 
 
 def test_a_plan_for_many_gpus_says_what_was_not_run():

@@ -5,10 +5,10 @@ import pytest
 from planning_costs import TableOfCosts
 
 from nestrec.pipeline import PipelineConfig
+from nestrec.planning.simulator.program_replay import Cost, Mesh, replay
 from nestrec.planning.simulator.rehearsal import rehearse
-from nestrec.planning.simulator.replay import Cost, Mesh, replay
 from nestrec.planning.simulator.shared_cores import Hosts, replay_shared
-from nestrec.planning.simulator.variation import Slowed, Spread, Varied
+from nestrec.planning.simulator.step_costs import Slowed, Spread, Varied
 
 
 def test_ratios_are_drawn_from_measurements_of_about_the_same_amount():

@@ -4,12 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nestrec.report.axes import axis_over, counting_axis
-from nestrec.report.charts import colours_of
-from nestrec.report.curves import smoothed, thinned, unbroken
-from nestrec.report.formats import compact, duration, memory, significant
-from nestrec.report.markup import element
-from nestrec.report.style import GREY
+from nestrec.report.charts import axis_over, colours_of, counting_axis, smoothed, thinned, unbroken
+from nestrec.report.formatting import compact, duration, memory, significant
+from nestrec.report.markup import GREY, element
 
 finite = st.floats(-1e6, 1e6, allow_nan=False)
 

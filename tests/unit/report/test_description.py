@@ -7,10 +7,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from nestrec.cli.cards import show_dataset
+from nestrec.cli.data_output import show_dataset
 from nestrec.data.dataset import Dataset
-from nestrec.data.prepare.preparation import prepare
-from nestrec.report.description import Description, describe
+from nestrec.data.formats.format_registry import prepare
+from nestrec.report.dataset_description import Description, describe
 
 NUM_EVENTS = 600
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from nestrec.report import doctor, probes
+from nestrec.report import doctor
+from nestrec.report import doctor as probes
 from nestrec.report.doctor import Finding, doctor_table, examine
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -8,8 +8,8 @@ import pytest
 
 from nestrec.base.errors import UserError
 from nestrec.report import write_report
-from nestrec.report.style import STYLE
-from nestrec.testing.made_up_run import make_records, write_run
+from nestrec.report.markup import STYLE
+from support.example_run import make_records, write_run
 
 HOSTILE = "<script>alert('x')</script>\"&"
 VOID = {"meta", "br"}

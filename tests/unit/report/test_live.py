@@ -3,10 +3,10 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from nestrec.base.clock import SimulatedClock
 from nestrec.report import LiveProgress, progress_for
 from nestrec.tasks.metrics import Interval
 from nestrec.tasks.task import Evaluation
+from nestrec_bench.harness.clocks import SimulatedClock
 
 VALUES = {"loss": 3.21, "samples_per_s": 1234.0, "tokens_per_s": 56789.0, "memory_mib": 2048.0, "step_ms": 9.0}
 EVALUATION = Evaluation(

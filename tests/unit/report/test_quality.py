@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from nestrec.base.errors import DamagedError, UserError
-from nestrec.report.benches.quality_page import quality_page
-from nestrec.report.quality import comparison_rows, quality_rows
-from nestrec.testing.made_up_run import USERS, make_evaluation, write_ranks
+from nestrec_bench.pages.quality_page import comparison_rows, quality_page, quality_rows
+from support.example_run import USERS, make_evaluation, write_ranks
 
 
 def test_rows_equal_a_computation_by_hand(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nestrec.report import bench_table, evaluation_table, print_rows
-from nestrec.report.evaluations import slice_rows, verdict_on
+from nestrec.report.formatting import slice_rows, verdict_on
 
 
 def shown(table: Table, width: int = 160) -> str:

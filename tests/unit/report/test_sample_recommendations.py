@@ -1,4 +1,4 @@
-from nestrec.report.sections.samples import Sample, samples
+from nestrec.report.result_sections import Sample, samples
 
 
 def test_titles_stand_for_ids_and_the_target_is_marked() -> None:

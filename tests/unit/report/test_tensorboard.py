@@ -2,7 +2,7 @@ from pathlib import Path
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from nestrec.report.tensorboard import TensorBoardWriter
+from nestrec.report.tensorboard_log import TensorBoardWriter
 from nestrec.tasks.metrics import Interval
 from nestrec.tasks.task import Evaluation
 

@@ -3,8 +3,8 @@
 import asyncio
 import selectors
 
-from nestrec.serving.fronts import awake as module
-from nestrec.serving.fronts.awake import Awake
+from nestrec.serving.frontend import frontend_app as module
+from nestrec.serving.frontend.frontend_app import Awake
 
 
 class Waits(selectors.SelectSelector):

@@ -11,22 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from nestrec.base.clock import SimulatedClock
 from nestrec.base.errors import UserError
-from nestrec.serving.api.process.serially import Serially
-from nestrec.serving.api.process.signals import Signals
-from nestrec.serving.background import BackgroundThread, Failures, reported
-from nestrec.serving.keyed_hash import KeyedHash
-from nestrec.serving.many.fleet_metrics import FleetMetrics
-from nestrec.serving.many.front_follower import FrontFollower
-from nestrec.serving.many.instances import Instance
-from nestrec.serving.many.router import Ring, Router
-from nestrec.serving.many.tie import Tie
-from nestrec.serving.prefix.copier import Copier
-from nestrec.serving.safety.config import SafetyConfig
-from nestrec.serving.safety.keys import KeyEntry, add_entry
-from nestrec.serving.safety.safety import Safety
-from nestrec.serving.safety.watched_files import WatchedFiles, Watcher
+from nestrec.serving.core.background_tasks import BackgroundThread, Failures, reported
+from nestrec.serving.core.slot_router import KeyedHash, Ring, Router
+from nestrec.serving.fleet.gateway_metrics import FleetMetrics
+from nestrec.serving.fleet.instance_supervisor import Instance
+from nestrec.serving.fleet.rolling_update import FrontFollower
+from nestrec.serving.http.signals import Signals, Tie
+from nestrec.serving.kv_cache.tiered_prefix_cache import Copier
+from nestrec.serving.security.auth import KeyEntry, WatchedFiles, Watcher, add_entry
+from nestrec.serving.security.security_config import SafetyConfig
+from nestrec.serving.security.server_security import Safety
+from nestrec.serving.service.model_reloader import Serially
+from nestrec_bench.harness.clocks import SimulatedClock
 
 PACKAGE = Path(__file__).parents[3] / "nestrec" / "serving"
 SUPERVISED_ELSEWHERE = {"background.py", "engine/engine.py", "versions/follower.py", "prefix/copier.py"}
@@ -95,8 +92,8 @@ def test_failure_is_logged_once_per_cause(caplog):
 
 def test_copier_continues_after_failures(monkeypatch, caplog):
     failures = Failures()
-    monkeypatch.setattr("nestrec.serving.prefix.copier.FAILURES", failures)
-    monkeypatch.setattr("nestrec.serving.background.FAILURES", failures)
+    monkeypatch.setattr("nestrec.serving.core.background_tasks.FAILURES", failures)
+    monkeypatch.setattr("nestrec.serving.core.background_tasks.FAILURES", failures)
     copier = Copier(torch.device("cpu"))
     made = []
 
@@ -184,7 +181,7 @@ def test_instance_that_cannot_be_watched_is_restarted(failures, monkeypatch):
 
     monkeypatch.setattr(instance, "_started", started)
     monkeypatch.setattr(instance, "_watched", watched)
-    monkeypatch.setattr("nestrec.serving.many.instances._LONGEST_PAUSE_S", 0.0)
+    monkeypatch.setattr("nestrec.serving.fleet.instance_supervisor._LONGEST_PAUSE_S", 0.0)
     instance.start()
     instance.wait()
     tie.close()
@@ -261,7 +258,7 @@ def test_failures_and_file_ages_are_metrics(monkeypatch, tmp_path):
     add_entry(tmp_path / "keys.toml", KeyEntry(name="a", sha256="ab" * 32))
     safety = Safety(SafetyConfig(keys=str(tmp_path / "keys.toml")), "127.0.0.1")
     failures = Failures()
-    monkeypatch.setattr("nestrec.serving.api.engine_metrics.FAILURES", failures)
+    monkeypatch.setattr("nestrec.serving.core.background_tasks.FAILURES", failures)
     metrics = FleetMetrics(Router(Ring.make(1, keyed := KeyedHash()), keyed, SimulatedClock()))
     metrics.safety = safety
     failures.add("keys", OSError())

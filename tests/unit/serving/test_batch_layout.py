@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from nestrec.serving.engine.batch_layout import _write_rows
-from nestrec.serving.model.forms import Tokens
-from nestrec.serving.model.inputs import History
+from nestrec.serving.model.model_adapter import Tokens
+from nestrec.serving.model.request_inputs import History
 
 PAGE = 16
 

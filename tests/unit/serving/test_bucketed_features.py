@@ -8,13 +8,12 @@ import pytest
 from nestrec.base.errors import UserError
 from nestrec.data.transform import Transform
 from nestrec.models import HSTUConfig
-from nestrec.serving.api.notes import Notes
-from nestrec.serving.api.reading import Reader
-from nestrec.serving.api.schema import LimitsConfig
-from nestrec.serving.model.random_model import random_ranking
+from nestrec.serving.core.request_limits import LimitsConfig
+from nestrec.serving.inputs.request_resolver import Notes, Reader
 from nestrec.serving.model.servable import Servable
-from nestrec.serving.model.spec import ColumnSpec
-from nestrec.serving.new_items import Growth, NewItem
+from nestrec.serving.model.servable_spec import ColumnSpec
+from nestrec.serving.service.cold_start_items import Growth, NewItem
+from nestrec_bench.harness.random_model import random_ranking
 
 NAMES = ("up to 1", "above 1 to 2", "above 2")
 CUT = Transform(kind="quantiles", bounds=(1.0, 2.0, 3.0))

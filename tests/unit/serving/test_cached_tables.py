@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from nestrec.base.errors import DamagedError, UserError
-from nestrec.serving.model.tables import CachedTable, ResidentTable, TablesConfig, open_table
+from nestrec.serving.model.served_tables import CachedTable, ResidentTable, TablesConfig, open_table
 
 NUM_ROWS, DIM = 300, 6
 CPU = torch.device("cpu")

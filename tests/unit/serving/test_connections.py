@@ -4,10 +4,10 @@ import resource
 
 import pytest
 
-from nestrec.serving.api.process.open_files import allow_open_files
-from nestrec.serving.api.protocol.connections import Connections, address_of
-from nestrec.serving.api.protocol.hosts import HostNames
-from nestrec.serving.client import HEADER, client_of
+from nestrec.serving.core.asgi import HostNames
+from nestrec.serving.core.request_limits import CLIENT_HEADER, client_of
+from nestrec.serving.http.fast_request import Connections, address_of
+from nestrec.serving.http.sockets import allow_open_files
 
 
 def test_an_address_has_at_most_its_own_connections_and_they_give_way_among_themselves():
@@ -53,11 +53,11 @@ def test_addresses_of_one_ipv6_network_count_as_one():
 
 def test_only_a_front_on_this_machine_may_name_its_client():
     """Else anybody could take as many shares of the device as there are names."""
-    headers = [(b"host", b"a"), (HEADER, b"10.0.0.9")]
+    headers = [(b"host", b"a"), (CLIENT_HEADER, b"10.0.0.9")]
     assert client_of("127.0.0.1", headers) == client_of("::1", headers) == "10.0.0.9"
     assert client_of("10.0.0.1", headers) == "10.0.0.1"
     assert client_of("127.0.0.1", headers[:1]) == "127.0.0.1"
-    assert len(client_of("127.0.0.1", [(HEADER, b"x" * 1000)])) == 64
+    assert len(client_of("127.0.0.1", [(CLIENT_HEADER, b"x" * 1000)])) == 64
 
 
 @pytest.mark.parametrize(

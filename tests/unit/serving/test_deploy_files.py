@@ -13,11 +13,10 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from nestrec.base.config import with_overrides
-from nestrec.base.overriding import parse_overrides
+from nestrec.base.config_overrides import parse_overrides, with_overrides
 from nestrec.cli.app import app
-from nestrec.serving.api.server import ServeConfig
-from nestrec.serving.safety.exposure import check_exposure
+from nestrec.serving.http.serve_config import ServeConfig
+from nestrec.serving.security.security_config import check_exposure
 
 DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
 DOCKERFILE = DEPLOY / "Dockerfile"
@@ -91,7 +90,7 @@ def test_packages_of_the_image_are_those_of_the_project():
 
 
 def test_a_health_check_fails_where_nobody_answers():
-    from nestrec.serving.many.ports import free_port
+    from nestrec.serving.fleet.readiness_probes import free_port
 
     done = CliRunner().invoke(app, ["health", f"127.0.0.1:{free_port()}"])
     assert done.exit_code != 0

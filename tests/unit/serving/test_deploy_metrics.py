@@ -15,14 +15,14 @@ from changing_run import ChangingRun
 from prometheus_client.parser import text_string_to_metric_families
 
 from nestrec.distributed import Topology
-from nestrec.serving.api.app import App
-from nestrec.serving.api.reloader import Reloader
-from nestrec.serving.api.schema import LimitsConfig
-from nestrec.serving.many.fleet_metrics import FleetMetrics
-from nestrec.serving.many.router import Router
-from nestrec.serving.model.tables import TablesConfig
-from nestrec.serving.service import Service, ServiceConfig
-from nestrec.testing.tiny_runs import make_datasets
+from nestrec.serving.core.request_limits import LimitsConfig
+from nestrec.serving.core.slot_router import Router
+from nestrec.serving.fleet.gateway_metrics import FleetMetrics
+from nestrec.serving.http.http_app import App
+from nestrec.serving.model.served_tables import TablesConfig
+from nestrec.serving.service.inference_service import Service, ServiceConfig
+from nestrec.serving.service.model_reloader import Reloader
+from support.tiny_runs import make_datasets
 
 DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
 EVENTS = {"items": ["1", "2"], "times_ms": [1, 2]}
@@ -67,8 +67,7 @@ def exported(tmp_path_factory):
     text = asyncio.run(ask())
     service.close()
     from nestrec.base.clock import RealClock
-    from nestrec.serving.keyed_hash import KeyedHash
-    from nestrec.serving.many.router import Ring
+    from nestrec.serving.core.slot_router import KeyedHash, Ring
 
     keyed = KeyedHash()
     front = FleetMetrics(Router(Ring.make(2, keyed), keyed, RealClock())).exposition({0: text, 1: text})

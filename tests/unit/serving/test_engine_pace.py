@@ -1,4 +1,4 @@
-from nestrec.serving.engine.pace import EnginePace
+from nestrec.serving.engine.batch_pacer import EnginePace
 
 
 def test_slowness_is_what_goes_by_for_a_second_of_work_while_work_waits():

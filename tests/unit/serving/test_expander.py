@@ -2,9 +2,9 @@
 
 import random
 
-from nestrec.base.clock import SimulatedClock
-from nestrec.serving.prefix.cache import CacheKey
-from nestrec.serving.prefix.expander import Expander
+from nestrec.serving.inputs.engine_request import CacheKey
+from nestrec.serving.kv_cache.host_prefix_cache import Expander
+from nestrec_bench.harness.clocks import SimulatedClock
 
 
 def key_of(user):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nestrec.serving.engine.backlog import Backlog
+from nestrec.serving.engine.admission import Backlog
 from nestrec.serving.engine.fair_queue import FairQueue
 
 

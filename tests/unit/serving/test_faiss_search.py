@@ -6,9 +6,8 @@ import torch
 
 from nestrec.base.errors import DamagedError
 from nestrec.serving.model.faiss_search import FaissSearch, built, measured_recall
-from nestrec.serving.model.item_search import ExactSearch, Excluded
-from nestrec.serving.model.search_options import SearchConfig
-from nestrec.serving.model.tables import ResidentTable
+from nestrec.serving.model.item_search import ExactSearch, Excluded, SearchConfig
+from nestrec.serving.model.served_tables import ResidentTable
 
 pytest.importorskip("faiss", reason="the extra `faiss` is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from nestrec.models.hstu import HSTUConfig
-from nestrec.serving.fronts.names import FleetNumbers, KnownFleets, NamedFleet, TellNames
-from nestrec.serving.model.random_model import random_ranking
+from nestrec.serving.frontend.deployment_names import FleetNumbers, KnownFleets, NamedFleet, TellNames
 from nestrec.serving.model.servable import Servable
+from nestrec_bench.harness.random_model import random_ranking
 
 ENCODER = HSTUConfig(dim=4, num_layers=1, num_heads=1, head_dim=4, max_length=8)
 NUM_ITEMS = 5000

@@ -3,7 +3,7 @@ import secrets
 import threading
 import time
 
-from nestrec.serving.safety import front_secret
+from nestrec.serving.security import security_config
 
 
 def test_threads_that_ask_at_once_get_one_secret(monkeypatch):
@@ -15,7 +15,7 @@ def test_threads_that_ask_at_once_get_one_secret(monkeypatch):
         return made(num_bytes)
 
     monkeypatch.setattr(secrets, "token_hex", slowly)
-    spec = importlib.util.find_spec(front_secret.__name__)
+    spec = importlib.util.find_spec(security_config.__name__)
     fresh = importlib.util.module_from_spec(spec)  # that of this process has been made
     spec.loader.exec_module(fresh)
     got = []

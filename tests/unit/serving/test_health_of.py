@@ -9,8 +9,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from nestrec.base.errors import UserError
-from nestrec.serving.many import instances
-from nestrec.serving.many.instances import Instances, health_of
+from nestrec.serving.fleet import instance_supervisor
+from nestrec.serving.fleet.instance_supervisor import Instances, health_of
 
 SAID = {
     200: ({"status": "live"}, "live"),
@@ -52,7 +52,7 @@ def test_only_who_knows_the_front_has_answered_it(port, status):
 
 def test_a_process_that_ended_before_it_listened_has_failed_however_long_it_took(monkeypatch):
     """Loading a large model may fail after minutes: it was begun again and again, at once, and the front waited."""
-    monkeypatch.setattr(instances, "_SHORT_LIFE_S", 0.0)
+    monkeypatch.setattr(instance_supervisor, "_SHORT_LIFE_S", 0.0)
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
     with Instances([], [], 1, start_timeout_s=5.0, stop_timeout_s=1.0) as started:
         with pytest.raises(UserError, match="did not start"):

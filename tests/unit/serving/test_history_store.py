@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from nestrec.base.clock import SimulatedClock
-from nestrec.serving.histories.memory import MemoryHistoryStore
-from nestrec.serving.histories.packed import DamagedHistoryError, joined_history, packed, unpacked
-from nestrec.serving.histories.store import HistoryStoreConfig
+from nestrec.serving.history_store.history_codec import DamagedHistoryError, joined_history, packed, unpacked
+from nestrec.serving.history_store.history_store import HistoryStoreConfig
+from nestrec.serving.history_store.memory_store import MemoryHistoryStore
+from nestrec_bench.harness.clocks import SimulatedClock
 
 
 class Embedded:

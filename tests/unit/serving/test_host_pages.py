@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from nestrec.models.hstu import HSTUConfig
-from nestrec.serving.prefix import host_pages
-from nestrec.serving.prefix.host_pages import HostPages
-from nestrec.serving.prefix.page_pool import PagePool, bytes_a_token
+from nestrec.serving.kv_cache import host_prefix_cache
+from nestrec.serving.kv_cache.host_prefix_cache import HostPages
+from nestrec.serving.kv_cache.kv_page_pool import PagePool, bytes_a_token
 
 ENCODER = HSTUConfig(dim=8, num_layers=2, num_heads=2, head_dim=4, max_length=64)
 NUM_PAGES, PAGE_TOKENS = 24, 4
@@ -57,7 +57,7 @@ def test_what_went_out_comes_back_into_other_pages(pool):
 
 @pytest.mark.parametrize("slab_pages", [1, 3, 100])
 def test_random_prefixes_keep_what_they_hold_within_the_bytes(pool, monkeypatch, slab_pages):
-    monkeypatch.setattr(host_pages, "_SLAB_BYTES", slab_pages * pool.page_bytes)
+    monkeypatch.setattr(host_prefix_cache, "_SLAB_BYTES", slab_pages * pool.page_bytes)
     rng, host, kept = random.Random(slab_pages), HostPages(pool, max_bytes=16 * pool.page_bytes), {}
     for step in range(400):
         used = sum(len(held) for held, _ in kept.values())
@@ -81,7 +81,7 @@ def test_random_prefixes_keep_what_they_hold_within_the_bytes(pool, monkeypatch,
 
 
 def test_memory_is_taken_as_it_is_needed_and_stays_for_the_next_engine_of_the_pool(pool, monkeypatch):
-    monkeypatch.setattr(host_pages, "_SLAB_BYTES", 4 * pool.page_bytes)
+    monkeypatch.setattr(host_prefix_cache, "_SLAB_BYTES", 4 * pool.page_bytes)
     host = HostPages(pool, max_bytes=10 * pool.page_bytes)
     assert not pool.host_slabs
     host.copy_out([0, 1], host.take(2 * pool.page_bytes))

@@ -5,7 +5,7 @@ import tracemalloc
 
 import pytest
 
-from nestrec.serving.model.item_ids import ItemIds
+from nestrec.serving.model.item_id_map import ItemIds
 
 CATALOGUES = {
     "counted": [str(i) for i in range(1, 200)],

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from nestrec.ops.rows.best import packed, scores_and_rows, scores_and_rows_reference
-from nestrec.serving.engine.graph_best import write_pairs
+from nestrec.ops.embedding.top_k_search import packed, scores_and_rows, scores_and_rows_reference
+from nestrec.serving.engine.graph_runner import write_pairs
 from nestrec.serving.model import item_search
-from nestrec.serving.model.inputs import Candidates, distinct
 from nestrec.serving.model.item_search import ExactSearch, Excluded
-from nestrec.serving.model.tables import DividedTable, ResidentTable
+from nestrec.serving.model.request_inputs import Candidates, distinct
+from nestrec.serving.model.served_tables import DividedTable, ResidentTable
 
 NUM_ROWS, DIM = 500, 8
 NONE = np.zeros(0, np.int64)

@@ -9,15 +9,23 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from nestrec.base.clock import SimulatedClock
 from nestrec.base.errors import UserError
 from nestrec.cli.app import app
-from nestrec.serving.api.protocol.http import retry_after
-from nestrec.serving.safety.access import Access
-from nestrec.serving.safety.digests import digest_of, new_key, place_of
-from nestrec.serving.safety.gate import SafetyGate
-from nestrec.serving.safety.keys import Key, KeyEntry, KeyRing, add_entry, read_keys
-from nestrec.serving.safety.rates import KeyRates
+from nestrec.serving.core.asgi import retry_after
+from nestrec.serving.security.auth import (
+    Access,
+    Key,
+    KeyEntry,
+    KeyRing,
+    add_entry,
+    digest_of,
+    new_key,
+    place_of,
+    read_keys,
+)
+from nestrec.serving.security.rate_limiter import KeyRates
+from nestrec.serving.security.server_security import SafetyGate
+from nestrec_bench.harness.clocks import SimulatedClock
 
 DIGEST = "ab" * 32
 

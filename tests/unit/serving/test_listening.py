@@ -8,7 +8,7 @@ import pytest
 import uvicorn
 import uvloop
 
-from nestrec.serving.api.process.listening import Server, bound_sockets, port_of
+from nestrec.serving.http.sockets import Server, bound_sockets, port_of
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
 

@@ -5,9 +5,9 @@ import re
 import pytest
 
 from nestrec.base.errors import UserError
-from nestrec.serving.api.server import ServeConfig
-from nestrec.serving.many import start
-from nestrec.serving.many.nginx import _waits_ms
+from nestrec.serving.fleet import fleet_start
+from nestrec.serving.fleet.nginx import _waits_ms
+from nestrec.serving.http.serve_config import ServeConfig
 
 
 def test_a_deadline_is_rounded_up_to_one_that_nginx_can_keep():
@@ -21,4 +21,4 @@ def test_a_deadline_is_rounded_up_to_one_that_nginx_can_keep():
 def test_without_nginx_no_instance_is_started(monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(UserError, match="is not installed"):
-        start._check_offered(ServeConfig(front="nginx", instances=2))
+        fleet_start._check_offered(ServeConfig(front="nginx", instances=2))

@@ -5,13 +5,12 @@ import random
 import orjson
 import pytest
 
-from nestrec.serving.api.protocol.http import parse_json
-from nestrec.serving.api.protocol.long_lists import loads
-from nestrec.serving.api.requests import RankRequest
-from nestrec.serving.api.schema import BadRequestError, LimitsConfig
-from nestrec.serving.api.shapes import reader
-from nestrec.serving.model.item_ids import ItemIds
-from nestrec.serving.plain_list import PlainList
+from nestrec.serving.core.asgi import parse_json
+from nestrec.serving.core.request_limits import BadRequestError, LimitsConfig
+from nestrec.serving.core.typed_list import PlainList
+from nestrec.serving.inputs.json_long_lists import loads
+from nestrec.serving.inputs.request_schema import RankRequest, reader
+from nestrec.serving.model.item_id_map import ItemIds
 
 PADDING = {"padding": "x" * 3000}
 LISTS = {

@@ -4,9 +4,9 @@ from pathlib import Path
 import pytest
 
 from nestrec.base.errors import UserError
-from nestrec.serving.api.process.listening import bound_sockets, close_all
-from nestrec.serving.many import ports
-from nestrec.serving.many.ports import free_port, held_port, listens
+from nestrec.serving.fleet import readiness_probes
+from nestrec.serving.fleet.readiness_probes import free_port, held_port, listens
+from nestrec.serving.http.sockets import bound_sockets, close_all
 
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
@@ -22,8 +22,8 @@ def test_a_port_that_somebody_has_is_not_free(monkeypatch):
     with socket.socket() as other:
         other.bind(("127.0.0.1", taken))
         other.listen()
-        monkeypatch.setattr(ports, "_LOWEST", taken)
-        monkeypatch.setattr(ports, "_first_ephemeral", lambda: taken + 1)
+        monkeypatch.setattr(readiness_probes, "_LOWEST", taken)
+        monkeypatch.setattr(readiness_probes, "_first_ephemeral", lambda: taken + 1)
         assert free_port() != taken
         assert listens(taken)
     assert not listens(taken)
@@ -33,8 +33,8 @@ def test_a_port_that_is_held_goes_to_one_process_after_the_other_and_to_nobody_e
     """Between two processes of an instance, too: whoever took it there kept the instance away for ever."""
     with held_port() as held:
         port = held.getsockname()[1]
-        monkeypatch.setattr(ports, "_LOWEST", port)
-        monkeypatch.setattr(ports, "_first_ephemeral", lambda: port + 1)
+        monkeypatch.setattr(readiness_probes, "_LOWEST", port)
+        monkeypatch.setattr(readiness_probes, "_first_ephemeral", lambda: port + 1)
         for _ in range(2):
             with held_port() as other:
                 assert other.getsockname()[1] != port, "what is shared is not held twice"

@@ -5,9 +5,10 @@ from hashlib import blake2b
 
 import pytest
 
-from nestrec.base.clock import SimulatedClock
-from nestrec.serving.keyed_hash import KeyedHash
-from nestrec.serving.prefix.cache import CacheKey, PrefixCache
+from nestrec.serving.core.slot_router import KeyedHash
+from nestrec.serving.inputs.engine_request import CacheKey
+from nestrec.serving.kv_cache.prefix_cache import PrefixCache
+from nestrec_bench.harness.clocks import SimulatedClock
 
 PAGE = 4
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from nestrec.base.config import with_overrides
+from nestrec.base.config_overrides import with_overrides
 from nestrec.base.errors import UserError
-from nestrec.serving.api.server import ServeConfig
-from nestrec.serving.many.ray_front import num_gpus
+from nestrec.serving.fleet.ray_serve import num_gpus
+from nestrec.serving.http.serve_config import ServeConfig
 
 
 def test_replicas_ask_for_their_gpus():

@@ -5,9 +5,8 @@ import random
 
 import pytest
 
-from nestrec.base.clock import SimulatedClock
-from nestrec.serving.keyed_hash import KeyedHash
-from nestrec.serving.many.router import Ring, Route, Router, slot_for
+from nestrec.serving.core.slot_router import KeyedHash, Ring, Route, Router, slot_for
+from nestrec_bench.harness.clocks import SimulatedClock
 
 KEYED = KeyedHash(b"secret")
 

@@ -1,6 +1,6 @@
 """Tasks say in which form their models are served."""
 
-from nestrec.serving.model.serving_form import serving_form_of
+from nestrec.serving.model.serving_spec import serving_form_of
 from nestrec.training.recipes import recipe
 
 

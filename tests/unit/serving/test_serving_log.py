@@ -5,8 +5,7 @@ import logging
 import os
 import threading
 
-from nestrec.serving.api.process.log import PatientHandler
-from nestrec.serving.api.process.log_lines import LogConfig
+from nestrec.serving.http.server_logging import LogConfig, PatientHandler
 
 
 def test_a_log_that_nobody_reads_stops_nobody_and_goes_on_when_somebody_does():

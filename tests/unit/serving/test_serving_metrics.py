@@ -4,8 +4,8 @@ import random
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from nestrec.serving.api.metrics import _Answers, outcome_of
-from nestrec.serving.histogram import BOUNDS_S
+from nestrec.serving.core.cost_model import BOUNDS_S
+from nestrec.serving.http.server_metrics import _Answers, outcome_of
 
 
 def samples(registry):

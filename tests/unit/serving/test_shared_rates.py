@@ -4,11 +4,10 @@ import os
 
 import pytest
 
-from nestrec.base.clock import SimulatedClock
-from nestrec.serving.safety import shared_rates
-from nestrec.serving.safety.keys import Key
-from nestrec.serving.safety.rates import KeyRates
-from nestrec.serving.safety.shared_rates import SharedKeyRates
+from nestrec.serving.security import rate_limiter
+from nestrec.serving.security.auth import Key
+from nestrec.serving.security.rate_limiter import KeyRates, SharedKeyRates
+from nestrec_bench.harness.clocks import SimulatedClock
 
 
 def key(name, rate=2.0, burst=3.0):
@@ -46,7 +45,7 @@ def test_what_a_forked_process_takes_is_taken_from_all(clock, rates):
 
 
 def test_keys_that_come_take_the_places_of_those_that_went(monkeypatch, clock):
-    monkeypatch.setattr(shared_rates, "_NUM_ENTRIES", 2)
+    monkeypatch.setattr(rate_limiter, "_NUM_ENTRIES", 2)
     rates = SharedKeyRates(clock)
     for name in "abc":
         assert [rates.wait_s(key(name, burst=1.0)) == 0.0 for _ in range(2)] == [True, False], name

@@ -4,7 +4,7 @@ import sys
 import threading
 import time
 
-from nestrec.serving.engine.spin import Calls, Spin
+from nestrec.serving.engine.batch_pacer import Calls, Spin
 
 
 def test_others_have_the_interpreter_while_a_thread_spins():

@@ -5,9 +5,9 @@ import asyncio
 import httpx
 import pytest
 
-from nestrec.serving.api.app import App
-from nestrec.serving.api.schema import LimitsConfig
-from nestrec.serving.api.timeline import ServingTimeline
+from nestrec.serving.core.request_limits import LimitsConfig
+from nestrec.serving.http.http_app import App
+from nestrec.serving.http.server_metrics import ServingTimeline
 
 EVENTS = {"items": [str(i) for i in range(1, 13)], "times_ms": list(range(12))}
 

@@ -5,13 +5,13 @@ import random
 import numpy as np
 import pytest
 
-from nestrec.base.clock import SimulatedClock
-from nestrec.base.config import with_overrides
+from nestrec.base.config_overrides import with_overrides
 from nestrec.base.errors import UserError
-from nestrec.serving.engine.cost_model import EngineCostModel, work_of
-from nestrec.serving.keyed_hash import KeyedHash
-from nestrec.serving.prefix.cache import CacheKey
-from nestrec.serving.prefix.trigger import Trigger, TriggerConfig, waited_p99
+from nestrec.serving.core.cost_model import EngineCostModel, work_of
+from nestrec.serving.core.slot_router import KeyedHash
+from nestrec.serving.inputs.engine_request import CacheKey
+from nestrec.serving.kv_cache.preinfer_trigger import Trigger, TriggerConfig, waited_p99
+from nestrec_bench.harness.clocks import SimulatedClock
 
 
 def key_of(user):

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from nestrec.serving.load.replay import Reads
-from nestrec.serving.load.user_bodies import UserBodies
+from nestrec_bench.load_test.load_test import Reads
+from nestrec_bench.load_test.user_bodies import UserBodies
 
 ITEMS = [f"item {i}" for i in range(50)]
 

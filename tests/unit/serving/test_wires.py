@@ -11,9 +11,7 @@ import time
 import numpy as np
 import pytest
 
-from nestrec.serving.fronts.frames import FrameKind, FrameReader, frame
-from nestrec.serving.fronts.readable import ReadableSpin
-from nestrec.serving.fronts.wires import Wires
+from nestrec.serving.frontend.wire_format import FrameKind, FrameReader, ReadableSpin, Wires, frame
 
 PATIENCE_S = 30.0
 

@@ -6,18 +6,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nestrec.base.config import with_overrides
+from nestrec.base.config_overrides import with_overrides
 from nestrec.base.errors import UserError, UserErrors
 from nestrec.data.dataset import Dataset
 from nestrec.data.samples.retrieval_inputs import RetrievalInputConfig
-from nestrec.data.samples.split import leave_one_out
-from nestrec.data.samples.training_events import item_counts
+from nestrec.data.samples.split import item_counts, leave_one_out
 from nestrec.distributed import Topology
-from nestrec.tasks.built_in import make_task
-from nestrec.testing.featured_log import EVENT_FEATURES, ITEM_FEATURES, USER_FEATURES, write_featured_log
-from nestrec.training.config import RunConfig
+from nestrec.tasks.task_registry import make_task
 from nestrec.training.recipes import recipe
+from nestrec.training.run_config import RunConfig
 from nestrec.training.trainer import Trainer
+from support.featured_log import EVENT_FEATURES, ITEM_FEATURES, USER_FEATURES, write_featured_log
 
 SMALL = {
     "task.encoder.dim": "8",

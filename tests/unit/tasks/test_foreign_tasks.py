@@ -10,12 +10,11 @@ from nestrec.base.config import config
 from nestrec.base.errors import UserError
 from nestrec.data.dataset import Dataset
 from nestrec.distributed import Topology
-from nestrec.tasks.built_in import TASKS, make_task
-from nestrec.tasks.retrieval import RetrievalTask, RetrievalTaskConfig
-from nestrec.tasks.spec import TaskSpec
-from nestrec.tasks.task import Task
-from nestrec.testing.tiny_runs import config_of, make_datasets
+from nestrec.tasks.retrieval_task import RetrievalTask, RetrievalTaskConfig
+from nestrec.tasks.task import Task, TaskSpec
+from nestrec.tasks.task_registry import TASKS, make_task
 from nestrec.training.trainer import Trainer
+from support.tiny_runs import config_of, make_datasets
 
 
 @config
@@ -74,7 +73,7 @@ def test_the_look_at_a_loss_changes_nothing(monkeypatch: pytest.MonkeyPatch, dat
     for name in ("looked_at", "ours"):
         cfg = given(monkeypatch, with_loss(lambda loss, batch: 2 * loss), data)
         if name == "ours":
-            monkeypatch.setattr("nestrec.training.trainer.check_loss_is_sum", lambda *_: None)
+            monkeypatch.setattr("nestrec.tasks.task_registry.check_loss_is_sum", lambda *_: None)
         trainer = Trainer(cfg, tmp_path / name, Topology.single())
         trainer.train()
         digests.append([p.detach().clone() for p in trainer.session.task.model.parameters()])

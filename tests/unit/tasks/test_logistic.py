@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from nestrec.tasks.logistic import SMOOTHING, IdRates, LogisticBaseline, fit
+from nestrec.tasks.learned_baselines import SMOOTHING, IdRates, LogisticBaseline, fit
 
 
 def fit_by_lbfgs(features: np.ndarray, label: np.ndarray, ridge: float) -> np.ndarray:

@@ -5,13 +5,13 @@ import pytest
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from nestrec.data.dataset import Dataset
-from nestrec.data.prepare.preparation import prepare
+from nestrec.data.formats.format_registry import prepare
 from nestrec.data.samples.split import SplitConfig, split_of
 from nestrec.distributed import Topology
-from nestrec.tasks import ranking_results
-from nestrec.tasks.boosted import NUM_FOLDS, _fewer_threads, _Sums, fold_of
-from nestrec.tasks.ranking_results import RankingResults
-from nestrec.tasks.slices import Targets, slice_masks
+from nestrec.tasks import ranking_evaluator
+from nestrec.tasks.learned_baselines import NUM_FOLDS, _fewer_threads, _Sums, fold_of
+from nestrec.tasks.metrics import Targets, slice_masks
+from nestrec.tasks.ranking_evaluator import RankingResults
 from nestrec.tasks.task import Evaluation
 
 NUM_EVENTS = 1_500
@@ -48,7 +48,7 @@ def evaluated(dataset: Dataset, split: SplitConfig, **options: object) -> Evalua
     held = np.concatenate([np.arange(a, b) for a, b in zip(offsets[:-1] + first, offsets[:-1] + end, strict=True)])
     label, user = (actions[held, None] & 1).astype(np.int64), np.repeat(np.arange(len(first)), end - first)
     given = {
-        "baselines": ranking_results.BASELINES,
+        "baselines": ranking_evaluator.BASELINES,
         "category": "device",
         "slices": ("items", "event_device"),
         **options,
@@ -100,11 +100,11 @@ def test_a_part_of_one_label_alone_says_why_nothing_is_known(dataset: Dataset) -
 
 
 def test_without_the_package_a_line_says_what_is_missing(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranking_results, "is_available", lambda: False)
+    monkeypatch.setattr(ranking_evaluator, "is_available", lambda: False)
     found = evaluated(dataset, SplitConfig())
     assert list(found.metrics) == ["model", "logistic"]
     assert "pip install 'nestrec[trees]'" in found.notes[0]
-    monkeypatch.setattr(ranking_results, "MOST_EVENTS", 10)
+    monkeypatch.setattr(ranking_evaluator, "MOST_EVENTS", 10)
     assert list(evaluated(dataset, SplitConfig()).metrics) == ["model"]
 
 

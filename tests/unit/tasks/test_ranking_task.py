@@ -8,26 +8,26 @@ import pyarrow as pa
 import pyarrow.csv
 import pytest
 
-from nestrec.base.config import with_overrides
+from nestrec.base.config_overrides import with_overrides
+from nestrec.base.config_values import iso_moment, moment_ms
 from nestrec.base.errors import UserError, UserErrors
-from nestrec.base.moments import iso_moment, moment_ms
-from nestrec.data.batches import BatchConfig
+from nestrec.data.batch_loader import BatchConfig
 from nestrec.data.dataset import Dataset
-from nestrec.data.formats.log import LogOptions
-from nestrec.data.prepare.options import LogColumns
-from nestrec.data.prepare.preparation import prepare
-from nestrec.data.samples.ranking import RankingInputConfig, RankingInputs
-from nestrec.data.samples.slices import history_start
+from nestrec.data.flat_arrays import history_start
+from nestrec.data.formats.format_registry import prepare
+from nestrec.data.formats.log_format import LogOptions
+from nestrec.data.prepare.prepare_options import LogColumns
+from nestrec.data.samples.ranking_collator import RankingInputConfig, RankingInputs
 from nestrec.data.samples.split import Split, SplitConfig
-from nestrec.data.samples.windows import TimeWindow, held_out_slices, slices_of_runs
-from nestrec.data.synthetic import logs as synthetic
+from nestrec.data.samples.time_windows import TimeWindow, held_out_slices, slices_of_runs
+from nestrec.data.synthetic import synthetic_logs as synthetic
 from nestrec.distributed import Topology
 from nestrec.models import HSTUConfig
-from nestrec.pipeline.dense.options import OptimizerConfig
+from nestrec.pipeline.dense.dense_optimizer import OptimizerConfig
 from nestrec.tasks.metrics import user_aucs
-from nestrec.tasks.ranking import RankingTask, RankingTaskConfig
-from nestrec.training.config import DataConfig, RunConfig, TrainingConfig
+from nestrec.tasks.ranking_task import RankingTask, RankingTaskConfig
 from nestrec.training.recipes import recipe
+from nestrec.training.run_config import DataConfig, RunConfig, TrainingConfig
 from nestrec.training.trainer import Trainer
 
 ACTIONS = ("click", "like", "long_view")

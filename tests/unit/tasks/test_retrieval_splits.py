@@ -6,16 +6,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nestrec.base.config import with_overrides
+from nestrec.base.config_overrides import with_overrides
+from nestrec.base.config_values import iso_moment
 from nestrec.base.errors import UserError
-from nestrec.base.moments import iso_moment
 from nestrec.data.dataset import Dataset
-from nestrec.data.prepare.preparation import prepare
+from nestrec.data.formats.format_registry import prepare
 from nestrec.data.samples.split import SplitConfig, split_of
 from nestrec.distributed import Topology
-from nestrec.tasks.catalogue_ranks import BASELINES
+from nestrec.tasks.catalog_ranks import BASELINES
 from nestrec.training.recipes import recipe
-from nestrec.training.session import Session
+from nestrec.training.training_session import Session
 
 NUM_USERS, NUM_ITEMS = 30, 25
 CUTS = (1_600, 1_800)

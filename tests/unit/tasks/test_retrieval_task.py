@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from nestrec.base.config import with_overrides
+from nestrec.base.config_overrides import with_overrides
 from nestrec.base.errors import UserError
 from nestrec.data.dataset import Dataset
-from nestrec.data.samples.retrieval import RetrievalQueries
-from nestrec.data.synthetic import logs as synthetic
+from nestrec.data.samples.retrieval_collator import RetrievalQueries
+from nestrec.data.synthetic import synthetic_logs as synthetic
 from nestrec.distributed import Topology
 from nestrec.tasks.task import sequence_info
 from nestrec.training.recipes import recipe
-from nestrec.training.session import Session
+from nestrec.training.training_session import Session
 
 
 @pytest.fixture(scope="module")

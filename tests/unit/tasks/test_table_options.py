@@ -9,21 +9,21 @@ import pytest
 import torch
 
 import nestrec
-from nestrec.base.config import with_overrides
+from nestrec.base.config_overrides import with_overrides
 from nestrec.base.errors import UserError, UserErrors
-from nestrec.data.prepare.options import LogColumns
-from nestrec.data.prepare.preparation import prepare
-from nestrec.data.synthetic import logs as synthetic
+from nestrec.data.formats.format_registry import prepare
+from nestrec.data.prepare.prepare_options import LogColumns
+from nestrec.data.synthetic import synthetic_logs as synthetic
 from nestrec.distributed import Topology
 from nestrec.embedding import TableConfig
 from nestrec.embedding.hashing import hashed_rows
-from nestrec.serving.model.export import export_run
-from nestrec.serving.model.forms import make_form
+from nestrec.exporters.servable_writer import export_run
+from nestrec.serving.model.model_adapter import make_form
 from nestrec.serving.model.servable import Servable
-from nestrec.tasks.table_options import TableOptions, chosen_tables
-from nestrec.testing.tiny_runs import config_of, make_datasets
+from nestrec.tasks.table_overrides import TableOptions, chosen_tables
 from nestrec.training.recipes import recipe
 from nestrec.training.trainer import Trainer
+from support.tiny_runs import config_of, make_datasets
 
 TABLES = [
     TableConfig(name="items", dim=8, num_rows=61, features=("item",)),

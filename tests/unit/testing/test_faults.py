@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nestrec.testing.faults import FailPoint, KillWhen, lines_reach, random_kills, rank_of, run_with_faults
+from support.fault_runner import FailPoint, KillWhen, lines_reach, random_kills, rank_of, run_with_faults
 
 COUNT_TO_50 = """
 import pathlib, sys, time

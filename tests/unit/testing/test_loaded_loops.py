@@ -1,8 +1,8 @@
 import numpy as np
 from numba import njit
 
-from nestrec.balance.ordering import descending
-from nestrec.testing.loaded_loops import load_compiled
+from nestrec.balance.partition_tools import descending
+from support.rank_pool import load_compiled
 
 
 def test_a_loop_is_loaded_for_the_types_that_it_was_compiled_for() -> None:

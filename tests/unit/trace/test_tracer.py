@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from nestrec.base.clock import SimulatedClock
 from nestrec.base.errors import DataError
 from nestrec.trace import NullTracer, Tracer, load_spans, merge, save_spans, to_perfetto, write_perfetto
+from nestrec_bench.harness.clocks import SimulatedClock
 
 
 def test_a_span_holds_what_was_given_and_when_it_ran() -> None:

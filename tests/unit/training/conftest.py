@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 
 from nestrec.distributed import Topology
-from nestrec.testing.tiny_runs import config_of, make_datasets
 from nestrec.training.trainer import Trainer
+from support.tiny_runs import config_of, make_datasets
 
 
 @pytest.fixture(scope="session")

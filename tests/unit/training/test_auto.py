@@ -8,13 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nestrec.api import configured, train
 from nestrec.base.errors import UserError
-from nestrec.cli.cards import show_task
-from nestrec.data.prepare.preparation import prepare
-from nestrec.data.synthetic import logs as synthetic
-from nestrec.library.configured import configured
-from nestrec.library.runs import train
-from nestrec.testing.tiny_runs import criteo_text
+from nestrec.cli.data_output import show_task
+from nestrec.data.formats.format_registry import prepare
+from nestrec.data.synthetic import synthetic_logs as synthetic
+from support.tiny_runs import criteo_text
 
 
 def write_log(

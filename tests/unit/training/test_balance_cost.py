@@ -8,14 +8,14 @@ import torch
 
 from nestrec.balance import TOKENS, BalanceConfig, CostModel
 from nestrec.base.errors import UserError
-from nestrec.data.batches import Batch
-from nestrec.data.order import Position
+from nestrec.data.batch_loader import Batch
+from nestrec.data.batch_order import Position
 from nestrec.distributed import Topology
-from nestrec.tasks.retrieval import RetrievalTask
-from nestrec.testing.tiny_runs import config_of, make_datasets
+from nestrec.tasks.retrieval_task import RetrievalTask
 from nestrec.trace import Span, Tracer
-from nestrec.training.balancing import Balancing, settled
+from nestrec.training.balance_controller import Balancing, settled
 from nestrec.training.trainer import Trainer
+from support.tiny_runs import config_of, make_datasets
 
 TRUTH = CostModel(token=3e-3, token_squared=2e-5, step=0.01)
 

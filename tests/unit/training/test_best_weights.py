@@ -10,13 +10,13 @@ import pytest
 import nestrec
 from nestrec.base.errors import DamagedError
 from nestrec.checkpoint import Checkpoints
-from nestrec.cli.training import evaluate_run, train_run
+from nestrec.cli.training_output import evaluate_run, train_run
 from nestrec.distributed import Topology
-from nestrec.serving.model.export import restored_session
-from nestrec.testing.tiny_runs import config_of
-from nestrec.training.config import RunConfig
-from nestrec.training.listener import Listener
+from nestrec.exporters.servable_writer import restored_session
+from nestrec.training.callbacks import Listener
+from nestrec.training.run_config import RunConfig
 from nestrec.training.trainer import Trainer
+from support.tiny_runs import config_of
 
 BEST, LAST = 3, 9
 """Steps after the first and the last of three epochs; nothing is learned, so the first one stays the best."""

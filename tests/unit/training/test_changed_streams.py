@@ -8,9 +8,11 @@ import pytest
 from nestrec.base.errors import UserError
 from nestrec.base.failpoints import armed
 from nestrec.checkpoint import SaveError
-from nestrec.data.card import Card
-from nestrec.data.sources.kafka import KafkaSource
-from nestrec.testing.streams import (
+from nestrec.data.dataset_card import Card
+from nestrec.data.streaming.kafka_source import KafkaSource
+from nestrec.training.state import run_digest
+from nestrec.training.training_session import WindowEnd
+from support.stream_fixtures import (
     BY_COUNT,
     Crash,
     copied,
@@ -21,8 +23,6 @@ from nestrec.testing.streams import (
     topic,
     without_times,
 )
-from nestrec.training.run_digest import run_digest
-from nestrec.training.windows import WindowEnd
 
 
 def test_partitions_that_a_topic_is_given_later_are_read_without_a_restart_and_with_the_same_bits_after_a_kill(

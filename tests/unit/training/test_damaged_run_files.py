@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 import nestrec
+from nestrec.api import configured
 from nestrec.base.errors import UserError
-from nestrec.cli.training import evaluate_run
+from nestrec.cli.training_output import evaluate_run
 from nestrec.distributed import Topology
-from nestrec.library.configured import configured
-from nestrec.testing.tiny_runs import config_of
 from nestrec.training.trainer import Trainer
+from support.tiny_runs import config_of
 
 
 def train(data: Path, run: Path, max_steps: int) -> None:

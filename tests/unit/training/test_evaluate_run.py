@@ -11,23 +11,22 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from nestrec.api import configured, train
 from nestrec.base.errors import DamagedError, UserError
-from nestrec.bench.quality.evaluations import evaluation_rows
 from nestrec.cli.app import app
-from nestrec.cli.report import sample_recommendations
-from nestrec.cli.training import evaluate_run, train_run
-from nestrec.data.prepare.preparation import prepare
+from nestrec.cli.plan_output import sample_recommendations
+from nestrec.cli.training_output import evaluate_run, train_run
+from nestrec.data.formats.format_registry import prepare
 from nestrec.distributed import Topology
-from nestrec.library import input_comparison
-from nestrec.library.configured import configured
-from nestrec.library.runs import train
-from nestrec.report.run_folder import best_evaluation, load_run
+from nestrec.report.run_records import best_evaluation, load_run
 from nestrec.tasks.metrics import Interval
 from nestrec.tasks.task import Evaluation
-from nestrec.testing.tiny_runs import config_of
-from nestrec.training.listener import Listener
+from nestrec.training.callbacks import Listener
 from nestrec.training.run_folder import RunFolder
 from nestrec.training.trainer import Trainer
+from nestrec_bench.quality import input_comparison
+from nestrec_bench.quality.evaluations_bench import evaluation_rows
+from support.tiny_runs import config_of
 
 
 def test_eval_keeps_the_result_of_the_best_epoch_as_train_does(

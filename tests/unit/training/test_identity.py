@@ -11,13 +11,13 @@ import pytest
 from nestrec.base.errors import DamagedError, UserError
 from nestrec.base.failpoints import armed
 from nestrec.checkpoint import Checkpoints, SaveError
-from nestrec.data.synthetic.logs import generate, preset
+from nestrec.data.synthetic.synthetic_logs import generate, preset
 from nestrec.distributed import Topology
-from nestrec.serving.model.export import export_run
-from nestrec.testing.tiny_runs import config_of
-from nestrec.training.listener import Listener
-from nestrec.training.run_digest import run_digest
+from nestrec.exporters.servable_writer import export_run
+from nestrec.training.callbacks import Listener
+from nestrec.training.state import run_digest
 from nestrec.training.trainer import Trainer
+from support.tiny_runs import config_of
 
 RUN = {"training.max_steps": 6, "training.keep_checkpoints": 9, "training.checkpoint_every_steps": 2}
 RATE = "optimizer.learning_rate"
@@ -288,7 +288,7 @@ def test_damaged_copies_of_the_run_itself_are_replaced(tiny_data, tmp_path):
 
 
 def test_storage_that_cannot_be_read_ends_the_run(tiny_data, tmp_path, monkeypatch):
-    monkeypatch.setattr("nestrec.checkpoint.elsewhere._RETRY_AFTER_S", ())
+    monkeypatch.setattr("nestrec.checkpoint.mirror._RETRY_AFTER_S", ())
     there = tmp_path / "there"
     elsewhere = {"training.checkpoint_address": str(there), "training.max_steps": 4}
     trainer_of(tiny_data, tmp_path / "one", elsewhere).train()

@@ -12,11 +12,10 @@ import pytest
 import yaml
 from torch.distributed.run import get_args_parser
 
-from nestrec.base.config import with_overrides
+from nestrec.base.config_overrides import parse_overrides, with_overrides
 from nestrec.base.errors import UserError
-from nestrec.base.overriding import parse_overrides
-from nestrec.training.config import RunConfig
 from nestrec.training.recipes import recipe
+from nestrec.training.run_config import RunConfig
 
 TRAINING = Path(__file__).resolve().parents[3] / "deploy" / "training"
 SLURM = {

@@ -8,10 +8,10 @@ import pytest
 from nestrec.base.errors import UserError
 from nestrec.checkpoint import Checkpoints
 from nestrec.distributed import Topology
-from nestrec.tasks.variant_choice import LossShape, choose_variant
-from nestrec.testing.tiny_runs import config_of, make_datasets
-from nestrec.training.run_digest import run_digest
+from nestrec.tasks.loss_options import LossShape, choose_variant
+from nestrec.training.state import run_digest
 from nestrec.training.trainer import Trainer
+from support.tiny_runs import config_of, make_datasets
 
 RUN = {"training.max_steps": 6, "training.epochs": 9, "training.dtype": "float64"}
 

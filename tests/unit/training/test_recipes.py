@@ -3,12 +3,14 @@ import json
 import pytest
 import torch
 
-from nestrec.base.config import dumps, from_plain, to_plain, with_overrides
+from nestrec.base.config import dumps, to_plain
+from nestrec.base.config_overrides import with_overrides
+from nestrec.base.config_values import from_plain
 from nestrec.base.errors import UserError
-from nestrec.models.backbones import make_encoder
+from nestrec.models.backbone_registry import make_encoder
 from nestrec.models.dlrm import DLRM, DLRMConfig
-from nestrec.training.config import RunConfig
 from nestrec.training.recipes import RECIPES, recipe
+from nestrec.training.run_config import RunConfig
 
 PUBLISHED = ["beauty_sasrec", "beauty_hstu", "ml_1m_hstu", "ml_1m_hstu_large", "ml_100k_hstu"]
 

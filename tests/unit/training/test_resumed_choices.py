@@ -7,17 +7,15 @@ from pathlib import Path
 import pytest
 
 from nestrec.balance import BalanceConfig
-from nestrec.balance.changes import CostChange
-from nestrec.balance.cost import CostModel
-from nestrec.balance.fitting import Measurement
+from nestrec.balance.cost import CostChange, CostModel, Measurement
 from nestrec.base.config import to_plain
-from nestrec.data.order import Position
+from nestrec.data.batch_order import Position
 from nestrec.distributed import Topology
-from nestrec.pipeline.window_changes import WindowChange
-from nestrec.testing.tiny_runs import config_of
+from nestrec.pipeline.window_cost_model import WindowChange
 from nestrec.trace import Tracer
-from nestrec.training.balancing import Balancing
+from nestrec.training.balance_controller import Balancing
 from nestrec.training.trainer import Trainer
+from support.tiny_runs import config_of
 
 CHOSEN = (WindowChange(step=1, first=Position(0, 1), micro_batches=5),)
 LATER = WindowChange(step=100, first=Position(9, 0), micro_batches=7)

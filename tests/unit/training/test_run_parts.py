@@ -12,19 +12,19 @@ import numpy as np
 import pytest
 import torch
 
-from nestrec.base.clock import SimulatedClock
 from nestrec.base.errors import DamagedError, NonFiniteError, UserError
-from nestrec.data.batches import Batch, MicroBatch
-from nestrec.data.order import Position
+from nestrec.data.batch_loader import Batch, MicroBatch
+from nestrec.data.batch_order import Position
 from nestrec.pipeline import Totals
 from nestrec.tasks.metrics import Interval
 from nestrec.tasks.task import Evaluation, share_of_ranks
-from nestrec.training.meter import Meter
+from nestrec.training.callbacks import Meter
 from nestrec.training.recipes import recipe
-from nestrec.training.resumption import check_same_data
+from nestrec.training.run_checkpointer import StopRequest
 from nestrec.training.run_folder import RunFolder
+from nestrec.training.run_identity import check_same_data
 from nestrec.training.state import TrainState
-from nestrec.training.stopping import StopRequest
+from nestrec_bench.harness.clocks import SimulatedClock
 
 
 def batch_of(samples: list[int], num_tokens: int = 5) -> Batch:

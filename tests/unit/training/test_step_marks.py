@@ -1,6 +1,6 @@
 """What a start that goes on from a checkpoint says has been lost since."""
 
-from nestrec.training.step_marks import Lost, StepMarks
+from nestrec.training.state import Lost, StepMarks
 
 
 def test_steps_and_time_since_the_step_that_is_gone_on_from_are_lost(tmp_path):

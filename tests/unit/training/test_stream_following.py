@@ -9,22 +9,29 @@ from typing import Any
 
 import pytest
 
-from nestrec.base.config import with_overrides
+from nestrec.base.config_overrides import with_overrides
+from nestrec.base.config_values import moment_ms
 from nestrec.base.errors import DataError
 from nestrec.base.failpoints import armed
-from nestrec.base.moments import moment_ms
 from nestrec.checkpoint import Checkpoints, SaveError
-from nestrec.data.card import Card
 from nestrec.data.dataset import Dataset
-from nestrec.data.growth.append import append
-from nestrec.data.prepare.options import LogColumns
+from nestrec.data.dataset_card import Card
+from nestrec.data.formats.format_registry import prepare
+from nestrec.data.incremental.append import append
 from nestrec.data.prepare.parse import AHEAD
-from nestrec.data.prepare.preparation import prepare
-from nestrec.data.samples.windows import slices_of_runs
+from nestrec.data.prepare.prepare_options import LogColumns
+from nestrec.data.samples.time_windows import slices_of_runs
 from nestrec.distributed import Topology
-from nestrec.report.run_folder import load_run
-from nestrec.serving.model.export import restored_session
-from nestrec.testing.streams import (
+from nestrec.exporters.servable_writer import restored_session
+from nestrec.report.run_records import load_run
+from nestrec.training.callbacks import Listener
+from nestrec.training.run_folder import RunFolder
+from nestrec.training.state import run_digest
+from nestrec.training.stream_trainer import StreamConfig, stream_config
+from nestrec.training.trainer import Trainer
+from nestrec.training.training_session import WindowEnd
+from nestrec.training.warm_start import Beginning
+from support.stream_fixtures import (
     BY_COUNT,
     BY_TIME,
     COLUMNS,
@@ -37,14 +44,7 @@ from nestrec.testing.streams import (
     stream_events,
     without_times,
 )
-from nestrec.testing.tiny_runs import config_of
-from nestrec.training.beginning import Beginning
-from nestrec.training.following import StreamConfig, stream_config
-from nestrec.training.listener import Listener
-from nestrec.training.run_digest import run_digest
-from nestrec.training.run_folder import RunFolder
-from nestrec.training.trainer import Trainer
-from nestrec.training.windows import WindowEnd
+from support.tiny_runs import config_of
 
 FEW = ("data.append.before_card", "train.step", "follow.window")
 ALL = ("stream.read", "data.append.before_layer", *FEW, "data.append.after_card", "checkpoint.before_rename")

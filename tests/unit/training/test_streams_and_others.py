@@ -7,18 +7,11 @@ import pytest
 
 from nestrec.base.errors import UserError
 from nestrec.base.failpoints import armed
-from nestrec.data.card import Card
-from nestrec.data.growth.append import append
-from nestrec.data.growth.generations import growing, restore
-from nestrec.testing.streams import (
-    BY_COUNT,
-    COLUMNS,
-    copied,
-    drop_files,
-    follow,
-    stream_events,
-)
-from nestrec.training.run_digest import run_digest
+from nestrec.data.dataset_card import Card
+from nestrec.data.incremental.append import append
+from nestrec.data.incremental.generations import growing, restore
+from nestrec.training.state import run_digest
+from support.stream_fixtures import BY_COUNT, COLUMNS, copied, drop_files, follow, stream_events
 
 
 def test_two_runs_that_follow_into_one_data_read_every_event_once(base: tuple[Path, Path], tmp_path: Path) -> None:

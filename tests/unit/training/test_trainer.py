@@ -16,17 +16,17 @@ import torch
 from nestrec.base.errors import DataError, NonFiniteError, UserError
 from nestrec.base.failpoints import armed
 from nestrec.checkpoint import Checkpoints, SaveError
-from nestrec.data.batches import Batch
-from nestrec.data.order import Position
-from nestrec.data.prepare.preparation import prepare
-from nestrec.data.synthetic.logs import generate, preset
+from nestrec.data.batch_loader import Batch
+from nestrec.data.batch_order import Position
+from nestrec.data.formats.format_registry import prepare
+from nestrec.data.synthetic.synthetic_logs import generate, preset
 from nestrec.distributed import Topology
-from nestrec.serving.model.export import restored_session
-from nestrec.testing.tiny_runs import FAMILIES, config_of
-from nestrec.training.listener import Listener
-from nestrec.training.run_digest import run_digest
-from nestrec.training.stopping import Interrupted
+from nestrec.exporters.servable_writer import restored_session
+from nestrec.training.callbacks import Listener
+from nestrec.training.run_checkpointer import Interrupted
+from nestrec.training.state import run_digest
 from nestrec.training.trainer import Trainer
+from support.tiny_runs import FAMILIES, config_of
 
 BACKGROUND = {"training.checkpoint_async": True, "training.incremental_saves": 2, "training.keep_checkpoints": 1}
 EVICTIONS: dict[str, dict[str, object]] = {

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from nestrec.base.clock import SimulatedClock
 from nestrec.base.errors import UserError
-from nestrec.cli.tuning import Choices, Overrides, Range, by_training, parse_search, run_name, train_command, tune
-from nestrec.data.synthetic import logs as synthetic
+from nestrec.data.synthetic import synthetic_logs as synthetic
+from nestrec.tuning import Choices, Overrides, Range, by_training, parse_search, run_name, train_command, tune
+from nestrec_bench.harness.clocks import SimulatedClock
 
 pytest.importorskip("optuna")
 SEARCH = parse_search(["rate=1e-4..1e-1", "kind=good,bad"])

@@ -5,17 +5,19 @@ import json
 import pytest
 
 from nestrec import Table
-from nestrec.base.config import from_plain, to_plain, with_overrides
+from nestrec.base.config import to_plain
+from nestrec.base.config_overrides import with_overrides
+from nestrec.base.config_values import from_plain
 from nestrec.base.errors import UserError
 from nestrec.distributed import Topology
 from nestrec.embedding.row_optimizer import RowOptimizerConfig
 from nestrec.tasks.task import Task
-from nestrec.testing.tiny_runs import config_of
-from nestrec.training.config import RunConfig
 from nestrec.training.recipes import RECIPES, recipe
-from nestrec.training.session import Session
+from nestrec.training.run_config import RunConfig
 from nestrec.training.trainer import Trainer
-from nestrec.training.unused_options import check_options_are_used
+from nestrec.training.training_session import Session
+from nestrec.training.validation import check_options_are_used
+from support.tiny_runs import config_of
 
 REFUSED = {
     "task.item_optimizer.moment_scale": ({"task.item_optimizer.moment_scale": 2}, "the row optimiser adam does not"),

@@ -7,9 +7,9 @@ import pytest
 
 from nestrec.base.errors import UserError
 from nestrec.distributed import Topology
-from nestrec.report.tensorboard import TensorBoardWriter
-from nestrec.testing.tiny_runs import config_of
+from nestrec.report.tensorboard_log import TensorBoardWriter
 from nestrec.training.trainer import Trainer
+from support.tiny_runs import config_of
 
 SHORT = {"training.max_steps": 21, "training.epochs": 9, "training.evaluate_every_epochs": 0}
 

@@ -13,19 +13,19 @@ from nestrec.base.errors import UserError
 from nestrec.base.failpoints import armed
 from nestrec.checkpoint import Checkpoints
 from nestrec.data.dataset import Dataset
-from nestrec.data.growth.append import append
-from nestrec.data.synthetic.logs import SPAN_MS, START_MS
+from nestrec.data.incremental.append import append
+from nestrec.data.synthetic.synthetic_logs import SPAN_MS, START_MS
 from nestrec.distributed import Topology
 from nestrec.embedding.initial import initial_rows
-from nestrec.report.html import render
-from nestrec.report.run_folder import load_run
-from nestrec.tasks import retrieval
+from nestrec.report.run_page import render
+from nestrec.report.run_records import load_run
+from nestrec.tasks import retrieval_task
 from nestrec.tasks.metrics import bootstrap
-from nestrec.testing.tiny_runs import config_of
-from nestrec.training.listener import Listener
-from nestrec.training.run_digest import run_digest
+from nestrec.training.callbacks import Listener
+from nestrec.training.state import run_digest
 from nestrec.training.trainer import Trainer
-from nestrec.training.windows import WindowEnd
+from nestrec.training.training_session import WindowEnd
+from support.tiny_runs import config_of
 
 IN_TIME = {
     "batch.order": "chronological",
@@ -87,7 +87,7 @@ def test_intervals_of_a_window_draw_its_users_and_not_its_events(
         drawn.append((len(values["hr@10"]), given["groups"]))
         return bootstrap(values, **given)
 
-    monkeypatch.setattr(retrieval, "bootstrap", heard)
+    monkeypatch.setattr(retrieval_task, "bootstrap", heard)
     trainer_of("hstu", tiny_data, tmp_path, {**IN_TIME, "training.max_steps": 2}).train()
     assert drawn
     assert all(count == len(users) > len(set(users.tolist())) for count, users in drawn if count > 20)

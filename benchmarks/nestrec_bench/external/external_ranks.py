@@ -1,0 +1,118 @@
+"""Inside the ranks of `nestrec bench peers`: run by torchrun, one process a rank.
+
+All systems are built in the same processes and take turns, a round of a few steps each, over the same batches, so they
+share the state of the machine. Rank 0 writes what it measured as JSON.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nestrec.distributed import Topology
+from nestrec.distributed.collectives import all_gather_json, all_reduce_sum, barrier
+from nestrec.distributed.topology import RanksConfig
+from nestrec_bench.external.external_workload import PeersWorkload, WorkloadConfig
+from nestrec_bench.external.torchrec_job import TorchRecJob
+from nestrec_bench.external.training_job import DENSE_KINDS, OUR_MODES, DenseKind, Job, NestrecJob
+
+NUM_BATCHES = 12
+WARMUP_STEPS = 4
+
+
+@dataclass(slots=True)
+class Timed:
+    """A system and what its rounds took."""
+
+    job: Job
+    seconds: list[float] = field(default_factory=list)
+    """Of a round, until the last rank was done."""
+    cpu_seconds: list[float] = field(default_factory=list)
+    """Of a round, in all threads of this rank."""
+
+
+def build(dense: DenseKind, modes: list[str], torchrec_modes: list[str], topology: Topology) -> list[Timed]:
+    """The systems, each with its own tables. Collective."""
+    workload = PeersWorkload(WorkloadConfig())
+    batches = [workload.batch(topology.rank, step) for step in range(NUM_BATCHES)]
+    jobs: list[Job] = [NestrecJob(workload, batches, dense, _ranks(topology, mode), mode) for mode in modes]
+    jobs += [TorchRecJob(workload, batches, dense, mode) for mode in torchrec_modes]
+    return [Timed(job) for job in jobs]
+
+
+def _ranks(topology: Topology, mode: str) -> Topology:
+    """The ranks as they exchange in one of our modes. Collective."""
+    gloo = RanksConfig(exchange="collectives")
+    return Topology.of_process_group(topology.device, gloo) if mode == "serial_gloo" else topology
+
+
+def take_turns(systems: list[Timed], topology: Topology, *, rounds: int, steps: int) -> None:
+    """Rounds of steps by turns; each round begins with another system. Collective."""
+    for system in systems:
+        for _ in range(WARMUP_STEPS):
+            system.job.step()
+    for number in range(rounds):
+        first = number % len(systems)
+        for system in systems[first:] + systems[:first]:
+            barrier(topology.control)
+            start_s, start_cpu_s = time.perf_counter(), time.process_time()
+            for _ in range(steps):
+                system.job.step()
+            system.cpu_seconds.append(time.process_time() - start_cpu_s)
+            barrier(topology.control)
+            system.seconds.append(time.perf_counter() - start_s)
+
+
+def global_losses(job: Job, topology: Topology, num_steps: int) -> list[float]:
+    """Losses of the first steps, averaged over ranks. Collective."""
+    total = torch.stack(job.losses[:num_steps])
+    all_reduce_sum(topology.dense, total)
+    return [round(float(x), 6) for x in total / topology.world]
+
+
+def describe(system: Timed, topology: Topology, steps: int) -> dict[str, Any]:
+    """What one system did. Collective."""
+    samples = WorkloadConfig().batch * topology.world * steps
+    cpu_ms = all_gather_json(topology.control, 1e3 * statistics.median(system.cpu_seconds) / steps)
+    return {
+        "system": system.job.system,
+        "version": system.job.version,
+        "mode": system.job.mode,
+        "samples_per_s_rounds": [round(samples / s, 1) for s in system.seconds],
+        "losses": global_losses(system.job, topology, 8),
+        "cpu_ms": round(statistics.mean(cpu_ms), 2),
+        "parts_ms": system.job.parts_ms() if isinstance(system.job, NestrecJob) else None,
+    }
+
+
+def main() -> None:
+    """Entry point under torchrun."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dense", choices=DENSE_KINDS, required=True)
+    parser.add_argument("--modes", nargs="+", choices=OUR_MODES, required=True, help="modes of nestrec")
+    parser.add_argument("--torchrec-modes", nargs="*", default=[], help="modes of TorchRec to compare with")
+    parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--steps", type=int, required=True, help="steps of a round")
+    parser.add_argument("--output", type=Path, required=True, help="file that rank 0 writes")
+    given = parser.parse_args()
+    topology = Topology.from_environment("cpu")
+    systems = build(given.dense, given.modes, given.torchrec_modes, topology)
+    take_turns(systems, topology, rounds=given.rounds, steps=given.steps)
+    rows = [describe(system, topology, given.steps) for system in systems]
+    if topology.is_first:
+        given.output.write_text(json.dumps(rows))
+    barrier(topology.control)
+    torch.distributed.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # threads that a compared system left running would abort an orderly exit now and then
+
+
+if __name__ == "__main__":
+    main()

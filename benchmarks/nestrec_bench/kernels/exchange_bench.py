@@ -1,0 +1,300 @@
+"""Bandwidth and latency of each transport between processes, and what a matmul beside it loses (on a GPU).
+
+Ranks are processes on one device (or on the CPU, where only `host` exists), or those of torchrun. Fewer ranks are
+measured as groups of them, at the same time. Every transport sends the same bytes, and what arrives is compared with
+Gloo's to the bit. The matmul runs on the first rank alone, while the other ranks are quiet: several processes on one
+device take turns, and would measure that. Beside it, chunks are copied the way the transport does it, at a given rate;
+`sm_copy` is the same with a kernel, the thing to be compared with.
+
+    nestrec bench exchange --ranks 2,4 --transports host,copy_engine --bytes 1048576
+
+What a matmul loses while chunks are copied beside it, by the copy engines, over the host, or by a kernel.
+"""
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from nestrec.base.config import config
+from nestrec.base.errors import PeerLostError
+from nestrec.distributed import Topology
+from nestrec.distributed.collectives import all_gather_json, all_to_all_rows, barrier
+from nestrec.distributed.topology import Communicator, RanksConfig
+from nestrec.distributed.transports import CopyEngine
+from nestrec_bench.bench import Bench
+from nestrec_bench.harness.local_ranks import run_on_ranks
+
+_CHUNK_BYTES = 16 << 20
+_IN_FLIGHT = 4
+_MATMULS = 24
+
+Copy = Callable[[], None]
+
+
+class _PaceOptions(Protocol):
+    """What is needed of the benchmark's options."""
+
+    @property
+    def paced_gb_per_s(self) -> float: ...
+
+    @property
+    def matmul_size(self) -> int: ...
+
+    @property
+    def matmul_rounds(self) -> int: ...
+
+
+def ways_to_copy(transport: str, vectors: Communicator, bench: _PaceOptions) -> list[dict[str, Any]]:
+    """Rows of the transport's own way at its rate, and of a kernel at the same rate."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    target = torch.empty(_CHUNK_BYTES, dtype=torch.uint8, device=device)
+    local = torch.randint(0, 255, (_CHUNK_BYTES,), dtype=torch.uint8, device=device)
+    own = _own_way(transport, vectors, local, target)
+    words = local.view(torch.int32), target.view(torch.int32)
+    by_kernel: Mapping[str, Copy] = {"sm_copy": lambda: _kernel_copy(*words)}
+    rows: list[dict[str, Any]] = []
+    for name, copy in {**own, **by_kernel}.items():
+        unpaced = _rate(copy)
+        wanted = min(bench.paced_gb_per_s, unpaced) if name != "sm_copy" else rows[0]["beside_gb_per_s"]
+        slowdown, achieved = _slowdown(copy, wanted, bench)
+        rows.append(
+            {
+                "transport": name,
+                "ranks": vectors.size,
+                "device": "cuda",
+                "equal_to_gloo": None,
+                "latency_us": None,
+                "bytes": _CHUNK_BYTES,
+                "gb_per_s": round(unpaced, 1),
+                "beside": transport,
+                "beside_gb_per_s": round(achieved, 1),
+                "matmul_slowdown": round(slowdown, 4),
+                "device_work": _device_work(copy),
+            }
+        )
+    return rows
+
+
+def _own_way(transport: str, vectors: Communicator, local: torch.Tensor, target: torch.Tensor) -> dict[str, Copy]:
+    if transport == "copy_engine":
+        assert isinstance(vectors.transport, CopyEngine)
+        peer = vectors.transport.memory_of(1)[:_CHUNK_BYTES]
+        return {"copy_engine": lambda: _nothing(target[: len(peer)].copy_(peer, non_blocking=True))}
+    host = torch.empty(_CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
+    other = torch.empty(_CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
+
+    def there_and_back() -> None:
+        half = _CHUNK_BYTES // 2
+        host[:half].copy_(local[:half], non_blocking=True)
+        target[:half].copy_(other[:half], non_blocking=True)
+
+    return {"host": there_and_back}
+
+
+def _nothing(_: torch.Tensor) -> None:
+    return None
+
+
+def _kernel_copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    torch.add(source, 0, out=target)
+
+
+def _rate(copy: Copy) -> float:
+    """Gigabytes a second of chunks one after another."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for number in range(60):
+            if number == 10:
+                start.record(stream)
+            copy()
+        end.record(stream)
+    end.synchronize()
+    return 50 * _CHUNK_BYTES / float(start.elapsed_time(end)) * 1e-6
+
+
+def _slowdown(copy: Copy, gb_per_s: float, bench: _PaceOptions) -> tuple[float, float]:
+    """(time of matmuls beside copies over that without them) - 1, and the rate of the copies."""
+    size = bench.matmul_size
+    factors = torch.randn(2, size, size, dtype=torch.bfloat16, device="cuda")
+    stream = torch.cuda.Stream()
+    alone, beside, rates = [], [], []
+    for _ in range(bench.matmul_rounds + 1):
+        alone.append(_matmuls_ms(factors, None, stream, gb_per_s)[0])
+        taken_ms, copied = _matmuls_ms(factors, copy, stream, gb_per_s)
+        beside.append(taken_ms)
+        rates.append(copied * 1e-6 / taken_ms)
+    ratio = statistics.median(b / a for a, b in zip(alone[1:], beside[1:], strict=True))
+    return ratio - 1, statistics.median(rates[1:])
+
+
+def _matmuls_ms(
+    factors: torch.Tensor, copy: Copy | None, stream: torch.cuda.Stream, gb_per_s: float
+) -> tuple[float, int]:
+    """Time of some matmuls, and bytes copied meanwhile on another stream at the given rate."""
+    out = torch.empty_like(factors[0])
+    torch.cuda.synchronize()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(_MATMULS):
+        torch.mm(factors[0], factors[1], out=out)
+    end.record()
+    every_s, due, copied = _CHUNK_BYTES / gb_per_s * 1e-9, time.perf_counter(), 0
+    pending: list[torch.cuda.Event] = []
+    while not end.query():
+        pending = [event for event in pending if not event.query()]
+        if copy is not None and time.perf_counter() >= due and len(pending) < _IN_FLIGHT:
+            with torch.cuda.stream(stream):
+                copy()
+                pending.append(torch.cuda.Event())
+                pending[-1].record(stream)
+            due, copied = due + every_s, copied + _CHUNK_BYTES
+    stream.synchronize()
+    return start.elapsed_time(end), copied
+
+
+def _device_work(copy: Copy) -> list[str]:
+    """What a copy makes the device do, as the profiler names it."""
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        copy()
+        torch.cuda.synchronize()
+    events = seen.events() or []
+    return sorted({event.name[:80] for event in events if str(event.device_type).endswith("CUDA")})
+
+
+_SMALL_BYTES = 4096
+_NAMES = {"HostStaged": "host", "CopyEngine": "copy_engine", "SharedMemory": "shared_memory"}
+_ONLY_ON = {"copy_engine": "cuda", "shared_memory": "cpu"}
+
+
+@config
+class ExchangeBench:
+    ranks: tuple[int, ...] = (2, 4)
+    """ranks that exchange with each other; divisors of the largest"""
+    transports: tuple[str, ...] = ("host", "copy_engine", "shared_memory")
+    """which transports; copy_engine needs a GPU, shared_memory is for CPUs"""
+    bytes: tuple[int, ...] = (1 << 20, 1 << 24, 1 << 26)
+    """bytes that a rank sends in one exchange"""
+    rounds: int = 15
+    """exchanges of each size; medians are printed"""
+    paced_gb_per_s: float = 400.0
+    """rate of the copies beside a matmul"""
+    matmul_size: int = 8192
+    """of a square bf16 matmul"""
+    matmul_rounds: int = 7
+    """rounds with and without copies, by turns"""
+    timeout_s: float = 60.0
+    """after this long without an answer a peer counts as lost"""
+
+
+def measure_exchange(bench: ExchangeBench) -> list[dict[str, Any]]:
+    """A row for each number of ranks, transport and size; and on a GPU one for each way to copy beside a matmul.
+
+    Under a launcher the first rank has the rows, the others have none.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        hosts = Topology.from_environment("cpu", timeout_s=bench.timeout_s)
+        of_ranks = all_gather_json(hosts.control, _rank(hosts, bench))
+        if not hosts.is_first:
+            return []
+    else:
+        of_ranks = run_on_ranks(max(bench.ranks), _rank, bench)
+    rows = [_slowest(same) for same in zip(*(answer["rows"] for answer in of_ranks), strict=True)]
+    return [*rows, *of_ranks[0]["beside"]]
+
+
+def _slowest(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    failed = [row for row in of_ranks if "error" in row]
+    if failed:
+        return failed[0]
+    slowest = min(of_ranks, key=lambda row: float(row["gb_per_s"]))
+    latency_us = max(row["latency_us"] for row in of_ranks)
+    return {**slowest, "latency_us": latency_us, "equal_to_gloo": all(row["equal_to_gloo"] for row in of_ranks)}
+
+
+def _rank(hosts: Topology, bench: ExchangeBench) -> dict[str, list[dict[str, Any]]]:
+    """One rank; `hosts` is the topology by which ranks keep in step."""
+    os.environ.setdefault("LOCAL_WORLD_SIZE", str(hosts.world))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    rows: list[dict[str, Any]] = []
+    beside: list[dict[str, Any]] = []
+    for transport in bench.transports:
+        if _ONLY_ON.get(transport, device.type) != device.type:
+            continue
+        for ranks in bench.ranks:
+            groups = RanksConfig(replicas=hosts.world // ranks, exchange=transport)  # type: ignore[arg-type]
+            under_test = Topology.of_process_group(device, groups, timeout_s=bench.timeout_s)
+            try:
+                rows += _rows(hosts, under_test, bench)
+            except PeerLostError as error:  # what the machine cannot do is a result too
+                rows.append({"transport": transport, "ranks": ranks, "error": str(error)})
+        if device.type == "cuda" and hosts.rank == 0 and "error" not in rows[-1]:
+            beside += ways_to_copy(transport, under_test.vectors, bench)
+        barrier(hosts.control)
+    return {"rows": rows, "beside": beside}
+
+
+def _rows(hosts: Topology, under_test: Topology, bench: ExchangeBench) -> list[dict[str, Any]]:
+    reference = Topology.of_process_group(
+        torch.device("cpu"), RanksConfig(replicas=under_test.num_replicas, exchange="collectives")
+    )
+    transport = type(under_test.vectors.transport).__name__
+    common: dict[str, Any] = {
+        "transport": _NAMES.get(transport, "collectives"),
+        "ranks": under_test.num_shards,
+        "device": under_test.device.type,
+        "equal_to_gloo": all(_equals_gloo(reference, under_test, seed) for seed in range(4)),
+        "latency_us": round(1e6 * _seconds(hosts, under_test, _SMALL_BYTES, bench.rounds), 1),
+    }
+    rows = []
+    for size in bench.bytes:
+        seconds = _seconds(hosts, under_test, size, bench.rounds)
+        rate = float(f"{size / seconds * 1e-9:.3g}")  # three decimals would be 0 for few bytes on a busy machine
+        rows.append({**common, "bytes": size, "gb_per_s": rate, "matmul_slowdown": None})
+    return rows
+
+
+def _seconds(hosts: Topology, under_test: Topology, num_bytes: int, rounds: int) -> float:
+    """Median time of an exchange from the moment that all ranks are ready to the moment the bytes are there."""
+    device, world = under_test.device, under_test.num_shards
+    share = num_bytes // world
+    sent = torch.randint(0, 255, (share * world,), dtype=torch.uint8, device=device)
+    taken = []
+    for _ in range(rounds + 2):
+        _finish(device)
+        barrier(hosts.control)
+        start = time.perf_counter()
+        all_to_all_rows(under_test.vectors, sent, [share] * world, [share] * world)
+        _finish(device)
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken[2:])
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _equals_gloo(reference: Topology, under_test: Topology, seed: int) -> bool:
+    """Whether rows of uneven number arrive as over Gloo."""
+    world, rank = under_test.num_shards, under_test.shard
+    counts = torch.randint(0, 5000, (world, world), generator=torch.Generator().manual_seed(seed))
+    counts[seed % world, 0] = 0
+    send, receive = counts[rank].tolist(), counts[:, rank].tolist()
+    rows = torch.randn(sum(send), 24, generator=torch.Generator().manual_seed(100 * seed + under_test.rank))
+    expected = all_to_all_rows(reference.vectors, rows, send, receive)
+    arrived = all_to_all_rows(under_test.vectors, rows.to(under_test.device), send, receive)
+    return torch.equal(arrived.cpu(), expected)
+
+
+BENCH = Bench(config=ExchangeBench, measure=measure_exchange)

@@ -1,0 +1,274 @@
+"""Open-loop load: requests leave at their intended moments, whatever the server does.
+
+Latency counts from the intended moment, so that a stall is felt by every request that it delays (no coordinated
+omission). A request that is refused or fails counts as never answered in time.
+
+A small HTTP/1.1 client that never queues: a request without an idle connection opens one.
+
+Plain protocols and not streams: a load generator shares the machine with the server that it measures.
+"""
+
+import asyncio
+import contextlib
+import http.client
+import math
+import selectors
+import ssl
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+_MOST_OPEN = 900
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What came back; status 0 where the connection failed."""
+
+    status: int
+    head: bytes = b""
+    """status line and headers in lower case"""
+    body: bytes = b""
+
+    def header(self, name: bytes) -> bytes:
+        """Value of a header, empty where it is not there."""
+        return self.head.partition(b"\r\n" + name + b":")[2].partition(b"\r\n")[0].strip()
+
+
+class HttpClient:
+    """Keeps connections alive; used inside one event loop. More than 900 requests under way at a time fail."""
+
+    def __init__(
+        self, host: str, port: int, *, key: str = "", timeout_s: float = 30.0, context: ssl.SSLContext | None = None
+    ):
+        """key: of a server that asks for one. context: of a server with TLS."""
+        self._context = context
+        self._host, self._port, self._timeout_s = host, port, timeout_s
+        self._credential = f"authorization: Bearer {key}\r\n" if key else ""
+        self._idle: list[_Connection] = []
+        self._num_open = 0
+
+    async def post(self, path: str, body: bytes) -> Reply:
+        """Send a request on a connection of its own."""
+        head = (
+            f"POST {path} HTTP/1.1\r\nhost: {self._host}\r\ncontent-type: application/json\r\n"
+            f"{self._credential}content-length: {len(body)}\r\n\r\n"
+        )
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._exchange(head.encode() + body)
+        except (OSError, EOFError, TimeoutError, ValueError):
+            return Reply(0)
+
+    async def close(self) -> None:
+        while self._idle:
+            await self._idle.pop().close()
+
+    async def _exchange(self, data: bytes) -> Reply:
+        while self._idle:
+            connection = self._idle.pop()
+            if not connection.is_lost:
+                break
+            self._num_open -= 1
+        else:
+            connection = await self._opened()
+        is_kept = False
+        try:
+            reply = await connection.send(data)
+            is_kept = reply.header(b"connection") != b"close"
+            return reply
+        finally:
+            if is_kept:
+                self._idle.append(connection)
+            else:
+                self._num_open -= 1
+                connection.transport.close()
+
+    async def _opened(self) -> "_Connection":
+        if self._num_open >= _MOST_OPEN:
+            raise OSError("too many requests are under way")
+        self._num_open += 1
+        try:
+            loop = asyncio.get_running_loop()
+            _, connection = await loop.create_connection(_Connection, self._host, self._port, ssl=self._context)
+        except BaseException:
+            self._num_open -= 1
+            raise
+        return connection
+
+
+def remedy_without_answer(reason: object) -> str:
+    """Return what to do about a server that does not answer, by the error that was raised."""
+    match reason:
+        case ssl.SSLCertVerificationError():
+            return "set SSL_CERT_FILE to the certificate of whoever has signed the server's, and ask by a name in that"
+        case ssl.SSLError():
+            return "see that a nestrec server with TLS listens there; one without is asked by http://"
+        case http.client.HTTPException():  # also if the connection was closed without an answer
+            return "see that a nestrec server listens there; one with TLS is asked by https://"
+    return "see that a nestrec server listens there"
+
+
+class _Connection(asyncio.Protocol):
+    """One request at a time."""
+
+    def __init__(self) -> None:
+        self._received = bytearray()
+        self._reply: asyncio.Future[Reply] | None = None
+        self._closed = asyncio.get_running_loop().create_future()
+        self.is_lost = False
+        self.transport: asyncio.Transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.is_lost = True
+        self._closed.set_result(None)
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_exception(exc or EOFError("the connection was closed"))
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        end = self._received.find(b"\r\n\r\n")
+        if end < 0 or self._reply is None or self._reply.done():
+            return
+        head = Reply(0, bytes(self._received[: end + 2]).lower())
+        length = int(head.header(b"content-length") or 0)
+        if len(self._received) >= end + 4 + length:
+            status = int(head.head.split(b" ", 2)[1])
+            body = bytes(self._received[end + 4 : end + 4 + length])
+            del self._received[: end + 4 + length]
+            self._reply.set_result(Reply(status, head.head, body))
+
+    async def send(self, data: bytes) -> Reply:
+        self._reply = asyncio.get_running_loop().create_future()
+        self.transport.write(data)
+        return await self._reply
+
+    async def close(self) -> None:
+        self.transport.close()
+        with contextlib.suppress(OSError):
+            await self._closed
+
+
+Result = TypeVar("Result")
+Send = Callable[[int], Awaitable[bool]]
+"""Send request number i; whether it was answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What became of a load."""
+
+    rate: float
+    """intended requests a second"""
+    latency_ms: NDArray[np.float64]
+    """of each request from its intended moment; infinite where it was refused or failed"""
+    lateness_ms: float
+    """99th percentile of how late the generator itself sent; large values mean that it was too slow"""
+    duration_s: float
+
+    def percentile_ms(self, q: float) -> float:
+        if not len(self.latency_ms):
+            return math.inf
+        return nearest_rank(np.sort(self.latency_ms), q)
+
+    @property
+    def num_refused(self) -> int:
+        return int(np.isinf(self.latency_ms).sum())
+
+    def goodput(self, slo_ms: float) -> float:
+        """Answers in time, a second."""
+        return float((self.latency_ms <= slo_ms).sum()) / self.duration_s
+
+    def meets(self, slo_ms: float) -> bool:
+        return self.percentile_ms(99) <= slo_ms
+
+
+def poisson_arrivals(rate: float, duration_s: float, seed: int) -> NDArray[np.float64]:
+    """Seconds from the start at which requests are meant to leave."""
+    rng = np.random.default_rng(seed)
+    gaps = rng.exponential(1.0 / rate, size=math.ceil(rate * duration_s * 2) + 32)
+    times = np.cumsum(gaps)
+    return times[times < duration_s]
+
+
+async def run_open_loop(at_s: Sequence[float] | NDArray[np.float64], send: Send, *, lead_s: float = 0.0) -> Trial:
+    """Send request i at `at_s[i]`; `lead_s` is added where a request is preceded by something of its own."""
+    latency_ms = np.full(len(at_s), np.inf)
+    lateness_ms = np.zeros(len(at_s))
+    start_s = time.perf_counter()
+
+    async def one(number: int, intended_s: float) -> None:
+        lateness_ms[number] = (time.perf_counter() - intended_s) * 1e3
+        is_answered = await send(number)
+        if is_answered:
+            latency_ms[number] = (time.perf_counter() - intended_s - lead_s) * 1e3
+
+    tasks = []
+    for number, offset_s in enumerate(at_s):
+        wait_s = start_s + float(offset_s) - time.perf_counter()
+        # Even without a wait the loop must get a turn, or what was sent would not leave.
+        await asyncio.sleep(max(0.0, wait_s))
+        tasks.append(asyncio.create_task(one(number, start_s + float(offset_s))))
+    await asyncio.gather(*tasks)
+    span_s = max(float(at_s[-1]), 1e-9) if len(at_s) else 1.0
+    late_ms = float(np.quantile(lateness_ms, 0.99)) if len(at_s) else 0.0
+    return Trial(len(at_s) / span_s, latency_ms, late_ms, span_s)
+
+
+def nearest_rank(ordered: NDArray[np.float64], q: float) -> float:
+    """The q-th percentile as one of the values, of which there is at least one."""
+    return float(ordered[min(len(ordered), math.ceil(q / 100 * len(ordered))) - 1])
+
+
+def run_punctually(work: Coroutine[Any, Any, Result]) -> Result:
+    """Like asyncio.run, with timers that are exact to microseconds: those of epoll are up to a millisecond late."""
+    loop = lambda: asyncio.SelectorEventLoop(selectors.SelectSelector())  # noqa: E731
+    with asyncio.Runner(loop_factory=loop) as runner:
+        return runner.run(work)
+
+
+def largest(
+    measure: Callable[[float], Trial],
+    slo_ms: float,
+    *,
+    start: float,
+    rounds: int = 5,
+    factor: float = 2.0,
+    most: float = math.inf,
+    is_over: Callable[[], bool] = lambda: False,
+) -> tuple[float, Trial | None]:
+    """The largest rate (or whatever `measure` takes) up to `most` that meets the SLO: multiply by `factor`, or divide
+    by it, then by its square and so on, until the rate lies in between; then halve the interval, `rounds` times once it
+    is as narrow as `factor`. is_over: asked after each trial; the best so far is the answer once it says so."""
+    low, high, best = 0.0, math.inf, None
+    value, num_met, num_missed = min(start, most), 0, 0
+    for _ in range(24):
+        trial = measure(value)
+        if trial.meets(slo_ms):
+            low, best, num_met = value, trial, num_met + 1
+        else:
+            high, num_missed = value, num_missed + 1
+        if is_over():
+            break
+        if math.isinf(high):
+            if low >= most:
+                break
+            value = min(low * factor**num_met, most)
+        elif not low and high > start / 8:
+            value = high / factor**num_missed
+        elif low and high > low * factor * 1.01:
+            value = math.sqrt(low * high)
+        elif not low or rounds == 0 or high <= low * 1.05:
+            break
+        else:
+            rounds -= 1
+            value = (low + high) / 2
+    return low, best

@@ -1,0 +1,18 @@
+"""What papers print about many devices, beside what the simulator says with few of their numbers given to it."""
+
+from collections.abc import Callable
+
+from nestrec_bench.planning.papers.comparison import Comparison, Published
+from nestrec_bench.planning.papers.freescale import freescale
+from nestrec_bench.planning.papers.nestpipe import nestpipe
+from nestrec_bench.planning.papers.turbogr import turbogr
+from nestrec_bench.planning.papers.two_d import two_d
+
+PAPERS: dict[str, Callable[[], Comparison]] = {
+    "nestpipe": nestpipe,
+    "2d": two_d,
+    "freescale": freescale,
+    "turbogr": turbogr,
+}
+
+__all__ = ["PAPERS", "Comparison", "Published"]

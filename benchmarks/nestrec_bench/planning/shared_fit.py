@@ -1,0 +1,341 @@
+"""The cost model of `nestrec bench prediction`, fitted to serial runs alone.
+
+In a serial run nothing overlaps, so the durations of its stages put one after another say when each exchange began, and
+with that how full the bucket of the link was: what an exchange took beyond its bytes is work, or bad luck of TCP.
+
+Loads counted from the batches that ranks really have.
+
+A profile and links fitted to measured stages: each operation a line in its amount, none of it negative.
+
+Time of a collective counts from the moment when the last rank has entered it.
+"""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nestrec.balance.cost import non_negative_least_squares
+from nestrec.data.batch_loader import Batch, MicroBatch
+from nestrec.embedding import TableConfig
+from nestrec.embedding.hashing import owner_of
+from nestrec.embedding.table_config import layout_of
+from nestrec.ops.embedding.dedup_host import dedup
+from nestrec.planning.hardware_profile import ComputeRates, Group, Link, Links, Profile, Rate, StoreRates
+from nestrec.planning.simulator.step_costs import Spread
+from nestrec.planning.workload import KEY_BYTES, Amounts, Loads
+from nestrec.trace import Span
+
+Flops = Callable[[MicroBatch], tuple[float, float]]
+"""Operations of a micro-batch that grow with tokens, and with squares of lengths."""
+
+
+def counted_loads(
+    batches_of_ranks: Sequence[Sequence[Batch]], tables: Sequence[TableConfig], flops: Flops, *, dense_bytes: float
+) -> Loads:
+    """Of the same steps on every rank; one replica group, no window cache."""
+    counted = [_step([batches[p] for batches in batches_of_ranks], tables) for p in range(len(batches_of_ranks[0]))]
+    owned = [_owned([batches[p] for batches in batches_of_ranks], tables) for p in range(len(batches_of_ranks[0]))]
+    work = [[[flops(part) for part in batch.micro_batches] for batch in batches] for batches in batches_of_ranks]
+    operations = np.swapaxes(np.array(work, dtype=np.float64), 0, 1)
+    world = len(batches_of_ranks)
+    shared = [_shared(keys, owned[(p + 1) % len(owned)], tables, world) for p, keys in enumerate(owned)]
+    fetched = [_sizes(keys, tables, world) for keys in owned]
+    gradients = np.stack([f[2] for f in fetched])
+    return Loads(
+        linear_flops=operations[..., 0],
+        attention_flops=operations[..., 1],
+        dense_bytes=dense_bytes,
+        keys=np.stack([step["keys"] for step in counted]),
+        asked=np.stack([step["asked"] for step in counted]),
+        received_bytes=np.stack([step["received"] for step in counted]),
+        returned_bytes=np.stack([step["received"] for step in counted]),
+        served_bytes=np.stack([step["served"] for step in counted]),
+        summed_bytes=np.stack([step["served"] for step in counted]),
+        rows=np.stack([f[0] for f in fetched]),
+        row_bytes=np.stack([f[1] for f in fetched]),
+        gradient_bytes=gradients,
+        completed_bytes=np.repeat(gradients[..., None], operations.shape[2], axis=2) / operations.shape[2],
+        shared_rows=np.stack([s[0] for s in shared]),
+        shared_bytes=np.stack([s[1] for s in shared]),
+    )
+
+
+def _step(batches: Sequence[Batch], tables: Sequence[TableConfig]) -> dict[str, Amounts]:
+    """Amounts of the sources, and of the owners that serve them."""
+    world, num_micro_batches = len(batches), len(batches[0].micro_batches)
+    found = {name: np.zeros((world, num_micro_batches)) for name in ("asked", "received", "served")}
+    keys = np.zeros(world)
+    for source, batch in enumerate(batches):
+        for n, part in enumerate(batch.micro_batches):
+            for table in tables:
+                values = _keys_of(part, table)
+                distinct = dedup(values, world)
+                width = table.dim * table.weight_dtype.itemsize
+                keys[source] += len(values)
+                found["asked"][source, n] += len(distinct.keys)
+                found["received"][source, n] += len(distinct.keys) * width
+                found["served"][:, n] += distinct.counts * width
+    return {"keys": keys, **found}
+
+
+def _keys_of(part: MicroBatch, table: TableConfig) -> NDArray[np.int64]:
+    return np.concatenate([np.asarray(part.keys[name]).reshape(-1) for name in table.feature_names])
+
+
+def _owned(batches: Sequence[Batch], tables: Sequence[TableConfig]) -> Mapping[str, NDArray[np.int64]]:
+    """Distinct keys of a global batch, by table."""
+    parts = [part for batch in batches for part in batch.micro_batches]
+    return {table.name: np.unique(np.concatenate([_keys_of(part, table) for part in parts])) for table in tables}
+
+
+def _sizes(
+    keys: Mapping[str, NDArray[np.int64]], tables: Sequence[TableConfig], world: int
+) -> tuple[Amounts, Amounts, Amounts]:
+    """Rows of each owner, their bytes, and those of their gradients."""
+    rows, row_bytes, gradient_bytes = np.zeros(world), np.zeros(world), np.zeros(world)
+    for table in tables:
+        count = np.bincount(owner_of(keys[table.name], world), minlength=world)
+        rows += count
+        row_bytes += count * layout_of(table).row_bytes
+        gradient_bytes += count * table.dim * table.state_dtype.itemsize
+    return rows, row_bytes, gradient_bytes
+
+
+def _shared(
+    now: Mapping[str, NDArray[np.int64]],
+    following: Mapping[str, NDArray[np.int64]],
+    tables: Sequence[TableConfig],
+    world: int,
+) -> tuple[Amounts, Amounts]:
+    both = {name: np.intersect1d(keys, following[name], assume_unique=True) for name, keys in now.items()}
+    return _sizes(both, tables, world)[:2]
+
+
+StageTimes = Mapping[str, Mapping[tuple[int, int, int], float]]
+"""Stage to (step, rank, micro-batch) to seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """Measured stages of one configuration, the amounts that they had, and the links that they crossed."""
+
+    loads: Loads
+    stages: StageTimes
+    gb_per_s: float = 1.0
+    """of a rank's link"""
+    burst_bytes: float = 0.0
+    """that pass its link at no cost after a pause"""
+
+    def links(self) -> Links:
+        """The links as they are nominally."""
+        return Links((Link(name="link", ranks=0, gb_per_s=self.gb_per_s, burst_bytes=self.burst_bytes),))
+
+
+def stage_times(spans: Iterable[Span]) -> dict[str, dict[tuple[int, int, int], float]]:
+    """Seconds of each stage, from the spans of all ranks."""
+    spans = [span for span in spans if span.kind in ("compute", "lookup", "communication") and span.step is not None]
+    entered: dict[tuple[str, int | None, int | None], int] = defaultdict(int)
+    for span in spans:
+        place = (span.name, span.step, span.micro_batch)
+        entered[place] = max(entered[place], span.start_ns)
+    found: dict[str, dict[tuple[int, int, int], float]] = defaultdict(dict)
+    for span in spans:
+        start = entered[span.name, span.step, span.micro_batch] if span.is_collective else span.start_ns
+        assert span.step is not None
+        found[span.name][span.step, span.rank, span.micro_batch or 0] = (span.end_ns - start) * 1e-9
+    return found
+
+
+def fit_profile(observed: Sequence[Observed], base: Profile, *, by_medians: bool = False) -> Profile:
+    """Rates of the stages that were observed; the others as in `base`.
+
+    by_medians: each configuration counts with its medians, so that what disturbed a few stages does not; for
+    configurations whose stages all have about the same amount.
+    """
+
+    def line(stage: str, amount: str) -> Rate | None:
+        of_each = [_pairs(one, stage, amount) for one in observed]
+        if by_medians:
+            of_each = [[tuple(np.median(pairs, axis=0))] for pairs in of_each if pairs]
+        return fit_line([pair for pairs in of_each for pair in pairs])
+
+    fetch, written = line("train.embedding.fetch", "row_bytes"), line("train.embedding.write_back", "row_bytes")
+    compute = line("train.compute", "linear_flops")
+    rates: dict[str, Any] = {
+        "deduplicate": line("train.embedding.deduplicate", "keys"),
+        "arrange": line("train.embedding.arrange", "asked"),
+        "update_rows": line("train.embedding.update", "row_bytes"),
+        "intersect": line("train.embedding.intersect", "rows"),
+        "copy": line("train.embedding.copy", "shared_bytes"),
+        "dense_apply": line("train.dense.update", "dense_bytes"),
+    }
+    found = replace(base, **{name: rate for name, rate in rates.items() if rate is not None})
+    if fetch is not None:
+        found = replace(found, dram=StoreRates(fetch=fetch, write_back=written or Rate()))
+    if compute is not None:
+        found = replace(found, compute=ComputeRates(fixed_s=compute.fixed_s, flop_s=compute.unit_s))
+    return found
+
+
+def fit_line(pairs: Sequence[tuple[float, float]]) -> Rate | None:
+    """Through (seconds, amount), no coefficient negative; none without pairs."""
+    if not pairs:
+        return None
+    seconds, amounts = np.array(pairs).T
+    fixed, unit = non_negative_least_squares(np.stack([np.ones_like(amounts), amounts], axis=1), seconds)
+    return Rate(fixed_s=fixed, unit_s=unit)
+
+
+def ratios_of(observed: Sequence[Observed], stage: str, amount: str, rate: Rate) -> NDArray[np.float64]:
+    """Measured times of a stage over its line."""
+    pairs = np.array([pair for one in observed for pair in _pairs(one, stage, amount)])
+    found: NDArray[np.float64] = pairs[:, 0] / (rate.fixed_s + rate.unit_s * pairs[:, 1])
+    return found
+
+
+def _pairs(one: Observed, stage: str, amount: str) -> list[tuple[float, float]]:
+    """(seconds, amount) of every run of a stage."""
+    pairs = []
+    values = getattr(one.loads, amount)
+    for (step, rank, part), seconds in one.stages.get(stage, {}).items():
+        if isinstance(values, float):
+            pairs.append((seconds, values))
+            continue
+        of_rank = values[one.loads.place(step)][rank]
+        is_part = np.ndim(of_rank) == 1 and stage in _BY_PART
+        pairs.append((seconds, float(of_rank[part]) if is_part else float(np.sum(of_rank))))
+    return pairs
+
+
+_BY_PART = ("train.compute", "train.embedding.vectors", "train.embedding.gradients")
+
+
+_SMALL_S = 1.5e-3
+"""Exchanges whose bytes take less say what the work of an exchange is; those whose bytes take more, what links do."""
+
+
+@dataclass(frozen=True, slots=True)
+class TimedExchange:
+    """An exchange of a serial run."""
+
+    kind: str
+    """keys, vectors, gradients or dense"""
+    measured_s: float
+    num_bytes: float
+    """that leave a rank"""
+    bytes_s: float
+    """their time on an empty bucket"""
+    waited_s: float
+    """the part of it that the bucket did not cover"""
+
+
+@dataclass(frozen=True, slots=True)
+class WorldFit:
+    """What exchanges between so many ranks are like."""
+
+    work: dict[str, Rate]
+    """of each kind"""
+    spread: Spread
+    """time of bytes over what the link promises, by bytes"""
+
+
+def exchanges_of(observed: Observed) -> Iterable[TimedExchange]:
+    """All exchanges of a serial run, each rank in its own order."""
+    world, parts = observed.loads.world, observed.loads.num_micro_batches
+    links, burst_s = observed.links(), observed.burst_bytes / (observed.gb_per_s * 1e9)
+    steps = sorted({step for step, _, _ in observed.stages["train.compute"]})
+    for rank in range(world):
+        now, sent = 0.0, -np.inf
+        for step in steps:
+            for name, part, kind in _order(parts):
+                seconds = observed.stages[name][step, rank, part]
+                if kind:
+                    bytes_s = _bytes_s(observed, links, kind, (step, rank, part))
+                    sent = max(sent, now - burst_s) + bytes_s
+                    num_bytes = bytes_s * observed.gb_per_s * 1e9
+                    yield TimedExchange(kind, seconds, num_bytes, bytes_s, max(0.0, sent - now))
+                now += seconds
+
+
+def _order(parts: int) -> list[tuple[str, int, str]]:
+    """Stages of a serial step: name, micro-batch, and the kind of exchange where it is one."""
+    order = [("train.embedding.route", 0, "keys"), ("train.embedding.fetch", 0, "")]
+    for part in range(parts):
+        order += [
+            ("train.embedding.vectors", part, "vectors"),
+            ("train.compute", part, ""),
+            ("train.embedding.gradients", part, "gradients"),
+        ]
+    return [
+        *order,
+        ("train.dense.reduce", 0, "dense"),
+        ("train.dense.update", 0, ""),
+        ("train.embedding.update", 0, ""),
+        ("train.embedding.write_back", 0, ""),
+    ]
+
+
+def _bytes_s(observed: Observed, links: Links, kind: str, place: tuple[int, int, int]) -> float:
+    step, rank, part = place
+    loads, p, everyone = observed.loads, observed.loads.place(step), Group(observed.loads.world)
+    if kind == "dense":
+        return float(links.all_reduce_s(everyone, loads.dense_bytes))
+    if kind == "keys":
+        return float(links.all_to_all_s(everyone, float(loads.asked[p][rank].sum()) * KEY_BYTES))
+    amounts = (loads.served_bytes, loads.received_bytes)
+    return float(links.all_to_all_s(everyone, max(float(amount[p][rank, part]) for amount in amounts)))
+
+
+def fit_world(observed: Sequence[Observed], cores: int) -> WorldFit:
+    """From the serial runs of one number of ranks. All ranks work at once before they exchange, so cores are shared."""
+    found = [exchange for one in observed for exchange in exchanges_of(one)]
+    share = min(1.0, cores / observed[0].loads.world)
+    work = {kind: Rate(fixed_s=share * _work(found, kind)) for kind in ("keys", "vectors", "gradients", "dense")}
+    pairs = [
+        (e.num_bytes, (e.measured_s - work[e.kind].fixed_s / share + e.bytes_s - e.waited_s) / e.bytes_s)
+        for e in found
+        if e.kind in ("vectors", "gradients") and e.waited_s > _SMALL_S
+    ]
+    sizes, ratios = np.array(pairs or [(0.0, 1.0)]).T
+    return WorldFit(work, Spread.of(sizes, np.maximum(0.3, ratios)))
+
+
+def _work(found: Sequence[TimedExchange], kind: str) -> float:
+    """What an exchange takes beside its bytes: the median, over those with few of them where there are any."""
+    mine = [e for e in found if e.kind == kind]
+    small = [e for e in mine if e.waited_s < _SMALL_S] or mine
+    return max(0.0, statistics.median(e.measured_s - e.waited_s for e in small))
+
+
+def profile_of(plain: Sequence[Observed], world: WorldFit) -> Profile:
+    """Lines of the stages of ranks with cores of their own, and the work of exchanges between so many ranks.
+
+    Deduplication and assembly are inside the serial key exchange, and stay there.
+    """
+    return replace(
+        fit_profile(plain, Profile()),
+        exchange_keys=world.work["keys"],
+        exchange_vectors=world.work["vectors"],
+        exchange_gradients=world.work["gradients"],
+        dense_reduce=world.work["dense"],
+    )
+
+
+def compute_spread(plain: Sequence[Observed], profile: Profile) -> Spread:
+    """How computation varies, whatever its amount."""
+    rate = Rate(fixed_s=profile.compute.fixed_s, unit_s=profile.compute.flop_s)
+    ratios = ratios_of(plain, "train.compute", "linear_flops", rate)
+    shuffled = np.random.default_rng(0).permutation(ratios)
+    return Spread(np.zeros(len(ratios)), shuffled)
+
+
+def describe(world: WorldFit) -> dict[str, Any]:
+    """For the result file."""
+    work = {f"{kind}_ms": round(rate.fixed_s * 1e3, 3) for kind, rate in world.work.items()}
+    low, middle, high = np.percentile(world.spread.ratios, [10, 50, 90])
+    return {**work, "byte_time_ratio_p10_p50_p90": [round(float(v), 2) for v in (low, middle, high)]}

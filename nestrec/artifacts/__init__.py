@@ -1,0 +1,1 @@
+"""Storage backends, sealed manifests, delta chains: shared by checkpoints and published versions."""

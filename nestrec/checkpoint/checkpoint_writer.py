@@ -1,0 +1,173 @@
+"""Ends a chain of incremental checkpoints: a full one, made of the rows at hand and of files already written.
+
+Only touched rows are taken from the running model. The rest comes from the files of the chain, in the background: the
+training waits for no more than the copy of what it touched, also where a full checkpoint is due.
+
+Writes one rank's files of a checkpoint.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from urllib.parse import quote
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from nestrec.artifacts.atomic_files import safetensors_content, write_file
+from nestrec.artifacts.manifest import FileEntry, Kind
+from nestrec.artifacts.writer_group import Peers
+from nestrec.base.errors import DamagedError
+from nestrec.base.failpoints import fail_point
+from nestrec.base.thread_team import cores_of_rank, in_order
+from nestrec.checkpoint.checkpoint_content import (
+    Chunk,
+    Content,
+    Hurried,
+    check_chunk,
+    check_finite,
+    chunks_of,
+    parts_of,
+)
+from nestrec.checkpoint.checkpoint_manifest import Manifest, files_of
+from nestrec.checkpoint.loaded_checkpoint import Restored
+from nestrec.embedding.hashing import hash_of
+
+
+def can_merge(chain: list[tuple[Path, Manifest]], num_shards: int) -> bool:
+    """Whether the chain's tables are divided as now; else files hold rows of several shards."""
+    of_tables = [entry for _, entry in files_of(chain) if entry.table is not None]
+    return all(entry.num_shards == num_shards and entry.hashes is not None for entry in of_tables)
+
+
+def merged(content: Content, chain: list[tuple[Path, Manifest]], shard: tuple[int, int]) -> Content:
+    """The full content: what is touched, then what the chain holds and was neither touched nor removed since.
+
+    The chain's files are verified as they are read: damage is not copied into a checkpoint with fresh digests.
+    """
+    older = Restored(chain)
+    tables: dict[str, Iterable[Chunk]] = {}
+    for table, touched in content.tables.items():
+        removed = content.removed.get(table)
+        gone = np.empty(0, dtype=np.int64) if removed is None else removed.cpu().numpy()
+        tables[table] = _TouchedThenOlder(table, touched, gone, older, shard)
+    return replace(content, tables=tables, removed={}, base=None)
+
+
+class _TouchedThenOlder:
+    """The chunks of one table."""
+
+    def __init__(
+        self,
+        table: str,
+        touched: Iterable[Chunk],
+        removed: NDArray[np.int64],
+        older: Restored,
+        shard: tuple[int, int],
+    ) -> None:
+        self._table, self._touched, self._older, self._shard = table, touched, older, shard
+        self._newer = [removed]
+
+    def __iter__(self) -> Iterator[Chunk]:
+        yield from self._noted(self._touched)
+        newer = np.unique(np.concatenate(self._newer))
+        try:
+            yield from self._older.rows(self._table, shard=self._shard, superseded=newer)
+        except DamagedError as error:
+            raise DamagedError(f"cannot be built on: {error.problem}", field=error.field, value=error.value) from error
+
+    def due(self) -> Iterator[Chunk]:
+        """See `Hurried`."""
+        return self._noted(self._touched.due() if isinstance(self._touched, Hurried) else ())
+
+    def _noted(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
+        for chunk in chunks:
+            self._newer.append(chunk["keys"].cpu().numpy())
+            yield chunk
+
+
+PART_BYTES = 256 << 20
+"""Dense tensors are split into files of about this size."""
+MOST_THREADS = 2
+"""That write rows beside the one that reads them; each holds a chunk of them in memory."""
+
+
+def write_files(folder: Path, content: Content, peers: Peers) -> list[FileEntry]:
+    """Write what `content` gives this rank to write; entries for the manifest."""
+    fail_point("checkpoint.before_first_file")
+    entries = []
+    for entry in _write_all(folder, content, peers):
+        entries.append(entry)
+        fail_point("checkpoint.between_files")
+    return entries
+
+
+def _write_all(folder: Path, content: Content, peers: Peers) -> Iterator[FileEntry]:
+    if peers.is_first:
+        yield _write_state(folder, content)
+        for part, tensors in enumerate(parts_of(content.tensors, PART_BYTES)):
+            check_finite("the dense weights and their optimiser state", tensors)
+            name = f"tensors-{part:05d}.safetensors"
+            yield _entry(name, write_file(folder / name, safetensors_content(tensors), past_cache=True), "tensors")
+    for table, keys in content.removed.items():
+        name = f"removed-{_safe(table)}-{peers.rank:05d}.safetensors"
+        written = write_file(folder / name, safetensors_content({"keys": keys}))
+        yield _entry(name, written, "removed", table, content.shard or (peers.rank, peers.world), _bounds(keys))
+    # One core trains, one reads rows. Where there are no more, rows are read and written in turn.
+    yield from in_order(_rows(folder, content, peers), min(MOST_THREADS, cores_of_rank() - 2))
+
+
+def _rows(folder: Path, content: Content, peers: Peers) -> Iterator[Callable[[], FileEntry]]:
+    parts, shard = dict.fromkeys(content.tables, 0), content.shard or (peers.rank, peers.world)
+    for table, chunk in chunks_of(content.tables):
+        name = f"rows-{_safe(table)}-{peers.rank:05d}-{parts[table]:05d}.safetensors"
+        parts[table] += 1
+        yield partial(_write_rows, folder / name, table, chunk, shard)
+
+
+def _write_rows(path: Path, table: str, chunk: Chunk, shard: tuple[int, int]) -> FileEntry:
+    check_chunk(table, chunk)
+    check_finite(f"table {table!r}", chunk)
+    written = write_file(path, safetensors_content(chunk), past_cache=True)
+    return _entry(path.name, written, "rows", table, shard, _bounds(chunk["keys"]))
+
+
+def _write_state(folder: Path, content: Content) -> FileEntry:
+    text = json.dumps(dict(content.state), indent=1).encode()
+    return _entry("state.json", write_file(folder / "state.json", iter([memoryview(text)])), "state")
+
+
+def _entry(  # noqa: PLR0917
+    name: str,
+    written: tuple[int, str],
+    kind: Kind,
+    table: str | None = None,
+    shard: tuple[int, int] = (0, 1),
+    hashes: tuple[int, int] | None = None,
+) -> FileEntry:
+    size, digest = written
+    return FileEntry(
+        name=name,
+        bytes=size,
+        sha256=digest,
+        kind=kind,
+        table=table,
+        shard=shard[0],
+        num_shards=shard[1],
+        hashes=hashes,
+    )
+
+
+def _bounds(keys: torch.Tensor) -> tuple[int, int]:
+    """Lowest and highest hash; with nothing between them where there are no keys."""
+    if not len(keys):
+        return 1, 0
+    hashes = hash_of(keys.cpu().numpy())
+    return int(hashes.min()), int(hashes.max())
+
+
+def _safe(table: str) -> str:
+    return quote(table, safe="")

@@ -1,0 +1,294 @@
+"""Checkpoints in a second place, any address of `fsspec`: copied there as they are saved, and taken from there by a run
+whose folder has none, such as one that goes on on another machine.
+
+A checkpoint is there when its manifest is, which is written last. Each rank copies its share of the files, and takes
+back its share; every file is compared with its digest on both ways.
+"""
+
+import contextlib
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from nestrec.artifacts.atomic_files import remove_folder, rename_folder, write_file
+from nestrec.artifacts.manifest import FileEntry
+from nestrec.artifacts.storage import Place, place_of
+from nestrec.artifacts.writer_group import Peers
+from nestrec.base.errors import DamagedError, UserError
+from nestrec.base.failpoints import fail_point
+from nestrec.base.files import sync_folder
+from nestrec.checkpoint.checkpoint_manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    decode,
+    digest_of,
+    encode,
+    folder_of,
+    read_chain,
+    step_of,
+)
+
+_PIECE_BYTES = 16 << 20
+_RETRY_AFTER_S = (0.05, 0.2, 1.0)
+"""Waits before a read that failed is repeated: a storage may fail for a moment."""
+FIELD = "training.checkpoint_address"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A checkpoint at the address."""
+
+    step: int
+    digest: str | None
+    """Digest of its manifest; None if that is missing or damaged."""
+    state: dict[str, Any] | None
+    """Its state; None if that is damaged."""
+    problem: str
+    """What is damaged; empty if the state could be read."""
+
+
+class Elsewhere:
+    """The second place. All ranks make the same calls in the same order."""
+
+    def __init__(self, address: str, peers: Peers):
+        self.address = address
+        self._peers = peers
+
+    @cached_property
+    def _place(self) -> Place:
+        """Opened at first use: the weights in a run folder can be read without the packages that the address needs."""
+        return place_of(self.address)
+
+    def steps(self) -> list[int]:
+        """Returns the steps of the copies, damaged ones included, in order."""
+        return self._on_first(self._steps, f"{self.address} could not be looked into") or []
+
+    def copies(self) -> list[Copy]:
+        """Returns the copies in the order of their steps. Local.
+
+        Raises:
+            UserError: the storage did not answer, which must not be mistaken for an address without checkpoints.
+        """
+        with _refusing(self.address):
+            return [self._copy(step) for step in self._steps()]
+
+    def send(self, path: Path, kept: list[int]) -> None:
+        """Copy a checkpoint and what it builds on, as far as that is not there; then delete all but the kept steps.
+
+        `SaveError` on all ranks when one of them cannot.
+        """
+        problem = f"{path.name} could not be copied to {self.address}"
+        for folder, manifest in reversed(read_chain(path)):
+            if self._on_first(partial(self._digest, manifest.step), problem) == digest_of(manifest):
+                continue
+            self._on_first(partial(self._place.remove, folder.name), problem)
+            self._peers.agree(partial(self._send_files, folder, manifest), problem)
+            fail_point("checkpoint.before_sent_manifest")
+            self._on_first(partial(self._place.replace, f"{folder.name}/{MANIFEST_NAME}", encode(manifest)), problem)
+        self._on_first(partial(self._retire, kept), problem)
+
+    def fetch(self, parent: Path, step: int) -> str | None:
+        """Copy a checkpoint and what it builds on into a folder; returns what is damaged, or None if all is whole.
+
+        `SaveError` on all ranks if the storage or the folder fails: that says nothing about the checkpoint.
+        """
+        problem = f"step {step} could not be taken from {self.address}"
+        chain, damage = self._on_first(partial(self._chain_or_damage, step), problem) or ([], None)
+        for each in chain:
+            beside = _beside(parent, each)
+            self._on_first(partial(_begin, beside), problem)
+            found = self._peers.agree(partial(self._fetch_files, beside, each), problem)
+            damage = next((text for text in found if text is not None), None)
+            fail_point("checkpoint.after_fetched")
+            if damage is not None:
+                break
+        if damage is not None:
+            self._on_first(partial(_discard, parent, chain), problem)
+            return damage
+        # Only now: a folder that has any checkpoint is not filled from the address again.
+        self._on_first(partial(self._place_here, parent, chain), problem)
+        return None
+
+    def _on_first(self, action: Callable[[], T], problem: str) -> T | None:
+        """What the first rank finds, on all of them."""
+        return self._peers.agree(action if self._peers.is_first else _do_nothing, problem)[0]
+
+    def _steps(self) -> list[int]:
+        folders = _patiently(partial(self._place.folders, ""))
+        steps = sorted(step for name in folders if (step := step_of(name)) is not None)
+        sent = [step for step in steps if self._has_manifest(step)]
+        # A kill while the first copy is sent leaves one folder without a manifest, which does not count. It cannot
+        # leave several and none with a manifest: those have lost theirs.
+        return sent if sent or len(steps) < 2 else steps
+
+    def _has_manifest(self, step: int) -> bool:
+        try:
+            _patiently(partial(self._place.read, f"{folder_of(Path(), step).name}/{MANIFEST_NAME}"))
+        except FileNotFoundError:
+            return False
+        except IsADirectoryError:
+            return True
+        return True
+
+    def _copy(self, step: int) -> Copy:
+        digest = None
+        try:
+            manifest = self._manifest(step)
+            digest = digest_of(manifest)
+            (entry,) = (entry for entry in manifest.files if entry.kind == "state")
+            content = self._read(step, entry.name)
+            _compare(entry, (len(content), hashlib.sha256(content).hexdigest()))
+        except DamagedError as error:
+            return Copy(step, digest, None, str(error))
+        return Copy(step, digest, json.loads(content), "")
+
+    def _read(self, step: int, name: str) -> bytes:
+        """Returns the content of a file of a copy; `DamagedError` if it is missing."""
+        file = f"{folder_of(Path(), step).name}/{name}"
+        try:
+            return _patiently(partial(self._place.read, file))
+        except (FileNotFoundError, IsADirectoryError) as error:
+            raise DamagedError(f"cannot be read: {error.strerror or error}", field="checkpoint", value=file) from error
+
+    def _chain_or_damage(self, step: int) -> tuple[list[int], str | None]:
+        try:
+            return self._chain(step), None
+        except DamagedError as error:
+            return [], str(error)
+
+    def _chain(self, step: int) -> list[int]:
+        """The step and those that it builds on, oldest first."""
+        chain, manifest = [step], self._manifest(step)
+        while manifest.base is not None:
+            base, manifest = manifest.base, self._manifest(manifest.base.step)
+            if digest_of(manifest) != base.digest:
+                raise DamagedError("is not the one that the later one builds on", field="base", value=base.step)
+            chain.append(base.step)
+        return chain[::-1]
+
+    def _manifest(self, step: int) -> Manifest:
+        name = folder_of(Path(), step).name
+        manifest = decode(self._read(step, MANIFEST_NAME), name)
+        if manifest.step != step:
+            raise DamagedError(f"belongs to step {manifest.step}", field="manifest", value=name)
+        return manifest
+
+    def _digest(self, step: int) -> str | None:
+        """Of the manifest of a step, where there is one."""
+        try:
+            return digest_of(self._manifest(step))
+        except DamagedError:
+            return None
+
+    def _send_files(self, folder: Path, manifest: Manifest) -> None:
+        for entry in manifest.files[self._peers.rank :: self._peers.world]:
+            _compare(entry, self._place.write(f"{folder.name}/{entry.name}", _pieces(folder / entry.name)))
+
+    def _fetch_files(self, beside: Path, step: int) -> str | None:
+        """Copy this rank's share of the files; returns what is damaged."""
+        try:
+            for entry in self._manifest(step).files[self._peers.rank :: self._peers.world]:
+                content = self._read(step, entry.name)
+                _compare(entry, write_file(beside / entry.name, iter([memoryview(content)])))
+        except DamagedError as error:
+            return str(error)
+        return None
+
+    def _place_here(self, parent: Path, chain: list[int]) -> None:
+        for step in chain:
+            beside = _beside(parent, step)
+            write_file(beside / MANIFEST_NAME, iter([memoryview(encode(self._manifest(step)))]))
+            sync_folder(beside)
+        for step in chain:
+            rename_folder(_beside(parent, step), folder_of(parent, step))
+
+    def _retire(self, kept: list[int]) -> None:
+        for name in self._place.folders(""):
+            if (step := step_of(name)) is not None and step not in kept:
+                self._place.remove(f"{name}/{MANIFEST_NAME}")  # first: what is half gone is not there
+                self._place.remove(name)
+
+
+def _compare(entry: FileEntry, written: tuple[int, str]) -> None:
+    """written: size and digest."""
+    if written != (entry.bytes, entry.sha256):
+        raise DamagedError("its content does not match its digest", field="checkpoint", value=entry.name)
+
+
+def _beside(parent: Path, step: int) -> Path:
+    return folder_of(parent, step).with_suffix(".partial")
+
+
+def _begin(beside: Path) -> None:
+    remove_folder(beside)
+    beside.mkdir(parents=True)
+
+
+def _discard(parent: Path, chain: list[int]) -> None:
+    for step in chain:
+        remove_folder(_beside(parent, step))
+
+
+def _pieces(path: Path) -> Iterator[memoryview]:
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            yield memoryview(piece)
+
+
+def damaged_elsewhere(address: str, problems: Mapping[int, str]) -> DamagedError:
+    """Returns the error for an address of which no copy can be used. problems: by step."""
+    steps = ", ".join(map(str, sorted(problems)))
+    step, problem = next(iter(problems.items()))
+    return DamagedError(
+        f"none of the checkpoints there is whole (steps {steps}); step {step}: {problem}",
+        field=FIELD,
+        value=address,
+        remedy="restore the damaged files; or, to start over, name another address or move these checkpoints away",
+    )
+
+
+def read_at(address: str, name: str) -> bytes | None:
+    """Returns the content of a file at the address, or None if it does not exist; a `UserError` as for `copies`."""
+    with _refusing(address):
+        try:
+            return _patiently(partial(place_of(address).read, name))
+        except FileNotFoundError:
+            return None
+
+
+@contextlib.contextmanager
+def _refusing(address: str) -> Iterator[None]:
+    """Raise a `UserError` if the storage cannot be read."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # some file systems of fsspec raise errors of their own
+        raise UserError(
+            f"cannot be read: {type(error).__name__}: {error}",
+            field=FIELD,
+            value=address,
+            remedy="start again when the storage answers; nothing was changed there",
+        ) from error
+
+
+def _patiently(read: Callable[[], T]) -> T:
+    """The result of a read, which is repeated if it fails."""
+    for wait_s in _RETRY_AFTER_S:
+        try:
+            return read()
+        except (FileNotFoundError, IsADirectoryError):
+            raise  # the storage has answered
+        except Exception:  # some file systems of fsspec raise errors of their own
+            time.sleep(wait_s)
+    return read()
+
+
+def _do_nothing() -> None:
+    pass

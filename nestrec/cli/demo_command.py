@@ -1,0 +1,165 @@
+"""`nestrec demo`: the whole story on synthetic logs, by the commands that anyone would use.
+
+train      two ranks, tables sharded over them, `nested`; the model beside its baselines
+compare    `serial` and `nested` on the same batches: the same bits, and two timelines
+serve      export, a server of its own process, one request over HTTP
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import typer
+
+from nestrec.base.config_overrides import with_overrides
+from nestrec.base.errors import UserError
+from nestrec.base.files import check_folder
+from nestrec.data import dataset_schema
+from nestrec.data.dataset import Dataset
+from nestrec.distributed import Topology
+from nestrec.report import progress_for, write_report
+from nestrec.report.speed_sections import two_schedules
+from nestrec.serving.core.request_limits import LimitsConfig
+from nestrec.serving.fleet.readiness_probes import free_port
+from nestrec.trace import load_spans
+from nestrec.training.recipes import recipe
+from nestrec.training.run_config import RunConfig
+from nestrec.training.state import run_digest
+from nestrec.training.trainer import Trainer
+from nestrec_bench.harness.local_ranks import run_on_ranks
+
+NUM_RANKS = 2
+COMPARED_STEPS = 40
+SCHEDULES = ("serial", "nested")
+_START_TIMEOUT_S = 60.0
+
+
+def run_demo(output: Path, overrides: Mapping[str, str]) -> None:
+    """Train, compare, serve; ends with the path of the report."""
+    check_folder(output, "--output")
+    options = {"pipeline.schedule": "nested", "batch.micro_batches": "2", **overrides}
+    _say(1, f"train HSTU on {NUM_RANKS} ranks, schedule `nested`, tables sharded over them")
+    _train(output, options)
+    _say(2, f"`serial` and `nested`, {COMPARED_STEPS} steps on the same batches")
+    short = {"training.max_steps": str(COMPARED_STEPS), "training.evaluate_every_epochs": "0"}
+    cfg = with_overrides(recipe("demo"), {**options, **short})
+    runs = _compare(output, cfg)
+    typer.echo(_verdict(runs))
+    _say(3, "export the best epoch, serve it, ask it")
+    _serve(output, Path(cfg.data.folder))
+    spans = {name: load_spans(run / "trace.jsonl") for name, run in runs.items()}
+    more = {"One step, two schedules": two_schedules(spans, _verdict(runs))}
+    typer.echo(f"\nreport: {write_report(output, more)}")
+
+
+def _say(number: int, text: str) -> None:
+    typer.echo(f"\n[{number}/3] {text}")
+
+
+def _train(output: Path, options: Mapping[str, str]) -> None:
+    given = [word for name, value in options.items() for word in (f"--{name}", value)]
+    launch = [sys.executable, "-m", "nestrec", "launch", "-n", str(NUM_RANKS)]
+    command = [*launch, "train", "demo", "--output", str(output), *given]
+    ended = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
+    if ended.returncode != 0:
+        remedy = "see the message above; the same command goes on from the last checkpoint"
+        raise UserError(f"ended with code {ended.returncode}", field="train", value=str(output), remedy=remedy)
+
+
+def _compare(output: Path, cfg: RunConfig) -> dict[str, Path]:
+    """Short runs whose only purpose is their bits and their traces."""
+    runs = {name: output / name for name in SCHEDULES}
+    with progress_for("compare schedules") as progress:
+        for i, (name, run) in enumerate(runs.items()):
+            progress(name, i / len(runs))
+            shutil.rmtree(run, ignore_errors=True)
+            run_on_ranks(NUM_RANKS, _train_on_rank, with_overrides(cfg, {"pipeline.schedule": name}), run)
+    return runs
+
+
+def _train_on_rank(topology: Topology, cfg: RunConfig, run: Path) -> None:
+    Trainer(cfg, run, topology).train()
+
+
+def _verdict(runs: Mapping[str, Path]) -> str:
+    serial, nested = (run_digest(run) for run in runs.values())
+    different = sorted(name for name in serial if serial[name] != nested.get(name))
+    what = f"after {COMPARED_STEPS} steps on {NUM_RANKS} ranks"
+    if different:
+        return f"{what} `nested` DIFFERS from `serial` in {', '.join(different)}: please report this"
+    return (
+        f"{what} all {len(serial)} weights, optimiser states and tables of `nested` equal those of `serial`, bit by bit"
+    )
+
+
+def _serve(output: Path, data: Path) -> None:
+    model = output / "model"
+    if not model.exists():
+        _nestrec("export", str(output), str(model))
+    port = free_port()
+    command = [sys.executable, "-m", "nestrec", "serve", "--model", str(model), "--port", str(port)]
+    server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        address = f"http://127.0.0.1:{port}"
+        _wait_until_ready(server, address)
+        request = _request(data)
+        answer = _post(f"{address}/v1/recommend", request)
+    finally:
+        server.send_signal(signal.SIGTERM)
+        server.wait(timeout=_START_TIMEOUT_S)
+    history = ", ".join(request["history"]["items"][-4:])
+    (scores,) = answer["scores"].values()
+    found = ", ".join(f"{item} ({score:.2f})" for item, score in zip(answer["items"], scores, strict=True))
+    typer.echo(f"POST /v1/recommend, user {request['user']} after ... {history}: items {found}")
+    typer.echo(f"serve it yourself: nestrec serve --model {model}")
+
+
+def _nestrec(*arguments: str) -> None:
+    """A command, in this process: another one would load torch again."""
+    from nestrec.cli.app import app
+
+    app(list(arguments), standalone_mode=False)
+
+
+def _request(data: Path) -> dict[str, Any]:
+    """The history of a user of the logs, as a client would send it."""
+    dataset = Dataset.open(data)
+    rows = dataset.rows(np.array([0]))
+    keys = dataset.items()["item_key"].to_pylist()
+    items = [keys[item - 1] for item in rows.lists[dataset_schema.ITEM_IDS][0].tolist()]
+    history = {"items": items, "times_ms": rows.lists[dataset_schema.TIMESTAMPS_MS][0].tolist()}
+    most_ms = LimitsConfig().max_timeout_ms  # a machine that is busy with others may need more than the default
+    return {"user": dataset.user_keys(np.array([0]))[0], "history": history, "k": 5, "timeout_ms": most_ms}
+
+
+def _wait_until_ready(server: "subprocess.Popen[bytes]", address: str) -> None:
+    until = time.monotonic() + _START_TIMEOUT_S
+    while True:
+        try:
+            with urllib.request.urlopen(f"{address}/health/ready", timeout=5):
+                return
+        except OSError as error:  # refused, or not ready yet
+            if server.poll() is not None or time.monotonic() > until:
+                remedy = "start it by hand to see why: nestrec serve --model MODEL"
+                raise UserError(f"did not become ready: {error}", field="serve", value=address, remedy=remedy) from None
+        time.sleep(0.1)
+
+
+def _post(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    headers = {"content-type": "application/json"}
+    try:
+        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return dict(json.load(answer))
+    except OSError as error:  # an answer that is none, or none in time
+        remedy = "run the same command once more: what is trained and exported is kept"
+        raise UserError(f"was not answered: {error}", field="POST", value=url, remedy=remedy) from None

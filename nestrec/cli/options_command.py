@@ -1,0 +1,104 @@
+"""`nestrec options`: every dotted option of a command, with its value here, what it may be, and what it is for."""
+
+import importlib
+import shlex
+import shutil
+import textwrap
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import typer
+
+from nestrec.base.config_overrides import FieldDoc, describe
+from nestrec.base.errors import UserError, did_you_mean
+from nestrec_bench.bench import BENCHES
+
+CONFIGS = {
+    "demo": "nestrec.training.recipes.dataset_recipes:demo",
+    "embed": "nestrec.inference.batch_inference:BatchJobConfig",
+    "export": "nestrec.exporters.servable_writer:ExportConfig",
+    "follow": "nestrec.training.stream_trainer:StreamConfig",
+    "serve": "nestrec.serving.http.serve_config:ServeConfig",
+    "key": "nestrec.serving.security.auth:KeyOptions",
+    "publish": "nestrec.exporters.version_publisher:PublishRunConfig",
+    "recommend": "nestrec.inference.batch_inference:BatchJobConfig",
+    "replay": "nestrec_bench.load_test.load_test:ReplayConfig",
+}
+"""What commands build from dotted options; `train`, `plan`, `tune` build recipes, `prepare` and `bench` members."""
+
+
+def config_of(words: list[str]) -> tuple[Any, str]:
+    """What a command is configured by, from its words (`train demo`, `prepare log`), and what is left to look for."""
+    command, *rest = words
+    if command in ("train", "plan", "tune"):
+        from nestrec.training.recipes import recipe
+
+        return recipe(rest[0] if rest else "demo"), " ".join(rest[1:])
+    if command in ("prepare", "append"):
+        from nestrec.data.formats.format_registry import FORMATS
+
+        format = rest.pop(0) if rest and rest[0] in FORMATS else "log"
+        return FORMATS.by_default(format, "options"), " ".join(rest)
+    if command == "bench":
+        if not rest:
+            remedy = f"name a bench, such as `nestrec options bench {next(iter(BENCHES))}`; known: {', '.join(BENCHES)}"
+            raise UserError("each bench has options of its own", field="command", value=command, remedy=remedy)
+        return BENCHES.by_default(rest[0], "config", field="bench"), " ".join(rest[1:])
+    if command not in CONFIGS:
+        raise _without_options(command)
+    module, _, name = CONFIGS[command].partition(":")
+    return getattr(importlib.import_module(module), name)(), " ".join(rest)
+
+
+def _without_options(command: str) -> UserError:
+    from nestrec.cli.app import app
+
+    if command in command_names(app):
+        remedy = f"see `nestrec {command} --help`"
+        return UserError("takes no dotted options", field="command", value=command, remedy=remedy)
+    known = ["train", "plan", "tune", "prepare", "append", "bench", *CONFIGS]
+    return UserError("is not a command", field="command", value=command, remedy=did_you_mean(command, known))
+
+
+def command_names(app: typer.Typer) -> list[str]:
+    """Return the names of the commands of a command line, without those of its groups."""
+    return [
+        command.name or (command.callback.__name__ if command.callback else "") for command in app.registered_commands
+    ]
+
+
+def show_commands() -> None:
+    """Print the commands that have dotted options, as they are asked about."""
+    print("Commands with dotted options; a word at the end searches names and meanings:")
+    with_a_name = ("train RECIPE", "plan RECIPE", "tune RECIPE", "prepare FORMAT", "append FORMAT", "bench NAME")
+    for command in (*with_a_name, *CONFIGS):
+        print(f"  nestrec options {command}")
+    print("`nestrec recipes`, `nestrec formats` and `nestrec bench --help` list the recipes, formats and benches.")
+
+
+def show_options(words: list[str]) -> None:
+    """Print the options whose name or meaning holds the last word, or all of them."""
+    config, wanted = config_of(words)
+    chosen = list(_chosen(config, wanted))
+    if not chosen:
+        remedy = f"see all: nestrec options {' '.join(words[:-1])}"
+        raise UserError("is in no option's name or meaning", field="word", value=wanted, remedy=remedy)
+    width = min(shutil.get_terminal_size().columns, 120)
+    for field in chosen:
+        print(f"--{field.name} {shlex.quote(option_text(field.value))}  ({field.allowed})")
+        print(textwrap.fill(field.meaning, width, initial_indent="    ", subsequent_indent="    "))
+
+
+def _chosen(config: Any, wanted: str) -> Iterator[FieldDoc]:
+    for field in describe(config):
+        if wanted.lower() in f"{field.name} {field.meaning}".lower():
+            yield field
+
+
+def option_text(value: Any) -> str:
+    """As it can be given back to the command."""
+    if isinstance(value, Mapping):
+        return ",".join(f"{name}={option_text(part)}" for name, part in value.items())
+    if isinstance(value, tuple | list):
+        return ",".join(option_text(part) for part in value)
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)

@@ -1,0 +1,150 @@
+"""Values of features while a dataset is prepared: lists in cells, vectors, and what is learnt of numbers.
+
+Parameters of transforms from values that pass by: memory does not grow, and results do not depend on the pieces.
+
+Dense vectors of items or users as one array file that readers map into memory.
+"""
+
+import itertools
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nestrec.base.random import mix64_array
+from nestrec.data.dataset_card import DataFile, describe_file
+from nestrec.data.transform import Transform, TransformKind, squashed
+
+SAMPLE_SIZE = 1 << 18
+"""Of more values than this, quantiles are taken from a sample of about so many."""
+_BLOCK = 1 << 16
+"""Sums are taken over blocks of this size, however the values came."""
+
+
+class ValueSample:
+    """All values up to a number, then a part of them that depends on their places alone."""
+
+    def __init__(self, size: int = SAMPLE_SIZE):
+        self._size, self._num_seen, self._shift = size, 0, 0
+        self._values: list[NDArray[Any]] = []
+        self._hashes: list[NDArray[np.uint64]] = []
+        self._num_kept = 0
+
+    def add(self, values: NDArray[Any]) -> None:
+        hashes = mix64_array(np.arange(self._num_seen, self._num_seen + values.size, dtype=np.int64))
+        self._num_seen += values.size
+        self._keep(values, hashes)
+        while self._num_kept > 2 * self._size:
+            self._shift += 1
+            old = list(zip(self._values, self._hashes, strict=True))
+            self._values, self._hashes, self._num_kept = [], [], 0
+            for part in old:
+                self._keep(*part)
+
+    def values(self) -> NDArray[Any]:
+        return np.concatenate(self._values) if self._values else np.zeros(0)
+
+    def _keep(self, values: NDArray[Any], hashes: NDArray[np.uint64]) -> None:
+        is_kept = (hashes & np.uint64((1 << self._shift) - 1)) == 0
+        if is_kept.any():
+            self._values.append(values[is_kept])
+            self._hashes.append(hashes[is_kept])
+            self._num_kept += int(is_kept.sum())
+
+
+class Fitting:
+    """Learns one transform: add the raw values of the training part, then ask for it."""
+
+    def __init__(self, kind: TransformKind, num_buckets: int):
+        self._kind, self._num_buckets = kind, num_buckets
+        self._sample, self._rest = ValueSample(), np.zeros(0)
+        self._count, self._sum, self._squares = 0, 0.0, 0.0
+
+    def add(self, values: NDArray[Any]) -> None:
+        finite = values[np.isfinite(values)]
+        if self._kind == "quantiles":
+            self._sample.add(finite.astype(np.float32))
+        elif self._kind in ("standard", "log"):
+            raw = finite.astype(np.float64)
+            self._rest = np.concatenate([self._rest, squashed(raw) if self._kind == "log" else raw])
+            while self._rest.size >= _BLOCK:
+                self._fold(self._rest[:_BLOCK])
+                self._rest = self._rest[_BLOCK:]
+
+    def result(self) -> Transform:
+        if self._kind == "quantiles":
+            return Transform(kind="quantiles", bounds=_upper_bounds(self._sample.values(), self._num_buckets))
+        if self._kind == "none":
+            return Transform()
+        self._fold(self._rest)
+        self._rest = np.zeros(0)
+        if not self._count:
+            return Transform(kind=self._kind)
+        mean = self._sum / self._count
+        deviation = float(np.sqrt(max(0.0, self._squares / self._count - mean**2)))
+        is_flat = deviation <= 1e-6 * max(1.0, abs(mean))
+        return Transform(kind=self._kind, mean=mean, scale=1.0 if is_flat else deviation)
+
+    def _fold(self, values: NDArray[np.float64]) -> None:
+        self._count += values.size
+        self._sum += float(values.sum())
+        self._squares += float((values**2).sum())
+
+
+def _upper_bounds(values: NDArray[Any], most: int) -> tuple[float, ...]:
+    """Of buckets with about equally many values; each ends at a value seen, so that equal values are never parted."""
+    if not values.size:
+        return (0.0,)
+    ordered = np.sort(values.astype(np.float32))
+    last = np.ceil(np.arange(1, most + 1) * ordered.size / most).astype(np.int64) - 1
+    return tuple(float(bound) for bound in np.unique(ordered[last]))
+
+
+def bucket_labels(transform: Transform) -> list[str]:
+    """Names of the buckets of `quantiles`, for people."""
+    bounds = [f"{bound:.6g}" for bound in transform.bounds]
+    inner = [f"above {low} to {high}" for low, high in itertools.pairwise(bounds)]
+    return [f"up to {bounds[0]}", *inner]
+
+
+FOLDER = "vectors"
+
+
+class VectorFile:
+    """`vectors/<name>.npy`, written row by row in any order. Rows that are never written are zeros.
+
+    Rows go to the file at once and not through a map: a map would count as memory of this process until it is closed.
+    """
+
+    def __init__(self, folder: Path, name: str, num_rows: int, width: int, dtype: np.dtype[np.floating]):
+        self._folder, self.path = folder, folder / FOLDER / f"{name}.npy"
+        self.path.parent.mkdir(exist_ok=True)
+        self._shape, self._dtype = (num_rows, width), dtype
+        with self.path.open("wb") as stream:
+            header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": self._shape}
+            np.lib.format.write_array_header_1_0(stream, header)
+            self._start = stream.tell()
+            stream.truncate(self._start + num_rows * width * dtype.itemsize)
+
+    @property
+    def width(self) -> int:
+        return self._shape[1]
+
+    @property
+    def relative(self) -> str:
+        return self.path.relative_to(self._folder).as_posix()
+
+    def write(self, rows: NDArray[np.int64], vectors: NDArray[np.floating]) -> None:
+        """vectors[i] becomes row rows[i]; runs of neighbours are written together."""
+        order = np.argsort(rows, kind="stable")
+        rows, vectors = rows[order], np.ascontiguousarray(vectors[order], dtype=self._dtype)
+        cuts = np.flatnonzero(np.diff(rows, prepend=-2) != 1)
+        size = self.width * self._dtype.itemsize
+        with self.path.open("r+b") as stream:
+            for start, end in zip(cuts, [*cuts[1:], rows.size], strict=True):
+                os.pwrite(stream.fileno(), vectors[start:end].tobytes(), self._start + int(rows[start]) * size)
+
+    def entry(self) -> DataFile:
+        return describe_file(self._folder, self.path, self._shape[0])

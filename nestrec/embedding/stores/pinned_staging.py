@@ -1,0 +1,89 @@
+"""Host rows to and from a GPU through pinned buffers: the copy of a chunk overlaps the host loop over the next.
+
+Rows are divided over lanes, one thread each, with two pinned buffers a lane. A lane fills one buffer while the other is
+on its way, and lanes do not wait for each other. Chunks are large, since every one of them hands the interpreter from
+thread to thread several times, which on a host of 16 cores took 0.25 ms in all and cannot be done by two lanes at once.
+The buffers belong to the process, not to a table. How much of the copy is hidden: docs/results/stores.md.
+"""
+
+import threading
+from collections.abc import Callable
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from nestrec.base.thread_team import for_parts
+
+CHUNK_BYTES = 8 << 20
+HostLoop = Callable[[slice, NDArray[np.int32]], None]
+
+
+class _Lane:
+    """Two pinned buffers, each with the event that says when its last copy was done."""
+
+    def __init__(self, chunk_bytes: int) -> None:
+        self._buffers = [torch.empty(chunk_bytes // 4, dtype=torch.int32, pin_memory=True) for _ in range(2)]
+        # Blocking: a lane that waits sleeps, and leaves its core to those that work.
+        self._events = [torch.cuda.Event(blocking=True) for _ in range(2)]
+
+    def to_device(self, out: torch.Tensor, parts: list[slice], fill: HostLoop) -> None:
+        for turn, part in enumerate(parts):
+            self._events[turn % 2].synchronize()
+            buffer = self._rows(turn, part, out)
+            fill(part, buffer.numpy())
+            out[part].copy_(buffer, non_blocking=True)
+            self._events[turn % 2].record()
+
+    def to_host(self, rows: torch.Tensor, parts: list[slice], take: HostLoop) -> None:
+        for turn in range(len(parts) + 1):
+            if turn < len(parts):
+                self._events[turn % 2].synchronize()
+                self._rows(turn, parts[turn], rows).copy_(rows[parts[turn]], non_blocking=True)
+                self._events[turn % 2].record()
+            if turn > 0:
+                self._events[(turn - 1) % 2].synchronize()
+                take(parts[turn - 1], self._rows(turn - 1, parts[turn - 1], rows).numpy())
+
+    def _rows(self, turn: int, part: slice, like: torch.Tensor) -> torch.Tensor:
+        """The buffer of this turn as rows of the width of `like`."""
+        num_rows, num_words = part.stop - part.start, like.shape[1]
+        return self._buffers[turn % 2][: num_rows * num_words].view(num_rows, num_words)
+
+
+class PinnedStaging:
+    """Moves rows chunk by chunk on one or more lanes, one call at a time."""
+
+    def __init__(self, num_lanes: int, chunk_bytes: int) -> None:
+        """num_lanes: threads that may run the host loop at the same time; chunk_bytes: of one pinned buffer."""
+        self._chunk_bytes = chunk_bytes
+        self._lanes = [_Lane(chunk_bytes) for _ in range(num_lanes)]
+        self._in_use = threading.Lock()
+
+    def to_device(self, out: torch.Tensor, fill: HostLoop) -> None:
+        """Let `fill` write host rows chunk by chunk; each chunk is sent to `out` while the next is written."""
+        self._on_lanes(out, lambda lane, parts: lane.to_device(out, parts, fill))
+
+    def to_host(self, rows: torch.Tensor, take: HostLoop) -> None:
+        """Bring rows to the host chunk by chunk; `take` reads one chunk while the next is on its way."""
+        self._on_lanes(rows, lambda lane, parts: lane.to_host(rows, parts, take))
+
+    def _on_lanes(self, rows: torch.Tensor, move: Callable[[_Lane, list[slice]], None]) -> None:
+        stream, lanes, num_rows = torch.cuda.current_stream(), self._lanes, len(rows)
+        chunk_rows = max(1, self._chunk_bytes // (4 * rows.shape[1]))
+
+        def run(first: int, end: int) -> None:
+            with torch.cuda.stream(stream):  # a thread has a stream of its own unless told
+                for lane in range(first, end):
+                    low, high = num_rows * lane // len(lanes), num_rows * (lane + 1) // len(lanes)
+                    move(lanes[lane], [slice(a, min(a + chunk_rows, high)) for a in range(low, high, chunk_rows)])
+
+        with self._in_use:
+            for_parts(len(lanes), num_rows, run, len(lanes))
+
+
+@lru_cache(maxsize=8)
+def staging_of_process(num_lanes: int) -> PinnedStaging:
+    """Buffers shared by all stores: many tables need no more pinned memory than one."""
+    return PinnedStaging(num_lanes, CHUNK_BYTES)

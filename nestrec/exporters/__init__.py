@@ -1,0 +1,1 @@
+"""From a trained run to a servable folder, or to a published version."""

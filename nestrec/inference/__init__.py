@@ -1,0 +1,1 @@
+"""Offline inference: recommendations and embeddings for many users, and `nestrec.load`."""

@@ -1,0 +1,505 @@
+"""Gradients of HSTU attention's bias tables: sums over all heads and pairs of equal distance, and of equal time bucket.
+
+    g[i, j]         = sum_heads SiLU'(q[i] . k[j] + bias) (d out[i] . v[j]) / normaliser
+    d position[d]   = sum over pairs whose places are d apart of g
+    d time[b]       = sum over pairs of bucket b of g
+
+The tables are shared by the heads, so a tile of g is summed over them before anything else is done with it. A program
+owns tiles of one distance between their blocks, whose elements lie on the same diagonals: it adds such tiles, and
+their diagonals once at its end. What programs find is added as integers, whose sum does not depend on the order. So
+all is repeatable to the bit. Where a pass has kept g, table_sums.py adds it up instead.
+
+Legend: T tokens, H heads, D head dimension, B sequences.
+
+Gradients of bias tables out of kept gradients of scores: sums over heads, then over pairs of equal distance or time.
+
+    d position[d]   = sum over pairs that are d apart of sum_heads G
+    d time[b]       = sum over pairs of bucket b of sum_heads G
+    d function[n]   = sum over pairs of sum_heads G times the derivative of the time function
+
+A program, one warp, owns 16 keys of tiles of one distance between their blocks, whose elements lie on the same
+diagonals: it adds such tiles, and their diagonals once at its end. What programs find has places of its own and is
+added in a fixed order, so all is repeatable to the bit. bias_tables.py does the same where nothing was kept, or where
+candidates share a place.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from nestrec.ops.attention.attention_inputs import AttentionInputs
+from nestrec.ops.attention.hstu_triton import Blocks, seen_pairs, sigmoid
+from nestrec.ops.attention.mask_and_bias import function_gradient
+from nestrec.ops.attention.pair_tiles import SIDE, TilePlan
+from nestrec.ops.attention.time_triton import time_bucket, time_function
+from nestrec.ops.attention.work_schedule import make_schedule
+from nestrec.ops.kernel_op import IS_INTERPRETED
+
+# mypy: disable-error-code="no-untyped-def"
+# ruff: noqa: PLR0915, PLR0917
+
+
+def blocks_for(dim: int, dtype: torch.dtype) -> Blocks:
+    """Queries (x) and keys (y) of a tile. Pinned: a timing never chooses them, so that results repeat."""
+    if dtype == torch.float32:
+        return Blocks(32, 32, 4, 1)
+    if dim <= 64:
+        return Blocks(128, 64, 8, 3)
+    return Blocks(128, 64, 8, 2) if dim <= 128 else Blocks(64, 64, 8, 1)
+
+
+def table_gradients(
+    grad_THD: torch.Tensor, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, inputs: AttentionInputs
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of the position and of the time table, where they are."""
+    bias, rules = inputs.bias, inputs.rules
+    tables = (bias.position_table, bias.time_table)
+    # A unit of the sums is 2^-34 of the largest gradient: far below rounding, and far from overflow.
+    quantum = torch.linalg.vector_norm(grad_THD, ord=torch.inf).float() * 2.0**-34
+    quantum = torch.where(quantum == 0.0, 1.0, quantum)
+    sums = [None if t is None else torch.zeros(t.shape, dtype=torch.int64, device=t.device) for t in tables]
+    tokens, _, dim = q_THD.shape
+    tile = blocks_for(dim, q_THD.dtype)
+    schedule = make_schedule(inputs.offsets, tokens, tile.x)
+    tensors = [t if t.stride(2) == 1 else t.contiguous() for t in (q_THD, k_THD, grad_THD, v_THD)]
+    blocks = -(-inputs.max_length // tile.y)
+    before = blocks - 1 if inputs.is_square else tile.x // tile.y - 1
+    distances = blocks + before
+    splits = max(8, min(64, 2048 // distances))
+    _tables_kernel[distances, splits](
+        *tensors,
+        *(t.stride(0) for t in tensors),
+        *(t.stride(1) for t in tensors),
+        *schedule,
+        *inputs.scalars(q_THD),
+        *inputs.biases,
+        *sums,
+        quantum,
+        before,
+        splits,
+        HAS_TARGETS=rules.num_targets_B is not None,
+        HAS_POSITION=tables[0] is not None,
+        HAS_TIME=tables[1] is not None,
+        FAST=q_THD.dtype == torch.bfloat16,
+        PRECISION="ieee" if q_THD.dtype == torch.float32 else "tf32",
+        BM=tile.x,
+        BN=tile.y,
+        D=dim,
+        WIDTH=max(16, triton.next_power_of_2(dim)),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    found = [
+        None if total is None or table is None else (total.double() * quantum).to(table.dtype)
+        for total, table in zip(sums, tables, strict=True)
+    ]
+    return found[0], found[1]
+
+
+@triton.jit
+def _add_integers(pointers, values, quantum, mask):
+    units = values / quantum
+    # Half away from zero; a NaN shows through the quantum.
+    rounded = (units + tl.where(units >= 0, 0.5, -0.5)).to(tl.int64)
+    tl.atomic_add(pointers, rounded, mask=mask, sem="relaxed")
+
+
+@triton.jit
+def _add_diagonals(g, table, quantum, BM: tl.constexpr, BN: tl.constexpr):
+    """Sums of g[row, column] over equal column - row, to places of the table that begin with that of 0."""
+    row = tl.arange(0, BM)[:, None]
+    column = tl.arange(0, BN)
+    # After rotating row r by r, column c holds distance c (not wrapped) or c - BN (wrapped) plus a constant.
+    turned = tl.gather(g, (row + column[None, :]) % BN, 1)
+    is_wrapped = (row % BN) + column[None, :] >= BN
+    for part in tl.static_range(BM // BN):
+        is_part = row // BN == part
+        straight = tl.sum(tl.where(is_part & (is_wrapped == 0), turned, 0.0), 0)
+        wrapped = tl.sum(tl.where(is_part & is_wrapped, turned, 0.0), 0)
+        place = table + column - part * BN
+        _add_integers(place, straight, quantum, straight != 0.0)
+        _add_integers(place - BN, wrapped, quantum, wrapped != 0.0)
+
+
+@triton.jit
+def _slope(s, FAST: tl.constexpr):
+    """SiLU'."""
+    if FAST:
+        half = s * 0.5
+        t = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [half], tl.float32, True, 1)
+        return (0.5 * t + 0.5) * ((half + 1.0) - half * t)
+    else:
+        sigma = sigmoid(s)
+        return sigma * (1.0 + s * (1.0 - sigma))
+
+
+@triton.jit(
+    do_not_specialize=["heads", "num_context", "window", "ahead", "centre", "num_buckets", "before", "num_splits"]
+)
+def _tables_kernel(
+    q,
+    k,
+    grad,
+    v,
+    q_step,
+    k_step,
+    grad_step,
+    v_step,
+    q_head,
+    k_head,
+    grad_head,
+    v_head,
+    schedule,
+    state,
+    heads,
+    scale,
+    targets,
+    num_context,
+    window,
+    ahead,
+    position_table,
+    centre,
+    time_table,
+    edges,
+    num_buckets,
+    query_time,
+    key_time,
+    position_grad,
+    time_grad,
+    quantum_ptr,
+    before,
+    num_splits,
+    HAS_TARGETS: tl.constexpr,
+    HAS_POSITION: tl.constexpr,
+    HAS_TIME: tl.constexpr,
+    FAST: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    apart = (tl.program_id(0) - before) * BN  # first query less first key of every tile
+    total = tl.load(state)
+    quantum = tl.load(quantum_ptr)
+    row, channel = tl.arange(0, BM), tl.arange(0, WIDTH)
+    column = tl.arange(0, BN)
+    by_distance = tl.zeros([BM, BN], tl.float32)
+    item = tl.program_id(1)
+    while item < total:
+        entry = schedule + 4 * item
+        start, length = tl.load(entry).to(tl.int64), tl.load(entry + 1)
+        i0 = (item - tl.load(entry + 2)) * BM
+        j0 = i0 - apart
+        history = length
+        if HAS_TARGETS:
+            history = tl.maximum(length - tl.load(targets + tl.load(entry + 3)).to(tl.int32), 0)
+        is_near = (tl.minimum(i0, history) - j0 - BN < window) | (j0 < num_context) | (i0 < ahead)
+        if (j0 >= 0) & (j0 < length) & is_near:
+            i, j = i0 + row, j0 + column
+            at_i, at_j = (start + i)[:, None], (start + j)[None, :]
+            bias = tl.zeros([BM, BN], tl.float32)
+            distance = tl.minimum(j, history)[None, :] - tl.minimum(i, history)[:, None]
+            if HAS_POSITION:
+                is_inside = (distance >= -centre) & (distance <= centre)
+                bias += tl.load(position_table + (distance + centre), mask=is_inside, other=0.0).to(tl.float32)
+            bucket = tl.zeros([BM, BN], tl.int32)
+            if HAS_TIME:
+                asked = tl.load(query_time + start + i, mask=i < length, other=0.0)
+                seen_at = tl.load(key_time + start + j, mask=j < length, other=0.0)
+                bucket = time_bucket(asked[:, None] - seen_at[None, :], edges, num_buckets)
+                bias += tl.load(time_table + bucket).to(tl.float32)
+            mask_i = (i < length)[:, None] & (channel < D)[None, :]
+            mask_j = (j < length)[None, :] & (channel < D)[:, None]
+            g = tl.zeros([BM, BN], tl.float32)
+            for head in range(heads):
+                q_tile = tl.load(q + at_i * q_step + head * q_head + channel[None, :], mask=mask_i, other=0.0)
+                k_tile = tl.load(k + at_j * k_step + head * k_head + channel[:, None], mask=mask_j, other=0.0)
+                s = tl.dot(q_tile, k_tile, input_precision=PRECISION) + bias
+                grad_tile = tl.load(
+                    grad + at_i * grad_step + head * grad_head + channel[None, :], mask=mask_i, other=0.0
+                )
+                v_tile = tl.load(v + at_j * v_step + head * v_head + channel[:, None], mask=mask_j, other=0.0)
+                g += _slope(s, FAST) * tl.dot(grad_tile, v_tile, input_precision=PRECISION)
+            seen = seen_pairs(i[:, None], j[None, :], history, num_context, window, ahead)
+            seen = seen & (i < length)[:, None] & (j < length)[None, :]
+            g = tl.where(seen, g * scale, 0.0)
+            if HAS_POSITION:
+                if (i0 + BM <= history) | (history == length):
+                    by_distance += g
+                else:
+                    _add_integers(position_grad + (distance + centre), g, quantum, g != 0.0)
+            if HAS_TIME:
+                # A tile holds few buckets, since times are far apart or alike.
+                low = tl.min(tl.where(seen, bucket, num_buckets))
+                high = tl.max(tl.where(seen, bucket, 0))
+                for b in range(low, high + 1):
+                    part = tl.sum(tl.where(bucket == b, g, 0.0))
+                    _add_integers(time_grad + b, part, quantum, part != 0.0)
+        # Sequences come by length: the next ones may be too short.
+        item = tl.where(length <= apart, total, item + num_splits)
+    if HAS_POSITION:
+        _add_diagonals(by_distance, position_grad + centre - apart, quantum, BM, BN)
+
+
+# mypy: disable-error-code="no-untyped-def"
+# ruff: noqa: PLR0915, PLR0917
+
+
+SLAB = 16
+"""keys of a tile that one program takes"""
+SLOTS = 256
+"""sums by bucket of a program"""
+LANES = 32
+"""places of a program's sums for a time function, of which it needs three"""
+NEAR = 2
+"""distances, from that of the diagonal on, whose tiles have many buckets"""
+NEAR_SPLITS, FAR_SPLITS, PROGRAMS = 512, 64, 4096
+"""programs that share the tiles of such a distance, and of another at most; programs in all, about"""
+
+
+class _Division(NamedTuple):
+    """How programs are divided among distances in blocks: first those near the diagonal, then the others."""
+
+    near_splits: int
+    far_splits: int
+    behind: int
+    """distances from NEAR on"""
+    ahead: int
+    """distances at which keys come after queries"""
+
+    @property
+    def programs(self) -> int:
+        return NEAR * self.near_splits + (self.behind + self.ahead) * self.far_splits
+
+
+def _divide(inputs: AttentionInputs, num_tokens: int) -> _Division:
+    blocks, rows = -(-inputs.max_length // SIDE), max(1, num_tokens // SIDE + inputs.offsets.numel() - 1)
+    near = FAR_SPLITS if inputs.bias.time_table is None else NEAR_SPLITS
+    return _Division(
+        min(near, rows),
+        min(rows, max(8, min(FAR_SPLITS, PROGRAMS // blocks))),
+        max(0, blocks - NEAR),
+        blocks - 1 if inputs.is_square else 0,
+    )
+
+
+class TableSums:
+    """Gradients of the tables of a layer, added up over groups of heads."""
+
+    def __init__(self, inputs: AttentionInputs, num_tokens: int, plan: TilePlan, buckets: torch.Tensor | None):
+        assert inputs.rules.num_targets_B is None
+        self._inputs, self._num_tokens, self._plan, self._buckets = inputs, num_tokens, plan, buckets
+        self._by_distance: torch.Tensor | None = None
+        self._by_time: torch.Tensor | None = None
+
+    def add(self, kept: torch.Tensor) -> None:
+        """kept: (tiles, heads, keys, queries)."""
+        inputs, bias, rules = self._inputs, self._inputs.bias, self._inputs.rules
+        division = _divide(inputs, self._num_tokens)
+        rows = division.programs * (SIDE // SLAB)
+        _, scale, _, num_context, window, looking = inputs.scalars(kept[:, :, 0])
+        slots = SLOTS if bias.time_function is None else LANES
+        diagonals, by_time = (
+            torch.empty(rows, width, dtype=torch.float32, device=kept.device) if is_needed else None
+            for is_needed, width in ((bias.position_table is not None, 2 * SIDE), (bias.has_time, slots))
+        )
+        _sums_kernel[division.programs, SIDE // SLAB](
+            kept,
+            self._buckets,
+            *make_schedule(inputs.offsets, self._num_tokens, SIDE),
+            self._plan.first_B,
+            bias.time_function,
+            bias.query_time_T,
+            bias.time_T,
+            scale,
+            num_context,
+            window,
+            looking,
+            diagonals,
+            by_time,
+            *division,
+            HAS_RULES=not rules.is_plain,
+            IS_SQUARE=inputs.is_square,
+            HEADS=kept.shape[1],
+            NEAR=NEAR,
+            SLAB=SLAB,
+            SLOTS=slots,
+            SIDE=SIDE,
+            FAST=not IS_INTERPRETED,
+            num_warps=1,
+        )
+        if diagonals is not None and bias.position_table is not None:
+            distances = NEAR + division.behind + division.ahead
+            whole = torch.empty(distances, SIDE // SLAB, 2 * SIDE, dtype=torch.float32, device=kept.device)
+            _splits_kernel[distances, SIDE // SLAB](
+                diagonals, whole, *division[:2], NEAR=NEAR, SLAB=SLAB, SIDE=SIDE, num_warps=8
+            )
+            table = torch.empty(bias.position_table.shape, dtype=torch.float32, device=kept.device)
+            below = -(-(table.numel() // 2) // SIDE)
+            _diagonals_kernel[(2 * below + 1,)](
+                whole, table, table.numel(), below, *division[2:], NEAR=NEAR, SLAB=SLAB, SIDE=SIDE, num_warps=1
+            )
+            self._by_distance = table if self._by_distance is None else self._by_distance + table
+        if by_time is not None:
+            found = by_time.sum(0)
+            self._by_time = found if self._by_time is None else self._by_time + found
+
+    def gradients(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """Of the position table, of the time table and of the time function, where they are."""
+        bias, time = self._inputs.bias, self._by_time
+        position = None
+        if self._by_distance is not None and bias.position_table is not None:
+            position = self._by_distance.to(bias.position_table.dtype)
+        if time is not None and bias.time_table is not None:
+            return position, time[: bias.time_table.numel()].to(bias.time_table.dtype), None
+        if time is not None and bias.time_function is not None:
+            return position, None, function_gradient(bias.time_function, time)
+        return position, None, None
+
+
+@triton.jit
+def _is_kept(asks, sees, length, num_context, window, looking, HAS_RULES: tl.constexpr, IS_SQUARE: tl.constexpr):
+    """Whether the pass over keys has met this tile, as hopper/product.py says."""
+    kept = (sees >= 0) & (asks * 64 < length) & (sees * 64 < length)
+    if HAS_RULES:
+        x0 = sees // 2 * 128
+        x1 = tl.minimum(length, x0 + 128)
+        end = x1 - 1 + window
+        end = tl.where((end > length) | (x0 < num_context), length, tl.maximum(end, x1))
+        prefix = tl.minimum((looking + 63) // 64, x0 // 64)
+        kept = kept & (((asks >= x0 // 64) & (asks < (end + 63) // 64)) | (asks < prefix))
+    if not IS_SQUARE:
+        kept = kept & (sees <= asks)
+    return kept
+
+
+@triton.jit(do_not_specialize=["num_context", "window", "looking", "near_splits", "far_splits", "behind", "ahead"])
+def _sums_kernel(
+    kept,
+    buckets,
+    schedule,
+    state,
+    first_tile,
+    function,
+    query_time,
+    key_time,
+    scale,
+    num_context,
+    window,
+    looking,
+    diagonals,
+    by_time,
+    near_splits,
+    far_splits,
+    behind,
+    ahead,
+    HAS_RULES: tl.constexpr,
+    IS_SQUARE: tl.constexpr,
+    HEADS: tl.constexpr,
+    NEAR: tl.constexpr,
+    SLAB: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SIDE: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    program, slab = tl.program_id(0), tl.program_id(1)
+    far = program - NEAR * near_splits
+    if far < 0:
+        apart, item, splits = program // near_splits, program % near_splits, near_splits
+    else:
+        apart, item, splits = far // far_splits, far % far_splits, far_splits
+        apart = tl.where(apart < behind, apart + NEAR, apart - behind - ahead)
+    total = tl.load(state)
+    key, query = slab * SLAB + tl.arange(0, SLAB), tl.arange(0, SIDE)
+    inside = key[:, None] * SIDE + query[None, :]
+    by_diagonal = tl.zeros([SLAB, SIDE], tl.float32)
+    slot = tl.arange(0, SLOTS)
+    by_slot = tl.zeros([SLOTS], tl.float32)
+    at_once = tl.zeros([SLAB, SIDE], tl.float32)
+    while item < total:
+        entry = schedule + 4 * item
+        length = tl.load(entry + 1)
+        asks = item - tl.load(entry + 2)
+        sees = asks - apart
+        if _is_kept(asks, sees, length, num_context, window, looking, HAS_RULES, IS_SQUARE):
+            tile = tl.load(first_tile + tl.load(entry + 3))
+            if IS_SQUARE:
+                tile += asks * ((length + SIDE - 1) // SIDE) + sees
+            else:
+                tile += asks * (asks + 1) // 2 + sees
+            place = kept + tile.to(tl.int64) * (HEADS * SIDE * SIDE) + inside
+            g = tl.zeros([SLAB, SIDE], tl.float32)
+            for head in tl.static_range(HEADS):
+                g += tl.load(place + head * (SIDE * SIDE)).to(tl.float32)
+            by_diagonal += g
+            if (by_time is not None) & (function is None):
+                bucket = tl.load(buckets + tile.to(tl.int64) * (SIDE * SIDE) + inside).to(tl.int32)
+                # The bucket of an event and itself is the first, with nothing between it and the others of a tile.
+                at_once += tl.where(bucket == 0, g, 0.0)
+                high = tl.max(bucket)
+                for b in range(tl.min(tl.where(bucket == 0, SLOTS, bucket)), high + 1):
+                    by_slot += tl.where(slot == b, tl.sum(tl.where(bucket == b, g, 0.0)), 0.0)
+            if function is not None:
+                start = tl.load(entry).to(tl.int64)
+                i, j = asks * SIDE + query, sees * SIDE + key
+                asked = tl.load(query_time + start + i, mask=i < length, other=0.0)
+                seen_at = tl.load(key_time + start + j, mask=j < length, other=0.0)
+                value, slope, exponent = time_function(function, seen_at, asked, FAST)
+                g0, g1 = g * value, g * slope
+                by_slot += tl.where(slot == 0, tl.sum(g0), 0.0) + tl.where(slot == 1, tl.sum(g1), 0.0)
+                by_slot += tl.where(slot == 2, tl.sum(g1 * exponent), 0.0)
+        # Sequences come by length: the next ones may be too short.
+        item = tl.where(length <= apart * SIDE, total, item + splits)
+    row = program * (SIDE // SLAB) + slab
+    if by_time is not None:
+        by_slot += tl.where(slot == 0, tl.sum(at_once), 0.0)
+        tl.store(by_time + row * SLOTS + slot, by_slot * scale)
+    if diagonals is not None:
+        # After rotating row r by r, column c holds r - c = -c (straight) or SIDE - c (wrapped).
+        r, c = tl.arange(0, SLAB)[:, None], query[None, :]
+        turned = tl.gather(by_diagonal * scale, (r + c) % SIDE, 1)
+        place = diagonals + row * (2 * SIDE) + query
+        tl.store(place, tl.sum(tl.where(r + c < SIDE, turned, 0.0), 0))
+        tl.store(place + SIDE, tl.sum(tl.where(r + c < SIDE, 0.0, turned), 0))
+
+
+@triton.jit(do_not_specialize=["near_splits", "far_splits"])
+def _splits_kernel(
+    diagonals, whole, near_splits, far_splits, NEAR: tl.constexpr, SLAB: tl.constexpr, SIDE: tl.constexpr
+):
+    """Sums of the programs of one distance and slab."""
+    number, slab = tl.program_id(0), tl.program_id(1)
+    first, splits = number * near_splits, near_splits
+    if number >= NEAR:
+        first, splits = NEAR * near_splits + (number - NEAR) * far_splits, far_splits
+    column = tl.arange(0, 2 * SIDE)
+    total = tl.zeros([2 * SIDE], tl.float32)
+    for low in range(0, splits, 2 * SIDE):
+        split = low + column
+        place = diagonals + ((first + split) * (SIDE // SLAB) + slab)[:, None] * (2 * SIDE) + column[None, :]
+        total += tl.sum(tl.load(place, mask=(split < splits)[:, None], other=0.0), 0)
+    tl.store(whole + (number * (SIDE // SLAB) + slab) * (2 * SIDE) + column, total)
+
+
+@triton.jit(do_not_specialize=["size", "below", "behind", "ahead"])
+def _diagonals_kernel(
+    whole, out, size, below, behind, ahead, NEAR: tl.constexpr, SLAB: tl.constexpr, SIDE: tl.constexpr
+):
+    """A program has 64 neighbouring distances (key less query), which two distances in blocks hold."""
+    block = tl.program_id(0) - below
+    distance = block * SIDE + tl.arange(0, SIDE)
+    total = tl.zeros([SIDE], tl.float32)
+    for n in tl.static_range(2):
+        apart = -block - n
+        number = tl.where(apart >= 0, apart, apart + NEAR + behind + ahead)
+        is_there = (apart >= -ahead) & (apart < NEAR + behind)
+        for slab in tl.static_range(SIDE // SLAB):
+            r = distance + apart * SIDE - slab * SLAB  # key less query within the slab
+            column = tl.where(r <= 0, -r, 2 * SIDE - r)
+            place = whole + (number * (SIDE // SLAB) + slab) * (2 * SIDE) + column
+            total += tl.load(place, mask=is_there & (r > -SIDE) & (r < SLAB), other=0.0)
+    place = distance + (size - 1) // 2
+    tl.store(out + place, total, mask=(place >= 0) & (place < size))

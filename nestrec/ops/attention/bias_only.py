@@ -1,0 +1,485 @@
+"""Attention whose weights are learned values of the distance or the time between tokens: FuXi's further channels.
+
+    positional[i] = sum_{j seen by i} position[j - i + centre] * v[j]
+    temporal[i]   = sum_{j seen by i} time[bucket(query_time[i] - time[j])] * v[j]          within each sequence
+                    or b(query_time[i] - time[j]) of time_function.py in place of the value of the bucket
+
+Plain causality sees j <= i; mask.py defines the rest, of which kernels know windows and prefixes that do not look
+ahead. Weights are shared by the heads, so the values are taken as plain rows.
+
+Legend: T tokens, W channels of all heads, B sequences, N longest length.
+
+Launches of attention by bias alone: products of weights with rows, and gradients of the tables behind the weights.
+
+Weights of a distance are a strip: a row of it holds those of 64 neighbouring tokens, and any 128 rows are a tile of
+pairs. Weights of a time are written to memory before a product, for as many blocks of rows as are allowed at a time.
+
+Legend: T tokens, W channels of all heads, B sequences.
+"""
+
+import itertools
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch.nn.functional import pad
+
+from nestrec.ops.attention.mask_and_bias import (
+    PLAIN,
+    AttentionRules,
+    RelativeBias,
+    bucket_edges,
+    function_gradient,
+    rules_of_sequences,
+    seen_weights,
+)
+from nestrec.ops.kernel_op import IS_INTERPRETED, kernel_op, power_of_two, runs_kernels
+from nestrec.ops.layers.row_ops import check_rows, check_strided, like
+from nestrec.ops.padding import padded_places
+
+if TYPE_CHECKING:
+    from nestrec.ops.attention.work_schedule import WorkOrder
+
+
+# ruff: noqa: PLR0917 - operators of torch take their arguments by position
+
+
+BLOCK = 128
+"""tokens of a block of rows"""
+OTHERS = 64
+"""tokens that a block of rows sees at a time"""
+MAX_WEIGHTS = 1 << 30
+"""weights of times in memory at a time"""
+SPLITS = 4
+"""programs that share the tiles of a block of queries"""
+PROGRAMS = 4096
+"""that the position table's gradient is divided into, about"""
+
+
+def _rows_of(by_position: torch.Tensor | None, by_time: torch.Tensor | None) -> torch.Tensor:
+    rows = by_time if by_position is None else by_position
+    assert rows is not None
+    return rows
+
+
+@kernel_op("bias_product", fake=lambda by_position, by_time, *_: like(_rows_of(by_position, by_time)))
+def bias_product(
+    by_position: torch.Tensor | None,
+    by_time: torch.Tensor | None,
+    position: torch.Tensor,
+    time_table: torch.Tensor | None,
+    time_function: torch.Tensor | None,
+    offsets: torch.Tensor,
+    time: torch.Tensor | None,
+    query_time: torch.Tensor | None,
+    buckets: torch.Tensor | None,
+    max_length: int,
+    window: int,
+    context: int,
+    is_reversed: bool,
+) -> torch.Tensor:
+    """(T, W) sums of (T, W) rows by the weights of distances and of times, whichever rows are given.
+
+    Times have a table or a function. window, context: tokens that one sees, and first ones that all see; a window of 0
+    is none. is_reversed: over later tokens, for the gradients of values, instead of over earlier ones.
+    """
+    from nestrec.ops.attention.bias_only_kernels import bias_product_kernel
+    from nestrec.ops.attention.work_schedule import make_schedule
+
+    given = [x for x in (by_position, by_time) if x is not None]
+    check_strided(*given)
+    rows = given[0]
+    out, tile = like(rows), product_tile(rows.shape[1], rows.dtype)
+    schedule = make_schedule(offsets, len(rows), BLOCK)
+    columns, items, chunk = _chunks(schedule, max_length)
+    strip, origin, weights, times = rows, 0, rows, _Times.of(offsets, time, query_time, buckets, max_length)
+    seen = (window, context)
+    if by_position is not None:
+        strip, origin = position_strip(position.to(rows.dtype), max_length, is_reversed=is_reversed)
+    if by_time is not None:
+        weights = rows.new_empty(chunk * BLOCK, columns)
+    for first in range(0, items, chunk):
+        if by_time is not None and time_table is not None:
+            _fill(weights, pad(time_table, (0, 1)), schedule, times, first, seen, is_reversed=is_reversed)
+        elif by_time is not None and time_function is not None:
+            _fill(weights, time_function, schedule, times, first, seen, is_reversed=is_reversed, is_function=True)
+        bias_product_kernel[(chunk * -(-rows.shape[1] // tile["BW"]),)](
+            given[0],
+            given[-1],
+            out,
+            strip,
+            weights,
+            *schedule,
+            first,
+            origin,
+            columns,
+            given[0].stride(0),
+            given[-1].stride(0),
+            window,
+            context,
+            **tile,
+            HAS_POSITION=by_position is not None,
+            HAS_TIME=by_time is not None,
+            REVERSED=is_reversed,
+            HAS_RULES=window > 0,
+        )
+    return out
+
+
+def product_tile(width: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Shape of the work of one program."""
+    channels = min(64 if dtype == torch.float32 else 256, power_of_two(max(16, width)))
+    shape = {"WIDTH": width, "BM": BLOCK, "BN": OTHERS, "BW": channels}
+    return {**shape, "PRECISION": _precision(), "num_warps": 8, "num_stages": 4}
+
+
+def position_strip(table: torch.Tensor, max_length: int, *, is_reversed: bool) -> tuple[torch.Tensor, int]:
+    """(strip, origin): strip[origin + x - y, c] is the weight of the pair (x, y + c); 0 where x does not see it."""
+    reach = (-(-max_length // BLOCK) + 1) * BLOCK
+    centre = (len(table) - 1) // 2
+    past = table[max(0, centre - reach) : centre + 1]
+    line = pad(past, (reach + 1 - len(past), reach))  # of x - y from -reach to reach, x a key
+    line = line if is_reversed else line.flip(0)
+    return line.unfold(0, OTHERS, 1).flip(1).contiguous(), reach - OTHERS + 1
+
+
+class _Times(NamedTuple):
+    """Of the tokens of a batch, and the time buckets of its pairs (pair_tiles.py), where they have been found."""
+
+    query_time: torch.Tensor | None
+    time: torch.Tensor | None
+    buckets: torch.Tensor | None
+    first_tile_B: torch.Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        offsets: torch.Tensor,
+        time: torch.Tensor | None,
+        query_time: torch.Tensor | None,
+        buckets: torch.Tensor | None,
+        max_length: int,
+    ) -> "_Times":
+        from nestrec.ops.attention.pair_tiles import plan_tiles
+
+        if buckets is None or time is None:
+            return cls(query_time, time, None, None)
+        plan, _ = plan_tiles(offsets, len(time), max_length, is_square=False)
+        return cls(query_time, time, buckets, plan.first_B)
+
+
+def _fill(
+    out: torch.Tensor,
+    table: torch.Tensor,
+    schedule: "WorkOrder",
+    times: _Times,
+    first: int,
+    seen: tuple[int, int],
+    *,
+    is_reversed: bool,
+    is_function: bool = False,
+) -> None:
+    """table: values of the buckets, and one of pairs that do not see each other; or the numbers of a function."""
+    from nestrec.ops.attention.bias_only_kernels import bias_weights_kernel
+
+    num_buckets, splits = len(table) - 2, min(8, out.shape[1] // OTHERS)
+    bias_weights_kernel[len(out) // BLOCK, splits](
+        out,
+        table,
+        *schedule,
+        *times,
+        bucket_edges(num_buckets, out.device),
+        first,
+        out.shape[1],
+        num_buckets,
+        splits,
+        *seen,
+        BM=BLOCK,
+        BN=OTHERS,
+        REVERSED=is_reversed,
+        IS_FUNCTION=is_function,
+        FAST=_is_fast(out),
+        HAS_RULES=seen[0] > 0,
+        num_warps=8,
+    )
+
+
+def _is_fast(x: torch.Tensor) -> bool:
+    """Whether logarithms may be those of one instruction."""
+    return not IS_INTERPRETED and x.dtype != torch.float32
+
+
+@kernel_op("bias_function_gradient", fake=lambda grad, v, scalars, *_: torch.empty_like(scalars))
+def bias_function_gradient(
+    grad: torch.Tensor,
+    v: torch.Tensor,
+    scalars: torch.Tensor,
+    offsets: torch.Tensor,
+    time: torch.Tensor,
+    query_time: torch.Tensor,
+    window: int,
+    context: int,
+) -> torch.Tensor:
+    """The gradient of a time function's numbers."""
+    from nestrec.ops.attention.bias_only_kernels import bias_function_kernel
+    from nestrec.ops.attention.work_schedule import make_schedule
+
+    check_rows(grad)
+    check_strided(v)
+    schedule = make_schedule(offsets, len(grad), BLOCK)
+    items = schedule.table.shape[0]
+    sums = torch.empty(items, SPLITS, 4, dtype=torch.float32, device=grad.device)
+    bias_function_kernel[(items * SPLITS,)](
+        grad,
+        v,
+        scalars,
+        sums,
+        *schedule,
+        query_time,
+        time,
+        v.stride(0),
+        window,
+        context,
+        **pairs_tile(grad.shape[1]),
+        BN=OTHERS,
+        SPLITS=SPLITS,
+        FAST=_is_fast(grad),
+        HAS_RULES=window > 0,
+    )
+    return function_gradient(scalars, sums.double().sum((0, 1)))
+
+
+@kernel_op("bias_time_gradient", fake=lambda grad, *rest: grad.new_empty(rest[-1], dtype=torch.float32))
+def bias_time_gradient(
+    grad: torch.Tensor,
+    v: torch.Tensor,
+    offsets: torch.Tensor,
+    time: torch.Tensor,
+    query_time: torch.Tensor,
+    given: torch.Tensor | None,
+    max_length: int,
+    window: int,
+    context: int,
+    num_slots: int,
+) -> torch.Tensor:
+    """(num_slots,) float32: the gradient of a time table."""
+    from nestrec.ops.attention.bias_only_kernels import bias_time_kernel
+    from nestrec.ops.attention.work_schedule import make_schedule
+
+    check_rows(grad)
+    check_strided(v)
+    schedule = make_schedule(offsets, len(grad), BLOCK)
+    columns, items, chunk = _chunks(schedule, max_length)
+    number = torch.arange(num_slots + 1, device=grad.device).to(torch.uint8 if num_slots < 256 else torch.int16)
+    buckets = number.new_empty(chunk * BLOCK, columns)
+    slots, times = power_of_two(num_slots), _Times.of(offsets, time, query_time, given, max_length)
+    sums = torch.empty(-(-items // chunk) * chunk, SPLITS, slots, dtype=torch.float32, device=grad.device)
+    for first in range(0, items, chunk):
+        _fill(buckets, number, schedule, times, first, (window, context), is_reversed=False)
+        bias_time_kernel[(chunk * SPLITS,)](
+            grad,
+            v,
+            buckets,
+            sums,
+            *schedule,
+            first,
+            columns,
+            v.stride(0),
+            num_slots,
+            window,
+            context,
+            **pairs_tile(grad.shape[1]),
+            SLOTS=slots,
+            SPLITS=SPLITS,
+            HAS_RULES=window > 0,
+        )
+    return sums.sum((0, 1))[:num_slots]
+
+
+@kernel_op("bias_position_gradient", fake=lambda grad, v, offsets, length, *_: _diagonals(grad, offsets, length).sum(0))
+def bias_position_gradient(
+    grad: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, max_length: int, window: int, context: int
+) -> torch.Tensor:
+    """(blocks, 2 BLOCK) float32: sums by the diagonals of the tiles at each distance in blocks."""
+    from nestrec.ops.attention.bias_only_kernels import bias_position_kernel
+
+    check_rows(grad)
+    check_strided(v)
+    out = _diagonals(grad, offsets, max_length)
+    bias_position_kernel[out.shape[1], out.shape[0]](
+        grad,
+        v,
+        out,
+        offsets,
+        len(offsets) - 1,
+        out.shape[0],
+        v.stride(0),
+        window,
+        context,
+        **pairs_tile(grad.shape[1]),
+        HAS_RULES=window > 0,
+    )
+    return out.sum(0)
+
+
+def _diagonals(grad: torch.Tensor, offsets: torch.Tensor, max_length: int) -> torch.Tensor:
+    blocks = max(1, -(-max_length // BLOCK))
+    splits = max(1, min(len(offsets) - 1, PROGRAMS // blocks))
+    return torch.empty(splits, blocks, 2 * BLOCK, dtype=torch.float32, device=grad.device)
+
+
+def pairs_tile(width: int) -> dict[str, Any]:
+    """The same where it makes tiles of pairs."""
+    shape = {"WIDTH": width, "BM": BLOCK, "BW": min(64, power_of_two(max(16, width)))}
+    return {**shape, "PRECISION": _precision(), "num_warps": 8, "num_stages": 3}
+
+
+def _chunks(schedule: "WorkOrder", max_length: int) -> tuple[int, int, int]:
+    """(columns of weights, items of the schedule at most, items at a time)"""
+    columns, items = max(1, -(-max_length // BLOCK)) * BLOCK, schedule.table.shape[0]
+    return columns, items, min(items, max(1, MAX_WEIGHTS // (BLOCK * columns)))
+
+
+def _precision() -> str:
+    """Of float32 products, as torch's own are set."""
+    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+# ruff: noqa: PLR0917 - operators of torch take their arguments by position
+
+
+def bias_attention_reference(
+    v_TW: torch.Tensor, offsets: torch.Tensor, bias: RelativeBias, rules: AttentionRules = PLAIN
+) -> list[torch.Tensor]:
+    """The definition: (positional, and temporal where the bias has a time), a loop over sequences."""
+    found = []
+    for channel in _channels(bias):
+        outputs = []
+        for b, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
+            own = channel if not channel.has_time else _of_tokens(channel, slice(start, end))
+            own_rules, own_offsets = rules_of_sequences(rules, slice(b, b + 1)), offsets[b : b + 2] - start
+            weights_NN = seen_weights(own.dense(own_offsets, end - start, own_rules), own_offsets, own_rules)[0]
+            outputs.append(weights_NN.to(v_TW.dtype) @ v_TW[start:end])
+        found.append(torch.cat(outputs) if outputs else torch.zeros_like(v_TW))
+    return found
+
+
+def bias_attention_padded(
+    v_TW: torch.Tensor, offsets: torch.Tensor, bias: RelativeBias, *, max_length: int, rules: AttentionRules = PLAIN
+) -> list[torch.Tensor]:
+    """The same on padded blocks."""
+    return [_channel_padded(v_TW, offsets, channel, max_length, rules) for channel in _channels(bias)]
+
+
+def _channel_padded(
+    v_TW: torch.Tensor, offsets: torch.Tensor, channel: RelativeBias, max_length: int, rules: AttentionRules = PLAIN
+) -> torch.Tensor:
+    place_T, shape = padded_places(offsets, len(v_TW), max_length), (offsets.numel() - 1, max_length, v_TW.shape[1])
+    flat = v_TW.new_zeros(shape[0] * shape[1], shape[2]).index_copy(0, place_T, v_TW)
+    weights_BNN = seen_weights(channel.dense(offsets, max_length, rules), offsets, rules).to(v_TW.dtype)
+    return (weights_BNN @ flat.view(shape)).flatten(0, 1).index_select(0, place_T)
+
+
+def bias_attention(
+    v_TW: torch.Tensor, offsets: torch.Tensor, bias: RelativeBias, *, max_length: int, rules: AttentionRules = PLAIN
+) -> list[torch.Tensor]:
+    """(positional, and temporal where the bias has a time), by kernels where there are any.
+
+    bias: has a position table. max_length: the longest sequence of the batch or more, known on the host.
+    """
+    assert bias.position_table is not None
+    if not runs_kernels(v_TW) or rules.is_square or rules.num_targets_B is not None:
+        return bias_attention_padded(v_TW, offsets, bias, max_length=max_length, rules=rules)
+    found = _BiasAttention.apply(
+        v_TW,
+        bias.position_table,
+        bias.time_table,
+        bias.time_function,
+        offsets,
+        bias.time_T,
+        bias.query_time_T,
+        bias.buckets,
+        (max_length, rules.max_attention_length or 0, rules.num_context),
+    )
+    return list(found)
+
+
+def _channels(bias: RelativeBias) -> list[RelativeBias]:
+    by_position = RelativeBias(position_table=bias.position_table)
+    return [by_position] if not bias.has_time else [by_position, replace(bias, position_table=None)]
+
+
+def _of_tokens(bias: RelativeBias, tokens: slice) -> RelativeBias:
+    assert bias.time_T is not None
+    assert bias.query_time_T is not None
+    return replace(bias, time_T=bias.time_T[tokens], query_time_T=bias.query_time_T[tokens])
+
+
+class _BiasAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        v: torch.Tensor,
+        position: torch.Tensor,
+        time_table: torch.Tensor | None,
+        time_function: torch.Tensor | None,
+        offsets: torch.Tensor,
+        time: torch.Tensor | None,
+        query_time: torch.Tensor | None,
+        buckets: torch.Tensor | None,
+        sizes: tuple[int, int, int],
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.save_for_backward(v, position, time_table, time_function, offsets, time, query_time, buckets)
+        ctx.sizes = sizes
+        shared = (position, time_table, time_function, offsets, time, query_time, buckets, *sizes, False)
+        by_position = bias_product(v, None, *shared)
+        has_time = time_table is not None or time_function is not None
+        return (by_position, bias_product(None, v, *shared)) if has_time else (by_position,)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        v, position, time_table, time_function, offsets, time, query_time, buckets = ctx.saved_tensors
+        sizes: tuple[int, int, int] = ctx.sizes
+        max_length, seen = sizes[0], sizes[1:]
+        by_position, *by_time = [grad.to(v.dtype).contiguous() for grad in grads]
+        own_time = by_time[0] if by_time else None
+        grad_v = bias_product(
+            by_position,
+            own_time,
+            position,
+            time_table,
+            time_function,
+            offsets,
+            time,
+            query_time,
+            buckets,
+            max_length,
+            *seen,
+            True,
+        )
+        grad_position = _position_gradient(by_position, v, position, offsets, sizes)
+        grad_time, grad_function = None, None
+        if own_time is not None and time_function is not None:
+            grad_function = bias_function_gradient(own_time, v, time_function, offsets, time, query_time, *seen)
+        elif own_time is not None:
+            shared = (own_time, v, offsets, time, query_time, buckets)
+            found = bias_time_gradient(*shared, max_length, *seen, len(time_table))
+            grad_time = found.to(time_table.dtype)
+        return grad_v, grad_position, grad_time, grad_function, None, None, None, None, None
+
+
+def _position_gradient(
+    grad: torch.Tensor, v: torch.Tensor, table: torch.Tensor, offsets: torch.Tensor, sizes: tuple[int, int, int]
+) -> torch.Tensor:
+    """Diagonals of tiles to places of the table: that of distance d is centre - d."""
+    by_distance = bias_position_gradient(grad, v, offsets, *sizes)
+    num_blocks = len(by_distance)
+    upper = torch.zeros(num_blocks + 1, BLOCK, dtype=torch.float32, device=grad.device)
+    # Slot BLOCK + e of block k is the distance k * BLOCK + e, for e from -BLOCK to BLOCK - 1.
+    upper[:num_blocks] += by_distance[:, BLOCK:]
+    upper[: num_blocks - 1] += by_distance[1:, :BLOCK]
+    centre = (len(table) - 1) // 2
+    count = min(upper.numel(), centre + 1)
+    found = torch.zeros(len(table), dtype=torch.float32, device=grad.device)
+    found[centre - count + 1 : centre + 1] = upper.flatten()[:count].flip(0)
+    return found.to(table.dtype)

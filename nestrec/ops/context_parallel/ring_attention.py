@@ -1,0 +1,204 @@
+"""The attention of HSTU, FuXi and SASRec where each rank of a context group holds a part of every sequence.
+
+    HSTU      sum_j SiLU(q_i . k_j + bias) / normaliser v_j              a sum over keys as it is
+    FuXi      the same without a bias, and sums of values by distance and by time
+    SASRec    sum_j e_ij v_j / sum_j e_ij,  e_ij = exp(q_i . k_j / sqrt(D) - top_i)
+
+SASRec's keys go round twice: first for `top_i`, the largest score of a query, then for both sums. A softmax does not
+change with `top_i`, so no gradient goes through it.
+
+Legend: T tokens of this rank, G sequences of a block, N queries, M keys, H heads, D head dimension, W = H D.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import silu
+
+from nestrec.base.errors import UserError
+from nestrec.ops.attention.hstu_attention import NO_BIAS
+from nestrec.ops.attention.mask_and_bias import (
+    PLAIN,
+    AttentionRules,
+    RelativeBias,
+    functional_time_bias,
+    table_values,
+    time_bias,
+)
+from nestrec.ops.context_parallel.ring_sum import Context, Tokens, ring_sum, ring_walk
+from nestrec.ops.context_parallel.token_partition import Block, blocks_of
+
+_TIMES = frozenset({"time", "query_time"})
+
+
+def hstu_attention_in_context(
+    q_THD: torch.Tensor,
+    k_THD: torch.Tensor,
+    v_THD: torch.Tensor,
+    context: Context,
+    *,
+    normaliser: float,
+    bias: RelativeBias = NO_BIAS,
+    rules: AttentionRules = PLAIN,
+) -> torch.Tensor:
+    """(T, H, D) what `hstu_attention` computes for this part of the tokens. Collective."""
+    _check(q_THD, context, bias, rules)
+    function = SiluSum(normaliser, rules)
+    return ring_sum(function, context, *_tokens(q_THD, k_THD, v_THD, bias), _parameters(bias))
+
+
+def fuxi_attention_in_context(
+    q_THD: torch.Tensor,
+    k_THD: torch.Tensor,
+    v_THD: torch.Tensor,
+    context: Context,
+    *,
+    normaliser: float,
+    bias: RelativeBias,
+    rules: AttentionRules = PLAIN,
+) -> tuple[torch.Tensor, ...]:
+    """(T, W) semantic, positional and, where the bias has a time, temporal channel of this part. Collective."""
+    _check(q_THD, context, bias, rules)
+    function = ChannelSums(normaliser, rules, 3 if bias.has_time else 2)
+    found = ring_sum(function, context, *_tokens(q_THD, k_THD, v_THD, bias), _parameters(bias))
+    return found.unbind(1)
+
+
+def softmax_attention_in_context(
+    q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, context: Context
+) -> torch.Tensor:
+    """(T, H, D) what `softmax_attention` computes for this part of the tokens. Collective."""
+    _check(q_THD, context, NO_BIAS, PLAIN)
+    top_TH = _largest_scores(q_THD.detach(), k_THD.detach(), context)
+    queries, keys = {"q": q_THD, "top": top_TH}, {"k": k_THD, "v": v_THD}
+    found = ring_sum(ExponentialSums(), context, queries, keys, {})
+    return found[:, :, :-1] / found[:, :, -1:]
+
+
+@dataclass(frozen=True, slots=True)
+class SiluSum:
+    """HSTU: (H, D) for a query."""
+
+    normaliser: float
+    rules: AttentionRules = PLAIN
+    fixed: frozenset[str] = _TIMES
+
+    def width(self, queries: Tokens, keys: Tokens) -> Sequence[int]:
+        return keys["v"].shape[1:]
+
+    def __call__(self, queries: Tokens, keys: Tokens, block: Block, parameters: Tokens) -> torch.Tensor:
+        scores = torch.einsum("gnhd,gmhd->ghnm", queries["q"], keys["k"])
+        for bias_GNM in _biases(queries, keys, block, parameters):
+            scores = scores + bias_GNM.to(scores.dtype)[:, None]
+        weights = torch.where(block.seen(self.rules)[:, None], silu(scores), 0.0) / self.normaliser
+        return torch.einsum("ghnm,gmhd->gnhd", weights, keys["v"])
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelSums:
+    """FuXi: (channels, W) for a query."""
+
+    normaliser: float
+    rules: AttentionRules
+    num_channels: int
+    fixed: frozenset[str] = _TIMES
+
+    def width(self, queries: Tokens, keys: Tokens) -> Sequence[int]:
+        return self.num_channels, keys["v"].shape[1] * keys["v"].shape[2]
+
+    def __call__(self, queries: Tokens, keys: Tokens, block: Block, parameters: Tokens) -> torch.Tensor:
+        semantic = SiluSum(self.normaliser, self.rules)(queries, keys, block, {}).flatten(2)
+        seen_GNM, v_GMW = block.seen(self.rules), keys["v"].flatten(2)
+        others = [
+            torch.where(seen_GNM, bias_GNM, 0.0).to(v_GMW.dtype) @ v_GMW
+            for bias_GNM in _biases(queries, keys, block, parameters)
+        ]
+        return torch.stack([semantic, *others], dim=2)
+
+
+@dataclass(frozen=True, slots=True)
+class ExponentialSums:
+    """SASRec: (H, D + 1) for a query, the sum of weighted values and the sum of weights."""
+
+    rules: AttentionRules = PLAIN
+    fixed: frozenset[str] = frozenset({"top"})
+
+    def width(self, queries: Tokens, keys: Tokens) -> Sequence[int]:
+        return keys["v"].shape[1], keys["v"].shape[2] + 1
+
+    def __call__(self, queries: Tokens, keys: Tokens, block: Block, parameters: Tokens) -> torch.Tensor:
+        top_GHN = queries["top"].transpose(1, 2)
+        weights = (_scores(queries, keys, block) - top_GHN[:, :, :, None]).exp()
+        sums = torch.einsum("ghnm,gmhd->gnhd", weights, keys["v"])
+        return torch.cat([sums, weights.sum(3).transpose(1, 2)[:, :, :, None]], dim=3)
+
+
+def _scores(queries: Tokens, keys: Tokens, block: Block) -> torch.Tensor:
+    """(G, H, N, M); minus infinity where a query does not look."""
+    scores: torch.Tensor = torch.einsum("gnhd,gmhd->ghnm", queries["q"], keys["k"]) / queries["q"].shape[-1] ** 0.5
+    return scores.masked_fill(~block.seen(PLAIN)[:, None], -torch.inf)
+
+
+def _largest_scores(q_THD: torch.Tensor, k_THD: torch.Tensor, context: Context) -> torch.Tensor:
+    """(T, H) over all keys that a query sees. Collective."""
+    top_TH = torch.full_like(q_THD[:, :, 0], -torch.inf, memory_format=torch.contiguous_format)
+    with torch.autocast(q_THD.device.type, enabled=False):
+        for part, keys in ring_walk(context, {"k": k_THD}):
+            for block in blocks_of(context.parts, context.part, part, PLAIN, q_THD.device):
+                queries = {"q": block.queries.take(q_THD)}
+                found_GHN = _scores(queries, {"k": block.keys.take(keys["k"])}, block).amax(3)
+                tokens, found = block.queries.tokens, block.queries.flat(found_GHN.transpose(1, 2))
+                top_TH[tokens] = torch.maximum(top_TH[tokens], found)
+    return top_TH
+
+
+def _biases(queries: Tokens, keys: Tokens, block: Block, parameters: Tokens) -> list[torch.Tensor]:
+    """(G, N, M) of each kind that there is: by distance, by time."""
+    found = []
+    if "position_table" in parameters:
+        table = parameters["position_table"]
+        centre = (table.numel() - 1) // 2
+        found.append(table_values(table, block.distance().clamp(min=-centre) + centre))
+    if "time_table" in parameters:
+        found.append(time_bias(parameters["time_table"], queries["query_time"], keys["time"]))
+    if "time_function" in parameters:
+        found.append(functional_time_bias(parameters["time_function"], queries["query_time"], keys["time"]))
+    return found
+
+
+def _tokens(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, bias: RelativeBias) -> tuple[Tokens, Tokens]:
+    queries, keys = {"q": q_THD}, {"k": k_THD, "v": v_THD}
+    if bias.has_time:
+        assert bias.query_time_T is not None
+        assert bias.time_T is not None
+        queries["query_time"], keys["time"] = bias.query_time_T, bias.time_T
+    return queries, keys
+
+
+def _parameters(bias: RelativeBias) -> Tokens:
+    named = {name: getattr(bias, name) for name in ("position_table", "time_table", "time_function")}
+    return {name: table for name, table in named.items() if table is not None}
+
+
+def _check(q_THD: torch.Tensor, context: Context, bias: RelativeBias, rules: AttentionRules) -> None:
+    if rules.num_targets_B is not None or rules.is_square:
+        raise UserError(
+            "candidates and prefixes that look ahead are computed with whole sequences only",
+            field="rules",
+            value=rules,
+            remedy="leave them out, or give no context",
+        )
+    num_tokens = context.parts.num_tokens(context.part)
+    if len(q_THD) != num_tokens:
+        raise UserError(
+            f"this rank's part of the sequences has {num_tokens} tokens", field="q, k, v", value=tuple(q_THD.shape)
+        )
+    table, longest = bias.position_table, int(context.parts.lengths.max(initial=0))
+    if table is not None and table.numel() < 2 * longest - 1:
+        raise UserError(
+            f"the table has no value for distances of sequences of {longest} tokens",
+            field="position_table",
+            value=table.numel(),
+            remedy=f"give at least {2 * longest - 1} values",
+        )

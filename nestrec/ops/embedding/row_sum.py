@@ -1,0 +1,349 @@
+"""Sums of rows by index, in a fixed order of additions.
+
+    out[u] = sum of grad[p] over all p with index[p] = u
+
+in order of p, by runs: the first RUN positions of u are added one after the other, then the next RUN, and so on; then
+the sums of the runs are added one after the other. Up to RUN positions that is the plain sum in order. A row that half
+a batch uses has thousands of runs, which are summed beside each other. No atomics: a run is repeatable to the bit, and
+the host loops and the kernels give the same bits.
+
+On a GPU positions are sorted by row (stable). One kernel sums the rows of a single run, several to a program; two more
+deal with rows of many runs, found without a list of them: each block of RUN sorted positions holds at most two
+beginnings of such runs, and at most one beginning of such a row.
+
+Shapes: U rows, D elements of a row, P positions.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit
+from numpy.typing import NDArray
+
+from nestrec.base.thread_team import for_parts
+from nestrec.ops.kernel_op import HAS_TRITON, kernel_op, runs_triton
+
+RUN = 256
+"""Positions of a row that are added one after the other."""
+_TILE_ELEMENTS = 512
+_NUM_WARPS = 4
+MAX_REGISTERS = 64
+"""With fewer, which the compiler would choose, rows are loaded one after the other."""
+
+
+def sum_by_index_reference(grad_PD: torch.Tensor, index_P: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """The definition: one addition after the other."""
+    out_UD = grad_PD.new_zeros(num_rows, grad_PD.shape[1])
+    for row in range(num_rows):
+        for run in torch.nonzero(index_P == row)[:, 0].split(RUN):
+            total_D = grad_PD.new_zeros(grad_PD.shape[1])
+            for position in run.tolist():
+                total_D += grad_PD[position]
+            out_UD[row] += total_D
+    return out_UD
+
+
+def sum_by_index(grad_PD: torch.Tensor, index_P: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """(num_rows, D) sums, in float32 or wider."""
+    return _run(grad_PD, index_P, num_rows)
+
+
+def add_by_index(out_UD: torch.Tensor, index_P: torch.Tensor, grad_PD: torch.Tensor) -> None:
+    """out[index[p]] += grad[p] for p in order, in place, one addition after the other. On a CPU; float32 or float64."""
+    out, index, grad = out_UD.numpy(), index_P.numpy(), grad_PD.contiguous().numpy()
+    # Threads share out rows, not positions, so that each row is still summed in order.
+    for_parts(len(out), len(index), lambda low, high: _add(out, index, grad, low, high))
+
+
+def sum_type(dtype: torch.dtype) -> torch.dtype:
+    """What values of this type are summed in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def with_whole_rows(grad_PD: torch.Tensor) -> torch.Tensor:
+    """The same gradient, copied where the elements of a row do not lie together, as in that of a sum (expanded)."""
+    return grad_PD if grad_PD.stride(1) == 1 else grad_PD.contiguous()
+
+
+def _fake(grad_PD: torch.Tensor, index_P: torch.Tensor, num_rows: int) -> torch.Tensor:
+    return grad_PD.new_empty(num_rows, grad_PD.shape[1], dtype=sum_type(grad_PD.dtype))
+
+
+@kernel_op("sum_by_index", fake=_fake)
+def _run(grad_PD: torch.Tensor, index_P: torch.Tensor, num_rows: int) -> torch.Tensor:
+    if runs_triton(grad_PD):
+        return _launch(with_whole_rows(grad_PD), index_P, num_rows)
+    wide_PD = grad_PD.to(sum_type(grad_PD.dtype)).contiguous()
+    if grad_PD.device.type != "cpu":
+        return _torch_sum(wide_PD, index_P, num_rows)
+    index, grad = index_P.numpy(), wide_PD.numpy()
+    return sum_by_runs(index, num_rows, wide_PD, lambda out, rows, low, high: _add(out, rows, grad, low, high))
+
+
+Adder = Callable[[NDArray[Any], NDArray[np.int32], int, int], None]
+"""(out, row of each position, low, high): adds to rows low to high of `out`, in order of position."""
+
+
+def sum_by_runs(index: NDArray[Any], num_rows: int, like: torch.Tensor, add: Adder) -> torch.Tensor:
+    """(num_rows, D) sums on the host: every run but the first of a row has a row of its own behind the others."""
+    rows, owners = index, np.empty(0, np.int32)
+    if len(index) > RUN:
+        rows, owners = _split_runs(index, num_rows)
+    both = like.new_zeros(num_rows + len(owners), like.shape[1])
+    out = both.numpy()
+    # Threads share out rows, not positions, so that each row is still summed in order.
+    for_parts(len(out), len(rows), lambda low, high: add(out, rows, low, high))
+    if len(owners):
+        _add(out[:num_rows], owners, out[num_rows:], 0, num_rows)
+    return both[:num_rows]
+
+
+def _torch_sum(grad_PD: torch.Tensor, index_P: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Without Triton: in order, but not by runs."""
+    sorted_P, order_P = index_P.sort(stable=True)
+    bounds = torch.arange(num_rows + 1, dtype=sorted_P.dtype, device=sorted_P.device)
+    offsets = torch.searchsorted(sorted_P, bounds)
+    return torch.segment_reduce(grad_PD.index_select(0, order_P), "sum", offsets=offsets, unsafe=True, initial=0.0)
+
+
+@njit(cache=True, nogil=True)
+def _add(out: NDArray[Any], index: NDArray[Any], grad: NDArray[Any], low: int, high: int) -> None:
+    width = np.int64(grad.shape[1])
+    for p in range(len(index)):
+        row = index[p]
+        if low <= row < high:
+            for j in range(width):
+                out[row, j] += grad[p, j]
+
+
+@njit(cache=True, nogil=True)
+def _split_runs(index, num_rows):  # type: ignore[no-untyped-def]
+    """For each position the row that its run is summed in, and for each row behind `num_rows` whose run it is."""
+    seen, row_of = np.zeros(num_rows, np.int32), np.arange(num_rows).astype(np.int32)
+    rows, owners = np.empty(len(index), np.int32), np.empty(len(index) // RUN, np.int32)
+    num_owners = 0
+    for p in range(len(index)):
+        row = index[p]
+        if seen[row] == RUN:
+            owners[num_owners] = row
+            row_of[row] = num_rows + num_owners
+            num_owners += 1
+            seen[row] = 0
+        seen[row] += 1
+        rows[p] = row_of[row]
+    return rows, owners[:num_owners]
+
+
+def _launch(grad_PD: torch.Tensor, index_P: torch.Tensor, num_rows: int) -> torch.Tensor:
+    num_positions, dim = grad_PD.shape
+    out_UD = grad_PD.new_empty(num_rows, dim, dtype=sum_type(grad_PD.dtype))
+    if num_rows == 0 or dim == 0:
+        return out_UD
+    rows_P, order_P = index_P.sort(stable=True)
+    starts = torch.searchsorted(rows_P, torch.arange(num_rows + 1, dtype=rows_P.dtype, device=rows_P.device))
+    block = triton.next_power_of_2(dim)
+    tile_rows = max(1, _TILE_ELEMENTS // block)
+    with torch.cuda.device_of(grad_PD):
+        _rows_kernel[(triton.cdiv(num_rows, tile_rows),)](
+            grad_PD,
+            order_P,
+            starts,
+            out_UD,
+            num_rows,
+            D=dim,
+            STRIDE=grad_PD.stride(0),
+            BLOCK=block,
+            ROWS=tile_rows,
+            RUN_SIZE=RUN,
+            num_warps=_NUM_WARPS,
+            maxnreg=MAX_REGISTERS,
+        )
+        if num_positions > RUN:
+            add_long_runs(sum_long_runs(grad_PD, rows_P, order_P, starts), rows_P, starts, out_UD)
+    return out_UD
+
+
+def sum_long_runs(
+    grad_PD: torch.Tensor, rows_P: torch.Tensor, order_P: torch.Tensor, starts: torch.Tensor
+) -> torch.Tensor:
+    """Sums of the runs of rows that have several, each at a place that follows from where its row starts."""
+    num_positions, dim = grad_PD.shape
+    blocks = triton.cdiv(num_positions, RUN)
+    partial = grad_PD.new_empty(2 * blocks, dim, dtype=sum_type(grad_PD.dtype))
+    _runs_kernel[(blocks, 2)](
+        grad_PD,
+        rows_P,
+        order_P,
+        starts,
+        partial,
+        num_positions,
+        D=dim,
+        STRIDE=grad_PD.stride(0),
+        BLOCK=triton.next_power_of_2(dim),
+        RUN_SIZE=RUN,
+        num_warps=1,
+    )
+    return partial
+
+
+def add_long_runs(partial: torch.Tensor, rows_P: torch.Tensor, starts: torch.Tensor, out_UD: torch.Tensor) -> None:
+    """Sums of runs, placed as by `sum_long_runs`, into the rows that have several."""
+    num_positions, dim = len(rows_P), out_UD.shape[1]
+    _finish_kernel[(triton.cdiv(num_positions, RUN),)](
+        partial,
+        rows_P,
+        starts,
+        out_UD,
+        num_positions,
+        D=dim,
+        BLOCK=triton.next_power_of_2(dim),
+        RUN_SIZE=RUN,
+        num_warps=1,
+    )
+
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def _position(order, first, length, t):  # type: ignore[no-untyped-def]
+        return tl.load(order + first + t, mask=t < length, other=0).to(tl.int64)
+
+    @triton.jit
+    def _gradient(  # type: ignore[no-untyped-def]  # noqa: PLR0917
+        grad, position, is_used, D: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, TYPE: tl.constexpr
+    ):
+        column = tl.arange(0, BLOCK)[None, :]
+        at = grad + (position * STRIDE)[:, None] + column
+        return tl.load(at, mask=is_used[:, None] & (column < D), other=0.0).to(TYPE)
+
+    @triton.jit
+    def sum_tile(  # type: ignore[no-untyped-def]  # noqa: PLR0917
+        grad,
+        order,
+        first,
+        length,
+        D: tl.constexpr,
+        STRIDE: tl.constexpr,
+        BLOCK: tl.constexpr,
+        ROWS: tl.constexpr,
+        TYPE: tl.constexpr,
+    ):
+        """(ROWS, BLOCK) sums of the rows at order[first : first + length], one after the other.
+
+        Four at a time, the next positions before these rows before the sums: else the compiler waits for each in turn.
+        """
+        total = tl.zeros([ROWS, BLOCK], TYPE)
+        p0, p1 = _position(order, first, length, 0), _position(order, first, length, 1)
+        p2, p3 = _position(order, first, length, 2), _position(order, first, length, 3)
+        for t in range(0, tl.max(length, axis=0), 4):
+            x0 = _gradient(grad, p0, t < length, D, STRIDE, BLOCK, TYPE)
+            x1 = _gradient(grad, p1, t + 1 < length, D, STRIDE, BLOCK, TYPE)
+            x2 = _gradient(grad, p2, t + 2 < length, D, STRIDE, BLOCK, TYPE)
+            x3 = _gradient(grad, p3, t + 3 < length, D, STRIDE, BLOCK, TYPE)
+            p0, p1 = _position(order, first, length, t + 4), _position(order, first, length, t + 5)
+            p2, p3 = _position(order, first, length, t + 6), _position(order, first, length, t + 7)
+            total = (((total + x0) + x1) + x2) + x3
+        return total
+
+    @triton.jit
+    def run_of_block(rows, starts, block, is_second, num_positions, RUN_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: PLR0917
+        """A run of a row of several runs: (first sorted position, length, where its sum goes); length 0: none.
+
+        Program 0 of a block takes the run of the row that the block begins in, program 1 that of the row it ends in.
+        """
+        low = block * RUN_SIZE
+        high = tl.minimum(low + RUN_SIZE, num_positions)
+        row = tl.load(rows + tl.minimum(low + is_second * RUN_SIZE, num_positions - 1))
+        start, end = tl.load(starts + row), tl.load(starts + row + 1)
+        number = tl.maximum(low - start + RUN_SIZE - 1, 0) // RUN_SIZE
+        first = start + number * RUN_SIZE
+        is_mine = (end - start > RUN_SIZE) & (first < tl.minimum(end, high)) & ((is_second == 0) | (start > low))
+        return first, tl.where(is_mine, tl.minimum(end - first, RUN_SIZE), 0), 2 * (start // RUN_SIZE) + number
+
+    @triton.jit
+    def long_row_of_block(rows, starts, block, num_positions, RUN_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+        """The row of several runs that begins among the block's sorted positions: (row, start, end); end 0: none."""
+        low = block * RUN_SIZE
+        row = tl.load(rows + tl.minimum(low + RUN_SIZE, num_positions) - 1)
+        start, end = tl.load(starts + row), tl.load(starts + row + 1)
+        begins_here = (start >= low) & (end - start > RUN_SIZE)
+        return row, start, tl.where(begins_here, end, 0)
+
+    @triton.jit
+    def sum_partial(  # type: ignore[no-untyped-def]  # noqa: PLR0917
+        partial, start, end, D: tl.constexpr, BLOCK: tl.constexpr, RUN_SIZE: tl.constexpr, UNROLL: tl.constexpr
+    ):
+        """(1, BLOCK) sum of the runs of the row at sorted positions start to end."""
+        column = tl.arange(0, BLOCK)[None, :]
+        total = tl.zeros([1, BLOCK], partial.dtype.element_ty)
+        num_runs = (end - start + RUN_SIZE - 1) // RUN_SIZE
+        base = partial + (2 * (start // RUN_SIZE)).to(tl.int64) * D
+        for r in range(0, num_runs, UNROLL):
+            for u in tl.static_range(UNROLL):
+                total += tl.load(base + (r + u) * D + column, mask=(column < D) & (r + u < num_runs), other=0.0)
+        return total
+
+    @triton.jit
+    def _rows_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917
+        grad,
+        order,
+        starts,
+        out,
+        num_rows,
+        D: tl.constexpr,
+        STRIDE: tl.constexpr,
+        BLOCK: tl.constexpr,
+        ROWS: tl.constexpr,
+        RUN_SIZE: tl.constexpr,
+    ):
+        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        inside = row < num_rows
+        first = tl.load(starts + row, mask=inside, other=0)
+        length = tl.load(starts + row + 1, mask=inside, other=0) - first
+        inside = inside & (length <= RUN_SIZE)
+        length = tl.where(inside, length, 0)
+        total = sum_tile(grad, order, first, length, D, STRIDE, BLOCK, ROWS, out.dtype.element_ty)
+        column = tl.arange(0, BLOCK)[None, :]
+        tl.store(out + (row.to(tl.int64) * D)[:, None] + column, total, mask=inside[:, None] & (column < D))
+
+    @triton.jit
+    def _runs_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917
+        grad,
+        rows,
+        order,
+        starts,
+        partial,
+        num_positions,
+        D: tl.constexpr,
+        STRIDE: tl.constexpr,
+        BLOCK: tl.constexpr,
+        RUN_SIZE: tl.constexpr,
+    ):
+        first, length, at = run_of_block(rows, starts, tl.program_id(0), tl.program_id(1), num_positions, RUN_SIZE)
+        if length > 0:
+            one = tl.zeros([1], tl.int32)
+            total = sum_tile(grad, order, first + one, length + one, D, STRIDE, BLOCK, 1, partial.dtype.element_ty)
+            column = tl.arange(0, BLOCK)[None, :]
+            tl.store(partial + at.to(tl.int64) * D + column, total, mask=column < D)
+
+    @triton.jit
+    def _finish_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0917
+        partial,
+        rows,
+        starts,
+        out,
+        num_positions,
+        D: tl.constexpr,
+        BLOCK: tl.constexpr,
+        RUN_SIZE: tl.constexpr,
+        UNROLL: tl.constexpr = 8,
+    ):
+        row, start, end = long_row_of_block(rows, starts, tl.program_id(0), num_positions, RUN_SIZE)
+        if end > 0:
+            total = sum_partial(partial, start, end, D, BLOCK, RUN_SIZE, UNROLL)
+            column = tl.arange(0, BLOCK)[None, :]
+            tl.store(out + row.to(tl.int64) * D + column, total, mask=column < D)

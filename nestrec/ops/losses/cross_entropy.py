@@ -1,0 +1,187 @@
+"""Cross-entropy over the whole catalogue on a CPU: logits are kept once, and become their own derivatives in place.
+
+    forward    for some tokens at a time: logits = queries x rows; the maximum and the sum of exponentials of each token
+    backward   for the same tokens: logits to (softmax - is target) * upstream, where they lie; two products with them
+
+The definition writes the logits, their logarithmic softmax and two derivatives of it, each of tokens x items; here the
+first is all there is, and the tokens are so few that it is still in the cache when the next step reads it.
+
+Legend: T tokens, I items, D channels; S tokens of a tile.
+
+Cross-entropy over the whole catalogue, with logits that are never larger than a tile.
+
+    forward    for each tile: logits = queries x rows; a running maximum and sum of exponentials of each token
+    backward   for each tile: logits again, slopes = (softmax - is target) * upstream; two products with them
+
+The products are those of the library of the device, between them one pass over the tile: a Triton kernel on CUDA,
+torch elsewhere. Tiles are visited in one order and their results added in it, so a run repeats to the bit.
+
+Legend: T tokens, I items, D channels; S x J is a tile.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from nestrec.ops.kernel_op import kernel_op, runs_triton
+from nestrec.ops.losses.item_losses import at_least_float32, full_cross_entropy
+
+TILE_ELEMENTS = 1 << 21
+"""Logits of a tile, of 16 tokens at least."""
+
+
+def kept_cross_entropy(query_TD: torch.Tensor, row_ID: torch.Tensor, target_T: torch.Tensor) -> torch.Tensor:
+    """(T,) losses: `full_cross_entropy` (its definition) in less time and memory on a CPU; that itself elsewhere."""
+    if query_TD.is_cuda or query_TD.dtype not in (torch.float32, torch.float64):
+        return full_cross_entropy(query_TD, row_ID, target_T)
+    return _Kept.apply(query_TD, row_ID, target_T, max(16, TILE_ELEMENTS // max(1, len(row_ID))))  # type: ignore[no-any-return]
+
+
+class _Kept(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query_TD: torch.Tensor, row_ID: torch.Tensor, target_T: torch.Tensor, tile_tokens: int
+    ) -> torch.Tensor:
+        total_T, loss_T = query_TD.new_empty(len(query_TD)), query_TD.new_empty(len(query_TD))
+        logits = []
+        for tokens in _token_tiles(len(query_TD), tile_tokens):
+            logit_SI = query_TD[tokens] @ row_ID.T
+            highest_S = logit_SI.amax(1)
+            total_T[tokens] = (logit_SI - highest_S[:, None]).exp_().sum(1).log_().add_(highest_S)
+            loss_T[tokens] = total_T[tokens] - logit_SI.gather(1, target_T[tokens, None])[:, 0]
+            logits.append(logit_SI)
+        ctx.save_for_backward(query_TD, row_ID, target_T, total_T)
+        ctx.logits, ctx.tile_tokens = logits, tile_tokens
+        return loss_T
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query_TD, row_ID, target_T, total_T = ctx.saved_tensors
+        logits, ctx.logits = ctx.logits, None
+        assert logits is not None, "the logits are gone: a backward pass runs once"
+        grad_query_TD, grad_row_ID = torch.empty_like(query_TD), torch.zeros_like(row_ID)
+        for tokens, slope_SI in zip(_token_tiles(len(query_TD), ctx.tile_tokens), logits, strict=True):
+            upstream_S1 = grads[0][tokens, None]
+            slope_SI.sub_(total_T[tokens, None]).exp_().mul_(upstream_S1)
+            slope_SI.scatter_add_(1, target_T[tokens, None], -upstream_S1)
+            grad_query_TD[tokens] = slope_SI @ row_ID
+            grad_row_ID.addmm_(slope_SI.T, query_TD[tokens])
+        return grad_query_TD, grad_row_ID, None, None
+
+
+def _token_tiles(num_tokens: int, tile_tokens: int) -> list[slice]:
+    return [slice(first, min(first + tile_tokens, num_tokens)) for first in range(0, num_tokens, tile_tokens)]
+
+
+TILE_TOKENS, TILE_ITEMS = 4096, 8192
+
+
+def tiled_cross_entropy(
+    query_TD: torch.Tensor,
+    row_ID: torch.Tensor,
+    target_T: torch.Tensor,
+    *,
+    tile_tokens: int = TILE_TOKENS,
+    tile_items: int = TILE_ITEMS,
+) -> torch.Tensor:
+    """(T,) losses: `full_cross_entropy` (its definition) in the memory of a tile, in the type of the queries."""
+    return _Tiled.apply(query_TD, row_ID.to(query_TD.dtype), target_T, tile_tokens, tile_items)  # type: ignore[no-any-return]
+
+
+class _Tiled(torch.autograd.Function):
+    @staticmethod
+    def forward(  # noqa: PLR0917
+        ctx: Any,
+        query_TD: torch.Tensor,
+        row_ID: torch.Tensor,
+        target_T: torch.Tensor,
+        tile_tokens: int,
+        tile_items: int,
+    ) -> torch.Tensor:
+        num_tokens, wide = len(query_TD), torch.promote_types(query_TD.dtype, torch.float32)
+        highest_T = torch.full((num_tokens,), -torch.inf, dtype=wide, device=query_TD.device)
+        summed_T, first_T = torch.zeros_like(highest_T), torch.zeros_like(highest_T)
+        for tokens, items in _tiles(num_tokens, len(row_ID), tile_tokens, tile_items):
+            logit_SJ = query_TD[tokens] @ row_ID[items].T
+            running = highest_T[tokens], summed_T[tokens], first_T[tokens]
+            add_tile(logit_SJ, target_T[tokens] - items.start, *running)
+        total_T = highest_T + summed_T.log()
+        ctx.save_for_backward(query_TD, row_ID, target_T, total_T)
+        ctx.tile = tile_tokens, tile_items
+        return total_T - first_T
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query_TD, row_ID, target_T, total_T = ctx.saved_tensors
+        grad_query_TD = torch.zeros(query_TD.shape, dtype=total_T.dtype, device=query_TD.device)
+        grad_row_ID = torch.zeros(row_ID.shape, dtype=total_T.dtype, device=query_TD.device)
+        for tokens, items in _tiles(len(query_TD), len(row_ID), *ctx.tile):
+            slope_SJ = query_TD[tokens] @ row_ID[items].T
+            to_slopes(slope_SJ, target_T[tokens] - items.start, total_T[tokens], grads[0][tokens])
+            grad_query_TD[tokens] += slope_SJ @ row_ID[items]
+            grad_row_ID[items] += slope_SJ.T @ query_TD[tokens]
+        return grad_query_TD, grad_row_ID, None, None, None
+
+
+def add_tile(
+    logit_SJ: torch.Tensor,
+    target_S: torch.Tensor,
+    highest_S: torch.Tensor,
+    summed_S: torch.Tensor,
+    first_S: torch.Tensor,
+) -> None:
+    """Bring the running maximum, sum and target logit of each token up to date, in place."""
+    if runs_triton(logit_SJ):
+        _add_tile_on_device(logit_SJ, target_S, highest_S, summed_S, first_S)
+        return
+    logit_SJ = at_least_float32(logit_SJ)
+    higher_S = torch.maximum(highest_S, logit_SJ.amax(1))
+    summed_S.copy_(summed_S * (highest_S - higher_S).exp() + (logit_SJ - higher_S[:, None]).exp().sum(1))
+    highest_S.copy_(higher_S)
+    is_here, place_S = _in_tile(target_S, logit_SJ.shape[1])
+    first_S.add_(torch.where(is_here, logit_SJ.gather(1, place_S[:, None])[:, 0], 0.0))
+
+
+def to_slopes(logit_SJ: torch.Tensor, target_S: torch.Tensor, total_S: torch.Tensor, upstream_S: torch.Tensor) -> None:
+    """Logits to the derivatives of the loss by them, in place."""
+    if runs_triton(logit_SJ):
+        _to_slopes_on_device(logit_SJ, target_S, total_S, upstream_S)
+        return
+    softmax_SJ = (at_least_float32(logit_SJ) - total_S[:, None]).exp()
+    is_here, place_S = _in_tile(target_S, logit_SJ.shape[1])
+    softmax_SJ.scatter_add_(1, place_S[:, None], -is_here[:, None].to(softmax_SJ.dtype))
+    logit_SJ.copy_(softmax_SJ * upstream_S[:, None])
+
+
+def _fake(*arguments: torch.Tensor) -> None:
+    """What is written is written into arguments."""
+
+
+@kernel_op("cross_entropy_tile", fake=_fake, mutates=("highest", "summed", "first"))
+def _add_tile_on_device(
+    logit: torch.Tensor, target: torch.Tensor, highest: torch.Tensor, summed: torch.Tensor, first: torch.Tensor
+) -> None:
+    from nestrec.ops.losses.cross_entropy_kernels import add_tile_kernel
+
+    add_tile_kernel(logit, target, highest, summed, first)
+
+
+@kernel_op("cross_entropy_slopes", fake=_fake, mutates=("logit",))
+def _to_slopes_on_device(
+    logit: torch.Tensor, target: torch.Tensor, total: torch.Tensor, upstream: torch.Tensor
+) -> None:
+    from nestrec.ops.losses.cross_entropy_kernels import to_slopes_kernel
+
+    to_slopes_kernel(logit, target, total, upstream)
+
+
+def _in_tile(target_S: torch.Tensor, num_items: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whether the target is in the tile, and a column that exists."""
+    return (target_S >= 0) & (target_S < num_items), target_S.clamp(0, num_items - 1)
+
+
+def _tiles(num_tokens: int, num_items: int, tile_tokens: int, tile_items: int) -> Iterator[tuple[slice, slice]]:
+    for token in range(0, num_tokens, tile_tokens):
+        for item in range(0, num_items, tile_items):
+            yield slice(token, min(token + tile_tokens, num_tokens)), slice(item, min(item + tile_items, num_items))

@@ -1,0 +1,398 @@
+"""Sampled losses that gather rows inside the kernel and keep nothing but one number a token.
+
+    forward    loss_t, and log-sum-exp_t for the backward pass
+    backward   logits again, slopes (T, N); d query = slopes x rows, d rows by nestrec.ops.losses.sum_outer
+
+On CUDA by Triton; elsewhere by short segments, which the processor's cache holds.
+
+Legend: T tokens, N candidates of a token, U rows, D channels.
+
+Gradients of rows from the slopes of logits, without a vector for each position.
+
+    out[u] = sum of slope[t, n] * query[t] over all (t, n) with index[t, n] = u
+
+in order of (t, n), by the runs of nestrec.ops.rows.sum: the target that half a batch is compared with has a hundred
+thousand positions, and one chain of additions over them took longer than the model. The order is fixed, so a run is
+repeatable to the bit on each device.
+
+Legend: T tokens, N candidates of a token, U rows, D channels, P = T * N positions.
+
+Sampled losses whose candidate vectors are never all in the device's memory: fetched by segments of tokens, twice.
+
+    forward    for each segment: vectors, logits, losses; kept is one number a token
+    backward   for each segment: vectors and logits again, slopes, gradients of the queries; then those of the rows
+
+`segments` gathers the vectors again from the deduplicated rows; `offload` keeps them in host memory (pinned on CUDA),
+as TurboGR does, and brings them back with a double buffer. Without CUDA both are the same memory.
+
+Legend: T tokens, S tokens of a segment, N candidates of a token, U rows, D channels.
+
+Sampled losses whose negatives are the targets of a small group of tokens: one matrix product for each group.
+
+    logit[t, s] = q[t] . row[target of s]                  t, s tokens of one group
+    loss[t]     = that of candidates: own target first, then the targets of the group's other tokens
+
+Every token meets as many negatives as with any other sampler, but a group reads its vectors once for all its tokens:
+where each token has R of its own, R + 1 times as many bytes are gathered.
+
+Legend: T tokens, G groups, S tokens of a group, U rows, D channels.
+
+The variants of the sampled losses: the same numbers, at different prices.
+
+variant     vectors of the negatives (T tokens x N candidates x D channels)
+plain       all in the device's memory, until their gradients are there: the definition
+segments    gathered again from the rows, some tokens at a time, forward and backward
+fused       gathered inside the kernel, never stored (Triton; on a CPU very short segments)
+offload     in host memory, fetched by segments with a double buffer
+"""
+
+from collections.abc import Iterator
+from typing import Any, Literal, Protocol, get_args
+
+import torch
+from numba import njit
+from numpy.typing import NDArray
+from torch.nn.functional import softplus
+
+from nestrec.ops.embedding.row_gather import StoredRows, TableRows, deal_rows, gather_rows, leaf_and_values
+from nestrec.ops.embedding.row_sum import sum_by_index_reference, sum_by_runs
+from nestrec.ops.kernel_op import kernel_op, runs_triton
+from nestrec.ops.losses.item_losses import (
+    FALSE_NEGATIVE_LOGIT,
+    LossCandidates,
+    SampledKind,
+    loss_of_logits,
+    masked_logits,
+    plain_sampled_loss,
+    slopes,
+)
+from nestrec.ops.losses.offloaded_vectors import OffloadedVectors
+
+
+def sum_outer_reference(
+    slope_TN: torch.Tensor, query_TD: torch.Tensor, index_TN: torch.Tensor, num_rows: int
+) -> torch.Tensor:
+    """The definition: a vector for each position after all."""
+    outer_PD = (slope_TN[:, :, None] * query_TD[:, None]).flatten(0, 1)
+    return sum_by_index_reference(outer_PD, index_TN.flatten(), num_rows)
+
+
+def sum_outer(slope_TN: torch.Tensor, query_TD: torch.Tensor, index_TN: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """(num_rows, D) sums in the type of the slopes; float32 or float64."""
+    if runs_triton(slope_TN):
+        return sum_outer_on_device(slope_TN, query_TD, index_TN, num_rows)
+    wide_TD = query_TD.to(slope_TN.dtype).contiguous()
+    slope, query, index = slope_TN.contiguous().numpy(), wide_TD.numpy(), index_TN.contiguous().numpy().reshape(-1)
+    return sum_by_runs(index, num_rows, wide_TD, lambda out, rows, low, high: _add(out, rows, slope, query, low, high))
+
+
+def _fake(slope: torch.Tensor, query: torch.Tensor, index: torch.Tensor, num_rows: int) -> torch.Tensor:
+    return slope.new_empty(num_rows, query.shape[1])
+
+
+@kernel_op("sum_outer", fake=_fake)
+def sum_outer_on_device(slope: torch.Tensor, query: torch.Tensor, index: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """The same by kernels: one program a run, positions in order by tiles of a few."""
+    from nestrec.ops.losses.sampled_kernels import sum_outer_kernel
+
+    return sum_outer_kernel(slope, query, index, num_rows)
+
+
+@njit(cache=True, nogil=True)
+def _add(out: NDArray[Any], rows: NDArray[Any], slope: NDArray[Any], query: NDArray[Any], low: int, high: int) -> None:
+    width = slope.shape[1]
+    for t in range(slope.shape[0]):
+        for n in range(width):
+            row, weight = rows[t * width + n], slope[t, n]
+            if low <= row < high and weight != 0.0:
+                for d in range(query.shape[1]):
+                    out[row, d] += weight * query[t, d]
+
+
+Segment = tuple[int, int, torch.Tensor]
+"""First token, end, and (S, N, D) vectors, valid until the next segment is asked for."""
+
+
+class Vectors(Protocol):
+    """Vectors of all candidates, segment by segment."""
+
+    def forward(self) -> Iterator[Segment]:
+        """The first time."""
+
+    def backward(self) -> Iterator[Segment]:
+        """Again."""
+
+
+class GatheredVectors:
+    """Gathered by index whenever they are needed."""
+
+    def __init__(self, row_UD: torch.Tensor, index_TN: torch.Tensor, segment_tokens: int) -> None:
+        self._row_UD, self._index_TN, self._segment_tokens = row_UD, index_TN, segment_tokens
+
+    def forward(self) -> Iterator[Segment]:
+        for start, stop in segments(len(self._index_TN), self._segment_tokens):
+            yield start, stop, gathered(self._row_UD, self._index_TN[start:stop])
+
+    backward = forward
+
+
+def segmented_loss(
+    query_TD: torch.Tensor,
+    row_UD: TableRows,
+    candidates: LossCandidates,
+    kind: SampledKind,
+    *,
+    segment_tokens: int,
+    offload: bool = False,
+) -> torch.Tensor:
+    """(T,) losses."""
+    leaf_UD, value_UD = leaf_and_values(row_UD)
+    query_TD = query_TD.to(torch.promote_types(leaf_UD.dtype, torch.float32))
+    options = (kind, segment_tokens, offload)
+    return _Segmented.apply(  # type: ignore[no-any-return]
+        query_TD, leaf_UD, value_UD.detach(), candidates.index_TN, candidates.bias_TN, options
+    )
+
+
+def segments(num_tokens: int, segment_tokens: int) -> Iterator[tuple[int, int]]:
+    """Starts and ends."""
+    for start in range(0, num_tokens, segment_tokens):
+        yield start, min(start + segment_tokens, num_tokens)
+
+
+def gathered(row_UD: torch.Tensor, index_SN: torch.Tensor) -> torch.Tensor:
+    """(S, N, D) vectors."""
+    return row_UD.index_select(0, index_SN.reshape(-1)).view(*index_SN.shape, row_UD.shape[1])
+
+
+class _Segmented(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query_TD: torch.Tensor,
+        leaf_UD: torch.Tensor,
+        row_UD: torch.Tensor,
+        index_TN: torch.Tensor,
+        bias_TN: torch.Tensor | None,
+        options: tuple[SampledKind, int, bool],
+    ) -> torch.Tensor:
+        kind, segment_tokens, offload = options
+        vectors: Vectors = (OffloadedVectors if offload else GatheredVectors)(row_UD, index_TN, segment_tokens)
+        candidates = LossCandidates(index_TN, bias_TN)
+        loss_T, total_T = query_TD.new_empty(len(query_TD)), query_TD.new_empty(len(query_TD))
+        for start, stop, vector_SND in vectors.forward():
+            logit_SN = _logits(query_TD[start:stop], vector_SND, candidates.part(start, stop))
+            loss_T[start:stop], total_T[start:stop] = loss_of_logits(logit_SN, kind)
+        ctx.save_for_backward(query_TD, index_TN, total_T, *([] if bias_TN is None else [bias_TN]))
+        ctx.vectors, ctx.kind, ctx.num_rows = vectors, kind, len(row_UD)
+        return loss_T
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query_TD, index_TN, total_T, *bias = ctx.saved_tensors
+        candidates = LossCandidates(index_TN, bias[0] if bias else None)
+        grad_query_TD, slope_TN = torch.empty_like(query_TD), query_TD.new_empty(index_TN.shape)
+        for start, stop, vector_SND in ctx.vectors.backward():
+            logit_SN = _logits(query_TD[start:stop], vector_SND, candidates.part(start, stop))
+            slope_SN = slopes(logit_SN, total_T[start:stop], ctx.kind) * grads[0][start:stop, None]
+            grad_query_TD[start:stop] = torch.bmm(slope_SN[:, None], vector_SND.to(slope_SN.dtype))[:, 0]
+            slope_TN[start:stop] = slope_SN
+        ctx.vectors = None
+        return grad_query_TD, sum_outer(slope_TN, query_TD, index_TN, ctx.num_rows), None, None, None, None
+
+
+def _logits(query_SD: torch.Tensor, vector_SND: torch.Tensor, candidates: LossCandidates) -> torch.Tensor:
+    return masked_logits(torch.bmm(vector_SND.to(query_SD.dtype), query_SD[:, :, None])[:, :, 0], candidates)
+
+
+# ruff: noqa: PLR0917 - operators of torch take their arguments by position
+
+
+_CACHED_TOKENS = 16
+"""Segment of a CPU."""
+
+
+def fused_loss(
+    query_TD: torch.Tensor, row_UD: TableRows, candidates: LossCandidates, kind: SampledKind
+) -> torch.Tensor:
+    """(T,) losses."""
+    leaf_UD, value_UD = leaf_and_values(row_UD)
+    if not runs_triton(value_UD):
+        return segmented_loss(query_TD, row_UD, candidates, kind, segment_tokens=_CACHED_TOKENS)
+    bias_TN = None if candidates.bias_TN is None else candidates.bias_TN.contiguous()
+    return _Fused.apply(  # type: ignore[no-any-return]
+        query_TD.contiguous(), leaf_UD, value_UD.detach().contiguous(), candidates.index_TN.contiguous(), bias_TN, kind
+    )
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query_TD: torch.Tensor,
+        leaf_UD: torch.Tensor,
+        row_UD: torch.Tensor,
+        index_TN: torch.Tensor,
+        bias_TN: torch.Tensor | None,
+        kind: SampledKind,
+    ) -> torch.Tensor:
+        loss_T, total_T = fused_forward(query_TD, row_UD, index_TN, bias_TN, kind)
+        ctx.save_for_backward(query_TD, row_UD, index_TN, total_T, *([] if bias_TN is None else [bias_TN]))
+        ctx.kind = kind
+        return loss_T
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query_TD, row_UD, index_TN, total_T, *bias = ctx.saved_tensors
+        grad_query_TD, slope_TN = fused_backward(
+            query_TD, row_UD, index_TN, bias[0] if bias else None, total_T, grads[0].contiguous(), ctx.kind
+        )
+        return grad_query_TD, sum_outer(slope_TN, query_TD, index_TN, len(row_UD)), None, None, None, None
+
+
+def _fake_forward(
+    query: torch.Tensor, row: torch.Tensor, index: torch.Tensor, bias: torch.Tensor | None, kind: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    wide = torch.promote_types(row.dtype, torch.float32)
+    return row.new_empty(len(index), dtype=wide), row.new_empty(len(index), dtype=wide)
+
+
+@kernel_op("sampled_loss", fake=_fake_forward)
+def fused_forward(
+    query: torch.Tensor, row: torch.Tensor, index: torch.Tensor, bias: torch.Tensor | None, kind: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(T,) losses and (T,) log-sum-exp."""
+    from nestrec.ops.losses.sampled_kernels import forward_kernel
+
+    return forward_kernel(query, row, index, bias, kind)
+
+
+def _fake_backward(
+    query: torch.Tensor,
+    row: torch.Tensor,
+    index: torch.Tensor,
+    bias: torch.Tensor | None,
+    total: torch.Tensor,
+    grad_loss: torch.Tensor,
+    kind: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return query.new_empty(query.shape, dtype=total.dtype), row.new_empty(index.shape, dtype=total.dtype)
+
+
+@kernel_op("sampled_loss_backward", fake=_fake_backward)
+def fused_backward(
+    query: torch.Tensor,
+    row: torch.Tensor,
+    index: torch.Tensor,
+    bias: torch.Tensor | None,
+    total: torch.Tensor,
+    grad_loss: torch.Tensor,
+    kind: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(T, D) gradients of the queries and (T, N) of the logits."""
+    from nestrec.ops.losses.sampled_kernels import backward_kernel
+
+    return backward_kernel(query, row, index, bias, total, grad_loss, kind)
+
+
+def grouped_loss(
+    query_TD: torch.Tensor,
+    row_UD: TableRows,
+    positive_T: torch.Tensor,
+    token_GS: torch.Tensor,
+    kind: SampledKind,
+    *,
+    bias_T: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """(G, S) losses, 0 where a group has no token.
+
+    positive_T: places of the targets among the rows. token_GS: the groups, each token once, -1 behind a group's last.
+    bias_T: added to the logit of a token's target where it is a negative (log-Q correction).
+    """
+    flat = token_GS.clamp(min=0).flatten()
+    place_GS = positive_T.index_select(0, flat).view(token_GS.shape)
+    bias_GS = None if bias_T is None else bias_T.index_select(0, flat).view(token_GS.shape)
+    q_GSD, p_GSD = deal_rows(query_TD, token_GS), gather_rows(row_UD, place_GS)
+    return _GroupedLoss.apply(  # type: ignore[no-any-return]
+        q_GSD, p_GSD.to(q_GSD.dtype), place_GS, token_GS >= 0, bias_GS, kind
+    )
+
+
+class _GroupedLoss(torch.autograd.Function):
+    """Of vectors dealt to groups. Slopes are written down, not derived operator by operator: half the passes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_GSD: torch.Tensor,
+        p_GSD: torch.Tensor,
+        place_GS: torch.Tensor,
+        is_there_GS: torch.Tensor,
+        bias_GS: torch.Tensor | None,
+        kind: SampledKind,
+    ) -> torch.Tensor:
+        logit_GSS = _products(q_GSD, p_GSD)
+        own_GS = logit_GSS.diagonal(dim1=1, dim2=2)
+        positive_GS = own_GS.clone()
+        if bias_GS is not None:
+            logit_GSS += bias_GS[:, None]
+        logit_GSS.masked_fill_(place_GS[:, None, :] == place_GS[:, :, None], FALSE_NEGATIVE_LOGIT)
+        own_GS.copy_(positive_GS)
+        logit_GSS.masked_fill_(~is_there_GS[:, None, :], -torch.inf)
+        if kind == "sampled_softmax":
+            total_GS = torch.logsumexp(logit_GSS, dim=2)
+            loss_GS = total_GS - positive_GS
+            # Of a token that is not there all slopes are 0, whatever its row of logits holds.
+            total_GS.masked_fill_(~is_there_GS, torch.inf)
+        else:
+            total_GS = positive_GS
+            plus_GSS = softplus(logit_GSS)
+            plus_GSS.diagonal(dim1=1, dim2=2).copy_(softplus(-positive_GS))
+            loss_GS = plus_GSS.sum(2)
+        ctx.save_for_backward(q_GSD, p_GSD, logit_GSS, total_GS, is_there_GS)
+        ctx.kind = kind
+        return loss_GS.masked_fill_(~is_there_GS, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q_GSD, p_GSD, logit_GSS, total_GS, is_there_GS = ctx.saved_tensors
+        slope_GSS = (logit_GSS - total_GS[:, :, None]).exp_() if ctx.kind == "sampled_softmax" else logit_GSS.sigmoid()
+        slope_GSS.diagonal(dim1=1, dim2=2).sub_(1.0)
+        slope_GSS *= grads[0].masked_fill(~is_there_GS, 0.0)[:, :, None]
+        slope_GSS = slope_GSS.to(q_GSD.dtype)
+        return slope_GSS @ p_GSD, slope_GSS.mT @ q_GSD, None, None, None, None
+
+
+def _products(q_GSD: torch.Tensor, p_GSD: torch.Tensor) -> torch.Tensor:
+    """Products in the type of the vectors, summed and kept in float32 at least: logits of 20 want more than 8 bits."""
+    if q_GSD.is_cuda and q_GSD.dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cuda", enabled=False):
+            return torch.bmm(q_GSD, p_GSD.mT, out_dtype=torch.float32)
+    wide = torch.promote_types(q_GSD.dtype, torch.float32)
+    return q_GSD.to(wide) @ p_GSD.to(wide).mT
+
+
+Variant = Literal["plain", "segments", "fused", "offload"]
+VARIANTS: tuple[Variant, ...] = get_args(Variant)
+
+
+def sampled_loss(
+    query_TD: torch.Tensor,
+    row_UD: TableRows,
+    candidates: LossCandidates,
+    kind: SampledKind,
+    *,
+    variant: Variant = "plain",
+    segment_tokens: int = 512,
+) -> torch.Tensor:
+    """(T,) losses of tokens over their candidates. All variants but `plain` compute in the type of the rows, and read
+    those of 16 bits as they are stored."""
+    if variant == "plain":
+        whole_UD = row_UD.whole() if isinstance(row_UD, StoredRows) else row_UD
+        return plain_sampled_loss(query_TD, whole_UD, candidates, kind)
+    with torch.autocast(query_TD.device.type, enabled=False):
+        if variant == "fused":
+            return fused_loss(query_TD, row_UD, candidates, kind)
+        return segmented_loss(
+            query_TD, row_UD, candidates, kind, segment_tokens=segment_tokens, offload=variant == "offload"
+        )

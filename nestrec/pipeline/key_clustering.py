@@ -1,0 +1,277 @@
+"""Key-centric clustering: which samples of a rank's batch go into which micro-batch.
+
+Samples that share keys belong together, since a key crosses the network once for each micro-batch that holds it. With
+U_i the distinct keys of micro-batch i, the exchanges carry sum |U_i| rows without the window cache. With the cache they
+carry the batch's distinct keys whatever the partition, and what stays exposed is |U_1| and |U_N|.
+
+name        how
+contiguous  in order: knows neither keys nor costs beyond their balance
+random      in hashed order
+by_length   in order of cost
+greedy      costly samples first, each to the micro-batch that holds most of its keys (rarely used keys count more)
+refined     greedy, then samples move while that saves rows (Fiduccia and Mattheyses' gains, a few passes)
+edges       for the window cache: the first and last micro-batch get the samples that bring the fewest keys for their
+            cost, the others stay in order
+
+All are pure functions, deterministic and near linear in the number of keys. Costs are balanced in all of them: no
+micro-batch is loaded more than `_SLACK` above the mean, or by more than one sample where samples are that costly.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from nestrec.balance.partition_tools import Groups, groups_of
+from nestrec.base.errors import UserError, did_you_mean
+from nestrec.base.random import fold_array
+from nestrec.ops.embedding.dedup_host import dedup
+
+Clustering = Literal["contiguous", "random", "by_length", "greedy", "refined", "edges"]
+_SLACK = 0.02
+_PASSES = 4
+MAX_MICRO_BATCHES = 64
+"""Micro-batches that hold a key are bits of a word."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleKeys:
+    """Keys of each sample: `values[offsets[i] : offsets[i + 1]]`, in any order, repeated or not."""
+
+    values: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.offsets) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Inflation:
+    """What a partition costs in rows."""
+
+    unique: int
+    """distinct keys of the batch"""
+    sent: int
+    """sum of the distinct keys of the micro-batches"""
+    first: int
+    """distinct keys of the first micro-batch"""
+    last: int
+    """distinct keys of the last micro-batch"""
+
+    @property
+    def ratio(self) -> float:
+        return self.sent / max(1, self.unique)
+
+
+def cluster(
+    name: Clustering, keys: SampleKeys, cost: NDArray[np.float64], num_micro_batches: int, *, seed: int = 0
+) -> Groups:
+    """Samples of each micro-batch, in increasing order; every sample exactly once. cost: (B,) of each sample."""
+    if not 1 <= num_micro_batches <= MAX_MICRO_BATCHES:
+        raise UserError(
+            f"must be 1 to {MAX_MICRO_BATCHES} for clustering", field="micro_batches", value=num_micro_batches
+        )
+    if name not in _CLUSTERINGS:
+        remedy = did_you_mean(name, _CLUSTERINGS)
+        raise UserError("is no clustering", field="pipeline.clustering", value=name, remedy=remedy)
+    numbers = dedup(keys.values)
+    problem = _Problem(
+        numbers.inverse, keys.offsets, len(numbers.keys), cost.astype(np.float64), num_micro_batches, seed
+    )
+    return groups_of(_CLUSTERINGS[name](problem).astype(np.int64), num_micro_batches)
+
+
+class ByKeys:
+    """A clustering as the data stages call it."""
+
+    def __init__(self, name: Clustering) -> None:
+        self._name = name
+
+    def __call__(
+        self, keys: tuple[NDArray[np.int64], NDArray[np.int64]], cost: NDArray[np.float64], num_micro_batches: int
+    ) -> Groups:
+        return cluster(self._name, SampleKeys(*keys), cost, num_micro_batches)
+
+
+def inflation(keys: SampleKeys, groups: Groups) -> Inflation:
+    """Rows that cross with a partition, counted plainly."""
+    pieces = [
+        np.unique(np.concatenate([keys.values[keys.offsets[i] : keys.offsets[i + 1]] for i in group]))
+        if len(group)
+        else np.empty(0, np.int64)
+        for group in groups
+    ]
+    sizes = [len(piece) for piece in pieces]
+    return Inflation(len(np.unique(keys.values)), sum(sizes), sizes[0], sizes[-1])
+
+
+Assignment = NDArray[np.int32]
+"""(B,) micro-batch of each sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    key: NDArray[np.int32]
+    """numbers of the keys, 0 to num_keys - 1, of all samples"""
+    offsets: NDArray[np.int64]
+    num_keys: int
+    cost: NDArray[np.float64]
+    num_micro_batches: int
+    seed: int
+
+    @property
+    def limit(self) -> float:
+        """Most cost of a micro-batch."""
+        return float(self.cost.sum() / self.num_micro_batches * (1 + _SLACK))
+
+    def of(self, samples: NDArray[np.int64], num_micro_batches: int) -> "_Problem":
+        """The same question for some samples."""
+        pieces = [self.key[self.offsets[i] : self.offsets[i + 1]] for i in samples]
+        key = np.concatenate(pieces) if pieces else self.key[:0]
+        offsets = np.concatenate([[0], np.cumsum(np.diff(self.offsets)[samples])])
+        return _Problem(key, offsets, self.num_keys, self.cost[samples], num_micro_batches, self.seed)
+
+
+def _contiguous(problem: _Problem) -> Assignment:
+    return _cut(np.arange(len(problem.cost)), problem.cost, problem.num_micro_batches)
+
+
+def _random(problem: _Problem) -> Assignment:
+    hashed = fold_array(problem.seed, np.arange(len(problem.cost)))
+    return _cut(np.argsort(hashed, kind="stable"), problem.cost, problem.num_micro_batches)
+
+
+def _by_length(problem: _Problem) -> Assignment:
+    return _cut(np.argsort(-problem.cost, kind="stable"), problem.cost, problem.num_micro_batches)
+
+
+def _greedy(problem: _Problem) -> Assignment:
+    order = np.argsort(-problem.cost, kind="stable")
+    uses = np.bincount(problem.key, minlength=problem.num_keys)
+    micro_batch: Assignment = _assign(
+        problem.key, problem.offsets, uses, problem.cost, order, problem.num_micro_batches, problem.limit
+    )
+    return micro_batch
+
+
+def _refined(problem: _Problem) -> Assignment:
+    micro_batch = _greedy(problem)
+    _improve(
+        problem.key,
+        problem.offsets,
+        problem.num_keys,
+        problem.cost,
+        micro_batch,
+        problem.num_micro_batches,
+        problem.limit,
+        _PASSES,
+    )
+    return micro_batch
+
+
+def _edges(problem: _Problem) -> Assignment:
+    if problem.num_micro_batches < 3:
+        return _refined(problem)
+    cost = problem.cost
+    uses = np.bincount(problem.key, minlength=problem.num_keys)
+    own = np.append(1.0 / uses[problem.key], 0.0)  # a key that f samples hold counts 1 / f for each
+    share = np.add.reduceat(own, problem.offsets[:-1]) * (np.diff(problem.offsets) > 0)
+    order = np.argsort(share / np.maximum(cost, 1e-300), kind="stable")
+    edge = np.sort(order[np.cumsum(cost[order]) <= 2 * cost.sum() / problem.num_micro_batches])
+    middle = np.setdiff1d(np.arange(len(cost)), edge)
+    micro_batch = np.empty(len(cost), np.int32)
+    micro_batch[middle] = 1 + _cut(np.arange(len(middle)), cost[middle], problem.num_micro_batches - 2)
+    micro_batch[edge] = np.where(_refined(problem.of(edge, 2)) == 0, 0, problem.num_micro_batches - 1)
+    return micro_batch
+
+
+_CLUSTERINGS = {
+    "contiguous": _contiguous,
+    "random": _random,
+    "by_length": _by_length,
+    "greedy": _greedy,
+    "refined": _refined,
+    "edges": _edges,
+}
+
+
+def _cut(order: NDArray[np.int64], cost: NDArray[np.float64], num_micro_batches: int) -> Assignment:
+    """Consecutive runs of near equal cost: a sample belongs where the middle of its cost falls."""
+    ends = np.cumsum(cost[order])
+    total = ends[-1] if len(ends) else 0.0
+    micro_batch = np.empty(len(order), np.int32)
+    middle = (ends - 0.5 * cost[order]) / total if total > 0 else np.arange(len(order)) / max(1, len(order))
+    micro_batch[order] = np.minimum((middle * num_micro_batches).astype(np.int32), num_micro_batches - 1)
+    return micro_batch
+
+
+@njit(cache=True, nogil=True)
+def _assign(key, offsets, uses, cost, order, num_micro_batches, limit):  # type: ignore[no-untyped-def]  # noqa: PLR0917
+    full = np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(64 - num_micro_batches)
+    holders = np.zeros(len(uses), np.uint64)
+    load, score = np.zeros(num_micro_batches), np.zeros(num_micro_batches)
+    micro_batch = np.empty(len(order), np.int32)
+    for sample in order:
+        score[:] = 0.0
+        for i in range(offsets[sample], offsets[sample + 1]):
+            word = holders[key[i]]
+            if word != np.uint64(0) and word != full:  # a key that is everywhere pulls nowhere
+                weight = 1.0 / uses[key[i]]
+                for p in range(num_micro_batches):
+                    if (word >> np.uint64(p)) & np.uint64(1):
+                        score[p] += weight
+        best = -1
+        for p in range(num_micro_batches):
+            if load[p] + cost[sample] <= limit and (
+                best < 0 or score[p] > score[best] or (score[p] == score[best] and load[p] < load[best])
+            ):
+                best = p
+        if best < 0:
+            best = int(np.argmin(load))
+        micro_batch[sample] = best
+        load[best] += cost[sample]
+        for i in range(offsets[sample], offsets[sample + 1]):
+            holders[key[i]] |= np.uint64(1) << np.uint64(best)
+    return micro_batch
+
+
+@njit(cache=True, nogil=True)
+def _improve(key, offsets, num_keys, cost, micro_batch, num_micro_batches, limit, passes):  # type: ignore[no-untyped-def]  # noqa: PLR0917, PLR0912
+    """Move samples, in order, to where they bring the fewest new keys, as long as a pass saves something."""
+    count = np.zeros((num_keys, num_micro_batches), np.int32)
+    load, brings = np.zeros(num_micro_batches), np.zeros(num_micro_batches, np.int64)
+    seen = np.full(num_keys, -1, np.int64)
+    for sample in range(len(micro_batch)):
+        load[micro_batch[sample]] += cost[sample]
+        for i in range(offsets[sample], offsets[sample + 1]):
+            count[key[i], micro_batch[sample]] += 1
+    for turn in range(passes):
+        saved = 0
+        for sample in range(len(micro_batch)):
+            here, stamp = micro_batch[sample], turn * len(micro_batch) + sample
+            brings[:] = 0
+            for i in range(offsets[sample], offsets[sample + 1]):
+                k = key[i]
+                count[k, here] -= 1
+            for i in range(offsets[sample], offsets[sample + 1]):
+                k = key[i]
+                if seen[k] != stamp:  # a key that the sample repeats counts once
+                    seen[k] = stamp
+                    for p in range(num_micro_batches):
+                        if count[k, p] == 0:
+                            brings[p] += 1
+            best = here
+            for p in range(num_micro_batches):
+                if brings[p] < brings[best] and load[p] + cost[sample] <= limit:
+                    best = p
+            saved += brings[here] - brings[best]
+            load[here] -= cost[sample]
+            load[best] += cost[sample]
+            micro_batch[sample] = best
+            for i in range(offsets[sample], offsets[sample + 1]):
+                count[key[i], best] += 1
+        if saved == 0:
+            break

@@ -1,0 +1,116 @@
+"""The frame of every result file: what was run, where, when, and the rows it gave."""
+
+import datetime
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from nestrec.base.errors import UserError
+from nestrec.base.files import check_file
+from nestrec.base.thread_team import usable_cores
+
+
+def hardware() -> dict[str, Any]:
+    """The machine and the versions that figures depend on."""
+    devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "cpu": cpu_name(),
+        "cores": usable_cores(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "gpus": devices,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "system": platform.platform(),
+    }
+
+
+def cpu_name() -> str:
+    """Model of the processor, as the system tells it."""
+    path = Path("/proc/cpuinfo")
+    if path.exists():
+        for line in path.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def load_frame(path: Path) -> dict[str, Any]:
+    """The content of a result file that a benchmark wrote."""
+    try:
+        frame: dict[str, Any] = json.loads(path.read_text())
+        if isinstance(frame, dict) and "rows" in frame:
+            return frame
+        problem = "it holds no rows"
+    except (OSError, ValueError) as error:
+        problem = str(error)
+    remedy = "name files that `nestrec bench ... --json FILE` wrote"
+    raise UserError(f"is no result file: {problem}", field="FILE", value=str(path), remedy=remedy)
+
+
+def make_frame(
+    *,
+    bench: str,
+    command: str,
+    rows: Sequence[Mapping[str, Any]],
+    emulated: bool = False,
+    measured_on: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The content of a result file.
+
+    emulated: some device or link was not real. measured_on: the machine, where it is not this one.
+    """
+    return {
+        "bench": bench,
+        "command": command,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "hardware": dict(measured_on) if measured_on is not None else hardware(),
+        "emulated": emulated,
+        "rows": [dict(row) for row in rows],
+    }
+
+
+def join_frames(frames: Sequence[Mapping[str, Any]], *, bench: str, command: str) -> dict[str, Any]:
+    """Results of several commands in one file: `runs` holds what the frames say of themselves, `run` of a row which.
+
+    Further lists of rows are joined as the rows are. A frame that was joined before brings its runs along.
+    """
+    lists: dict[str, list[dict[str, Any]]] = {"rows": []}
+    runs: list[dict[str, Any]] = []
+    for frame in frames:
+        own = {key: value for key, value in frame.items() if key != "runs" and _are_rows(value)}
+        for key, rows in own.items():
+            numbered = [{**row, "run": len(runs) + (row["run"] if "runs" in frame else 0)} for row in rows]
+            lists[key] = lists.get(key, []) + numbered
+        runs += frame.get("runs") or [{key: value for key, value in frame.items() if key not in own}]
+    emulated = any(frame["emulated"] for frame in frames)
+    joined = make_frame(
+        bench=bench, command=command, rows=lists["rows"], emulated=emulated, measured_on={"see": "runs"}
+    )
+    return {**joined, **lists, "runs": runs}
+
+
+def _are_rows(value: Any) -> bool:
+    return isinstance(value, list) and len(value) > 0 and all(isinstance(row, dict) for row in value)
+
+
+def save_frame(path: Path, frame: Mapping[str, Any]) -> None:
+    """Write a result file; it appears whole."""
+    check_file(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.writing")
+    temporary.write_text(json.dumps(frame, indent=2) + "\n")
+    temporary.replace(path)
+
+
+def write_frame(
+    path: Path, *, bench: str, command: str, rows: Sequence[Mapping[str, Any]], emulated: bool = False
+) -> dict[str, Any]:
+    """Write a result file of this machine and return its content."""
+    frame = make_frame(bench=bench, command=command, rows=rows, emulated=emulated)
+    save_frame(path, frame)
+    return frame

@@ -1,0 +1,95 @@
+"""The page of a run: one file that needs no network, made of whatever the run has recorded so far.
+
+The sections of a run's page, each a function of the run's records that returns markup, or nothing to show.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from nestrec.report.data_sections import configuration, dataset, events, model, versions
+from nestrec.report.markup import STYLE, Markup, element
+from nestrec.report.result_sections import results, training, windows
+from nestrec.report.run_records import RunRecords, load_run
+from nestrec.report.speed_sections import balance, speed, timeline
+
+__all__ = [
+    "balance",
+    "configuration",
+    "dataset",
+    "events",
+    "model",
+    "results",
+    "speed",
+    "timeline",
+    "training",
+    "versions",
+    "windows",
+]
+
+
+REPORT_FILE = "report.html"
+
+_SECTIONS: dict[str, Callable[[RunRecords], Markup | None]] = {
+    "Results": results,
+    "Training": training,
+    "Windows": windows,
+    "Speed": speed,
+    "Balance": balance,
+    "Timeline": timeline,
+    "Model": model,
+    "Data": dataset,
+    "Events": events,
+    "Versions": versions,
+    "Configuration": configuration,
+}
+
+
+def write_report(run: Path, more: Mapping[str, Markup | None] | None = None) -> Path:
+    """Write RUN/report.html and return its path; an earlier report is replaced in one move.
+
+    more: sections by title that do not come from the run itself, at the end.
+    """
+    page = render(load_run(run), more)
+    path, unfinished = run / REPORT_FILE, run / f"{REPORT_FILE}.{os.getpid()}.tmp"
+    unfinished.write_text(page, encoding="utf-8")
+    unfinished.replace(path)
+    return path
+
+
+def render(run: RunRecords, more: Mapping[str, Markup | None] | None = None) -> str:
+    """The whole page as text."""
+    head = element(
+        "head",
+        Markup('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'),
+        element("title", f"{run.name} · nestrec"),
+        element("style", Markup(STYLE)),
+    )
+    body = [_section(title, build, run) for title, build in _SECTIONS.items()]
+    body += [element("section", element("h2", title), content) for title, content in (more or {}).items()]
+    page = element("html", head, element("body", element("main", _header(run), body)), lang="en")
+    return f"<!doctype html>\n{page}\n"
+
+
+def _header(run: RunRecords) -> Markup:
+    versions = run.versions
+    last = run.steps[-1] if run.steps else None
+    facts = [
+        f"recipe {run.recipe}" if run.recipe else None,
+        run.card.get("name"),
+        f"step {last['step']:,}, epoch {last.get('epoch', '?')}" if last else "not started",
+        versions.get("device"),
+        f"started {versions['started']}" if "started" in versions else None,
+        f"nestrec {versions['nestrec']}" if "nestrec" in versions else None,
+    ]
+    line = element("p", " · ".join(str(fact) for fact in facts if fact))
+    problems = element("p", "; ".join(run.problems), class_="problem") if run.problems else None
+    return element("header", element("h1", run.name), line, problems)
+
+
+def _section(title: str, build: Callable[[RunRecords], Markup | None], run: RunRecords) -> Markup | None:
+    try:
+        content = build(run)
+    except Exception as error:  # files of a run may hold anything; a damaged one costs its own section, not the page
+        content = element("p", f"Cannot be shown, its file is damaged: {error!r}", class_="problem")
+    return element("section", element("h2", title), content) if content is not None else None

@@ -1,1 +1,0 @@
-"""A serving process: its sockets, signals, log and open files."""

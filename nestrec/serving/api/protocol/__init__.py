@@ -1,1 +1,0 @@
-"""HTTP under limits: connections, heads, bodies, and the short way of a whole request."""

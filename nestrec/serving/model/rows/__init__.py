@@ -1,1 +1,0 @@
-"""Models of labelled rows, which know neither histories nor a catalogue."""

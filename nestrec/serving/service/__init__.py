@@ -1,0 +1,1 @@
+"""Engines behind a router, version swaps, reloads, cold-start items."""

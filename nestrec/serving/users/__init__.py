@@ -1,1 +1,0 @@
-"""Users of datasets and of files, as a model reads them: what requests would tell of each, for very many at once."""
