@@ -7,10 +7,10 @@ READY := $(VENV)/.ready
 
 setup: $(READY)
 
-$(READY): requirements.txt pyproject.toml
+$(READY): requirements.txt pyproject.toml benchmarks/pyproject.toml
 	test -x $(BIN)/python || python3 -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --requirement requirements.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable . --editable benchmarks
 	touch $(READY)
 
 demo: setup
@@ -41,7 +41,7 @@ test: setup
 	$(MAKE) --no-print-directory --jobs 3 check docs all-tests
 
 all-tests: setup
-	$(PYTHON) -m support.compile_warmup $(ALL_TESTS)
+	PYTHONPATH=tests $(PYTHON) -m support.compile_warmup $(ALL_TESTS)
 	$(PYTEST) $(ALL_TESTS) --numprocesses $(WORKERS) $(BY_FILE)
 
 # The core, without ranks, servers or benchmarks and without what interprets kernels or fills memory: for
@@ -80,7 +80,7 @@ $(TORCHREC)/.ready: requirements.txt
 	$(TORCHREC)/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements.txt
 	$(TORCHREC)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps fbgemm-gpu-cpu==1.8.0 torchrec==1.8.0
 	$(TORCHREC)/bin/python -m pip install --quiet --disable-pip-version-check tensordict torchmetrics==1.0.3 tqdm pyre-extensions
-	$(TORCHREC)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	$(TORCHREC)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable . --editable benchmarks
 	$(TORCHREC)/bin/python -W ignore -c "import torchrec"
 	touch $@
 
@@ -92,7 +92,7 @@ $(RAY)/.ready: requirements.txt
 	test -x $(RAY)/bin/python || python3 -m venv $(RAY)
 	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements.txt
 	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check 'ray[serve,train]==2.60.0'
-	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable . --editable benchmarks
 	touch $@
 
 test-ray: ray

@@ -21,6 +21,7 @@ Under torchrun every rank makes the same call.
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,7 +39,7 @@ from nestrec.data.samples.split import Part
 from nestrec.distributed import Topology
 from nestrec.distributed.topology import RanksConfig
 from nestrec.exporters.servable_writer import ExportConfig, export_run
-from nestrec.exporters.version_publisher import PublishRunConfig, publish_run
+from nestrec.exporters.version_publisher import PublishRunConfig, open_publishing, publish_run
 from nestrec.serving.model.servable_spec import ServableManifest
 from nestrec.serving.versions.version_manifest import VersionManifest
 from nestrec.serving.versions.version_store import VersionStep
@@ -122,11 +123,15 @@ class Run:
     """metrics of the best weights on the test part, with those of baselines; none if nothing is held out to test on, or
     if the run only trains (training.train_only)"""
 
+    def __fspath__(self) -> str:
+        """Returns the folder, so that a run can be given wherever its folder can."""
+        return os.fspath(self.folder)
+
     def load(self) -> "Recommender":
         """The best weights, ready to recommend."""
         from nestrec.inference.recommender import load
 
-        return load(self.folder)
+        return load(self)
 
 
 def train(
@@ -154,7 +159,15 @@ def train(
     begun = None if start_from is None else folder_of(start_from)
     with contextlib.ExitStack() as held:
         topology = held.enter_context(_ranks_of(cfg, cfg.ranks))
-        made = Trainer(cfg, folder, topology, listener, start_from=begun, window_hooks=window_hooks)
+        made = Trainer(
+            cfg,
+            folder,
+            topology,
+            listener,
+            start_from=begun,
+            window_hooks=window_hooks,
+            open_publishing=open_publishing,
+        )
         trainer = held.enter_context(contextlib.closing(made))
         trainer.train()
         evaluation = trainer.evaluate("test") if trainer.ends_with_test else None
@@ -199,7 +212,14 @@ def follow(
     with contextlib.ExitStack() as held:
         topology = held.enter_context(_ranks_of(cfg, cfg.ranks))
         follower = StreamFollower(
-            str(source), folder, topology, options, cfg=cfg, listener=listener, window_hooks=window_hooks
+            str(source),
+            folder,
+            topology,
+            options,
+            cfg=cfg,
+            listener=listener,
+            window_hooks=window_hooks,
+            open_publishing=open_publishing,
         )
         held.enter_context(contextlib.closing(follower.trainer))
         state = follower.follow()

@@ -17,6 +17,7 @@ import typer
 from nestrec.base.config_overrides import PASSED_ON, parse_overrides, with_overrides
 from nestrec.base.errors import UserError
 from nestrec.base.files import check_file
+from nestrec.cli.console import ExternalCommand
 from nestrec_bench.bench import BENCHES
 
 if TYPE_CHECKING:
@@ -171,3 +172,10 @@ def _show(parts: "Iterable[Shown]") -> None:
 def _typed() -> str:
     """What was typed."""
     return shlex.join(["nestrec", *sys.argv[1:]])
+
+
+def _options_of(words: list[str]) -> tuple[Any, str]:
+    return BENCHES.by_default(words[0], "config", field="bench"), " ".join(words[1:])
+
+
+COMMAND = ExternalCommand(app=app, options_of=_options_of)

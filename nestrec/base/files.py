@@ -14,7 +14,6 @@ from typing import Any
 
 from nestrec.base.errors import DataError, UserError
 from nestrec.base.failpoints import fail_point
-from nestrec.data.dataset_card import CARD_FILE
 
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG)
 _SHORT_OF_NUMPY = " requested and "
@@ -82,13 +81,14 @@ def _is_there(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def whole_folder(output: Path, *, force: bool) -> Iterator[Path]:
+def whole_folder(output: Path, *, marker: str, force: bool) -> Iterator[Path]:
     """Yield a temporary sibling of `output`; it takes the place of `output` if the block ends without an error.
 
     A leftover of a killed run is cleared. A second writer of the same output is refused while the first one lives.
+    A non-empty folder is replaced only if it holds the file `marker` and `force` is set.
     """
     output = output.absolute()
-    check_replaceable(output, force=force)
+    check_replaceable(output, marker=marker, force=force)
     check_folder(output.parent, "output")
     output.parent.mkdir(parents=True, exist_ok=True)
     temporary = output.parent / f".{output.name}.preparing"
@@ -106,11 +106,11 @@ def whole_folder(output: Path, *, force: bool) -> Iterator[Path]:
         os.close(descriptor)
 
 
-def check_replaceable(output: Path, *, force: bool) -> None:
-    """Refuse to touch a non-empty folder, unless it is a dataset and `force` is given."""
+def check_replaceable(output: Path, *, marker: str, force: bool) -> None:
+    """Raise if `output` is a non-empty folder, unless it holds the file `marker` and `force` is set."""
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
-    if not output.is_dir() or not (output / CARD_FILE).exists():
+    if not output.is_dir() or not (output / marker).exists():
         raise DataError(
             "exists and is not a prepared dataset", field="output", value=str(output), remedy="name another folder"
         )

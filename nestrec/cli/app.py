@@ -13,8 +13,7 @@ from nestrec.base import errors
 from nestrec.base.errors import NonFiniteError, PeerLostError, UserError
 from nestrec.base.process import ask_for_huge_pages, leave
 from nestrec.cli.commands import data_commands, model_commands, run_commands, serving_commands
-from nestrec.cli.console import say_once, with_plain_flags
-from nestrec_bench.command import app as bench_app
+from nestrec.cli.console import PASSED_ON_WHOLE, run_external, say_once, with_plain_flags
 
 app = typer.Typer(
     help="""Train and serve large sequence recommenders.
@@ -40,10 +39,33 @@ for group in (
     data_commands.app,
     model_commands.app,
     serving_commands.app,
-    model_commands.app,
 ):  # as help and pages list them
     app.registered_commands += group.registered_commands
-app.add_typer(bench_app, name="bench")
+
+
+@app.command(context_settings=PASSED_ON_WHOLE, add_help_option=False)
+def bench(context: typer.Context) -> None:
+    """Run a benchmark and write a result file that anyone can repeat.
+
+    Benchmarks are in the package `nestrec-bench`.
+
+    - [bold]nestrec bench --help[/bold]: lists the benchmarks
+    - [bold]nestrec bench NAME --json FILE[/bold]
+    - [bold]nestrec options bench NAME[/bold]: lists the options of a benchmark
+    """
+    run_external("bench", context.args)
+
+
+@app.command(context_settings=PASSED_ON_WHOLE, add_help_option=False)
+def replay(context: typer.Context) -> None:
+    """Load-test a running server with requests at a fixed rate (open loop).
+
+    The load generator is in the package `nestrec-bench`.
+
+    - [bold]nestrec replay http://127.0.0.1:8000 --rate 100 --duration_s 20[/bold]
+    - [bold]nestrec replay --help[/bold]
+    """
+    run_external("replay", context.args)
 
 
 def _show_version(wanted: bool) -> None:

@@ -1,4 +1,4 @@
-"""How the commands' help looks.
+"""How the commands' help looks, and commands that other packages bring.
 
 A message that all ranks of one launch have is printed by one of them.
 """
@@ -7,10 +7,16 @@ import contextlib
 import hashlib
 import os
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import typer
+import typer.main
 from typer.core import TyperCommand, TyperGroup
+
+from nestrec.base.errors import UserError
+from nestrec.base.plugins import Seam
 
 
 class _PlainFlags:
@@ -41,6 +47,40 @@ def with_plain_flags(app: typer.Typer) -> None:
         if group.typer_instance is not None:
             group.cls = PlainGroup
             with_plain_flags(group.typer_instance)
+
+
+@dataclass(frozen=True, slots=True)
+class ExternalCommand:
+    """A command of another package, found by the entry-point group `nestrec.commands`."""
+
+    app: typer.Typer
+    """The command, or the group of commands."""
+    options_of: Callable[[list[str]], tuple[Any, str]]
+    """Maps the words after the command's name to its config and the words that are left, for `nestrec options`."""
+
+
+EXTERNAL_COMMANDS: Seam[ExternalCommand] = Seam("nestrec.commands", "command", {}, of=ExternalCommand)
+PASSED_ON_WHOLE = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+"""Context settings of a command that passes all its arguments on, `--help` included."""
+_PACKAGES = {"bench": "nestrec-bench", "replay": "nestrec-bench"}
+
+
+def external_command(name: str) -> ExternalCommand:
+    """Returns a command of another package; raises a `UserError` that says how to install it if it is missing."""
+    if name not in EXTERNAL_COMMANDS:
+        package = _PACKAGES[name]
+        remedy = f"pip install {package}, or in a checkout: pip install -e benchmarks"
+        raise UserError(
+            f"is in the package {package}, which is not installed", field="nestrec", value=name, remedy=remedy
+        )
+    return EXTERNAL_COMMANDS.find(name)
+
+
+def run_external(name: str, arguments: list[str]) -> None:
+    """Runs a command of another package with everything that was typed after its name."""
+    command = external_command(name)
+    with_plain_flags(command.app)
+    typer.main.get_command(command.app)(arguments, prog_name=f"nestrec {name}")
 
 
 SAID_FOLDER = "NESTREC_SAID"

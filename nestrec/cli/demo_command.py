@@ -20,22 +20,19 @@ from typing import Any
 import numpy as np
 import typer
 
+from nestrec.api import export
 from nestrec.base.config_overrides import with_overrides
 from nestrec.base.errors import UserError
 from nestrec.base.files import check_folder
 from nestrec.data import dataset_schema
 from nestrec.data.dataset import Dataset
-from nestrec.distributed import Topology
 from nestrec.report import progress_for, write_report
 from nestrec.report.speed_sections import two_schedules
 from nestrec.serving.core.request_limits import LimitsConfig
 from nestrec.serving.fleet.readiness_probes import free_port
 from nestrec.trace import load_spans
 from nestrec.training.recipes import recipe
-from nestrec.training.run_config import RunConfig
 from nestrec.training.state import run_digest
-from nestrec.training.trainer import Trainer
-from nestrec_bench.harness.local_ranks import run_on_ranks
 
 NUM_RANKS = 2
 COMPARED_STEPS = 40
@@ -52,7 +49,7 @@ def run_demo(output: Path, overrides: Mapping[str, str]) -> None:
     _say(2, f"`serial` and `nested`, {COMPARED_STEPS} steps on the same batches")
     short = {"training.max_steps": str(COMPARED_STEPS), "training.evaluate_every_epochs": "0"}
     cfg = with_overrides(recipe("demo"), {**options, **short})
-    runs = _compare(output, cfg)
+    runs = _compare(output, {**options, **short})
     typer.echo(_verdict(runs))
     _say(3, "export the best epoch, serve it, ask it")
     _serve(output, Path(cfg.data.folder))
@@ -66,28 +63,37 @@ def _say(number: int, text: str) -> None:
 
 
 def _train(output: Path, options: Mapping[str, str]) -> None:
-    given = [word for name, value in options.items() for word in (f"--{name}", value)]
-    launch = [sys.executable, "-m", "nestrec", "launch", "-n", str(NUM_RANKS)]
-    command = [*launch, "train", "demo", "--output", str(output), *given]
-    ended = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
+    ended = subprocess.run(_launch(output, options), env=_environment(), check=False)
     if ended.returncode != 0:
         remedy = "see the message above; the same command goes on from the last checkpoint"
         raise UserError(f"ended with code {ended.returncode}", field="train", value=str(output), remedy=remedy)
 
 
-def _compare(output: Path, cfg: RunConfig) -> dict[str, Path]:
-    """Short runs whose only purpose is their bits and their traces."""
+def _launch(output: Path, options: Mapping[str, str]) -> list[str]:
+    """Returns the command that trains the demo's recipe on the demo's ranks."""
+    words = [word for name, value in options.items() for word in (f"--{name}", value)]
+    launch = [sys.executable, "-m", "nestrec", "launch", "-n", str(NUM_RANKS)]
+    return [*launch, "train", "demo", "--output", str(output), *words]
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def _compare(output: Path, options: Mapping[str, str]) -> dict[str, Path]:
+    """Trains the same few steps under each schedule; only the bits and the traces of these runs matter."""
     runs = {name: output / name for name in SCHEDULES}
     with progress_for("compare schedules") as progress:
         for i, (name, run) in enumerate(runs.items()):
             progress(name, i / len(runs))
             shutil.rmtree(run, ignore_errors=True)
-            run_on_ranks(NUM_RANKS, _train_on_rank, with_overrides(cfg, {"pipeline.schedule": name}), run)
+            command = _launch(run, {**options, "pipeline.schedule": name})
+            ended = subprocess.run(command, env=_environment(), capture_output=True, text=True, check=False)
+            if ended.returncode != 0:
+                print(ended.stderr, file=sys.stderr)
+                remedy = "see the message above"
+                raise UserError(f"ended with code {ended.returncode}", field="train", value=str(run), remedy=remedy)
     return runs
-
-
-def _train_on_rank(topology: Topology, cfg: RunConfig, run: Path) -> None:
-    Trainer(cfg, run, topology).train()
 
 
 def _verdict(runs: Mapping[str, Path]) -> str:
@@ -104,7 +110,7 @@ def _verdict(runs: Mapping[str, Path]) -> str:
 def _serve(output: Path, data: Path) -> None:
     model = output / "model"
     if not model.exists():
-        _nestrec("export", str(output), str(model))
+        export(output, model)
     port = free_port()
     command = [sys.executable, "-m", "nestrec", "serve", "--model", str(model), "--port", str(port)]
     server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
@@ -121,13 +127,6 @@ def _serve(output: Path, data: Path) -> None:
     found = ", ".join(f"{item} ({score:.2f})" for item, score in zip(answer["items"], scores, strict=True))
     typer.echo(f"POST /v1/recommend, user {request['user']} after ... {history}: items {found}")
     typer.echo(f"serve it yourself: nestrec serve --model {model}")
-
-
-def _nestrec(*arguments: str) -> None:
-    """A command, in this process: another one would load torch again."""
-    from nestrec.cli.app import app
-
-    app(list(arguments), standalone_mode=False)
 
 
 def _request(data: Path) -> dict[str, Any]:

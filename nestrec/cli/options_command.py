@@ -4,14 +4,12 @@ import importlib
 import shlex
 import shutil
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
-
-import typer
 
 from nestrec.base.config_overrides import FieldDoc, describe
 from nestrec.base.errors import UserError, did_you_mean
-from nestrec_bench.bench import BENCHES
+from nestrec.cli.console import external_command
 
 CONFIGS = {
     "demo": "nestrec.training.recipes.dataset_recipes:demo",
@@ -22,12 +20,11 @@ CONFIGS = {
     "key": "nestrec.serving.security.auth:KeyOptions",
     "publish": "nestrec.exporters.version_publisher:PublishRunConfig",
     "recommend": "nestrec.inference.batch_inference:BatchJobConfig",
-    "replay": "nestrec_bench.load_test.load_test:ReplayConfig",
 }
 """What commands build from dotted options; `train`, `plan`, `tune` build recipes, `prepare` and `bench` members."""
 
 
-def config_of(words: list[str]) -> tuple[Any, str]:
+def config_of(words: list[str], commands: Collection[str] = ()) -> tuple[Any, str]:
     """What a command is configured by, from its words (`train demo`, `prepare log`), and what is left to look for."""
     command, *rest = words
     if command in ("train", "plan", "tune"):
@@ -39,46 +36,37 @@ def config_of(words: list[str]) -> tuple[Any, str]:
 
         format = rest.pop(0) if rest and rest[0] in FORMATS else "log"
         return FORMATS.by_default(format, "options"), " ".join(rest)
-    if command == "bench":
-        if not rest:
-            remedy = f"name a bench, such as `nestrec options bench {next(iter(BENCHES))}`; known: {', '.join(BENCHES)}"
-            raise UserError("each bench has options of its own", field="command", value=command, remedy=remedy)
-        return BENCHES.by_default(rest[0], "config", field="bench"), " ".join(rest[1:])
+    if command == "bench" and not rest:
+        remedy = "name a bench, such as `nestrec options bench stores`; `nestrec bench --help` lists them"
+        raise UserError("each bench has options of its own", field="command", value=command, remedy=remedy)
+    if command in ("bench", "replay"):
+        return external_command(command).options_of(rest)
     if command not in CONFIGS:
-        raise _without_options(command)
+        raise _without_options(command, commands)
     module, _, name = CONFIGS[command].partition(":")
     return getattr(importlib.import_module(module), name)(), " ".join(rest)
 
 
-def _without_options(command: str) -> UserError:
-    from nestrec.cli.app import app
-
-    if command in command_names(app):
+def _without_options(command: str, commands: Collection[str]) -> UserError:
+    if command in commands:
         remedy = f"see `nestrec {command} --help`"
         return UserError("takes no dotted options", field="command", value=command, remedy=remedy)
-    known = ["train", "plan", "tune", "prepare", "append", "bench", *CONFIGS]
+    known = ["train", "plan", "tune", "prepare", "append", "bench", "replay", *CONFIGS]
     return UserError("is not a command", field="command", value=command, remedy=did_you_mean(command, known))
-
-
-def command_names(app: typer.Typer) -> list[str]:
-    """Return the names of the commands of a command line, without those of its groups."""
-    return [
-        command.name or (command.callback.__name__ if command.callback else "") for command in app.registered_commands
-    ]
 
 
 def show_commands() -> None:
     """Print the commands that have dotted options, as they are asked about."""
     print("Commands with dotted options; a word at the end searches names and meanings:")
     with_a_name = ("train RECIPE", "plan RECIPE", "tune RECIPE", "prepare FORMAT", "append FORMAT", "bench NAME")
-    for command in (*with_a_name, *CONFIGS):
+    for command in (*with_a_name, "replay", *CONFIGS):
         print(f"  nestrec options {command}")
     print("`nestrec recipes`, `nestrec formats` and `nestrec bench --help` list the recipes, formats and benches.")
 
 
-def show_options(words: list[str]) -> None:
+def show_options(words: list[str], commands: Collection[str] = ()) -> None:
     """Print the options whose name or meaning holds the last word, or all of them."""
-    config, wanted = config_of(words)
+    config, wanted = config_of(words, commands)
     chosen = list(_chosen(config, wanted))
     if not chosen:
         remedy = f"see all: nestrec options {' '.join(words[:-1])}"

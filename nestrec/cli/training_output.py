@@ -21,6 +21,7 @@ from nestrec.base.errors import UserError, did_you_mean
 from nestrec.data.samples.split import Part
 from nestrec.distributed import Topology
 from nestrec.distributed.topology import RanksConfig
+from nestrec.exporters.version_publisher import open_publishing
 from nestrec.inference.batch_inference import BatchJobConfig, BatchRecommender
 from nestrec.inference.recommender import load
 from nestrec.report import LiveProgress, evaluation_table, progress_for
@@ -92,7 +93,14 @@ def train_run(cfg: RunConfig, folder: Path, start_from: Path | None = None) -> N
 
             listeners.append(shown.enter_context(LiveProgress(num_epochs=cfg.training.epochs)))
             listeners.append(shown.enter_context(TensorBoardWriter(folder / "tensorboard")))
-        trainer = Trainer(cfg, folder, topology, Listeners(listeners), start_from=start_from)
+        trainer = Trainer(
+            cfg,
+            folder,
+            topology,
+            Listeners(listeners),
+            start_from=start_from,
+            open_publishing=open_publishing,
+        )
         began_s = time.perf_counter()
         try:
             trainer.train()
@@ -159,7 +167,15 @@ def follow_run(source: str, folder: Path, overrides: dict[str, str]) -> None:
 
             listeners.append(shown.enter_context(LiveProgress()))
             listeners.append(shown.enter_context(TensorBoardWriter(folder / "tensorboard")))
-        follower = StreamFollower(source, folder, topology, options, cfg=cfg, listener=Listeners(listeners))
+        follower = StreamFollower(
+            source,
+            folder,
+            topology,
+            options,
+            cfg=cfg,
+            listener=Listeners(listeners),
+            open_publishing=open_publishing,
+        )
         try:
             follower.follow()
         except Interrupted:

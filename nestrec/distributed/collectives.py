@@ -21,7 +21,7 @@ import torch.distributed as dist
 from nestrec.base.cuda import used_here
 from nestrec.base.errors import PeerLostError, UserError
 from nestrec.distributed.topology import Communicator
-from nestrec.distributed.transports import SharedMemory, Shipment
+from nestrec.distributed.transports import Shipment, as_bytes
 
 DEFAULT_BUCKET_BYTES = 25 << 20
 
@@ -55,43 +55,25 @@ def all_to_all_rows(
 ) -> torch.Tensor:
     """Send `send_counts[r]` rows of (n, ...) to each rank r, in order; the rows received, in order of source rank."""
     if communicator.transport is None:
-        return rows if communicator.link is None else communicator.link.all_to_all(rows)
+        return rows
     received = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
     size = rows.element_size() * math.prod(rows.shape[1:])
-    sent, into = _as_bytes(rows.contiguous()), _as_bytes(received)
+    sent, into = as_bytes(rows.contiguous()), as_bytes(received)
     sizes = [n * size for n in receive_counts], [n * size for n in send_counts]
     with peers_watched(communicator, "all_to_all"):
         communicator.transport.all_to_all(into, sent, *sizes)
-        _hold(communicator, sizes[1], sizes[0], rows.device)
     return received
 
 
 def exchange(communicator: Communicator, shipment: Shipment) -> list[torch.Tensor]:
-    """What comes, in order of source: in one piece, or in one piece for each source.
+    """Returns what the other ranks sent, in order of source rank: as one piece, or one piece per source.
 
     Pieces may lie in memory that is used again: they are valid until the next exchange.
     """
-    transport, like = communicator.transport, shipment.like
-    if transport is None:
-        rows = shipment.sent()
-        return [rows if communicator.link is None else communicator.link.all_to_all(rows)]
+    if communicator.transport is None:
+        return [shipment.sent()]
     with peers_watched(communicator, "all_to_all"):
-        size = like.element_size()
-        receive, send = (shipment.receive * size).tolist(), (shipment.send * size).tolist()
-        if isinstance(transport, SharedMemory):
-            pieces = transport.exchange(shipment)
-        else:
-            pieces = [like.new_empty(int(shipment.receive.sum()))]
-            transport.all_to_all(_as_bytes(pieces[0]), _as_bytes(shipment.sent()), receive, send)
-        _hold(communicator, send, receive, like.device)
-    return pieces
-
-
-def _hold(communicator: Communicator, send: Sequence[int], receive: Sequence[int], device: torch.device) -> None:
-    """As long as an emulated link takes for these bytes of each rank."""
-    if communicator.link is not None:
-        mine = communicator.rank
-        communicator.link.hold(max(sum(send) - send[mine], sum(receive) - receive[mine]), device)
+        return communicator.transport.exchange(shipment)
 
 
 def gather_rows_from_all(
@@ -108,18 +90,12 @@ def gather_rows_from_all(
     return tuple(received)
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.numel() == 0:
-        return tensor.new_empty(0, dtype=torch.uint8)
-    return tensor.view(-1).view(torch.uint8)
-
-
 def all_to_all_fixed(communicator: Communicator, rows: torch.Tensor) -> torch.Tensor:
     """Row r of (size, ...) goes to rank r; row r of the result came from rank r."""
     if communicator.transport is None:
         return rows
     received = torch.empty_like(rows)
-    sent, into = _as_bytes(rows.contiguous()), _as_bytes(received)
+    sent, into = as_bytes(rows.contiguous()), as_bytes(received)
     sizes = [len(into) // communicator.size] * communicator.size
     with peers_watched(communicator, "all_to_all"):
         communicator.transport.all_to_all(into, sent, sizes, sizes)
@@ -132,9 +108,6 @@ def all_reduce_sum(communicator: Communicator, tensor: torch.Tensor) -> None:
         return
     with peers_watched(communicator, "all_reduce"):
         communicator.transport.all_reduce(tensor)
-        if communicator.link is not None:  # in a ring each rank sends, and receives, nearly twice the tensor
-            size = communicator.size
-            communicator.link.hold(2 * (size - 1) * tensor.numel() * tensor.element_size() // size, tensor.device)
 
 
 def broadcast(communicator: Communicator, tensor: torch.Tensor, source: int = 0) -> None:

@@ -29,7 +29,6 @@ from nestrec.distributed.collective_watchdog import CollectiveWatch
 from nestrec.distributed.rendezvous import meeting_watched, open_store
 from nestrec.distributed.transports import Collectives, CopyEngine, DeviceStaged, HostStaged, SharedMemory, Transport
 from nestrec.trace.tracer import CollectiveLog
-from nestrec_bench.harness.links import EmulatedLink
 
 Placement = Literal["shards_contiguous", "replicas_contiguous"]
 ExchangeKind = Literal["auto", "collectives", "host", "copy_engine", "shared_memory"]
@@ -82,8 +81,6 @@ class Communicator:
     log: CollectiveLog = field(repr=False)
     transport: Transport | None = field(default=None, repr=False)
     """How its bytes travel: by the collectives of the group, unless told otherwise; none where the group is."""
-    link: EmulatedLink | None = None
-    """For benchmarks: how long exchanges are held back."""
     watch: CollectiveWatch | None = field(default=None, repr=False)
     """Of collectives that the host does not wait for."""
 
@@ -196,11 +193,6 @@ class Topology:
         groups = [one.group for one in held if isinstance(one, Communicator) and one.group is not None]
         groups += self.more_groups
         return list({id(group): group for group in groups}.values())
-
-    def with_emulated_links(self, link: EmulatedLink) -> "Topology":
-        """The same ranks; exchanges of keys, vectors, copies and dense gradients take as long as on such links."""
-        held = {name: replace(getattr(self, name), link=link) for name in ("keys", "vectors", "replicas", "dense")}
-        return replace(self, **held)
 
     @staticmethod
     def single(device: torch.device | str = "cpu") -> "Topology":

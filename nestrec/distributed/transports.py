@@ -41,12 +41,32 @@ _SPARE = 1.25
 Sizes = Sequence[int]
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a view of a contiguous tensor as bytes."""
+    if tensor.numel() == 0:
+        return tensor.new_empty(0, dtype=torch.uint8)
+    return tensor.view(-1).view(torch.uint8)
+
+
 class Transport(Protocol):
     """Moves tensors between the ranks of one process group."""
 
     def all_to_all(self, into: torch.Tensor, sent: torch.Tensor, receive: Sizes, send: Sizes) -> None:
         """Bytes: `send[r]` of `sent` go to rank r, `receive[r]` of `into` come from it."""
         ...
+
+    def exchange(self, shipment: "Shipment") -> list[torch.Tensor]:
+        """Returns the elements that arrive, in order of source rank: as one piece, or one piece per source.
+
+        Pieces may lie in memory that is used again: they are valid until the next exchange.
+        """
+        like = shipment.like
+        size = like.element_size()
+        received = like.new_empty(int(shipment.receive.sum()))
+        receive = (shipment.receive * size).tolist()
+        send = (shipment.send * size).tolist()
+        self.all_to_all(as_bytes(received), as_bytes(shipment.sent()), receive, send)
+        return [received]
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum over ranks, in place."""
@@ -59,7 +79,7 @@ class Transport(Protocol):
         ...
 
 
-class Collectives:
+class Collectives(Transport):
     """The collectives of the group's own backend."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -135,7 +155,7 @@ class DeviceStaged(Collectives):
         return host
 
 
-class HostStaged:
+class HostStaged(Transport):
     """Gloo between pinned copies in host memory. A tensor of the host goes as it is."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:

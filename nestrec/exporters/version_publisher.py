@@ -23,7 +23,6 @@ from nestrec.artifacts.writer_group import Background, Peers, SaveError
 from nestrec.base.config import config, to_plain
 from nestrec.base.config_values import Count, from_plain
 from nestrec.base.errors import DamagedError, UserError
-from nestrec.base.plugins import resolved
 from nestrec.exporters.servable_writer import restored_session
 from nestrec.exporters.version_content import Described, RankContent, changes_of, everything_of, weights_of
 from nestrec.exporters.version_writer import About, VersionWriter, can_merge, merged, prune
@@ -33,29 +32,7 @@ from nestrec.serving.versions.version_store import Versions, VersionStep
 from nestrec.training.run_config import PublishConfig
 from nestrec.training.run_folder import RunFolder
 from nestrec.training.run_identity import Identity
-from nestrec.training.trainer import Publishing
 from nestrec.training.training_session import Session, WindowEnd, on_first
-
-_PUBLISHER = "nestrec.exporters.version_publisher:Publisher"
-
-
-def open_publishing(
-    cfg: PublishConfig,
-    session: "Session",
-    identity: "Identity | None",
-    step: int,
-    *,
-    warn: Callable[[str], None],
-    tell: Callable[[str], None],
-) -> Publishing | None:
-    """None where nothing is to be published. identity: of the run, on the first rank. step: from which it goes on.
-    warn: called with what went wrong and does not end the run. tell: called with a line per published version.
-    Collective."""
-    if not cfg.address:
-        return None
-    publishing: Publishing = resolved(_PUBLISHER)(cfg, session, identity, step, warn=warn, tell=tell)
-    return publishing
-
 
 _LOG = logging.getLogger(__name__)
 _TIMES = {
@@ -310,3 +287,25 @@ def publish_run(run: Path, address: str, cfg: PublishRunConfig | None = None, *,
         remedy = "mend the cause, and publish again"
         raise UserError("; ".join(problems), field="ADDRESS", value=address, remedy=remedy)
     return publisher.newest
+
+
+def open_publishing(
+    cfg: PublishConfig,
+    session: Session,
+    identity: Identity | None,
+    step: int,
+    *,
+    warn: Callable[[str], None],
+    tell: Callable[[str], None],
+) -> Publisher | None:
+    """Returns the publisher of a run, or None if the run publishes nothing. Collective.
+
+    Args:
+        cfg: Where versions are published and how often.
+        session: The run's session.
+        identity: Identity of the run, on the first rank.
+        step: Step from which the run continues.
+        warn: Called with the text of each failure that does not end the run.
+        tell: Called with one line for each published version.
+    """
+    return Publisher(cfg, session, identity, step, warn=warn, tell=tell) if cfg.address else None

@@ -11,6 +11,7 @@ of the server: the same code reads histories and scores candidates.
 """
 
 import dataclasses
+import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +35,6 @@ from nestrec.serving.versions.live_version import open_source, source_of
 from nestrec.training.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from nestrec.api import Run
     from nestrec.distributed import Topology
     from nestrec.inference.batch_inference import BatchJobConfig, BatchRecommender
     from nestrec.serving.inputs.request_resolver import Asked, Reader
@@ -247,23 +247,24 @@ class Recommender:
         return {name: np.ascontiguousarray(scores[:, i]) for i, name in enumerate(self.outputs)}
 
 
-def load(run: "Run | Path | str", *, best: bool = True, device: str = "cpu") -> Recommender:
+def load(run: str | os.PathLike[str], *, best: bool = True, device: str = "cpu") -> Recommender:
     """The model of a run, of a folder that `nestrec export` wrote, or the newest at an address to which versions are
     published, ready to recommend.
 
     best: of a run the weights of the best validation score, else the last ones. Models of every sequence task can be
     loaded; those that the server cannot serve are computed in whole passes.
     """
-    if not isinstance(run, str | Path) and not hasattr(run, "folder"):
+    try:
+        folder = Path(run)
+    except TypeError as error:
         remedy = "give what nestrec.train gave, its folder, or one that `nestrec export` wrote"
-        raise UserError("is neither a run nor an export", field="run", value=run, remedy=remedy)
-    folder = Path(run) if isinstance(run, str | Path) else run.folder
+        raise UserError("is neither a run nor an export", field="run", value=run, remedy=remedy) from error
     place = known_device(device)
     check_device(place)
     device = str(place)
     if (folder / MANIFEST_FILE).exists():
         return Recommender(Servable.load(folder, device))
-    if isinstance(run, str | Path) and (source := source_of(str(run))) is not None:
+    if (source := source_of(os.fspath(run))) is not None:
         return Recommender(open_source(source, device).servable)
     data = Path(RunFolder(folder).config().data.folder)  # raises for a folder that is neither
     from nestrec.exporters.servable_writer import servable_of_run

@@ -20,6 +20,13 @@ BACKBONES: Seam[Backbone] = Seam(
     of=Backbone,
 )
 
+CACHED_FORWARDS = {
+    "hstu": "nestrec.models.cached.hstu_cached:CACHED",
+    "fuxi": "nestrec.models.cached.fuxi_cached:CACHED",
+    "sasrec": "nestrec.models.cached.sasrec_cached:CACHED",
+}
+"""KV-cache forward passes of the built-in backbones, by the names that their specs use."""
+
 EncoderConfig = Annotated[SequenceConfig, KindOf(BACKBONES)]
 """The config of some backbone."""
 
@@ -56,4 +63,6 @@ def activations_of(cfg: SequenceConfig) -> float:
 def cached_forward_of(cfg: SequenceConfig) -> CachedForward:
     """How serving computes this model: against kept prefixes, or whole where its backbone does not say how."""
     cached = backbone_of(cfg).cached
+    if isinstance(cached, str):
+        cached = CACHED_FORWARDS.get(cached, cached)
     return WHOLE if cached is None else BACKBONES.resolved(cfg.kind, "cached", cached, of=CachedForward)

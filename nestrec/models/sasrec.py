@@ -115,6 +115,6 @@ BACKBONE = Backbone(
     build=SASRec,
     flops=_flops,
     activations=_activations,
-    cached="nestrec.models.cached.sasrec_cached:CACHED",
+    cached="sasrec",
     whole_only=lambda cfg: None,
 )

@@ -43,7 +43,7 @@ from nestrec.serving.service.inference_service import Service
 from nestrec.serving.service.model_reloader import Reloader
 
 _LOG = logging.getLogger(__name__)
-_CORES_A_FRONT, _MOST_FRONTS, _AWAKE_MS = 4, 4, 20.0
+_AWAKE_MS = 20.0
 _LAST_S = 1.0
 """time for requests of other engines, when one of them cannot continue"""
 _LAST_LOG_S = 0.25

@@ -164,5 +164,5 @@ TASK = TaskSpec(
     config=RowsTaskConfig,
     make=RowsTask,
     store_field="table_store",
-    serving="nestrec.serving.model.ctr_adapter:SERVING",
+    serving="rows",
 )

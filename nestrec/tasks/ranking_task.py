@@ -354,5 +354,5 @@ TASK = TaskSpec(
     config=RankingTaskConfig,
     make=RankingTask,
     store_field="item_store",
-    serving="nestrec.serving.model.ranking_adapter:SERVING",
+    serving="ranking",
 )

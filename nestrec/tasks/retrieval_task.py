@@ -452,5 +452,5 @@ TASK = TaskSpec(
     config=RetrievalTaskConfig,
     make=RetrievalTask,
     store_field="item_store",
-    serving="nestrec.serving.model.retrieval_adapter:SERVING",
+    serving="retrieval",
 )

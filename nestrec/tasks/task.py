@@ -306,5 +306,5 @@ class TaskSpec:
     """field of the config, a `StoreConfig`, that says where its largest table lives, which plans leave there where it
     is given"""
     serving: Any = None
-    """a `nestrec.serving.model.serving_spec.ServingForm`, or `module:attribute` of it; none: such a model cannot be
-    exported"""
+    """The `ServingForm` of the task's models: one of the built-in names `retrieval`, `ranking` and `rows`, a
+    `module:attribute`, or the object itself; None if such models cannot be exported."""

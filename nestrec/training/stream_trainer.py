@@ -87,8 +87,10 @@ class StreamFollower:
         cfg: RunConfig | None = None,
         listener: Listener | None = None,
         window_hooks: Sequence[WindowHook] = (),
+        **trainer_options: Any,
     ):
-        """address: of the source. run: a folder that has been trained into. cfg: its config, where it is to change."""
+        """address: of the source. run: a folder that has been trained into. cfg: its config, where it is to change.
+        trainer_options: other arguments of `Trainer`, such as `open_publishing`."""
         self._options, self._topology, self._run = options or StreamConfig(), topology, run
         self._listener = listener or Listener()
         self._cfg = cfg or RunFolder(run).config()
@@ -96,7 +98,7 @@ class StreamFollower:
         last = RunWeights(self._cfg, RunFolder(run), topology, report=self._listener.warned).last
         generation = all_gather_json(topology.control, on_first(topology, lambda: self._reached(last)))[0]
         self.trainer = Trainer(
-            self._cfg, run, topology, listener, window_hooks=window_hooks, generation=int(generation)
+            self._cfg, run, topology, listener, window_hooks=window_hooks, generation=int(generation), **trainer_options
         )
         self._address = address
         self._source: SharedSource | None = None

@@ -21,7 +21,6 @@ from nestrec.data.batch_loader import Batch, Batches, MicroBatch, PartAssembler
 from nestrec.data.samples.split import Part
 from nestrec.data.samples.time_windows import TimeWindow
 from nestrec.distributed import Topology
-from nestrec.exporters.version_publisher import open_publishing
 from nestrec.pipeline import Feed, Rates, Step, TrainingPipeline
 from nestrec.pipeline.key_clustering import ByKeys
 from nestrec.pipeline.lanes import make_tracer
@@ -33,9 +32,9 @@ from nestrec.trace import Span
 from nestrec.training.balance_controller import Balancing, settled
 from nestrec.training.callbacks import Listener, Meter, parts_ms, spans_of_ranks
 from nestrec.training.run_checkpointer import Interrupted, Saving, StopRequest
-from nestrec.training.run_config import RunConfig
+from nestrec.training.run_config import PublishConfig, RunConfig
 from nestrec.training.run_folder import RunFolder
-from nestrec.training.run_identity import changes_since, check_same_data
+from nestrec.training.run_identity import Identity, changes_since, check_same_data
 from nestrec.training.state import Lost, TrainState
 from nestrec.training.training_session import Session, WindowEnd, WindowHook, check_any_window, on_first
 from nestrec.training.validation import (
@@ -70,6 +69,36 @@ class Publishing(Protocol):
         ...
 
 
+class OpenPublishing(Protocol):
+    """Opens the publishing of a run. Collective."""
+
+    def __call__(
+        self,
+        cfg: PublishConfig,
+        session: Session,
+        identity: Identity | None,
+        step: int,
+        *,
+        warn: Callable[[str], None],
+        tell: Callable[[str], None],
+    ) -> Publishing | None: ...
+
+
+def _cannot_publish(
+    cfg: PublishConfig,
+    session: Session,
+    identity: Identity | None,
+    step: int,
+    *,
+    warn: Callable[[str], None],
+    tell: Callable[[str], None],
+) -> None:
+    """Raises if versions are to be published by a trainer that was not given a way to do so."""
+    if cfg.address:
+        remedy = "give Trainer open_publishing=nestrec.exporters.version_publisher.open_publishing"
+        raise UserError("needs a publisher", field="publish.address", value=cfg.address, remedy=remedy)
+
+
 REPORT_EVERY_STEPS = 20
 TRACED_STEPS = 2 * REPORT_EVERY_STEPS
 """The trace of the steps before the last report up to this step is kept: later, the first ones are warm."""
@@ -88,11 +117,12 @@ class Trainer:
         start_from: Path | None = None,
         window_hooks: Sequence[WindowHook] = (),
         generation: int | None = None,
+        open_publishing: OpenPublishing = _cannot_publish,
     ):
         """start_from: another run, whose weights, rows and optimiser state this one begins with.
 
         window_hooks: called when a window of time has ended (batch.order chronological). generation: of the dataset,
-        for a run that follows a stream; none: the one in force.
+        for a run that follows a stream; none: the one in force. open_publishing: opens the publisher of versions.
         """
         self._given = cfg
         self._follows = generation is not None
@@ -140,6 +170,7 @@ class Trainer:
         self._begun: list[str] = []
         self.window_times: dict[str, float] = {}
         """when the events of the window came, where it is one of a stream"""
+        self._open_publishing = open_publishing
         self.publishing: Publishing | None = None
         self._meter = Meter(tables=list(self.session.engine.tables))
         self._stops = False
@@ -278,7 +309,7 @@ class Trainer:
             loss_variant=self._settled_variant(self.state.loss_variant),
         )
         self._check_folder()
-        self.publishing = open_publishing(
+        self.publishing = self._open_publishing(
             self.cfg.publish,
             self.session,
             self.folder.identity(),

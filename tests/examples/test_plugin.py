@@ -15,12 +15,12 @@ import pytest
 from server_process import running_server
 
 from nestrec.base.config_overrides import with_overrides
-from nestrec.base.failpoints import armed
 from nestrec.distributed import Topology
 from nestrec.training.recipes import recipe
 from nestrec.training.state import run_digest
 from nestrec.training.trainer import Trainer
 from support.command_runner import start
+from support.fail_points import armed
 from support.fault_runner import KillWhen, rank_of, run_with_faults, saves_reach
 from support.rank_pool import RankPool
 

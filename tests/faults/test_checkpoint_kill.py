@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from nestrec.base.failpoints import armed
 from nestrec.checkpoint import Checkpoints, verify
 from support.checkpoint_contents import assert_same, make_content, save_steps
+from support.fail_points import armed
 from support.fault_runner import FailPoint, random_kills, run_with_faults
 from support.rank_pool import loaded_context
 

@@ -18,6 +18,7 @@ from nestrec.serving.http.sockets import bound_sockets
 from nestrec.serving.model.servable import Servable
 from nestrec_bench.harness.random_model import random_retrieval
 from support.command_runner import piped
+from support.fail_points import fail_variables
 
 ENCODER = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=16)
 PATIENCE_S = 200.0
@@ -158,7 +159,7 @@ def test_instance_is_replaced_if_its_engine_is_lost(start, tmp_path):
     """The second batch of each process fails, and then the recovery from that."""
     log = tmp_path / "fired"
     points = "serving.plan@2=raise,serving.recover=raise"
-    port, process = start(1, NESTREC_FAIL_POINTS=points, NESTREC_FAIL_LOG=str(log))
+    port, process = start(1, **fail_variables(points, log))
     wait_for_line(process, b"serving on")
     (before,) = children(process)
     words = before.cmdline()

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from training_jobs import train
 
-from nestrec.base.failpoints import armed
 from nestrec.distributed import Topology
 from nestrec.pipeline import SCHEDULES
 from nestrec.training.state import run_digest
 from nestrec.training.trainer import Trainer
+from support.fail_points import armed
 from support.fault_runner import KillWhen, rank_of, run_with_faults, saves_reach
 from support.rank_pool import RankPool
 from support.tiny_runs import command_of, config_of, make_datasets

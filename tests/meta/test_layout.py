@@ -1,21 +1,58 @@
-"""The shape of the project: who may import whom, and how quickly it starts."""
+"""Checks the layout of the project: import order at every depth, what starts quickly, what stays outside."""
 
 import ast
 import functools
 import re
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
+from support.import_graph import Reference, cycles, edges, module_name, references
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "nestrec"
-ORDER = [
-    "base", "trace", "jagged", "ops", "models", "data", "distributed", "balance", "embedding", "pipeline", "tasks",
-    "checkpoint", "training", "planning", "serving", "client", "library", "report", "bench", "testing",
-]  # fmt: skip
-CORE = ORDER[: ORDER.index("pipeline") + 1]
+LAYERS = {
+    "nestrec": (
+        "base", "trace", "jagged", "ops", "models", "data", "distributed", "balance", "embedding", "pipeline", "tasks",
+        "artifacts", "checkpoint", "training", "planning", "serving", "exporters", "client", "inference", "api",
+        "report", "tuning", "cli", "__main__",
+    ),
+    "nestrec.serving": (
+        "core", "history_store", "model", "inputs", "kv_cache", "engine", "versions", "service", "security", "http",
+        "frontend", "server", "fleet",
+    ),
+}  # fmt: skip
+"""Import order of the children of a folder; in folders that are not listed, any order without a cycle will do."""
+FORBIDDEN = (
+    *(("nestrec.serving", f"nestrec.{name}") for name in ("pipeline", "checkpoint", "training", "planning")),
+    ("nestrec.client", "torch"),
+    ("nestrec.ops", "torch.distributed"),
+    ("nestrec.models", "torch.distributed"),
+    ("nestrec", "benchmarks"),
+    ("nestrec", "nestrec_bench"),
+    ("nestrec", "tests"),
+    ("nestrec", "support"),
+    ("nestrec_bench", "tests"),
+    ("nestrec_bench", "support"),
+)
+"""(folder, what no module below it may refer to), although the order would allow some of it."""
+REGISTRIES = {
+    "nestrec.models.backbone_registry": "nestrec.models",
+    "nestrec.tasks.task_registry": "nestrec.tasks",
+    "nestrec.embedding.row_optimizer": "nestrec.embedding",
+    "nestrec.pipeline.schedule_spec": "nestrec.pipeline",
+    "nestrec.data.formats.format_registry": "nestrec.data",
+    "nestrec.data.streaming.stream_source": "nestrec.data",
+    "nestrec.serving.http.routes": "nestrec.serving.http",
+    "nestrec.serving.model.serving_spec": "nestrec.serving.model",
+    "nestrec_bench.bench": "nestrec_bench",
+}
+"""Modules whose strings name built-in plugins, and the folder in which these are."""
+CORE = LAYERS["nestrec"][: LAYERS["nestrec"].index("pipeline") + 1]
 CORE_LIBRARIES = {"torch", "triton", "numpy", "numba"}
 
 
@@ -29,63 +66,114 @@ def nodes_of(path: Path) -> list[ast.AST]:
     return list(ast.walk(tree_of(path)))
 
 
+def files_of(name: str) -> list[Path]:
+    folder = PACKAGE / name
+    return sorted(folder.rglob("*.py")) if folder.is_dir() else [PACKAGE / f"{name}.py"]
+
+
 @functools.cache
-def imports_of(path: Path, *, top_level_only: bool = False) -> set[str]:
-    nodes = tree_of(path).body if top_level_only else nodes_of(path)
-    found: set[str] = set()
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module)
-    return found
+def sources_of_project() -> Mapping[str, str]:
+    sources = {path.relative_to(ROOT).as_posix(): path.read_text() for path in PACKAGE.rglob("*.py")}
+    benchmarks = ROOT / "benchmarks"
+    for path in (benchmarks / "nestrec_bench").rglob("*.py"):
+        sources[path.relative_to(benchmarks).as_posix()] = path.read_text()
+    return sources
 
 
-def files_of(folder: str) -> list[Path]:
-    return sorted((PACKAGE / folder).rglob("*.py"))
+def problems_of(sources: Mapping[str, str]) -> list[str]:
+    """Returns one line for each violation of the layout, with file, line and the name that is referred to."""
+    found = [reference for reference in references(sources) if not _is_registry_entry(reference)]
+    folders = sorted(module_name(path) for path in sources if path.endswith("__init__.py"))
+    problems = []
+    for folder in folders:
+        pairs = edges(found, folder)
+        for cycle in cycles(pairs):
+            inner = [str(reference) for pair, reference in pairs.items() if set(pair) <= set(cycle)]
+            problems.append(f"import cycle in {folder}: {', '.join(cycle)} ({'; '.join(inner)})")
+    for folder, order in LAYERS.items():
+        for (source, target), reference in edges(found, folder).items():
+            unlisted = [child for child in (source, target) if child not in order]
+            if unlisted:
+                problems.append(f"{', '.join(unlisted)} not listed in LAYERS of {folder} ({reference})")
+            elif order.index(source) < order.index(target):
+                problems.append(f"upward import in {folder}: {source} is below {target} ({reference})")
+    problems += [str(reference) for reference in found for rule in FORBIDDEN if _breaks(reference, *rule)]
+    return problems
 
 
-@pytest.mark.parametrize("folder", ORDER)
-def test_a_folder_imports_only_from_those_above_it(folder):
-    allowed = {*ORDER[: ORDER.index(folder) + 1]}
-    for path in files_of(folder):
-        inner = {name.split(".")[1] for name in imports_of(path) if name.startswith("nestrec.")}
-        assert inner <= allowed, f"{path.relative_to(ROOT)} imports {sorted(inner - allowed)}"
+def _is_registry_entry(reference: Reference) -> bool:
+    folder = REGISTRIES.get(reference.source)
+    return reference.is_string and folder is not None and reference.target.startswith(folder + ".")
 
 
-def test_no_other_folder_imports_testing():
-    for path in PACKAGE.rglob("*.py"):
-        if "testing" not in path.relative_to(PACKAGE).parts:
-            assert not any(name.startswith("support") for name in imports_of(path)), path
+def _breaks(reference: Reference, folder: str, target: str) -> bool:
+    return f"{reference.source}.".startswith(f"{folder}.") and f"{reference.target}.".startswith(f"{target}.")
+
+
+def test_layout_imports_follow_the_order():
+    assert problems_of(sources_of_project()) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "line", "expected"),
+    [
+        ("nestrec/data/prepare/parse.py", "from nestrec.data.prepare.log_source import LogSource", "import cycle"),
+        (
+            "nestrec/data/prepare/parse.py",
+            "def f():\n    from nestrec.tasks.metrics import x",
+            "upward import in nestrec",
+        ),
+        ("nestrec/base/errors.py", "if TYPE_CHECKING:\n    from nestrec.data.dataset import Dataset", "upward import"),
+        ("nestrec/serving/core/asgi.py", "import nestrec.serving.http.http_app", "upward import in nestrec.serving"),
+        ("nestrec/training/trainer.py", 'X = "nestrec.exporters.version_publisher:Publisher"', "upward import"),
+        ("nestrec/base/errors.py", 'importlib.import_module("nestrec.cli.app")', "upward import"),
+        ("nestrec/training/trainer.py", "from nestrec_bench.bench import Bench", "nestrec_bench"),
+        ("nestrec/training/trainer.py", "def f():\n    import support.fault_runner", "support.fault_runner"),
+        ("nestrec_bench/bench.py", "from tests.support.tiny_runs import config_of", "tests.support"),
+        ("nestrec/serving/server.py", "from nestrec.checkpoint import Checkpoints", "nestrec.checkpoint"),
+        ("nestrec/report/new_page.py", "from nestrec.unlisted import x", None),
+    ],
+)
+def test_layout_check_finds_planted_violations(path, line, expected):
+    sources = dict(sources_of_project())
+    sources[path] = sources.get(path, "") + f"\n{line}\n"
+    problems = problems_of(sources)
+    assert bool(problems) == (expected is not None)
+    assert expected is None or any(expected in problem for problem in problems)
+
+
+def test_layout_basenames_are_unique():
+    names = Counter(Path(path).name for path in sources_of_project() if path.startswith("nestrec/"))
+    assert [name for name, count in names.items() if count > 1 and name != "__init__.py"] == []
 
 
 @pytest.mark.parametrize("folder", CORE)
-def test_the_core_imports_few_libraries(folder):
+def test_layout_core_imports_few_libraries(folder):
     allowed = CORE_LIBRARIES | ({"pyarrow"} if folder == "data" else set())
     for path in files_of(folder):
-        outer = {name.split(".")[0] for name in imports_of(path, top_level_only=True)}
+        outer: set[str] = set()
+        for node in tree_of(path).body:
+            if isinstance(node, ast.Import):
+                outer |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                outer.add(node.module.split(".")[0])
         outer -= {"nestrec", *sys.stdlib_module_names}
         assert outer <= allowed, f"{path.relative_to(ROOT)} imports {sorted(outer - allowed)}"
 
 
-def test_models_know_nothing_of_ranks():
-    for path in [*files_of("models"), *files_of("ops")]:
-        assert not any(name.startswith("torch.distributed") for name in imports_of(path)), path
-
-
-def test_init_files_only_re_export():
-    allowed = (ast.ImportFrom, ast.Expr, ast.Assign, ast.AnnAssign, ast.FunctionDef)
+def test_layout_init_files_only_re_export():
+    allowed = (ast.ImportFrom, ast.Expr, ast.Assign, ast.AnnAssign)
     for path in PACKAGE.rglob("__init__.py"):
         nodes = [node for node in tree_of(path).body if not _is_for_type_checkers(node)]
         if path.parent.name != "recipes":
-            assert all(isinstance(n, allowed[:-1]) for n in nodes), path
+            assert all(isinstance(node, allowed) for node in nodes), path
 
 
 def _is_for_type_checkers(node: ast.stmt) -> bool:
     return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
-def test_importing_the_package_loads_nothing_heavy():
+def test_layout_start_up_loads_nothing_heavy():
     heavy = ("torch", "numba", "pyarrow", "numpy")
     code = f"import sys, nestrec, nestrec.cli.app, nestrec.client; print([m for m in {heavy} if m in sys.modules])"
     output = subprocess.run(
@@ -94,68 +182,43 @@ def test_importing_the_package_loads_nothing_heavy():
     assert output.strip() == "[]"
 
 
-def test_test_files_have_names_of_their_own():
-    """pytest imports test files by their bare names, and two of one name collide."""
-    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
-    assert len(names) == len(set(names)), sorted({name for name in names if names.count(name) > 1})
+def test_layout_test_files_have_unique_names():
+    """pytest imports test files by their bare names, and two with one name collide."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
 
 
-def test_what_python_users_call_needs_no_server():
-    """The extra packages of `nestrec serve` need not be there to train, load, recommend and export."""
+def test_layout_python_users_need_no_server_packages():
+    """Training, loading, recommending and exporting work without the packages of the extra `serve`."""
     extras = ("uvicorn", "httptools", "uvloop", "orjson", "prometheus_client")
     code = f"import sys; sys.modules.update(dict.fromkeys({extras}))\n"
-    code += "import nestrec, nestrec.serving.inputs.request_resolver, nestrec.serving.inputs.request_resolver\n"
+    code += "import nestrec, nestrec.serving.inputs.request_resolver\n"
     code += "nestrec.load, nestrec.train, nestrec.export, nestrec.publish"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=250)
 
 
-def test_rules_of_correctness_are_cited_by_name():
-    """docs/architecture.md names them; numbers would mean nothing to a reader."""
+def test_layout_rules_of_correctness_are_cited_by_name():
+    """docs/architecture.md names them; a number would mean nothing to a reader."""
     for folder in ("nestrec", "tests", "docs", "examples"):
         for path in (ROOT / folder).rglob("*"):
             if path.suffix in {".py", ".md"} and path != Path(__file__).resolve():
                 assert not re.search(r"\b[Rr]ules? \d", path.read_text()), path
 
 
-def test_no_folder_has_more_than_25_modules_of_its_own():
-    for folder in [path.parent for path in PACKAGE.rglob("__init__.py")]:
-        assert len(list(folder.glob("*.py"))) <= 25, folder
-
-
-def test_the_benches_are_smaller_than_what_they_measure():
-    def lines(*folders: str) -> int:
-        return sum(len(path.read_text().splitlines()) for folder in folders for path in files_of(folder))
-
-    assert lines("bench") < lines("embedding", "pipeline")
-
-
-def test_no_module_is_imported_by_tests_alone():
-    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
+def test_layout_every_module_is_used_by_the_package():
+    modules = {module_name(path): path for path in sources_of_project() if path.startswith("nestrec/")}
     used: set[str] = set()
-    for path in modules.values():
-        for node in nodes_of(path):
-            if isinstance(node, ast.ImportFrom) and node.module:
-                used |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-            elif isinstance(node, ast.Import):
-                used |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                used |= set(re.findall(r"nestrec(?:\.\w+)+", node.value))
-    for module, path in modules.items():
-        if path.name not in {"__init__.py", "__main__.py"} and "testing" not in path.parts:
-            assert module in used, f"{module} is imported by nothing"
-
-
-def test_no_two_public_classes_have_one_name():
-    """A name that is read in a trace, a page or an import means one thing. Inside a module a class is private."""
-    homes: dict[str, list[str]] = {}
+    for reference in references(sources_of_project()):
+        used.add(reference.target)
     for path in PACKAGE.rglob("*.py"):
-        for node in tree_of(path).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                homes.setdefault(node.name, []).append(path.relative_to(ROOT).as_posix())
-    assert not {name: found for name, found in homes.items() if len(found) > 1}
+        for node in nodes_of(path):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                used |= set(re.findall(r"nestrec(?:\.\w+)+", node.value))
+    unused = [module for module in modules if module not in used]
+    assert [name for name in unused if not modules[name].endswith(("__init__.py", "__main__.py"))] == []
 
 
-def test_only_schedules_drive_the_engine():
+def test_layout_only_schedules_drive_the_engine():
     """Everything else trains by `TrainingPipeline`: a step that is driven by hand is not the one in use."""
     for path in PACKAGE.rglob("*.py"):
         if path.relative_to(PACKAGE).parts[0] not in {"embedding", "pipeline"}:
@@ -164,8 +227,8 @@ def test_only_schedules_drive_the_engine():
             assert not called & {"write_back", "exchange_gradients"}, path
 
 
-def test_every_folder_of_tests_is_in_the_test_command() -> None:
-    """Others need a device or an environment of their own, and have a command of their own."""
+def test_layout_every_test_folder_is_in_a_test_command() -> None:
+    """Folders that need a device or an environment of their own have a command of their own."""
     named = set(re.findall(r"\btests/(\w+)", (ROOT / "Makefile").read_text())) | {"gpu"}
     folders = {path.parent.relative_to(ROOT / "tests").parts[0] for path in (ROOT / "tests").rglob("*/test_*.py")}
     assert sorted(folders - named) == []

@@ -9,8 +9,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "nestrec"
 HOMES = {
     r"0x9E3779B9|0xBF58476D|0x94D049BB|0x7FEB352D|0x846CA68B": "base/random.py",
-    r"\"cuda\" if torch\.cuda\.is_available\(\) else \"cpu\"": "base/devices.py",
-    r"Literal\[\"auto\", \"cpu\", \"cuda\"\]": "base/devices.py",
+    r"\"cuda\" if torch\.cuda\.is_available\(\) else \"cpu\"": "base/cuda.py",
+    r"Literal\[\"auto\", \"cpu\", \"cuda\"\]": "base/cuda.py",
 }
 """What is written down to the one file that may write it."""
 

@@ -13,12 +13,12 @@ from unittest.mock import patch
 import torch
 from schedule_jobs import regrouped
 
-from nestrec.base.failpoints import armed
 from nestrec.checkpoint import Checkpoints
 from nestrec.checkpoint.checkpoint_manifest import committed_steps
 from nestrec.distributed import Topology
 from nestrec.training.run_checkpointer import Interrupted
 from nestrec.training.trainer import Trainer
+from support.fail_points import armed
 from support.tiny_runs import config_of
 
 More = Mapping[str, object]

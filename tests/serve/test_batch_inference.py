@@ -14,7 +14,6 @@ from batch_jobs import CFG, recommend_on
 
 import nestrec
 from nestrec.base.errors import UserError
-from nestrec.base.failpoints import armed
 from nestrec.inference.batch_inference import BatchJobConfig, BatchRecommender
 from nestrec.inference.recommender import Recommender
 from nestrec.serving.core.request_limits import LimitsConfig
@@ -22,6 +21,7 @@ from nestrec.serving.http.http_app import App
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.service.inference_service import Service, ServiceConfig
 from nestrec_bench.harness.local_ranks import run_on_ranks
+from support.fail_points import armed
 
 
 @pytest.fixture(scope="module")

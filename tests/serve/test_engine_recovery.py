@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from serving_sequences import draw_candidates, draw_history
 
-from nestrec.base.failpoints import armed
 from nestrec.models import HSTUConfig
 from nestrec.serving.core.cost_model import EngineCostModel, Histogram
 from nestrec.serving.core.rejections import UnavailableError
@@ -28,6 +27,7 @@ from nestrec.serving.kv_cache.preinfer_trigger import Trigger, TriggerConfig
 from nestrec.serving.kv_cache.tiered_prefix_cache import Copier, PrefixTiers, TiersConfig
 from nestrec.serving.model.model_adapter import make_form
 from nestrec_bench.harness.random_model import random_ranking
+from support.fail_points import armed
 
 ENCODER = HSTUConfig(dim=16, num_layers=2, num_heads=2, max_length=32, head_dim=8, time_bias=True)
 TIERS = TiersConfig(

@@ -17,7 +17,6 @@ from featured_runs import Runs, known_to, request_of
 
 import nestrec
 from nestrec.base.errors import UserError
-from nestrec.base.failpoints import armed
 from nestrec.data.dataset import Dataset
 from nestrec.exporters.export_checks import with_search
 from nestrec.inference.batch_inference import BatchRecommender
@@ -28,6 +27,7 @@ from nestrec.serving.model.servable_spec import InputDefaults
 from nestrec.serving.service.inference_service import Service, ServiceConfig
 from nestrec.tasks.retrieval_task import RetrievalTaskConfig
 from nestrec_bench.harness.local_ranks import run_on_ranks
+from support.fail_points import armed
 
 EVERY_KIND = "retrieval, prefix"
 ROLES = ("retrieval", EVERY_KIND)

@@ -18,7 +18,7 @@ from typing import IO, Protocol
 
 import psutil
 
-from nestrec.base.failpoints import arm_from_environment
+from support.fail_points import arm_from_environment
 from support.rank_pool import loaded_context
 
 

@@ -21,6 +21,7 @@ import psutil
 
 from nestrec.checkpoint.checkpoint_manifest import committed_steps
 from support.command_runner import Started, start
+from support.fail_points import fail_variables
 
 _POLL_S = 0.005
 _TAIL_CHARACTERS, _STACKS_CHARACTERS = 4000, 40_000
@@ -162,7 +163,7 @@ def _attempt(
     for path in (fail_log, output):  # a process that is ended at once has not begun to write
         path.write_text("")
     points = _points_of(faults[0]) if faults else ""
-    armed = {**env, "NESTREC_FAIL_POINTS": points, "NESTREC_FAIL_LOG": str(fail_log)}
+    armed = {**env, **fail_variables(points, fail_log, env.get("PYTHONPATH", ""))}
     start_s = time.monotonic()
     process = starting(env=armed, output=output)
     try:

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 from served_run import Served
 
-from nestrec.base.failpoints import armed
 from nestrec.exporters.version_publisher import Publisher
 from nestrec.training.run_config import PublishConfig
+from support.fail_points import armed
 
 PUBLISHING = [
     *(

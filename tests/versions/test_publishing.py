@@ -12,12 +12,12 @@ import nestrec
 from nestrec.api import train
 from nestrec.artifacts.storage import place_of
 from nestrec.base.errors import UserError
-from nestrec.base.failpoints import armed
 from nestrec.distributed import Topology
 from nestrec.exporters.servable_writer import restored_session, servable_of_session
 from nestrec.exporters.version_publisher import publish_run
 from nestrec.serving.versions.live_version import Followed, Source, open_source
 from nestrec.serving.versions.version_store import Versions
+from support.fail_points import armed
 from support.tiny_runs import config_of, make_datasets
 
 POINTS = [

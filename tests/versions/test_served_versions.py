@@ -17,7 +17,6 @@ from server_process import running_server
 from test_rollout import behind_gateway
 
 from nestrec.base.errors import UserError
-from nestrec.base.failpoints import armed
 from nestrec.distributed import Topology
 from nestrec.exporters.servable_writer import write_servable
 from nestrec.inference.recommender import Recommender
@@ -32,6 +31,7 @@ from nestrec.serving.service.model_reloader import Reloader
 from nestrec.serving.service.version_follower import VersionFollowConfig
 from nestrec.serving.versions.live_version import Source, Staged, open_source
 from nestrec.serving.versions.version_manifest import Times
+from support.fail_points import armed
 from support.tiny_runs import make_datasets
 
 LIMITS = LimitsConfig(default_timeout_ms=10_000, tells_prefix=True)

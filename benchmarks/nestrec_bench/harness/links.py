@@ -27,7 +27,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,8 @@ from typing import Any
 import torch
 
 from nestrec.base.errors import UserError
+from nestrec.distributed.topology import Communicator, Topology
+from nestrec.distributed.transports import Shipment, Sizes, Transport
 
 
 def wait_in_order(duration_s: float, device: torch.device) -> None:
@@ -71,12 +73,81 @@ class EmulatedLink:
         """Wait for the time that these bytes take."""
         wait_in_order(self.latency_us * 1e-6 + num_bytes * 8e-6 / self.mbit, device)
 
-    def all_to_all(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows of a process alone, exchanged with ranks that are like it: all but its own part crosses."""
-        if self.num_ranks == 1:
-            return rows
-        self.hold(rows.numel() * rows.element_size() * (self.num_ranks - 1) // self.num_ranks, rows.device)
-        return rows.clone()
+
+class EmulatedTransport(Transport):
+    """Forwards to another transport, then waits for the time that the bytes take on an emulated link."""
+
+    def __init__(self, inner: Transport, link: EmulatedLink, communicator: Communicator) -> None:
+        self._inner = inner
+        self._link = link
+        self._rank = communicator.rank
+        self._size = communicator.size
+
+    def all_to_all(self, into: torch.Tensor, sent: torch.Tensor, receive: Sizes, send: Sizes) -> None:
+        self._inner.all_to_all(into, sent, receive, send)
+        self._hold(receive, send, into.device)
+
+    def exchange(self, shipment: Shipment) -> list[torch.Tensor]:
+        pieces = self._inner.exchange(shipment)
+        size = shipment.like.element_size()
+        self._hold((shipment.receive * size).tolist(), (shipment.send * size).tolist(), shipment.like.device)
+        return pieces
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        self._inner.all_reduce(tensor)
+        # In a ring each rank sends, and receives, nearly twice the tensor.
+        num_bytes = 2 * (self._size - 1) * tensor.numel() * tensor.element_size() // self._size
+        self._link.hold(num_bytes, tensor.device)
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        self._inner.broadcast(tensor, source)
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return self._inner.all_gather(tensor)
+
+    def _hold(self, receive: Sizes, send: Sizes, device: torch.device) -> None:
+        """Waits for the larger direction; what a rank sends to itself does not cross the link."""
+        sent_bytes = sum(send) - send[self._rank]
+        received_bytes = sum(receive) - receive[self._rank]
+        self._link.hold(max(sent_bytes, received_bytes), device)
+
+
+class LoneTransport(Transport):
+    """Stands for one of `link.num_ranks` ranks that are all alike: copies what a real exchange would bring."""
+
+    def __init__(self, link: EmulatedLink) -> None:
+        self._link = link
+
+    def all_to_all(self, into: torch.Tensor, sent: torch.Tensor, receive: Sizes, send: Sizes) -> None:
+        num_ranks = self._link.num_ranks
+        self._link.hold(sent.numel() * sent.element_size() * (num_ranks - 1) // num_ranks, sent.device)
+        into.copy_(sent)
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Does nothing: the sum over one rank is its own tensor."""
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> None:
+        """Does nothing: the only rank is the source."""
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return [tensor]
+
+
+def with_emulated_links(topology: Topology, link: EmulatedLink) -> Topology:
+    """Returns the same ranks, whose exchanges of keys, vectors, replicas and dense gradients pass emulated links."""
+    return replace(
+        topology,
+        keys=_wrapped(topology.keys, link),
+        vectors=_wrapped(topology.vectors, link),
+        replicas=_wrapped(topology.replicas, link),
+        dense=_wrapped(topology.dense, link),
+    )
+
+
+def _wrapped(communicator: Communicator, link: EmulatedLink) -> Communicator:
+    if communicator.transport is not None:
+        return replace(communicator, transport=EmulatedTransport(communicator.transport, link, communicator))
+    return replace(communicator, transport=LoneTransport(link)) if link.num_ranks > 1 else communicator
 
 
 # A bucket fills while ranks compute, and what it holds passes at no cost: a large one would make small exchanges free.

@@ -20,7 +20,7 @@ from nestrec.distributed.collectives import barrier
 from nestrec.pipeline import PipelineConfig
 from nestrec.trace import Span, Timeline
 from nestrec_bench.harness.background_load import OtherLoad
-from nestrec_bench.harness.links import EmulatedLink, can_limit, limited_links
+from nestrec_bench.harness.links import EmulatedLink, can_limit, limited_links, with_emulated_links
 from nestrec_bench.harness.local_ranks import run_on_ranks
 from nestrec_bench.planning.shared_fit import stage_times
 from nestrec_bench.schedules.schedules_job import TABLE, Contestant, JobConfig, make_engine
@@ -95,7 +95,7 @@ def _rank(
 ) -> list[list[list[Span]]]:
     """Spans of each round of each entry."""
     if emulated_mbit is not None:
-        topology = topology.with_emulated_links(EmulatedLink(emulated_mbit))
+        topology = with_emulated_links(topology, EmulatedLink(emulated_mbit))
     contestants = [_contestant(topology, bed, entry, options) for entry in entries]
     found: list[list[tuple[float, list[Span]]]] = [[] for _ in entries]
     for turn in range(_WARM_UP_ROUNDS + options.attempts):

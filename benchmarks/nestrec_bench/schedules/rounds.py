@@ -19,7 +19,7 @@ from nestrec.embedding.routing.replica_key_union import ReplicaSyncConfig
 from nestrec.pipeline import PipelineConfig
 from nestrec.trace import Span, Timeline
 from nestrec_bench.harness.delayed_engine import Pace
-from nestrec_bench.harness.links import EmulatedLink, bytes_on_link, limited_links
+from nestrec_bench.harness.links import EmulatedLink, bytes_on_link, limited_links, with_emulated_links
 from nestrec_bench.harness.local_ranks import run_on_ranks
 from nestrec_bench.schedules.schedules_job import TABLE, Contestant, JobConfig, make_batches, make_engine
 from nestrec_bench.schedules.torchrec_tokens import PREFIX, TorchRecContestant
@@ -112,7 +112,7 @@ def _rank(topology: Topology, conditions: Conditions, entries: list[Entry], leng
     if conditions.groups.replicas > 1:
         topology = Topology.of_process_group(topology.device, conditions.groups)
     if conditions.is_timed:
-        topology = topology.with_emulated_links(conditions.link)
+        topology = with_emulated_links(topology, conditions.link)
     contestants = _contestants(topology, conditions, entries, num_batches=num_steps + 3)
     spans: dict[Entry, list[list[Span]]] = {entry: [] for entry in entries}
     on_link = dict.fromkeys(entries, 0.0)

@@ -1,7 +1,9 @@
 """What `nestrec bench relay` measures, and the model with its memory and graphs that all modes run on in turn."""
 
 import gc
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Literal, Protocol
 
 import numpy as np
@@ -14,11 +16,12 @@ from nestrec.serving.engine.batch_scheduler import EngineConfig
 from nestrec.serving.engine.serving_engine import Engine, make_runner
 from nestrec.serving.kv_cache.kv_page_pool import PrefixDtype, pool_for
 from nestrec.serving.kv_cache.preinfer_trigger import TriggerConfig
-from nestrec.serving.kv_cache.tiered_prefix_cache import TiersConfig
+from nestrec.serving.kv_cache.tiered_prefix_cache import Copier, TiersConfig
 from nestrec.serving.model.model_adapter import Form, make_form
 from nestrec_bench.harness.random_model import random_ranking
 from nestrec_bench.load_test.engine_load import NUM_ITEMS, RelayLoad, RelayOutcome, run_in_turn, run_trial
 from nestrec_bench.serving.relay_modes import MODES, Mode, RequestCosts, measure_costs
+from nestrec_bench.serving.slow_copier import SlowCopier
 
 _MOST_VISITS = 64
 _WARM_S = 0.7
@@ -173,7 +176,8 @@ class RelayBed:
             engine.close()
 
     def trial(self, mode: Mode, load: RelayLoad, rate: float, slo_ms: float) -> RelayOutcome:
-        engine = Engine(self.form, engine_config(mode, self.bench, slo_ms), runner=self.runner)
+        config = engine_config(mode, self.bench, slo_ms)
+        engine = Engine(self.form, config, runner=self.runner, make_copier=copier_of(mode))
         gc.disable()  # the garbage is the generator's, and collecting it would stall the engine for milliseconds
         try:
             return run_trial(engine, load, rate, sends_signals=mode.sends_signals, strays=mode.strays)
@@ -181,6 +185,11 @@ class RelayBed:
             engine.close()
             gc.enable()
             gc.collect()
+
+
+def copier_of(mode: Mode) -> Callable[[torch.device], Copier]:
+    """Returns what makes the copiers of a mode: those of this machine, or of an emulated slower link."""
+    return partial(SlowCopier, gb_per_s=mode.fetch_gb_per_s) if mode.fetch_gb_per_s else Copier
 
 
 def form_of(bench: RelayBench) -> Form:
@@ -206,7 +215,7 @@ def engine_config(mode: Mode, bench: RelayBench, slo_ms: float) -> EngineConfig:
     tiers = TiersConfig(
         cache_bytes=bench.cache_bytes, dram_bytes=bench.dram_bytes if mode.uses_dram else 0,
         keeps_prefix=mode.keeps_prefix, keeps_on_device=mode.keeps_on_device,
-        dram_link_gb_per_s=mode.fetch_gb_per_s, reload="always" if mode.fetches_always else "worth",
+        reload="always" if mode.fetches_always else "worth",
     )  # fmt: skip
     trigger = TriggerConfig(policy=mode.policy, budget_ms=slo_ms)
     return EngineConfig(

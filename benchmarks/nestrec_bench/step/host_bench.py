@@ -27,6 +27,7 @@ from nestrec.base.config_values import Count
 from nestrec.data.batch_loader import Batch, MicroBatch
 from nestrec.data.batch_order import Position
 from nestrec.distributed import Topology
+from nestrec.distributed.transports import Transport
 from nestrec.embedding import EmbeddingEngine, TableConfig
 from nestrec.embedding.hashing import owner_of
 from nestrec.embedding.routing.deduplicated_keys import ERROR_WORDS
@@ -77,7 +78,7 @@ class HostBench:
     """as --pipeline.window_cache"""
 
 
-class Loopback:
+class Loopback(Transport):
     """Answers as the other ranks would. What it takes for that is none of this rank's time."""
 
     def __init__(self, num_ranks: int) -> None:

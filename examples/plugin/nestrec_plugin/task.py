@@ -42,5 +42,5 @@ PAIRWISE = TaskSpec(
     config=PairwiseTaskConfig,
     make=PairwiseTask,
     store_field="item_store",
-    serving="nestrec.serving.model.retrieval_adapter:SERVING",  # a RetrievalModel and a history: served as ours are
+    serving="retrieval",  # a RetrievalModel and a history: served as ours are
 )

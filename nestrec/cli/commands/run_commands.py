@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -120,9 +120,6 @@ def launch(
     finite, 75 saved and stopped by a signal, 76 a rank was lost. Several
     machines and restarts: docs/many-machines.md.
     """
-    from nestrec.cli.app import app as all_groups
-    from nestrec.cli.options_command import command_names
-
     with loading():
         from nestrec.cli.launch import is_script
         from nestrec.cli.launch import launch as run_ranks
@@ -134,7 +131,8 @@ def launch(
             remedy = "give the path of a Python script that exists"
             raise UserError("this script does not exist", field="launch", value=context.args[0], remedy=remedy)
         sys.exit(run_ranks(ranks, context.args))
-    known = command_names(all_groups)
+    root: Any = context.find_root().command
+    known = root.list_commands(context)
     if context.args[0] not in known:
         raise UserError(
             "is neither a command nor a Python script (NAME.py)",
@@ -237,6 +235,7 @@ def recipes() -> None:
 
 @app.command("options")
 def list_options(
+    context: typer.Context,
     command: Annotated[
         list[str] | None, typer.Argument(help="train RECIPE, prepare FORMAT, serve, bench NAME, ...; then a word.")
     ] = None,
@@ -251,7 +250,8 @@ def list_options(
     from nestrec.cli.options_command import show_commands, show_options
 
     if command:
-        show_options(command)
+        root: Any = context.find_root().command
+        show_options(command, root.list_commands(context))
     else:
         show_commands()
 

@@ -13,13 +13,10 @@ from typing import TYPE_CHECKING, Any
 from nestrec.base.config import config
 from nestrec.base.config_values import Share
 from nestrec.base.errors import UserError
-from nestrec.serving.model.servable_spec import shown_version
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.trace import Tracer
-
-    from nestrec.serving.inputs.engine_request import Answer, Work
 
 
 HEADER = b"traceparent"
@@ -133,23 +130,21 @@ class EngineTimes:
     ended_s: float
     num_tokens: int
 
-    @staticmethod
-    def of(work: "Work") -> "EngineTimes":
-        return EngineTimes(work.arrived_s, work.planned_s, work.computed_s, work.ended_s, work.tokens.length)
 
-
-def note_engine(times: EngineTimes, answer: "Answer", num_candidates: int) -> None:
+def note_engine(
+    times: EngineTimes, *, prefix_source: str, num_cached: int, model_version: str, num_candidates: int
+) -> None:
     """Spans of what an engine has done for a request, made afterwards from the times that it took down."""
     if _Tracing.tracer is None:
         return
     now_ns, offset_ns = time.time_ns(), time.time_ns() - time.perf_counter_ns()
     arrived_ns, planned_ns = (int(moment_s * 1e9) + offset_ns for moment_s in (times.arrived_s, times.planned_s))
     facts: dict[str, Any] = {
-        "nestrec.prefix": answer.source,
-        "nestrec.cached_tokens": answer.num_cached,
+        "nestrec.prefix": prefix_source,
+        "nestrec.cached_tokens": num_cached,
         "nestrec.tokens": times.num_tokens,
         "nestrec.candidates": num_candidates,
-        "nestrec.model_version": shown_version(answer.version),
+        "nestrec.model_version": model_version,
         "nestrec.device_seconds": times.computed_s,
     }
     for name, start_ns, end_ns, attributes in (

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
+import torch
 
 from nestrec.base.clock import Clock, RealClock
 from nestrec.base.failpoints import fail_point
@@ -44,7 +45,7 @@ from nestrec.serving.inputs.engine_request import Answer, CacheKey, Work
 from nestrec.serving.kv_cache.kv_page_pool import PagePool
 from nestrec.serving.kv_cache.prefix_cache import Entry
 from nestrec.serving.kv_cache.preinfer_trigger import Decision, Trigger
-from nestrec.serving.kv_cache.tiered_prefix_cache import PrefixTiers
+from nestrec.serving.kv_cache.tiered_prefix_cache import Copier, PrefixTiers
 from nestrec.serving.model.model_adapter import Form, PagedForm, Tokens, lengths_of
 from nestrec.serving.model.ranking_adapter import RankingForm
 from nestrec.serving.model.request_inputs import Candidates, History
@@ -174,9 +175,11 @@ class Engine:
         runner: BatchRunner | None = None,
         has_thread: bool = True,
         on_lost: Callable[[], None] = lambda: None,
+        make_copier: Callable[[torch.device], Copier] = Copier,
     ):
         """runner: one of an engine that has been closed, with its memory and graphs. has_thread: else the caller takes
-        `turn` after `turn`, as a simulation does. on_lost: called on the engine's thread if it cannot continue."""
+        `turn` after `turn`, as a simulation does. on_lost: called on the engine's thread if it cannot continue.
+        make_copier: see `PrefixTiers`."""
         self.form, self.cfg, self.keyed, self.clock = form, cfg, keyed or KeyedHash(), clock or RealClock()
         self._version, self._slide = form.servable.version, f"slide={form.slide_events}"
         self.counts: dict[str, int] = {}
@@ -198,6 +201,7 @@ class Engine:
             count=self._count,
             pool=runner.pool if runner is not None else None,
             prefix_dtype=cfg.prefix_dtype,
+            make_copier=make_copier,
         )
         self._runner = runner or make_runner(form, self.tiers.pool, cfg)
         self.trigger = Trigger(cfg.trigger, self.clock, cache_bytes=self.tiers.num_bytes)

@@ -21,7 +21,6 @@ from nestrec.serving.core.asgi import Message, Receive, Scope, Send
 from nestrec.serving.core.background_tasks import FAILURES
 from nestrec.serving.core.rejections import OverloadedError, RefusedError, UnavailableError
 from nestrec.serving.core.request_limits import Sender, current_request_id
-from nestrec.serving.core.tracing import EngineTimes
 from nestrec.serving.frontend.deployment_names import FleetNumbers, TellNames
 from nestrec.serving.frontend.wire_format import (
     FAILED,
@@ -219,7 +218,7 @@ class FrontHub:
             is_full=self._service.is_full(ended.fleet, ended.sender),
             queued_s=ended.fleet.engines[ended.slot].queued_s,
             answer=answer,
-            times=EngineTimes.of(ended.work),
+            times=ended.work.times(),
         )
 
     def _swapped(self, front: FrontProcess, fleet: Fleet) -> Replied:

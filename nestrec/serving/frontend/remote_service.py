@@ -28,6 +28,7 @@ from nestrec.serving.frontend.wire_format import (
 from nestrec.serving.inputs.engine_request import Answer
 from nestrec.serving.kv_cache.preinfer_trigger import Decision
 from nestrec.serving.model.request_inputs import Candidates, History
+from nestrec.serving.model.servable_spec import shown_version
 from nestrec.serving.service.inference_service import Fleet, ServiceConfig, SwappedError
 
 _PATIENCE_S = 30.0
@@ -95,7 +96,13 @@ class RemoteService:
         assert replied.answer is not None
         assert replied.times is not None
         self._back_s = time.perf_counter() - replied.times.ended_s
-        tracing.note_engine(replied.times, replied.answer, len(candidates))
+        tracing.note_engine(
+            replied.times,
+            prefix_source=replied.answer.source,
+            num_cached=replied.answer.num_cached,
+            model_version=shown_version(replied.answer.version),
+            num_candidates=len(candidates),
+        )
         return replied.answer
 
     async def preinfer(

@@ -213,7 +213,7 @@ def _problem(status: str, schema: Schema) -> dict[str, Any]:
     return found
 
 
-_FILES = resources.files("nestrec.serving.http") / "pages"
+_FILES = resources.files("nestrec.serving.http") / "static"
 
 
 def _read(name: str) -> str:

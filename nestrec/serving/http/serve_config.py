@@ -1,3 +1,5 @@
+"""The options of `nestrec serve`, and the configuration of uvicorn that they lead to."""
+
 import os
 from typing import Any, Literal
 
@@ -28,7 +30,6 @@ from nestrec.serving.model.served_tables import TablesConfig
 from nestrec.serving.security.rate_limiter import RatesOfKeys
 from nestrec.serving.security.security_config import SafetyConfig, check_exposure
 from nestrec.serving.security.server_security import Safety
-from nestrec.serving.server import _CORES_A_FRONT, _MOST_FRONTS
 from nestrec.serving.service.inference_service import ServiceConfig
 from nestrec.serving.service.version_follower import VersionFollowConfig
 
@@ -36,6 +37,10 @@ SLOT_VARIABLE = "NESTREC_SLOT"
 
 
 """of the environment of an instance: its number behind a front"""
+
+
+_CORES_A_FRONT = 4
+_MOST_FRONTS = 4
 
 
 @config

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nestrec.serving.core.request_limits import NOBODY, Sender
+from nestrec.serving.core.tracing import EngineTimes
 from nestrec.serving.model.model_adapter import Tokens
 from nestrec.serving.model.request_inputs import Candidates
 
@@ -78,6 +79,16 @@ class Work:
     """when it was answered"""
     _content: tuple[int, bytes] = (0, b"")
     """of how many tokens, and what it is: asked for at every chunk of a signal"""
+
+    def times(self) -> EngineTimes:
+        """Returns the moments and costs that tracing reports of an ended request."""
+        return EngineTimes(
+            arrived_s=self.arrived_s,
+            planned_s=self.planned_s,
+            computed_s=self.computed_s,
+            ended_s=self.ended_s,
+            num_tokens=self.tokens.length,
+        )
 
     def begin_again(self, version: str) -> None:
         """With another version of the model: nothing of what was computed is of use."""

@@ -38,9 +38,7 @@ _UNKNOWN_S = 1e-9
 class Copier:
     """One copy after the other; `done` is called on the copier's thread, with whether the copy was made."""
 
-    def __init__(self, device: torch.device, link_gb_per_s: float = 0.0) -> None:
-        """link_gb_per_s: emulates a slower link; 0 copies as fast as the machine can."""
-        self._link_s_a_byte = 1e-9 / link_gb_per_s if link_gb_per_s else 0.0
+    def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         FAILURES.register(_TASK)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=_TASK)
@@ -67,13 +65,16 @@ class Copier:
 
     def _make(self, copy: Callable[[], None], num_bytes: int) -> None:
         start_s = time.perf_counter()
-        with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
-            copy()
-        time.sleep(max(0.0, start_s + num_bytes * self._link_s_a_byte - time.perf_counter()))
+        self._transfer(copy, num_bytes)
         seconds = (time.perf_counter() - start_s) / max(num_bytes, 1)
         with self._lock:
             known = self._seconds_a_byte
             self._seconds_a_byte = seconds if known is None else known + _SMOOTH * (seconds - known)
+
+    def _transfer(self, copy: Callable[[], None], num_bytes: int) -> None:
+        """Makes one copy and returns when it has ended; on the copier's thread."""
+        with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
+            copy()
 
     def wait(self) -> None:
         """Return when the copies that were submitted have ended; called by the thread that submits them."""
@@ -131,8 +132,6 @@ class TiersConfig:
     """prefixes are copied to DRAM where more than this share of the device's pages is in use"""
     page_tokens: Count = 64
     """tokens of a page, the unit in which memory for prefixes is given out: the last page of each is half empty"""
-    dram_link_gb_per_s: NonNegative = 0.0
-    """emulates DRAM behind a slower link, for benchmarks; 0: this machine's own"""
     keeps_prefix: bool = True
     """prefixes are stored and used; without it every request is computed in full"""
     keeps_on_device: bool = True
@@ -156,8 +155,12 @@ class PrefixTiers:
         count: Callable[[str], None],
         pool: PagePool | None = None,
         prefix_dtype: PrefixDtype = "model",
+        make_copier: Callable[[torch.device], Copier] = Copier,
     ):
-        """pool: memory that exists already, of which at most `cfg.cache_bytes` are used."""
+        """pool: memory that exists already, of which at most `cfg.cache_bytes` are used.
+
+        make_copier: makes the copier of each direction between device pages and host memory.
+        """
         self.cfg, self._costs, self._post, self._count = cfg, costs, post, count
         servable = form.servable
         self._longest = servable.encoder_config.max_length
@@ -182,7 +185,8 @@ class PrefixTiers:
             clock=clock,
             give=self._host.give,
         )
-        self._out, self._in = (Copier(servable.device, cfg.dram_link_gb_per_s) for _ in range(2))
+        self._out = make_copier(servable.device)
+        self._in = make_copier(servable.device)
         self._reloading: dict[CacheKey, list[Work]] = {}
         self._num_clears = 0
         self._learn_copies(num_pages)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -29,12 +29,8 @@ from nestrec.serving.model.request_inputs import Candidates, History
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.servable_spec import ColumnSpec, ServableSpec
 from nestrec.serving.model.served_tables import ResidentTable, ServedTable
-from nestrec.serving.model.serving_spec import NoSequence, ServingForm
+from nestrec.serving.model.serving_spec import NoSequence, ServingForm, TrainedRun
 from nestrec.tasks.ctr_task import RowsTaskConfig
-
-if TYPE_CHECKING:
-    from nestrec.training.training_session import Session
-
 
 _TABLE = "categories"
 _NONE = np.zeros(0, np.int64)
@@ -105,7 +101,7 @@ def _side_by_side(candidates: Candidates, names: Sequence[str]) -> NDArray[np.in
     return values
 
 
-def _exported(session: "Session", step: int) -> Servable:
+def _exported(session: TrainedRun, step: int) -> Servable:
     """The model of a session with every row that its table has; other keys begin as they would in training."""
     task = cast(RowsTaskConfig, session.cfg.task)
     table: TableConfig = session.engine.tables[_TABLE]

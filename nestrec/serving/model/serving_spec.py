@@ -2,14 +2,14 @@
 
     TASK = TaskSpec(config=MyTaskConfig, make=MyTask, serving=ServingForm(role="retrieval", model=..., form=..., ...))
 
-A task whose model is a `RetrievalModel` and whose config has a `history` may name ours,
-`nestrec.serving.model.retrieval_form:SERVING`; likewise `ranking_form` for a `RankingModel` with `inputs`.
+A task whose model is a `RetrievalModel` and whose config has a `history` may use the form `serving="retrieval"`.
+Likewise `serving="ranking"` for a `RankingModel` with `inputs`.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 from torch import nn
 
 from nestrec.base.errors import UserError
+from nestrec.data.dataset import Dataset
 from nestrec.data.dataset_card import Card
 from nestrec.data.samples.feature_inputs import Column
 from nestrec.embedding import EmbeddingEngine
 from nestrec.models.backbone_spec import SequenceConfig
-from nestrec.tasks.task import TaskConfigBase
+from nestrec.tasks.task import Task, TaskConfigBase
 from nestrec.tasks.task_registry import TASKS, task_spec
 
 
@@ -77,11 +78,36 @@ class ServingForm:
     """(session, step) to the `Servable` of a run, of models that have no table of items; none: that of all others"""
 
 
+class TrainedRun(Protocol):
+    """The part of a training session that an export reads."""
+
+    @property
+    def cfg(self) -> Any: ...
+
+    @property
+    def engine(self) -> EmbeddingEngine: ...
+
+    @property
+    def dataset(self) -> Dataset: ...
+
+    @property
+    def task(self) -> Task: ...
+
+
+SERVING_FORMS = {
+    "retrieval": "nestrec.serving.model.retrieval_adapter:SERVING",
+    "ranking": "nestrec.serving.model.ranking_adapter:SERVING",
+    "rows": "nestrec.serving.model.ctr_adapter:SERVING",
+}
+"""Forms of the built-in tasks, by the names that their specs use."""
+
+
 def serving_form_of(task: TaskConfigBase) -> ServingForm:
     """In which form the models of a task are served; a UserError where there is none."""
     if (serving := task_spec(task).serving) is None:
         problem = "cannot be served: it has no form in which the server, which knows users by histories, asks a model"
         raise TASKS.unanswered(task.kind, "serving", problem, see="; docs/serving.md lists what can be served")
+    serving = SERVING_FORMS.get(serving, serving) if isinstance(serving, str) else serving
     found: ServingForm = TASKS.resolved(task.kind, "serving", serving, of=ServingForm)
     return found
 

@@ -22,7 +22,6 @@ from nestrec.serving.core import tracing
 from nestrec.serving.core.rejections import OverloadedError, UnavailableError
 from nestrec.serving.core.request_limits import Sender, current_sender
 from nestrec.serving.core.slot_router import KeyedHash, Ring, Router
-from nestrec.serving.core.tracing import EngineTimes
 from nestrec.serving.engine.batch_scheduler import EngineConfig
 from nestrec.serving.engine.serving_engine import Engine
 from nestrec.serving.inputs.engine_request import Answer, Work
@@ -30,6 +29,7 @@ from nestrec.serving.kv_cache.preinfer_trigger import Decision
 from nestrec.serving.model.model_adapter import make_form
 from nestrec.serving.model.request_inputs import Candidates, History
 from nestrec.serving.model.servable import Servable, check_sound
+from nestrec.serving.model.servable_spec import shown_version
 from nestrec.serving.model.served_tables import TablesConfig
 from nestrec.serving.versions.live_version import Followed, open_source, source_of
 from nestrec.serving.versions.version_store import READ_TIMEOUT_S
@@ -201,7 +201,13 @@ class Service:
             answer = await _result(work, timeout_s)
             self._back_s = time.perf_counter() - work.ended_s
             self.check_names(fleet, answer)
-            tracing.note_engine(EngineTimes.of(work), answer, len(candidates))
+            tracing.note_engine(
+                work.times(),
+                prefix_source=answer.source,
+                num_cached=answer.num_cached,
+                model_version=shown_version(answer.version),
+                num_candidates=len(candidates),
+            )
             return answer
         finally:
             self.end_rank(slot)

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from nestrec.base.failpoints import armed, fail_point
+from nestrec.base.failpoints import fail_point
+from support.fail_points import armed, fail_variables
 
 
 def test_a_point_does_nothing_unless_armed() -> None:
@@ -38,7 +39,7 @@ def test_a_point_is_disarmed_when_the_block_fails() -> None:
 
 def in_another_process(points: str, log: Path) -> subprocess.CompletedProcess[str]:
     code = "from nestrec.base.failpoints import fail_point as f\nfor i in range(3): f('a'); print(i, flush=True)"
-    env = {**os.environ, "NESTREC_FAIL_POINTS": points, "NESTREC_FAIL_LOG": str(log)}
+    env = {**os.environ, **fail_variables(points, log)}
     return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
 
 
@@ -55,7 +56,7 @@ def test_the_environment_arms_points_of_another_process_and_firing_is_logged(tmp
 
 def test_a_process_that_waits_at_a_point_is_there_until_it_is_killed_and_says_nothing_of_it(tmp_path: Path) -> None:
     code = "from nestrec.base.failpoints import fail_point as f\nprint(1, flush=True); f('a'); print(2, flush=True)"
-    env = {**os.environ, "NESTREC_FAIL_POINTS": "a=wait", "NESTREC_FAIL_LOG": str(tmp_path / "log")}
+    env = {**os.environ, **fail_variables("a=wait", tmp_path / "log")}
     with subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "1\n"

@@ -12,11 +12,11 @@ from safetensors.torch import load_file
 from nestrec.artifacts.atomic_files import DTYPE_NAMES, write_file
 from nestrec.artifacts.writer_group import NICENESS
 from nestrec.base.errors import DamagedError, UserError
-from nestrec.base.failpoints import armed
 from nestrec.base.thread_team import niceness, set_niceness
 from nestrec.checkpoint import Checkpoints, Content, SaveError, checkpoint_writer, join, split, verify
 from nestrec.checkpoint import loaded_checkpoint as reader
 from support.checkpoint_contents import assert_same, make_content
+from support.fail_points import armed
 
 
 def full_disk() -> None:

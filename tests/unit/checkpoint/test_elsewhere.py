@@ -11,9 +11,9 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
 
 from nestrec.base.errors import DamagedError, UserError
-from nestrec.base.failpoints import armed
 from nestrec.checkpoint import Checkpoints, Content, Peers, Restored, SaveError, verify
 from support.checkpoint_contents import assert_same, make_content, make_rows, table_values, values_of
+from support.fail_points import armed
 from support.rank_pool import run_ranks
 
 

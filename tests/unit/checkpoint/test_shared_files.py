@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from nestrec.base.failpoints import armed
 from nestrec.checkpoint import Checkpoints, verify
 from support.checkpoint_contents import assert_same, make_content
+from support.fail_points import armed
 
 
 def places(tmp_path: Path) -> tuple[Checkpoints, Checkpoints]:

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from nestrec.base.errors import DataError, UserError
-from nestrec.base.failpoints import armed
 from nestrec.cli.app import app
 from nestrec.data.dataset import Dataset
 from nestrec.data.dataset_card import Card
@@ -28,6 +27,7 @@ from nestrec.data.incremental.generations import restore
 from nestrec.data.prepare.prepare_options import LogColumns
 from nestrec.data.streaming.ingester import Stream, open_stream_source, options_of
 from nestrec.data.streaming.window_policy import WindowRule
+from support.fail_points import armed
 
 NAMES = ("user", "item", "time", "click", "tab", "tags", "price", "note", "brand", "level", "weight")
 Row = tuple[Any, ...]

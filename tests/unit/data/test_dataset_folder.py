@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from nestrec.base.errors import DataError
-from nestrec.base.failpoints import armed
 from nestrec.base.files import whole_folder
 from nestrec.data.dataset import Dataset
+from nestrec.data.dataset_card import CARD_FILE
 from nestrec.data.formats.format_registry import prepare
 from nestrec.data.formats.log_format import LogOptions
+from support.fail_points import armed, fail_variables
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def test_a_killed_prepare_leaves_no_dataset_and_the_next_one_succeeds(log: Path)
         "import sys; from nestrec.data.formats.format_registry import prepare; prepare('log', sys.argv[1], sys.argv[2])"
     )
     fired = log.parent / "fired"
-    environment = {**os.environ, "NESTREC_FAIL_POINTS": "data.before_rename=kill", "NESTREC_FAIL_LOG": str(fired)}
+    environment = {**os.environ, **fail_variables("data.before_rename=kill", fired)}
     ended = subprocess.run([sys.executable, "-c", code, log, log.parent / "out"], env=environment, check=False)
     assert ended.returncode == -9
     assert fired.read_text() == "data.before_rename\n"
@@ -81,7 +82,7 @@ def test_an_empty_folder_is_filled(log: Path) -> None:
 
 
 def test_two_writers_of_one_output_are_kept_apart(log: Path) -> None:
-    with whole_folder(log.parent / "out", force=False) as folder:
+    with whole_folder(log.parent / "out", marker=CARD_FILE, force=False) as folder:
         (folder / "mine").write_text("x")
         with pytest.raises(DataError, match="another process"):
             prepare("log", log, log.parent / "out")

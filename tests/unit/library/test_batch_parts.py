@@ -7,11 +7,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from nestrec.base.errors import DamagedError
-from nestrec.base.failpoints import armed
 from nestrec.inference.batch_inference import BatchJobConfig
 from nestrec.inference.recommender import Recommender
 from nestrec.models import HSTUConfig
 from nestrec_bench.harness.random_model import random_retrieval
+from support.fail_points import armed
 
 
 class CrashError(Exception):

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from nestrec.base.errors import UserError
-from nestrec.base.failpoints import armed
 from nestrec.checkpoint import Checkpoints
 from nestrec.distributed import Topology
 from nestrec.report import write_report
@@ -17,6 +16,7 @@ from nestrec.trace import Timeline, load_spans
 from nestrec.training.run_checkpointer import Interrupted
 from nestrec.training.state import run_digest
 from nestrec.training.trainer import Trainer
+from support.fail_points import armed
 from support.tiny_runs import config_of, make_datasets
 
 EXACT = ["dual_buffer", "frozen_window", "nested"]

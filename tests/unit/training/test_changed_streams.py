@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 from nestrec.base.errors import UserError
-from nestrec.base.failpoints import armed
 from nestrec.checkpoint import SaveError
 from nestrec.data.dataset_card import Card
 from nestrec.data.streaming.kafka_source import KafkaSource
 from nestrec.training.state import run_digest
 from nestrec.training.training_session import WindowEnd
+from support.fail_points import armed
 from support.stream_fixtures import (
     BY_COUNT,
     Crash,

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from nestrec.base.errors import UserError
-from nestrec.base.failpoints import armed
 from nestrec.checkpoint import Checkpoints
 from nestrec.distributed import Topology
 from nestrec.exporters.servable_writer import export_run
 from nestrec.inference.recommender import load
 from nestrec.training.state import run_digest
 from nestrec.training.trainer import Trainer
+from support.fail_points import armed
 from support.tiny_runs import config_of, make_datasets
 
 RUN = {"training.max_steps": 7, "training.epochs": 9, "training.checkpoint_every_steps": 3}

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from nestrec.base.errors import DamagedError, UserError
-from nestrec.base.failpoints import armed
 from nestrec.checkpoint import Checkpoints, SaveError
 from nestrec.data.synthetic.synthetic_logs import generate, preset
 from nestrec.distributed import Topology
@@ -17,6 +16,7 @@ from nestrec.exporters.servable_writer import export_run
 from nestrec.training.callbacks import Listener
 from nestrec.training.state import run_digest
 from nestrec.training.trainer import Trainer
+from support.fail_points import armed
 from support.tiny_runs import config_of
 
 RUN = {"training.max_steps": 6, "training.keep_checkpoints": 9, "training.checkpoint_every_steps": 2}

@@ -12,7 +12,6 @@ import pytest
 from nestrec.base.config_overrides import with_overrides
 from nestrec.base.config_values import moment_ms
 from nestrec.base.errors import DataError
-from nestrec.base.failpoints import armed
 from nestrec.checkpoint import Checkpoints, SaveError
 from nestrec.data.dataset import Dataset
 from nestrec.data.dataset_card import Card
@@ -31,6 +30,7 @@ from nestrec.training.stream_trainer import StreamConfig, stream_config
 from nestrec.training.trainer import Trainer
 from nestrec.training.training_session import WindowEnd
 from nestrec.training.warm_start import Beginning
+from support.fail_points import armed
 from support.stream_fixtures import (
     BY_COUNT,
     BY_TIME,

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from nestrec.base.errors import UserError
-from nestrec.base.failpoints import armed
 from nestrec.data.dataset_card import Card
 from nestrec.data.incremental.append import append
 from nestrec.data.incremental.generations import growing, restore
 from nestrec.training.state import run_digest
+from support.fail_points import armed
 from support.stream_fixtures import BY_COUNT, COLUMNS, copied, drop_files, follow, stream_events
 
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from nestrec.base.errors import DataError, NonFiniteError, UserError
-from nestrec.base.failpoints import armed
 from nestrec.checkpoint import Checkpoints, SaveError
 from nestrec.data.batch_loader import Batch
 from nestrec.data.batch_order import Position
@@ -26,6 +25,7 @@ from nestrec.training.callbacks import Listener
 from nestrec.training.run_checkpointer import Interrupted
 from nestrec.training.state import run_digest
 from nestrec.training.trainer import Trainer
+from support.fail_points import armed
 from support.tiny_runs import FAMILIES, config_of
 
 BACKGROUND = {"training.checkpoint_async": True, "training.incremental_saves": 2, "training.keep_checkpoints": 1}

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from nestrec.base.errors import UserError
-from nestrec.base.failpoints import armed
 from nestrec.checkpoint import Checkpoints
 from nestrec.data.dataset import Dataset
 from nestrec.data.incremental.append import append
@@ -25,6 +24,7 @@ from nestrec.training.callbacks import Listener
 from nestrec.training.state import run_digest
 from nestrec.training.trainer import Trainer
 from nestrec.training.training_session import WindowEnd
+from support.fail_points import armed
 from support.tiny_runs import config_of
 
 IN_TIME = {
