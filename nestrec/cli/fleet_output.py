@@ -13,7 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from nestrec.base.errors import UserError
-from nestrec_bench.load_test.open_loop import remedy_without_answer
+
+
+def remedy_without_answer(reason: object) -> str:
+    """Return what to do about a server that does not answer, by the error that was raised."""
+    match reason:
+        case ssl.SSLCertVerificationError():
+            return "set SSL_CERT_FILE to the certificate of whoever has signed the server's, and ask by a name in that"
+        case ssl.SSLError():
+            return "see that a nestrec server with TLS listens there; one without is asked by http://"
+        case http.client.HTTPException():  # also if the connection was closed without an answer
+            return "see that a nestrec server listens there; one with TLS is asked by https://"
+    return "see that a nestrec server listens there"
+
 
 KEY_VARIABLE = "NESTREC_ADMIN_KEY"
 _LOAD_S, _TOLD_S = 3600.0, 60.0

@@ -87,9 +87,7 @@ def train_run(cfg: RunConfig, folder: Path, start_from: Path | None = None) -> N
     with contextlib.ExitStack() as shown:
         listeners: list[Listener] = []
         if topology.is_first:
-            from nestrec.report.tensorboard_log import (
-                TensorBoardWriter,  # a quarter of a second, which other ranks spare
-            )
+            from nestrec.report.tensorboard_log import TensorBoardWriter
 
             listeners.append(shown.enter_context(LiveProgress(num_epochs=cfg.training.epochs)))
             listeners.append(shown.enter_context(TensorBoardWriter(folder / "tensorboard")))

@@ -24,20 +24,17 @@ from nestrec.serving.frontend.frontend_hub import FrontHub
 from nestrec.serving.frontend.worker_pool import Template
 from nestrec.serving.history_store.memory_store import make_store
 from nestrec.serving.http.http_app import App
-from nestrec.serving.http.serve_config import SLOT_VARIABLE, ServeConfig, num_fronts, safety_of, uvicorn_config
-from nestrec.serving.http.server_logging import (
-    log_without_waiting,
-    wait_for_log,
+from nestrec.serving.http.serve_config import (
+    SLOT_VARIABLE,
+    ServeConfig,
+    name_of_process,
+    num_fronts,
+    safety_of,
+    uvicorn_config,
 )
+from nestrec.serving.http.server_logging import log_without_waiting, wait_for_log
 from nestrec.serving.http.signals import Signals, end_with_front
-from nestrec.serving.http.sockets import (
-    allow_open_files,
-    bound_sockets,
-    close_all,
-    port_of,
-    run_server,
-    url_of,
-)
+from nestrec.serving.http.sockets import allow_open_files, bound_sockets, close_all, port_of, run_server, url_of
 from nestrec.serving.security.server_security import Safety
 from nestrec.serving.service.inference_service import Service
 from nestrec.serving.service.model_reloader import Reloader
@@ -139,11 +136,6 @@ def _prepare_interpreter() -> None:
     gc.set_threshold(_COLLECT_EVERY, 20, 100)
     # Front and engines share an interpreter, which an engine gives up with every operation and needs back at once.
     sys.setswitchinterval(5e-5)
-
-
-def name_of_process() -> str:
-    """Return the name of this process in its log; empty if the server has no front."""
-    return f"instance-{os.environ[SLOT_VARIABLE]}" if SLOT_VARIABLE in os.environ else ""
 
 
 def _hub(app: App, cfg: ServeConfig, safety: Safety, template: Template, *, count: int, port: int) -> FrontHub:

@@ -27,6 +27,7 @@ from nestrec.serving.service.inference_service import Service, ServiceConfig
 from nestrec.serving.service.model_reloader import Reloader
 from nestrec_bench.harness.random_model import random_ranking, random_retrieval
 from support.command_runner import piped
+from support.fail_points import fail_variables
 
 ENCODER = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=16)
 BODY = {"user": "u", "history": {"items": ["1", "2"], "times_ms": [1, 2]}, "candidates": ["3"]}
@@ -62,8 +63,9 @@ def test_sighup_during_the_start_is_heeded_after_it_and_the_port_and_the_stop_ar
         assert process.wait(timeout=100) == 0
 
 
-def test_server_exits_with_a_code_if_its_engine_is_lost(folder):
-    with running_server(folder, NESTREC_FAIL_POINTS="serving.plan=raise,serving.recover=raise") as (port, process):
+def test_server_exits_with_a_code_if_its_engine_is_lost(folder, tmp_path):
+    points = fail_variables("serving.plan=raise,serving.recover=raise", tmp_path / "fired")
+    with running_server(folder, **points) as (port, process):
         assert status_of(exchange(port, post("/v1/rank", BODY))) == 503
         assert process.wait(2.0) == errors.ENGINE_LOST
         output = process.stdout.read()

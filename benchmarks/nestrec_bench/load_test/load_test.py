@@ -17,12 +17,12 @@ import numpy as np
 from nestrec.base.config import config
 from nestrec.base.config_values import Count, Natural, NonNegative, Positive, Share
 from nestrec.base.errors import UserError
+from nestrec.cli.fleet_output import remedy_without_answer
 from nestrec_bench.load_test.open_loop import (
     HttpClient,
     Trial,
     largest,
     poisson_arrivals,
-    remedy_without_answer,
     run_open_loop,
     run_punctually,
 )

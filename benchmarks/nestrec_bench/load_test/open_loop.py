@@ -10,7 +10,6 @@ Plain protocols and not streams: a load generator shares the machine with the se
 
 import asyncio
 import contextlib
-import http.client
 import math
 import selectors
 import ssl
@@ -99,18 +98,6 @@ class HttpClient:
             self._num_open -= 1
             raise
         return connection
-
-
-def remedy_without_answer(reason: object) -> str:
-    """Return what to do about a server that does not answer, by the error that was raised."""
-    match reason:
-        case ssl.SSLCertVerificationError():
-            return "set SSL_CERT_FILE to the certificate of whoever has signed the server's, and ask by a name in that"
-        case ssl.SSLError():
-            return "see that a nestrec server with TLS listens there; one without is asked by http://"
-        case http.client.HTTPException():  # also if the connection was closed without an answer
-            return "see that a nestrec server listens there; one with TLS is asked by https://"
-    return "see that a nestrec server listens there"
 
 
 class _Connection(asyncio.Protocol):

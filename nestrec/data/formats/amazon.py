@@ -14,15 +14,8 @@ from nestrec.data.formats.format_spec import log_format
 from nestrec.data.prepare.event_parser import EventColumns
 from nestrec.data.prepare.log_source import LogSource, delimited_files, over_files, plain_name, require_input
 from nestrec.data.prepare.prepare_options import LogColumns, PrepareOptions, TimeUnit
-from nestrec.data.prepare.raw_rows import (
-    BadRow,
-    Delimited,
-    RawBatch,
-    check_unicode,
-    first_line,
-    header_names,
-    read_lines,
-)
+from nestrec.data.prepare.raw_rows import BadRow, Delimited, RawBatch, first_line, header_names, read_lines
+from nestrec.data.prepare.text_encoding import check_unicode
 
 NAMES_OF = {
     "user": ("user", "user_id", "reviewerID", "userId"),

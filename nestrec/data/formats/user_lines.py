@@ -18,8 +18,9 @@ from nestrec.data.formats.format_spec import log_format
 from nestrec.data.prepare.event_parser import EventColumns
 from nestrec.data.prepare.log_source import LogSource, delimited_files, find_file, over_files, plain_name, require_input
 from nestrec.data.prepare.prepare_options import LogColumns, PrepareOptions
-from nestrec.data.prepare.raw_rows import BadRow, Delimited, RawBatch, check_unicode, first_line, read_lines, unreadable
+from nestrec.data.prepare.raw_rows import BadRow, Delimited, RawBatch, first_line, read_lines, unreadable
 from nestrec.data.prepare.side_tables import SideColumn, SideSource
+from nestrec.data.prepare.text_encoding import check_unicode
 
 
 def open_pairs(path: Path, options: PrepareOptions) -> LogSource:

@@ -19,7 +19,7 @@ from nestrec.data.dataset_card import Feature, FeatureKind, Fit
 from nestrec.data.dataset_schema import COUNTS_SUFFIX, EVENT_PREFIX, LATEST_TIME_MS
 from nestrec.data.flat_arrays import offsets_of_lengths
 from nestrec.data.prepare.id_encoder import FilterResult, KeyTable, as_texts
-from nestrec.data.prepare.input_files import parse_line
+from nestrec.data.prepare.json_lines import parse_line
 from nestrec.data.prepare.list_cells import MARK as LIST_MARK
 from nestrec.data.prepare.list_cells import encode_lists, event_signatures, has_marks, joined, signatures_of_objects
 from nestrec.data.prepare.parse import (

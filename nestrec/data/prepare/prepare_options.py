@@ -10,7 +10,7 @@ from typing import Annotated, Literal, Protocol
 from nestrec.base.config import config
 from nestrec.base.config_values import Bound, Count, Natural, NonNegative, Share, moment_ms
 from nestrec.base.errors import UserError
-from nestrec.data.prepare.raw_rows import is_encoding
+from nestrec.data.prepare.text_encoding import is_encoding
 from nestrec.data.transform import Transform
 
 TimeUnit = Literal["auto", "s", "ms", "us", "ns", "iso"]

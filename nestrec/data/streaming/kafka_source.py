@@ -13,7 +13,7 @@ from urllib.parse import parse_qsl, urlsplit
 import numpy as np
 
 from nestrec.base.errors import UserError
-from nestrec.data.prepare.input_files import JsonLines
+from nestrec.data.prepare.json_lines import JsonLines
 from nestrec.data.prepare.prepare_options import LogColumns
 from nestrec.data.streaming.stream_source import (
     SourceSpec,

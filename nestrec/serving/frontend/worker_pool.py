@@ -37,14 +37,13 @@ from nestrec.serving.frontend.frontend_app import Awake, FrontApp, FrontCounts
 from nestrec.serving.frontend.remote_service import RemoteService
 from nestrec.serving.frontend.wire_format import Channel, FrameKind, Wire, Wires
 from nestrec.serving.http.routes import all_endpoints
-from nestrec.serving.http.serve_config import ServeConfig, safety_of, uvicorn_config
+from nestrec.serving.http.serve_config import ServeConfig, name_of_process, safety_of, uvicorn_config
 from nestrec.serving.http.server_logging import log_without_waiting, wait_for_log
 from nestrec.serving.http.signals import Signals
 from nestrec.serving.http.sockets import allow_open_files, close_all, run_server
 from nestrec.serving.inputs.engine_request import Work
 from nestrec.serving.security import security_config
 from nestrec.serving.security.rate_limiter import RatesOfKeys
-from nestrec.serving.server import name_of_process
 
 _HEAD = struct.Struct("<IBI")
 

@@ -127,3 +127,8 @@ def uvicorn_config(
         backlog=cfg.limits.max_connections, timeout_graceful_shutdown=int(cfg.service.drain_s),
         ssl_context_factory=None if certificates is None else lambda *_: certificates.context,
     )  # fmt: skip
+
+
+def name_of_process() -> str:
+    """Return the name of this process in its log; empty if the server has no front."""
+    return f"instance-{os.environ[SLOT_VARIABLE]}" if SLOT_VARIABLE in os.environ else ""

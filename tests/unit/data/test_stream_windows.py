@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from nestrec.data.prepare.input_files import JsonLines
+from nestrec.data.prepare.json_lines import JsonLines
 from nestrec.data.prepare.parse import AHEAD
 from nestrec.data.prepare.prepare_options import LogColumns
 from nestrec.data.streaming.stream_source import StreamRows
