@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test all-tests test-quick test-slow test-gpu check docs results format torchrec test-torchrec ray test-ray clean
+.PHONY: setup demo count test all-tests test-quick test-slow test-gpu check docs results format torchrec test-torchrec ray test-ray clean
 
 setup: $(READY)
 
@@ -20,6 +20,10 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# Modules, lines and median lines per folder.
+count:
+	python3 docs/count_lines.py
 
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict

@@ -142,6 +142,13 @@ def test_layout_check_finds_planted_violations(path, line, expected):
     assert expected is None or any(expected in problem for problem in problems)
 
 
+def test_layout_order_is_documented():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    for folder, order in LAYERS.items():
+        table = page.partition(f"| `{folder.replace('.', '/')}/` |")[2].partition("\n\n")[0]
+        assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == [name for name in order if name != "__main__"]
+
+
 def test_layout_basenames_are_unique():
     names = Counter(Path(path).name for path in sources_of_project() if path.startswith("nestrec/"))
     assert [name for name, count in names.items() if count > 1 and name != "__init__.py"] == []

@@ -108,7 +108,7 @@ class CallFollower:
         """The stage that this call is."""
         if file == "pipeline/lanes.py" and name == "_run_one":
             return str(frame.f_locals["entry"].label.name).rpartition(".")[2]
-        return ON_COMPUTE.get(name) if file == "pipeline/machine.py" else None
+        return ON_COMPUTE.get(name) if file == "pipeline/stage_runner.py" else None
 
 
 def walk(topology: Topology) -> Walk:

@@ -1,6 +1,6 @@
 """Compiles once what many processes of tests would compile at the same time.
 
-`python -m nestrec.testing.warm_up FOLDER...`: numba keeps the host loops of training and serving beside the modules,
+`python -m support.compile_warmup FOLDER...`: numba keeps the host loops of training and serving beside the modules,
 and pytest the tests of the folders with their assertions, for all who come later.
 """
 

@@ -3,7 +3,7 @@
 Most of its time went into book-keeping: for each function that a kernel calls it replaced all of `triton.language`
 again, for each block it made the type and the shape of it, and for each sum of integers it computed whether they
 overflow, which only an assertion would look at that it never makes. What kernels compute stays the same.
-A plugin of pytest: `-p nestrec.testing.quick_interpreter`.
+A plugin of pytest: `-p support.fast_interpreter`.
 """
 
 import inspect
