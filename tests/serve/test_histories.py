@@ -12,8 +12,9 @@ from nestrec.base.errors import UserError
 from nestrec.serving.core.request_limits import LimitsConfig
 from nestrec.serving.history_store.history_store import HistoryStoreConfig, StoreAwayError
 from nestrec.serving.history_store.memory_store import MemoryHistoryStore, make_store
-from nestrec.serving.history_store.redis_store import RedisHistoryStore, Trips, Watch
+from nestrec.serving.history_store.redis_store import CircuitBreaker, RedisHistoryStore
 from nestrec.serving.http.http_app import App
+from nestrec_bench.harness.clocks import SimulatedClock
 
 PATIENCE_S = 60.0
 LIMITS = LimitsConfig(default_timeout_ms=10_000)
@@ -129,10 +130,10 @@ def test_reads_are_one_trip_for_all_who_wait_and_never_two_for_a_user(cfg):
     async def use(store, other):
         for user in range(40):
             await store.append(str(user), events(user), PATIENCE_S)
-        before = store.counts["trips"]
+        before = store.counts["round_trips"]
         found = await asyncio.gather(*(store.get(str(user % 40), PATIENCE_S) for user in range(400)))
         assert [history["times_ms"] for history in found] == [[user % 40] for user in range(400)]
-        assert store.counts["trips"] - before <= 11
+        assert store.counts["round_trips"] - before <= 11
         assert store.counts["reads"] <= 80, "who asked while a trip was under way shares one more"
         # Whoever asks after a write sees it, though an older trip may still be under way.
         for turn in range(100, 150):
@@ -175,14 +176,11 @@ def test_instances_share_what_they_are_told_and_an_id_is_enough(cfg, service):
 
 
 @pytest.mark.parametrize("end", ["kill", "pause"])
-def test_without_the_store_requests_are_refused_in_time_or_served_from_what_they_bring(
-    cfg, server, service, end, monkeypatch
-):
-    hasty = replace(cfg, timeout_ms=100.0)
-    trips, exchanged, now_s, make = [], Trips._exchanged, [1.0], Watch.__init__
-    monkeypatch.setattr(Trips, "_exchanged", lambda self, sent: trips.append(sent) or exchanged(self, sent))
-    # No pause ends by itself: what a paused store has been sent, it would do when it goes on.
-    monkeypatch.setattr(Watch, "__init__", lambda self, _, timeout_s: make(self, lambda: now_s[0], timeout_s))
+def test_requests_without_the_store_are_rejected_in_time(cfg, server, service, end):
+    # The clock stands still, so that no pause of the circuit breaker ends by itself: a store that is paused executes
+    # later what it was sent.
+    clock = SimulatedClock()
+    stores = [RedisHistoryStore(each, clock) for each in (cfg, replace(cfg, timeout_ms=100.0))]
     short = {"candidates": ["4", "5"], "now_ms": 9}
 
     async def ask(patient, client):
@@ -190,7 +188,7 @@ def test_without_the_store_requests_are_refused_in_time_or_served_from_what_they
         before = (await patient.post("/v1/rank", json={"user": 1, **short})).json()["scores"]
         getattr(server, end)()
         brought = (await client.post("/v1/rank", json={"user": 2, "history": events(3), **short})).json()["scores"]
-        trips.clear()
+        before_end = stores[1].counts["round_trips"]
         for path, body in (
             ("/v1/rank", short),
             ("/v1/recommend", {}),
@@ -201,16 +199,17 @@ def test_without_the_store_requests_are_refused_in_time_or_served_from_what_they
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "1"), path
             assert "store of histories" in refused.json()["error"]["message"]
         assert (await client.delete("/v1/users/1/events")).status_code == 503
-        assert len(trips) == (1 if end == "kill" else 3), "all others are refused without waiting"
+        round_trips = stores[1].counts["round_trips"] - before_end
+        assert round_trips == (1 if end == "kill" else 3), "all others are refused without waiting"
         fallen = {"user": 1, "history": events(3), "prefer_kept": True, **short}
         assert (await client.post("/v1/rank", json=fallen)).json()["scores"] == brought
         server.start() if end == "kill" else server.resume()
         for instance in (client, patient):
             while (await instance.post("/v1/rank", json={"user": 1, "candidates": ["4"]})).status_code == 503:
-                now_s[0] += 1.0
+                clock.sleep(1.0)
         assert (await patient.post("/v1/rank", json={"user": 1, **short})).json()["scores"] == before
 
-    answered(service, [RedisHistoryStore(cfg), RedisHistoryStore(hasty)], ask)
+    answered(service, stores, ask)
 
 
 def test_an_answer_that_comes_late_is_not_taken_for_that_of_another(cfg, server):
@@ -219,10 +218,10 @@ def test_an_answer_that_comes_late_is_not_taken_for_that_of_another(cfg, server)
             await store.append(user, events(ord(user)), PATIENCE_S)
         for _ in range(2):  # fewer than make the store seem gone
             server.pause()
-            store._trips._timeout_s = 0.1
+            store._timeout_s = 0.1
             with pytest.raises(StoreAwayError, match="in time"):
                 await store.get("a", PATIENCE_S)
-            store._trips._timeout_s = PATIENCE_S
+            store._timeout_s = PATIENCE_S
             reading = asyncio.create_task(store.get("b", PATIENCE_S))
             await asyncio.sleep(0)
             server.resume()
@@ -277,6 +276,98 @@ def test_store_key_of_another_type_is_an_error(cfg, server, service, ttl_s, capl
     assert "WRONGTYPE" in caplog.text, "why, to the operator"
 
 
+@pytest.mark.parametrize("ttl_s", [100.0, None])
+def test_store_refusal_is_logged_with_its_reason(cfg, server, ttl_s, caplog):
+    """The server refuses all writes; neither the user nor the events are in the log."""
+
+    async def use(store):
+        server.command("CONFIG", "SET", "min-replicas-to-write", "1")
+        try:
+            with pytest.raises(StoreAwayError, match="takes nothing now"):
+                await store.append("somebody", events(1), PATIENCE_S)
+        finally:
+            server.command("CONFIG", "SET", "min-replicas-to-write", "0")
+        await store.append("somebody", events(2), PATIENCE_S)
+        assert (await store.get("somebody", PATIENCE_S))["times_ms"] == [2]
+
+    using(replace(cfg, ttl_s=ttl_s), use=use)
+    assert "refuses: NOREPLICAS" in caplog.text
+    assert "somebody" not in caplog.text
+
+
+def test_redis_connections_are_bounded_and_released(cfg, server):
+    """Writes that are cancelled while the server is paused must release their connections, and close them."""
+
+    async def use(store):
+        await asyncio.gather(*(store.append("a", events(n), PATIENCE_S) for n in range(10)))
+        server.pause()
+        writes = [asyncio.create_task(store.append("b", events(n), PATIENCE_S)) for n in range(10)]
+        await asyncio.sleep(0)
+        for write in writes:
+            write.cancel()
+        assert all(
+            isinstance(end, asyncio.CancelledError) for end in await asyncio.gather(*writes, return_exceptions=True)
+        )
+        server.resume()
+        await asyncio.gather(*(store.append("c", events(n), PATIENCE_S) for n in range(10)))
+        assert (await store.get("c", PATIENCE_S))["times_ms"] == list(range(10))
+        clients = server.command("CLIENT", "LIST").splitlines()
+        assert len(clients) <= 1 + 2, "the one that asks, and those of the pool"
+
+    using(replace(cfg, max_connections=2), use=use)
+
+
+def test_redis_store_closes_while_requests_are_in_flight(cfg, server):
+    async def use(store):
+        await store.append("a", events(1), PATIENCE_S)
+        server.pause()
+        requests = [
+            asyncio.create_task(request)
+            for request in (store.get("a", PATIENCE_S), store.append("a", events(2), PATIENCE_S))
+        ]
+        await asyncio.sleep(0.01)
+        await store.close()
+        server.resume()
+        ends = await asyncio.gather(*requests, return_exceptions=True)
+        assert isinstance(ends[0], asyncio.CancelledError)
+        assert isinstance(ends[1], StoreAwayError)
+
+    using(cfg, use=use)
+
+
+def test_circuit_breaker_opens_probes_and_closes():
+    clock = SimulatedClock()
+    breaker = CircuitBreaker(clock, probe_timeout_s=5.0)
+
+    def is_rejected():
+        try:
+            breaker.check()
+        except StoreAwayError:
+            return True
+        return False
+
+    for _ in range(2):  # not yet three in a row
+        breaker.record_failure(is_timeout=True)
+        breaker.record_failure(is_timeout=True)
+        assert not is_rejected()
+        breaker.record_success()
+    breaker.record_failure(is_timeout=False)
+    for pause_s in (0.1, 0.2, 0.4, 0.8, 1.0, 1.0):
+        assert is_rejected()
+        clock.sleep(pause_s - 0.01)
+        assert is_rejected()
+        clock.sleep(0.02)
+        assert not is_rejected(), "the probe passes"
+        assert is_rejected(), "others wait for its result"
+        breaker.record_failure(is_timeout=True)
+    clock.sleep(1.01)
+    assert not is_rejected()
+    clock.sleep(5.01)
+    assert not is_rejected(), "a probe without a result, for example a cancelled one, is followed by another"
+    breaker.record_success()
+    assert not any(is_rejected() for _ in range(3))
+
+
 def test_the_time_of_the_store_is_taken_off_the_deadline(service):
     given_s = []
 
@@ -301,6 +392,9 @@ def test_the_time_of_the_store_is_taken_off_the_deadline(service):
 def test_an_address_is_checked_and_may_come_from_the_environment(monkeypatch):
     with pytest.raises(UserError, match="is no address"):
         HistoryStoreConfig(url="http://localhost")
+    with pytest.raises(UserError, match="is not a valid address") as caught:
+        make_store(HistoryStoreConfig(url="redis://:secret/@localhost"))
+    assert "secret" not in str(caught.value)
     cfg = HistoryStoreConfig(url="env:NESTREC_TEST_STORE")
     with pytest.raises(UserError, match="set NESTREC_TEST_STORE"):
         make_store(cfg)
