@@ -239,8 +239,7 @@ class Publisher:
         if self._peers.is_first:
             manifest = written.manifest
             size = f"{manifest.num_bytes / 1e6:.1f} MB"
-            version = f"version {manifest.number} ({manifest.version[:12]}) of step {manifest.step}"
-            self._tell(f"published {version} to {self._cfg.address}: {size}")
+            self._tell(f"published version {written.folder} of step {manifest.step} to {self._cfg.address}: {size}")
 
     def _prune(self) -> None:
         if not self._peers.is_first:

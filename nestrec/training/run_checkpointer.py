@@ -165,7 +165,7 @@ class RunWeights:
             problem,
             field="best",
             value=str(self._folder.best),
-            remedy="take the last weights instead (--last, best=False in Python); or move this folder away and train "
+            remedy="take the last weights instead (--last); or move this folder away and train "
             "on, which keeps the best of the epochs to come",
         )
 

@@ -13,6 +13,7 @@ from nestrec.base.config_overrides import with_overrides
 from nestrec.data.dataset_card import Card
 from nestrec.data.synthetic.synthetic_logs import SPAN_MS, START_MS
 from nestrec.distributed import Topology
+from nestrec.exporters.version_publisher import open_publishing
 from nestrec.training.stream_trainer import StreamConfig, StreamFollower
 from support.tiny_runs import NUM_ITEMS, NUM_USERS
 
@@ -38,6 +39,7 @@ def crash() -> None:
 
 def follow(source: str, run: Path, options: Mapping[str, Any], **given: Any) -> StreamFollower:
     """A run has followed a source until that was idle."""
+    given.setdefault("open_publishing", open_publishing)
     follower = StreamFollower(source, run, Topology.single(), follow_options(options), **given)
     follower.follow()
     return follower

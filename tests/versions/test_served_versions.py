@@ -455,19 +455,20 @@ def test_follower_logs_each_version(data, tmp_path, caplog):
     with serving(data, tmp_path, "hstu") as served:
         served.publish()
         assert served.follower.look()
-        name = f"version {served.follower.number} ({served.follower.version[:12]})"
-        assert f"the retrieval model serves {name} of step " in caplog.text
+        name = served.run.publisher.newest.folder
+        assert f"the retrieval model serves version {name} of step " in caplog.text
 
 
 def asked_to_swap(served, model):
-    """Status and message of a swap."""
+    """Returns the status of a swap, and the message and remedy of its error."""
 
     async def swap():
         async with served.client() as client:
             return await client.post("/v1/admin/swap", json={"models": [model]})
 
     answer = asyncio.run(swap())
-    return answer.status_code, answer.json().get("error", {}).get("message", "")
+    error = answer.json().get("error", {})
+    return answer.status_code, f"{error.get('message', '')} {error.get('remedy', '')}".strip()
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "missing"])

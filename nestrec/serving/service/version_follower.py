@@ -228,9 +228,8 @@ class VersionFollower:
         self._log_version("loaded in full")
 
     def _log_version(self, how: str) -> None:
-        now = self._followed.step.manifest
-        text = "the %s model serves version %d (%s) of step %d now: %s"
-        _LOG.info(text, self._role, now.number, now.version[:12], now.step, how)
+        now = self._followed.step
+        _LOG.info("the %s model serves version %s of step %d now: %s", self._role, now.folder, now.manifest.step, how)
 
     def _end_freshness(self) -> None:
         """What is known of the version in service before another takes its place."""

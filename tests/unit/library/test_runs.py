@@ -149,7 +149,7 @@ def test_a_mapping_sets_the_fields_that_it_names_and_leaves_the_others_to_the_re
         (lambda run: nestrec.train("demo", window_hooks=print), "window_hooks = .*: is no list of functions"),
         (lambda run: nestrec.evaluate(run, None), "part = None: is no part of the data"),
         (lambda run: nestrec.follow(None, run), "source = None: is no path"),
-        (lambda run: nestrec.append(None, "data"), "events = None: is no path"),
+        (lambda run: nestrec.append(None, "data"), "dataset = .*: is not a prepared dataset"),
         (lambda run: nestrec.prepare("log", "a.csv", None), "output = None: is no path"),
         (lambda run: nestrec.prepare(None, "a.csv", "data"), "format = None: no such format"),
         (lambda run: nestrec.prepare("log", "a.csv", "data", user_core=print), "user_core = <built-in.*: is no value"),
@@ -189,9 +189,16 @@ def test_what_is_no_run_is_refused(use: Callable[[Any], Any]) -> None:
         use(None)
 
 
+LOG = {"log.user": "user", "log.item": "item", "log.time": "time", "log.time_unit": "ms"}
+
+
 def test_a_source_may_be_a_path(run: nestrec.Run, tmp_path: Path) -> None:
     with pytest.raises(nestrec.UserError, match=r"SOURCE = .*nowhere': is no source"):
-        nestrec.follow(tmp_path / "nowhere", run, {"log.user": "user", "log.item": "item", "log.time": "time"})
+        nestrec.follow(
+            tmp_path / "nowhere",
+            run,
+            LOG,
+        )
 
 
 def test_a_stream_is_read_as_its_data_was_prepared_but_for_what_is_given(tmp_path: Path) -> None:
@@ -220,7 +227,7 @@ def test_a_source_of_others_that_opens_nothing_is_named(run: nestrec.Run, monkey
     with pytest.raises(
         nestrec.UserError, match=r"sources: mine = 'open': its `open` gives None of mine://events.*\n.*mend `open`"
     ):
-        nestrec.follow("mine://events", run, {"log.user": "user", "log.item": "item", "log.time": "time"})
+        nestrec.follow("mine://events", run, LOG)
 
 
 def test_every_public_name_is_there() -> None:

@@ -26,7 +26,14 @@ from nestrec.serving.service.model_reloader import Serially
 from nestrec_bench.harness.clocks import SimulatedClock
 
 PACKAGE = Path(__file__).parents[3] / "nestrec" / "serving"
-SUPERVISED_ELSEWHERE = {"background.py", "engine/engine.py", "versions/follower.py", "prefix/copier.py"}
+SUPERVISED_ELSEWHERE = {
+    "core/background_tasks.py",
+    "engine/serving_engine.py",
+    "kv_cache/tiered_prefix_cache.py",
+    "server.py",  # ends the process
+    "service/model_reloader.py",  # hands its exception to the task that waits for it
+    "service/version_follower.py",
+}
 PATIENCE_S = 30.0
 
 
@@ -34,7 +41,14 @@ PATIENCE_S = 30.0
 def failures(monkeypatch):
     """Counts of this test alone."""
     found = Failures()
-    for module in ("background", "safety.watched_files", "many.instances", "many.front_follower"):
+    for module in (
+        "core.background_tasks",
+        "security.auth",
+        "kv_cache.tiered_prefix_cache",
+        "fleet.instance_supervisor",
+        "fleet.rolling_update",
+        "http.server_metrics",
+    ):
         monkeypatch.setattr(f"nestrec.serving.{module}.FAILURES", found)
     return found
 
@@ -93,7 +107,7 @@ def test_failure_is_logged_once_per_cause(caplog):
 def test_copier_continues_after_failures(monkeypatch, caplog):
     failures = Failures()
     monkeypatch.setattr("nestrec.serving.core.background_tasks.FAILURES", failures)
-    monkeypatch.setattr("nestrec.serving.core.background_tasks.FAILURES", failures)
+    monkeypatch.setattr("nestrec.serving.kv_cache.tiered_prefix_cache.FAILURES", failures)
     copier = Copier(torch.device("cpu"))
     made = []
 
@@ -258,7 +272,7 @@ def test_failures_and_file_ages_are_metrics(monkeypatch, tmp_path):
     add_entry(tmp_path / "keys.toml", KeyEntry(name="a", sha256="ab" * 32))
     safety = Safety(SafetyConfig(keys=str(tmp_path / "keys.toml")), "127.0.0.1")
     failures = Failures()
-    monkeypatch.setattr("nestrec.serving.core.background_tasks.FAILURES", failures)
+    monkeypatch.setattr("nestrec.serving.http.server_metrics.FAILURES", failures)
     metrics = FleetMetrics(Router(Ring.make(1, keyed := KeyedHash()), keyed, SimulatedClock()))
     metrics.safety = safety
     failures.add("keys", OSError())

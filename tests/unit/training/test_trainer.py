@@ -350,7 +350,7 @@ def test_a_run_without_a_test_part_trains_and_is_not_measured_on_it(tiny_data: P
     more = {"training.max_steps": 1, "task.test_share": 0.0}
     trainer = trainer_of("rows", tiny_data, tmp_path, more)
     trainer.train()
-    with pytest.raises(UserError, match="nothing in the test part"):
+    with pytest.raises(UserError, match="so there is no test part"):
         trainer.evaluate("test")
     assert not (tmp_path / "eval").exists()
 
