@@ -8,7 +8,7 @@ import itertools
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypedDict, cast
+from typing import Any, TypedDict, cast
 
 import numpy as np
 import pyarrow as pa
@@ -17,7 +17,17 @@ from numpy.typing import NDArray
 from nestrec.data.prepare.list_cells import category_keys
 from nestrec.serving.core.request_limits import BadRequestError, LimitsConfig, NotToldError, parse_user
 from nestrec.serving.core.typed_list import PlainList, types_of
-from nestrec.serving.inputs.request_schema import Action, Category, HistoryFields, ItemId, Unknown, Value
+from nestrec.serving.inputs.request_schema import (
+    Action,
+    Category,
+    HistoryFields,
+    ItemId,
+    RankRequest,
+    RecommendRequest,
+    Unknown,
+    UserRequest,
+    Value,
+)
 from nestrec.serving.inputs.responses import Done, UnknownIds, UsedDefault
 from nestrec.serving.model.request_inputs import (
     LARGEST_NUMBER,
@@ -81,32 +91,6 @@ _NEW_USER_REMEDY = (
 )
 
 
-class AboutUser(Protocol):
-    """What all requests tell of a user."""
-
-    @property
-    def user(self) -> str | int: ...
-    @property
-    def history(self) -> HistoryFields | None: ...
-    @property
-    def user_features(self) -> Mapping[str, Value] | None: ...
-    @property
-    def now_ms(self) -> int | None: ...
-    @property
-    def timeout_ms(self) -> int | None: ...
-
-
-class AboutCandidates(Protocol):
-    """What requests tell of candidates."""
-
-    @property
-    def user_features(self) -> Mapping[str, Value] | None: ...
-    @property
-    def context(self) -> Mapping[str, Value] | None: ...
-    @property
-    def candidate_features(self) -> Mapping[str, Any] | None: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
     """What is asked of a model about a user."""
@@ -138,7 +122,7 @@ class Reader:
         self.servable, self.notes, self._limits = servable, notes, limits
         self._defaults = servable.spec.defaults
 
-    def user(self, request: AboutUser) -> Asked:
+    def user(self, request: UserRequest) -> Asked:
         """User, history and moment of a request."""
         user, now_ms = parse_user(request.user, self._limits), request.now_ms
         if now_ms is None:
@@ -183,7 +167,7 @@ class Reader:
             return False
         return True
 
-    def candidate_features(self, request: AboutCandidates, count: int) -> Features:
+    def candidate_features(self, request: RankRequest | RecommendRequest, count: int) -> Features:
         """Features of so many candidates, in the model's ids; none where it does not read them."""
         if not self.servable.serving.reads_candidate_features:
             return {}
@@ -200,7 +184,7 @@ class Reader:
             found |= self.values(value, count, column, field, is_each=_is_each(request, name, value))
         return found | self._user_values(request.user_features, count)
 
-    def _asked_for(self, request: AboutUser) -> dict[str, int]:
+    def _asked_for(self, request: UserRequest) -> dict[str, int]:
         """What histories read of the event that is asked for."""
         given = {**(getattr(request, "candidate_features", None) or {}), **(getattr(request, "context", None) or {})}
         found: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""What is answered: each field as it is declared here, and OpenAPI says the same."""
+"""Responses of the endpoints, as typed dictionaries from which the OpenAPI description is made."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
@@ -36,6 +36,14 @@ Prefix = TypedDict(  # `from` is no name of Python's
 )
 
 
+ModelVersion = Annotated[str, "version of the model that computed all of them"]
+Unknowns = Annotated[list[UnknownIds], "ids that the model does not know, and what was done with them"]
+Defaults = Annotated[list[UsedDefault], "what the model reads and the request did not tell"]
+KnownPrefix = Annotated[
+    Prefix, "what was known of the history before the request came; only with `--limits.tells_prefix true`"
+]
+
+
 class RankAnswer(TypedDict):
     """Scores of candidates."""
 
@@ -44,14 +52,10 @@ class RankAnswer(TypedDict):
     has the least number of float32"""
     items: NotRequired[list[str | int]]
     """where unknown ones were to be left out: the candidates that the scores belong to"""
-    model: str
-    """version of the model that computed all of them"""
-    prefix: NotRequired[Prefix]
-    """what was known of the history before the request came; only with `--limits.tells_prefix true`"""
-    unknown: list[UnknownIds]
-    """ids that the model does not know, and what was done with them"""
-    defaults: list[UsedDefault]
-    """what the model reads and the request did not tell"""
+    model: ModelVersion
+    prefix: NotRequired[KnownPrefix]
+    unknown: Unknowns
+    defaults: Defaults
 
 
 class RecommendAnswer(TypedDict):
@@ -61,14 +65,10 @@ class RecommendAnswer(TypedDict):
     """source ids"""
     scores: Mapping[str, list[float]]
     """by output of the model, a number an item; one in the last place has the least number of float32"""
-    model: str
-    """version of the model that computed all of them"""
-    prefix: NotRequired[Prefix]
-    """what was known of the history before the request came; only with `--limits.tells_prefix true`"""
-    unknown: list[UnknownIds]
-    """ids that the model does not know, and what was done with them"""
-    defaults: list[UsedDefault]
-    """what a model reads and the request did not tell"""
+    model: ModelVersion
+    prefix: NotRequired[KnownPrefix]
+    unknown: Unknowns
+    defaults: Defaults
 
 
 class PreinferAnswer(TypedDict):
@@ -81,10 +81,8 @@ class PreinferAnswer(TypedDict):
     model: str
     """version of the model; the ranking request of this user that follows soon is answered by the same. Empty where the
     front of a fleet saw by itself that a signal is of no use"""
-    unknown: list[UnknownIds]
-    """ids that the model does not know, and what was done with them"""
-    defaults: list[UsedDefault]
-    """what the model reads and the request did not tell"""
+    unknown: Unknowns
+    defaults: Defaults
 
 
 class EventsAnswer(TypedDict):
