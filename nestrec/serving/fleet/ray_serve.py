@@ -2,11 +2,6 @@
 
 HTTP comes in through HAProxy, never through Ray's Python proxy, which costs several milliseconds. Ray's own ports
 listen on every interface: run it in a network namespace or behind a firewall.
-
-Ray Serve's choice of a replica, made by the policy of `router` over stable slots.
-
-A replica's slot is its rank, which a replacement takes over, so only the users of a lost replica move and they return.
-Ray asks for this class by its name; it runs wherever a handle is used.
 """
 
 import asyncio
@@ -18,14 +13,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
-
 from nestrec.base.clock import RealClock
 from nestrec.base.cuda import chosen_device
 from nestrec.base.errors import UserError
 from nestrec.serving.core.asgi import Answered, Receive, Scope, Send, is_loopback, problem, problem_of, retry_after
 from nestrec.serving.core.request_limits import BadRequestError
-from nestrec.serving.core.slot_router import KeyedHash, Ring, Router, slot_for
+from nestrec.serving.core.slot_router import KeyedHash, Ring, Router
 from nestrec.serving.fleet.gateway import user_of
 from nestrec.serving.fleet.rolling_update import FrontFollower, Operations, Rollout, whole_name
 from nestrec.serving.fleet.upstream_connection import Response
@@ -41,7 +34,7 @@ from nestrec.serving.service.model_reloader import Reloader, Serially
 _LOG = logging.getLogger(__name__)
 APPLICATION = "nestrec"
 _FOLDERS = b"nestrec:folders"
-_SLOT_ROUTER = "nestrec.serving.fleet.ray_serve:SlotRouter"
+_SLOT_ROUTER = "nestrec.serving.fleet.ray_router:SlotRouter"
 
 
 class RayInstance:
@@ -51,6 +44,8 @@ class RayInstance:
         import torch
         from ray import serve
         from ray.util.metrics import Counter
+
+        from nestrec.serving.fleet.ray_router import ring_of
 
         torch.set_num_threads(cfg.threads)
         device = chosen_device(cfg.device)
@@ -67,10 +62,14 @@ class RayInstance:
     def record_replica_metadata(self) -> dict[str, Any]:
         """Read by the router when this replica is ready."""
 
+        from nestrec.serving.fleet.ray_router import SLOT
+
         return {SLOT: self._slot}
 
     async def answer(self, user: str, scope: Scope, body: bytes) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
         """One request through the routes; status, headers and body of its answer."""
+
+        from nestrec.serving.fleet.ray_router import ranked_slots
 
         if (
             user
@@ -180,6 +179,8 @@ class RayUpstream:
         self, method: str, target: bytes, body: bytes = b"", *, is_repeatable: bool = True, timeout_s: float = 30.0
     ) -> Response:
         """Raises OSError where there is no replica, or it is lost."""
+
+        from nestrec.serving.fleet.ray_router import slot_address
 
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         scope = {"type": "http", "method": method, "path": target.decode(), "raw_path": target}
@@ -292,51 +293,3 @@ def start_on_ray(folders: Sequence[str | Path], cfg: ServeConfig) -> Any:
         instances, cfg
     )
     return serve.run(gate, name=APPLICATION, route_prefix="/")
-
-
-SLOT = "nestrec_slot"
-_ADDRESS = "\0slot "
-"""no user's id is read as this: `user_of` hands on none that begins so"""
-
-
-def slot_address(slot: int) -> str:
-    """Whatever stands for a user where one slot and no other is meant."""
-    return f"{_ADDRESS}{slot}"
-
-
-def ring_of(secret: bytes, num_slots: int) -> tuple[KeyedHash, Ring]:
-    keyed = KeyedHash(secret)
-    return keyed, Ring.make(num_slots, keyed)
-
-
-def ranked_slots(keyed: KeyedHash, ring: Ring, user: str, is_alive: Sequence[bool]) -> list[int]:
-    """The user's slot and, in order, those it would be with that one gone."""
-    place, alive, slots = keyed.number("user", user), list(is_alive), list[int]()
-    while (route := slot_for(ring, place, [0] * len(alive), alive, bound=2.0)) is not None:
-        slots.append(route.slot)
-        alive[route.slot] = False
-    return slots
-
-
-class SlotRouter(RequestRouter):  # type: ignore[misc]
-    """The first argument of a call is the user, or `slot_address` of the slot that is meant."""
-
-    def initialize_state(self, *, secret: str, num_slots: int) -> None:
-        self._keyed, self._ring = ring_of(bytes.fromhex(secret), num_slots)
-        self._num_slots = num_slots
-
-    async def choose_replicas(
-        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
-    ) -> list[list[RunningReplica]]:
-        """The user's replica; the next one where that refuses because it is full, which is then counted as a leak."""
-        by_slot: dict[int, Any] = {replica.replica_metadata[SLOT]: replica for replica in candidate_replicas}
-        if pending_request is None or not by_slot:
-            return [candidate_replicas]
-        pending_request.routing_context.should_backoff = True
-        user = str(pending_request.args[0])
-        if user.startswith(_ADDRESS):
-            slot = int(user.removeprefix(_ADDRESS))
-            return [[by_slot[slot]]] if slot in by_slot else []
-        is_alive = [slot in by_slot for slot in range(self._num_slots)]
-        slots = ranked_slots(self._keyed, self._ring, user, is_alive)
-        return [[by_slot[slot]] for slot in slots]
