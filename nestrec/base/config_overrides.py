@@ -85,6 +85,8 @@ def _allowed(hint: Any) -> str:
         if isinstance(limit, Bound | OneOf):
             return str(limit) if isinstance(limit, OneOf) else f"{hint.__origin__.__name__}, {limit}"
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        return _allowed(arguments[0])
     if origin is typing.Literal:
         return " | ".join(str(choice) for choice in arguments)
     if origin is tuple:

@@ -64,6 +64,15 @@ class OneOf:
         return " | ".join(self.known)
 
 
+@dataclass(frozen=True, slots=True)
+class RemovedChoice:
+    """A choice that an option had in an earlier version."""
+
+    choice: str
+    remedy: str
+    """What to do instead, for the error message."""
+
+
 Count = Annotated[int, Bound(1)]
 """1 or more."""
 Natural = Annotated[int, Bound(0)]
@@ -243,6 +252,9 @@ def _convert_bare(value: Any, hint: Any, where: str, raw: str | None) -> Any:
 
 
 def _convert_annotated(value: Any, hint: Any, where: str, raw: str | None) -> Any:
+    for part in hint.__metadata__:
+        if isinstance(part, RemovedChoice) and value == part.choice:
+            raise UserError("was removed", field=where, value=value, remedy=part.remedy)
     of_kind = next((part for part in hint.__metadata__ if isinstance(part, KindOf)), None)
     if of_kind is None:  # limits are checked by the config that has the field
         return convert(value, hint.__origin__, where, raw)

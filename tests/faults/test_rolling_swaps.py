@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,9 +21,7 @@ def folders(tmp_path_factory):
 
 @contextlib.contextmanager
 def running_front(front, folder, num_instances):
-    """The port of a front over processes; skips where there is no such front."""
-    if front == "nginx" and shutil.which("nginx") is None:
-        pytest.skip("nginx is not installed")
+    """Yield the port of a front over processes."""
     port = free_port()
     words = [sys.executable, "-m", "nestrec", "serve", "--model", str(folder), "--port", str(port)]
     words += ["--instances", str(num_instances), "--front", front]
@@ -41,21 +38,17 @@ def running_front(front, folder, num_instances):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("front", ["gateway", "nginx"])
-def test_models_roll_over_processes_time_and_again(front, folders):
-    with running_front(front, folders / "0", NUM_INSTANCES) as port:
+def test_models_roll_over_processes_time_and_again(folders):
+    with running_front("gateway", folders / "0", NUM_INSTANCES) as port:
         load, took_s = asyncio.run(rolled(port, folders))
-    check_rolled(front, folders, load, took_s)
+    check_rolled("gateway", folders, load, took_s)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("front", ["gateway", "nginx"])
-def test_processes_come_and_go_while_users_ask(front, folders):
-    with running_front(front, folders / "0", 2) as port:
-        # nginx closes idle connections of its clients when it is configured anew.
-        load = asyncio.run(scaled(port, (3, 1, 2), repeats_closed=front == "nginx"))
-    counted = {"requests": load.num_requests, "failed": load.num_failed, "repeated": load.num_repeated}
-    record(f"scaling behind {front}", **counted)
+def test_processes_come_and_go_while_users_ask(folders):
+    with running_front("gateway", folders / "0", 2) as port:
+        load = asyncio.run(scaled(port, (3, 1, 2)))
+    record("scaling behind gateway", requests=load.num_requests, failed=load.num_failed)
     assert load.num_failed == load.num_split == 0
     assert load.num_requests > 100

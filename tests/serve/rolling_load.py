@@ -31,12 +31,10 @@ def write_versions(root):
 class Load:
     """Each user announces and asks, one request after the other, and nothing is sent twice."""
 
-    def __init__(self, port, *, repeats_closed=False, asked=ASKED):
-        """repeats_closed: a request on a connection that was closed meanwhile is sent once more, and counted. asked: of
-        each user."""
+    def __init__(self, port, *, asked=ASKED):
+        """asked: of each user."""
         self._asked = asked
         self._signal = {"history": asked["history"], "timeout_ms": asked["timeout_ms"]}
-        self._repeats_closed, self.num_repeated = repeats_closed, 0
         self._http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30.0)
         self.answers, self.num_requests, self.num_failed, self.num_split, self.is_over = {}, 0, 0, 0, False
 
@@ -53,13 +51,7 @@ class Load:
         self.num_requests += 1
         headers = {"x-nestrec-user": body["user"]}
         try:
-            try:
-                response = await self._http.post(path, json=body, headers=headers)
-            except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
-                if not self._repeats_closed:
-                    raise
-                self.num_repeated += 1
-                response = await self._http.post(path, json=body, headers=headers)
+            response = await self._http.post(path, json=body, headers=headers)
         except httpx.HTTPError:
             self.num_failed += 1
             return None
@@ -96,9 +88,9 @@ async def rolled(port, folders):
     return load, took_s
 
 
-async def scaled(port, counts, *, repeats_closed):
+async def scaled(port, counts):
     """So many instances, one number after the other, with requests between them."""
-    load = Load(port, repeats_closed=repeats_closed)
+    load = Load(port)
     tasks = [asyncio.create_task(load.ask(f"u{number}")) for number in range(NUM_USERS)]
     for count in counts:
         said = await asyncio.to_thread(command, "scale", f"http://127.0.0.1:{port}", str(count))

@@ -294,18 +294,9 @@ def test_an_instance_answers_nobody_but_its_front(service):
     words = instance_arguments(cfg, typed)
     assert words[words.index("--safety.behind") + 1] == "gateway"
     assert not {"--safety.keys", "--safety.certificate", "--safety.private_key", "--insecure"} & set(words)
-    words = instance_arguments(ServeConfig(front="nginx", safety=SafetyConfig(keys="k")), {"safety.keys": "k"})
-    assert words[words.index("--safety.keys") + 1] == "k", "nginx does not look at keys: its instances do"
-    assert words[words.index("--safety.behind") + 1] == "nginx"
-
-    async def behind_nginx(client, _):
-        assert (await client.post("/v1/rank", json=BODIES["/v1/rank"])).status_code == 200
-        assert (await client.post("/v1/admin/probe", json={})).status_code == 403, "only the front may"
-
-    asking(single, service, ServeConfig(limits=LIMITS, safety=SafetyConfig(behind="nginx")), behind_nginx)
 
 
-@pytest.mark.parametrize("front", ["none", "gateway", "nginx", "ray"])
+@pytest.mark.parametrize("front", ["none", "gateway", "ray"])
 def test_other_machines_are_let_in_by_keys_tls_or_an_explicit_word(front, tmp_path):
     cfg = ServeConfig(host="0.0.0.0", port=0, front=front)
     start = serve if front == "none" else lambda folders, cfg, *rest: serve_many(folders, cfg, {}, *rest)

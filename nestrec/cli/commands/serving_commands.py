@@ -38,7 +38,7 @@ def serve(
       [bold]nestrec options serve[/bold] lists them.
     - [bold]nestrec serve --model models/demo --instances 3 --front gateway[/bold]:
       several instances on this machine, each with a cache of its own, behind one
-      address (gateway, nginx or ray).
+      address (gateway or ray).
     - [bold]nestrec serve --model published/demo --follow[/bold]: versions that a run
       publishes are taken as they come.
     """
@@ -62,7 +62,7 @@ def serve(
     try:
         if cfg.front == "none":
             if cfg.instances != 1:
-                remedy = "name a front: --front gateway, nginx or ray"
+                remedy = "name a front: --front gateway or ray"
                 raise UserError("needs a front", field="instances", value=cfg.instances, remedy=remedy)
             serve_models(model, cfg, signals, say_where)
         else:

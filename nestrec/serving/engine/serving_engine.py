@@ -13,6 +13,8 @@ Which runner computes a model's batches.
 The last requests of an engine, for a picture of the relay: when each came, waited and was computed, and from what.
 
 Nothing of who asked or for what: a ranking request names its signal by a running number alone.
+
+Which runner computes a model's batches.
 """
 
 import itertools
@@ -50,27 +52,6 @@ from nestrec.serving.model.model_adapter import Form, PagedForm, Tokens, lengths
 from nestrec.serving.model.ranking_adapter import RankingForm
 from nestrec.serving.model.request_inputs import Candidates, History
 from nestrec.serving.model.retrieval_adapter import RetrievalForm
-
-
-def make_runner(form: Form, pool: PagePool, cfg: EngineConfig) -> BatchRunner:
-    """Captured graphs over pages where a GPU and the model allow it, else sequence by sequence."""
-    servable, paged = form.servable, form.servable.cached.paged
-    has_graphs = (
-        cfg.captured
-        and servable.device.type == "cuda"
-        and can_be_paged(pool.tensor.shape[-1], servable.dtype.itemsize, pool.page_tokens)
-    )
-    if has_graphs and paged is not None and isinstance(form, RankingForm | RetrievalForm):
-        from nestrec.serving.engine.graph_runner import GraphRunner
-
-        encoder = resolved(paged)(form.encoder, pool.kept_pages)
-        max_length = servable.encoder_config.max_length
-        max_tokens = 2 * cfg.max_batch_tokens + max_length
-        if isinstance(form, RetrievalForm):  # candidates are no tokens: many a graph would never be filled
-            max_tokens = min(max_tokens, cfg.max_batch_requests * max_length)
-        return GraphRunner(cast(PagedForm, form), encoder, pool, max_tokens=max_tokens)
-    return Runner(form, pool)
-
 
 _MOST = 64
 
@@ -136,6 +117,26 @@ def parts_ms(work: Work, ended_s: float) -> dict[str, float]:
         "back": sender.back_s or None,
     }
     return {name: round(1e3 * seconds, 3) for name, seconds in parts.items() if seconds is not None}
+
+
+def make_runner(form: Form, pool: PagePool, cfg: EngineConfig) -> BatchRunner:
+    """Captured graphs over pages where a GPU and the model allow it, else sequence by sequence."""
+    servable, paged = form.servable, form.servable.cached.paged
+    has_graphs = (
+        cfg.captured
+        and servable.device.type == "cuda"
+        and can_be_paged(pool.tensor.shape[-1], servable.dtype.itemsize, pool.page_tokens)
+    )
+    if has_graphs and paged is not None and isinstance(form, RankingForm | RetrievalForm):
+        from nestrec.serving.engine.graph_runner import GraphRunner
+
+        encoder = resolved(paged)(form.encoder, pool.kept_pages)
+        max_length = servable.encoder_config.max_length
+        max_tokens = 2 * cfg.max_batch_tokens + max_length
+        if isinstance(form, RetrievalForm):  # candidates are no tokens: many a graph would never be filled
+            max_tokens = min(max_tokens, cfg.max_batch_requests * max_length)
+        return GraphRunner(cast(PagedForm, form), encoder, pool, max_tokens=max_tokens)
+    return Runner(form, pool)
 
 
 __all__ = ["Engine", "EngineConfig"]

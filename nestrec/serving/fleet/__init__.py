@@ -1,1 +1,1 @@
-"""Several instances on one machine behind one address: a gateway of our own, nginx, or Ray Serve."""
+"""Several instances on one machine behind one address: a gateway of our own, or Ray Serve."""

@@ -1,18 +1,14 @@
 """`nestrec serve --instances N --front ...`: instances and their front, started and stopped together."""
 
 import logging
-import subprocess
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from socket import socket
 
 from nestrec.base.errors import UserError
 from nestrec.serving.core import tracing
 from nestrec.serving.core.asgi import is_loopback
-from nestrec.serving.core.background_tasks import BackgroundThread
 from nestrec.serving.fleet.gateway import Gateway
 from nestrec.serving.fleet.instance_supervisor import Instances
-from nestrec.serving.fleet.nginx import nginx_config, nginx_program, running_nginx
 from nestrec.serving.fleet.rolling_update import FrontFollower
 from nestrec.serving.http.serve_config import ServeConfig, safety_of, uvicorn_config
 from nestrec.serving.http.server_logging import log_without_waiting, wait_for_log
@@ -23,10 +19,10 @@ from nestrec.serving.security.server_security import Safety
 
 _LOG = logging.getLogger(__name__)
 _OF_FRONT = (
-    "host", "port", "health_port", "instances", "front", "insecure", "safety.behind", "safety.certificate",
-    "safety.private_key", "safety.admin_on_health_port",
+    "host", "port", "health_port", "instances", "front", "insecure", "safety.behind", "safety.keys",
+    "safety.certificate", "safety.private_key", "safety.admin_on_health_port",
 )  # fmt: skip
-"""options that are not for instances; nginx does not look at keys, so its instances do"""
+"""Options that are not for instances."""
 
 
 def serve_many(
@@ -59,8 +55,7 @@ def serve_many(
     try:
         with Instances(models, arguments, cfg.instances, stop_timeout_s=cfg.service.drain_s + 5.0) as instances:
             if instances.wait_until_up(lambda: signals.is_stopping):
-                serve_front = _serve_nginx if cfg.front == "nginx" else _serve_gateway
-                serve_front(instances, cfg, safety, sockets=sockets, signals=signals, announce=lambda: announce(url))
+                _serve_gateway(instances, cfg, safety, sockets=sockets, signals=signals, announce=lambda: announce(url))
     finally:
         safety.close()
         tracing.stop()
@@ -72,14 +67,12 @@ def serve_many(
 def _check_offered(cfg: ServeConfig) -> None:
     """What a front of others' does not do for us is refused, rather than left out."""
     check_exposure(cfg.host, cfg.safety, is_insecure=cfg.insecure, health_port=cfg.health_port)
-    if cfg.front in ("ray", "nginx") and cfg.safety.certificate:
+    if cfg.front == "ray" and cfg.safety.certificate:
         remedy = "use --front gateway, or put a proxy that has the certificate before it"
         given = cfg.safety.certificate
-        raise UserError(f"is not used by {cfg.front}", field="safety.certificate", value=given, remedy=remedy)
-    if cfg.front == "nginx":
-        nginx_program()  # before models are loaded, which takes its time
+        raise UserError("is not used by ray", field="safety.certificate", value=given, remedy=remedy)
     if cfg.front == "ray" and cfg.safety.keys:
-        remedy = "use --front gateway or nginx, or put a proxy that checks them before it and say --insecure"
+        remedy = "use --front gateway, or put a proxy that checks them before it and give --insecure"
         raise UserError("is not used by ray", field="safety.keys", value=cfg.safety.keys, remedy=remedy)
 
 
@@ -91,7 +84,6 @@ def _serve_gateway(
     sockets: list[socket],
     signals: Signals,
     announce: Callable[[], None],
-    when_resized: Callable[[list[int]], None] = lambda _: None,
 ) -> None:
     gateway = Gateway(
         instances.ports,
@@ -101,7 +93,6 @@ def _serve_gateway(
         folders=instances.slots[0].models,
         drain_s=cfg.service.drain_s,
     )
-    gateway.rollout.on_resized = when_resized
     signals.when_reloaded(gateway.ask_reload)
     models = list(instances.slots[0].models)
     follower = FrontFollower(models, cfg.follow.poll_s, gateway.moved, gateway.rollout.followed)
@@ -111,49 +102,6 @@ def _serve_gateway(
     follower.close()
 
 
-def _serve_nginx(
-    instances: Instances,
-    cfg: ServeConfig,
-    safety: Safety,
-    *,
-    sockets: list[socket],
-    signals: Signals,
-    announce: Callable[[], None],
-) -> None:
-    """nginx at the address, and a gateway behind it for what concerns all instances."""
-    inner, port, limits = bound_sockets("127.0.0.1", 0), port_of(sockets), cfg.limits
-
-    def configured(folder: Path, ports: list[int]) -> str:
-        return nginx_config(
-            ports,
-            front_port=port_of(inner),
-            host=cfg.host,
-            port=port,
-            folder=folder,
-            max_body_bytes=limits.max_body_bytes,
-            longest_ms=limits.max_timeout_ms,
-            default_ms=limits.default_timeout_ms,
-            shares_histories=cfg.histories.is_shared,
-        )
-
-    close_all(sockets)  # nginx opens its own
-    is_stopping = lambda: signals.is_stopping  # noqa: E731
-    with running_nginx(configured, instances.ports, cfg.host, port, is_stopping) as (process, configure_again):
-        BackgroundThread("nestrec-nginx", lambda: _stop_with(process, signals)).start()
-        _serve_gateway(
-            instances, cfg, safety, sockets=inner, signals=signals, announce=announce, when_resized=configure_again
-        )
-        if (code := process.poll()) is not None:
-            remedy = "see what it wrote above"
-            raise UserError(f"has ended with code {code}", field="front", value="nginx", remedy=remedy)
-
-
-def _stop_with(process: "subprocess.Popen[bytes]", signals: Signals) -> bool:
-    process.wait()
-    signals.stop()
-    return False
-
-
 def instance_arguments(cfg: ServeConfig, overrides: dict[str, str]) -> list[str]:
     """Options of one instance: those of the whole without what concerns the front, which is its only client."""
     arguments: list[str] = []
@@ -161,6 +109,6 @@ def instance_arguments(cfg: ServeConfig, overrides: dict[str, str]) -> list[str]
     if not cfg.hosts and not is_loopback(cfg.host):
         overrides["hosts"] = '["*"]'
     for name, value in overrides.items():
-        if name not in _OF_FRONT and (name != "safety.keys" or cfg.front == "nginx"):
+        if name not in _OF_FRONT:
             arguments += [f"--{name}", value]
     return [*arguments, "--safety.behind", cfg.front]

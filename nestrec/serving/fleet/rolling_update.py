@@ -202,8 +202,6 @@ class Rollout:
         self.rolling: int | None = None
         """the slot whose turn it is"""
         self._num_turns = 0
-        self.on_resized: Callable[[list[int]], None] = lambda _: None
-        """told the ports of all slots when there are more or fewer of them"""
 
     @property
     def turn(self) -> Turn:
@@ -371,7 +369,6 @@ class Rollout:
             await asyncio.sleep(_POLL_S)
         self._router.resize(slot + 1)
         await self._probe(slot)
-        self.on_resized([upstream.port for upstream in self._upstreams])
         return True
 
     async def _is_up(self, slot: int) -> bool:
@@ -385,7 +382,6 @@ class Rollout:
     async def _shrunk(self, scaler: Scaler, drain_s: float) -> None:
         slot = len(self._upstreams) - 1
         self._router.resize(slot)
-        self.on_resized([upstream.port for upstream in self._upstreams[:slot]])
         end_s = time.monotonic() + drain_s
         while self._router.loads[slot] and time.monotonic() < end_s:
             await asyncio.sleep(_POLL_S)

@@ -1,13 +1,13 @@
 """The options of `nestrec serve`, and the configuration of uvicorn that they lead to."""
 
 import os
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import uvicorn
 
 from nestrec.base.config import config
-from nestrec.base.config_values import Count, Natural, NonNegative, Port
+from nestrec.base.config_values import Count, Natural, NonNegative, Port, RemovedChoice
 from nestrec.base.cuda import DeviceChoice
 from nestrec.base.thread_team import usable_cores
 from nestrec.serving.core.asgi import HostNames
@@ -41,6 +41,11 @@ SLOT_VARIABLE = "NESTREC_SLOT"
 
 _CORES_A_FRONT = 4
 _MOST_FRONTS = 4
+_NGINX = RemovedChoice(
+    "nginx",
+    "start each instance with `nestrec serve --port` and put nginx in front of them with the template in "
+    "deploy/proxies/ of the source repository (its README.md has the commands), or use --front gateway",
+)
 
 
 @config
@@ -62,7 +67,7 @@ class ServeConfig:
     """auto takes a GPU where there is one"""
     instances: Count = 1
     """processes behind a front"""
-    front: Literal["none", "gateway", "nginx", "ray"] = "none"
+    front: Annotated[Literal["none", "gateway", "ray"], _NGINX] = "none"
     """what stands before several instances; none: this process answers by itself"""
     front_processes: Natural | None = None
     """processes that read requests and write answers, beside the one that computes; 0 or 1: that one does it itself;

@@ -29,9 +29,8 @@ class SafetyConfig:
     """file of the certificate's private key (PEM), without a password"""
     admin_on_health_port: bool = False
     """admin endpoints are answered on `health_port` alone"""
-    behind: Literal["", "gateway", "nginx"] = ""
-    """the front that started this process, set by it. gateway: nobody else is answered; nginx: nobody else may ask
-    admin endpoints"""
+    behind: Literal["", "gateway"] = ""
+    """the front that started this process, set by it: requests of anything else are rejected"""
 
     def __post_init__(self) -> None:
         if bool(self.certificate) != bool(self.private_key):

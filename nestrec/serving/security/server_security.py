@@ -255,7 +255,7 @@ class Safety:
         self.refusals: dict[str, int] = {}
         """requests that no gate let in, by reason"""
         # Without keys nobody can be told from an admin, so only this machine may ask for what they do.
-        self._knows_admins = self.keys is not None or (is_loopback(host) and not cfg.behind)
+        self._knows_admins = self.keys is not None or is_loopback(host)
         readers = (self.keys, self.certificates)
         self.files = [reader.file for reader in readers if reader is not None]
         """watched: read again when they change"""

@@ -206,6 +206,14 @@ def test_options_from_habit_get_full_names(command: str, option: str, meant: str
     assert meant in str(refusal(*command.split(), option, "3").remedy)
 
 
+def test_front_nginx_names_template_instead() -> None:
+    error = refusal("serve", "--model", "models/mine", "--instances", "2", "--front", "nginx")
+    assert (error.field, error.value, error.problem) == ("front", "nginx", "was removed")
+    assert "deploy/proxies/" in str(error.remedy)
+    assert "--front gateway" in str(error.remedy)
+    assert "'gateway'" in str(refusal("serve", "--model", "models/mine", "--front", "gatewy").remedy)
+
+
 def test_options_suggest_real_commands_only() -> None:
     assert "lookup" in str(refusal("options", "bench").remedy)
     assert refusal("options", "report").remedy == "see `nestrec report --help`"

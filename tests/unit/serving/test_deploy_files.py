@@ -19,6 +19,7 @@ from nestrec.serving.http.serve_config import ServeConfig
 from nestrec.serving.security.security_config import check_exposure
 
 DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
+PROXIES = DEPLOY / "proxies"
 DOCKERFILE = DEPLOY / "Dockerfile"
 SERVER = {"app.kubernetes.io/name": "nestrec", "app.kubernetes.io/component": "server"}
 ROUTER = {**SERVER, "app.kubernetes.io/component": "router"}
@@ -144,7 +145,8 @@ def test_the_composed_server_has_keys_and_the_composed_store(compose):
 def manifests():
     folder = DEPLOY / "kubernetes"
     listed = yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"]
-    return [document for name in listed for document in yaml.safe_load_all((folder / name).read_text())]
+    files = [folder / name for name in listed if (folder / name).is_file()]
+    return [document for file in files for document in yaml.safe_load_all(file.read_text())]
 
 
 def one(manifests, kind, name="nestrec"):
@@ -214,7 +216,31 @@ def test_users_are_hashed_over_as_many_slots_as_there_may_be(manifests):
     suffix = f"{named['spec']['serviceName']}.{named['metadata']['namespace']}.svc.cluster.local"
     assert slots == [f"{named['metadata']['name']}-{slot}.{suffix}" for slot in range(most)]
     assert "hash $nestrec_key consistent;" in text
-    assert "location ^~ /v1/admin/ { return 404; }" in text
+
+
+def test_cluster_shares_routes_of_nginx_template(manifests):
+    """kustomize makes one ConfigMap of both folders, which is mounted in place of the configuration of nginx."""
+    kubernetes = yaml.safe_load((DEPLOY / "kubernetes" / "kustomization.yaml").read_text())
+    assert "../proxies/nginx" in kubernetes["resources"]
+    template = yaml.safe_load((PROXIES / "nginx" / "kustomization.yaml").read_text())
+    (shared,) = template["configMapGenerator"]
+    (own,) = kubernetes["configMapGenerator"]
+    pod = one(manifests, "Deployment", "nestrec-router")["spec"]["template"]["spec"]
+    assert {"name": "config", "configMap": {"name": own["name"]}} in pod["volumes"]
+    assert (own["name"], own["behavior"]) == (shared["name"], "merge")
+    included = set(re.findall(r"include (\S+);", (DEPLOY / "kubernetes" / "nginx.conf").read_text()))
+    assert included == set(shared["files"])
+    assert included == set(re.findall(r"include (\S+);", (PROXIES / "nginx" / "nginx.conf").read_text()))
+
+
+def test_instances_behind_proxies_start_with_real_options():
+    lines = re.findall(r"nestrec (serve --model .*)", (PROXIES / "README.md").read_text())
+    assert len(lines) == 4
+    for slot, line in enumerate(lines):
+        cfg = serve_options(line.replace("%i", "1").split())
+        assert (cfg.port, cfg.health_port) == (8101 + slot % 3, 8201 + slot % 3)
+        assert cfg.safety.admin_on_health_port
+        assert cfg.limits.max_connections_an_address == cfg.limits.max_connections
 
 
 def test_the_autoscaler_goes_by_metrics_that_the_adapter_makes(manifests):
