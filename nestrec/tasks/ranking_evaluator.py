@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 from nestrec.data.dataset import Dataset
 from nestrec.data.flat_arrays import positions, slice_index
 from nestrec.data.samples.split import Part, Split
+from nestrec.data.samples.training_events import item_counts
+from nestrec.data.schema import ITEM_IDS
 from nestrec.distributed import Topology
 from nestrec.tasks.learned_baselines import MISSING_PACKAGE, BoostedTrees, EventTable, LogisticBaseline, is_available
 from nestrec.tasks.metrics import Interval, Targets, binary_metrics, measure_slices, slice_masks
@@ -181,14 +183,14 @@ class RankingResults:
 
     def _targets(self, part: Part) -> Targets:
         first, end = self._split.held_out(part)
-        users, item, counts = np.flatnonzero(end > first), [], np.zeros(self._dataset.num_items + 1, np.int64)
-        for group in range(self._dataset.num_row_groups):
-            low, high = self._dataset.row_group_bounds[group : group + 2]
-            items, offsets = self._dataset.rows(np.arange(low, high)).lists["item_ids"]
+        users = np.flatnonzero(end > first)
+        counts = item_counts(self._dataset, self._split.train_end)
+        item = []
+        for low, group in self._dataset.scan([ITEM_IDS]):  # appended users too, who are in no row group
+            items, offsets = group.lists[ITEM_IDS]
+            high = low + len(offsets) - 1
             held, _ = slice_index(offsets[:-1] + first[low:high], offsets[:-1] + end[low:high])
-            train, _ = slice_index(offsets[:-1], offsets[:-1] + self._split.train_end[low:high])
             item.append(items[held])
-            counts += np.bincount(items[train], minlength=counts.size)
         num_held = (end - first)[users]
         user = np.repeat(users, num_held)
         place = np.repeat(first[users], num_held) + positions(np.concatenate([[0], np.cumsum(num_held)]))

@@ -183,7 +183,7 @@ def observe_servable(name: str) -> dict[str, Any]:
 
 def observe_service() -> dict[str, Any]:
     """Starts a server, which compares its scores with those that each exported folder records."""
-    from nestrec.serving.service import Service, ServiceConfig
+    from nestrec.serving.service.inference_service import Service, ServiceConfig
 
     found: dict[str, str] = {}
     for models in (["models/retrieval", "models/ranking"], ["published"], ["models/ctr"]):
@@ -227,8 +227,8 @@ def observe_published() -> dict[str, Any]:
 
 def _versions(address: str) -> list[list[Any]]:
     """Returns the name and step of each version and whether it is stored as a delta alone, the newest first."""
-    from nestrec.checkpoint.places import place_of
-    from nestrec.serving.versions.reader import Versions
+    from nestrec.artifacts.storage import place_of
+    from nestrec.serving.versions.version_store import Versions
 
     versions = Versions(place_of(address))
     found: list[list[Any]] = []
@@ -284,21 +284,21 @@ def train_own(pipeline: Any, num_steps: int) -> list[float]:
 
 
 def packed_history(user: str, parts: Sequence[Mapping[str, Any]]) -> bytes:
-    from nestrec.serving.histories.packed import packed
+    from nestrec.serving.history_store.history_codec import packed
 
     return b"".join(packed(user, part) for part in parts)
 
 
 def observe_history() -> dict[str, Any]:
     """Reads the events of a user from the bytes of a history store."""
-    from nestrec.serving.histories.packed import merged, unpacked
+    from nestrec.serving.history_store.history_codec import merged, unpacked
 
     parts = unpacked(HISTORY_USER, Path("history.bin").read_bytes())
     return {"parts": [dict(part) for part in parts], "merged": dict(merged(parts, 6))}
 
 
 def observe_result() -> dict[str, Any]:
-    from nestrec.bench.harness.frame import join_frames, load_frame
+    from nestrec.report.result_file import join_frames, load_frame
 
     frame = load_frame(Path("result.json"))
     joined = join_frames([frame, frame], bench="joined", command="")
@@ -321,7 +321,7 @@ def observe_job() -> dict[str, Any]:
     table = pq.read_table(part)
     marked = ["not computed again", *table["user"].to_pylist()[1:]]
     pq.write_table(table.set_column(0, "user", [marked]), part)
-    from nestrec.library.batch import BatchJobConfig
+    from nestrec.inference.batch_inference import BatchJobConfig
 
     batch = nestrec.load("models/retrieval").batch(BatchJobConfig(k=5, part_size=10))
     count = batch.recommend("all", "jobs/killed.parquet", data="data/sequences")
@@ -338,7 +338,8 @@ def observe_job() -> dict[str, Any]:
 
 def observe_config() -> dict[str, Any]:
     """Returns the options of each stored configuration whose value this tree reads differently."""
-    from nestrec.base.config import from_plain, to_plain
+    from nestrec.base.config import to_plain
+    from nestrec.base.config_values import from_plain
 
     found = {}
     for file in sorted(Path("configs").glob("*.json")):

@@ -1,11 +1,14 @@
 """Ranking beside its baselines: boosted trees, slices, GAUC and calibration, under either kind of split."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from nestrec.data.dataset import Dataset
 from nestrec.data.formats.format_registry import prepare
+from nestrec.data.incremental.append import append
 from nestrec.data.samples.split import SplitConfig, split_of
 from nestrec.distributed import Topology
 from nestrec.tasks import ranking_evaluator
@@ -67,6 +70,19 @@ def test_slices_of_history_hold_every_event_the_first_of_users_too(dataset: Data
         "history 50-99": 10,
         "history 100+": 10,
     }
+
+
+def test_slices_cover_events_of_appended_users(tmp_path: Path) -> None:
+    """The rows of users who came with appended events are in no row group of the prepared dataset."""
+    for name, users, start in (("log.csv", range(20), 0), ("more.csv", range(15, 30), 100)):
+        events = [f"{user},{user % 7},{start + second},{second % 2}" for user in users for second in range(20)]
+        (tmp_path / name).write_text("\n".join(["user,item,at,clicked", *events]) + "\n")
+    prepare("log", tmp_path / "log.csv", tmp_path / "data", log={"time": "at", "actions": {"click": "clicked"}})
+    append(tmp_path / "more.csv", tmp_path / "data")
+    split = SplitConfig(kind="time", test_share=0.4)
+    found = evaluated(Dataset.open(tmp_path / "data"), split, category="", baselines=(), slices=("items", "users"))
+    assert found.slices["new users"].count > 0
+    assert found.slices["new users"].count + found.slices["known users"].count == len(found.details["users"])
 
 
 def test_trees_see_what_rates_cannot_and_slices_add_up(dataset: Dataset) -> None:
