@@ -93,8 +93,8 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **_ENCODER,
             "data.folder": "data/sequences",
-            "task.encoder.max_length": 16,
-            "task.inputs.max_events": 8,
+            "task.encoder.max_length": 32,
+            "task.inputs.max_events": 16,
             "task.inputs.labels": ["click", "like"],
             "task.inputs.event_features": ["device", "price"],
             "task.inputs.user_features": ["country"],
