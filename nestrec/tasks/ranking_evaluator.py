@@ -8,10 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nestrec.data.dataset import Dataset
+from nestrec.data.dataset_schema import ITEM_IDS
 from nestrec.data.flat_arrays import positions, slice_index
-from nestrec.data.samples.split import Part, Split
-from nestrec.data.samples.training_events import item_counts
-from nestrec.data.schema import ITEM_IDS
+from nestrec.data.samples.split import Part, Split, item_counts
 from nestrec.distributed import Topology
 from nestrec.tasks.learned_baselines import MISSING_PACKAGE, BoostedTrees, EventTable, LogisticBaseline, is_available
 from nestrec.tasks.metrics import Interval, Targets, binary_metrics, measure_slices, slice_masks
