@@ -41,7 +41,7 @@ NUM_USERS = 10
 TIMEOUT_S = 60.0
 
 POINTS = {
-    "mailbox": (Engine, "_take_new"),
+    "mailbox": (Engine, "admit"),
     "waiting for work": (EnginePace, "stay_awake"),
     "arrival": (Planner, "add"),
     "superseded signal": (Planner, "drop_signal"),
@@ -74,7 +74,7 @@ POINTS = {
     "copy": (Copier, "_make"),
     "launch": (Runner, "launch"),
     "after the launch": (Planner, "launched"),
-    "completion": (Engine, "_complete"),
+    "completion": (Engine, "complete"),
     "pace": (EnginePace, "ended"),
     "end of a signal": (Engine, "_signal_done"),
     "trigger": (Trigger, "consumed"),

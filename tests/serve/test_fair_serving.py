@@ -183,7 +183,7 @@ def test_the_next_batch_waits_for_the_last_one_where_the_host_is_what_is_slow(se
     """Then it holds more requests. A device that is busy gets its next batch before the one before it has ended."""
     monkeypatch.setattr(EnginePace, "worked", lambda *_: None)
     engine, runner = make_engine(servable, replace(CONFIG, max_batch_requests=1), kind=Late)
-    engine._pace.busy_share = busy_share
+    engine.pace.busy_share = busy_share
     rng, launch, under_way = np.random.default_rng(5), runner.launch, []
     history = draw_history(rng, 3)
 

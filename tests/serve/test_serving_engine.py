@@ -367,9 +367,8 @@ def test_a_copy_that_fails_loses_no_request_and_no_memory(monkeypatch, direction
     def fail(*_):
         raise MemoryError("no host memory")
 
-    monkeypatch.setattr(
-        "nestrec.serving.core.background_tasks.FAILURES", Failures()
-    )  # one failure is logged once per process
+    # One failure is logged once per process.
+    monkeypatch.setattr("nestrec.serving.kv_cache.tiered_prefix_cache.FAILURES", Failures())
     rng = np.random.default_rng(15)
     servable = random_ranking(ENCODER, num_items=200)
     engine = make_engine(servable, replace(CONFIG, tiers=replace(TIERS, keeps_on_device=False)))
@@ -494,11 +493,11 @@ def test_the_trigger_hears_what_requests_take_beside_the_device(servable):
     engine._post(is_quiet.set)  # all of the last batch is done before it
     assert is_quiet.wait(TIMEOUT_S)
     assert 7.0 <= engine.trigger.way_s <= 10.0
-    assert engine.host_s > 0
+    assert engine.pace.host_s > 0
     with engine._condition:  # nothing is computed meanwhile
         work = engine.rank("a", history, candidates, timeout_s=TIMEOUT_S)
         alone_s = engine._outlook.full_rank_s(work.tokens.length, len(candidates))
-        assert engine.trigger._offered[-1][1] == pytest.approx(alone_s + engine.host_s)
+        assert engine.trigger._offered[-1][1] == pytest.approx(alone_s + engine.pace.host_s)
     work.future.result(TIMEOUT_S)
     engine.close()
 

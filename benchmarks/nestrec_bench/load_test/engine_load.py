@@ -148,7 +148,7 @@ def run_trial(
     milliseconds.
     """
     sent = _Sent(engine, load, rate, strays=strays)
-    wait_until = _Clock(Spin() if engine.spins else None).wait_until
+    wait_until = _Clock(Spin() if engine.pace.spins else None).wait_until
     sent.start_s = time.perf_counter() + 0.01
     for moment_s, send in sent.agenda(sends_signals=sends_signals):
         wait_until(sent.start_s + moment_s)

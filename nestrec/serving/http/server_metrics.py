@@ -62,7 +62,7 @@ def engine_status(service: Service, role: str) -> dict[str, Any]:
         "counts": counts,
         "queued_s": sum(engine.queued_s for engine in fleet.engines),
         "way_s": max(engine.trigger.way_s for engine in fleet.engines),
-        "host_s": max(engine.host_s for engine in fleet.engines),
+        "host_s": max(engine.pace.host_s for engine in fleet.engines),
         "device_s": sum(engine.device_s for engine in fleet.engines),
         "device_pages_used": sum(t.device.num_pages - t.device.num_free_pages for t in tiers),
         "device_pages": sum(t.device.num_pages for t in tiers),
