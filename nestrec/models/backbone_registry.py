@@ -21,9 +21,9 @@ BACKBONES: Seam[Backbone] = Seam(
 )
 
 CACHED_FORWARDS = {
-    "hstu": "nestrec.models.cached.hstu_cached:CACHED",
-    "fuxi": "nestrec.models.cached.fuxi_cached:CACHED",
-    "sasrec": "nestrec.models.cached.sasrec_cached:CACHED",
+    "hstu": "nestrec.models.cached.cached_forwards:HSTU_CACHED",
+    "fuxi": "nestrec.models.cached.cached_forwards:FUXI_CACHED",
+    "sasrec": "nestrec.models.cached.cached_forwards:SASREC_CACHED",
 }
 """KV-cache forward passes of the built-in backbones, by the names that their specs use."""
 

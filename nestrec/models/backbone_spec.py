@@ -140,6 +140,12 @@ def cut_sequences(reach: AttentionReach, info: SequenceInfo) -> tuple[torch.Tens
     )
 
 
+def cut_by_attention(cfg: Any, length: int) -> int:
+    """`Backbone.cut` of a config whose field `attention` is an `AttentionReach`."""
+    reach: AttentionReach = cfg.attention
+    return reach.cut(length)
+
+
 class SequenceConfig(Protocol):
     """What the config of every backbone has."""
 

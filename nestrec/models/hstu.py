@@ -16,7 +16,7 @@ from torch import nn
 
 from nestrec.base.config import config
 from nestrec.base.config_values import Count, Decay, Natural
-from nestrec.models.backbone_spec import FULL, AttentionReach, Backbone, ForwardFlops
+from nestrec.models.backbone_spec import FULL, AttentionReach, Backbone, ForwardFlops, cut_by_attention
 from nestrec.models.encoder_parts import ResidualEncoder, TimeEncoding, time_parameters, with_targets
 from nestrec.models.sequence import SequenceInfo
 from nestrec.ops.attention.hstu_attention import hstu_attention
@@ -171,6 +171,6 @@ BACKBONE = Backbone(
     cached="hstu",
     times_field="time_bias",
     has_fp8=True,
-    cut=lambda cfg, length: cfg.attention.cut(length),
+    cut=cut_by_attention,
     whole_only=lambda cfg: cfg.attention.whole_only(),
 )

@@ -1,4 +1,4 @@
-"""FuXi over pages (paged.py). The definition is `nestrec.models.kept.fuxi_cached`.
+"""FuXi over pages (paged.py). The definition is `nestrec.models.cached.cached_forwards`.
 
 Legend: T rows of the batch, C candidates, D model width.
 
@@ -10,11 +10,11 @@ are those of the rows that are asked for.
 
 Legend: T rows of the batch (histories of all sequences first, then all candidates), C candidates, D model width.
 
-HSTU over pages (paged.py). The definition is `nestrec.models.kept.hstu_cached`.
+HSTU over pages (paged.py). The definition is `nestrec.models.cached.cached_forwards`.
 
 Legend: T rows of the batch, C candidates, D model width.
 
-SASRec over pages (paged.py). The definition is `nestrec.models.kept.sasrec_cached`.
+SASRec over pages (paged.py). The definition is `nestrec.models.cached.cached_forwards`.
 
 Legend: T rows of the batch, C candidates, D model width.
 """
