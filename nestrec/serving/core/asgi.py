@@ -5,12 +5,17 @@ own. A browser still tells the name that it was given: where nobody but this mac
 it is this machine's.
 
 The ASGI side: bodies within their limits, answers as JSON, and nothing of a request in a log.
+
+A frontend on this machine names its client in the header X-Nestrec-Client. For any other peer the address counts, which
+it cannot make up. A request keeps the id of its header X-Request-Id if that is sound, and gets a new one otherwise.
 """
 
 import asyncio
 import http
 import ipaddress
 import math
+import re
+import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, MutableMapping, Sequence
 from typing import Any, TypeVar
 
@@ -215,3 +220,28 @@ async def unless_disconnected(work: Coroutine[Any, Any, Result], receive: Receiv
         raise
     finally:
         watcher.cancel()
+
+
+CLIENT_HEADER = b"x-nestrec-client"
+_MOST_CHARACTERS = 64
+
+
+def client_of(address: str, headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """The client of a request that came from an address."""
+    if address == "127.0.0.1" or address.startswith("::"):
+        for name, value in headers:
+            if name == CLIENT_HEADER:
+                return value[:_MOST_CHARACTERS].decode("latin-1")
+    return address
+
+
+REQUEST_ID_HEADER = b"x-request-id"
+_SOUND = re.compile(rb"[A-Za-z0-9._:+=-]{1,128}")
+"""nothing that could end a line of a log or of a head, or be markup"""
+
+
+def request_id_of(given: bytes | None) -> str:
+    """What is too long or holds other characters is not taken over, and not repeated either."""
+    if given is not None and _SOUND.fullmatch(given):
+        return given.decode("ascii")
+    return secrets.token_hex(8)

@@ -1,19 +1,10 @@
-"""Requests as JSON, and their limits.
+"""Limits and errors of requests, and the sender and id of the request that a task serves.
 
-Whom a request comes from, so that the device's time is shared among those who ask.
-
-A front on this machine names its client in the header X-Nestrec-Client; of anybody else the address counts, which
-nobody can make up.
-
-A name for each request: the client's own where it gives a sound one, else a new one.
+The device's time is shared among the senders of requests.
 """
 
-import re
-import secrets
-from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
 
 from nestrec.base.config import config
 from nestrec.base.config_values import Count, Positive
@@ -85,18 +76,6 @@ class NotToldError(BadRequestError):
         super().__init__("is needed: the model reads it, and its export names no default", field)
 
 
-def parse_user(value: Any, limits: LimitsConfig) -> str:
-    if type(value) is int:
-        value = str(value)
-    if not isinstance(value, str) or not 1 <= len(value) <= limits.max_user_characters:
-        raise BadRequestError(f"must be text of 1 to {limits.max_user_characters} characters", "user")
-    return value
-
-
-CLIENT_HEADER = b"x-nestrec-client"
-_MOST_CHARACTERS = 64
-
-
 @dataclass(frozen=True, slots=True)
 class Sender:
     """Of one request."""
@@ -113,26 +92,5 @@ class Sender:
 NOBODY = Sender()
 current_sender: ContextVar[Sender] = ContextVar("nestrec_sender", default=NOBODY)
 """of the request that this task serves"""
-
-
-def client_of(address: str, headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """The client of a request that came from an address."""
-    if address == "127.0.0.1" or address.startswith("::"):
-        for name, value in headers:
-            if name == CLIENT_HEADER:
-                return value[:_MOST_CHARACTERS].decode("latin-1")
-    return address
-
-
-REQUEST_ID_HEADER = b"x-request-id"
-_SOUND = re.compile(rb"[A-Za-z0-9._:+=-]{1,128}")
-"""nothing that could end a line of a log or of a head, or be markup"""
 current_request_id: ContextVar[str] = ContextVar("nestrec_request_id", default="")
 """of the request that this task serves"""
-
-
-def request_id_of(given: bytes | None) -> str:
-    """What is too long or holds other characters is not taken over, and not repeated either."""
-    if given is not None and _SOUND.fullmatch(given):
-        return given.decode("ascii")
-    return secrets.token_hex(8)

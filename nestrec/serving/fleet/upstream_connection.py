@@ -4,8 +4,9 @@ import asyncio
 import contextlib
 from dataclasses import dataclass
 
-from nestrec.serving.core import request_limits, tracing
-from nestrec.serving.core.request_limits import CLIENT_HEADER
+from nestrec.serving.core import tracing
+from nestrec.serving.core.asgi import CLIENT_HEADER, REQUEST_ID_HEADER
+from nestrec.serving.core.request_limits import current_request_id
 from nestrec.serving.security import security_config
 
 _MOST_IDLE = 256
@@ -23,11 +24,9 @@ class Response:
 
 def _named(client: str) -> bytes:
     """Headers that tell an instance whose request it is, and by which name."""
-    id_of_request = request_limits.current_request_id.get()
+    id_of_request = current_request_id.get()
     named = b"%s: %s\r\n" % (CLIENT_HEADER, client.encode("latin-1")) if client else b""
-    return named + (
-        b"%s: %s\r\n" % (request_limits.REQUEST_ID_HEADER, id_of_request.encode()) if id_of_request else b""
-    )
+    return named + (b"%s: %s\r\n" % (REQUEST_ID_HEADER, id_of_request.encode()) if id_of_request else b"")
 
 
 class Upstream:

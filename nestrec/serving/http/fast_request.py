@@ -25,8 +25,8 @@ from typing import Any, Generic, Protocol, TypeVar
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from nestrec.serving.core import tracing
-from nestrec.serving.core.asgi import Answered, Header, Message, Scope, Send
-from nestrec.serving.core.request_limits import REQUEST_ID_HEADER, client_of, current_request_id
+from nestrec.serving.core.asgi import REQUEST_ID_HEADER, Answered, Header, Message, Scope, Send, client_of
+from nestrec.serving.core.request_limits import current_request_id
 
 Connection = TypeVar("Connection")
 _PREFIX_BITS = 64

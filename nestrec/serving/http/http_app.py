@@ -32,7 +32,7 @@ from nestrec.serving.core.asgi import (
     unless_disconnected,
 )
 from nestrec.serving.core.rejections import OverloadedError, RefusedError, UnavailableError
-from nestrec.serving.core.request_limits import BadRequestError, LimitsConfig, Sender, current_sender, parse_user
+from nestrec.serving.core.request_limits import BadRequestError, LimitsConfig, Sender, current_sender
 from nestrec.serving.history_store.history_store import HistoryStore, HistoryStoreConfig, RawHistory, StoreAwayError
 from nestrec.serving.history_store.memory_store import MemoryHistoryStore
 from nestrec.serving.http.endpoint_spec import Endpoint, Front, HotFront
@@ -40,6 +40,7 @@ from nestrec.serving.http.fast_request import client_in, incoming_of
 from nestrec.serving.http.routes import all_endpoints
 from nestrec.serving.http.server_metrics import Metrics
 from nestrec.serving.inputs.json_long_lists import loads, warm_up
+from nestrec.serving.inputs.request_resolver import parse_user
 from nestrec.serving.inputs.request_schema import reader
 from nestrec.serving.inputs.stored_history import fitted, readable
 from nestrec.serving.kv_cache.preinfer_trigger import USUAL_CANDIDATES

@@ -21,6 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from nestrec.serving.core import tracing
 from nestrec.serving.core.asgi import (
     JSON,
+    REQUEST_ID_HEADER,
     Answered,
     HostNames,
     Receive,
@@ -28,10 +29,11 @@ from nestrec.serving.core.asgi import (
     Send,
     head_bytes,
     problem,
+    request_id_of,
     retry_after,
     too_long_head,
 )
-from nestrec.serving.core.request_limits import REQUEST_ID_HEADER, LimitsConfig, current_request_id, request_id_of
+from nestrec.serving.core.request_limits import LimitsConfig, current_request_id
 from nestrec.serving.http.fast_request import Connections, Door, Incoming, PlainCycle, Tell, address_of, incoming_of
 from nestrec.serving.security.server_security import SafetyGate
 

@@ -15,7 +15,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from nestrec.data.prepare.list_cells import category_keys
-from nestrec.serving.core.request_limits import BadRequestError, LimitsConfig, NotToldError, parse_user
+from nestrec.serving.core.request_limits import BadRequestError, LimitsConfig, NotToldError
 from nestrec.serving.core.typed_list import PlainList, types_of
 from nestrec.serving.inputs.request_schema import (
     Action,
@@ -476,3 +476,11 @@ def _check_names(given: Mapping[str, Any], known: Mapping[str, Any], field: str)
 def _check_count(values: Sequence[Any], count: int, field: str) -> None:
     if len(values) != count:
         raise BadRequestError(f"must have {count} values, one for each", field)
+
+
+def parse_user(value: Any, limits: LimitsConfig) -> str:
+    if type(value) is int:
+        value = str(value)
+    if not isinstance(value, str) or not 1 <= len(value) <= limits.max_user_characters:
+        raise BadRequestError(f"must be text of 1 to {limits.max_user_characters} characters", "user")
+    return value

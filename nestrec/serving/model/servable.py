@@ -21,8 +21,8 @@ from nestrec.base.config_values import from_plain
 from nestrec.base.errors import DamagedError, UserError
 from nestrec.data.dataset_schema import EVENT_PREFIX, USER_PREFIX
 from nestrec.data.samples.retrieval_inputs import CONTEXT_PREFIX
-from nestrec.models.backbone_registry import backbone_of, cached_forward_of, reads_times
-from nestrec.models.backbone_spec import SequenceConfig
+from nestrec.models.backbone_registry import backbone_of, cached_forward_of
+from nestrec.models.backbone_spec import Backbone, SequenceConfig
 from nestrec.models.encoder_parts import computed_in, dtype_of, with_room
 from nestrec.models.sequence import WHOLE, CachedForward, KeptShape
 from nestrec.serving.model.item_id_map import ItemIds, KeyedTable
@@ -125,9 +125,13 @@ class Servable:
         """What is kept of a token of a prefix."""
         return self.cached.kept(self.encoder_config)
 
+    @cached_property
+    def _backbone(self) -> Backbone:
+        return backbone_of(self.encoder_config)
+
     def cut(self, num_tokens: int) -> int:
         """First token that all layers compute of a sequence of so many, as training has it."""
-        return backbone_of(self.encoder_config).cut(self.encoder_config, num_tokens) if self._reads_sequence else 0
+        return self._backbone.cut(self.encoder_config, num_tokens) if self._reads_sequence else 0
 
     @cached_property
     def device(self) -> torch.device:
@@ -139,10 +143,10 @@ class Servable:
         """In which it computes."""
         return next(self.model.parameters()).dtype
 
-    @property
+    @cached_property
     def reads_times(self) -> bool:
         """Scores depend on when events happened."""
-        return self._reads_sequence and reads_times(self.encoder_config)
+        return self._reads_sequence and self._backbone.reads_times(self.encoder_config)
 
     @property
     def reads_items(self) -> bool:

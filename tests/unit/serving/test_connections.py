@@ -4,8 +4,7 @@ import resource
 
 import pytest
 
-from nestrec.serving.core.asgi import HostNames
-from nestrec.serving.core.request_limits import CLIENT_HEADER, client_of
+from nestrec.serving.core.asgi import CLIENT_HEADER, HostNames, client_of
 from nestrec.serving.http.fast_request import Connections, address_of
 from nestrec.serving.http.sockets import allow_open_files
 

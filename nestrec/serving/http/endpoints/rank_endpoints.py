@@ -9,10 +9,17 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from nestrec.serving.core.request_limits import parse_user
 from nestrec.serving.http.endpoint_spec import Endpoint, HotFront
 from nestrec.serving.inputs.engine_request import Answer
-from nestrec.serving.inputs.request_resolver import Asked, Features, Notes, Reader, check_feature_names, unknown_of
+from nestrec.serving.inputs.request_resolver import (
+    Asked,
+    Features,
+    Notes,
+    Reader,
+    check_feature_names,
+    parse_user,
+    unknown_of,
+)
 from nestrec.serving.inputs.request_schema import ItemId, PreinferRequest, RankRequest
 from nestrec.serving.inputs.responses import Done, Prefix, PreinferAnswer, RankAnswer
 from nestrec.serving.kv_cache.preinfer_trigger import USUAL_CANDIDATES

@@ -3,9 +3,9 @@
 import time
 
 from nestrec.serving.core.asgi import Answered
-from nestrec.serving.core.request_limits import BadRequestError, parse_user
+from nestrec.serving.core.request_limits import BadRequestError
 from nestrec.serving.http.endpoint_spec import Endpoint, Front
-from nestrec.serving.inputs.request_resolver import Notes, Reader, check_feature_names
+from nestrec.serving.inputs.request_resolver import Notes, Reader, check_feature_names, parse_user
 from nestrec.serving.inputs.request_schema import EventsRequest
 from nestrec.serving.inputs.responses import EventsAnswer
 
