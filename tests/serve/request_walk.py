@@ -29,7 +29,7 @@ WHAT_HAPPENS = {
     "serving/http/limited_http.py": "bytes become a request, within the limits on connections, heads and bodies",
     "serving/core/asgi.py": "the id and the client of the request; later the bytes of the response",
     "serving/security/server_security.py": "the gate: may this client use this route (with keys also `auth`)",
-    "serving/http/fast_request.py": "a request that arrived whole goes on without ASGI",
+    "serving/http/fast_request.py": "a request that arrived whole skips ASGI",
     "serving/http/http_app.py": "the route; under overload, rejection before the body is parsed",
     "serving/service/inference_service.py": "the version in service, and the engine of this user",
     "serving/engine/serving_engine.py": "submit; then admit, schedule, launch, complete on the engine's thread",

@@ -2,8 +2,8 @@
 
 A pass takes the new tokens of many users and the cached keys and values of their prefixes. A causal encoder never looks
 forward, so the keys and values of a prefix do not depend on what follows it: computing the rest against them gives the
-states of a full pass, up to rounding. What could break this is kept fixed: the normaliser is a constant of a layer, and
-positions and times are absolute. Where layers compute the last tokens of a history only (`backbone_spec`), their keys
+states of a full pass, up to rounding. What could break this is kept fixed: the normalizer is a constant of a layer, and
+positions and times are absolute. If layers compute the last tokens of a history only (`backbone_spec`), their keys
 and values hold for as long as its cut stays where it is.
 
 HSTU and FuXi share the loop over layers (`_residual_forward`). All channels of FuXi weigh the same values, so its cache
