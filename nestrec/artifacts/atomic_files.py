@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nestrec.base.files import sync_folder
+from nestrec.base.files import fsync_path
 
 PIECE_BYTES = 1 << 20
 """Of what is written at a time: enough for a disk, few enough to be hashed in the cache of a processor."""
@@ -155,7 +155,7 @@ def safetensors_content(tensors: Mapping[str, torch.Tensor]) -> Iterator[memoryv
 def rename_folder(source: Path, target: Path) -> None:
     """Rename within one parent folder, durably."""
     source.rename(target)
-    sync_folder(target.parent)
+    fsync_path(target.parent)
 
 
 def link_files(source: Path, target: Path) -> None:
@@ -166,7 +166,7 @@ def link_files(source: Path, target: Path) -> None:
         except OSError:
             with path.open("rb") as file:
                 write_file(target / path.name, iter(lambda: memoryview(file.read(_PIECE_BYTES)), memoryview(b"")))
-    sync_folder(target)
+    fsync_path(target)
 
 
 def remove_folder(path: Path) -> None:

@@ -8,7 +8,6 @@ of it is there.
 import errno
 import hashlib
 import os
-import secrets
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -17,7 +16,7 @@ from typing import Any, Protocol
 
 from nestrec.artifacts.atomic_files import remove_folder, write_file
 from nestrec.base.errors import UserError
-from nestrec.base.files import sync_folder
+from nestrec.base.files import fsync_path, write_atomic
 
 
 class Place(Protocol):
@@ -113,21 +112,14 @@ class FolderPlace:
         path = self._folder / name
         if not path.parent.is_dir():
             path.parent.mkdir(parents=True, exist_ok=True)
-            sync_folder(path.parent.parent)
+            fsync_path(path.parent.parent)
         return write_file(path, content)
 
     def replace(self, name: str, content: bytes) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / name
-        partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")
-        try:
-            write_file(partial, iter([memoryview(content)]))
-            if path.parent.exists():
-                sync_folder(path.parent)  # what it speaks of is on the disk before it is
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
-        sync_folder(path.parent)
+        fsync_path(path.parent)  # the files that the content names are on the disk before the content is
+        write_atomic(path, content)
 
     def read(self, name: str) -> bytes:
         return (self._folder / name).read_bytes()

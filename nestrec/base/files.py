@@ -1,11 +1,13 @@
-"""Paths that a user names, checked before anything is written.
+"""Atomic writes: files and folders that appear complete or not at all, and checks of paths that a user names.
 
-A folder that appears whole or not at all: written beside its place under another name, renamed at the end.
+A file or folder is written under a temporary name next to its target, flushed to the disk, and renamed. All temporary
+names begin with a dot and end with `.partial`.
 """
 
 import contextlib
 import errno
 import fcntl
+import glob
 import os
 import shutil
 from collections.abc import Iterator
@@ -15,6 +17,8 @@ from typing import Any
 from nestrec.base.errors import DataError, UserError
 from nestrec.base.failpoints import fail_point
 
+PARTIAL = ".partial"
+"""Suffix of all temporary names."""
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG)
 _SHORT_OF_NUMPY = " requested and "
 """Part of what it says, without a number, where it wrote less than it should."""
@@ -66,13 +70,64 @@ def told_if_unwritable(path: Path, field: str) -> Iterator[None]:
         raise UserError(problem, field=field, value=str(error.filename or path), remedy=remedy) from error
 
 
-def sync_folder(path: Path) -> None:
-    """Flush the names in a folder, or the bytes of a file, to the disk."""
+def fsync_path(path: Path) -> None:
+    """Flush the bytes of a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def replaced_file(path: Path, *, mode: int = 0o666, durable: bool = True) -> Iterator[Path]:
+    """Yield an empty temporary file next to `path`, which replaces `path` if the block ends without an error.
+
+    Readers see the old content or the new content, and several processes may write the same path at once: the last
+    rename wins. A killed process leaves its temporary file; see `remove_partials`.
+
+    Args:
+        path: The file to write, in a folder that exists.
+        mode: Permissions of the new file, less those that the umask removes.
+        durable: Flush the file before the rename and the folder after it, so that the new content survives a power
+            failure.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}{PARTIAL}")
+    try:
+        os.close(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode))
+        yield partial
+        if durable:
+            fsync_path(partial)
+        fail_point("file.before_rename")
+        partial.replace(path)
+    except OSError as error:
+        if str(error.filename) == str(partial):  # an error message names the file that the user knows
+            error.filename, error.filename2 = str(path), None
+        raise
+    finally:
+        partial.unlink(missing_ok=True)
+    if durable:
+        fsync_path(path.parent)
+
+
+def write_atomic(path: Path, data: str | bytes, *, mode: int = 0o666, durable: bool = True) -> None:
+    """Replace the content of a file, text as UTF-8; the arguments are those of `replaced_file`."""
+    with replaced_file(path, mode=mode, durable=durable) as partial:
+        partial.write_bytes(data.encode() if isinstance(data, str) else data)
+
+
+def remove_partials(folder: Path, name: str | None = None) -> None:
+    """Remove the temporary files that killed writers left in a folder.
+
+    Only for files with a single writer: the temporary file of another writer would be removed as well.
+
+    Args:
+        folder: The folder, which may not exist.
+        name: Name of the file that they wrote; None for all files of the folder.
+    """
+    for path in folder.glob(f".{'*' if name is None else glob.escape(name)}.*-*{PARTIAL}"):
+        if path.is_file():
+            path.unlink(missing_ok=True)
 
 
 def _is_there(path: Path) -> bool:
@@ -81,26 +136,36 @@ def _is_there(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def whole_folder(output: Path, *, marker: str, force: bool) -> Iterator[Path]:
-    """Yield a temporary sibling of `output`; it takes the place of `output` if the block ends without an error.
+def replaced_folder(path: Path, *, marker: str, force: bool = False, field: str = "output") -> Iterator[Path]:
+    """Yield an empty temporary folder next to `path`, which replaces `path` if the block ends without an error.
 
-    A leftover of a killed run is cleared. A second writer of the same output is refused while the first one lives.
-    A non-empty folder is replaced only if it holds the file `marker` and `force` is set.
+    The temporary folder of a killed writer is cleared. A second writer of the same path is refused while the first one
+    is running. The files are flushed to the disk only if the block does so.
+
+    Args:
+        path: The folder to write.
+        marker: Name of a file; a folder that is not empty is replaced only if it contains this file.
+        force: Replace a folder that is not empty.
+        field: Name of the option that named `path`, for error messages.
     """
-    output = output.absolute()
-    check_replaceable(output, marker=marker, force=force)
-    check_folder(output.parent, "output")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    temporary = output.parent / f".{output.name}.preparing"
-    descriptor = _lock(temporary, output)
+    path = path.absolute()
+    check_replaceable(path, marker=marker, force=force)
+    check_folder(path.parent, field)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(
+        path.with_name(f".{path.name}.preparing"), ignore_errors=True
+    )  # the temporary name that earlier versions used
+    partial = path.with_name(f".{path.name}{PARTIAL}")
+    descriptor = _lock(partial, path)
     try:
-        _clear(temporary)
-        with told_if_unwritable(output, "output"):
-            yield temporary
-            fail_point("data.before_rename")
-            _replace(output, temporary)
+        _clear(partial)
+        with told_if_unwritable(path, field):
+            yield partial
+            fail_point("folder.before_rename")
+            _replace(path, partial)
+            fsync_path(path.parent)
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
         raise
     finally:
         os.close(descriptor)
@@ -128,7 +193,7 @@ def _lock(temporary: Path, output: Path) -> int:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(descriptor)
-            remedy = "wait for the other `nestrec prepare` to end"
+            remedy = "wait for the other process to end"
             raise DataError(
                 "is being written by another process", field="output", value=str(output), remedy=remedy
             ) from None

@@ -19,7 +19,7 @@ from nestrec.base.config import to_plain
 from nestrec.base.config_values import from_plain
 from nestrec.base.errors import DamagedError, NonFiniteError, UserError
 from nestrec.base.failpoints import fail_point
-from nestrec.base.files import sync_folder
+from nestrec.base.files import fsync_path
 from nestrec.checkpoint.checkpoint_content import Content
 from nestrec.checkpoint.checkpoint_manifest import (
     MANIFEST_NAME,
@@ -391,7 +391,7 @@ class Checkpoints:
     def _commit(self, manifest: Manifest, partial: Path, also: "Checkpoints | None") -> None:
         fail_point("checkpoint.before_manifest")
         write_file(partial / MANIFEST_NAME, iter([memoryview(encode(manifest))]))
-        sync_folder(partial)
+        fsync_path(partial)
         if also is not None:
             theirs = _partial(folder_of(also._folder, manifest.step))
             also._begin(theirs)

@@ -21,7 +21,7 @@ from nestrec.artifacts.storage import Place, place_of
 from nestrec.artifacts.writer_group import Peers
 from nestrec.base.errors import DamagedError, UserError
 from nestrec.base.failpoints import fail_point
-from nestrec.base.files import sync_folder
+from nestrec.base.files import fsync_path
 from nestrec.checkpoint.checkpoint_manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -204,7 +204,7 @@ class Elsewhere:
         for step in chain:
             beside = _beside(parent, step)
             write_file(beside / MANIFEST_NAME, iter([memoryview(encode(self._manifest(step)))]))
-            sync_folder(beside)
+            fsync_path(beside)
         for step in chain:
             rename_folder(_beside(parent, step), folder_of(parent, step))
 

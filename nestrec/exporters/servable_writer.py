@@ -16,13 +16,13 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
-from nestrec.artifacts.atomic_files import remove_folder, rename_folder, safetensors_content, write_file
+from nestrec.artifacts.atomic_files import remove_folder, safetensors_content, write_file
 from nestrec.artifacts.writer_group import Peers
 from nestrec.base.config import config, dumps, to_plain
 from nestrec.base.config_values import from_plain
 from nestrec.base.cuda import DeviceChoice, chosen_device
 from nestrec.base.errors import DataError, UserError
-from nestrec.base.files import check_folder, sync_folder, told_if_unwritable
+from nestrec.base.files import check_folder, fsync_path, replaced_folder
 from nestrec.data.dataset_schema import EVENT_PREFIX, ITEM_PREFIX
 from nestrec.data.samples.feature_inputs import Column, item_column
 from nestrec.data.samples.retrieval_inputs import CONTEXT_PREFIX
@@ -192,17 +192,9 @@ def _with_defaults(servable: Servable, defaults: InputDefaults | None) -> Servab
 def write_servable(servable: Servable, output: Path) -> ServableManifest:
     """Write a model as a servable folder, which must not exist yet."""
     _check_new(output)
-    partial = output.with_name(output.name + ".partial")
-    remove_folder(partial)
-    try:
-        with told_if_unwritable(output, "OUT"):
-            partial.mkdir(parents=True)
-            manifest = _write(partial, servable)
-            rename_folder(partial, output)
-    except UserError:
-        remove_folder(partial)
-        raise
-    return manifest
+    remove_folder(output.with_name(output.name + ".partial"))  # the temporary name that earlier versions used
+    with replaced_folder(output, marker=MANIFEST_FILE, field="OUT") as partial:
+        return _write(partial, servable)
 
 
 def _check_new(output: Path) -> None:
@@ -310,7 +302,7 @@ def _write(folder: Path, servable: Servable) -> ServableManifest:
             files.append(_write_tensors(folder, SEARCH_FILE, servable.search))
     manifest = ServableManifest(files=tuple(sorted(files, key=lambda f: f.name)), precision=servable.precision)
     _write_json(folder, MANIFEST_FILE, dumps(manifest))
-    sync_folder(folder)
+    fsync_path(folder)
     return manifest
 
 

@@ -7,12 +7,11 @@ bytes on any number of ranks and however often the job was begun.
 Users of a batch job: all of a dataset, those of a list, or those of a file with their histories.
 """
 
-import contextlib
 import hashlib
 import itertools
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
@@ -27,7 +26,7 @@ from nestrec.base.config import config, to_plain
 from nestrec.base.config_values import Count, from_plain
 from nestrec.base.errors import DamagedError, UserError, did_you_mean
 from nestrec.base.failpoints import fail_point
-from nestrec.base.files import check_file, sync_folder, told_if_unwritable
+from nestrec.base.files import check_file, remove_partials, replaced_file, told_if_unwritable, write_atomic
 from nestrec.data.dataset import Dataset
 from nestrec.distributed import Topology
 from nestrec.distributed.collectives import barrier
@@ -267,8 +266,7 @@ class BatchRecommender:
             if not (parts / JOB_FILE).exists():
                 for left in parts.glob("part-*.parquet"):  # of a job that was killed as it removed them
                     left.unlink()
-                with _whole(parts / JOB_FILE, ".writing") as temporary:
-                    temporary.write_text(text)
+                write_atomic(parts / JOB_FILE, text)
         barrier(self._topology.control)
         begun = _read(parts / JOB_FILE, _read_job)
         if others := sorted(name for name in begun.keys() | job.keys() if begun.get(name) != job.get(name)):
@@ -377,33 +375,29 @@ def _vector_table(name: str, keys: pa.Array, vectors: np.ndarray[Any, np.dtype[n
 
 def _write_output(output: Path, tables: list[pa.Table]) -> None:
     """Parquet with a row group a part, or vectors as NAME.npy with their keys beside them as NAME.keys.json."""
+    _remove_leftovers(output)
     if output.suffix != ".npy":
         _write_table(output, *tables)
         return
     table = pa.concat_tables(tables)
     vectors = table["vector"].combine_chunks()
-    with _whole(output, ".writing.npy") as temporary:
-        np.save(temporary, vectors.flatten().to_numpy().reshape(len(table), vectors.type.list_size))
+    with replaced_file(output) as partial, partial.open("wb") as stream:
+        np.save(stream, vectors.flatten().to_numpy().reshape(len(table), vectors.type.list_size))
         output.with_suffix(".keys.json").write_text(json.dumps(table.column(0).to_pylist()))
 
 
 def _write_table(path: Path, *tables: pa.Table) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with (
-        _whole(path, ".writing") as temporary,
-        pq.ParquetWriter(temporary, tables[0].schema, compression="zstd") as writer,
+        replaced_file(path) as partial,
+        pq.ParquetWriter(partial, tables[0].schema, compression="zstd") as writer,
     ):
         for table in tables:
             writer.write_table(table, row_group_size=max(1, len(table)))
 
 
-@contextlib.contextmanager
-def _whole(path: Path, suffix: str) -> Iterator[Path]:
-    """Where to write the file, which appears whole or not at all."""
-    temporary = path.with_name(f".{path.name}{suffix}")
-    try:
-        yield temporary
-        sync_folder(temporary)  # a later start of the job counts on it, also after a power failure
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+def _remove_leftovers(output: Path) -> None:
+    """Remove what killed jobs with this output left next to it; a user runs one such job at a time."""
+    remove_partials(output.parent, output.name)
+    for suffix in (".writing", ".writing.npy"):  # the temporary names that earlier versions used
+        output.with_name(f".{output.name}{suffix}").unlink(missing_ok=True)

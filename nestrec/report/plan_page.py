@@ -1,10 +1,10 @@
 """The page of a plan: the best few, scaling curves for each schedule, and the timeline of one rank. One file."""
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nestrec.base.files import write_atomic
 from nestrec.pipeline import SCHEDULES
 from nestrec.pipeline.schedule_spec import ScheduleName
 from nestrec.planning.plan import Plan, lost_rows, plan_rows
@@ -24,9 +24,7 @@ def write_plan_page(path: Path, plan: Plan, *, worlds: Sequence[int] = WORLDS, s
     """Write the page; it appears whole. said: what was given, in sentences."""
     page = render_plan(plan, worlds=worlds, said=said)
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    unfinished.write_text(page, encoding="utf-8")
-    unfinished.replace(path)
+    write_atomic(path, page, durable=False)
     return path
 
 

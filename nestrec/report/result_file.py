@@ -11,7 +11,7 @@ import psutil
 import torch
 
 from nestrec.base.errors import UserError
-from nestrec.base.files import check_file
+from nestrec.base.files import check_file, write_atomic
 from nestrec.base.thread_team import usable_cores
 
 
@@ -102,9 +102,7 @@ def save_frame(path: Path, frame: Mapping[str, Any]) -> None:
     """Write a result file; it appears whole."""
     check_file(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.writing")
-    temporary.write_text(json.dumps(frame, indent=2) + "\n")
-    temporary.replace(path)
+    write_atomic(path, json.dumps(frame, indent=2) + "\n", durable=False)
 
 
 def write_frame(

@@ -3,10 +3,10 @@
 The sections of a run's page, each a function of the run's records that returns markup, or nothing to show.
 """
 
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from nestrec.base.files import write_atomic
 from nestrec.report.data_sections import configuration, dataset, events, model, versions
 from nestrec.report.markup import STYLE, Markup, element
 from nestrec.report.result_sections import results, training, windows
@@ -51,9 +51,8 @@ def write_report(run: Path, more: Mapping[str, Markup | None] | None = None) -> 
     more: sections by title that do not come from the run itself, at the end.
     """
     page = render(load_run(run), more)
-    path, unfinished = run / REPORT_FILE, run / f"{REPORT_FILE}.{os.getpid()}.tmp"
-    unfinished.write_text(page, encoding="utf-8")
-    unfinished.replace(path)
+    path = run / REPORT_FILE
+    write_atomic(path, page, durable=False)
     return path
 
 

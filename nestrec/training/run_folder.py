@@ -20,7 +20,7 @@ import nestrec
 from nestrec.base.config import dumps, leaves, standard_json
 from nestrec.base.config_values import from_plain
 from nestrec.base.errors import UserError, UserErrors
-from nestrec.base.files import sync_folder
+from nestrec.base.files import remove_partials, write_atomic
 from nestrec.checkpoint.checkpoint_manifest import committed_steps
 from nestrec.data.dataset import Dataset
 from nestrec.data.samples.time_windows import TimeWindow
@@ -126,15 +126,18 @@ class RunFolder:
 
         def write() -> None:
             self.path.mkdir(parents=True, exist_ok=True)
-            _replace(self.config_file, dumps(cfg))
-            _replace(self.path / "card.json", card_text)
-            _replace(self.path / "versions.json", standard_json(versions(device), indent=2))
+            remove_partials(self.path)
+            for path in self.path.glob("*.partial"):  # the temporary names that earlier versions used
+                path.unlink()
+            write_atomic(self.config_file, dumps(cfg))
+            write_atomic(self.path / "card.json", card_text)
+            write_atomic(self.path / "versions.json", standard_json(versions(device), indent=2))
 
         self._write(write)
 
     def write_card(self, dataset: Dataset) -> None:
         """The data that the run is on from here on."""
-        self._write(lambda: _replace(self.path / "card.json", dumps(dataset.card) + "\n"))
+        self._write(lambda: write_atomic(self.path / "card.json", dumps(dataset.card) + "\n"))
 
     def identity(self) -> Identity | None:
         """What the run is called and how it went, or none where nobody has begun it yet."""
@@ -144,7 +147,7 @@ class RunFolder:
     def name(self, identity: Identity) -> None:
         """Write what the run is called and how it goes on."""
         text = standard_json(identity.to_plain(), indent=1)
-        self._write(lambda: _replace(self.path / _IDENTITY_FILE, text))
+        self._write(lambda: write_atomic(self.path / _IDENTITY_FILE, text))
 
     def began_from(self) -> str | None:
         """The run that this one was begun from, as it was called; none where it began anew, or was not begun yet."""
@@ -153,11 +156,11 @@ class RunFolder:
 
     def write_following(self, plain: dict[str, Any]) -> None:
         """From where the run follows a stream."""
-        self._write(lambda: _replace(self.path / FOLLOWING_FILE, standard_json(plain, indent=1)))
+        self._write(lambda: write_atomic(self.path / FOLLOWING_FILE, standard_json(plain, indent=1)))
 
     def write_beginning(self, plain: dict[str, Any]) -> None:
         """What the run was begun from."""
-        self._write(lambda: _replace(self.path / _BEGINNING_FILE, standard_json(plain, indent=1)))
+        self._write(lambda: write_atomic(self.path / _BEGINNING_FILE, standard_json(plain, indent=1)))
 
     def config(self) -> RunConfig:
         file = self.config_file
@@ -205,7 +208,7 @@ class RunFolder:
         def rewrite() -> None:
             if self.metrics.exists():
                 kept = [line for line in self.metrics.read_bytes().splitlines() if _step_of(line) <= step]
-                _replace(self.metrics, b"".join(line + b"\n" for line in kept))
+                write_atomic(self.metrics, b"".join(line + b"\n" for line in kept))
 
         self._write(rewrite)
 
@@ -218,7 +221,7 @@ class RunFolder:
         """How large the model is; a dynamic table has no number of rows."""
         of_tables = {table.name: {"rows": table.num_rows, "dim": table.dim} for table in tables}
         text = standard_json({"dense": dense, "tables": of_tables}, indent=2)
-        self._write(lambda: _replace(self.path / "parameters.json", text))
+        self._write(lambda: write_atomic(self.path / "parameters.json", text))
 
     def write_window(self, window: TimeWindow, metrics: Mapping[str, Interval], step: int) -> None:
         """A line in metrics.jsonl: how the weights after a step saw a window that they had not been trained on."""
@@ -272,14 +275,6 @@ def versions(device: torch.device) -> dict[str, Any]:
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": " ".join(["nestrec", *sys.argv[1:]]),
     }
-
-
-def _replace(file: Path, content: str | bytes) -> None:
-    """A crash in between must not cost what the file held, and where power fails neither: a later start reads it."""
-    rewritten = file.with_suffix(".partial")
-    rewritten.write_bytes(content.encode() if isinstance(content, str) else content)
-    sync_folder(rewritten)
-    rewritten.replace(file)
 
 
 def _step_of(line: bytes) -> int:

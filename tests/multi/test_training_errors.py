@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from training_jobs import fill_disk_of_one_rank, no_data, other_width_on_last_rank, train
+from training_jobs import fill_disk_of_one_rank, no_data, other_width_on_last_rank, train, train_on_full_disk
 
 from nestrec.base import errors
 from nestrec.checkpoint import Checkpoints, verify
@@ -58,7 +58,9 @@ def test_a_full_disk_of_one_rank_ends_all_and_leaves_the_last_checkpoint(
 ) -> None:
     more = {"training.max_steps": 12, "training.checkpoint_every_steps": 4, "training.evaluate_every_epochs": 0}
     pools[2].run(train, "hstu", data, str(tmp_path / "whole"), more)
-    outcomes = pools[2].outcomes(fill_disk_of_one_rank, "hstu", data, str(tmp_path / "cut"), {**more, **saving})
+    outcomes = pools[2].outcomes(
+        fill_disk_of_one_rank, train_on_full_disk, "hstu", data, str(tmp_path / "cut"), {**more, **saving}
+    )
     words = "the checkpoint of step 8 could not be written"
     check_same_error_everywhere(outcomes, "SaveError", words)
     assert "rank 1: OSError: [Errno 27] File too large" in outcomes[0].text
@@ -68,11 +70,15 @@ def test_a_full_disk_of_one_rank_ends_all_and_leaves_the_last_checkpoint(
     assert run_digest(tmp_path / "cut") == run_digest(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("file", ["config.partial", "metrics.jsonl"])
+@pytest.mark.parametrize("file", ["config.json", "metrics.jsonl"])
 def test_a_run_folder_on_a_full_disk_is_said_by_every_rank(pools, data: str, tmp_path: Path, file: str) -> None:
-    (tmp_path / file).symlink_to("/dev/full")
     more = {"training.max_steps": 21, "training.evaluate_every_epochs": 0, "pipeline.schedule": "nested"}
-    outcomes = pools[2].outcomes(train, "rows", data, str(tmp_path), more)
+    job = train
+    if file == "config.json":
+        job = train_on_full_disk
+    else:
+        (tmp_path / file).symlink_to("/dev/full")
+    outcomes = pools[2].outcomes(job, "rows", data, str(tmp_path), more)
     check_same_error_everywhere(outcomes, "UserError", "cannot be written: No space left on device (rank 0)")
     assert f"RUN = '{tmp_path}" in outcomes[1].text
 

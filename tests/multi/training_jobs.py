@@ -1,5 +1,6 @@
 """Jobs that ranks run in the tests of the trainer."""
 
+import errno
 import os
 import resource
 import signal
@@ -182,6 +183,16 @@ def terminate_one_rank(topology: Topology, family: str, data: str, run: str, mor
     except Interrupted:
         return trainer.state.step
     raise AssertionError("did not stop")
+
+
+def train_on_full_disk(topology: Topology, family: str, data: str, run: str, more: More) -> None:
+    """No small file can be written."""
+
+    def full() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with armed("file.before_rename", full):
+        trainer_of(topology, family, data, run, more).train()
 
 
 def fill_disk_of_one_rank(topology: Topology, family: str, data: str, run: str, more: More) -> None:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from nestrec.base.config import config
 from nestrec.base.config_values import OneOf
 from nestrec.base.errors import UserError
-from nestrec.base.files import whole_folder
+from nestrec.base.files import replaced_folder
 from nestrec.data import dataset_schema
 from nestrec.data.batch_loader import Assembler, Batch
 from nestrec.data.batch_order import Position
@@ -82,7 +82,7 @@ def write_step_data(folder: Path, lengths: NDArray[np.int64], *, num_batches: in
         dataset_schema.ACTIONS: draw.integers(0, 8, total, np.int32),
     }
     fields = dataset_schema.sequence_fields(has_timestamps=True, has_actions=True, features={})
-    with whole_folder(folder, marker=CARD_FILE, force=False) as made:
+    with replaced_folder(folder, marker=CARD_FILE, force=False) as made:
         writer = UsersWriter(made, fields)
         writer.append(UserBlock(events.astype(np.int32), scalars, lists))
         numbers = np.arange(1, num_items + 1)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from nestrec.base.config import config, to_plain
 from nestrec.base.config_values import Share
 from nestrec.base.errors import DataError
-from nestrec.base.files import whole_folder
+from nestrec.base.files import replaced_folder
 from nestrec.data import dataset_schema
 from nestrec.data.dataset_card import CARD_FILE, Card, Counts, DataFile
 from nestrec.data.formats.format_spec import Format
@@ -43,7 +43,7 @@ class CriteoOptions:
 
 
 def _prepare(input: str, output: Path, options: CriteoOptions, progress: Progress) -> Card:
-    with whole_folder(output, marker=CARD_FILE, force=options.force) as folder:
+    with replaced_folder(output, marker=CARD_FILE, force=options.force) as folder:
         return write_criteo(folder, Path(input), options, progress)
 
 

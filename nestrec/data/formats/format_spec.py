@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from nestrec.base.config import config
 from nestrec.base.config_values import Count
 from nestrec.base.errors import DataError, Mistakes, UserError, did_you_mean
-from nestrec.base.files import whole_folder
+from nestrec.base.files import replaced_folder
 from nestrec.data.dataset_card import CARD_FILE, Card, Owner
 from nestrec.data.dataset_schema import COUNTS_SUFFIX
 from nestrec.data.prepare.id_encoder import as_texts
@@ -62,7 +62,7 @@ def log_format(description: str, options: type[OptionsT], open: Callable[[Path, 
 
     def prepare(input: str, output: Path, options: OptionsT, progress: Progress) -> Card:
         source = checked_source(open(Path(input), options), description)
-        with whole_folder(output, marker=CARD_FILE, force=options.force) as folder:
+        with replaced_folder(output, marker=CARD_FILE, force=options.force) as folder:
             return write_dataset(folder, source, options, progress)
 
     return Format(description, options, prepare, open)

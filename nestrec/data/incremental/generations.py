@@ -24,7 +24,7 @@ import pyarrow as pa
 from nestrec.base.config import dumps
 from nestrec.base.errors import DataError
 from nestrec.base.failpoints import fail_point
-from nestrec.base.files import check_folder, sync_folder
+from nestrec.base.files import check_folder, fsync_path, remove_partials, write_atomic
 from nestrec.data.dataset_card import (
     CARD_FILE,
     PENDING,
@@ -68,9 +68,9 @@ def commit(folder: Path, before: Card, after: Card) -> Card:
     kept = folder / card_of_generation(before.generation)
     if not kept.exists():
         kept.parent.mkdir(exist_ok=True)
-        write_durably(kept, dumps(before) + "\n")
+        write_atomic(kept, dumps(before) + "\n")
     fail_point("data.append.before_card")
-    write_durably(folder / CARD_FILE, dumps(after) + "\n")
+    write_atomic(folder / CARD_FILE, dumps(after) + "\n")
     fail_point("data.append.after_card")
     remove_unused(folder, after)
     return after
@@ -86,7 +86,7 @@ def restore(folder: Path, generation: int) -> Card:
             remedy = f"take one of {', '.join(map(str, [*kept, card.generation]))}"
             raise DataError("is no generation that is kept", field="generation", value=generation, remedy=remedy)
         earlier = Card.load(folder, generation)
-        write_durably(folder / CARD_FILE, dumps(earlier) + "\n")
+        write_atomic(folder / CARD_FILE, dumps(earlier) + "\n")
         return earlier
 
 
@@ -101,13 +101,13 @@ def place_layer(folder: Path, partial: Path, name: str) -> None:
     """Move the files of a layer, written in a folder beside, to where the card will name them."""
     for path in sorted(partial.rglob("*")):
         if path.is_file():
-            sync_folder(path)
+            fsync_path(path)
     for path in [*sorted(p for p in partial.rglob("*") if p.is_dir()), partial]:
-        sync_folder(path)
+        fsync_path(path)
     target = folder / "layers" / name
     shutil.rmtree(target, ignore_errors=True)
     partial.rename(target)
-    sync_folder(target.parent)
+    fsync_path(target.parent)
 
 
 def partial_folder(folder: Path, name: str) -> Path:
@@ -168,17 +168,9 @@ def remove_unused(folder: Path, card: Card) -> None:
     for path in (folder / "cards").iterdir() if (folder / "cards").exists() else ():
         if path.stem.isdigit() and int(path.stem) >= max(1, card.generation):
             path.unlink()  # of the generation in force, or of one that was gone back from
-
-
-def write_durably(path: Path, text: str) -> None:
-    """A file that appears whole, and stays."""
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    partial.replace(path)
-    sync_folder(path.parent)
+    remove_partials(folder)
+    remove_partials(folder / "cards")
+    (folder / f".{CARD_FILE}.partial").unlink(missing_ok=True)  # the temporary name that earlier versions used
 
 
 def unknown_values(feature: Feature, kind: pa.DataType, number: int) -> pa.Array:

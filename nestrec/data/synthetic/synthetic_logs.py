@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from nestrec.base.config import config, to_plain
 from nestrec.base.errors import UserError, did_you_mean
-from nestrec.base.files import whole_folder
+from nestrec.base.files import replaced_folder
 from nestrec.base.random import fold, fold_array
 from nestrec.data import dataset_schema
 from nestrec.data.dataset_card import CARD_FILE, Card, Counts, Feature
@@ -233,7 +233,7 @@ def generate(shape: SyntheticConfig, output: Path, *, force: bool = False, progr
     check(shape)
     fields = dataset_schema.sequence_fields(has_timestamps=True, has_actions=True, features={})
     counts = np.zeros(shape.num_items + 1, dtype=np.int64)
-    with whole_folder(Path(output), marker=CARD_FILE, force=force) as folder:
+    with replaced_folder(Path(output), marker=CARD_FILE, force=force) as folder:
         writer = UsersWriter(folder, fields)
         for block in blocks(shape):
             writer.append(_user_block(block))

@@ -24,7 +24,6 @@ import datetime
 import hashlib
 import hmac
 import logging
-import os
 import re
 import secrets
 import stat
@@ -39,6 +38,7 @@ from nestrec.base.clock import Clock, RealClock
 from nestrec.base.config import config
 from nestrec.base.config_values import from_plain
 from nestrec.base.errors import UserError
+from nestrec.base.files import write_atomic
 from nestrec.serving.core.background_tasks import FAILURES, BackgroundThread, guarded
 
 _PREFIX = "nr_"
@@ -286,10 +286,7 @@ def add_entry(path: Path, entry: KeyEntry) -> None:
     before = path.read_text(encoding="utf-8") if path.exists() else ""
     text = (before.rstrip() + "\n\n" if before.strip() else "") + new_entry(entry)
     keys_from(tomllib.loads(text), str(path))
-    partial = path.with_name(path.name + ".partial")
-    partial.touch(mode=0o600)
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    write_atomic(path, text, mode=0o600)
 
 
 def _plain_dates(entry: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nestrec.base.errors import DataError
-from nestrec.base.files import whole_folder
+from nestrec.base.files import replaced_folder
 from nestrec.data.dataset import Dataset
 from nestrec.data.dataset_card import CARD_FILE
 from nestrec.data.formats.format_registry import prepare
@@ -27,7 +27,7 @@ def fail() -> None:
     raise OSError("disk full")
 
 
-@pytest.mark.parametrize("point", ["data.after_split", "data.before_rename"])
+@pytest.mark.parametrize("point", ["data.after_split", "folder.before_rename"])
 def test_an_error_leaves_neither_dataset_nor_leftovers(log: Path, point: str) -> None:
     with armed(point, fail), pytest.raises(OSError, match="disk full"):
         prepare("log", log, log.parent / "out")
@@ -39,10 +39,10 @@ def test_a_killed_prepare_leaves_no_dataset_and_the_next_one_succeeds(log: Path)
         "import sys; from nestrec.data.formats.format_registry import prepare; prepare('log', sys.argv[1], sys.argv[2])"
     )
     fired = log.parent / "fired"
-    environment = {**os.environ, **fail_variables("data.before_rename=kill", fired)}
+    environment = {**os.environ, **fail_variables("folder.before_rename=kill", fired)}
     ended = subprocess.run([sys.executable, "-c", code, log, log.parent / "out"], env=environment, check=False)
     assert ended.returncode == -9
-    assert fired.read_text() == "data.before_rename\n"
+    assert fired.read_text() == "folder.before_rename\n"
     assert not (log.parent / "out").exists()
     prepare("log", log, log.parent / "out")
     assert Dataset.open(log.parent / "out").num_samples == 7
@@ -64,7 +64,7 @@ def test_an_existing_dataset_is_replaced_only_by_force(log: Path) -> None:
 def test_a_failed_replacement_leaves_the_old_dataset(log: Path) -> None:
     out = log.parent / "out"
     prepare("log", log, out)
-    with armed("data.before_rename", fail), pytest.raises(OSError, match="disk full"):
+    with armed("folder.before_rename", fail), pytest.raises(OSError, match="disk full"):
         prepare("log", log, out, options=LogOptions(force=True))
     Dataset.open(out).verify()
 
@@ -82,7 +82,7 @@ def test_an_empty_folder_is_filled(log: Path) -> None:
 
 
 def test_two_writers_of_one_output_are_kept_apart(log: Path) -> None:
-    with whole_folder(log.parent / "out", marker=CARD_FILE, force=False) as folder:
+    with replaced_folder(log.parent / "out", marker=CARD_FILE, force=False) as folder:
         (folder / "mine").write_text("x")
         with pytest.raises(DataError, match="another process"):
             prepare("log", log, log.parent / "out")

@@ -1,6 +1,8 @@
 """A disk that is full or may not be written to is an error that names the file and the remedy."""
 
+import errno
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ from nestrec.base.errors import UserError
 from nestrec.distributed import Topology
 from nestrec.report.tensorboard_log import TensorBoardWriter
 from nestrec.training.trainer import Trainer
+from support.fail_points import armed
 from support.tiny_runs import config_of
 
 SHORT = {"training.max_steps": 21, "training.epochs": 9, "training.evaluate_every_epochs": 0}
@@ -18,13 +21,27 @@ def trainer_of(data: Path, run: Path) -> Trainer:
     return Trainer(config_of("rows", data, {**SHORT, "pipeline.schedule": "nested"}), run, Topology.single())
 
 
-@pytest.mark.parametrize(("file", "step"), [("config.partial", 0), ("metrics.jsonl", 20), ("trace.jsonl", 20)])
+@pytest.mark.parametrize(("file", "step"), [("metrics.jsonl", 20), ("trace.jsonl", 20)])
 def test_a_full_disk_is_named_with_the_file_and_a_remedy(tiny_data: Path, tmp_path: Path, file: str, step: int) -> None:
     (tmp_path / file).symlink_to("/dev/full")
     trainer = trainer_of(tiny_data, tmp_path)
     with pytest.raises(UserError, match=r"cannot be written: No space left on device\n  remedy: free disk space"):
         trainer.train()
     assert trainer.state.step == step
+
+
+def full_disk() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_run_folder_on_a_full_disk_is_named_at_the_start(tiny_data: Path, tmp_path: Path) -> None:
+    trainer = trainer_of(tiny_data, tmp_path)
+    with (
+        armed("file.before_rename", full_disk),
+        pytest.raises(UserError, match=r"cannot be written: No space left on device\n  remedy: free disk space"),
+    ):
+        trainer.train()
+    assert trainer.state.step == 0
 
 
 def test_a_run_folder_that_cannot_be_made_is_named(tiny_data: Path, tmp_path: Path) -> None:
