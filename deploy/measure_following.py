@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nestrec.artifacts.storage import place_of
+from nestrec.artifacts.storage import storage_of
 from nestrec.base.process import uncollected
 from nestrec.checkpoint import Peers
 from nestrec.embedding.table_config import InitConfig
@@ -62,7 +62,7 @@ def publish(address: str, encoder: HSTUConfig, num_items: int, share: float, see
         for name, rows in (("items", num_items + 1), ("event_tab", 3))
     )
     now = Described(tables=tables, files=descriptions(servable), spec=servable.spec)
-    versions, newest = Versions(place_of(address)), None
+    versions, newest = Versions(storage_of(address)), None
     if Path(address, "newest.json").exists():
         newest = versions.newest()
     about = About(
@@ -78,7 +78,7 @@ def publish(address: str, encoder: HSTUConfig, num_items: int, share: float, see
     keys = np.sort(np.random.default_rng(seed).choice(num_items + 1, round(share * num_items), replace=False))
     rows = torch.from_numpy(np.random.default_rng(seed).normal(0, 0.05, (len(keys), encoder.dim)).astype(np.float32))
     content = RankContent(rows={} if newest is None else {"items": [{"keys": torch.from_numpy(keys), "weight": rows}]})
-    writer = VersionWriter(versions.place, Peers())
+    writer = VersionWriter(versions.storage, Peers())
     return writer.write("full" if newest is None else "delta", about, content).manifest
 
 
@@ -227,7 +227,7 @@ def finite(value: float) -> float | None:
 
 def bytes_of(chosen: argparse.Namespace, address: str, folder: Path) -> dict[str, Any]:
     """The newest delta beside an export of the same model."""
-    versions = Versions(place_of(address))
+    versions = Versions(storage_of(address))
     newest = versions.told(*next(versions.history()))
     assert newest is not None
     export = write_servable(random_ranking(encoder_of(chosen), num_items=chosen.items), folder / "export")

@@ -1,49 +1,91 @@
-"""Where versions and checkpoints lie: a folder, or any address that `fsspec` knows.
+"""Storage backends of checkpoints and published versions: a folder, or any address that `fsspec` can open.
 
-A file is written once and never changed, but for the one that says which version is the newest: that is replaced as a
-whole. A folder of the file system replaces by renaming and flushes to the disk; an object store has an object when all
-of it is there.
+A file is written once and does not change, except the small files that `replace` writes, such as the one that names the
+newest version. A local folder replaces a file by a rename and flushes it to the disk; in an object store an object
+appears when it is complete. Packages add backends by entry points of the group `nestrec.storage`: the name is the
+scheme of the address, the object a class or function that takes the address and returns a `Storage`.
 """
 
 import errno
 import hashlib
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from nestrec.artifacts.atomic_files import remove_folder, write_file
+from nestrec.artifacts.atomic_files import remove_folder, rename_folder, write_file
 from nestrec.base.errors import UserError
 from nestrec.base.files import fsync_path, write_atomic
+from nestrec.base.plugins import Seam
 
 
-class Place(Protocol):
-    """Names are relative, with slashes. What cannot be done raises an `OSError`."""
+class Reads(Protocol):
+    """The reading half of a storage. Names are relative, with slashes."""
+
+    def read(self, name: str) -> bytes | bytearray:
+        """Return the content of a file; `FileNotFoundError` if it does not exist, another `OSError` if it cannot be
+        read."""
+        ...
+
+    def list_folders(self, name: str) -> list[str]:
+        """Return the names of the folders in a folder, sorted; an empty list if the folder does not exist.
+
+        A file or a dangling link in the place of the folder is an error: there may be folders that are not found.
+        """
+        ...
+
+
+class Storage(Reads, Protocol):
+    """A place for files. A method that fails raises an `OSError`."""
 
     address: str
 
     def write(self, name: str, content: Iterator[memoryview]) -> tuple[int, str]:
-        """A new file; its size and SHA-256 (of what was meant to be written)."""
+        """Write a new file; return the size and SHA-256 of the content that was given."""
         ...
 
     def replace(self, name: str, content: bytes) -> None:
-        """A small file, which readers find as it was before or as it is now."""
-        ...
-
-    def read(self, name: str) -> bytes:
-        """`FileNotFoundError` where there is none."""
-        ...
-
-    def folders(self, name: str) -> list[str]:
-        """Returns the names of the folders in a folder; none if it does not exist. A file or a dangling link in the
-        place of the folder is an error: there may be folders that are not found."""
+        """Write a small file; readers see the old content or the new content."""
         ...
 
     def remove(self, name: str) -> None:
-        """A file, or a folder with all that is in it; what is gone already is fine."""
+        """Remove a file, or a folder with its content; do nothing if it does not exist."""
         ...
+
+
+T = TypeVar("T")
+RETRY_AFTER_S = (0.05, 0.2, 1.0)
+"""Waits before a read that failed is repeated."""
+
+
+class RetriedReads:
+    """Repeats reads that fail, because a storage may fail for a moment."""
+
+    def __init__(self, storage: Reads):
+        self._storage = storage
+
+    def read(self, name: str) -> bytes | bytearray:
+        """Read a file as `Storage.read` does."""
+        return _retried(partial(self._storage.read, name))
+
+    def list_folders(self, name: str) -> list[str]:
+        """List folders as `Storage.list_folders` does."""
+        return _retried(partial(self._storage.list_folders, name))
+
+
+def _retried(read: Callable[[], T]) -> T:
+    for wait_s in RETRY_AFTER_S:
+        try:
+            return read()
+        except (FileNotFoundError, IsADirectoryError):
+            raise  # the storage has answered
+        except Exception:  # some file systems of fsspec raise errors of their own
+            time.sleep(wait_s)
+    return read()
 
 
 class TimedReads:
@@ -54,20 +96,20 @@ class TimedReads:
     another read of the same name waits for it again instead of starting one more.
     """
 
-    def __init__(self, storage: Place, timeout_s: float):
+    def __init__(self, storage: Storage, timeout_s: float):
         self._storage = storage
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._under_way: dict[str, Future[Any]] = {}
 
-    def read(self, name: str) -> bytes:
-        """Read a file as `Place.read` does."""
-        content: bytes = self._in_time(name, self._storage.read)
+    def read(self, name: str) -> bytes | bytearray:
+        """Read a file as `Storage.read` does."""
+        content: bytes | bytearray = self._in_time(name, self._storage.read)
         return content
 
-    def folders(self, name: str) -> list[str]:
-        """List folders as `Place.folders` does."""
-        names: list[str] = self._in_time(name, self._storage.folders)
+    def list_folders(self, name: str) -> list[str]:
+        """List folders as `Storage.folders` does."""
+        names: list[str] = self._in_time(name, self._storage.list_folders)
         return names
 
     def _in_time(self, name: str, read: Callable[[str], Any]) -> Any:
@@ -102,7 +144,7 @@ class TimedReads:
             del self._under_way[name]
 
 
-class FolderPlace:
+class LocalStorage:
     """A folder of the file system."""
 
     def __init__(self, folder: Path):
@@ -121,10 +163,18 @@ class FolderPlace:
         fsync_path(path.parent)  # the files that the content names are on the disk before the content is
         write_atomic(path, content)
 
-    def read(self, name: str) -> bytes:
-        return (self._folder / name).read_bytes()
+    def read(self, name: str) -> bytearray:
+        with (self._folder / name).open("rb", buffering=0) as file:
+            content = bytearray(os.fstat(file.fileno()).st_size)  # of its own, so that tensors can share this memory
+            size = 0
+            with memoryview(content) as view:
+                while num_read := file.readinto(view[size:]):
+                    size += num_read
+            del content[size:]
+            content += file.readall()
+            return content
 
-    def folders(self, name: str) -> list[str]:
+    def list_folders(self, name: str) -> list[str]:
         path = self._folder / name
         try:
             with os.scandir(path) as entries:
@@ -134,6 +184,11 @@ class FolderPlace:
                 raise NotADirectoryError(errno.ENOTDIR, "is behind a link that leads nowhere", str(path)) from None
             return []
 
+    def commit_folder(self, partial: str, name: str) -> None:
+        """Rename a folder whose files are written; it appears with all of its names."""
+        fsync_path(self._folder / partial)
+        rename_folder(self._folder / partial, self._folder / name)
+
     def remove(self, name: str) -> None:
         path = self._folder / name
         if path.is_dir():
@@ -142,7 +197,7 @@ class FolderPlace:
             path.unlink(missing_ok=True)
 
 
-class FsspecPlace:
+class FsspecStorage:
     """An address of another kind, such as s3://bucket/models or memory://models."""
 
     def __init__(self, address: str):
@@ -178,7 +233,7 @@ class FsspecPlace:
         content: bytes = self._files.cat_file(self._at(name))
         return content
 
-    def folders(self, name: str) -> list[str]:
+    def list_folders(self, name: str) -> list[str]:
         self._files.invalidate_cache()
         try:
             found: list[dict[str, Any]] = self._files.ls(self._at(name), detail=True)
@@ -195,9 +250,12 @@ class FsspecPlace:
         return f"{self._root}/{name}" if self._root else name
 
 
-def place_of(address: str) -> Place:
-    """The place that an address names; nothing is asked of it yet."""
-    kind, separator, rest = address.partition("://")
-    if not separator:
-        return FolderPlace(Path(address))
-    return FolderPlace(Path(rest)) if kind == "file" else FsspecPlace(address)
+BACKENDS: Seam[Callable[[str], Storage]] = Seam("nestrec.storage", "storage backend", {}, of=Callable)
+
+
+def storage_of(address: str) -> Storage:
+    """Return the storage at an address, a path or SCHEME://REST; nothing is read or written yet."""
+    scheme, separator, rest = address.partition("://")
+    if not separator or scheme == "file":
+        return LocalStorage(Path(rest if separator else address))
+    return BACKENDS.find(scheme)(address) if scheme in BACKENDS else FsspecStorage(address)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nestrec.artifacts.atomic_files import link_files, remove_folder, rename_folder, write_file
+from nestrec.artifacts.delta import to_delete
 from nestrec.artifacts.manifest import FileEntry
 from nestrec.artifacts.writer_group import Background, Peers, SaveError
 from nestrec.base.config import to_plain
@@ -34,7 +35,6 @@ from nestrec.checkpoint.checkpoint_manifest import (
     leftovers,
     read_chain,
     read_manifest,
-    steps_to_delete,
     verify,
 )
 from nestrec.checkpoint.checkpoint_writer import can_merge, merged, write_files
@@ -419,7 +419,7 @@ class Checkpoints:
         """Delete what need not be kept. A failure here costs disk space only, so it is reported and not raised."""
         steps = committed_steps(self._folder)
         try:
-            for step in steps_to_delete(steps, self._keep, self._bases(steps)):
+            for step in to_delete(steps, steps[-self._keep :], self._base_of):
                 path = folder_of(self._folder, step)
                 doomed = path.with_name(path.name + ".deleted")
                 rename_folder(path, doomed)
@@ -428,14 +428,9 @@ class Checkpoints:
         except OSError as error:
             self._report(f"an old checkpoint could not be deleted: {error}")
 
-    def _bases(self, steps: list[int]) -> dict[int, int | None]:
-        """Returns what checkpoints build on, by step; those that cannot be read are left out."""
-        bases: dict[int, int | None] = {}
-        for step in steps:
-            with contextlib.suppress(DamagedError):
-                base = read_manifest(folder_of(self._folder, step)).base
-                bases[step] = None if base is None else base.step
-        return bases
+    def _base_of(self, step: int) -> int | None:
+        base = read_manifest(folder_of(self._folder, step)).base
+        return None if base is None else base.step
 
 
 def _partial(path: Path) -> Path:

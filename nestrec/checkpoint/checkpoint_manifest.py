@@ -1,29 +1,31 @@
-"""Names of the folders under a run's `checkpoints/`, and which of them may go.
+"""Names and manifests of checkpoints: what a folder contains, what it builds on, and whether it is whole.
 
 step-00000100             committed; the newest one that verifies is the latest: there is no pointer to go stale
 step-00000100.partial     being written
 step-00000100.deleted     on its way out
 step-00000100.abandoned   set aside: newer than the step that training went on from, or damaged and written again
 
-The manifest of a checkpoint: what it consists of, with digests bound to names.
-
-A manifest is one JSON file in canonical form, written last: it lists each file with its size and SHA-256, and carries a
-digest of itself. A reader accepts exactly the bytes that `encode` writes, so no edit passes unnoticed.
-
-Is a checkpoint whole? Answered before anything is read from it.
+The manifest of a checkpoint is one sealed JSON file, written last. It lists each file with its size and SHA-256.
 """
 
-import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
-from nestrec.artifacts.atomic_files import sha256_of
-from nestrec.artifacts.manifest import FileEntry, digest_of_plain, seal
-from nestrec.base.config import config, to_plain
-from nestrec.base.config_values import from_plain
+from nestrec.artifacts.delta import chain_of
+from nestrec.artifacts.manifest import (
+    NOT_THERE,
+    FileEntry,
+    decode_sealed,
+    digest_of_plain,
+    file_problem,
+    plain_manifest,
+    read_or_damaged,
+    seal,
+)
+from nestrec.artifacts.storage import LocalStorage, Reads
+from nestrec.base.config import config
 from nestrec.base.errors import DamagedError, UserError
 
 _COMMITTED = re.compile(r"step-(\d{8,})")
@@ -58,26 +60,8 @@ def leftovers(parent: Path) -> list[Path]:
     return [path for suffix in ("partial", "deleted") for path in parent.glob(f"step-*.{suffix}")]
 
 
-def steps_to_delete(steps: list[int], keep: int, base_of: Mapping[int, int | None]) -> list[int]:
-    """Returns all but the last `keep` steps and what they build on.
-
-    base_of: the base of an incremental checkpoint, or None. If a checkpoint that stays is missing here, because it
-    could not be read, all earlier ones stay: it may build on any of them.
-    """
-    needed: set[int] = set()
-    for step in steps[-keep:]:
-        ancestor: int | None = step
-        while ancestor is not None and ancestor not in needed:
-            needed.add(ancestor)
-            if ancestor not in base_of:
-                needed.update(earlier for earlier in steps if earlier < ancestor)
-            ancestor = base_of.get(ancestor)
-    return [step for step in steps if step not in needed]
-
-
 FORMAT = 1
 MANIFEST_NAME = "manifest.json"
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9%~_-][A-Za-z0-9%~._-]*")
 
 
 @config
@@ -110,48 +94,68 @@ class Manifest:
 
 def digest_of(manifest: Manifest) -> str:
     """SHA-256 over the canonical JSON of the manifest."""
-    return digest_of_plain(_plain(manifest))
+    return digest_of_plain(plain_manifest(manifest))
 
 
 def encode(manifest: Manifest) -> bytes:
     """The content of the manifest file."""
-    return seal(_plain(manifest))
+    return seal(plain_manifest(manifest))
 
 
-def decode(content: bytes, where: str) -> Manifest:
-    """The inverse of `encode`; anything that `encode` would not have written raises `DamagedError`."""
-    try:
-        plain = json.loads(content)
-        manifest = from_plain(Manifest, _without_digest(plain, where))
-    except (ValueError, RecursionError, UserError) as error:
-        raise _damaged(where, f"cannot be read: {error}") from error
-    if encode(manifest) != content:
-        raise _damaged(where, "was changed: it does not match its own digest")
-    for entry in manifest.files:
-        if not _PLAIN_NAME.fullmatch(entry.name) or entry.name == MANIFEST_NAME:
-            raise _damaged(where, f"names a file outside the checkpoint: {entry.name!r}")
+def decode(content: bytes | bytearray, where: str) -> Manifest:
+    """The inverse of `encode`; content that `encode` would not have written raises `DamagedError`."""
+    manifest = decode_sealed(Manifest, content, where, version=FORMAT, damaged=_damaged)
+    if any(entry.name == MANIFEST_NAME for entry in manifest.files):
+        raise _damaged(where, "lists itself")
     return manifest
-
-
-def _plain(manifest: Manifest) -> dict[str, Any]:
-    """Hashes that are not known are left out: manifests of before they were written keep their digests."""
-    plain: dict[str, Any] = to_plain(manifest)
-    for entry in plain["files"]:
-        if entry["hashes"] is None:
-            del entry["hashes"]
-    return plain
-
-
-def _without_digest(plain: Any, where: str) -> Mapping[str, Any]:
-    if not isinstance(plain, dict):
-        raise _damaged(where, "is not a manifest")
-    if plain.get("format") != FORMAT:
-        raise _damaged(where, f"has format {plain.get('format')!r}; this version reads {FORMAT}")
-    return {key: value for key, value in plain.items() if key != "digest"}
 
 
 def _damaged(where: str, problem: str) -> DamagedError:
     return DamagedError(problem, field="manifest", value=where)
+
+
+def damaged_file(where: str, problem: str) -> DamagedError:
+    """The error for a file of a checkpoint."""
+    return DamagedError(problem, field="checkpoint", value=where)
+
+
+def manifest_in(storage: Reads, name: str, *, unreadable: tuple[type[Exception], ...] = NOT_THERE) -> Manifest:
+    """The manifest in a folder of a storage; `DamagedError` when it is missing, changed, or that of another step.
+
+    unreadable: errors of the storage that count as damage.
+    """
+    content = read_or_damaged(storage, f"{name}/{MANIFEST_NAME}", damaged_file, unreadable=unreadable)
+    manifest = decode(content, name)
+    if folder_of(Path(), manifest.step).name != name:
+        raise _damaged(name, f"belongs to step {manifest.step}")
+    return manifest
+
+
+def chain_in(storage: Reads, name: str, *, unreadable: tuple[type[Exception], ...] = NOT_THERE) -> list[Manifest]:
+    """The manifest in a folder and those that it builds on, newest first; `DamagedError` when one is missing or
+    changed."""
+
+    def base_of(manifest: Manifest) -> Manifest | None:
+        if manifest.base is None:
+            return None
+        folder = folder_of(Path(), manifest.base.step).name
+        base = manifest_in(storage, folder, unreadable=unreadable)
+        if digest_of(base) != manifest.base.digest or base.step >= manifest.step:
+            raise DamagedError("is not the checkpoint that the later one builds on", field="base", value=folder)
+        return base
+
+    return list(chain_of(manifest_in(storage, name, unreadable=unreadable), base_of))
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest in the folder of a checkpoint, as `manifest_in`; a file that cannot be read is damaged."""
+    return manifest_in(LocalStorage(path.parent), path.name, unreadable=(OSError,))
+
+
+def read_chain(path: Path) -> list[tuple[Path, Manifest]]:
+    """The folder and manifest of a checkpoint and those of its bases, newest first, as `chain_in`."""
+    chain = chain_in(LocalStorage(path.parent), path.name, unreadable=(OSError,))
+    return [(folder_of(path.parent, manifest.step), manifest) for manifest in chain]
 
 
 def verify(path: Path) -> list[str]:
@@ -163,33 +167,6 @@ def verify(path: Path) -> list[str]:
     return file_problems(files_of(chain))
 
 
-def read_chain(path: Path) -> list[tuple[Path, Manifest]]:
-    """The checkpoint's manifest and those of its bases, newest first; `DamagedError` when one is missing or changed."""
-    manifest = read_manifest(path)
-    chain = [(path, manifest)]
-    while manifest.base is not None:
-        base = manifest.base
-        path = folder_of(path.parent, base.step)
-        manifest = read_manifest(path)
-        if digest_of(manifest) != base.digest or base.step >= chain[-1][1].step:
-            raise DamagedError("is not the checkpoint that the later one builds on", field="base", value=path.name)
-        chain.append((path, manifest))
-    return chain
-
-
-def read_manifest(path: Path) -> Manifest:
-    """The manifest in a checkpoint's folder; `DamagedError` when it is missing, changed, or that of another step."""
-    file = path / MANIFEST_NAME
-    try:
-        content = file.read_bytes()
-    except OSError as error:
-        raise DamagedError(f"cannot be read: {error.strerror}", field="manifest", value=path.name) from error
-    manifest = decode(content, path.name)
-    if folder_of(path.parent, manifest.step) != path:
-        raise DamagedError(f"belongs to step {manifest.step}", field="manifest", value=path.name)
-    return manifest
-
-
 def files_of(chain: Iterable[tuple[Path, Manifest]]) -> list[tuple[Path, FileEntry]]:
     """Every file of a chain with its folder."""
     return [(path, entry) for path, manifest in chain for entry in manifest.files]
@@ -197,19 +174,9 @@ def files_of(chain: Iterable[tuple[Path, Manifest]]) -> list[tuple[Path, FileEnt
 
 def file_problems(files: Iterable[tuple[Path, FileEntry]], *, but_rows: bool = False) -> list[str]:
     """What is wrong with the files, one line each. but_rows: of files of tables only the sizes are looked at."""
-    problems = [_problem(path, entry, is_read=not but_rows or entry.table is None) for path, entry in files]
-    return [problem for problem in problems if problem is not None]
-
-
-def _problem(path: Path, entry: FileEntry, *, is_read: bool) -> str | None:
-    file = path / entry.name
-    name = f"{path.name}/{entry.name}"
-    try:
-        size = file.stat().st_size
-        if size != entry.bytes:
-            return f"{name}: has {size} bytes, should have {entry.bytes}"
-        if is_read and sha256_of(file) != entry.sha256:
-            return f"{name}: its content does not match its digest"
-    except OSError as error:
-        return f"{name}: cannot be read: {error.strerror}"
-    return None
+    found = []
+    for path, entry in files:
+        problem = file_problem(path / entry.name, entry, is_read=not but_rows or entry.table is None)
+        if problem is not None:
+            found.append(f"{path.name}/{entry.name}: {problem}")
+    return found

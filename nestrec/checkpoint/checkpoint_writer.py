@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from urllib.parse import quote
+from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from nestrec.artifacts.atomic_files import safetensors_content, write_file
-from nestrec.artifacts.manifest import FileEntry, Kind
+from nestrec.artifacts.manifest import FileEntry, safe_name
 from nestrec.artifacts.writer_group import Peers
 from nestrec.base.errors import DamagedError
 from nestrec.base.failpoints import fail_point
@@ -113,7 +113,7 @@ def _write_all(folder: Path, content: Content, peers: Peers) -> Iterator[FileEnt
             name = f"tensors-{part:05d}.safetensors"
             yield _entry(name, write_file(folder / name, safetensors_content(tensors), past_cache=True), "tensors")
     for table, keys in content.removed.items():
-        name = f"removed-{_safe(table)}-{peers.rank:05d}.safetensors"
+        name = f"removed-{safe_name(table)}-{peers.rank:05d}.safetensors"
         written = write_file(folder / name, safetensors_content({"keys": keys}))
         yield _entry(name, written, "removed", table, content.shard or (peers.rank, peers.world), _bounds(keys))
     # One core trains, one reads rows. Where there are no more, rows are read and written in turn.
@@ -123,7 +123,7 @@ def _write_all(folder: Path, content: Content, peers: Peers) -> Iterator[FileEnt
 def _rows(folder: Path, content: Content, peers: Peers) -> Iterator[Callable[[], FileEntry]]:
     parts, shard = dict.fromkeys(content.tables, 0), content.shard or (peers.rank, peers.world)
     for table, chunk in chunks_of(content.tables):
-        name = f"rows-{_safe(table)}-{peers.rank:05d}-{parts[table]:05d}.safetensors"
+        name = f"rows-{safe_name(table)}-{peers.rank:05d}-{parts[table]:05d}.safetensors"
         parts[table] += 1
         yield partial(_write_rows, folder / name, table, chunk, shard)
 
@@ -143,7 +143,7 @@ def _write_state(folder: Path, content: Content) -> FileEntry:
 def _entry(  # noqa: PLR0917
     name: str,
     written: tuple[int, str],
-    kind: Kind,
+    kind: Literal["tensors", "state", "rows", "removed"],
     table: str | None = None,
     shard: tuple[int, int] = (0, 1),
     hashes: tuple[int, int] | None = None,
@@ -167,7 +167,3 @@ def _bounds(keys: torch.Tensor) -> tuple[int, int]:
         return 1, 0
     hashes = hash_of(keys.cpu().numpy())
     return int(hashes.min()), int(hashes.max())
-
-
-def _safe(table: str) -> str:
-    return quote(table, safe="")

@@ -11,10 +11,12 @@ import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-from nestrec.artifacts.manifest import FileEntry, Kind, read_tensors
+from nestrec.artifacts.delta import newest_rows
+from nestrec.artifacts.manifest import FileEntry, read_tensors
+from nestrec.artifacts.storage import LocalStorage
 from nestrec.base.thread_team import cores_of_rank, in_order
 from nestrec.checkpoint.checkpoint_content import Chunk
-from nestrec.checkpoint.checkpoint_manifest import Manifest
+from nestrec.checkpoint.checkpoint_manifest import Manifest, damaged_file
 from nestrec.embedding.hashing import range_of_shard
 
 Owned = Callable[[torch.Tensor], torch.Tensor]
@@ -87,31 +89,29 @@ class Restored:
         number of shards that saved, files at the two ends of the range hold rows of its neighbours as well.
         `superseded` are sorted keys to leave out. A file is compared with its digest as it is read: `DamagedError`.
         """
-        for depth, (path, manifest) in enumerate(self._chain):
-            is_last = depth == len(self._chain) - 1
-            newer = [superseded]
-            for chunk in self._read(path, _of_table(manifest, "rows", table, shard)):
-                if not is_last:
-                    newer.append(chunk["keys"].numpy())
-                yield from _kept(chunk, superseded, owned)
-            if not is_last:
-                removed = _of_table(manifest, "removed", table, shard)
-                newer += [chunk["keys"].numpy() for chunk in self._read(path, removed)]
-                superseded = np.unique(np.concatenate(newer))
+        layers = [
+            (
+                self._read(path, _of_table(manifest, "rows", table, shard)),
+                self._read(path, _of_table(manifest, "removed", table, shard)),
+            )
+            for path, manifest in self._chain
+        ]
+        yield from newest_rows(layers, superseded=superseded, owned=owned)
 
     def _read(self, path: Path, entries: list[FileEntry]) -> Iterator[Chunk]:
         """What files hold; where there are cores for it, some are read ahead."""
-        calls = (partial(read_tensors, path, entry) for entry in entries)
+        read = partial(read_tensors, LocalStorage(path.parent), path.name, damaged=damaged_file, unreadable=(OSError,))
+        calls = (partial(read, entry) for entry in entries)
         for entry, chunk in zip(entries, in_order(calls, min(MOST_THREADS, cores_of_rank() - 1)), strict=True):
             self.bytes_read += entry.bytes
             yield chunk
 
 
-def _of_kind(manifest: Manifest, kind: Kind) -> list[FileEntry]:
+def _of_kind(manifest: Manifest, kind: str) -> list[FileEntry]:
     return [entry for entry in manifest.files if entry.kind == kind]
 
 
-def _of_table(manifest: Manifest, kind: Kind, table: str, shard: tuple[int, int] | None) -> list[FileEntry]:
+def _of_table(manifest: Manifest, kind: str, table: str, shard: tuple[int, int] | None) -> list[FileEntry]:
     entries = [entry for entry in _of_kind(manifest, kind) if entry.table == table]
     return entries if shard is None else [entry for entry in entries if _may_hold(entry, shard)]
 
@@ -122,23 +122,3 @@ def _may_hold(entry: FileEntry, shard: tuple[int, int]) -> bool:
         return True
     (lowest, highest), (first, end) = entry.hashes, range_of_shard(*shard)
     return lowest < end and first <= highest
-
-
-def _kept(chunk: Chunk, superseded: NDArray[np.int64], owned: Owned | None) -> Iterator[Chunk]:
-    keys = chunk["keys"]
-    mask = torch.from_numpy(~_contains(superseded, keys.numpy()))
-    if owned is not None:
-        mask &= owned(keys)
-    if bool(mask.all()):
-        if len(keys):
-            yield chunk
-    elif bool(mask.any()):
-        yield {name: column[mask] for name, column in chunk.items()}
-
-
-def _contains(sorted_keys: NDArray[np.int64], keys: NDArray[np.int64]) -> NDArray[np.bool_]:
-    if not len(sorted_keys):
-        return np.zeros(len(keys), dtype=np.bool_)
-    place = np.searchsorted(sorted_keys, keys).clip(max=len(sorted_keys) - 1)
-    found: NDArray[np.bool_] = sorted_keys[place] == keys
-    return found

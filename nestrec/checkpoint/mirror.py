@@ -6,36 +6,32 @@ back its share; every file is compared with its digest on both ways.
 """
 
 import contextlib
-import hashlib
 import json
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nestrec.artifacts.atomic_files import remove_folder, rename_folder, write_file
-from nestrec.artifacts.manifest import FileEntry
-from nestrec.artifacts.storage import Place, place_of
+from nestrec.artifacts.manifest import FileEntry, mismatch, read_or_damaged, read_verified
+from nestrec.artifacts.storage import LocalStorage, RetriedReads, Storage, storage_of
 from nestrec.artifacts.writer_group import Peers
 from nestrec.base.errors import DamagedError, UserError
 from nestrec.base.failpoints import fail_point
-from nestrec.base.files import fsync_path
 from nestrec.checkpoint.checkpoint_manifest import (
     MANIFEST_NAME,
     Manifest,
-    decode,
+    chain_in,
+    damaged_file,
     digest_of,
     encode,
     folder_of,
+    manifest_in,
     read_chain,
     step_of,
 )
 
 _PIECE_BYTES = 16 << 20
-_RETRY_AFTER_S = (0.05, 0.2, 1.0)
-"""Waits before a read that failed is repeated: a storage may fail for a moment."""
 FIELD = "training.checkpoint_address"
 T = TypeVar("T")
 
@@ -61,9 +57,13 @@ class Elsewhere:
         self._peers = peers
 
     @cached_property
-    def _place(self) -> Place:
+    def _storage(self) -> Storage:
         """Opened at first use: the weights in a run folder can be read without the packages that the address needs."""
-        return place_of(self.address)
+        return storage_of(self.address)
+
+    @cached_property
+    def _reads(self) -> RetriedReads:
+        return RetriedReads(self._storage)
 
     def steps(self) -> list[int]:
         """Returns the steps of the copies, damaged ones included, in order."""
@@ -87,10 +87,10 @@ class Elsewhere:
         for folder, manifest in reversed(read_chain(path)):
             if self._on_first(partial(self._digest, manifest.step), problem) == digest_of(manifest):
                 continue
-            self._on_first(partial(self._place.remove, folder.name), problem)
+            self._on_first(partial(self._storage.remove, folder.name), problem)
             self._peers.agree(partial(self._send_files, folder, manifest), problem)
             fail_point("checkpoint.before_sent_manifest")
-            self._on_first(partial(self._place.replace, f"{folder.name}/{MANIFEST_NAME}", encode(manifest)), problem)
+            self._on_first(partial(self._storage.replace, f"{folder.name}/{MANIFEST_NAME}", encode(manifest)), problem)
         self._on_first(partial(self._retire, kept), problem)
 
     def fetch(self, parent: Path, step: int) -> str | None:
@@ -99,20 +99,20 @@ class Elsewhere:
         `SaveError` on all ranks if the storage or the folder fails: that says nothing about the checkpoint.
         """
         problem = f"step {step} could not be taken from {self.address}"
+        local = LocalStorage(parent)
         chain, damage = self._on_first(partial(self._chain_or_damage, step), problem) or ([], None)
         for each in chain:
-            beside = _beside(parent, each)
-            self._on_first(partial(_begin, beside), problem)
-            found = self._peers.agree(partial(self._fetch_files, beside, each), problem)
+            self._on_first(partial(local.remove, _partial(each)), problem)
+            found = self._peers.agree(partial(self._fetch_files, local, each), problem)
             damage = next((text for text in found if text is not None), None)
             fail_point("checkpoint.after_fetched")
             if damage is not None:
                 break
         if damage is not None:
-            self._on_first(partial(_discard, parent, chain), problem)
+            self._on_first(partial(_discard, local, chain), problem)
             return damage
         # Only now: a folder that has any checkpoint is not filled from the address again.
-        self._on_first(partial(self._place_here, parent, chain), problem)
+        self._on_first(partial(self._place_here, local, chain), problem)
         return None
 
     def _on_first(self, action: Callable[[], T], problem: str) -> T | None:
@@ -120,7 +120,7 @@ class Elsewhere:
         return self._peers.agree(action if self._peers.is_first else _do_nothing, problem)[0]
 
     def _steps(self) -> list[int]:
-        folders = _patiently(partial(self._place.folders, ""))
+        folders = self._reads.list_folders("")
         steps = sorted(step for name in folders if (step := step_of(name)) is not None)
         sent = [step for step in steps if self._has_manifest(step)]
         # A kill while the first copy is sent leaves one folder without a manifest, which does not count. It cannot
@@ -129,7 +129,7 @@ class Elsewhere:
 
     def _has_manifest(self, step: int) -> bool:
         try:
-            _patiently(partial(self._place.read, f"{folder_of(Path(), step).name}/{MANIFEST_NAME}"))
+            self._reads.read(f"{_name(step)}/{MANIFEST_NAME}")
         except FileNotFoundError:
             return False
         except IsADirectoryError:
@@ -139,100 +139,74 @@ class Elsewhere:
     def _copy(self, step: int) -> Copy:
         digest = None
         try:
-            manifest = self._manifest(step)
+            manifest = manifest_in(self._reads, _name(step))
             digest = digest_of(manifest)
             (entry,) = (entry for entry in manifest.files if entry.kind == "state")
-            content = self._read(step, entry.name)
-            _compare(entry, (len(content), hashlib.sha256(content).hexdigest()))
+            content = read_verified(self._reads, _name(step), entry, damaged_file)
         except DamagedError as error:
             return Copy(step, digest, None, str(error))
         return Copy(step, digest, json.loads(content), "")
 
-    def _read(self, step: int, name: str) -> bytes:
-        """Returns the content of a file of a copy; `DamagedError` if it is missing."""
-        file = f"{folder_of(Path(), step).name}/{name}"
-        try:
-            return _patiently(partial(self._place.read, file))
-        except (FileNotFoundError, IsADirectoryError) as error:
-            raise DamagedError(f"cannot be read: {error.strerror or error}", field="checkpoint", value=file) from error
-
     def _chain_or_damage(self, step: int) -> tuple[list[int], str | None]:
+        """The step and those that it builds on, oldest first."""
         try:
-            return self._chain(step), None
+            return [manifest.step for manifest in reversed(chain_in(self._reads, _name(step)))], None
         except DamagedError as error:
             return [], str(error)
-
-    def _chain(self, step: int) -> list[int]:
-        """The step and those that it builds on, oldest first."""
-        chain, manifest = [step], self._manifest(step)
-        while manifest.base is not None:
-            base, manifest = manifest.base, self._manifest(manifest.base.step)
-            if digest_of(manifest) != base.digest:
-                raise DamagedError("is not the one that the later one builds on", field="base", value=base.step)
-            chain.append(base.step)
-        return chain[::-1]
-
-    def _manifest(self, step: int) -> Manifest:
-        name = folder_of(Path(), step).name
-        manifest = decode(self._read(step, MANIFEST_NAME), name)
-        if manifest.step != step:
-            raise DamagedError(f"belongs to step {manifest.step}", field="manifest", value=name)
-        return manifest
 
     def _digest(self, step: int) -> str | None:
         """Of the manifest of a step, where there is one."""
         try:
-            return digest_of(self._manifest(step))
+            return digest_of(manifest_in(self._reads, _name(step)))
         except DamagedError:
             return None
 
     def _send_files(self, folder: Path, manifest: Manifest) -> None:
         for entry in manifest.files[self._peers.rank :: self._peers.world]:
-            _compare(entry, self._place.write(f"{folder.name}/{entry.name}", _pieces(folder / entry.name)))
+            _compare(entry, self._storage.write(f"{folder.name}/{entry.name}", _pieces(folder / entry.name)))
 
-    def _fetch_files(self, beside: Path, step: int) -> str | None:
+    def _fetch_files(self, local: LocalStorage, step: int) -> str | None:
         """Copy this rank's share of the files; returns what is damaged."""
         try:
-            for entry in self._manifest(step).files[self._peers.rank :: self._peers.world]:
-                content = self._read(step, entry.name)
-                _compare(entry, write_file(beside / entry.name, iter([memoryview(content)])))
+            manifest = manifest_in(self._reads, _name(step))
+            for entry in manifest.files[self._peers.rank :: self._peers.world]:
+                content = read_or_damaged(self._reads, f"{_name(step)}/{entry.name}", damaged_file)
+                _compare(entry, local.write(f"{_partial(step)}/{entry.name}", iter([memoryview(content)])))
         except DamagedError as error:
             return str(error)
         return None
 
-    def _place_here(self, parent: Path, chain: list[int]) -> None:
+    def _place_here(self, local: LocalStorage, chain: list[int]) -> None:
         for step in chain:
-            beside = _beside(parent, step)
-            write_file(beside / MANIFEST_NAME, iter([memoryview(encode(self._manifest(step)))]))
-            fsync_path(beside)
+            content = encode(manifest_in(self._reads, _name(step)))
+            local.write(f"{_partial(step)}/{MANIFEST_NAME}", iter([memoryview(content)]))
         for step in chain:
-            rename_folder(_beside(parent, step), folder_of(parent, step))
+            local.commit_folder(_partial(step), _name(step))
 
     def _retire(self, kept: list[int]) -> None:
-        for name in self._place.folders(""):
+        for name in self._storage.list_folders(""):
             if (step := step_of(name)) is not None and step not in kept:
-                self._place.remove(f"{name}/{MANIFEST_NAME}")  # first: what is half gone is not there
-                self._place.remove(name)
+                self._storage.remove(f"{name}/{MANIFEST_NAME}")  # first: what is half gone is not there
+                self._storage.remove(name)
 
 
 def _compare(entry: FileEntry, written: tuple[int, str]) -> None:
     """written: size and digest."""
-    if written != (entry.bytes, entry.sha256):
-        raise DamagedError("its content does not match its digest", field="checkpoint", value=entry.name)
+    if (problem := mismatch(entry, *written)) is not None:
+        raise damaged_file(entry.name, problem)
 
 
-def _beside(parent: Path, step: int) -> Path:
-    return folder_of(parent, step).with_suffix(".partial")
+def _name(step: int) -> str:
+    return folder_of(Path(), step).name
 
 
-def _begin(beside: Path) -> None:
-    remove_folder(beside)
-    beside.mkdir(parents=True)
+def _partial(step: int) -> str:
+    return f"{_name(step)}.partial"
 
 
-def _discard(parent: Path, chain: list[int]) -> None:
+def _discard(local: LocalStorage, chain: list[int]) -> None:
     for step in chain:
-        remove_folder(_beside(parent, step))
+        local.remove(_partial(step))
 
 
 def _pieces(path: Path) -> Iterator[memoryview]:
@@ -257,7 +231,7 @@ def read_at(address: str, name: str) -> bytes | None:
     """Returns the content of a file at the address, or None if it does not exist; a `UserError` as for `copies`."""
     with _refusing(address):
         try:
-            return _patiently(partial(place_of(address).read, name))
+            return bytes(RetriedReads(storage_of(address)).read(name))
         except FileNotFoundError:
             return None
 
@@ -276,18 +250,6 @@ def _refusing(address: str) -> Iterator[None]:
             value=address,
             remedy="start again when the storage answers; nothing was changed there",
         ) from error
-
-
-def _patiently(read: Callable[[], T]) -> T:
-    """The result of a read, which is repeated if it fails."""
-    for wait_s in _RETRY_AFTER_S:
-        try:
-            return read()
-        except (FileNotFoundError, IsADirectoryError):
-            raise  # the storage has answered
-        except Exception:  # some file systems of fsspec raise errors of their own
-            time.sleep(wait_s)
-    return read()
 
 
 def _do_nothing() -> None:

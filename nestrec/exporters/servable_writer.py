@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from nestrec.artifacts.atomic_files import remove_folder, safetensors_content, write_file
+from nestrec.artifacts.manifest import FileDigest
 from nestrec.artifacts.writer_group import Peers
 from nestrec.base.config import config, dumps, to_plain
 from nestrec.base.config_values import from_plain
@@ -51,7 +52,6 @@ from nestrec.serving.model.servable_spec import (
     TITLES_FILE,
     WEIGHTS_FILE,
     ColumnSpec,
-    FileDigest,
     InputDefaults,
     ServableManifest,
     ServableSpec,

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from nestrec.artifacts.manifest import digest_of_plain
-from nestrec.artifacts.storage import place_of
+from nestrec.artifacts.storage import storage_of
 from nestrec.artifacts.writer_group import Background, Peers, SaveError
 from nestrec.base.config import config, to_plain
 from nestrec.base.config_values import Count, from_plain
@@ -62,9 +62,9 @@ class Publisher:
         on_first(session.topology, lambda: check_published(session.cfg.task))
         self._cfg, self._identity, self._warn = cfg, identity, warn
         self._tell = tell
-        self._versions = Versions(place_of(cfg.address))
+        self._versions = Versions(storage_of(cfg.address))
         self._peers = Peers.of_topology(session.topology)
-        self._writer = VersionWriter(self._versions.place, self._peers)
+        self._writer = VersionWriter(self._versions.storage, self._peers)
         self._background = Background()
         self._described: tuple[object, Described] | None = None
         self._base: VersionStep | None = None

@@ -1,31 +1,29 @@
-"""A version told in full, made of files already written: the last full one, and what has changed since.
+"""Writes published versions: each rank its own files, the first one the manifests and the name of the newest version.
 
-Nothing is asked of the tables in training, and no more than a file is in memory at a time: a full version costs a
-training run no pause, however large its tables are.
+A version is there when its manifest is, and is served when `newest.json` names it. The files of a version that could
+not be written are removed; what a kill leaves, files that no manifest names in a folder of their own, goes with old
+versions.
 
-Which versions may go: those that nobody is led to any more.
-
-Writes versions: each rank its own files, the first one the manifests, and which version is the newest.
-
-A version is there when its manifest is, and is served when `newest.json` names it. What could not be written goes,
-and what a kill leaves, files that no manifest names in a folder of their own, goes with old versions.
+A version that is written as a delta can be written in full once more, from files already written: the last full version
+and what has changed since. That reads nothing from the tables in training, and no more than a file is in memory at a
+time, so a full version costs a training run no pause, however large its tables are.
 """
 
 import contextlib
+import itertools
 import json
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import quote
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from nestrec.artifacts.atomic_files import safetensors_content
-from nestrec.artifacts.storage import Place
+from nestrec.artifacts.delta import newest_rows, to_delete
+from nestrec.artifacts.manifest import FileEntry, safe_name
+from nestrec.artifacts.storage import Storage
 from nestrec.artifacts.writer_group import Peers
 from nestrec.base.config import to_plain
 from nestrec.base.config_values import from_plain
@@ -41,13 +39,12 @@ from nestrec.serving.versions.version_manifest import (
     Parent,
     PublishedTable,
     Times,
-    VersionFile,
     VersionManifest,
     encode,
     manifest_file,
     version_of,
 )
-from nestrec.serving.versions.version_store import Versions, VersionStep, tensors_of
+from nestrec.serving.versions.version_store import Versions, VersionStep
 
 
 def can_merge(chain: Sequence[VersionStep], num_shards: int) -> bool:
@@ -71,24 +68,17 @@ def _newest_rows(
     versions: Versions, chain: Sequence[VersionStep], shard: tuple[int, int], kind: str, table: str | None
 ) -> Iterator[Chunk]:
     """Each key once, with its last row; a key that was removed later than written is left out."""
-    superseded: NDArray[np.int64] = np.zeros(0, np.int64)
-    for step in reversed(chain):
-        newer = [superseded]
-        mine = [e for e in step.manifest.files if e.shard == shard[0] and e.table == table]
-        for entry in mine:
-            if entry.kind == kind:
-                tensors = tensors_of(versions.read(step, entry), entry.name)
-                keys = tensors["keys"].numpy()
-                newer.append(keys)
-                keep = torch.from_numpy(~np.isin(keys, superseded))
-                if bool(keep.any()):
-                    yield {name: values[keep] for name, values in tensors.items()}
-        removed = [entry for entry in mine if entry.kind == "removed" and kind == "rows"]
-        newer += [tensors_of(versions.read(step, entry), entry.name)["keys"].numpy() for entry in removed]
-        superseded = np.unique(np.concatenate(newer))
+
+    def chunks(step: VersionStep, kind: str) -> Iterator[Chunk]:
+        for entry in step.manifest.files:
+            if (entry.kind, entry.table, entry.shard) == (kind, table, shard[0]):
+                yield versions.tensors(step, entry)
+
+    layers = [(chunks(step, kind), chunks(step, "removed") if kind == "rows" else ()) for step in reversed(chain)]
+    return newest_rows(layers)
 
 
-def _is_of_rows(entry: VersionFile) -> bool:
+def _is_of_rows(entry: FileEntry) -> bool:
     return entry.kind in {"rows", "removed", "index"}
 
 
@@ -98,28 +88,25 @@ def prune(versions: Versions, keep: int) -> list[str]:
 
     Manifests go first: what is half deleted is not there.
     """
-    kept: set[str] = set()
-    for folder, version in versions.published():
-        kept.add(folder)
-        if len(kept) >= keep and _is_full(versions, folder, version):
-            break
-    else:
-        return []  # what they build on may lie behind one that is damaged
-    gone = [folder for folder in versions.place.folders(VERSIONS) if folder not in kept]
+    newest = list(itertools.islice(versions.published(), keep))
+    if len(newest) < keep:
+        return []  # earlier ones may lie behind one that is damaged
+    digests = dict(newest)
+
+    def base_of(folder: str) -> str | None:
+        base = versions.step_at((folder, digests[folder])).manifest
+        if base.kind == "full" or base.parent is None:
+            return None
+        digests[base.parent.folder] = base.parent.version
+        return base.parent.folder
+
+    gone = to_delete(versions.storage.list_folders(VERSIONS), [folder for folder, _ in newest], base_of)
     for folder in gone:
-        versions.place.remove(manifest_file(folder, "delta"))
-        versions.place.remove(manifest_file(folder, "full"))
+        versions.storage.remove(manifest_file(folder, "delta"))
+        versions.storage.remove(manifest_file(folder, "full"))
         fail_point("publish.during_pruning")
-        versions.place.remove(f"{VERSIONS}/{folder}")
+        versions.storage.remove(f"{VERSIONS}/{folder}")
     return gone
-
-
-def _is_full(versions: Versions, folder: str, version: str) -> bool:
-    try:
-        versions.manifest(folder, "full", version)
-    except FileNotFoundError:
-        return False
-    return True
 
 
 Pieces = Mapping[str, torch.Tensor]
@@ -144,8 +131,8 @@ class About:
 class VersionWriter:
     """All ranks make the same calls in the same order; `SaveError` on all of them where one could not write."""
 
-    def __init__(self, place: Place, peers: Peers):
-        self.place, self._peers = place, peers
+    def __init__(self, storage: Storage, peers: Peers):
+        self._storage, self._peers = storage, peers
         self.last_folder: str | None = None
         """of the version that was written last, or was to be"""
         self._begun: list[str] = []
@@ -172,12 +159,12 @@ class VersionWriter:
         self._begun = []
         try:
             files_of = self._files(folder, kind, about, content)
-            parts = self._peers.agree(lambda: to_plain(list(files_of)), _problem(folder, self.place))
+            parts = self._peers.agree(lambda: to_plain(list(files_of)), _problem(folder, self._storage))
         except UserError:
             self._remove_begun(folder, is_new=version is None)
             raise
         run, times, published_s = self._peers.gather((about.run, to_plain(about.times), time.time()))[0]
-        entries = sorted((from_plain(VersionFile, entry) for part in parts for entry in part), key=lambda e: e.name)
+        entries = sorted((from_plain(FileEntry, entry) for part in parts for entry in part), key=lambda e: e.name)
         files = tuple(entries)
         manifest = VersionManifest(
             kind=kind,
@@ -194,19 +181,19 @@ class VersionWriter:
         self._first(lambda: self._commit(folder, manifest), folder)
         return manifest
 
-    def _files(self, folder: str, kind: Kind, about: About, content: RankContent) -> Iterator[VersionFile]:
+    def _files(self, folder: str, kind: Kind, about: About, content: RankContent) -> Iterator[FileEntry]:
         fail_point(f"publish.{kind}.before_files")
         for entry in self._all_files(folder, kind, about, content):
             yield entry
             fail_point(f"publish.{kind}.between_files")
 
-    def _all_files(self, folder: str, kind: Kind, about: About, content: RankContent) -> Iterator[VersionFile]:
+    def _all_files(self, folder: str, kind: Kind, about: About, content: RankContent) -> Iterator[FileEntry]:
         rank = self._peers.rank
 
-        def put(name: str, tensors: Pieces, what: Any, table: str | None = None) -> VersionFile:
+        def put(name: str, tensors: Pieces, what: Any, table: str | None = None) -> FileEntry:
             size, digest = self._put(f"{VERSIONS}/{folder}/{name}", safetensors_content(tensors))
             shard, num_shards = content.shard
-            return VersionFile(
+            return FileEntry(
                 name=name, bytes=size, sha256=digest, kind=what, table=table, shard=shard, num_shards=num_shards
             )
 
@@ -216,41 +203,41 @@ class VersionWriter:
             plain, tensors = about.descriptions
             text = memoryview(json.dumps(plain).encode())
             size, digest = self._put(f"{VERSIONS}/{folder}/{kind}-descriptions.json", iter([text]))
-            yield VersionFile(name=f"{kind}-descriptions.json", bytes=size, sha256=digest, kind="descriptions")
+            yield FileEntry(name=f"{kind}-descriptions.json", bytes=size, sha256=digest, kind="descriptions")
             if tensors:
                 yield put(f"{kind}-descriptions.safetensors", tensors, "descriptions")
         for table, keys in content.removed.items():
             if len(keys):
-                yield put(f"{kind}-removed-{_safe(table)}-{rank:05d}.safetensors", {"keys": keys}, "removed", table)
+                yield put(f"{kind}-removed-{safe_name(table)}-{rank:05d}.safetensors", {"keys": keys}, "removed", table)
         for table, chunks in content.rows.items():
             for part, chunk in enumerate(_checked(chunks, f"table {table!r}")):
-                yield put(f"{kind}-rows-{_safe(table)}-{rank:05d}-{part:05d}.safetensors", chunk, "rows", table)
+                yield put(f"{kind}-rows-{safe_name(table)}-{rank:05d}-{part:05d}.safetensors", chunk, "rows", table)
         for part, chunk in enumerate(_checked(content.index, "the retrieval index")):
             yield put(f"{kind}-index-{rank:05d}-{part:05d}.safetensors", chunk, "index")
 
     def _put(self, name: str, content: Iterator[memoryview]) -> tuple[int, str]:
         self._begun.append(name)
-        return self.place.write(name, content)
+        return self._storage.write(name, content)
 
     def _remove_begun(self, folder: str, *, is_new: bool) -> None:
         """What was written of a version that could not be: where there is no room, it would take what there is left."""
         with contextlib.suppress(OSError):
             for name in self._begun:
-                self.place.remove(name)
+                self._storage.remove(name)
             if is_new and self._peers.is_first:
-                self.place.remove(f"{VERSIONS}/{folder}")
+                self._storage.remove(f"{VERSIONS}/{folder}")
 
     def _commit(self, folder: str, manifest: VersionManifest) -> None:
         fail_point(f"publish.{manifest.kind}.before_manifest")
-        self.place.replace(manifest_file(folder, manifest.kind), encode(manifest))
+        self._storage.replace(manifest_file(folder, manifest.kind), encode(manifest))
         fail_point(f"publish.{manifest.kind}.after_manifest")
 
     def _point(self, newest: Newest) -> None:
-        self.place.replace(NEWEST_FILE, encode(newest))
+        self._storage.replace(NEWEST_FILE, encode(newest))
         fail_point("publish.after_newest")
 
     def _first(self, action: Callable[[], None], folder: str) -> None:
-        self._peers.agree(action if self._peers.is_first else lambda: None, _problem(folder, self.place))
+        self._peers.agree(action if self._peers.is_first else lambda: None, _problem(folder, self._storage))
 
 
 def _checked(chunks: Iterable[Chunk], what: str) -> Iterator[Pieces]:
@@ -259,9 +246,5 @@ def _checked(chunks: Iterable[Chunk], what: str) -> Iterator[Pieces]:
         yield chunk
 
 
-def _problem(folder: str, place: Place) -> str:
-    return f"the version {folder} could not be written to {place.address}"
-
-
-def _safe(table: str) -> str:
-    return quote(table, safe="")
+def _problem(folder: str, storage: Storage) -> str:
+    return f"the version {folder} could not be written to {storage.address}"

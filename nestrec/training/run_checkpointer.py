@@ -13,7 +13,7 @@ from functools import partial
 from types import FrameType
 from typing import TypeVar
 
-from nestrec.artifacts.storage import place_of
+from nestrec.artifacts.storage import storage_of
 from nestrec.base.config import dumps
 from nestrec.base.config_values import from_plain
 from nestrec.base.errors import DamagedError, UserError
@@ -123,7 +123,7 @@ class RunWeights:
         if not address:
             return
         try:
-            place_of(address).replace(CARD_FILE, dumps(card).encode())
+            storage_of(address).replace(CARD_FILE, dumps(card).encode())
         except Exception as error:  # some file systems of fsspec raise errors of their own
             self._report(f"{CARD_FILE} could not be copied to {address}: {type(error).__name__}: {error}")
 
@@ -338,7 +338,7 @@ def _check_address(address: str, world: int) -> None:
         problem = "is memory of each process, and no rank has all of a checkpoint there"
         raise UserError(problem, field=field, value=address, remedy=remedy)
     try:
-        place_of(address)
+        storage_of(address)
     except UserError as error:
         raise UserError(error.problem, field=field, value=address, remedy=error.remedy) from error
 

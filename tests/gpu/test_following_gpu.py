@@ -5,7 +5,7 @@ import pytest
 import torch
 from changing_run import ChangingRun, assert_same_rows
 
-from nestrec.artifacts.storage import place_of
+from nestrec.artifacts.storage import storage_of
 from nestrec.distributed import Topology
 from nestrec.serving.engine.batch_scheduler import EngineConfig
 from nestrec.serving.model.request_inputs import Candidates, History
@@ -69,7 +69,7 @@ def test_a_delta_comes_to_the_device_while_batches_run(tmp_path):
         run.change()
         run.publisher.publish(run.session, run.step)
         run.publisher.close()
-    versions = Versions(place_of(address))
+    versions = Versions(storage_of(address))
     newest, before = list(versions.history())[:2]
     service = Service.load([f"{address}@{before[1]}"], CONFIG, "cuda")
     reloader = Reloader(service, "cuda", TablesConfig())

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nestrec.artifacts.storage import place_of
+from nestrec.artifacts.storage import storage_of
 from nestrec.data.dataset import Dataset
 from nestrec.distributed import Topology
 from nestrec.exporters.servable_writer import descriptions, servable_of_session
@@ -116,7 +116,7 @@ def publish_versions(topology: Topology, data: Path, scratch: Path, kind: tuple[
     many rows were removed on the way. kind: family of the model, and store of its tables."""
     address = str(scratch / "published")
     run = ChangingRun.begin(topology, data, address, family=kind[0], store=kind[1], seed=count)
-    versions, followed, removed = Versions(place_of(address)), None, 0
+    versions, followed, removed = Versions(storage_of(address)), None, 0
     for number in range(count):
         for _ in range(int(run.random.integers(1, 4))):
             run.change()

@@ -107,7 +107,7 @@ class FrontFollower:
         newer: list[str] = []
         for source in self._sources():
             try:
-                newest = self._versions.setdefault(source.address, Versions(source.place)).newest()
+                newest = self._versions.setdefault(source.address, Versions(source.storage)).newest()
             except (OSError, DamagedError) as error:
                 FAILURES.add("nestrec-front-follow", error, "the instances stay at their version")
                 return False

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import nn
 
-from nestrec.artifacts.atomic_files import sha256_of
+from nestrec.artifacts.manifest import file_problem
 from nestrec.base.config_values import from_plain
 from nestrec.base.errors import DamagedError, UserError
 from nestrec.data.dataset_schema import EVENT_PREFIX, USER_PREFIX
@@ -312,8 +312,9 @@ def verified_manifest(folder: Path) -> ServableManifest:
         raise _damaged(", ".join(sorted(listed ^ present)), "is missing, or was not exported")
     for entry in manifest.files:
         path = folder / entry.name
-        if path.is_symlink() or path.stat().st_size != entry.bytes or sha256_of(path) != entry.sha256:
-            raise _damaged(entry.name, "does not match its digest")
+        problem = "does not match its digest: is a link" if path.is_symlink() else file_problem(path, entry)
+        if problem is not None:
+            raise _damaged(entry.name, problem)
     return manifest
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import Literal
 
+from nestrec.artifacts.manifest import FileDigest
 from nestrec.base.config import config, to_plain
 from nestrec.data.transform import Transform
 from nestrec.models.encoder_parts import ToWidth
@@ -141,16 +142,6 @@ class Probe:
     """when it was asked"""
     scores: tuple[tuple[float, ...], ...]
     """of each candidate, one value an output"""
-
-
-@config
-class FileDigest:
-    name: str
-    """inside the folder"""
-    bytes: int
-    """size"""
-    sha256: str
-    """of its content, in hexadecimal"""
 
 
 @config

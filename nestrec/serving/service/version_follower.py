@@ -83,7 +83,7 @@ class VersionFollower:
         """followed: the version in service. source: where from, and whether one version of it is to stay."""
         self._service, self._role, self._followed, self.source = service, role, followed, source
         self._cfg, self._device, self._tables, self._scratch = cfg, device, tables, scratch
-        self._versions = Versions(source.place, cfg.read_timeout_s)
+        self._versions = Versions(source.storage, cfg.read_timeout_s)
         self.counts, self.freshness = FollowCounts(), Freshness()
         self._lock = threading.Lock()
         self._is_closed = threading.Event()

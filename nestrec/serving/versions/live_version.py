@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from nestrec.artifacts.delta import IDS, VALUES, json_changed, rows_changed
-from nestrec.artifacts.storage import Place, place_of
+from nestrec.artifacts.storage import Storage, storage_of
 from nestrec.base.config_values import from_plain
 from nestrec.base.cuda import used_here
 from nestrec.base.errors import DamagedError, UserError
@@ -370,8 +370,8 @@ class Source:
     """the one that is to stay; none: the newest"""
 
     @property
-    def place(self) -> Place:
-        return place_of(self.address)
+    def storage(self) -> Storage:
+        return storage_of(self.address)
 
     def at(self, version: str | None) -> "Source":
         return replace(self, version=version)
@@ -400,7 +400,7 @@ def open_source(
     read_timeout_s: float = READ_TIMEOUT_S,
 ) -> Followed:
     """The newest version that can be read, or the one that is named. A `UserError` where there is none."""
-    versions = Versions(source.place, read_timeout_s)
+    versions = Versions(source.storage, read_timeout_s)
     problem = "holds no version yet"
     for at in versions.published() if source.version is None else [versions.find(source.version)]:
         try:

@@ -21,44 +21,27 @@ Both manifests of a version name the same version, and list their files with siz
 itself. Where `delta.json` names a parent, all files together make that parent's state into this one.
 """
 
-import re
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
-from nestrec.artifacts.manifest import digest_of_plain, seal, unseal
+from nestrec.artifacts.manifest import (
+    FileEntry,
+    decode_sealed,
+    digest_of_plain,
+    is_plain_name,
+    plain_manifest,
+    seal,
+)
 from nestrec.base.config import config, to_plain
-from nestrec.base.config_values import from_plain
-from nestrec.base.errors import DamagedError, UserError
+from nestrec.base.errors import DamagedError
 from nestrec.embedding.table_config import InitConfig
 from nestrec.serving.core.cost_model import LONG_BOUNDS_S, Histogram
 
 FORMAT = 1
 NEWEST_FILE, VERSIONS = "newest.json", "versions"
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9%~_-][A-Za-z0-9%~._-]*")
 
 Kind = Literal["delta", "full"]
-
-
-@config
-class VersionFile:
-    """One file of a version."""
-
-    name: str
-    """inside the version's folder"""
-    bytes: int
-    """size"""
-    sha256: str
-    """of its content, in hexadecimal"""
-    kind: Literal["weights", "descriptions", "rows", "removed", "index"]
-    """dense weights; what is not learnt; rows of a table; keys that lost theirs; vectors that are retrieved"""
-    table: str | None = None
-    """table of rows or removed keys"""
-    shard: int = 0
-    """of the writer"""
-    num_shards: int = 1
-    """of the run"""
 
 
 @config
@@ -119,7 +102,7 @@ class VersionManifest:
     """name of the run"""
     parent: Parent | None
     """none where nothing is known of a version before it"""
-    files: tuple[VersionFile, ...]
+    files: tuple[FileEntry, ...]
     """in the order of their names"""
     tables: tuple[PublishedTable, ...]
     """of the model"""
@@ -151,52 +134,31 @@ def manifest_file(folder: str, kind: Kind) -> str:
     return f"{VERSIONS}/{folder}/{kind}.json"
 
 
-def version_of(parent: Parent | None, number: int, step: int, files: tuple[VersionFile, ...]) -> str:
+def version_of(parent: Parent | None, number: int, step: int, files: tuple[FileEntry, ...]) -> str:
     """Return the digest of a version: two with the same digest came about in the same way from the same bytes."""
     told = {"parent": to_plain(parent), "number": number, "step": step, "files": [f.sha256 for f in files]}
     return digest_of_plain(told)
 
 
 def encode(told: VersionManifest | Newest) -> bytes:
-    return seal(to_plain(told))
+    return seal(plain_manifest(told))
 
 
-def decode_manifest(content: bytes, where: str) -> VersionManifest:
+def decode_manifest(content: bytes | bytearray, where: str) -> VersionManifest:
     """`DamagedError` for what `encode` would not have written."""
-    manifest: VersionManifest = _decoded(VersionManifest, content, where)
-    for entry in manifest.files:
-        if not _PLAIN_NAME.fullmatch(entry.name):
-            raise _damaged(where, f"names a file outside the version: {entry.name!r}")
-    return manifest
+    return decode_sealed(VersionManifest, content, where, version=FORMAT, damaged=damaged_version)
 
 
-def decode_newest(content: bytes, where: str) -> Newest:
+def decode_newest(content: bytes | bytearray, where: str) -> Newest:
     """`DamagedError` for what `encode` would not have written."""
-    newest: Newest = _decoded(Newest, content, where)
-    if not _PLAIN_NAME.fullmatch(newest.folder):
-        raise _damaged(where, f"names a folder outside the address: {newest.folder!r}")
+    newest = decode_sealed(Newest, content, where, version=FORMAT, damaged=damaged_version)
+    if not is_plain_name(newest.folder):
+        raise damaged_version(where, f"names a folder outside the address: {newest.folder!r}")
     return newest
 
 
-def _decoded(cls: Any, content: bytes, where: str) -> Any:
-    try:
-        plain = unseal(content)
-        _check_format(plain, where)
-        return from_plain(cls, plain)
-    except (ValueError, RecursionError) as error:
-        raise _damaged(where, str(error)) from error
-    except DamagedError:
-        raise
-    except UserError as error:
-        raise _damaged(where, str(error)) from error
-
-
-def _check_format(plain: Mapping[str, Any], where: str) -> None:
-    if plain.get("format") != FORMAT:
-        raise _damaged(where, f"has format {plain.get('format')!r}; this version reads {FORMAT}")
-
-
-def _damaged(where: str, problem: str) -> DamagedError:
+def damaged_version(where: str, problem: str) -> DamagedError:
+    """The error for a file of a version."""
     return DamagedError(problem, field="version", value=where, remedy="wait for the next full one")
 
 

@@ -1,17 +1,16 @@
 """Reading versions: which there are, how one follows from another, what they hold. Nothing is believed unverified."""
 
 import contextlib
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load
 
-from nestrec.artifacts.storage import Place, TimedReads
+from nestrec.artifacts.delta import chain_of
+from nestrec.artifacts.manifest import FileEntry, read_tensors, read_verified
+from nestrec.artifacts.storage import Storage, TimedReads
 from nestrec.base.errors import DamagedError, UserError
 from nestrec.serving.versions.version_manifest import (
     NEWEST_FILE,
@@ -19,8 +18,8 @@ from nestrec.serving.versions.version_manifest import (
     Kind,
     Newest,
     PublishedTable,
-    VersionFile,
     VersionManifest,
+    damaged_version,
     decode_manifest,
     decode_newest,
     manifest_file,
@@ -31,6 +30,8 @@ READ_TIMEOUT_S = 60.0
 _MOST_CANDIDATES = 10
 """versions that an error lists, the newest first"""
 KINDS: tuple[Kind, Kind] = ("delta", "full")
+At = tuple[str, str]
+"""Folder and digest of a version."""
 VersionRows = tuple[torch.Tensor, torch.Tensor]
 """(n,) int64 ids and (n, D) rows, on the host"""
 
@@ -52,9 +53,9 @@ class VersionStep:
 class Versions:
     """What lies at an address. `DamagedError` for what is not as it was written, `OSError` where it cannot be asked."""
 
-    def __init__(self, storage: Place, read_timeout_s: float = READ_TIMEOUT_S):
+    def __init__(self, storage: Storage, read_timeout_s: float = READ_TIMEOUT_S):
         """read_timeout_s: seconds after which a file that is not read yet counts as away."""
-        self.place = storage
+        self.storage = storage
         self._reads = TimedReads(storage, read_timeout_s)
 
     def newest(self) -> Newest | None:
@@ -74,34 +75,34 @@ class Versions:
             made_of = version_of(manifest.parent, manifest.number, manifest.step, manifest.files)
             is_named = is_named and made_of == version
         if not is_named or manifest.kind != kind:
-            raise _damaged(where, "is that of another version")
+            raise damaged_version(where, "is that of another version")
         return manifest
 
-    def history(self) -> Iterator[tuple[str, str]]:
+    def history(self) -> Iterator[At]:
         """(folder, version) from the newest back, as far as they are told of."""
         newest = self.newest()
         return self._back_from(None if newest is None else (newest.folder, newest.version))
 
-    def _back_from(self, at: tuple[str, str] | None) -> Iterator[tuple[str, str]]:
+    def _back_from(self, at: At | None) -> Iterator[At]:
         while at is not None and (manifest := self.told(*at)) is not None:
             yield at
             parent = manifest.parent
             at = None if parent is None else (parent.folder, parent.version)
 
-    def published(self) -> Iterator[tuple[str, str]]:
+    def published(self) -> Iterator[At]:
         """The same, and on behind a version that builds on none: those that were published before it."""
         last = None
         for last in self.history():
             yield last
         while last is not None and self._builds_on_none(*last):
             number = last[0].partition("-")[0]
-            earlier = [name for name in self._reads.folders(VERSIONS) if name.partition("-")[0] < number]
+            earlier = [name for name in self._reads.list_folders(VERSIONS) if name.partition("-")[0] < number]
             begun = next((at for at in map(self._named, sorted(earlier, reverse=True)) if at is not None), None)
             last = None
             for last in self._back_from(begun):
                 yield last
 
-    def find(self, prefix: str) -> tuple[str, str]:
+    def find(self, prefix: str) -> At:
         """Return (folder, version) of the version that a user names.
 
         Args:
@@ -112,7 +113,7 @@ class Versions:
             DamagedError: The version is there and cannot be read.
         """
         told = dict(self.published())
-        digests = {folder: told.get(folder) or self._digest_of(folder) for folder in self._reads.folders(VERSIONS)}
+        digests = {folder: told.get(folder) or self._digest_of(folder) for folder in self._reads.list_folders(VERSIONS)}
         matches = [folder for folder, digest in digests.items() if _is_prefix_of(prefix, folder, digest)]
         if len(matches) == 1:
             folder = matches[0]
@@ -138,19 +139,19 @@ class Versions:
                 manifest = decode_manifest(self._reads.read(where), where)
                 self.manifest(folder, kind, manifest.version)
                 if folder.partition("-")[0] != f"{manifest.number:08d}":
-                    raise _damaged(where, "is that of another version")
+                    raise damaged_version(where, "is that of another version")
                 return manifest.version
             except FileNotFoundError:
                 continue
             except DamagedError as error:
                 problem = error
-        raise problem or _damaged(f"{VERSIONS}/{folder}", "has neither full.json nor delta.json")
+        raise problem or damaged_version(f"{VERSIONS}/{folder}", "has neither full.json nor delta.json")
 
     def _builds_on_none(self, folder: str, version: str) -> bool:
         manifest = self.told(folder, version)
         return manifest is not None and manifest.parent is None
 
-    def _named(self, folder: str) -> tuple[str, str] | None:
+    def _named(self, folder: str) -> At | None:
         """(folder, version) of what lies in a folder; none where that is not told, or damaged."""
         for kind in KINDS:
             with contextlib.suppress(FileNotFoundError, DamagedError):
@@ -167,54 +168,63 @@ class Versions:
                 return False
         return True
 
-    def way(self, target: tuple[str, str], current: str) -> list[VersionStep]:
+    def way(self, target: At, current: str) -> list[VersionStep]:
         """What leads from a version to another, oldest first. A `DamagedError` or `FileNotFoundError` where nothing
         does."""
-        steps: list[VersionStep] = []
-        folder, version = target
-        while version != current:
-            delta = self.manifest(folder, "delta", version)
-            steps.append(VersionStep(folder, delta))
-            assert delta.parent is not None, "a delta has a parent"
-            folder, version = delta.parent.folder, delta.parent.version
-        return steps[::-1]
+        if target[1] == current:
+            return []
 
-    def way_from_full(self, target: tuple[str, str]) -> list[VersionStep]:
+        def base_of(step: VersionStep) -> VersionStep | None:
+            parent = _parent(step)
+            return None if parent[1] == current else self._delta(parent)
+
+        return list(chain_of(self._delta(target), base_of))[::-1]
+
+    def way_from_full(self, target: At) -> list[VersionStep]:
         """The like from the newest that is told in full, which comes first."""
-        steps: list[VersionStep] = []
-        folder, version = target
-        while True:
-            try:
-                return [VersionStep(folder, self.manifest(folder, "full", version)), *steps[::-1]]
-            except (FileNotFoundError, DamagedError) as error:
-                try:
-                    delta = self.manifest(folder, "delta", version)
-                except FileNotFoundError as missing:
-                    if isinstance(error, DamagedError):
-                        raise error from None
-                    raise _damaged(f"{VERSIONS}/{folder}", "has neither full.json nor delta.json") from missing
-            steps.append(VersionStep(folder, delta))
-            assert delta.parent is not None, "a delta has a parent"
-            folder, version = delta.parent.folder, delta.parent.version
+        return list(chain_of(self.step_at(target), self._base_of))[::-1]
 
-    def read(self, step: VersionStep, entry: VersionFile) -> bytes:
-        """The content of a file, which is that of its digest."""
-        return read_file(self._reads, step.folder, entry)
+    def step_at(self, at: At) -> VersionStep:
+        """A version, told in full if it is and can be read, else as a delta; `DamagedError` if it is neither."""
+        folder, version = at
+        problem: DamagedError | None = None
+        try:
+            return VersionStep(folder, self.manifest(folder, "full", version))
+        except FileNotFoundError:
+            pass
+        except DamagedError as error:
+            problem = error
+        try:
+            return self._delta(at)
+        except FileNotFoundError as missing:
+            text = "has neither full.json nor delta.json"
+            raise problem or damaged_version(f"{VERSIONS}/{folder}", text) from missing
+
+    def _base_of(self, step: VersionStep) -> VersionStep | None:
+        """The version that one completes as it is told; none for one that is told in full."""
+        return None if step.manifest.kind == "full" else self.step_at(_parent(step))
+
+    def _delta(self, at: At) -> VersionStep:
+        return VersionStep(at[0], self.manifest(at[0], "delta", at[1]))
+
+    def tensors(self, step: VersionStep, entry: FileEntry) -> dict[str, torch.Tensor]:
+        """The tensors of a file, which is the one of its digest."""
+        return read_tensors(self._reads, f"{VERSIONS}/{step.folder}", entry, damaged_version)
 
     def weights(self, step: VersionStep) -> dict[str, torch.Tensor]:
         """Dense weights by name."""
         (entry,) = _of_kind(step.manifest, "weights")
-        return tensors_of(self.read(step, entry), entry.name)
+        return self.tensors(step, entry)
 
     def descriptions(self, step: VersionStep) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """What is not learnt, as `differences` of JSON and of tensors."""
         plain, tensors = {}, {}
         for entry in _of_kind(step.manifest, "descriptions"):
-            content = self.read(step, entry)
             if entry.name.endswith(".json"):
+                content = read_verified(self._reads, f"{VERSIONS}/{step.folder}", entry, damaged_version)
                 plain = json.loads(content)
             else:
-                tensors = tensors_of(content, entry.name)
+                tensors = self.tensors(step, entry)
         return plain, tensors
 
     def rows(self, step: VersionStep, table: PublishedTable) -> Iterator[VersionRows]:
@@ -233,16 +243,16 @@ class Versions:
         keys = [torch.zeros(0, dtype=torch.int64)]
         for entry in _of_kind(step.manifest, "removed"):
             if entry.table == table.name:
-                keys.append(tensors_of(self.read(step, entry), entry.name)["keys"])
+                keys.append(self.tensors(step, entry)["keys"])
                 _check_keys(keys[-1], table.num_rows, entry.name)
         return torch.cat(keys)
 
-    def _rows(self, step: VersionStep, entry: VersionFile, num_rows: int) -> VersionRows:
-        tensors = tensors_of(self.read(step, entry), entry.name)
+    def _rows(self, step: VersionStep, entry: FileEntry, num_rows: int) -> VersionRows:
+        tensors = self.tensors(step, entry)
         keys, weight = tensors["keys"], tensors["weight"]
         _check_keys(keys, num_rows, entry.name)
         if not bool(weight.isfinite().all()) or len(keys) != len(weight):
-            raise _damaged(entry.name, "holds rows that are not finite, or not one a key")
+            raise damaged_version(entry.name, "holds rows that are not finite, or not one a key")
         return keys, weight
 
     def told(self, folder: str, version: str) -> VersionManifest | None:
@@ -255,23 +265,10 @@ class Versions:
         return None
 
 
-def read_file(reads: TimedReads, folder: str, entry: VersionFile) -> bytes:
-    """The content of a file of a version; `DamagedError` where it is missing or not that of its digest."""
-    where = f"{folder}/{entry.name}"
-    try:
-        content = reads.read(f"{VERSIONS}/{where}")
-    except FileNotFoundError as error:
-        raise _damaged(where, "is missing") from error
-    if len(content) != entry.bytes or hashlib.sha256(content).hexdigest() != entry.sha256:
-        raise _damaged(where, "does not match its digest")
-    return content
-
-
-def tensors_of(content: bytes, where: str) -> dict[str, torch.Tensor]:
-    try:
-        return dict(load(content))
-    except SafetensorError as error:
-        raise _damaged(where, f"cannot be read: {error}") from error
+def _parent(step: VersionStep) -> At:
+    parent = step.manifest.parent
+    assert parent is not None, "a delta has a parent"
+    return parent.folder, parent.version
 
 
 def _is_prefix_of(prefix: str, folder: str, digest: str | None) -> bool:
@@ -279,17 +276,13 @@ def _is_prefix_of(prefix: str, folder: str, digest: str | None) -> bool:
     return any(text.startswith(prefix) for text in (folder, token, digest or ""))
 
 
-def _of_kind(manifest: VersionManifest, kind: str) -> list[VersionFile]:
+def _of_kind(manifest: VersionManifest, kind: str) -> list[FileEntry]:
     return [entry for entry in manifest.files if entry.kind == kind]
 
 
 def _check_keys(keys: torch.Tensor, num_rows: int, where: str) -> None:
     if len(keys) and (int(keys.min()) < 0 or int(keys.max()) >= num_rows):
-        raise _damaged(where, f"holds keys beyond the {num_rows} rows of the table")
-
-
-def _damaged(where: str, problem: str) -> DamagedError:
-    return DamagedError(problem, field="version", value=where, remedy="wait for the next full one")
+        raise damaged_version(where, f"holds keys beyond the {num_rows} rows of the table")
 
 
 def tables_of(manifest: VersionManifest) -> Mapping[str, PublishedTable]:

@@ -2,7 +2,7 @@
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -29,7 +29,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         fsync(descriptor)
         seen.append(("flush", os.fstat(descriptor).st_ino))
 
-    def watched(move, source: Path, target: Path) -> None:
+    def watched(move: Callable[[Path, Path], None], source: Path, target: Path) -> None:
         move(source, target)
         seen.append(("rename", os.stat(target).st_ino))
 

@@ -101,7 +101,7 @@ def test_what_is_saved_while_training_goes_on_is_the_table_of_when_the_save_bega
     """Rows aside, files written ahead and past the cache, another number of ranks: all of it together."""
     monkeypatch.setattr("nestrec.embedding.table_snapshot.CHUNK_BYTES", 16 << 10)
     monkeypatch.setattr("nestrec.artifacts.atomic_files.PIECE_BYTES", 4 << 10)
-    monkeypatch.setattr("nestrec.base.thread_team.cores_of_rank", lambda: cores)
+    monkeypatch.setattr("nestrec.checkpoint.checkpoint_writer.cores_of_rank", lambda: cores)
     have_trained, num_aside, expected = threading.Barrier(3), list[int](), dict[int, bytes]()
     may_write = threading.Event()
 
@@ -109,7 +109,7 @@ def test_what_is_saved_while_training_goes_on_is_the_table_of_when_the_save_bega
         assert may_write.wait(60)
         return write_file(path, content, past_cache=past_cache)
 
-    monkeypatch.setattr("nestrec.artifacts.atomic_files.write_file", write_late)
+    monkeypatch.setattr("nestrec.checkpoint.checkpoint_writer.write_file", write_late)
 
     def work(peers: Peers) -> None:
         shard, draw = shard_of(peers), np.random.default_rng(peers.rank)

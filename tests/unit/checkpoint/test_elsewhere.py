@@ -225,7 +225,7 @@ def test_storage_that_fails_for_a_moment_is_read_again(tmp_path: Path, flaky: st
 
 
 def test_storage_that_fails_is_not_taken_for_empty(tmp_path: Path, flaky: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nestrec.checkpoint.mirror._RETRY_AFTER_S", (0.0,))
+    monkeypatch.setattr("nestrec.artifacts.storage.RETRY_AFTER_S", (0.0,))
     Checkpoints(tmp_path / "a", address=flaky).save(1, make_content(1))
     again = Checkpoints(tmp_path / "b", address=flaky)
     FlakyFiles.num_failures = 1000

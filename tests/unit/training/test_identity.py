@@ -288,7 +288,7 @@ def test_damaged_copies_of_the_run_itself_are_replaced(tiny_data, tmp_path):
 
 
 def test_storage_that_cannot_be_read_ends_the_run(tiny_data, tmp_path, monkeypatch):
-    monkeypatch.setattr("nestrec.checkpoint.mirror._RETRY_AFTER_S", ())
+    monkeypatch.setattr("nestrec.artifacts.storage.RETRY_AFTER_S", ())
     there = tmp_path / "there"
     elsewhere = {"training.checkpoint_address": str(there), "training.max_steps": 4}
     trainer_of(tiny_data, tmp_path / "one", elsewhere).train()

@@ -1,0 +1,99 @@
+"""Sealed manifests and verified files."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from nestrec.artifacts.atomic_files import safetensors_content
+from nestrec.artifacts.manifest import (
+    FileDigest,
+    decode_sealed,
+    file_problem,
+    read_tensors,
+    read_verified,
+    seal,
+    unseal,
+)
+from nestrec.artifacts.storage import LocalStorage
+from nestrec.base.errors import DamagedError
+from nestrec.checkpoint.checkpoint_manifest import Manifest
+from nestrec.serving.versions.version_manifest import Newest
+
+
+def damaged(where: str, problem: str) -> DamagedError:
+    return DamagedError(problem, field="artifact", value=where)
+
+
+def entry_of(name: str, content: bytes) -> FileDigest:
+    return FileDigest(name=name, bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+
+
+def test_unseal_accepts_the_bytes_of_seal_alone() -> None:
+    content = seal({"step": 1, "name": "x"})
+    assert unseal(bytearray(content)) == {"step": 1, "name": "x"}
+    for at in range(len(content)):
+        changed = bytes([*content[:at], content[at] ^ 1, *content[at + 1 :]])
+        with pytest.raises(ValueError, match=r"."):
+            unseal(changed)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"{", "cannot be read"),
+        (b"[" * 100_000, "cannot be read"),
+        (b"[]", "is not a sealed JSON object"),
+        (b"{}", "does not match its own digest"),
+        (seal({"format": 2}), "has format 2; this version reads 1"),
+        (seal({"format": 1, "folder": "x"}), "cannot be read"),
+    ],
+)
+def test_decode_sealed_says_what_is_damaged(content: bytes, problem: str) -> None:
+    with pytest.raises(DamagedError, match=problem):
+        decode_sealed(Newest, content, "newest.json", version=1, damaged=damaged)
+
+
+def test_decode_sealed_refuses_files_outside() -> None:
+    entry = {"name": "../x", "bytes": 1, "sha256": "0", "kind": "state", "table": None, "shard": 0, "num_shards": 1}
+    content = seal({"format": 1, "step": 1, "num_ranks": 1, "files": [entry]})
+    with pytest.raises(DamagedError, match="outside"):
+        decode_sealed(Manifest, content, "step-00000001", version=1, damaged=damaged)
+
+
+@pytest.mark.parametrize(("content", "problem"), [(b"abd", "its content does not match"), (b"ab", "has 2 bytes")])
+def test_read_verified_refuses_other_content(tmp_path: Path, content: bytes, problem: str) -> None:
+    (tmp_path / "rows").write_bytes(content)
+    entry = entry_of("rows", b"abc")
+    with pytest.raises(DamagedError, match=problem) as caught:
+        read_verified(LocalStorage(tmp_path.parent), tmp_path.name, entry, damaged)
+    assert caught.value.value == f"{tmp_path.name}/rows"
+    assert problem in (file_problem(tmp_path / "rows", entry) or "")
+
+
+def test_read_verified_tells_damage_from_a_storage_that_fails(tmp_path: Path) -> None:
+    storage, entry = LocalStorage(tmp_path), entry_of("rows", b"abc")
+    with pytest.raises(DamagedError, match="cannot be read: No such file"):
+        read_verified(storage, "step", entry, damaged)
+    (tmp_path / "step").write_bytes(b"")
+    with pytest.raises(NotADirectoryError):
+        read_verified(storage, "step", entry, damaged)
+    with pytest.raises(DamagedError, match="cannot be read: Not a directory"):
+        read_verified(storage, "step", entry, damaged, unreadable=(OSError,))
+
+
+def test_read_tensors_returns_what_was_written(tmp_path: Path) -> None:
+    tensors = {"keys": torch.arange(3), "weight": torch.ones(3, 2, dtype=torch.bfloat16), "none": torch.empty(0, 4)}
+    content = b"".join(safetensors_content(tensors))
+    (tmp_path / "rows").write_bytes(content)
+    found = read_tensors(LocalStorage(tmp_path), ".", entry_of("rows", content), damaged)
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("content", [b"", b"not safetensors", b"\x02\x00\x00\x00\x00\x00\x00\x00[]"])
+def test_read_tensors_refuses_another_format(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "rows").write_bytes(content)
+    with pytest.raises(DamagedError, match="is not a safetensors file"):
+        read_tensors(LocalStorage(tmp_path), ".", entry_of("rows", content), damaged)
