@@ -62,7 +62,8 @@ def publish(address: str, encoder: HSTUConfig, num_items: int, share: float, see
         for name, rows in (("items", num_items + 1), ("event_tab", 3))
     )
     now = Described(tables=tables, files=descriptions(servable), spec=servable.spec)
-    versions, newest = Versions(storage_of(address)), None
+    versions = Versions(storage_of(address))
+    newest = None
     if Path(address, "newest.json").exists():
         newest = versions.newest()
     about = About(

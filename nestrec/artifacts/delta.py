@@ -95,8 +95,8 @@ def _wanted(chunk: Rows, superseded: Keys, owned: Callable[[torch.Tensor], torch
 def _contains(sorted_keys: Keys, keys: Keys) -> NDArray[np.bool_]:
     if not len(sorted_keys):
         return np.zeros(len(keys), dtype=np.bool_)
-    place = np.searchsorted(sorted_keys, keys).clip(max=len(sorted_keys) - 1)
-    found: NDArray[np.bool_] = sorted_keys[place] == keys
+    index = np.searchsorted(sorted_keys, keys).clip(max=len(sorted_keys) - 1)
+    found: NDArray[np.bool_] = sorted_keys[index] == keys
     return found
 
 

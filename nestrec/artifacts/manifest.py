@@ -23,7 +23,7 @@ from nestrec.base.errors import DamagedError, UserError
 
 T = TypeVar("T")
 Damaged = Callable[[str, str], DamagedError]
-"""Makes the error for a place and what is wrong there."""
+"""Makes the error of a file: its name, and what is wrong with it."""
 NOT_THERE = (FileNotFoundError, IsADirectoryError)
 """Errors of a storage that has answered; others say nothing about the artifact."""
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
@@ -207,7 +207,8 @@ def read_tensors(
 
 
 def _tensor(memory: bytearray, start: int, about: dict[str, Any]) -> torch.Tensor:
-    dtype, (first, end) = _DTYPES[about["dtype"]], about["data_offsets"]
+    dtype = _DTYPES[about["dtype"]]
+    first, end = about["data_offsets"]
     if first == end:
         return torch.empty(about["shape"], dtype=dtype)
     count = (end - first) // dtype.itemsize

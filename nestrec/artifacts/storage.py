@@ -34,13 +34,13 @@ class Reads(Protocol):
     def list_folders(self, name: str) -> list[str]:
         """Return the names of the folders in a folder, sorted; an empty list if the folder does not exist.
 
-        A file or a dangling link in the place of the folder is an error: there may be folders that are not found.
+        A file or a dangling link under the name of the folder is an error: there may be folders that are not found.
         """
         ...
 
 
 class Storage(Reads, Protocol):
-    """A place for files. A method that fails raises an `OSError`."""
+    """Files at an address. A method that fails raises an `OSError`."""
 
     address: str
 

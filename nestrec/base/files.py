@@ -102,7 +102,8 @@ def replaced_file(path: Path, *, mode: int = 0o666, durable: bool = True) -> Ite
         partial.replace(path)
     except OSError as error:
         if str(error.filename) == str(partial):  # an error message names the file that the user knows
-            error.filename, error.filename2 = str(path), None
+            error.filename = str(path)
+            error.filename2 = None
         raise
     finally:
         partial.unlink(missing_ok=True)

@@ -103,7 +103,7 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(content: bytes | bytearray, where: str) -> Manifest:
-    """The inverse of `encode`; content that `encode` would not have written raises `DamagedError`."""
+    """Returns the manifest that `encode` was given; `DamagedError` for content that it would not have written."""
     manifest = decode_sealed(Manifest, content, where, version=FORMAT, damaged=_damaged)
     if any(entry.name == MANIFEST_NAME for entry in manifest.files):
         raise _damaged(where, "lists itself")
@@ -115,12 +115,12 @@ def _damaged(where: str, problem: str) -> DamagedError:
 
 
 def damaged_file(where: str, problem: str) -> DamagedError:
-    """The error for a file of a checkpoint."""
+    """Returns the error for a file of a checkpoint."""
     return DamagedError(problem, field="checkpoint", value=where)
 
 
 def manifest_in(storage: Reads, name: str, *, unreadable: tuple[type[Exception], ...] = NOT_THERE) -> Manifest:
-    """The manifest in a folder of a storage; `DamagedError` when it is missing, changed, or that of another step.
+    """Returns the manifest in a folder of a storage; `DamagedError` if it is missing, changed, or of another step.
 
     unreadable: errors of the storage that count as damage.
     """
@@ -132,8 +132,11 @@ def manifest_in(storage: Reads, name: str, *, unreadable: tuple[type[Exception],
 
 
 def chain_in(storage: Reads, name: str, *, unreadable: tuple[type[Exception], ...] = NOT_THERE) -> list[Manifest]:
-    """The manifest in a folder and those that it builds on, newest first; `DamagedError` when one is missing or
-    changed."""
+    """Returns the manifest in a folder and those that it builds on, newest first.
+
+    Raises:
+        DamagedError: One of them is missing or changed.
+    """
 
     def base_of(manifest: Manifest) -> Manifest | None:
         if manifest.base is None:
@@ -148,12 +151,12 @@ def chain_in(storage: Reads, name: str, *, unreadable: tuple[type[Exception], ..
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest in the folder of a checkpoint, as `manifest_in`; a file that cannot be read is damaged."""
+    """Reads a manifest as `manifest_in` does; a file that cannot be read is damaged."""
     return manifest_in(LocalStorage(path.parent), path.name, unreadable=(OSError,))
 
 
 def read_chain(path: Path) -> list[tuple[Path, Manifest]]:
-    """The folder and manifest of a checkpoint and those of its bases, newest first, as `chain_in`."""
+    """Returns the folders and manifests of a checkpoint and its bases, newest first, as `chain_in` does."""
     chain = chain_in(LocalStorage(path.parent), path.name, unreadable=(OSError,))
     return [(folder_of(path.parent, manifest.step), manifest) for manifest in chain]
 

@@ -112,7 +112,7 @@ class Elsewhere:
             self._on_first(partial(_discard, local, chain), problem)
             return damage
         # Only now: a folder that has any checkpoint is not filled from the address again.
-        self._on_first(partial(self._place_here, local, chain), problem)
+        self._on_first(partial(self._commit_local, local, chain), problem)
         return None
 
     def _on_first(self, action: Callable[[], T], problem: str) -> T | None:
@@ -148,7 +148,7 @@ class Elsewhere:
         return Copy(step, digest, json.loads(content), "")
 
     def _chain_or_damage(self, step: int) -> tuple[list[int], str | None]:
-        """The step and those that it builds on, oldest first."""
+        """Returns the step and those that it builds on, oldest first, and what is damaged."""
         try:
             return [manifest.step for manifest in reversed(chain_in(self._reads, _name(step)))], None
         except DamagedError as error:
@@ -176,7 +176,7 @@ class Elsewhere:
             return str(error)
         return None
 
-    def _place_here(self, local: LocalStorage, chain: list[int]) -> None:
+    def _commit_local(self, local: LocalStorage, chain: list[int]) -> None:
         for step in chain:
             content = encode(manifest_in(self._reads, _name(step)))
             local.write(f"{_partial(step)}/{MANIFEST_NAME}", iter([memoryview(content)]))

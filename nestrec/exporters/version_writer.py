@@ -90,7 +90,7 @@ def prune(versions: Versions, keep: int) -> list[str]:
     """
     newest = list(itertools.islice(versions.published(), keep))
     if len(newest) < keep:
-        return []  # earlier ones may lie behind one that is damaged
+        return []  # a damaged one may hide those before it
     digests = dict(newest)
 
     def base_of(folder: str) -> str | None:
@@ -132,7 +132,8 @@ class VersionWriter:
     """All ranks make the same calls in the same order; `SaveError` on all of them where one could not write."""
 
     def __init__(self, storage: Storage, peers: Peers):
-        self._storage, self._peers = storage, peers
+        self._storage = storage
+        self._peers = peers
         self.last_folder: str | None = None
         """of the version that was written last, or was to be"""
         self._begun: list[str] = []

@@ -158,7 +158,7 @@ def decode_newest(content: bytes | bytearray, where: str) -> Newest:
 
 
 def damaged_version(where: str, problem: str) -> DamagedError:
-    """The error for a file of a version."""
+    """Returns the error for a file of a version."""
     return DamagedError(problem, field="version", value=where, remedy="wait for the next full one")
 
 

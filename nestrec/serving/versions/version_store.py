@@ -185,7 +185,11 @@ class Versions:
         return list(chain_of(self.step_at(target), self._base_of))[::-1]
 
     def step_at(self, at: At) -> VersionStep:
-        """A version, told in full if it is and can be read, else as a delta; `DamagedError` if it is neither."""
+        """Returns a version by its full manifest if that can be read, else by its delta.
+
+        Raises:
+            DamagedError: It has neither, or they are damaged.
+        """
         folder, version = at
         problem: DamagedError | None = None
         try:
@@ -201,14 +205,14 @@ class Versions:
             raise problem or damaged_version(f"{VERSIONS}/{folder}", text) from missing
 
     def _base_of(self, step: VersionStep) -> VersionStep | None:
-        """The version that one completes as it is told; none for one that is told in full."""
+        """Returns the version that a delta completes; None for a full manifest."""
         return None if step.manifest.kind == "full" else self.step_at(_parent(step))
 
     def _delta(self, at: At) -> VersionStep:
         return VersionStep(at[0], self.manifest(at[0], "delta", at[1]))
 
     def tensors(self, step: VersionStep, entry: FileEntry) -> dict[str, torch.Tensor]:
-        """The tensors of a file, which is the one of its digest."""
+        """Returns the tensors of a file whose content is that of its digest."""
         return read_tensors(self._reads, f"{VERSIONS}/{step.folder}", entry, damaged_version)
 
     def weights(self, step: VersionStep) -> dict[str, torch.Tensor]:

@@ -36,9 +36,12 @@ def rows(keys: list[int], value: float) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_newest_rows_equal_those_of_a_dictionary(seed: int) -> None:
-    draw, table, layers = random.Random(seed), dict[int, float](), []
+    draw = random.Random(seed)
+    table = dict[int, float]()
+    layers = []
     for step in range(4):
-        removed, written = draw.sample(range(20), 5), [draw.sample(range(20), 6) for _ in range(2)]
+        removed = draw.sample(range(20), 5)
+        written = [draw.sample(range(20), 6) for _ in range(2)]
         written[1] = [key for key in written[1] if key not in written[0]]
         for key in removed if step else ():
             table.pop(key, None)

@@ -73,7 +73,8 @@ def test_read_verified_refuses_other_content(tmp_path: Path, content: bytes, pro
 
 
 def test_read_verified_tells_damage_from_a_storage_that_fails(tmp_path: Path) -> None:
-    storage, entry = LocalStorage(tmp_path), entry_of("rows", b"abc")
+    storage = LocalStorage(tmp_path)
+    entry = entry_of("rows", b"abc")
     with pytest.raises(DamagedError, match="cannot be read: No such file"):
         read_verified(storage, "step", entry, damaged)
     (tmp_path / "step").write_bytes(b"")

@@ -23,7 +23,9 @@ def crash() -> None:
 def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """(what, inode) of flushes and renames, in order; the real ones are made as well."""
     seen: list[tuple[str, int]] = []
-    fsync, rename, replace = os.fsync, os.rename, os.replace
+    fsync = os.fsync
+    rename = os.rename
+    replace = os.replace
 
     def watched_fsync(descriptor: int) -> None:
         fsync(descriptor)
