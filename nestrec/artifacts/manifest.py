@@ -22,6 +22,7 @@ from nestrec.base.config_values import from_plain
 from nestrec.base.errors import DamagedError, UserError
 
 T = TypeVar("T")
+Kind = Literal["tensors", "state", "weights", "descriptions", "rows", "removed", "index"]
 Damaged = Callable[[str, str], DamagedError]
 """Makes the error of a file: its name, and what is wrong with it."""
 NOT_THERE = (FileNotFoundError, IsADirectoryError)
@@ -46,7 +47,7 @@ class FileDigest:
 class FileEntry(FileDigest):
     """One file of a checkpoint or a published version."""
 
-    kind: Literal["tensors", "state", "weights", "descriptions", "rows", "removed", "index"]
+    kind: Kind
     """Dense tensors and JSON state of a checkpoint; dense weights and descriptions of a version; rows of a table, keys
     removed from a table, vectors of a retrieval index."""
     table: str | None = None
@@ -57,6 +58,23 @@ class FileEntry(FileDigest):
     """Number of shards of the table when it was written."""
     hashes: tuple[int, int] | None = None
     """Lowest and highest hash of its keys: a reader that owns none between them need not read it; none: not known."""
+
+
+def entry_of(
+    name: str,
+    written: tuple[int, str],
+    kind: Kind,
+    *,
+    table: str | None = None,
+    shard: tuple[int, int] = (0, 1),
+    hashes: tuple[int, int] | None = None,
+) -> FileEntry:
+    """Return the entry of a file. written: its size and digest. shard: (index, number) of the writer's shard."""
+    size, sha256 = written
+    index, number = shard
+    return FileEntry(
+        name=name, bytes=size, sha256=sha256, kind=kind, table=table, shard=index, num_shards=number, hashes=hashes
+    )
 
 
 def plain_manifest(manifest: Any) -> dict[str, Any]:
@@ -151,59 +169,41 @@ def file_problem(path: Path, entry: FileDigest, *, is_read: bool = True) -> str 
     return mismatch(entry, size, sha256)
 
 
-def read_verified(
-    storage: Reads,
-    folder: str,
-    entry: FileDigest,
-    damaged: Damaged,
-    *,
-    unreadable: tuple[type[Exception], ...] = NOT_THERE,
-) -> bytes | bytearray:
-    """Return the content of a file, compared with its size and digest.
+class VerifiedReads:
+    """Reads files of artifacts and compares them with their entries; what is missing or differs is a `DamagedError`."""
 
-    Args:
-        storage: Where to read.
-        folder: The folder of the artifact.
-        entry: Entry of the file in the manifest.
-        damaged: Makes the error.
-        unreadable: Errors of the storage that count as damage of this file; others are raised as they are.
-    """
-    where = f"{folder}/{entry.name}"
-    content = read_or_damaged(storage, where, damaged, unreadable=unreadable)
-    problem = mismatch(entry, len(content), hashlib.sha256(content).hexdigest())
-    if problem is not None:
-        raise damaged(where, problem)
-    return content
+    def __init__(self, storage: Reads, damaged: Damaged, unreadable: tuple[type[Exception], ...] = NOT_THERE):
+        """unreadable: errors of the storage that count as damage of the file; others are raised as they are."""
+        self._storage = storage
+        self._damaged = damaged
+        self._unreadable = unreadable
 
+    def read(self, name: str) -> bytes | bytearray:
+        """Return the content of a file of which nothing is known."""
+        try:
+            return self._storage.read(name)
+        except self._unreadable as error:
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+            raise self._damaged(name, f"cannot be read: {reason}") from error
 
-def read_or_damaged(
-    storage: Reads, name: str, damaged: Damaged, *, unreadable: tuple[type[Exception], ...] = NOT_THERE
-) -> bytes | bytearray:
-    """Return the content of a file; arguments as for `read_verified`."""
-    try:
-        return storage.read(name)
-    except unreadable as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise damaged(name, f"cannot be read: {reason}") from error
+    def content(self, folder: str, entry: FileDigest) -> bytes | bytearray:
+        """Return the content of a file of an artifact."""
+        content = self.read(f"{folder}/{entry.name}")
+        problem = mismatch(entry, len(content), hashlib.sha256(content).hexdigest())
+        if problem is not None:
+            raise self._damaged(f"{folder}/{entry.name}", problem)
+        return content
 
-
-def read_tensors(
-    storage: Reads,
-    folder: str,
-    entry: FileDigest,
-    damaged: Damaged,
-    *,
-    unreadable: tuple[type[Exception], ...] = NOT_THERE,
-) -> dict[str, torch.Tensor]:
-    """Return the tensors of a safetensors file, which share one memory; arguments as for `read_verified`."""
-    content = read_verified(storage, folder, entry, damaged, unreadable=unreadable)
-    memory = content if isinstance(content, bytearray) else bytearray(content)  # tensors must be writable
-    start = 8 + int.from_bytes(memory[:8], "little")
-    try:
-        header = json.loads(memory[8:start])
-        return {name: _tensor(memory, start, about) for name, about in header.items() if name != "__metadata__"}
-    except (AttributeError, KeyError, RecursionError, RuntimeError, TypeError, ValueError) as error:
-        raise damaged(f"{folder}/{entry.name}", f"is not a safetensors file: {error}") from error
+    def tensors(self, folder: str, entry: FileDigest) -> dict[str, torch.Tensor]:
+        """Return the tensors of a safetensors file, which share the memory of its content."""
+        content = self.content(folder, entry)
+        memory = content if isinstance(content, bytearray) else bytearray(content)  # tensors must be writable
+        start = 8 + int.from_bytes(memory[:8], "little")
+        try:
+            header = json.loads(memory[8:start])
+            return {name: _tensor(memory, start, about) for name, about in header.items() if name != "__metadata__"}
+        except (AttributeError, KeyError, RecursionError, RuntimeError, TypeError, ValueError) as error:
+            raise self._damaged(f"{folder}/{entry.name}", f"is not a safetensors file: {error}") from error
 
 
 def _tensor(memory: bytearray, start: int, about: dict[str, Any]) -> torch.Tensor:

@@ -102,6 +102,12 @@ class Peers:
     def is_first(self) -> bool:
         return self.rank == 0
 
+    def on_first(self, action: Callable[[], T], problem: str) -> T:
+        """Run `action` on the first rank; its result, or an error as of `agree`, on all ranks."""
+        results: list[Any] = self.agree(action if self.is_first else lambda: None, problem)
+        result: T = results[0]
+        return result
+
     def agree(self, action: Callable[[], T], problem: str) -> list[T]:
         """Run `action` on every rank; the results of all ranks, or an error on all of them when one has failed.
 

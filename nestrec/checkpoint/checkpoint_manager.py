@@ -244,7 +244,7 @@ class Checkpoints:
             return True
 
         problem = f"the checkpoint of step {step} could not be stored in {self._folder}"
-        return bool(self._peers.agree(link if self._peers.is_first else _do_nothing, problem)[0])
+        return self._peers.on_first(link, problem)
 
     def copies(self) -> list[Copy]:
         """Returns the copies at the address, in the order of their steps. Local.
@@ -264,7 +264,7 @@ class Checkpoints:
     def set_aside(self, step: int) -> None:
         """Take a checkpoint out of those that can be restored; its files stay."""
         problem = f"the checkpoint of step {step} could not be set aside"
-        self._first_agrees(lambda: self._set_aside(folder_of(self._folder, step)), problem)
+        self._peers.on_first(lambda: self._set_aside(folder_of(self._folder, step)), problem)
 
     def _taken(self, restored: Restored, take: Callable[[Restored], object]) -> list[str]:
         """Problems that the ranks met while they read."""
@@ -336,12 +336,12 @@ class Checkpoints:
         problem = f"the checkpoint of step {step} could not be written to {self._folder}"
         start_s = time.perf_counter()
         try:
-            self._first_agrees(lambda: self._begin(partial), problem)
+            self._peers.on_first(lambda: self._begin(partial), problem)
             written = self._peers.agree(lambda: self._write_part(partial, content, is_merging), problem)
             base = written[0]["base"]
             entries = [from_plain(FileEntry, entry) for part in written for entry in part["files"]]
             tables = sorted({table for part in written for table in part["tables"]})
-            self._first_agrees(
+            self._peers.on_first(
                 lambda: self._commit(self._manifest(step, base, tables, entries), partial, also), problem
             )
         except (SaveError, NonFiniteError):
@@ -362,9 +362,6 @@ class Checkpoints:
                 f"checkpoint of step {step}: {num_bytes / 1e9:.2f} GB {what} by {self._peers.world} ranks "
                 f"in {seconds:.1f} s ({rate:.2f} GB/s)"
             )
-
-    def _first_agrees(self, action: Callable[[], None], problem: str) -> None:
-        self._peers.agree(action if self._peers.is_first else _do_nothing, problem)
 
     def _begin(self, partial: Path) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -443,8 +440,4 @@ def _summary(problems: list[str], most: int = 3) -> str:
 
 
 def _say_nothing(message: str) -> None:
-    pass
-
-
-def _do_nothing() -> None:
     pass

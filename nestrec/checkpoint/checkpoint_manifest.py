@@ -15,16 +15,15 @@ from pathlib import Path
 
 from nestrec.artifacts.delta import chain_of
 from nestrec.artifacts.manifest import (
-    NOT_THERE,
     FileEntry,
+    VerifiedReads,
     decode_sealed,
     digest_of_plain,
     file_problem,
     plain_manifest,
-    read_or_damaged,
     seal,
 )
-from nestrec.artifacts.storage import LocalStorage, Reads
+from nestrec.artifacts.storage import LocalStorage
 from nestrec.base.config import config
 from nestrec.base.errors import DamagedError, UserError
 
@@ -119,19 +118,20 @@ def damaged_file(where: str, problem: str) -> DamagedError:
     return DamagedError(problem, field="checkpoint", value=where)
 
 
-def manifest_in(storage: Reads, name: str, *, unreadable: tuple[type[Exception], ...] = NOT_THERE) -> Manifest:
-    """Returns the manifest in a folder of a storage; `DamagedError` if it is missing, changed, or of another step.
+def local_reads(folder: Path) -> VerifiedReads:
+    """Returns the reads of the checkpoints in a folder; a file that cannot be read is damaged."""
+    return VerifiedReads(LocalStorage(folder), damaged_file, unreadable=(OSError,))
 
-    unreadable: errors of the storage that count as damage.
-    """
-    content = read_or_damaged(storage, f"{name}/{MANIFEST_NAME}", damaged_file, unreadable=unreadable)
-    manifest = decode(content, name)
+
+def manifest_in(reads: VerifiedReads, name: str) -> Manifest:
+    """Returns the manifest in a folder; `DamagedError` if it is missing, changed, or of another step."""
+    manifest = decode(reads.read(f"{name}/{MANIFEST_NAME}"), name)
     if folder_of(Path(), manifest.step).name != name:
         raise _damaged(name, f"belongs to step {manifest.step}")
     return manifest
 
 
-def chain_in(storage: Reads, name: str, *, unreadable: tuple[type[Exception], ...] = NOT_THERE) -> list[Manifest]:
+def chain_in(reads: VerifiedReads, name: str) -> list[Manifest]:
     """Returns the manifest in a folder and those that it builds on, newest first.
 
     Raises:
@@ -142,22 +142,22 @@ def chain_in(storage: Reads, name: str, *, unreadable: tuple[type[Exception], ..
         if manifest.base is None:
             return None
         folder = folder_of(Path(), manifest.base.step).name
-        base = manifest_in(storage, folder, unreadable=unreadable)
+        base = manifest_in(reads, folder)
         if digest_of(base) != manifest.base.digest or base.step >= manifest.step:
             raise DamagedError("is not the checkpoint that the later one builds on", field="base", value=folder)
         return base
 
-    return list(chain_of(manifest_in(storage, name, unreadable=unreadable), base_of))
+    return list(chain_of(manifest_in(reads, name), base_of))
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Reads a manifest as `manifest_in` does; a file that cannot be read is damaged."""
-    return manifest_in(LocalStorage(path.parent), path.name, unreadable=(OSError,))
+    """Reads the manifest in the folder of a checkpoint as `manifest_in` does."""
+    return manifest_in(local_reads(path.parent), path.name)
 
 
 def read_chain(path: Path) -> list[tuple[Path, Manifest]]:
     """Returns the folders and manifests of a checkpoint and its bases, newest first, as `chain_in` does."""
-    chain = chain_in(LocalStorage(path.parent), path.name, unreadable=(OSError,))
+    chain = chain_in(local_reads(path.parent), path.name)
     return [(folder_of(path.parent, manifest.step), manifest) for manifest in chain]
 
 

@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from nestrec.artifacts.atomic_files import safetensors_content, write_file
-from nestrec.artifacts.manifest import FileEntry, safe_name
+from nestrec.artifacts.manifest import FileEntry, entry_of, safe_name
 from nestrec.artifacts.writer_group import Peers
 from nestrec.base.errors import DamagedError
 from nestrec.base.failpoints import fail_point
@@ -111,17 +110,17 @@ def _write_all(folder: Path, content: Content, peers: Peers) -> Iterator[FileEnt
         for part, tensors in enumerate(parts_of(content.tensors, PART_BYTES)):
             check_finite("the dense weights and their optimiser state", tensors)
             name = f"tensors-{part:05d}.safetensors"
-            yield _entry(name, write_file(folder / name, safetensors_content(tensors), past_cache=True), "tensors")
+            yield entry_of(name, write_file(folder / name, safetensors_content(tensors), past_cache=True), "tensors")
     for table, keys in content.removed.items():
         name = f"removed-{safe_name(table)}-{peers.rank:05d}.safetensors"
         written = write_file(folder / name, safetensors_content({"keys": keys}))
-        yield _entry(name, written, "removed", table, content.shard or (peers.rank, peers.world), _bounds(keys))
+        yield entry_of(name, written, "removed", table=table, shard=_shard(content, peers), hashes=_bounds(keys))
     # One core trains, one reads rows. Where there are no more, rows are read and written in turn.
     yield from in_order(_rows(folder, content, peers), min(MOST_THREADS, cores_of_rank() - 2))
 
 
 def _rows(folder: Path, content: Content, peers: Peers) -> Iterator[Callable[[], FileEntry]]:
-    parts, shard = dict.fromkeys(content.tables, 0), content.shard or (peers.rank, peers.world)
+    parts, shard = dict.fromkeys(content.tables, 0), _shard(content, peers)
     for table, chunk in chunks_of(content.tables):
         name = f"rows-{safe_name(table)}-{peers.rank:05d}-{parts[table]:05d}.safetensors"
         parts[table] += 1
@@ -132,33 +131,16 @@ def _write_rows(path: Path, table: str, chunk: Chunk, shard: tuple[int, int]) ->
     check_chunk(table, chunk)
     check_finite(f"table {table!r}", chunk)
     written = write_file(path, safetensors_content(chunk), past_cache=True)
-    return _entry(path.name, written, "rows", table, shard, _bounds(chunk["keys"]))
+    return entry_of(path.name, written, "rows", table=table, shard=shard, hashes=_bounds(chunk["keys"]))
 
 
 def _write_state(folder: Path, content: Content) -> FileEntry:
     text = json.dumps(dict(content.state), indent=1).encode()
-    return _entry("state.json", write_file(folder / "state.json", iter([memoryview(text)])), "state")
+    return entry_of("state.json", write_file(folder / "state.json", iter([memoryview(text)])), "state")
 
 
-def _entry(  # noqa: PLR0917
-    name: str,
-    written: tuple[int, str],
-    kind: Literal["tensors", "state", "rows", "removed"],
-    table: str | None = None,
-    shard: tuple[int, int] = (0, 1),
-    hashes: tuple[int, int] | None = None,
-) -> FileEntry:
-    size, digest = written
-    return FileEntry(
-        name=name,
-        bytes=size,
-        sha256=digest,
-        kind=kind,
-        table=table,
-        shard=shard[0],
-        num_shards=shard[1],
-        hashes=hashes,
-    )
+def _shard(content: Content, peers: Peers) -> tuple[int, int]:
+    return content.shard or (peers.rank, peers.world)
 
 
 def _bounds(keys: torch.Tensor) -> tuple[int, int]:

@@ -12,11 +12,10 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 
 from nestrec.artifacts.delta import newest_rows
-from nestrec.artifacts.manifest import FileEntry, read_tensors
-from nestrec.artifacts.storage import LocalStorage
+from nestrec.artifacts.manifest import FileEntry, Kind
 from nestrec.base.thread_team import cores_of_rank, in_order
 from nestrec.checkpoint.checkpoint_content import Chunk
-from nestrec.checkpoint.checkpoint_manifest import Manifest, damaged_file
+from nestrec.checkpoint.checkpoint_manifest import Manifest, local_reads
 from nestrec.embedding.hashing import range_of_shard
 
 Owned = Callable[[torch.Tensor], torch.Tensor]
@@ -100,18 +99,17 @@ class Restored:
 
     def _read(self, path: Path, entries: list[FileEntry]) -> Iterator[Chunk]:
         """What files hold; where there are cores for it, some are read ahead."""
-        read = partial(read_tensors, LocalStorage(path.parent), path.name, damaged=damaged_file, unreadable=(OSError,))
-        calls = (partial(read, entry) for entry in entries)
+        calls = (partial(local_reads(path.parent).tensors, path.name, entry) for entry in entries)
         for entry, chunk in zip(entries, in_order(calls, min(MOST_THREADS, cores_of_rank() - 1)), strict=True):
             self.bytes_read += entry.bytes
             yield chunk
 
 
-def _of_kind(manifest: Manifest, kind: str) -> list[FileEntry]:
+def _of_kind(manifest: Manifest, kind: Kind) -> list[FileEntry]:
     return [entry for entry in manifest.files if entry.kind == kind]
 
 
-def _of_table(manifest: Manifest, kind: str, table: str, shard: tuple[int, int] | None) -> list[FileEntry]:
+def _of_table(manifest: Manifest, kind: Kind, table: str, shard: tuple[int, int] | None) -> list[FileEntry]:
     entries = [entry for entry in _of_kind(manifest, kind) if entry.table == table]
     return entries if shard is None else [entry for entry in entries if _may_hold(entry, shard)]
 

@@ -7,13 +7,13 @@ back its share; every file is compared with its digest on both ways.
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from nestrec.artifacts.manifest import FileEntry, mismatch, read_or_damaged, read_verified
+from nestrec.artifacts.manifest import FileEntry, VerifiedReads, mismatch
 from nestrec.artifacts.storage import LocalStorage, RetriedReads, Storage, storage_of
 from nestrec.artifacts.writer_group import Peers
 from nestrec.base.errors import DamagedError, UserError
@@ -33,7 +33,6 @@ from nestrec.checkpoint.checkpoint_manifest import (
 
 _PIECE_BYTES = 16 << 20
 FIELD = "training.checkpoint_address"
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +61,12 @@ class Elsewhere:
         return storage_of(self.address)
 
     @cached_property
-    def _reads(self) -> RetriedReads:
-        return RetriedReads(self._storage)
+    def _reads(self) -> VerifiedReads:
+        return VerifiedReads(RetriedReads(self._storage), damaged_file)
 
     def steps(self) -> list[int]:
         """Returns the steps of the copies, damaged ones included, in order."""
-        return self._on_first(self._steps, f"{self.address} could not be looked into") or []
+        return self._peers.on_first(self._steps, f"{self.address} could not be looked into")
 
     def copies(self) -> list[Copy]:
         """Returns the copies in the order of their steps. Local.
@@ -85,13 +84,15 @@ class Elsewhere:
         """
         problem = f"{path.name} could not be copied to {self.address}"
         for folder, manifest in reversed(read_chain(path)):
-            if self._on_first(partial(self._digest, manifest.step), problem) == digest_of(manifest):
+            if self._peers.on_first(partial(self._digest, manifest.step), problem) == digest_of(manifest):
                 continue
-            self._on_first(partial(self._storage.remove, folder.name), problem)
+            self._peers.on_first(partial(self._storage.remove, folder.name), problem)
             self._peers.agree(partial(self._send_files, folder, manifest), problem)
             fail_point("checkpoint.before_sent_manifest")
-            self._on_first(partial(self._storage.replace, f"{folder.name}/{MANIFEST_NAME}", encode(manifest)), problem)
-        self._on_first(partial(self._retire, kept), problem)
+            self._peers.on_first(
+                partial(self._storage.replace, f"{folder.name}/{MANIFEST_NAME}", encode(manifest)), problem
+            )
+        self._peers.on_first(partial(self._retire, kept), problem)
 
     def fetch(self, parent: Path, step: int) -> str | None:
         """Copy a checkpoint and what it builds on into a folder; returns what is damaged, or None if all is whole.
@@ -100,27 +101,23 @@ class Elsewhere:
         """
         problem = f"step {step} could not be taken from {self.address}"
         local = LocalStorage(parent)
-        chain, damage = self._on_first(partial(self._chain_or_damage, step), problem) or ([], None)
+        chain, damage = self._peers.on_first(partial(self._chain_or_damage, step), problem)
         for each in chain:
-            self._on_first(partial(local.remove, _partial(each)), problem)
+            self._peers.on_first(partial(local.remove, _partial(each)), problem)
             found = self._peers.agree(partial(self._fetch_files, local, each), problem)
             damage = next((text for text in found if text is not None), None)
             fail_point("checkpoint.after_fetched")
             if damage is not None:
                 break
         if damage is not None:
-            self._on_first(partial(_discard, local, chain), problem)
+            self._peers.on_first(partial(_discard, local, chain), problem)
             return damage
         # Only now: a folder that has any checkpoint is not filled from the address again.
-        self._on_first(partial(self._commit_local, local, chain), problem)
+        self._peers.on_first(partial(self._commit_local, local, chain), problem)
         return None
 
-    def _on_first(self, action: Callable[[], T], problem: str) -> T | None:
-        """What the first rank finds, on all of them."""
-        return self._peers.agree(action if self._peers.is_first else _do_nothing, problem)[0]
-
     def _steps(self) -> list[int]:
-        folders = self._reads.list_folders("")
+        folders = RetriedReads(self._storage).list_folders("")
         steps = sorted(step for name in folders if (step := step_of(name)) is not None)
         sent = [step for step in steps if self._has_manifest(step)]
         # A kill while the first copy is sent leaves one folder without a manifest, which does not count. It cannot
@@ -129,7 +126,7 @@ class Elsewhere:
 
     def _has_manifest(self, step: int) -> bool:
         try:
-            self._reads.read(f"{_name(step)}/{MANIFEST_NAME}")
+            RetriedReads(self._storage).read(f"{_name(step)}/{MANIFEST_NAME}")
         except FileNotFoundError:
             return False
         except IsADirectoryError:
@@ -142,7 +139,7 @@ class Elsewhere:
             manifest = manifest_in(self._reads, _name(step))
             digest = digest_of(manifest)
             (entry,) = (entry for entry in manifest.files if entry.kind == "state")
-            content = read_verified(self._reads, _name(step), entry, damaged_file)
+            content = self._reads.content(_name(step), entry)
         except DamagedError as error:
             return Copy(step, digest, None, str(error))
         return Copy(step, digest, json.loads(content), "")
@@ -170,7 +167,7 @@ class Elsewhere:
         try:
             manifest = manifest_in(self._reads, _name(step))
             for entry in manifest.files[self._peers.rank :: self._peers.world]:
-                content = read_or_damaged(self._reads, f"{_name(step)}/{entry.name}", damaged_file)
+                content = self._reads.read(f"{_name(step)}/{entry.name}")
                 _compare(entry, local.write(f"{_partial(step)}/{entry.name}", iter([memoryview(content)])))
         except DamagedError as error:
             return str(error)
@@ -250,7 +247,3 @@ def _refusing(address: str) -> Iterator[None]:
             value=address,
             remedy="start again when the storage answers; nothing was changed there",
         ) from error
-
-
-def _do_nothing() -> None:
-    pass

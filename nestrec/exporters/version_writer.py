@@ -14,7 +14,7 @@ import itertools
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,8 @@ import torch
 
 from nestrec.artifacts.atomic_files import safetensors_content
 from nestrec.artifacts.delta import newest_rows, to_delete
-from nestrec.artifacts.manifest import FileEntry, safe_name
+from nestrec.artifacts.manifest import FileEntry, entry_of, safe_name
+from nestrec.artifacts.manifest import Kind as FileKind
 from nestrec.artifacts.storage import Storage
 from nestrec.artifacts.writer_group import Peers
 from nestrec.base.config import to_plain
@@ -145,7 +146,7 @@ class VersionWriter:
         self.last_folder = folder = f"{about.number:08d}-{token}"
         manifest = self._write(folder, kind, about, content, None)
         newest = Newest(folder=folder, version=manifest.version, number=manifest.number)
-        self._first(lambda: self._point(newest), folder)
+        self._peers.on_first(lambda: self._point(newest), _problem(folder, self._storage))
         return VersionStep(folder, manifest)
 
     def write_full(self, written: VersionStep, about: About, content: RankContent) -> VersionStep:
@@ -179,7 +180,7 @@ class VersionWriter:
             times=from_plain(Times, times),
             published_s=published_s,
         )
-        self._first(lambda: self._commit(folder, manifest), folder)
+        self._peers.on_first(lambda: self._commit(folder, manifest), _problem(folder, self._storage))
         return manifest
 
     def _files(self, folder: str, kind: Kind, about: About, content: RankContent) -> Iterator[FileEntry]:
@@ -191,20 +192,17 @@ class VersionWriter:
     def _all_files(self, folder: str, kind: Kind, about: About, content: RankContent) -> Iterator[FileEntry]:
         rank = self._peers.rank
 
-        def put(name: str, tensors: Pieces, what: Any, table: str | None = None) -> FileEntry:
-            size, digest = self._put(f"{VERSIONS}/{folder}/{name}", safetensors_content(tensors))
-            shard, num_shards = content.shard
-            return FileEntry(
-                name=name, bytes=size, sha256=digest, kind=what, table=table, shard=shard, num_shards=num_shards
-            )
+        def put(name: str, tensors: Pieces, kind: FileKind, table: str | None = None) -> FileEntry:
+            written = self._put(f"{VERSIONS}/{folder}/{name}", safetensors_content(tensors))
+            return entry_of(name, written, kind, table=table, shard=content.shard)
 
         if self._peers.is_first:
             check_finite("the dense weights", about.weights)
             yield put(f"{kind}-weights.safetensors", about.weights, "weights")
             plain, tensors = about.descriptions
             text = memoryview(json.dumps(plain).encode())
-            size, digest = self._put(f"{VERSIONS}/{folder}/{kind}-descriptions.json", iter([text]))
-            yield FileEntry(name=f"{kind}-descriptions.json", bytes=size, sha256=digest, kind="descriptions")
+            name = f"{kind}-descriptions.json"
+            yield entry_of(name, self._put(f"{VERSIONS}/{folder}/{name}", iter([text])), "descriptions")
             if tensors:
                 yield put(f"{kind}-descriptions.safetensors", tensors, "descriptions")
         for table, keys in content.removed.items():
@@ -236,9 +234,6 @@ class VersionWriter:
     def _point(self, newest: Newest) -> None:
         self._storage.replace(NEWEST_FILE, encode(newest))
         fail_point("publish.after_newest")
-
-    def _first(self, action: Callable[[], None], folder: str) -> None:
-        self._peers.agree(action if self._peers.is_first else lambda: None, _problem(folder, self._storage))
 
 
 def _checked(chunks: Iterable[Chunk], what: str) -> Iterator[Pieces]:

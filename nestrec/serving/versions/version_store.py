@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from nestrec.artifacts.delta import chain_of
-from nestrec.artifacts.manifest import FileEntry, read_tensors, read_verified
+from nestrec.artifacts.manifest import FileEntry, VerifiedReads
 from nestrec.artifacts.storage import Storage, TimedReads
 from nestrec.base.errors import DamagedError, UserError
 from nestrec.serving.versions.version_manifest import (
@@ -57,6 +57,7 @@ class Versions:
         """read_timeout_s: seconds after which a file that is not read yet counts as away."""
         self.storage = storage
         self._reads = TimedReads(storage, read_timeout_s)
+        self._verified = VerifiedReads(self._reads, damaged_version)
 
     def newest(self) -> Newest | None:
         """None where nothing was published yet."""
@@ -213,7 +214,7 @@ class Versions:
 
     def tensors(self, step: VersionStep, entry: FileEntry) -> dict[str, torch.Tensor]:
         """Returns the tensors of a file whose content is that of its digest."""
-        return read_tensors(self._reads, f"{VERSIONS}/{step.folder}", entry, damaged_version)
+        return self._verified.tensors(f"{VERSIONS}/{step.folder}", entry)
 
     def weights(self, step: VersionStep) -> dict[str, torch.Tensor]:
         """Dense weights by name."""
@@ -225,8 +226,7 @@ class Versions:
         plain, tensors = {}, {}
         for entry in _of_kind(step.manifest, "descriptions"):
             if entry.name.endswith(".json"):
-                content = read_verified(self._reads, f"{VERSIONS}/{step.folder}", entry, damaged_version)
-                plain = json.loads(content)
+                plain = json.loads(self._verified.content(f"{VERSIONS}/{step.folder}", entry))
             else:
                 tensors = self.tensors(step, entry)
         return plain, tensors

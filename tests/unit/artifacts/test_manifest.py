@@ -7,15 +7,7 @@ import pytest
 import torch
 
 from nestrec.artifacts.atomic_files import safetensors_content
-from nestrec.artifacts.manifest import (
-    FileDigest,
-    decode_sealed,
-    file_problem,
-    read_tensors,
-    read_verified,
-    seal,
-    unseal,
-)
+from nestrec.artifacts.manifest import FileDigest, VerifiedReads, decode_sealed, file_problem, seal, unseal
 from nestrec.artifacts.storage import LocalStorage
 from nestrec.base.errors import DamagedError
 from nestrec.checkpoint.checkpoint_manifest import Manifest
@@ -63,38 +55,38 @@ def test_decode_sealed_refuses_files_outside() -> None:
 
 
 @pytest.mark.parametrize(("content", "problem"), [(b"abd", "its content does not match"), (b"ab", "has 2 bytes")])
-def test_read_verified_refuses_other_content(tmp_path: Path, content: bytes, problem: str) -> None:
+def test_verified_reads_refuse_other_content(tmp_path: Path, content: bytes, problem: str) -> None:
     (tmp_path / "rows").write_bytes(content)
     entry = entry_of("rows", b"abc")
     with pytest.raises(DamagedError, match=problem) as caught:
-        read_verified(LocalStorage(tmp_path.parent), tmp_path.name, entry, damaged)
+        VerifiedReads(LocalStorage(tmp_path.parent), damaged).content(tmp_path.name, entry)
     assert caught.value.value == f"{tmp_path.name}/rows"
     assert problem in (file_problem(tmp_path / "rows", entry) or "")
 
 
-def test_read_verified_tells_damage_from_a_storage_that_fails(tmp_path: Path) -> None:
+def test_verified_reads_tell_damage_from_a_storage_that_fails(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     entry = entry_of("rows", b"abc")
     with pytest.raises(DamagedError, match="cannot be read: No such file"):
-        read_verified(storage, "step", entry, damaged)
+        VerifiedReads(storage, damaged).content("step", entry)
     (tmp_path / "step").write_bytes(b"")
     with pytest.raises(NotADirectoryError):
-        read_verified(storage, "step", entry, damaged)
+        VerifiedReads(storage, damaged).content("step", entry)
     with pytest.raises(DamagedError, match="cannot be read: Not a directory"):
-        read_verified(storage, "step", entry, damaged, unreadable=(OSError,))
+        VerifiedReads(storage, damaged, unreadable=(OSError,)).content("step", entry)
 
 
-def test_read_tensors_returns_what_was_written(tmp_path: Path) -> None:
+def test_verified_tensors_equal_those_written(tmp_path: Path) -> None:
     tensors = {"keys": torch.arange(3), "weight": torch.ones(3, 2, dtype=torch.bfloat16), "none": torch.empty(0, 4)}
     content = b"".join(safetensors_content(tensors))
     (tmp_path / "rows").write_bytes(content)
-    found = read_tensors(LocalStorage(tmp_path), ".", entry_of("rows", content), damaged)
+    found = VerifiedReads(LocalStorage(tmp_path), damaged).tensors(".", entry_of("rows", content))
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
 @pytest.mark.parametrize("content", [b"", b"not safetensors", b"\x02\x00\x00\x00\x00\x00\x00\x00[]"])
-def test_read_tensors_refuses_another_format(tmp_path: Path, content: bytes) -> None:
+def test_verified_tensors_refuse_another_format(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "rows").write_bytes(content)
     with pytest.raises(DamagedError, match="is not a safetensors file"):
-        read_tensors(LocalStorage(tmp_path), ".", entry_of("rows", content), damaged)
+        VerifiedReads(LocalStorage(tmp_path), damaged).tensors(".", entry_of("rows", content))
