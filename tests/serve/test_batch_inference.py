@@ -143,6 +143,15 @@ def test_whoever_the_model_knows_nothing_of_gets_what_the_server_would_answer(re
     assert [row["items"] for row in found] == [list(expected)] * 2
 
 
+def test_batch_removes_what_killed_jobs_left(retrieval, tmp_path):
+    for left in (".items.npy.writing.npy", ".items.npy.12-ab.partial"):  # of earlier versions and of this one
+        (tmp_path / left).write_text("")
+    other = tmp_path / ".users.npy.12-ab.partial"
+    other.write_text("of another job")
+    nestrec.load(retrieval.folder).batch(CFG).embed_items(tmp_path / "items.npy")
+    assert {path.name for path in tmp_path.iterdir()} == {"items.npy", "items.keys.json", other.name}
+
+
 def test_products_of_embedded_users_and_items_are_the_scores(retrieval, listed, whole, dataset_folder, tmp_path):
     batch = nestrec.load(retrieval.folder).batch(CFG)
     batch.embed_users(listed, tmp_path / "users.npy", data=dataset_folder)

@@ -35,6 +35,8 @@ def full_disk() -> None:
 
 
 def test_run_folder_on_a_full_disk_is_named_at_the_start(tiny_data: Path, tmp_path: Path) -> None:
+    for left in ("config.partial", ".config.json.12-ab.partial"):  # of killed runs, of earlier versions and of this one
+        (tmp_path / left).write_text("")
     trainer = trainer_of(tiny_data, tmp_path)
     with (
         armed("file.before_rename", full_disk),
@@ -42,6 +44,7 @@ def test_run_folder_on_a_full_disk_is_named_at_the_start(tiny_data: Path, tmp_pa
     ):
         trainer.train()
     assert trainer.state.step == 0
+    assert not [path for path in tmp_path.iterdir() if path.suffix == ".partial"]
 
 
 def test_a_run_folder_that_cannot_be_made_is_named(tiny_data: Path, tmp_path: Path) -> None:
