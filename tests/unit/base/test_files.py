@@ -106,7 +106,8 @@ def test_replaced_file_names_the_target_in_errors(tmp_path: Path) -> None:
 
 
 def test_remove_partials_removes_those_of_one_file(tmp_path: Path) -> None:
-    mine, other = tmp_path / ".a[1].json.12-ab.partial", tmp_path / ".b.json.12-ab.partial"
+    mine = tmp_path / ".a[1].json.12-ab.partial"
+    other = tmp_path / ".b.json.12-ab.partial"
     kept = [tmp_path / "a[1].json", tmp_path / "a.partial", tmp_path / ".folder.12-ab.partial" / "file"]
     kept[-1].parent.mkdir()
     for path in (mine, other, *kept):
