@@ -17,7 +17,6 @@ from nestrec.base.files import given_path
 from nestrec.checkpoint import IDENTITY, Checkpoints, Content, Peers, Restored
 from nestrec.checkpoint.table_checkpointer import SavedTables
 from nestrec.embedding import TableConfig
-from nestrec.pipeline.dense.dense_optimizer import DenseUpdate
 from nestrec.pipeline.training_pipeline import TrainingPipeline
 
 T = TypeVar("T")
@@ -48,9 +47,7 @@ class PipelineCheckpoints:
 
         keep: newest checkpoints that stay; older ones are deleted.
         """
-        if not isinstance(pipeline, TrainingPipeline) or not isinstance(pipeline.dense, DenseUpdate):
-            remedy = "give the nestrec.TrainingPipeline of a module"
-            raise UserError("is no pipeline of a module", field="pipeline", value=pipeline, remedy=remedy)
+        _check_pipeline(pipeline)
         if isinstance(keep, bool) or not isinstance(keep, int):
             raise UserError("must be a whole number from 1", field="keep", value=keep, remedy="such as 2")
         self._pipeline, self._dense = pipeline, pipeline.dense
@@ -133,6 +130,12 @@ class PipelineCheckpoints:
     def _tensors(self) -> dict[str, torch.Tensor]:
         """Weights, what the optimiser keeps of them, buffers. Collective where layers are sharded."""
         return self._dense.tensors() | {_BUFFER + name: buffer for name, buffer in self._dense.buffers().items()}
+
+
+def _check_pipeline(pipeline: Any) -> None:
+    if not isinstance(pipeline, TrainingPipeline):
+        remedy = "give the nestrec.TrainingPipeline of a module"
+        raise UserError("is no pipeline of a module", field="pipeline", value=pipeline, remedy=remedy)
 
 
 def _of_optimizer(settings: Mapping[str, Any]) -> tuple[str, int]:

@@ -1,6 +1,8 @@
-"""Schedules arrange the stages of training in time; `TrainingPipeline` joins them with a model and its tables."""
+"""Schedules arrange the stages of training in time; `PipelineCore` joins one with the parts that it drives, and
+`TrainingPipeline` with the module and tables of a user."""
 
 from nestrec.pipeline.exchange_window import Coupling
+from nestrec.pipeline.pipeline_core import PipelineCore
 from nestrec.pipeline.schedule_spec import SCHEDULES, PipelineConfig, ScheduleSpec
 from nestrec.pipeline.schedule_types import Compute, Dense, Feed, Rates, Schedule, Step, Totals
 from nestrec.pipeline.training_pipeline import TrainingPipeline
@@ -12,6 +14,7 @@ __all__ = [
     "Dense",
     "Feed",
     "PipelineConfig",
+    "PipelineCore",
     "Rates",
     "Schedule",
     "ScheduleSpec",

@@ -73,11 +73,11 @@ def check_batches(batches: Any) -> None:
 
 
 def check_model(model: Any) -> None:
-    """A module whose weights are there, or what computes in the place of one."""
-    if isinstance(model, type) or not (isinstance(model, nn.Module) or hasattr(model, "forward_backward")):
+    """A module whose weights are there."""
+    if not isinstance(model, nn.Module):
         remedy = "give an instance of an nn.Module; forward(vectors, batch) returns the sum of the losses and a weight"
         raise UserError("is no module", field="model", value=model, remedy=remedy)
-    for name, weight in model.named_parameters() if isinstance(model, nn.Module) else ():
+    for name, weight in model.named_parameters():
         if isinstance(weight, nn.UninitializedParameter) or weight.is_meta:
             remedy = "call a lazy module once with a sample, or load the weights, before TrainingPipeline is made"
             raise UserError("has no values yet", field="weight of the model", value=name, remedy=remedy)
@@ -112,8 +112,7 @@ def checked_rate(rate: Any) -> float | None:
 def configs_of(tables: Any) -> list[TableConfig]:
     """The tables in full."""
     remedy = 'give a list, such as [nestrec.Table("items", rows=1_000_000, dim=64)]'
-    tables = list(tables) if isinstance(tables, Iterable) else tables
-    if isinstance(tables, Table | TableConfig) or not tables:
+    if not isinstance(tables, Iterable) or not (tables := list(tables)):
         raise UserError("must be a list of tables", field="tables", value=tables, remedy=remedy)
     for table in tables:
         if not isinstance(table, Table | TableConfig):
@@ -121,16 +120,15 @@ def configs_of(tables: Any) -> list[TableConfig]:
     return [table.config if isinstance(table, Table) else table for table in tables]
 
 
-def check_optimizer(optimizer: Any, model: Any) -> None:
+def check_optimizer(optimizer: Any, model: nn.Module) -> None:
     """What updates the model's weights can do so, and holds no others: they would differ between ranks."""
-    is_ours = optimizer is None or isinstance(optimizer, OptimizerConfig | torch.optim.Optimizer)
-    if not is_ours and (isinstance(model, nn.Module) or not hasattr(optimizer, "early_sums")):
+    if optimizer is not None and not isinstance(optimizer, OptimizerConfig | torch.optim.Optimizer):
         remedy = (
             "give an optimiser over the model's weights, such as torch.optim.Adam(model.parameters()); a learning rate "
             "schedule of torch's is stepped in the loop"
         )
         raise UserError("is no optimiser", field="dense_optimizer", value=optimizer, remedy=remedy)
-    if not isinstance(optimizer, torch.optim.Optimizer) or not isinstance(model, nn.Module):
+    if not isinstance(optimizer, torch.optim.Optimizer):
         return
     if isinstance(optimizer, torch.optim.LBFGS):
         remedy = "take one that makes a step of gradients alone, such as torch.optim.Adam"

@@ -5,11 +5,10 @@
     for loss in pipeline.run(batches):
         ...
 
-This is the one place where engine, computation, dense update, tracer and schedule are joined. The trainer, a plan's
-rehearsal and the benchmarks stand on it too, and give parts of their own in the place of a module or of tables.
+The parts that do the work are those of a `PipelineCore`, which the trainer, the rehearsal of a plan and the benchmarks
+build directly. This module checks arguments, cuts batches of plain mappings and runs the loop over them.
 """
 
-import hashlib
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -47,9 +46,9 @@ from nestrec.pipeline.argument_checks import (
 )
 from nestrec.pipeline.dense.dense_optimizer import DenseUpdate, OptimizerConfig
 from nestrec.pipeline.exchange_window import Coupling, LossCompute, Precision, on_device
-from nestrec.pipeline.lanes import make_tracer
+from nestrec.pipeline.pipeline_core import PipelineCore
 from nestrec.pipeline.schedule_spec import PipelineConfig, ScheduleSpec
-from nestrec.pipeline.schedule_types import Compute, Dense, Feed, Rates, Step, Totals
+from nestrec.pipeline.schedule_types import Feed, Rates, Step
 from nestrec.pipeline.script_batches import (
     ModuleLoss,
     Samples,
@@ -74,10 +73,10 @@ class TrainingPipeline:
 
     def __init__(
         self,
-        model: nn.Module | Compute,
-        tables: Sequence[Table | TableConfig] | EmbeddingEngine,
+        model: nn.Module,
+        tables: Sequence[Table | TableConfig],
         *,
-        dense_optimizer: OptimizerConfig | torch.optim.Optimizer | Dense | None = None,
+        dense_optimizer: OptimizerConfig | torch.optim.Optimizer | None = None,
         schedule: str | PipelineConfig = "serial",
         micro_batches: int = 1,
         pooled: Collection[str] | Mapping[str, Pooling] = (),
@@ -117,9 +116,6 @@ class TrainingPipeline:
             part of their tokens, and `weight` is what a rank computes of them.
 
         spec: a schedule that stands in no seam, in the place of the named one; `schedule` still gives its options.
-
-        Parts that exist already are taken as they are: a `Compute` as the model, an engine as the tables, a `Dense` as
-        the dense optimiser.
         """
         check_choices(device=device, precision=precision, couples_samples=couples_samples)
         check_micro_batches(micro_batches)
@@ -135,28 +131,24 @@ class TrainingPipeline:
             replica_sync=(replica_sync, ReplicaSyncConfig),
         )
         self.options = schedule if isinstance(schedule, PipelineConfig) else PipelineConfig(schedule=str(schedule))
-        if isinstance(tables, EmbeddingEngine):
-            self.engine = tables
-        else:
-            configs = configs_of(tables)
-            topology = topology or Topology.from_environment(chosen_device(device))
-            self.engine = EmbeddingEngine(configs, topology, topology.device, replica_sync)
-        self.topology = self.engine.topology
-        spec = spec or self.options.spec
-        spec.check_tables(self.engine)
-        self.tracer = tracer or make_tracer(self.engine.device, rank=self.topology.rank)
-        self._features = {f: table.name for table in self.engine.tables.values() for f in table.feature_names}
-        if context is not None and context.size > 1 and isinstance(model, nn.Module):
+        if context is not None and context.size > 1:
             _check_context(weight, self.options)
-        self._micro_batches, self._weight = micro_batches, weight or _one_a_sample
-        self.dense, self._rates = self._dense_of(model, dense_optimizer, table_learning_rate)
-        self._loss: ModuleLoss | None = None
-        if isinstance(model, nn.Module):
-            self._loss = ModuleLoss(model, self._features, self._weight, pooled)
-            model = LossCompute(self._loss, self.engine.device, precision, couples_samples, reads_stored_rows=True)
-        self.schedule = spec.build(self.engine, model, self.dense, self.tracer, self.options)
-        if context is not None:
-            context.issue = self.schedule.issue
+        self._micro_batches = micro_batches
+        self._weight = weight or _one_a_sample
+        self.engine = _build_engine(tables, topology, device, replica_sync)
+        self._features = {f: table.name for table in self.engine.tables.values() for f in table.feature_names}
+        if dense_optimizer is None:
+            dense_optimizer = OptimizerConfig(table_learning_rate=table_learning_rate)
+        self.dense = _build_dense(model, dense_optimizer, self.engine)
+        self._rates = _rates_of(dense_optimizer, table_learning_rate)
+        self._loss = ModuleLoss(model, self._features, self._weight, pooled)
+        compute = LossCompute(self._loss, self.engine.device, precision, couples_samples, reads_stored_rows=True)
+        self._core = PipelineCore.build(
+            compute, self.engine, self.dense, self.options, tracer=tracer, spec=spec, context=context
+        )
+        self.topology = self._core.topology
+        self.tracer = self._core.tracer
+        self.schedule = self._core.schedule
         self.number = 0
         """Steps made."""
         self._is_whole = True
@@ -189,10 +181,6 @@ class TrainingPipeline:
         (loss,) = self.run([batch])
         return loss
 
-    def advance(self, step: Step, feed: Feed) -> Totals:
-        """One step for those who number their steps and cut their batches themselves; see `Schedule.advance`."""
-        return self.schedule.advance(step, feed)
-
     def lookup(self, keys: FeatureKeys) -> dict[str, torch.Tensor]:
         """Feature to (*shape of its keys, dim) float32 vectors, as they are now, on the device; changes nothing.
 
@@ -205,7 +193,7 @@ class TrainingPipeline:
                 remedy = did_you_mean(str(name), self._features)
                 raise UserError("is no feature of a table", field="keys", value=name, remedy=remedy)
         checked = {name: whole_keys(name, values) for name, values in keys.items()}
-        found = self.issue(lambda: self.engine.lookup_readonly(checked))
+        found = self._core.lookup(checked)
         return {name: found[name] for name in keys}
 
     def inputs(self, batch: Samples) -> tuple[dict[str, torch.Tensor | Jagged], dict[str, Any]]:
@@ -218,33 +206,23 @@ class TrainingPipeline:
         row is made, counted or evicted. Collective: every rank asks, with an empty batch where it has no samples.
         """
         self.check_whole()
-        assert self._loss is not None, "who brings a computation of his own knows what it is given"
         fields = fields_of(batch, self._features)
         whole = micro_batch_of(fields, self._features, np.arange(num_samples_of(fields)))
-        found = self.issue(lambda: self.engine.lookup_readonly(whole.keys))
-        return self._loss.inputs(on_device(whole, self.engine.device), found)
+        return self._loss.inputs(on_device(whole, self.engine.device), self._core.lookup(whole.keys))
 
     def digest(self) -> str:
         """The same text for the same tables and dense weights, to the bit, whatever the ranks. Collective."""
         self.check_whole()
-        found = hashlib.sha256()
-        for name in self.engine.tables:
-            found.update(self.issue(lambda name=name: self.engine.digest(name)).encode())  # type: ignore[misc]
-        if isinstance(self.dense, DenseUpdate):
-            for name, tensor in sorted(self.dense.tensors().items()):  # in whatever order they came to be
-                found.update(name.encode())
-                found.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        return found.hexdigest()
+        return self._core.digest()
 
     def issue(self, collective: Callable[[], T]) -> T:
         """Run a collective of the caller's in the order of the schedule's own, and wait for it."""
-        return self.schedule.issue(collective)
+        return self._core.issue(collective)
 
     def close(self) -> None:
         """End the threads, and give back the memory and files of the tables."""
         self._ended = self._ended or "it was closed"
-        self.schedule.close()
-        self.engine.close()
+        self._core.close()
 
     def abandon(self, error: BaseException) -> None:
         """Training has failed: end the threads without finishing what was begun."""
@@ -252,28 +230,11 @@ class TrainingPipeline:
         # Where all ranks stop at the same place, what they have begun is finished, and none waits in vain for another.
         self.schedule.abandon(BatchError(str(error)) if error is self._told else error)
 
-    def _dense_of(
-        self,
-        model: nn.Module | Compute,
-        optimizer: OptimizerConfig | torch.optim.Optimizer | Dense | None,
-        table_rate: float | None,
-    ) -> tuple[Dense, Callable[[int], Rates]]:
-        """The dense side, and the learning rates of each step."""
-        if optimizer is None:
-            optimizer = OptimizerConfig(table_learning_rate=table_rate)
-        if not isinstance(optimizer, OptimizerConfig | torch.optim.Optimizer):
-            return optimizer, OptimizerConfig(table_learning_rate=table_rate).rates
-        assert isinstance(model, nn.Module), "who brings a computation of his own brings the dense side, too"
-        model.to(self.engine.device)
-        dense = DenseUpdate(model, optimizer, self.topology, self.engine.device, self.engine.row_watch)
-        dense.share_first()
-        return dense, _rates_of(optimizer, table_rate)
-
     def _advance(self, batch: Batch, feed: Feed, *, is_fence: bool) -> torch.Tensor:
         self.number += 1
         self._is_whole = False
         step = Step(number=self.number, batch=batch, rates=self._rates(self.number), is_fence=is_fence)
-        loss = self._begun(lambda: self.advance(step, feed).loss)
+        loss = self._begun(lambda: self.schedule.advance(step, feed).loss)
         self._is_whole = is_fence
         return loss
 
@@ -374,7 +335,30 @@ def _one_a_sample(batch: Samples) -> float:
     return float(num_samples_of(batch))
 
 
+def _build_engine(
+    tables: Sequence[Table | TableConfig],
+    topology: Topology | None,
+    device: DeviceChoice,
+    replica_sync: ReplicaSyncConfig | None,
+) -> EmbeddingEngine:
+    configs = configs_of(tables)
+    topology = topology or Topology.from_environment(chosen_device(device))
+    return EmbeddingEngine(configs, topology, topology.device, replica_sync)
+
+
+def _build_dense(
+    model: nn.Module, optimizer: OptimizerConfig | torch.optim.Optimizer, engine: EmbeddingEngine
+) -> DenseUpdate:
+    """Move the model to the device, and give all ranks the weights of the first one. Collective."""
+    model.to(engine.device)
+    dense = DenseUpdate(model, optimizer, engine.topology, engine.device, engine.row_watch)
+    dense.share_first()
+    return dense
+
+
 def _rates_of(optimizer: OptimizerConfig | torch.optim.Optimizer, table_rate: float | None) -> Callable[[int], Rates]:
+    """The learning rates of each step."""
+
     def rates(step: int) -> Rates:
         if isinstance(optimizer, OptimizerConfig):
             found = optimizer.rates(step)

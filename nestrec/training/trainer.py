@@ -21,7 +21,7 @@ from nestrec.data.batch_loader import Batch, Batches, MicroBatch, PartAssembler
 from nestrec.data.samples.split import Part
 from nestrec.data.samples.time_windows import TimeWindow
 from nestrec.distributed import Topology
-from nestrec.pipeline import Feed, Rates, Step, TrainingPipeline
+from nestrec.pipeline import Feed, PipelineCore, Rates, Step
 from nestrec.pipeline.key_clustering import ByKeys
 from nestrec.pipeline.lanes import make_tracer
 from nestrec.pipeline.micro_batch_tuner import WindowChoice
@@ -150,7 +150,7 @@ class Trainer:
         )
         self.window = WindowChoice(cfg.batch, cfg.pipeline, topology)
         self.batches = self.make_batches()
-        self.pipeline = TrainingPipeline(
+        self.pipeline = PipelineCore.build(
             compute_of(
                 self.session.task,
                 topology.device,
@@ -159,8 +159,8 @@ class Trainer:
                 empty_pass=None if self.session.dense.sharded is None else self.session.dense.sharded.empty_pass,
             ),
             self.session.engine,
-            dense_optimizer=self.session.dense,
-            schedule=cfg.pipeline,
+            self.session.dense,
+            cfg.pipeline,
             tracer=self.tracer,
             context=self.session.ring,
         )
@@ -222,7 +222,7 @@ class Trainer:
                 self._predict_window()
                 with self.tracer.span("train.data.wait", kind="wait", lane="compute", step=self.state.step + 1):
                     batch = next(feed)
-                totals = self.pipeline.advance(self._step(batch, stop.is_set), feed)
+                totals = self.pipeline.schedule.advance(self._step(batch, stop.is_set), feed)
                 self.state = self.state.after(batch, self.batches.order.after(batch.position))
                 self._meter.watch(self.state.step, batch, totals)
                 self.folder.reached(self.state.step)
@@ -239,7 +239,7 @@ class Trainer:
         try:
             yield feed
         except BaseException as error:
-            self.pipeline.abandon(error)
+            self.pipeline.schedule.abandon(error)
             raise
         finally:
             feed.close()

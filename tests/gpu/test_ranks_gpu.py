@@ -58,7 +58,7 @@ def watched(topology: Topology, schedule: str, job: Job) -> tuple[dict[str, Any]
     """The state after a run, and how often a lane waited for the device in a step of the steady state: hidden, and by a
     transport over the host, which must."""
     training = Training(regrouped(topology, job.ranks), schedule, job)
-    advance = training.pipeline.advance
+    advance = training.pipeline.schedule.advance
 
     def advance_watched(step, feed):
         with warnings.catch_warnings():  # the mode says once that it is a prototype
@@ -66,7 +66,7 @@ def watched(topology: Topology, schedule: str, job: Job) -> tuple[dict[str, Any]
             torch.cuda.set_sync_debug_mode("warn" if step.number in STEADY else "default")
         return advance(step, feed)
 
-    training.pipeline.advance = advance_watched
+    training.pipeline.schedule.advance = advance_watched
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         result = training.run()
@@ -223,7 +223,7 @@ def grown(topology: Topology, job: Job) -> dict[str, list[int]]:
     for number in range(1, job.num_steps + 1):
         is_fence = number in (job.num_steps // 4, job.num_steps)
         step = Step(number=number, batch=next(feed), rates=Rates(dense=0.01, tables=0.1), is_fence=is_fence)
-        training.pipeline.advance(step, feed)
+        training.pipeline.schedule.advance(step, feed)
         if is_fence:
             training.pipeline.tracer.take()
             torch.cuda.synchronize()

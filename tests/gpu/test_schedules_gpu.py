@@ -64,7 +64,7 @@ def test_a_broken_rule_is_noticed_on_a_gpu(rule, stream):
 def steady_steps(training: Training, feed: Feed, first: int, last: int) -> None:
     for number in range(first, last + 1):
         rates = Rates(dense=0.01, tables=0.1)
-        training.pipeline.advance(Step(number=number, batch=next(feed), rates=rates), feed)
+        training.pipeline.schedule.advance(Step(number=number, batch=next(feed), rates=rates), feed)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # the debug mode and the profiler say that they are prototypes

@@ -226,7 +226,7 @@ def test_layout_every_module_is_used_by_the_package():
 
 
 def test_layout_only_schedules_drive_the_engine():
-    """Everything else trains by `TrainingPipeline`: a step that is driven by hand is not the one in use."""
+    """Everything else trains by a `PipelineCore`: a step that is driven by hand is not the one in use."""
     for path in PACKAGE.rglob("*.py"):
         if path.relative_to(PACKAGE).parts[0] not in {"embedding", "pipeline"}:
             calls = [node.func for node in nodes_of(path) if isinstance(node, ast.Call)]

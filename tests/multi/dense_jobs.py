@@ -15,7 +15,7 @@ from nestrec.distributed.topology import RanksConfig
 from nestrec.embedding import EmbeddingEngine
 from nestrec.models.hstu import HSTUConfig
 from nestrec.models.sequence import SequenceInfo
-from nestrec.pipeline import Feed, Rates, Step, TrainingPipeline
+from nestrec.pipeline import Feed, PipelineCore, Rates, Step
 from nestrec.pipeline.dense.dense_optimizer import DenseUpdate, OptimizerConfig
 from nestrec.pipeline.dense.fsdp_layers import ShardedLayers
 from nestrec.pipeline.exchange_window import LossCompute
@@ -81,11 +81,9 @@ def spans_of_paused_backward(topology: Topology, schedule: str) -> list[Any]:
     model = _Paused(go_on)
     engine = EmbeddingEngine(tables_of(job), topology)
     dense = DenseUpdate(model, OptimizerConfig(), topology, topology.device)
-    pipeline = TrainingPipeline(
-        LossCompute(tiny_loss(model), topology.device), engine, dense_optimizer=dense, schedule=schedule
-    )
+    pipeline = PipelineCore.build(LossCompute(tiny_loss(model), topology.device), engine, dense, schedule)
     feed = Feed(batches_of(job, topology, 1))
-    pipeline.advance(Step(number=1, batch=next(feed), rates=Rates(dense=0.1, tables=0.1), is_fence=True), feed)
+    pipeline.schedule.advance(Step(number=1, batch=next(feed), rates=Rates(dense=0.1, tables=0.1), is_fence=True), feed)
     pipeline.close()
     return pipeline.tracer.take()
 

@@ -18,7 +18,7 @@ from nestrec.distributed.topology import RanksConfig
 from nestrec.embedding import EmbeddingEngine, RowOptimizerConfig, StoreConfig, TableConfig
 from nestrec.embedding.routing.replica_key_union import ReplicaSyncConfig
 from nestrec.ops.embedding.row_gather import gather_rows
-from nestrec.pipeline import Feed, PipelineConfig, Rates, Step, TrainingPipeline
+from nestrec.pipeline import Feed, PipelineConfig, PipelineCore, Rates, Step
 from nestrec.pipeline.dense.dense_optimizer import DenseUpdate, OptimizerConfig
 from nestrec.pipeline.exchange_window import LossCompute
 from nestrec.trace import Span
@@ -186,11 +186,11 @@ class Training:
         stale_steps = self.job.stale_steps if self.schedule == "stale" else 1
         options = PipelineConfig(schedule=self.schedule, window_cache=self.job.window_cache, stale_steps=stale_steps)
         compute = LossCompute(tiny_loss(model), self.engine.device)
-        self.pipeline = TrainingPipeline(
+        self.pipeline = PipelineCore.build(
             compute,
             self.engine,
-            dense_optimizer=self.dense,
-            schedule=options,
+            self.dense,
+            options,
             spec=broken(self.job.broken, self.schedule) if self.job.broken else None,
         )
 
@@ -200,7 +200,7 @@ class Training:
             is_fence = number == last or number in self.job.fences
             rates = Rates(dense=self.job.dense_rate / number**0.5, tables=0.1 / number**0.5)
             step = Step(number=number, batch=next(feed), rates=rates, is_fence=is_fence)
-            self.losses.append(self.pipeline.advance(step, feed).loss)
+            self.losses.append(self.pipeline.schedule.advance(step, feed).loss)
             if is_fence:
                 self.seen[number] = self._look()
         self.pipeline.schedule.close()

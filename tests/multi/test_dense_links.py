@@ -24,7 +24,7 @@ from nestrec.distributed.collectives import barrier
 from nestrec.distributed.topology import RanksConfig
 from nestrec.embedding import EmbeddingEngine, TableConfig
 from nestrec.ops.embedding.row_gather import gather_rows
-from nestrec.pipeline import Feed, Rates, Step, TrainingPipeline
+from nestrec.pipeline import Feed, PipelineCore, Rates, Step
 from nestrec.pipeline.dense.dense_optimizer import DenseUpdate, OptimizerConfig
 from nestrec.pipeline.exchange_window import LossCompute
 from nestrec.report.result_file import make_frame
@@ -66,7 +66,7 @@ class _Trained:
             lambda part, rows, index: model(gather_rows(rows["items"], index["items"])).sum(), torch.device("cpu")
         )
         self._dense = DenseUpdate(model, OptimizerConfig(), topology, torch.device("cpu"))
-        self._pipeline = TrainingPipeline(loss, engine, dense_optimizer=self._dense, schedule=schedule)
+        self._pipeline = PipelineCore.build(loss, engine, self._dense, schedule)
 
     def steps(self, count: int) -> list[Span]:
         """What the next steps did."""
@@ -76,7 +76,7 @@ class _Trained:
         for number in range(first, first + count):
             is_fence = number == first + count - 1
             step = Step(number=number, batch=next(feed), rates=Rates(dense=0.01, tables=0.1), is_fence=is_fence)
-            self._pipeline.advance(step, feed)
+            self._pipeline.schedule.advance(step, feed)
         barrier(self.topology.control)
         self._number += count
         return self._pipeline.tracer.take()

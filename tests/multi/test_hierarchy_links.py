@@ -23,7 +23,7 @@ from nestrec.distributed.collectives import barrier
 from nestrec.distributed.topology import RanksConfig
 from nestrec.embedding import EmbeddingEngine, TableConfig
 from nestrec.embedding.hashing import owner_of
-from nestrec.pipeline import Feed, Rates, Step, TrainingPipeline
+from nestrec.pipeline import Feed, PipelineCore, Rates, Step
 from nestrec.pipeline.dense.dense_optimizer import DenseUpdate, OptimizerConfig
 from nestrec.pipeline.exchange_window import LossCompute
 from nestrec.report.result_file import make_frame
@@ -65,7 +65,7 @@ class _Trained:
             lambda part, rows, index: model(rows["items"][index["items"].long()]).sin().sum(), torch.device("cpu")
         )
         dense = DenseUpdate(model, OptimizerConfig(), topology, torch.device("cpu"))
-        self._engine, self._pipeline = engine, TrainingPipeline(loss, engine, dense_optimizer=dense, schedule=schedule)
+        self._engine, self._pipeline = engine, PipelineCore.build(loss, engine, dense, schedule)
 
     def steps(self, count: int) -> tuple[float, int]:
         """Seconds and bytes between hosts of a step, over the next ones."""
@@ -76,7 +76,7 @@ class _Trained:
         for number in range(first, first + count):
             is_fence = number == first + count - 1
             step = Step(number=number, batch=next(feed), rates=Rates(dense=0.01, tables=0.1), is_fence=is_fence)
-            self._pipeline.advance(step, feed)
+            self._pipeline.schedule.advance(step, feed)
         barrier(self.topology.control)
         self._number += count
         return (time.perf_counter() - start) / count, (bytes_on_link() - sent) // count

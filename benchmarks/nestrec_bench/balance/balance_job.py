@@ -36,7 +36,7 @@ from nestrec.distributed import Topology
 from nestrec.distributed.collectives import all_gather_json, barrier
 from nestrec.distributed.topology import Communicator
 from nestrec.models import HSTUConfig
-from nestrec.pipeline import Compute, Coupling, Feed, Rates, Step, TrainingPipeline
+from nestrec.pipeline import Compute, Coupling, Feed, PipelineCore, Rates, Step
 from nestrec.tasks.retrieval_task import RetrievalTaskConfig
 from nestrec.tasks.task import compute_of
 from nestrec.trace import Span, Tracer
@@ -134,7 +134,7 @@ class BalanceJob:
     bench: MeasuredBench
     session: Session
     compute: TimedCompute
-    pipeline: TrainingPipeline
+    pipeline: PipelineCore
     number: int = 0
     position: Position = field(default_factory=Position)
     """behind the last batch that was trained on"""
@@ -157,7 +157,7 @@ class BalanceJob:
         )
         session = Session.open(cfg, topology)
         compute = TimedCompute(compute_of(session.task, topology.device, "fp32"))
-        pipeline = TrainingPipeline(compute, session.engine, dense_optimizer=session.dense, tracer=Tracer())
+        pipeline = PipelineCore.build(compute, session.engine, session.dense, tracer=Tracer())
         return BalanceJob(bench, session, compute, pipeline)
 
     def feed(self, cfg: BalanceConfig, cost: CostModel, start: Position, tracer: Tracer) -> Feed:
@@ -181,7 +181,7 @@ class BalanceJob:
         self.position = self.order.after(batch.position)
         step = Step(number=self.number, batch=batch, rates=Rates(dense=1e-3, tables=1e-3))
         start_s = time.perf_counter()
-        self.pipeline.advance(step, feed)
+        self.pipeline.schedule.advance(step, feed)
         step_s = time.perf_counter() - start_s
         compute_s, cpu_s = self.compute.take()
         tokens = batch.tokens.astype(np.float64)

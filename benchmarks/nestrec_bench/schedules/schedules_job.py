@@ -16,7 +16,7 @@ from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine, RowOptimizerConfig, StoreConfig, TableConfig
 from nestrec.embedding.routing.replica_key_union import ReplicaSyncConfig
 from nestrec.ops.embedding.row_gather import gather_rows
-from nestrec.pipeline import Feed, PipelineConfig, Rates, Step, TrainingPipeline
+from nestrec.pipeline import Feed, PipelineConfig, PipelineCore, Rates, Step
 from nestrec.pipeline.dense.dense_optimizer import DenseUpdate, OptimizerConfig
 from nestrec.pipeline.exchange_window import Loss, LossCompute
 from nestrec.trace import Span
@@ -155,7 +155,7 @@ class Contestant:
             network = TokenNetwork(cfg)
         self.dense = DenseUpdate(network, OptimizerConfig(), topology, engine.device)
         compute = LossCompute(token_loss(network), engine.device, cfg.precision)
-        self.pipeline = TrainingPipeline(compute, engine, dense_optimizer=self.dense, schedule=options)
+        self.pipeline = PipelineCore.build(compute, engine, self.dense, options)
         self._batches, self._done = batches, 0
         self._rows_sent = self._bytes_sent = 0
 
@@ -170,7 +170,7 @@ class Contestant:
         for i in range(num_steps):
             self._done += 1
             step = Step(number=first_step + i, batch=next(feed), rates=RATES, is_fence=i + 1 == num_steps)
-            self.pipeline.advance(step, feed)
+            self.pipeline.schedule.advance(step, feed)
         after = self._crossed()
         self._rows_sent += after[0] - before[0]
         self._bytes_sent += after[1] - before[1]

@@ -32,7 +32,7 @@ from nestrec.embedding import EmbeddingEngine, TableConfig
 from nestrec.embedding.hashing import owner_of
 from nestrec.embedding.routing.deduplicated_keys import ERROR_WORDS
 from nestrec.ops.embedding.dedup_host import dedup_segments
-from nestrec.pipeline import Coupling, Feed, PipelineConfig, Rates, Step, Totals, TrainingPipeline
+from nestrec.pipeline import Coupling, Feed, PipelineConfig, PipelineCore, Rates, Step, Totals
 from nestrec_bench.bench import Bench, More, Row, Shown
 
 Model = Literal["retrieval", "tables"]
@@ -131,7 +131,7 @@ class _Rank:
                 setattr(engine, name, self._timed(part, getattr(engine, name)))
         options = PipelineConfig(window_cache=bench.window_cache)
         self._compute = _Compute()
-        self._pipeline = TrainingPipeline(self._compute, engine, dense_optimizer=_Dense(), schedule=options)
+        self._pipeline = PipelineCore.build(self._compute, engine, _Dense(), options)
         self._step, self.rounds, self.exchanges = 1, list[dict[str, float]](), 0
 
     def run(self, watch: Callable[[Callable[[], object]], None] | None = None) -> None:
@@ -143,7 +143,7 @@ class _Rank:
         step = Step(number=self._step, batch=batch, rates=Rates(dense=0.1, tables=0.1))
         self._spent.update(dict.fromkeys(PARTS, 0.0))
         start = time.thread_time() - self._loopback.seconds - self._compute.seconds
-        (watch or _plainly)(lambda: self._pipeline.advance(step, Feed(iter(()))))
+        (watch or _plainly)(lambda: self._pipeline.schedule.advance(step, Feed(iter(()))))
         total = time.thread_time() - self._loopback.seconds - self._compute.seconds - start
         self.rounds.append({**self._spent, OTHER: total - sum(self._spent.values())})
         self.exchanges = self._topology.log.count - before

@@ -38,7 +38,7 @@ from nestrec.models import HSTUConfig
 from nestrec.models.backbone_registry import BACKBONES
 from nestrec.models.backbone_spec import SequenceConfig
 from nestrec.models.heads import NegativesConfig
-from nestrec.pipeline import Feed, PipelineConfig, Rates, Step, TrainingPipeline
+from nestrec.pipeline import Feed, PipelineConfig, PipelineCore, Rates, Step
 from nestrec.pipeline.schedule_spec import ScheduleName
 from nestrec.tasks.retrieval_task import RetrievalTaskConfig
 from nestrec.tasks.task import compute_of
@@ -248,9 +248,9 @@ class StepRunner:
         self.session = Session.open(cfg, Topology.from_environment(cfg.training.device))
         self.session.task.model.train()
         self._device = self.session.topology.device
-        self._pipeline = TrainingPipeline(
+        self._pipeline = PipelineCore.build(
             compute_of(self.session.task, self._device, cfg.training.precision), self.session.engine,
-            dense_optimizer=self.session.dense, schedule=cfg.pipeline, tracer=Tracer(rank=0),
+            self.session.dense, cfg.pipeline, tracer=Tracer(rank=0),
         )  # fmt: skip
         self._batch_samples, self._number = batch_samples, 0
         self.take_from(self.session.task.assembler)
@@ -264,7 +264,7 @@ class StepRunner:
         """One step; its loss, still on the device. The last one is a fence: nothing is in flight after it."""
         self._number += 1
         step = Step(number=self._number, batch=next(self._feed), rates=Rates(1e-4, 1e-2), is_fence=is_last)
-        return self._pipeline.advance(step, self._feed).loss
+        return self._pipeline.schedule.advance(step, self._feed).loss
 
     def seconds(self, steps: int) -> float:
         """Mean wall time of so many steps, each begun as soon as the host gets to it."""

@@ -18,7 +18,7 @@ from nestrec.data.batch_order import Position
 from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine, Routed, TableConfig, WorkingSet
 from nestrec.embedding.routing.replica_key_union import ReplicaSyncConfig
-from nestrec.pipeline import Coupling, Feed, PipelineConfig, Rates, Step, Totals, TrainingPipeline
+from nestrec.pipeline import Coupling, Feed, PipelineConfig, PipelineCore, Rates, Step, Totals
 from nestrec.planning.simulator.program import Program, Recorder
 
 ENGINE_OPERATIONS = (
@@ -46,15 +46,13 @@ def rehearse(
     engine = EmbeddingEngine([table], topology, replica_sync=replica_sync)
     for name in ENGINE_OPERATIONS:
         setattr(engine, name, recorder.noting(name, getattr(engine, name), _PORTIONS.get(name)))
-    pipeline = TrainingPipeline(
-        _Compute(recorder), engine, dense_optimizer=_Dense(recorder), schedule=options, tracer=recorder
-    )
+    core = PipelineCore.build(_Compute(recorder), engine, _Dense(recorder), options, tracer=recorder)
     batches = [_batch(number, micro_batches) for number in range(1, steps + 1)]
     feed = Feed(iter(batches))
     for number in range(1, steps + 1):
         step = Step(number=number, batch=next(feed), rates=Rates(dense=0.1, tables=0.1), is_fence=number == steps)
-        pipeline.advance(step, feed)
-    pipeline.close()
+        core.schedule.advance(step, feed)
+    core.close()
     return recorder.program(options.schedule, micro_batches)
 
 

@@ -11,7 +11,7 @@ from nestrec.data.batch_order import Position
 from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine
 from nestrec.ops.embedding.row_gather import gather_rows
-from nestrec.pipeline import SCHEDULES, Feed, Rates, Step, TrainingPipeline
+from nestrec.pipeline import SCHEDULES, Feed, PipelineCore, Rates, Step
 from nestrec.pipeline.dense.dense_optimizer import DenseUpdate
 from nestrec.tasks.retrieval_task import RetrievalTask
 from nestrec.tasks.task import compute_of, sequence_info
@@ -58,13 +58,13 @@ def trained(
     engine = EmbeddingEngine(task.tables, topology)
     dense = DenseUpdate(task.model, cfg.optimizer, topology, topology.device)
     compute = compute_of(task, topology.device, "fp32")
-    pipeline = TrainingPipeline(compute, engine, dense_optimizer=dense, schedule=schedule)
+    pipeline = PipelineCore.build(compute, engine, dense, schedule)
     feed = Feed(Batches(task.assembler, cfg.batch, seed=1).starting_at(Position(0, 0)))
     rates, losses = Rates(dense=0.01, tables=0.05), []
     try:
         for number in range(1, 5):
             step = Step(number=number, batch=next(feed), rates=rates, is_fence=number == 4)
-            losses.append(float(pipeline.advance(step, feed).loss))
+            losses.append(float(pipeline.schedule.advance(step, feed).loss))
         return losses, engine.digest("items")
     finally:
         pipeline.close()

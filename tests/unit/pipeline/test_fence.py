@@ -8,15 +8,15 @@ import torch
 from nestrec.data.batch_loader import Batch
 from nestrec.data.batch_order import Position
 from nestrec.distributed import Topology
-from nestrec.embedding import EmbeddingEngine, TableConfig
+from nestrec.embedding import TableConfig
 from nestrec.pipeline import Rates, Step, TrainingPipeline
 from nestrec.pipeline.lanes import Label
 
 
 @pytest.mark.parametrize("lane", ["transfer", "communication", "lookup"])
 def test_a_fence_waits_for_every_lane(lane):
-    engine = EmbeddingEngine([TableConfig(name="t", dim=2)], Topology.single())
-    pipeline = TrainingPipeline(torch.nn.Linear(1, 1), engine, schedule="nested")
+    tables = [TableConfig(name="t", dim=2)]
+    pipeline = TrainingPipeline(torch.nn.Linear(1, 1), tables, schedule="nested", topology=Topology.single())
     machine, go, done = pipeline.schedule._machine, threading.Event(), threading.Event()
     batch = Batch(Position(), 1.0, torch.arange(1).numpy(), (), tokens=torch.arange(1).numpy())
     timer = threading.Timer(0.2, go.set)

@@ -13,8 +13,8 @@ from nestrec.pipeline import TrainingPipeline
 
 def pipeline_of(schedule: str, ttl_steps: int) -> TrainingPipeline:
     store = StoreConfig(eviction="ttl", ttl_steps=ttl_steps)
-    engine = EmbeddingEngine([TableConfig(name="t", dim=2, store=store)], Topology.single())
-    return TrainingPipeline(torch.nn.Linear(1, 1), engine, schedule=schedule)
+    table = TableConfig(name="t", dim=2, store=store)
+    return TrainingPipeline(torch.nn.Linear(1, 1), [table], schedule=schedule, topology=Topology.single())
 
 
 @pytest.mark.parametrize("schedule", ["dual_buffer", "nested", "priority"])
@@ -45,6 +45,7 @@ RATES = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD(torch.nn.Linear(1, 1).
         ({"tables": []}, "tables = .*must be a list of tables"),
         ({"tables": Table("t", rows=4, dim=2)}, "must be a list of tables"),
         ({"tables": ["t"]}, "tables = 't': is no table"),
+        ({"tables": 3}, "tables = 3: must be a list of tables"),
         ({"dense_optimizer": "adam"}, r"dense_optimizer = 'adam'.*\n.*model.parameters\(\)"),
         ({"dense_optimizer": {"lr": 0.1}}, "dense_optimizer = {'lr': 0.1}: is no optimiser"),
         ({"dense_optimizer": RATES}, r"LambdaLR.*: is no optimiser\n.*stepped in the loop"),

@@ -10,7 +10,7 @@ from nestrec.data.batch_loader import Batch, MicroBatch
 from nestrec.data.batch_order import Position
 from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine, RowOptimizerConfig, TableConfig
-from nestrec.pipeline import SCHEDULES, Feed, Rates, Step, TrainingPipeline
+from nestrec.pipeline import SCHEDULES, Feed, PipelineCore, Rates, Step
 from nestrec.pipeline.dense.dense_optimizer import DenseUpdate, OptimizerConfig
 
 NUM_STEPS, BAD_STEP, BAD_KEY = 7, 3, 31
@@ -52,11 +52,11 @@ def test_rows_that_are_not_finite_are_told_with_the_totals_of_one_of_the_next_st
     dense = DenseUpdate(
         torch.nn.Linear(1, 1), OptimizerConfig(), Topology.single(), torch.device("cpu"), engine.row_watch
     )
-    pipeline = TrainingPipeline(Gradients(), engine, dense_optimizer=dense, schedule=schedule)
+    pipeline = PipelineCore.build(Gradients(), engine, dense, schedule)
     feed, told = Feed(batch_of(number) for number in range(1, NUM_STEPS + 1)), []
     for number in range(1, NUM_STEPS + 1):
         step = Step(number=number, batch=next(feed), rates=Rates(dense=0.1, tables=10.0), is_fence=number == NUM_STEPS)
-        told.append(torch.isfinite(pipeline.advance(step, feed).rows).tolist())
+        told.append(torch.isfinite(pipeline.schedule.advance(step, feed).rows).tolist())
     assert told[: BAD_STEP - 1] == [[True, True]] * (BAD_STEP - 1)
     assert told[BAD_STEP + 1 :] == [[True, False]] * (NUM_STEPS - BAD_STEP - 1), "which table, and at most a step late"
     engine.clear("bad")

@@ -379,14 +379,14 @@ def test_two_trainers_do_not_write_into_one_folder(tiny_data: Path, tmp_path: Pa
 def test_a_reported_loss_is_that_of_its_step(tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = trainer_of("rows", tiny_data, tmp_path, {"training.max_steps": 23, "training.evaluate_every_epochs": 2})
     losses: dict[int, float] = {}
-    advance = trainer.pipeline.advance
+    advance = trainer.pipeline.schedule.advance
 
     def watched(step, feed):
         totals = advance(step, feed)
         losses[step.number] = float(totals.loss)
         return totals
 
-    monkeypatch.setattr(trainer.pipeline, "advance", watched)
+    monkeypatch.setattr(trainer.pipeline.schedule, "advance", watched)
     trainer.train()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     reported = {line["step"]: line["loss"] for line in lines if line["kind"] == "step"}

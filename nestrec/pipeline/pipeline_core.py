@@ -1,0 +1,92 @@
+"""The parts that train together: computation, tables, dense update, schedule and tracer.
+
+The trainer, the rehearsal of a plan and the benchmarks build a core from parts of their own. `nestrec.TrainingPipeline`
+builds one for the module of a user, and adds batches of plain mappings, checks of arguments and a loop.
+"""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from nestrec.distributed import Topology
+from nestrec.distributed.context_ring import ContextRing
+from nestrec.embedding import EmbeddingEngine
+from nestrec.embedding.routing.deduplicated_keys import FeatureKeys
+from nestrec.pipeline.dense.dense_optimizer import DenseUpdate
+from nestrec.pipeline.lanes import make_tracer
+from nestrec.pipeline.schedule_spec import PipelineConfig, ScheduleSpec
+from nestrec.pipeline.schedule_types import Compute, Dense, Schedule
+from nestrec.trace import Tracer
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineCore:
+    """A schedule and the parts that it drives. The caller numbers steps, cuts batches and calls `schedule.advance`."""
+
+    compute: Compute
+    engine: EmbeddingEngine
+    dense: Dense
+    schedule: Schedule
+    tracer: Tracer
+
+    @staticmethod
+    def build(
+        compute: Compute,
+        engine: EmbeddingEngine,
+        dense: Dense,
+        schedule: str | PipelineConfig = "serial",
+        *,
+        tracer: Tracer | None = None,
+        spec: ScheduleSpec | None = None,
+        context: ContextRing | None = None,
+    ) -> "PipelineCore":
+        """Build the schedule of these parts.
+
+        Args:
+            schedule: Name of the schedule, or its options.
+            tracer: Tracer of the steps; a new one by default.
+            spec: Schedule that is not registered under a name; `schedule` still gives its options.
+            context: Ring over which several ranks exchange the keys and values of one sample.
+        """
+        options = schedule if isinstance(schedule, PipelineConfig) else PipelineConfig(schedule=str(schedule))
+        spec = spec or options.spec
+        spec.check_tables(engine)
+        tracer = tracer or make_tracer(engine.device, rank=engine.topology.rank)
+        built = spec.build(engine, compute, dense, tracer, options)
+        if context is not None:
+            # The exchanges inside a forward pass must keep their place among the collectives of the schedule.
+            context.issue = built.issue
+        return PipelineCore(compute, engine, dense, built, tracer)
+
+    @property
+    def topology(self) -> Topology:
+        return self.engine.topology
+
+    def issue(self, collective: Callable[[], T]) -> T:
+        """Run a collective of the caller in the order of the schedule's own, and wait for it."""
+        return self.schedule.issue(collective)
+
+    def lookup(self, keys: FeatureKeys) -> dict[str, torch.Tensor]:
+        """Return the current vectors of keys, by feature, without changing the tables. Collective."""
+        return self.issue(lambda: self.engine.lookup_readonly(keys))
+
+    def digest(self) -> str:
+        """Return a hash of the tables and the dense weights that does not depend on the number of ranks. Collective."""
+        found = hashlib.sha256()
+        for name in self.engine.tables:
+            found.update(self.issue(lambda name=name: self.engine.digest(name)).encode())  # type: ignore[misc]
+        if isinstance(self.dense, DenseUpdate):
+            for name, tensor in sorted(self.dense.tensors().items()):  # in whatever order they came to be
+                found.update(name.encode())
+                found.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        return found.hexdigest()
+
+    def close(self) -> None:
+        """End the threads, and release the memory and files of the tables."""
+        self.schedule.close()
+        self.engine.close()
