@@ -1,20 +1,19 @@
-"""Who hears of the progress of a run; the console is one, a test another.
+"""What the trainer calls: listeners, the publisher of versions, the meter of losses and speeds.
 
-How fast a run goes: totals read a step late, so that the device is never waited for.
-
-The spans of all ranks in one place, for the timeline of a run.
+A `Listener` hears of the progress of a run; the console is one, a test another. A `Publishing` writes versions of the
+model for servers. The `Meter` reads the totals of a step one step late, so that the host never waits for the device.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 import torch
 
 from nestrec.base.clock import Clock, RealClock
-from nestrec.base.errors import NonFiniteError
+from nestrec.base.errors import NonFiniteError, UserError
 from nestrec.data.batch_loader import Batch
 from nestrec.data.samples.time_windows import TimeWindow
 from nestrec.distributed import Topology
@@ -23,6 +22,9 @@ from nestrec.pipeline import Totals
 from nestrec.tasks.metrics import Interval
 from nestrec.tasks.task import Evaluation
 from nestrec.trace import Span, merge
+from nestrec.training.run_config import PublishConfig
+from nestrec.training.run_identity import Identity
+from nestrec.training.training_session import Session, WindowEnd
 
 
 class Listener:
@@ -76,6 +78,56 @@ class Listeners(Listener):
     def warned(self, message: str) -> None:
         for listener in self._listeners:
             listener.warned(message)
+
+
+class Publishing(Protocol):
+    """All ranks make the same calls in the same order, while nothing is in flight."""
+
+    def is_due(self, step: int) -> bool:
+        """Whether a version of this step is to be published. The same on all ranks."""
+        ...
+
+    def publish(self, session: Session, step: int, times: Any = None) -> None:
+        """What has changed is copied, and written in the background. Nothing where this step is published already."""
+        ...
+
+    def on_window(self, end: WindowEnd) -> None:
+        """The same after a window."""
+        ...
+
+    def close(self) -> None:
+        """Wait until everything is written, and raise what went wrong."""
+        ...
+
+
+class OpenPublishing(Protocol):
+    """Opens the publishing of a run. Collective."""
+
+    def __call__(
+        self,
+        cfg: PublishConfig,
+        session: Session,
+        identity: Identity | None,
+        step: int,
+        *,
+        warn: Callable[[str], None],
+        tell: Callable[[str], None],
+    ) -> Publishing | None: ...
+
+
+def cannot_publish(
+    cfg: PublishConfig,
+    session: Session,
+    identity: Identity | None,
+    step: int,
+    *,
+    warn: Callable[[str], None],
+    tell: Callable[[str], None],
+) -> None:
+    """Raises if versions are to be published by a trainer that was not given a way to do so."""
+    if cfg.address:
+        remedy = "give Trainer open_publishing=nestrec.exporters.version_publisher.open_publishing"
+        raise UserError("needs a publisher", field="publish.address", value=cfg.address, remedy=remedy)
 
 
 @dataclass

@@ -117,7 +117,7 @@ class StreamFollower:
             stop = held.enter_context(StopRequest().listening())
             self.trainer._begin()
             self._follow(stop)
-            self.trainer.pipeline.schedule.close()
+            self.trainer.schedule.close()
             self.trainer._end()
         return self.trainer.state
 

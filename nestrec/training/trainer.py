@@ -1,17 +1,18 @@
-"""The training loop.
+"""The training loop: `Trainer.train_step` shows one step from top to bottom.
 
-When a run publishes versions of its model, for servers that follow it. How is `nestrec.serving.versions`' affair.
+What follows a step (a report, an evaluation, a save, a published version) is decided once before it, as a `StepPlan`.
+How versions are published is the business of `nestrec.exporters`, whose publisher is handed in (`OpenPublishing`).
 """
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 
+from nestrec.balance import BalanceConfig
 from nestrec.balance.balance_metrics import SlowRankWatch
 from nestrec.base.config import dumps, to_plain
 from nestrec.base.config_values import moment_ms
@@ -21,21 +22,30 @@ from nestrec.data.batch_loader import Batch, Batches, MicroBatch, PartAssembler
 from nestrec.data.samples.split import Part
 from nestrec.data.samples.time_windows import TimeWindow
 from nestrec.distributed import Topology
-from nestrec.pipeline import Feed, PipelineCore, Rates, Step
+from nestrec.pipeline import Feed, PipelineCore, Rates, Step, Totals
+from nestrec.pipeline.exchange_window import Loss
 from nestrec.pipeline.key_clustering import ByKeys
 from nestrec.pipeline.lanes import make_tracer
 from nestrec.pipeline.micro_batch_tuner import WindowChoice
 from nestrec.pipeline.schedule_types import check_can_cache, check_can_cut
 from nestrec.tasks.task import Evaluation, compute_of
 from nestrec.tasks.task_registry import check_loss, check_loss_is_sum
-from nestrec.trace import Span
+from nestrec.trace import Span, Tracer
 from nestrec.training.balance_controller import Balancing, settled
-from nestrec.training.callbacks import Listener, Meter, parts_ms, spans_of_ranks
+from nestrec.training.callbacks import (
+    Listener,
+    Meter,
+    OpenPublishing,
+    Publishing,
+    cannot_publish,
+    parts_ms,
+    spans_of_ranks,
+)
 from nestrec.training.run_checkpointer import Interrupted, Saving, StopRequest
-from nestrec.training.run_config import PublishConfig, RunConfig
+from nestrec.training.run_config import RunConfig
 from nestrec.training.run_folder import RunFolder
-from nestrec.training.run_identity import Identity, changes_since, check_same_data
-from nestrec.training.state import Lost, TrainState
+from nestrec.training.run_identity import changes_since, check_same_data
+from nestrec.training.state import TrainState
 from nestrec.training.training_session import Session, WindowEnd, WindowHook, check_any_window, on_first
 from nestrec.training.validation import (
     agree_on_config,
@@ -48,64 +58,40 @@ from nestrec.training.validation import (
 )
 from nestrec.training.warm_start import Beginning, check_same_beginning
 
-
-class Publishing(Protocol):
-    """All ranks make the same calls in the same order, while nothing is in flight."""
-
-    def is_due(self, step: int) -> bool:
-        """Whether a version of this step is to be published. The same on all ranks."""
-        ...
-
-    def publish(self, session: "Session", step: int, times: Any = None) -> None:
-        """What has changed is copied, and written in the background. Nothing where this step is published already."""
-        ...
-
-    def on_window(self, end: "WindowEnd") -> None:
-        """The same after a window."""
-        ...
-
-    def close(self) -> None:
-        """Wait until everything is written, and raise what went wrong."""
-        ...
-
-
-class OpenPublishing(Protocol):
-    """Opens the publishing of a run. Collective."""
-
-    def __call__(
-        self,
-        cfg: PublishConfig,
-        session: Session,
-        identity: Identity | None,
-        step: int,
-        *,
-        warn: Callable[[str], None],
-        tell: Callable[[str], None],
-    ) -> Publishing | None: ...
-
-
-def _cannot_publish(
-    cfg: PublishConfig,
-    session: Session,
-    identity: Identity | None,
-    step: int,
-    *,
-    warn: Callable[[str], None],
-    tell: Callable[[str], None],
-) -> None:
-    """Raises if versions are to be published by a trainer that was not given a way to do so."""
-    if cfg.address:
-        remedy = "give Trainer open_publishing=nestrec.exporters.version_publisher.open_publishing"
-        raise UserError("needs a publisher", field="publish.address", value=cfg.address, remedy=remedy)
-
-
 REPORT_EVERY_STEPS = 20
 TRACED_STEPS = 2 * REPORT_EVERY_STEPS
 """The trace of the steps before the last report up to this step is kept: later, the first ones are warm."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """What follows a step, decided once before it. The same on every rank, because what follows is collective."""
+
+    number: int
+    """Number of the step, from 1."""
+    is_fence: bool
+    """Whether the tables must be complete after the step, because something reads them."""
+    stops: bool
+    """Whether the run is saved after the step and ends, because it was told to stop."""
+    is_stop: bool
+    """Whether the step is a fence for no other reason than the stop."""
+    ends_window: bool
+    """Whether the batch is the last one of a window of time."""
+    reports: bool
+    """Whether loss, speeds and times are recorded."""
+    evaluates: bool
+    """Whether the model is measured on the validation part."""
+    saves: bool
+    """Whether a checkpoint is written."""
+    publishes: bool
+    """Whether a version is published. The end of a window publishes one by itself, through its hooks."""
+
+
 class Trainer:
-    """Trains a recipe in a run folder; started again on it, goes on from the last checkpoint."""
+    """Trains a recipe in a run folder; started again on it, goes on from the last checkpoint.
+
+    `train_step` shows what one step does. `__init__` lists the parts in the order in which they depend on each other.
+    """
 
     def __init__(
         self,
@@ -117,64 +103,137 @@ class Trainer:
         start_from: Path | None = None,
         window_hooks: Sequence[WindowHook] = (),
         generation: int | None = None,
-        open_publishing: OpenPublishing = _cannot_publish,
+        open_publishing: OpenPublishing = cannot_publish,
     ):
         """start_from: another run, whose weights, rows and optimiser state this one begins with.
 
         window_hooks: called when a window of time has ended (batch.order chronological). generation: of the dataset,
         for a run that follows a stream; none: the one in force. open_publishing: opens the publisher of versions.
         """
-        self._given = cfg
+        self._given = cfg  # recorded in the run folder as the user gave it
         self._follows = generation is not None
-        if self._follows:  # a stream has no end and no epochs: windows are measured as they come
-            cfg = replace(cfg, training=replace(cfg.training, evaluate_every_epochs=0, max_steps=None, patience=None))
-        self.cfg, self._topology, self._listener = cfg, topology, listener or Listener()
-        agree_on_config(cfg, topology)
-        check_dense(cfg, topology, follows=self._follows)
-        self.session = Session.open(cfg, topology, generation)
+        self.cfg = _config_of_stream(cfg) if self._follows else cfg
+        self._topology = topology
+        self._listener = listener or Listener()
+        self._window_hooks = window_hooks
+        self._open_publishing = open_publishing
+        # Before anything is built: a mistake in the options must not cost the time of loading data.
+        agree_on_config(self.cfg, topology)
+        check_dense(self.cfg, topology, follows=self._follows)
+        self.session = Session.open(self.cfg, topology, generation)
         self._beginning = None if start_from is None else Beginning.of(start_from, self.session)
         self.windows = self._take_windows()
-        self._window_hooks = window_hooks
-        check_can_cut(self.session.task.couples_samples, cfg.batch.micro_batches)
-        if cfg.pipeline.window_cache:
-            check_can_cache(cfg.batch.micro_batches)
-        check_parts(cfg, self.session.task)
-        check_micro_batches(cfg, None if self._follows else self.session.task.assembler.tokens)
-        self.session.task.check_batches(cfg.batch, topology.world)
+        _check_batches(self.cfg, self.session, follows=self._follows)
         self.folder = RunFolder(folder, is_writer=topology.is_first)
-        self.state = TrainState()
         self.tracer = make_tracer(topology.device, rank=topology.rank)
-        self._balance = settled(cfg.balance, self.session.task)
-        self.balancing = Balancing(
-            self._balance, made_ahead=cfg.batch.prefetch + 1, topology=topology, tracer=self.tracer
-        )
-        self.window = WindowChoice(cfg.batch, cfg.pipeline, topology)
+        self._balance = settled(self.cfg.balance, self.session.task)
+        self.balancing = _build_balancing(self._balance, self.cfg, topology, self.tracer)
+        self.window = WindowChoice(self.cfg.batch, self.cfg.pipeline, topology)
         self.batches = self.make_batches()
-        self.pipeline = PipelineCore.build(
-            compute_of(
-                self.session.task,
-                topology.device,
-                cfg.training.precision,
-                loss=self._loss,
-                empty_pass=None if self.session.dense.sharded is None else self.session.dense.sharded.empty_pass,
-            ),
-            self.session.engine,
-            self.session.dense,
-            cfg.pipeline,
-            tracer=self.tracer,
-            context=self.session.ring,
-        )
+        self.pipeline = _build_pipeline(self.cfg, self.session, self._loss, self.tracer)
+        self.schedule = self.pipeline.schedule
         self.saving = Saving(self.session, self.folder, self._listener)
-        self.has_best = False
-        """Whether the weights that were measured last are the best of the run."""
-        self._begun: list[str] = []
-        self.window_times: dict[str, float] = {}
-        """when the events of the window came, where it is one of a stream"""
-        self._open_publishing = open_publishing
         self.publishing: Publishing | None = None
         self._meter = Meter(tables=list(self.session.engine.tables))
-        self._stops = False
         self._slow_rank = SlowRankWatch()
+        self.state = TrainState()
+        self.has_best = False
+        """Whether the weights that were measured last are the best of the run."""
+        self.window_times: dict[str, float] = {}
+        """When the events of the window came, where it is one of a stream."""
+
+    def train(self) -> TrainState:
+        """To the end of the recipe, or until told to stop (`Interrupted`, after saving)."""
+        check_options_are_used(self.cfg, self.session.task)
+        if self.session.ring.size == 1 and self.session.dense.sharded is None:
+            check_loss_is_sum(self.cfg.task.kind, self.session.task, self.session.engine)
+        with contextlib.ExitStack() as held:
+            on_first(self._topology, lambda: held.enter_context(self.folder.kept_to_itself()))
+            self._begin()
+            self._tell_if_finished()
+            with StopRequest().listening() as stop, self._open_feed() as feed:
+                while not self._is_finished():
+                    self.train_step(feed, stop)
+                self.schedule.close()
+            self._save()
+            self._end()
+            return self.state
+
+    def train_step(self, feed: Feed, stop: StopRequest) -> None:
+        """One global batch: fetch, forward and backward per micro-batch, reduce, update, log, checkpoint."""
+        self._predict_window()  # a window is measured before the model has trained on any of its events
+
+        with self.tracer.span("train.data.wait", kind="wait", lane="compute", step=self.state.step + 1):
+            batch = next(feed)  # a pure function of the seed and the position, assembled ahead by the loader's threads
+
+        plan = self._plan_step(batch)
+        step = Step(
+            number=plan.number,
+            batch=batch,
+            rates=self._rates(),
+            wants_stop=stop.is_set,  # summed over ranks with the loss, so that all of them stop after the same step
+            is_fence=plan.is_fence,
+            is_stop=plan.is_stop,
+        )
+
+        # route keys -> fetch rows -> (vectors -> forward, backward -> gradients) per micro-batch -> reduce dense
+        # gradients -> update rows and dense weights -> write back. The schedule begins with later batches as early as
+        # it may: up to a fence, after which the tables must be complete. `serial` is the definition of a step.
+        totals = self.schedule.advance(step, feed)  # sums over ranks, still on the device
+
+        self._count_step(plan, batch, totals)
+        if plan.reports:
+            self._report()
+        if plan.evaluates:
+            self._validate()
+        if plan.stops:
+            self._save()
+            self._end()
+            raise Interrupted
+        if plan.saves:
+            self._save()
+        if plan.ends_window:
+            self._call_hooks()
+        if plan.publishes:
+            self._publish()  # after the save of the same step, from which a later start goes on
+
+    def _count_step(self, plan: StepPlan, batch: Batch, totals: Totals) -> None:
+        """What is remembered of a step before anything else looks at it."""
+        self.state = self.state.after(batch, self.batches.order.after(batch.position))
+        self._meter.watch(self.state.step, batch, totals)  # reads the totals of the step before: no wait for the device
+        self.folder.reached(self.state.step)
+        fail_point("train.step")
+        self.balancing.watch(batch)
+        if plan.ends_window:
+            self.state = self.state.ended_window()
+
+    def _plan_step(self, batch: Batch) -> StepPlan:
+        """Decide what follows the next step."""
+        number = self.state.step + 1
+        order = self.batches.order
+        following = order.after(batch.position)
+        ends_epoch = following.epoch > batch.position.epoch
+        ends_window = order.ends_window(batch.position)
+        every_steps = self.cfg.training.checkpoint_every_steps
+        is_save_due = every_steps is not None and number % every_steps == 0
+        is_publish_due = self.publishing is not None and self.publishing.is_due(number)
+        evaluates = (
+            ends_epoch and validates(self.cfg) and following.epoch % self.cfg.training.evaluate_every_epochs == 0
+        )
+        is_due = ends_epoch or ends_window or number == self._last_step or is_save_due or is_publish_due
+        # A stop may not change what the run would have become: where copies of rows differ, it waits.
+        stops = self._meter.wants_stop and self.session.engine.is_settled_after(number)
+        return StepPlan(
+            number=number,
+            is_fence=is_due or stops,
+            stops=stops,
+            is_stop=stops and not is_due,
+            ends_window=ends_window,
+            reports=number % REPORT_EVERY_STEPS == 0 or evaluates,
+            evaluates=evaluates,
+            saves=evaluates or ends_window or is_save_due,
+            publishes=is_publish_due and not ends_window,
+        )
 
     def make_batches(self) -> Batches:
         """Of the samples that the task gives now."""
@@ -195,51 +254,16 @@ class Trainer:
         """Of the task as it is now: where data grows, it is another one."""
         return check_loss(self.cfg.task.kind, self.session.task.loss(batch, rows, index))
 
-    def train(self) -> TrainState:
-        """To the end of the recipe, or until told to stop (`Interrupted`, after saving)."""
-        check_options_are_used(self.cfg, self.session.task)
-        if self.session.ring.size == 1 and self.session.dense.sharded is None:
-            check_loss_is_sum(self.cfg.task.kind, self.session.task, self.session.engine)
-        with contextlib.ExitStack() as held:
-            on_first(self._topology, lambda: held.enter_context(self.folder.kept_to_itself()))
-            return self._train()
-
-    def _train(self) -> TrainState:
-        self._begin()
-        self._tell_if_finished()
-        with StopRequest().listening() as stop:
-            self._loop(stop, self._is_finished, closes=True)
-        self._save()
-        self._end()
-        return self.state
-
-    def _loop(
-        self, stop: StopRequest, is_finished: Callable[[], bool], num_batches: int | None = None, *, closes: bool
-    ) -> None:
-        """Step by step. num_batches: how many there are at most. closes: no step will follow these."""
-        with self._feed(num_batches) as feed:
-            while not is_finished():
-                self._predict_window()
-                with self.tracer.span("train.data.wait", kind="wait", lane="compute", step=self.state.step + 1):
-                    batch = next(feed)
-                totals = self.pipeline.schedule.advance(self._step(batch, stop.is_set), feed)
-                self.state = self.state.after(batch, self.batches.order.after(batch.position))
-                self._meter.watch(self.state.step, batch, totals)
-                self.folder.reached(self.state.step)
-                fail_point("train.step")
-                self._after_step(batch)
-            if closes:
-                self.pipeline.schedule.close()
-
     @contextlib.contextmanager
-    def _feed(self, num_batches: int | None = None) -> Iterator[Feed]:
-        """The batches that follow; whatever ends their training ends the threads that work on them."""
+    def _open_feed(self, num_batches: int | None = None) -> Iterator[Feed]:
+        """The batches that follow, at most `num_batches`; whatever ends their training ends the threads that work on
+        them."""
         left = num_batches if self._last_step is None else max(0, self._last_step - self.state.step)
         feed = Feed(self.batches.starting_at(self.state.position), left)
         try:
             yield feed
         except BaseException as error:
-            self.pipeline.schedule.abandon(error)
+            self.schedule.abandon(error)
             raise
         finally:
             feed.close()
@@ -276,38 +300,22 @@ class Trainer:
         self.folder.close()
 
     def _begin(self) -> None:
+        """Go on from the newest checkpoint, or begin from another run or from step 0."""
         # Both before the config is written: they may refuse to go on with another one, or with another model.
         changes = on_first(self._topology, self._changes_since_last_start) or []
-        found = self.saving.find_to_go_on(self._begin_from_another)
+        begun: list[str] = []
+        found = self.saving.find_to_go_on(lambda: self._begin_from_another(begun))
         self.folder.begin(self._given, dumps(self.session.dataset.card) + "\n", self._topology.device)
         task = self.session.task
         self.folder.write_parameters(sum(p.numel() for p in task.model.parameters()), task.tables)
         self.state = self.saving.begin(found)
         if self._beginning is not None:
             self.folder.write_beginning(self._beginning.to_plain())
-        if self._begun:
-            self.folder.forget_after(-1)  # of an earlier start that ended before its first checkpoint
-        for text in self._begun:
-            self.folder.record("event", step=self.state.step, text=text)
-            self._listener.noted(text)
-        lost = self.folder.lost_after(self.state.step)
-        if self.state.step and not self._begun:
-            self.folder.forget_after(self.state.step)
-            self._record_resumption(lost)
-            for change in changes:
-                self.folder.record("event", step=self.state.step, text=f"changed: {change}")
-                self._listener.warned(f"changed since the run was last started: {change}")
-        known, dropped = self.balancing.resume(self.state.cost_changes, self.state.step, fitted_from=self.state.cost)
-        for note in dropped:
-            self.folder.record("event", step=self.state.step, text=note)
-            self._listener.warned(note)
-        self.state = replace(
-            self.state,
-            cost=self._balance.cost,
-            cost_changes=known,
-            window_changes=self.window.resume(self.state.window_changes, self.state.step),
-            loss_variant=self._settled_variant(self.state.loss_variant),
-        )
+        if begun:
+            self._record_beginning(begun)
+        elif self.state.step:
+            self._record_resumption(changes)
+        self._resume_choices()
         self._check_folder()
         self.publishing = self._open_publishing(
             self.cfg.publish,
@@ -323,13 +331,39 @@ class Trainer:
             self._call_hooks(is_restart=True)
         self._start_watching()
 
-    def _record_resumption(self, lost: Lost | None) -> None:
+    def _record_beginning(self, texts: Sequence[str]) -> None:
+        """Say what was taken over from another run."""
+        self.folder.forget_after(-1)  # of an earlier start that ended before its first checkpoint
+        for text in texts:
+            self.folder.record("event", step=self.state.step, text=text)
+            self._listener.noted(text)
+
+    def _record_resumption(self, changes: Sequence[str]) -> None:
         """Say from where the run goes on, on how many ranks, and what the end of the last start has cost."""
         step, ranks = self.state.step, self._topology.world
+        lost = self.folder.lost_after(step)
+        self.folder.forget_after(step)
         self.folder.record("event", step=step, text=f"resumed from step {step}", ranks=ranks)
         if lost is not None:
             self.folder.record("event", step=step, text=str(lost), lost_steps=lost.steps, lost_s=lost.seconds)
             self._listener.noted(f"going on from step {step} on {ranks} rank{'s' if ranks > 1 else ''}: {lost}")
+        for change in changes:
+            self.folder.record("event", step=step, text=f"changed: {change}")
+            self._listener.warned(f"changed since the run was last started: {change}")
+
+    def _resume_choices(self) -> None:
+        """What an earlier start has measured and decided, as far as it still holds."""
+        known, dropped = self.balancing.resume(self.state.cost_changes, self.state.step, fitted_from=self.state.cost)
+        for note in dropped:
+            self.folder.record("event", step=self.state.step, text=note)
+            self._listener.warned(note)
+        self.state = replace(
+            self.state,
+            cost=self._balance.cost,
+            cost_changes=known,
+            window_changes=self.window.resume(self.state.window_changes, self.state.step),
+            loss_variant=self._settled_variant(self.state.loss_variant),
+        )
 
     def _take_windows(self) -> list[TimeWindow]:
         """Windows of time, where they are trained on in their order."""
@@ -344,11 +378,12 @@ class Trainer:
         self.session.task.take_windows(windows, None, replay_share=self.cfg.windows.replay_share)
         return windows
 
-    def _begin_from_another(self) -> TrainState:
-        """As a new run begins."""
+    def _begin_from_another(self, notes: list[str]) -> TrainState:
+        """As a new run begins. notes: receives what was taken over from another run, in words."""
         if self._beginning is None:
             return TrainState()
-        state, self._begun = self._beginning.load(self.session, self._listener.warned)
+        state, texts = self._beginning.load(self.session, self._listener.warned)
+        notes += texts
         return state
 
     def train_window(self, window: TimeWindow, generation: int, stop: StopRequest) -> None:
@@ -361,7 +396,9 @@ class Trainer:
             self.state = self.state.began_window(generation)
         epoch = self.state.position.epoch
         left = self.batches.order.steps_in_epoch(epoch) - self.state.position.step
-        self._loop(stop, lambda: self.state.position.epoch > epoch, left, closes=False)
+        with self._open_feed(left) as feed:
+            while self.state.position.epoch == epoch:
+                self.train_step(feed, stop)
 
     def _predict_window(self) -> None:
         """Where the next batch begins a window: measure the model on it, before it has seen any of it."""
@@ -418,51 +455,6 @@ class Trainer:
             self.folder.record("event", step=self.state.step, text=f"loss variant: {variant}, of {measured_ms} ms")
         return variant
 
-    def _step(self, batch: Batch, wants_stop: bool) -> Step:
-        """The next step; it is a fence where something that reads the tables follows it."""
-        number, saves = self.state.step + 1, self.cfg.training.checkpoint_every_steps
-        # A stop may not change what the run would have become: where copies of rows differ, it waits.
-        self._stops = self._meter.wants_stop and self.session.engine.is_settled_after(number)
-        ends_epoch = self.batches.order.after(batch.position).epoch > batch.position.epoch
-        is_last = number == self._last_step
-        ends_window = self.batches.order.ends_window(batch.position)
-        is_saved = saves is not None and number % saves == 0
-        is_due = ends_epoch or ends_window or is_last or is_saved or self._is_published(number)
-        return Step(
-            number=number,
-            batch=batch,
-            rates=self._rates(),
-            wants_stop=wants_stop,
-            is_fence=is_due or self._stops,
-            is_stop=self._stops and not is_due,
-        )
-
-    def _after_step(self, batch: Batch) -> None:
-        """What may follow a step: an evaluation, a report, a save, an end."""
-        self.balancing.watch(batch)
-        ended_window = self.batches.order.ends_window(batch.position)
-        if ended_window:
-            self.state = self.state.ended_window()
-        ended_epoch = self.state.position.epoch > batch.position.epoch
-        every = self.cfg.training.evaluate_every_epochs
-        evaluates = ended_epoch and validates(self.cfg) and self.state.position.epoch % every == 0
-        if self.state.step % REPORT_EVERY_STEPS == 0 or evaluates:
-            self._report()
-        if evaluates:
-            self._validate()
-            self._start_watching()  # the time of an evaluation is not that of steps
-        if self._stops:
-            self._save()
-            self._end()
-            raise Interrupted
-        saves = self.cfg.training.checkpoint_every_steps
-        if evaluates or ended_window or (saves and self.state.step % saves == 0):
-            self._save()
-        if ended_window:
-            self._call_hooks()
-        if self._is_published(self.state.step):
-            self._publish()
-
     def _validate(self) -> None:
         self._meter.flush()
         evaluation = self.session.evaluate("valid")
@@ -477,17 +469,14 @@ class Trainer:
         self.pipeline.issue(self._check_folder)
         if self.state.best_step == self.state.step:
             self.saving.mark_best()
+        self._start_watching()  # the time of an evaluation is not that of steps
 
     def _save(self) -> None:
         self._meter.flush()
         self.folder.reached(self.state.step, is_mark=True)
         self.saving.save(self.state)
 
-    def _is_published(self, step: int) -> bool:
-        return self.publishing is not None and self.publishing.is_due(step)
-
     def _publish(self) -> None:
-        """After a save of the same step: a run that is started again from it goes on from the version as well."""
         self._meter.flush()  # what is not finite is no version
         if self.publishing is not None:
             with self.session.dense.averaged():
@@ -572,3 +561,34 @@ class Trainer:
         by_epochs = self.batches.order.steps_in_epoch(0) * cfg.epochs
         own = min(by_epochs, cfg.max_steps) if cfg.max_steps is not None else by_epochs
         return self.state.first_step + own
+
+
+def _config_of_stream(cfg: RunConfig) -> RunConfig:
+    """A stream has no end and no epochs: windows are measured as they come."""
+    return replace(cfg, training=replace(cfg.training, evaluate_every_epochs=0, max_steps=None, patience=None))
+
+
+def _check_batches(cfg: RunConfig, session: Session, *, follows: bool) -> None:
+    """Raise a UserError if the data or the task cannot be cut into batches as the config says."""
+    check_can_cut(session.task.couples_samples, cfg.batch.micro_batches)
+    if cfg.pipeline.window_cache:
+        check_can_cache(cfg.batch.micro_batches)
+    check_parts(cfg, session.task)
+    check_micro_batches(cfg, None if follows else session.task.assembler.tokens)
+    session.task.check_batches(cfg.batch, session.topology.world)
+
+
+def _build_balancing(balance: BalanceConfig, cfg: RunConfig, topology: Topology, tracer: Tracer) -> Balancing:
+    return Balancing(balance, made_ahead=cfg.batch.prefetch + 1, topology=topology, tracer=tracer)
+
+
+def _build_pipeline(cfg: RunConfig, session: Session, loss: Loss, tracer: Tracer) -> PipelineCore:
+    sharded = session.dense.sharded
+    compute = compute_of(
+        session.task,
+        session.topology.device,
+        cfg.training.precision,
+        loss=loss,
+        empty_pass=None if sharded is None else sharded.empty_pass,
+    )
+    return PipelineCore.build(compute, session.engine, session.dense, cfg.pipeline, tracer=tracer, context=session.ring)

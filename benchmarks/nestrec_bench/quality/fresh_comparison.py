@@ -167,7 +167,7 @@ class WaysToKeepFresh:
                 found = frozen.session.task.predict(frozen.session.engine, window)
                 is_first = window.number == 0
                 yield self._row("frozen", window, found, first_s * is_first, is_first * self._anew(window))
-            frozen.pipeline.schedule.close()
+            frozen.schedule.close()
         yield from self._followed(in_time)
         for window in self._windows:
             found, took_s = self._train(f"anew-{window.number}", iso_moment(window.from_ms), window)

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from nestrec.exporters.servable_writer import restored_session
 from nestrec.training.callbacks import Listener
 from nestrec.training.run_checkpointer import Interrupted
 from nestrec.training.state import run_digest
-from nestrec.training.trainer import Trainer
+from nestrec.training.trainer import StepPlan, Trainer
 from support.fail_points import armed
 from support.tiny_runs import FAMILIES, config_of
 
@@ -379,14 +380,14 @@ def test_two_trainers_do_not_write_into_one_folder(tiny_data: Path, tmp_path: Pa
 def test_a_reported_loss_is_that_of_its_step(tiny_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = trainer_of("rows", tiny_data, tmp_path, {"training.max_steps": 23, "training.evaluate_every_epochs": 2})
     losses: dict[int, float] = {}
-    advance = trainer.pipeline.schedule.advance
+    advance = trainer.schedule.advance
 
     def watched(step, feed):
         totals = advance(step, feed)
         losses[step.number] = float(totals.loss)
         return totals
 
-    monkeypatch.setattr(trainer.pipeline.schedule, "advance", watched)
+    monkeypatch.setattr(trainer.schedule, "advance", watched)
     trainer.train()
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     reported = {line["step"]: line["loss"] for line in lines if line["kind"] == "step"}
@@ -444,3 +445,23 @@ def test_micro_batches_may_be_empty_while_others_are_not(tiny_data: Path, tmp_pa
     more = {"training.max_steps": 1, "training.evaluate_every_epochs": 0, "batch.micro_batches": micro_batches}
     more["batch.batch_samples"] = {32: 1, 40: 40}[micro_batches]
     assert trainer_of("hstu", tiny_data, tmp_path, more).train().step == 1
+
+
+def test_step_plan_says_what_follows_a_step(tiny_data: Path, tmp_path: Path) -> None:
+    given = {"training.checkpoint_every_steps": 3, "training.max_steps": 5, "training.evaluate_every_epochs": 0}
+    trainer = trainer_of("rows", tiny_data, tmp_path, given)
+    batch = trainer.batches.build(Position())
+
+    def plan_of(number: int, *, wants_stop: bool = False) -> StepPlan:
+        trainer.state = replace(trainer.state, step=number - 1)
+        trainer._meter.wants_stop = wants_stop
+        return trainer._plan_step(batch)
+
+    nothing = dict.fromkeys(("stops", "is_stop", "ends_window", "reports", "evaluates", "saves", "publishes"), False)
+    assert plan_of(4) == StepPlan(**{**nothing, "number": 4, "is_fence": False})
+    assert plan_of(3) == StepPlan(**{**nothing, "number": 3, "is_fence": True, "saves": True})
+    assert plan_of(5) == StepPlan(**{**nothing, "number": 5, "is_fence": True}), "the last step; `train` saves it"
+    assert plan_of(20).reports
+    stopped = {"is_fence": True, "stops": True}
+    assert plan_of(4, wants_stop=True) == StepPlan(**{**nothing, **stopped, "number": 4, "is_stop": True})
+    assert plan_of(3, wants_stop=True) == StepPlan(**{**nothing, **stopped, "number": 3, "saves": True})
