@@ -59,7 +59,14 @@ from nestrec.embedding.routing.row_exchange import RowLeg, RowRun, arrived_vecto
 from nestrec.embedding.routing.working_set import ChosenRows, RowBuffers, RowWatch, WorkingSet, WorkingTable
 from nestrec.embedding.row_optimizer import RowLayout
 from nestrec.embedding.sharded_top_k import Candidates, Question, RowTransform, top_k
-from nestrec.embedding.table_config import WORD_BYTES, RowShapes, TableConfig, check_placements, check_tables
+from nestrec.embedding.table_config import (
+    WORD_BYTES,
+    RowShapes,
+    TableConfig,
+    TableSpecs,
+    check_placements,
+    check_tables,
+)
 from nestrec.embedding.table_shard import Chunk, FetchedRows, TableShard, table_digest
 from nestrec.embedding.table_snapshot import FrozenTable
 from nestrec.jagged import Jagged
@@ -99,6 +106,7 @@ class EmbeddingEngine:
             check_rows_are_whole(tables)
         self.shards = {t.name: TableShard(t, self._shard, self._num_shards, self.device) for t in tables}
         self.shapes = RowShapes.of(tables)
+        self._specs = TableSpecs.of(tables)
         self.statistics = EngineStatistics()
         self.reads_ahead = ReadsAhead()
         self.row_watch = RowWatch(len(self.tables), self.device)
@@ -112,6 +120,7 @@ class EmbeddingEngine:
             assert (table.num_rows or 0) >= (self.tables[table.name].num_rows or 0)
             self.shards[table.name].grow(table)
         self.tables = {t.name: t for t in tables}
+        self._specs = TableSpecs.of(tables)
 
     def route(self, *micro_batches: FeatureKeys, step: int = 0, window_cache: bool = False) -> Routed:
         """Route a batch given as one or more micro-batches: feature name to keys of any shape, on the host.
@@ -126,19 +135,19 @@ class EmbeddingEngine:
     def deduplicate(self, *micro_batches: FeatureKeys, window_cache: bool = False) -> SourceKeys:
         """What this rank will ask for. Local."""
         self._check_features(micro_batches)
-        tables, micro_batches = list(self.tables.values()), tuple(map(self._hashed, micro_batches))
-        return deduplicate(micro_batches, tables, self._num_shards, self.device, window_cache=window_cache)
+        hashed = tuple(map(self._hashed, micro_batches))
+        return deduplicate(hashed, self._specs, self._num_shards, self.device, window_cache=window_cache)
 
     def exchange_keys(self, source: SourceKeys, *, step: int = 0) -> AskedKeys:
         """Tell the owners. Collective; a mistake in any rank's keys raises the same BatchError on every rank."""
         holders = None if self._replicas is None else self.topology.replica_keys
-        asked = exchange_keys(source, list(self.tables.values()), self.topology, holders)
+        asked = exchange_keys(source, self._specs, self.topology, holders)
         return asked if self._replicas is None else join_holders(asked, self._replicas, source.num_micro_batches, step)
 
     def arrange(self, source: SourceKeys, asked: AskedKeys) -> Routed:
         """What crosses with each micro-batch. Local."""
-        tables, holder = list(self.tables.values()), self.topology.replicas.rank
-        routed = arrange(source, asked, tables, self.shapes, self.device, holder, self._place)
+        holder = self.topology.replicas.rank
+        routed = arrange(source, asked, self._specs, self.shapes, self.device, holder, self._place)
         self.statistics.keys.add(len(source.owners), key_bytes_sent(asked, self._place))
         return routed
 
@@ -153,7 +162,7 @@ class EmbeddingEngine:
             into = working.rows_of(number, len(keys))
             fetched = shard.fetch(keys, step, into, num_used=routed.num_touched[name])
             working.tables[name] = WorkingTable(
-                shard.table,
+                shard.optimizer,
                 shard.layout,
                 fetched,
                 num_touched=routed.num_touched[name],
@@ -175,7 +184,7 @@ class EmbeddingEngine:
             keys = routed.owned[name]
             nowhere, rows = np.full(len(keys), -1, np.int64), shard.read(keys, working.rows_of(number, len(keys)))
             read = FetchedRows(keys, nowhere, rows, np.zeros(len(keys), np.bool_))
-            working.tables[name] = WorkingTable(shard.table, shard.layout, read)
+            working.tables[name] = WorkingTable(shard.optimizer, shard.layout, read)
         return working
 
     def _working_set(self, routed: Routed, step: int, buffers: RowBuffers | None) -> WorkingSet:
@@ -372,14 +381,14 @@ class EmbeddingEngine:
         16 bits come as float32, which models compute in.
         """
         none = np.empty(0, np.int64)
-        complete = {f: keys.get(f, none) for table in self.tables.values() for f in table.feature_names}
-        routed = route([self._hashed(complete)], list(self.tables.values()), self.topology, self.device)
+        complete = {f: keys.get(f, none) for f in self._specs.features_F}
+        routed = route([self._hashed(complete)], self._specs, self.shapes, self.topology, self.device)
         part, working = routed.micro_batches[0], self._read(routed, 0)
         found = vectors_of(self._receive(routed, 0, working), self.shapes, list(self.tables))
         return {
             f: gather_rows(whole(found[name]), part.index[f])
-            for name, table in self.tables.items()
-            for f in table.feature_names
+            for name, features in zip(self._specs.names_T, self._specs.features_T, strict=True)
+            for f in features
         }
 
     def snapshot(self, table: str, *, since: int = -1) -> Iterator[Chunk]:
@@ -495,7 +504,7 @@ class EmbeddingEngine:
         return {**keys, **rows}
 
     def _check_features(self, micro_batches: Sequence[FeatureKeys]) -> None:
-        known = {f for t in self.tables.values() for f in t.feature_names}
+        known = set(self._specs.features_F)
         for micro_batch in micro_batches:
             if micro_batch.keys() == known:
                 continue

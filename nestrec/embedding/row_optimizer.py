@@ -24,9 +24,8 @@ from nestrec.base.config import config
 from nestrec.base.config_values import Decay, NonNegative, OneOf, Positive
 from nestrec.base.errors import UserError, did_you_mean
 from nestrec.base.plugins import Seam
-from nestrec.base.thread_team import for_parts
 from nestrec.ops.embedding.row_update import store_weight
-from nestrec.ops.embedding.stochastic_rounding import HALF_TYPES, store_rounded
+from nestrec.ops.embedding.stochastic_rounding import store_rounded
 
 Floats = NDArray[np.float32]
 Loop = Callable[[NDArray[Any], NDArray[Any], Sequence[int]], None]
@@ -233,69 +232,6 @@ _NUMBERS: dict[str, float] = {
 def _remedy(name: str) -> str:
     readers = [kind for kind in ROW_OPTIMIZERS if name in ROW_OPTIMIZERS.find(kind).reads]
     return f"leave it out, or take a row optimiser that uses it: {', '.join(readers)}"
-
-
-def runs_host_loop(rows: torch.Tensor, optimizer: RowOptimizer) -> bool:
-    """Whether `update_rows_on_host` can take these rows."""
-    return optimizer.host_loop is not None and rows.device.type == "cpu"
-
-
-def update_rows_on_host(
-    rows: torch.Tensor, grad: torch.Tensor, layout: "RowLayout", step: RowStep, *, num_threads: int
-) -> None:
-    """As `update_rows` without places, by the host loop; equal to the bit."""
-    loop = step.options.spec.host_loop
-    assert loop is not None
-    dtype, grad = layout.weight.dtype, grad.contiguous()
-    if dtype in HALF_TYPES:
-
-        def update(first: int, end: int) -> None:
-            draws = None if step.draws is None else step.draws[first:end]
-            update_half_rows(rows[first:end], grad[first:end], layout, draws, lambda a, b, c: loop(a, b, c, step))
-    else:
-        values, gradients = rows.view(dtype).numpy(), grad.numpy()
-        columns = [column.offset_bytes // dtype.itemsize for column in layout.columns[1:]]
-
-        def update(first: int, end: int) -> None:
-            loop(values[first:end], gradients[first:end], columns, step)
-
-    for_parts(len(rows), len(rows), update, num_threads)
-
-
-def update_rows(
-    rows: torch.Tensor, grad: torch.Tensor, layout: "RowLayout", step: RowStep, places: torch.Tensor | None = None
-) -> None:
-    """One step on (n, num_words) rows, in place; `grad` is (n, dim) in the state's type.
-
-    places: the row of each gradient, negative for gradients to be dropped; none: row i for gradient i.
-    """
-    weight, *states = (layout.view(rows, column.name) for column in layout.columns)
-    optimizer = step.options.spec
-    if optimizer.kernel is None:
-        update_by_formula(optimizer, weight, states, grad, step, places)
-    elif weight.dtype in HALF_TYPES and not optimizer.kernel_rounds:
-        _update_widened(optimizer.kernel, weight, states, grad, step, places)
-    else:
-        optimizer.kernel(weight, states, grad, places, step)
-
-
-def _update_widened(  # noqa: PLR0917
-    kernel: Kernel,
-    weight: torch.Tensor,
-    states: list[torch.Tensor],
-    grad: torch.Tensor,
-    step: RowStep,
-    places: torch.Tensor | None,
-) -> None:
-    """A kernel that knows nothing of 16-bit weights, on float32 copies of them."""
-    wide, draws = weight.to(grad.dtype), step.draws
-    kernel(wide, states, grad, places, step)
-    if places is not None and draws is not None:  # rows that did not move have nothing to be rounded
-        of_rows = draws.new_zeros(len(weight))
-        moved = places >= 0
-        of_rows[places[moved].long()] = draws[moved]
-        draws = of_rows
-    store_weight(weight, wide, draws)
 
 
 def update_by_formula(  # noqa: PLR0917

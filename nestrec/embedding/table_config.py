@@ -18,7 +18,6 @@ this file and the row optimisers know.
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -304,6 +303,11 @@ class RowShapes:
     weights: tuple[torch.dtype, ...]
     halves: tuple[torch.dtype | None, ...]
     """Type in which some rows of a table cross; none: none do."""
+    num_tables: int
+    gradient_types: tuple[torch.dtype, ...]
+    """In each of them gradients cross on their own; nearly always one."""
+    has_type: Mapping[torch.dtype, NDArray[np.bool_]]
+    """For each of them, which tables have gradients of this type. Not to be written to."""
 
     @staticmethod
     def of(tables: Sequence[TableConfig]) -> "RowShapes":
@@ -314,33 +318,55 @@ class RowShapes:
         if any(half is not None for half in halves):
             words, strides = np.concatenate([words, -(-dims * 2 // WORD_BYTES)]), np.concatenate([strides, strides])
         states, weights = tuple(t.state_dtype for t in tables), tuple(t.weight_dtype for t in tables)
-        return RowShapes(words, strides, dims, states, weights, halves)
-
-    @property
-    def num_tables(self) -> int:
-        return len(self.dims)
-
-    @property
-    def gradient_types(self) -> tuple[torch.dtype, ...]:
-        """In each of them gradients cross on their own; nearly always one."""
-        return _distinct_types(self.states)
-
-    def has_type(self, dtype: torch.dtype) -> NDArray[np.bool_]:
-        """Tables whose gradients have this type. Not to be written to."""
-        return _tables_of_type(self.states, dtype)
+        gradient_types = tuple(dict.fromkeys(states))
+        has_type = {dtype: np.array([state == dtype for state in states]) for dtype in gradient_types}
+        return RowShapes(words, strides, dims, states, weights, halves, len(tables), gradient_types, has_type)
 
 
-# Asked for in every micro-batch: with many tables the answers are worth keeping.
+@dataclass(frozen=True, slots=True)
+class TableSpecs:
+    """What the routing of keys needs of the tables, taken from their configs once: batches ask for it many times.
 
+    _T: for each table; _F: for each feature, table by table.
+    """
 
-@lru_cache(maxsize=64)
-def _distinct_types(states: tuple[torch.dtype, ...]) -> tuple[torch.dtype, ...]:
-    return tuple(dict.fromkeys(states))
+    num_tables: int
+    names_T: tuple[str, ...]
+    features_T: tuple[tuple[str, ...], ...]
+    """Features of each table."""
+    features_F: tuple[str, ...]
+    table_of_F: NDArray[np.int64]
+    """Number of its table."""
+    first_feature_T: NDArray[np.int64]
+    num_rows_T: tuple[int | None, ...]
+    """Keys are 0 to this - 1; none: any key."""
+    num_rows_F: NDArray[np.int64]
+    """The same of the feature's table; -1: any key."""
+    has_half_T: tuple[bool, ...]
+    """Whether some rows cross in half precision."""
+    is_whole_F: NDArray[np.bool_]
+    """Whether the rows of a feature cross whole."""
+    is_replicated_T: NDArray[np.bool_]
 
-
-@lru_cache(maxsize=64)
-def _tables_of_type(states: tuple[torch.dtype, ...], dtype: torch.dtype) -> NDArray[np.bool_]:
-    return np.array([state == dtype for state in states])
+    @staticmethod
+    def of(tables: Sequence[TableConfig]) -> "TableSpecs":
+        features_T = tuple(t.feature_names for t in tables)
+        num_features_T = [len(features) for features in features_T]
+        table_of_F = np.repeat(np.arange(len(tables)), num_features_T)
+        num_rows_T = tuple(t.num_rows for t in tables)
+        return TableSpecs(
+            num_tables=len(tables),
+            names_T=tuple(t.name for t in tables),
+            features_T=features_T,
+            features_F=tuple(f for features in features_T for f in features),
+            table_of_F=table_of_F,
+            first_feature_T=np.cumsum([0, *num_features_T[:-1]]),
+            num_rows_T=num_rows_T,
+            num_rows_F=np.array([-1 if n is None else n for n in num_rows_T], np.int64)[table_of_F],
+            has_half_T=tuple(bool(t.half_features) for t in tables),
+            is_whole_F=np.array([f not in t.half_features for t in tables for f in t.feature_names]),
+            is_replicated_T=np.array([t.is_replicated for t in tables]),
+        )
 
 
 _KEY_BYTES = 8

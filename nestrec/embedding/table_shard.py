@@ -1,8 +1,7 @@
-"""A digest of a table's rows that depends on their keys and bits alone, not on ranks, stores or order.
+"""The rows of one table on one rank: which keys have rows (the key index), the rows (the store) and their optimizer.
 
-The rows of one table on one rank: which keys have rows (residency), and the rows (store).
-
-The store that a table's config names.
+`table_digest` hashes the rows of a table over all ranks. It depends on keys and bits alone, and not on the number of
+ranks, on stores or on the order in which rows were created.
 """
 
 import hashlib
@@ -20,12 +19,14 @@ from nestrec.base.cuda import to_device
 from nestrec.base.errors import UserError
 from nestrec.base.process import memory_bytes
 from nestrec.base.random import mix64_jit
+from nestrec.base.thread_team import for_parts
 from nestrec.distributed.collectives import all_reduce_sum
 from nestrec.distributed.topology import Communicator
 from nestrec.embedding.hashing import owner_of
 from nestrec.embedding.initial import initial_rows
 from nestrec.embedding.key_index import Admitted, DynamicResidency, Residency, StaticResidency, index_bytes
-from nestrec.embedding.row_optimizer import RowLayout
+from nestrec.embedding.optimizer_checks import draws_of
+from nestrec.embedding.row_optimizer import Kernel, RowLayout, RowStep, update_by_formula, update_half_rows
 from nestrec.embedding.stores.device_store import DeviceStore
 from nestrec.embedding.stores.disk_store import DiskStore, remove_leftovers
 from nestrec.embedding.stores.host_store import DramStore
@@ -33,6 +34,7 @@ from nestrec.embedding.stores.row_snapshot import Freezable
 from nestrec.embedding.stores.row_store import Store
 from nestrec.embedding.table_config import TableConfig, layout_of
 from nestrec.embedding.table_snapshot import FrozenTable
+from nestrec.ops.embedding.row_update import store_weight
 
 Keys = NDArray[np.int64]
 Chunk = dict[str, torch.Tensor]
@@ -52,11 +54,114 @@ class FetchedRows:
     """The row began with this batch."""
 
 
+class TableOptimizer:
+    """The row optimizer of a table, looked up once, and the layout of the rows that it updates."""
+
+    def __init__(self, table: TableConfig, layout: RowLayout) -> None:
+        self._table = table
+        self._layout = layout
+        self._weight = layout.columns[0]
+        self._is_half = table.is_half
+        self._num_threads = table.store.num_threads
+        self._options = table.optimizer
+        self._optimizer = table.optimizer.spec
+
+    def update(  # noqa: PLR0917
+        self,
+        rows: torch.Tensor,
+        gradient: torch.Tensor,
+        keys: Keys,
+        is_refused: NDArray[np.bool_],
+        step: int,
+        learning_rate: float,
+    ) -> None:
+        """Make one step on (n, num_words) rows of these keys, in place.
+
+        Args:
+            gradient: (n, dim) sums in the type of the state.
+            is_refused: Which keys were not admitted to the table; their rows stay as they are.
+        """
+        draws = to_device(draws_of(self._table, keys, step), rows.device) if self._is_half else None
+        now = RowStep(step, learning_rate, self._options, draws)
+        is_any_refused = bool(is_refused.any())
+        if self._optimizer.host_loop is not None and rows.device.type == "cpu":
+            # The loop updates every row that it is given, so those that must stay are copied and put back.
+            kept = torch.from_numpy(np.flatnonzero(is_refused)) if is_any_refused else None
+            before = None if kept is None else rows.index_select(0, kept)
+            self.update_on_host(rows, gradient, now)
+            if kept is not None and before is not None:
+                rows.index_copy_(0, kept, before)
+            return
+        places = None
+        if is_any_refused:
+            places = to_device(np.where(is_refused, -1, np.arange(len(is_refused), dtype=np.int32)), rows.device)
+        self.update_on_device(rows, gradient, now, places)
+
+    def update_on_host(self, rows: torch.Tensor, gradient: torch.Tensor, step: RowStep) -> None:
+        """The same for all rows, by the host loop, which a row optimizer may lack. The bits are those of the kernel."""
+        loop = self._optimizer.host_loop
+        assert loop is not None
+        dtype = self._weight.dtype
+        gradient = gradient.contiguous()
+        if self._is_half:
+
+            def update(first: int, end: int) -> None:
+                draws = None if step.draws is None else step.draws[first:end]
+                part = gradient[first:end]
+                update_half_rows(rows[first:end], part, self._layout, draws, lambda a, b, c: loop(a, b, c, step))
+        else:
+            values = rows.view(dtype).numpy()
+            gradients = gradient.numpy()
+            state_starts = [column.offset_bytes // dtype.itemsize for column in self._layout.columns[1:]]
+
+            def update(first: int, end: int) -> None:
+                loop(values[first:end], gradients[first:end], state_starts, step)
+
+        for_parts(len(rows), len(rows), update, self._num_threads)
+
+    def update_on_device(
+        self, rows: torch.Tensor, gradient: torch.Tensor, step: RowStep, places: torch.Tensor | None = None
+    ) -> None:
+        """The same by the kernel, or by the formula if there is none.
+
+        Args:
+            places: Row of each gradient, negative for gradients to be dropped; row i for gradient i by default.
+        """
+        weight, *states = (self._layout.view(rows, column.name) for column in self._layout.columns)
+        kernel = self._optimizer.kernel
+        if kernel is None:
+            update_by_formula(self._optimizer, weight, states, gradient, step, places)
+        elif self._is_half and not self._optimizer.kernel_rounds:
+            _update_widened(kernel, weight, states, gradient, step, places)
+        else:
+            kernel(weight, states, gradient, places, step)
+
+
+def _update_widened(  # noqa: PLR0917
+    kernel: Kernel,
+    weight: torch.Tensor,
+    states: list[torch.Tensor],
+    grad: torch.Tensor,
+    step: RowStep,
+    places: torch.Tensor | None,
+) -> None:
+    """A kernel that knows nothing of 16-bit weights, on float32 copies of them."""
+    wide, draws = weight.to(grad.dtype), step.draws
+    kernel(wide, states, grad, places, step)
+    if places is not None and draws is not None:  # rows that did not move have nothing to be rounded
+        of_rows = draws.new_zeros(len(weight))
+        moved = places >= 0
+        of_rows[places[moved].long()] = draws[moved]
+        draws = of_rows
+    store_weight(weight, wide, draws)
+
+
 class TableShard:
     """One table's rows on one rank."""
 
     def __init__(self, table: TableConfig, shard: int, num_shards: int, device: torch.device) -> None:
         self.table, self.layout = table, layout_of(table)
+        self.optimizer = TableOptimizer(table, self.layout)
         self._share = shard, num_shards
         """What it answers for where tables are read or saved: of a replicated one, as if that were sharded."""
         self._shard, self._num_shards, self._device = *((0, 1) if table.is_replicated else self._share), device
@@ -95,6 +200,7 @@ class TableShard:
     def grow(self, table: TableConfig) -> None:
         """The same table with more rows."""
         self.table = table
+        self.optimizer = TableOptimizer(table, self.layout)
         if isinstance(self.residency, StaticResidency):
             assert table.num_rows is not None
             self.residency.grow(table.num_rows, self._shard, self._num_shards)

@@ -29,7 +29,7 @@ from nestrec.base.cuda import to_device
 from nestrec.embedding.hashing import owner_of
 from nestrec.embedding.routing.row_exchange import Flags, Side, by_micro_batch, flags_of_cache, flags_of_segment
 from nestrec.embedding.routing.window_cache_plan import WindowPlan, plan_window
-from nestrec.embedding.table_config import TableConfig
+from nestrec.embedding.table_config import TableSpecs
 from nestrec.ops.embedding.dedup_host import Deduplicated, Segments, dedup_segments
 from nestrec.ops.embedding.dedup_keys import dedup_keys
 from nestrec.ops.embedding.row_copy import Int32, Int64
@@ -162,7 +162,7 @@ class SourceKeys:
 
 def deduplicate(
     micro_batches: Sequence[FeatureKeys],
-    tables: Sequence[TableConfig],
+    specs: TableSpecs,
     num_shards: int,
     device: torch.device,
     *,
@@ -172,35 +172,34 @@ def deduplicate(
 
     device: where the index of the keys will be used; large batches are deduplicated there, without the window cache.
     """
-    features = [f for t in tables for f in t.feature_names]
+    num_tables = specs.num_tables
     shapes = [{name: tuple(values.shape) for name, values in keys.items()} for keys in micro_batches]
-    pieces = [_flat(keys[f]) for keys in micro_batches for f in features]
+    pieces = [_flat(keys[f]) for keys in micro_batches for f in specs.features_F]
     sizes = np.array([len(piece) for piece in pieces], np.int64).reshape(len(micro_batches), -1)
     keys = np.concatenate(pieces)
-    error = _range_error(keys, sizes, tables)
+    error = _range_error(keys, sizes, specs)
     if error[0]:
-        return _nothing(shapes, len(tables), error)
-    first_features = np.cumsum([0, *(len(t.feature_names) for t in tables[:-1])])
-    bounds = np.concatenate([[0], np.cumsum(np.add.reduceat(sizes, first_features, axis=1).reshape(-1))])
-    num_whole = _num_whole(sizes, tables)
+        return _nothing(shapes, num_tables, error)
+    bounds = np.concatenate([[0], np.cumsum(np.add.reduceat(sizes, specs.first_feature_T, axis=1).reshape(-1))])
+    num_whole = _num_whole(sizes, specs)
     if window_cache:
-        asked, plans = planned(keys, bounds, len(tables), num_shards)
-        half = None if num_whole is None else flags_of_cache(tables, plans, num_whole)
-        everywhere = _everywhere(asked, tables, num_shards)
-        return SourceKeys(shapes, len(tables), asked, asked.owners(num_shards), {}, plans, half, error, everywhere)
-    asked, index = _distinct(keys, bounds, num_whole, tables, num_shards, device)
+        asked, plans = planned(keys, bounds, num_tables, num_shards)
+        half = None if num_whole is None else flags_of_cache(specs, plans, num_whole)
+        everywhere = _everywhere(asked, specs, num_shards)
+        return SourceKeys(shapes, num_tables, asked, asked.owners(num_shards), {}, plans, half, error, everywhere)
+    asked, index = _distinct(keys, bounds, num_whole, specs, num_shards, device)
     half = None
     if num_whole is not None:
-        half = np.concatenate([flags_of_segment(tables, asked, s, int(n)) for s, n in enumerate(num_whole.reshape(-1))])
-    everywhere = _everywhere(asked, tables, num_shards)
-    return SourceKeys(shapes, len(tables), asked, asked.owners(num_shards), index, None, half, error, everywhere)
+        half = np.concatenate([flags_of_segment(specs, asked, s, int(n)) for s, n in enumerate(num_whole.reshape(-1))])
+    everywhere = _everywhere(asked, specs, num_shards)
+    return SourceKeys(shapes, num_tables, asked, asked.owners(num_shards), index, None, half, error, everywhere)
 
 
-def _everywhere(asked: Segments, tables: Sequence[TableConfig], num_shards: int) -> NDArray[np.bool_] | None:
-    if num_shards == 1 or not any(table.is_replicated for table in tables):
+def _everywhere(asked: Segments, specs: TableSpecs, num_shards: int) -> NDArray[np.bool_] | None:
+    if num_shards == 1 or not specs.is_replicated_T.any():
         return None
     counts = np.diff(asked.bounds)
-    return np.repeat(np.tile([table.is_replicated for table in tables], len(counts) // len(tables)), counts)
+    return np.repeat(np.tile(specs.is_replicated_T, len(counts) // specs.num_tables), counts)
 
 
 def _nothing(shapes: list[dict[str, tuple[int, ...]]], num_tables: int, error: list[int]) -> SourceKeys:
@@ -215,7 +214,7 @@ def _distinct(  # noqa: PLR0917
     keys: NDArray[np.int64],
     bounds: NDArray[np.int64],
     num_whole: NDArray[np.int64] | None,
-    tables: Sequence[TableConfig],
+    specs: TableSpecs,
     num_shards: int,
     device: torch.device,
 ) -> tuple[Segments, dict[int, torch.Tensor]]:
@@ -225,10 +224,11 @@ def _distinct(  # noqa: PLR0917
         return dedup_segments(keys, bounds, num_shards), {}
     index, found, starts = {}, [], [0]
     for s in range(len(bounds) - 1):
-        own, table = keys[bounds[s] : bounds[s + 1]], tables[s % len(tables)]
+        own = keys[bounds[s] : bounds[s + 1]]
+        table = s % specs.num_tables
         if s in large:
-            on_host = int(num_whole.reshape(-1)[s]) if num_whole is not None and table.half_features else 0
-            there = dedup_on_device([own], num_shards, device, table.num_rows, num_on_host=on_host)
+            on_host = int(num_whole.reshape(-1)[s]) if num_whole is not None and specs.has_half_T[table] else 0
+            there = dedup_on_device([own], num_shards, device, specs.num_rows_T[table], num_on_host=on_host)
             assert there is not None, "keys were found to be in range"
             assert there.index is not None
             index[s] = there.index
@@ -256,17 +256,11 @@ def planned(
     return Segments(np.concatenate(new), starts, np.concatenate(index), bounds), plans
 
 
-def _num_whole(sizes: NDArray[np.int64], tables: Sequence[TableConfig]) -> NDArray[np.int64] | None:
+def _num_whole(sizes: NDArray[np.int64], specs: TableSpecs) -> NDArray[np.int64] | None:
     """(micro-batch, table) keys of the features whose rows cross whole, which come first; none: all of them."""
-    if not any(table.half_features for table in tables):
+    if not any(specs.has_half_T):
         return None
-    is_whole = [f not in t.half_features for t in tables for f in t.feature_names]
-    table_of = np.repeat(np.arange(len(tables)), [len(t.feature_names) for t in tables])
-    counts = np.zeros((len(sizes), len(tables)), np.int64)
-    for column, whole in enumerate(is_whole):
-        if whole:
-            counts[:, table_of[column]] += sizes[:, column]
-    return counts
+    return np.add.reduceat(sizes * specs.is_whole_F, specs.first_feature_T, axis=1)
 
 
 def _flat(values: NDArray[np.int64] | torch.Tensor) -> NDArray[np.int64]:
@@ -276,10 +270,9 @@ def _flat(values: NDArray[np.int64] | torch.Tensor) -> NDArray[np.int64]:
     return np.ascontiguousarray(array.reshape(-1), np.int64)
 
 
-def _range_error(keys: NDArray[np.int64], sizes: NDArray[np.int64], tables: Sequence[TableConfig]) -> list[int]:
+def _range_error(keys: NDArray[np.int64], sizes: NDArray[np.int64], specs: TableSpecs) -> list[int]:
     """[1, number of the feature, key] of a key outside its static table, or zeros. sizes: (micro-batch, feature)."""
-    rows = np.array([-1 if t.num_rows is None else t.num_rows for t in tables for _ in t.feature_names], np.int64)
-    found = _first_outside(keys, sizes.reshape(-1), rows)
+    found = _first_outside(keys, sizes.reshape(-1), specs.num_rows_F)
     return [0] * ERROR_WORDS if found < 0 else [1, *_feature_of(found, sizes), int(keys[found])]
 
 

@@ -47,7 +47,7 @@ from nestrec.embedding.routing.replicated_routing import (
     told_everywhere,
 )
 from nestrec.embedding.routing.row_exchange import RowLeg, Side, by_value, gradient_legs, vector_leg
-from nestrec.embedding.table_config import RowShapes, TableConfig
+from nestrec.embedding.table_config import RowShapes, TableSpecs
 from nestrec.ops.embedding.dedup_host import dedup_segments
 from nestrec.ops.embedding.row_copy import Int32, Int64, RowList
 
@@ -127,18 +127,22 @@ class AskedKeys:
 
 
 def route(
-    micro_batches: Sequence[FeatureKeys], tables: Sequence[TableConfig], topology: Topology, device: torch.device
+    micro_batches: Sequence[FeatureKeys],
+    specs: TableSpecs,
+    shapes: RowShapes,
+    topology: Topology,
+    device: torch.device,
 ) -> Routed:
     """Route keys that are only read. A mistake in any rank's keys raises the same UserError on every rank."""
-    source = deduplicate(micro_batches, tables, topology.num_shards, device, window_cache=False)
+    source = deduplicate(micro_batches, specs, topology.num_shards, device, window_cache=False)
     if source.everywhere is not None:  # nobody else need know
         owners = np.where(source.everywhere, np.int32(topology.shard), source.owners)
         source = replace(source, owners=owners, everywhere=None)
-    return arrange(source, exchange_keys(source, tables, topology), tables, RowShapes.of(tables), device)
+    return arrange(source, exchange_keys(source, specs, topology), specs, shapes, device)
 
 
 def exchange_keys(
-    source: SourceKeys, tables: Sequence[TableConfig], topology: Topology, holders: Communicator | None = None
+    source: SourceKeys, specs: TableSpecs, topology: Topology, holders: Communicator | None = None
 ) -> AskedKeys:
     """Ask the owners. Collective; raises on every rank of the group what any rank's keys have wrong.
 
@@ -158,9 +162,9 @@ def exchange_keys(
     if holders is not None:
         mistake = _first_mistake(torch.stack(all_gather_equal(holders, torch.tensor(mistake))).numpy())
     if mistake[0]:
-        raise _out_of_range(tables, mistake)
+        raise _out_of_range(specs, mistake)
     records = _told(source, told, topology.keys if hosts is None else hosts.keys_between)
-    owned, places = _owned_keys(records, len(tables), is_distinct=len(told.comes) * source.num_micro_batches == 1)
+    owned, places = _owned_keys(records, source.num_tables, is_distinct=len(told.comes) * source.num_micro_batches == 1)
     return AskedKeys(records, told, owned, places, within=within)
 
 
@@ -219,7 +223,7 @@ def join_holders(asked: AskedKeys, replicas: ReplicaKeys, num_micro_batches: int
 def arrange(  # noqa: PLR0917
     source: SourceKeys,
     asked: AskedKeys,
-    tables: Sequence[TableConfig],
+    specs: TableSpecs,
     shapes: RowShapes,
     device: torch.device,
     holder: int = 0,
@@ -227,26 +231,26 @@ def arrange(  # noqa: PLR0917
 ) -> Routed:
     """Put together what is asked by this rank and from this rank. holder: which of its shard's it is. rank: of those
     that are asked. Local."""
-    num_micro_batches = source.num_micro_batches
-    owned, places = _working_places(asked, len(tables))
+    num_micro_batches, num_tables = source.num_micro_batches, source.num_tables
+    owned, places = _working_places(asked, num_tables)
     num_owned = np.array([len(keys) for keys in owned])
     within, num_sources = asked.within, len(asked.counted.comes)
     own = own_rows(source if within is None else within.source, asked.counted)
-    theirs = asked_rows(asked.records, places, asked.counted.comes, len(tables))
+    theirs = asked_rows(asked.records, places, asked.counted.comes, num_tables)
     everywhere, has_windows = None, source.windows is not None
     if source.everywhere is not None:
-        everywhere = told_everywhere(source, asked.counted, asked.records, tables, rank)
+        everywhere = told_everywhere(source, asked.counted, asked.records, specs, rank)
     comes, goes = (None, None) if everywhere is None else (everywhere.vectors, everywhere.gradients)
-    is_in_order = within is None and everywhere is None and not has_windows and (num_sources == 1 or len(tables) == 1)
+    is_in_order = within is None and everywhere is None and not has_windows and (num_sources == 1 or num_tables == 1)
     pairs = _sides(own, theirs, num_micro_batches, by_last=False, only=comes)
     going = pairs
     if has_windows or everywhere is not None:
         going = _sides(own, theirs, num_micro_batches, by_last=has_windows, only=goes)
     num_rows = num_rows_of(source)
-    crossing = _crossing(asked.joined, num_micro_batches, len(tables))
+    crossing = _crossing(asked.joined, num_micro_batches, num_tables)
     if everywhere is not None:
-        crossing[-1] = spread_sides(owned, tables, num_sources)
-    indices = _indices(source, tables, device)
+        crossing[-1] = spread_sides(owned, specs, num_sources)
+    indices = _indices(source, specs, device)
     coming = [vector_leg(*pair, shapes, device, is_in_order=is_in_order) for pair in pairs]
     same = coming if going is pairs else [None] * num_micro_batches
     micro_batches = [
@@ -261,7 +265,7 @@ def arrange(  # noqa: PLR0917
         )
         for p in range(num_micro_batches)
     ]
-    names, joined = [table.name for table in tables], asked.joined or []
+    names, joined = specs.names_T, asked.joined or []
     touched = {n: j.num_touched for n, j in zip(names, joined, strict=bool(joined)) if j.num_touched is not None}
     averaged = {n: j.averaged for n, j in zip(names, joined, strict=bool(joined)) if j.averaged is not None}
     return Routed(
@@ -317,7 +321,7 @@ def _used(
     tables = np.repeat(np.arange(len(places), dtype=np.int32), [len(p) for p in places])
     flat, gradients = np.concatenate(places), {}
     for dtype in shapes.gradient_types:
-        chosen = shapes.has_type(dtype)[tables]
+        chosen = shapes.has_type[dtype][tables]
         gradients[dtype] = RowList.of(tables[chosen], flat[chosen], shapes.dims, device)
     return RowList.of(tables, flat, shapes.words, device), gradients
 
@@ -351,22 +355,22 @@ def _first_mistake(words: NDArray[np.int64]) -> list[int]:
     return found
 
 
-def _out_of_range(tables: Sequence[TableConfig], mistake: list[int]) -> BatchError:
+def _out_of_range(specs: TableSpecs, mistake: list[int]) -> BatchError:
     found_on, number, key = mistake
-    feature, table = [(f, t) for t in tables for f in t.feature_names][number]
-    problem = f"is not a key of table {table.name!r}, which holds 0 to {(table.num_rows or 0) - 1}"
+    feature, table = specs.features_F[number], specs.names_T[specs.table_of_F[number]]
+    problem = f"is not a key of table {table!r}, which holds 0 to {specs.num_rows_F[number] - 1}"
     remedy = "enlarge num_rows, correct the data, or make the table dynamic (num_rows=none)"
     where = f"{problem} (found on rank {found_on - 1})"
     return BatchError(where, field=f"feature {feature!r}", value=key, remedy=remedy)
 
 
-def _indices(source: SourceKeys, tables: Sequence[TableConfig], device: torch.device) -> list[dict[str, torch.Tensor]]:
+def _indices(source: SourceKeys, specs: TableSpecs, device: torch.device) -> list[dict[str, torch.Tensor]]:
     """For each micro-batch, feature to the places of its keys."""
-    features = [f for table in tables for f in table.feature_names]
+    features = specs.features_F
     shapes = [shape[f] for shape in source.shapes for f in features]
     sizes = [math.prod(shape) for shape in shapes]
     if source.index:
-        parts = _mixed_indices(source, tables, sizes, device)
+        parts = _mixed_indices(source, specs, sizes, device)
     else:
         parts = list(to_device(source.asked.inverse, device).split(sizes))
     found = iter([part if len(shape) == 1 else part.view(shape) for part, shape in zip(parts, shapes, strict=True)])
@@ -374,14 +378,13 @@ def _indices(source: SourceKeys, tables: Sequence[TableConfig], device: torch.de
 
 
 def _mixed_indices(
-    source: SourceKeys, tables: Sequence[TableConfig], sizes: Sequence[int], device: torch.device
+    source: SourceKeys, specs: TableSpecs, sizes: Sequence[int], device: torch.device
 ) -> list[torch.Tensor]:
     """Where some segments were deduplicated on the device."""
     used_here(source.index.values())
     parts, at = [], 0
     for segment in range(len(source.asked.bounds) - 1):
-        table = tables[segment % source.num_tables]
-        own = sizes[at : at + len(table.feature_names)]
+        own = sizes[at : at + len(specs.features_T[segment % source.num_tables])]
         inverse = source.index.get(segment)
         if inverse is None:
             inverse = to_device(source.asked.inverse_of(segment), device)

@@ -73,7 +73,7 @@ def crossing_rows(sides: tuple[Side, ...], shapes: RowShapes, device: torch.devi
     """The rows of each holder, by type of their gradients; holder: this one."""
     found: dict[torch.dtype, HolderRows] = {}
     for dtype in shapes.gradient_types if sides else ():
-        chosen = shapes.has_type(dtype)
+        chosen = shapes.has_type[dtype]
         mine = [side.only(chosen[side.tables]) for side in sides]
         distinct = _distinct(mine) if len(mine) >= _FEWEST_HOLDERS else []
         if distinct and _scattered_is_less(mine, distinct, shapes.dims):

@@ -23,7 +23,7 @@ from nestrec.embedding.hashing import owner_of
 from nestrec.embedding.routing.deduplicated_keys import Counted, SourceKeys, segments_of
 from nestrec.embedding.routing.replica_reduction import SpreadSums, packed
 from nestrec.embedding.routing.row_exchange import RowRun, Side
-from nestrec.embedding.table_config import RowShapes, TableConfig
+from nestrec.embedding.table_config import RowShapes, TableSpecs
 from nestrec.ops.embedding.row_copy import Int32, Int64, scatter_spans
 
 Flags = NDArray[np.bool_]
@@ -57,7 +57,7 @@ class Everywhere:
 
 
 def told_everywhere(
-    source: SourceKeys, counted: Counted, records: NDArray[Any], tables: Sequence[TableConfig], rank: int
+    source: SourceKeys, counted: Counted, records: NDArray[Any], specs: TableSpecs, rank: int
 ) -> Everywhere:
     """Of a batch with keys of replicated tables. records: those asked from this rank."""
     assert source.everywhere is not None
@@ -65,8 +65,7 @@ def told_everywhere(
     ranks = np.arange(num_ranks, dtype=np.int32)
     to, by = np.repeat(ranks, counted.sent), np.repeat(ranks, counted.comes)
     own_sharded = ~source.everywhere[counted.order]
-    is_replicated = np.array([table.is_replicated for table in tables])
-    asked_sharded = ~is_replicated[segments_of(records) % len(tables)]
+    asked_sharded = ~specs.is_replicated_T[segments_of(records) % specs.num_tables]
     owners = owner_of(np.ascontiguousarray(records["key"]), num_ranks)
     return Everywhere(
         vectors=Crossings(own_sharded | (to == rank), asked_sharded | (by == rank)),
@@ -74,9 +73,9 @@ def told_everywhere(
     )
 
 
-def spread_sides(owned: Sequence[NDArray[np.int64]], tables: Sequence[TableConfig], num_ranks: int) -> tuple[Side, ...]:
+def spread_sides(owned: Sequence[NDArray[np.int64]], specs: TableSpecs, num_ranks: int) -> tuple[Side, ...]:
     """For each rank the rows of replicated tables whose sums it has. owned: keys of the working set of each table."""
-    numbers = [t for t, table in enumerate(tables) if table.is_replicated]
+    numbers = np.flatnonzero(specs.is_replicated_T).tolist()
     owners = {t: owner_of(owned[t], num_ranks) for t in numbers}
     sides = []
     for rank in range(num_ranks):
@@ -90,7 +89,7 @@ def spread_rows(sides: tuple[Side, ...], shapes: RowShapes, device: torch.device
     """The same by type of the gradients."""
     found = {}
     for dtype in shapes.gradient_types if sides else ():
-        chosen = shapes.has_type(dtype)
+        chosen = shapes.has_type[dtype]
         found[dtype] = SpreadSums(tuple(s.only(chosen[s.tables]).rows(shapes.dims, device)[0] for s in sides))
     return found
 

@@ -27,7 +27,7 @@ from torch._utils import _flatten_dense_tensors
 
 from nestrec.base.cuda import to_device, used_here
 from nestrec.embedding.routing.window_cache_plan import WindowPlan
-from nestrec.embedding.table_config import RowShapes, TableConfig
+from nestrec.embedding.table_config import RowShapes, TableSpecs
 from nestrec.ops.embedding.dedup_host import Segments
 from nestrec.ops.embedding.row_copy import Int32, Int64, PlaceGroups, RowList, Spans, scatter_spans
 
@@ -35,22 +35,22 @@ Flags = NDArray[np.uint8]
 """1 for a key whose row crosses in half precision."""
 
 
-def flags_of_segment(tables: Sequence[TableConfig], asked: Segments, segment: int, num_whole: int) -> Flags:
+def flags_of_segment(specs: TableSpecs, asked: Segments, segment: int, num_whole: int) -> Flags:
     """Of the keys of a micro-batch and table, in their order. num_whole: how many of its positions, which come first,
     are those of features that are not marked."""
     low, high = asked.bounds[segment : segment + 2]
-    if not tables[segment % len(tables)].half_features:
+    if not specs.has_half_T[segment % specs.num_tables]:
         return np.zeros(high - low, np.uint8)
     flags = np.ones(high - low, np.uint8)
     flags[asked.inverse_of(segment)[:num_whole]] = 0
     return flags
 
 
-def flags_of_cache(tables: Sequence[TableConfig], plans: Sequence[WindowPlan], num_whole: NDArray[np.int64]) -> Flags:
+def flags_of_cache(specs: TableSpecs, plans: Sequence[WindowPlan], num_whole: NDArray[np.int64]) -> Flags:
     """The same with the window cache, in the order of the keys that micro-batches ask for."""
     of_tables = []
-    for t, (table, plan) in enumerate(zip(tables, plans, strict=True)):
-        of_cache = np.full(plan.num_rows, bool(table.half_features), np.uint8)
+    for t, (has_half, plan) in enumerate(zip(specs.has_half_T, plans, strict=True)):
+        of_cache = np.full(plan.num_rows, has_half, np.uint8)
         for p, places in enumerate(plan.places):
             of_cache[places[plan.index[p][: num_whole[p, t]]]] = 0
         of_tables.append(np.split(of_cache, plan.starts[1:-1]))
@@ -151,7 +151,7 @@ def gradient_legs(
     for dtype in shapes.gradient_types:
         mine, theirs = (Side(s.tables, s.places, s.counts) for s in (own, asked))
         if len(shapes.gradient_types) > 1:
-            chosen = shapes.has_type(dtype)
+            chosen = shapes.has_type[dtype]
             mine, theirs = mine.only(chosen[mine.tables]), theirs.only(chosen[theirs.tables])
         asked_rows, asked_sizes = theirs.rows(shapes.dims, device)
         groups = _groups(asked_rows, theirs, num_owned, device)
@@ -257,7 +257,7 @@ def vectors_of(run: RowRun, shapes: RowShapes, names: Sequence[str]) -> dict[str
 
 def gradient_run(dtype: torch.dtype, num_rows: Int64, shapes: RowShapes, device: torch.device) -> RowRun:
     """Zeros for the gradients of this type."""
-    spans, size = _laid_out(np.where(shapes.has_type(dtype), num_rows, 0), shapes.dims, device)
+    spans, size = _laid_out(np.where(shapes.has_type[dtype], num_rows, 0), shapes.dims, device)
     return RowRun(torch.zeros(size, dtype=dtype, device=device), spans, num_rows)
 
 
@@ -275,7 +275,7 @@ def joined_gradients(
             dtype: run for dtype, run in gradients.items() if isinstance(run, RowRun) and isinstance(dtype, torch.dtype)
         }
     for dtype in shapes.gradient_types:
-        mine = shapes.has_type(dtype)
+        mine = shapes.has_type[dtype]
         is_all = len(shapes.gradient_types) == 1
         parts = [_plain(value, dtype) for value in (given if is_all else itertools.compress(given, mine.tolist()))]
         flat = parts[0].reshape(-1) if len(parts) == 1 else _flatten_dense_tensors(parts)

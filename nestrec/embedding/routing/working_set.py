@@ -12,11 +12,10 @@ import torch
 from numpy.typing import NDArray
 
 from nestrec.base.cuda import to_device, used_here
-from nestrec.embedding.optimizer_checks import draws_of
 from nestrec.embedding.routing.row_exchange import RowLeg, RowRun, as_words, by_piece, gradient_run, half_spans
-from nestrec.embedding.row_optimizer import RowLayout, RowStep, runs_host_loop, update_rows, update_rows_on_host
-from nestrec.embedding.table_config import RowShapes, TableConfig
-from nestrec.embedding.table_shard import FetchedRows
+from nestrec.embedding.row_optimizer import RowLayout
+from nestrec.embedding.table_config import RowShapes
+from nestrec.embedding.table_shard import FetchedRows, TableOptimizer
 from nestrec.ops.embedding.host_loops import are_finite
 from nestrec.ops.embedding.row_copy import Int64, Spans, add_spans, gather_spans
 from nestrec.ops.embedding.row_gather import take_rows
@@ -29,7 +28,7 @@ _WATCHING_THREADS = 8
 class WorkingTable:
     """Rows of one table; row i belongs to `fetched.keys[i]`."""
 
-    table: TableConfig
+    optimizer: TableOptimizer
     layout: RowLayout
     fetched: FetchedRows
     gradient: torch.Tensor | None = None
@@ -78,20 +77,8 @@ class WorkingTable:
         self, rows: torch.Tensor, gradient: torch.Tensor, chosen: NDArray[Any] | slice, step: int, learning_rate: float
     ) -> None:
         """chosen: which of the fetched rows these are."""
-        refused, draws = self.fetched.slots[chosen] < 0, None
-        is_any_refused = bool(refused.any())
-        if self.table.is_half:
-            draws = to_device(draws_of(self.table, self.fetched.keys[chosen], step), rows.device)
-        now = RowStep(step, learning_rate, self.table.optimizer, draws)
-        if runs_host_loop(rows, self.table.optimizer.spec):
-            kept = torch.from_numpy(np.flatnonzero(refused)) if is_any_refused else None
-            before = None if kept is None else rows.index_select(0, kept)
-            update_rows_on_host(rows, gradient, self.layout, now, num_threads=self.table.store.num_threads)
-            if kept is not None and before is not None:
-                rows.index_copy_(0, kept, before)
-        else:
-            places = np.where(refused, -1, np.arange(len(refused), dtype=np.int32)) if is_any_refused else None
-            update_rows(rows, gradient, self.layout, now, None if places is None else to_device(places, rows.device))
+        is_refused = self.fetched.slots[chosen] < 0
+        self.optimizer.update(rows, gradient, self.fetched.keys[chosen], is_refused, step, learning_rate)
         used_here([gradient])
 
 
@@ -170,7 +157,7 @@ class WorkingSet:
         is_all: they are those of all rows, in order, and no others will come.
         """
         if is_all and not any(table.gradient is not None for _, table in self._of_type(dtype)):
-            mine = np.where(self.shapes.has_type(dtype), self.num_rows, 0)
+            mine = np.where(self.shapes.has_type[dtype], self.num_rows, 0)
             spans, _ = Spans.packed(mine, self.shapes.dims, self.words.device)
             self._take_sums(dtype, RowRun(pieces[0], spans, self.num_rows))
             return
@@ -199,7 +186,7 @@ class WorkingSet:
         return self._totals[dtype]
 
     def _of_type(self, dtype: torch.dtype) -> list[tuple[int, WorkingTable]]:
-        return list(itertools.compress(enumerate(self.tables.values()), self.shapes.has_type(dtype).tolist()))
+        return list(itertools.compress(enumerate(self.tables.values()), self.shapes.has_type[dtype].tolist()))
 
 
 class RowBuffers:

@@ -16,10 +16,9 @@ from nestrec.embedding.row_optimizer import (
     RowOptimizer,
     RowStep,
     update_by_formula,
-    update_rows,
-    update_rows_on_host,
 )
 from nestrec.embedding.table_config import layout_of
+from nestrec.embedding.table_shard import TableOptimizer
 from nestrec.ops.embedding.stochastic_rounding import rounded
 
 NUM_ROWS, DIM = 1100, 7  # more rows than a host loop has at a time
@@ -41,7 +40,7 @@ def stepped(table: TableConfig, *ways: str) -> list[torch.Tensor]:
             grad, draws = torch.randn(NUM_ROWS, DIM), torch.from_numpy(draws_of(table, keys, number))
             step = RowStep(number, 0.01, table.optimizer, draws)
             if way == "host":
-                update_rows_on_host(rows, grad, layout, step, num_threads=2)
+                TableOptimizer(table, layout).update_on_host(rows, grad, step)
             elif way == "formula":
                 weight, *states = (layout.view(rows, column.name) for column in layout.columns)
                 update_by_formula(table.optimizer.spec, weight, states, grad, step, None)
@@ -50,9 +49,9 @@ def stepped(table: TableConfig, *ways: str) -> list[torch.Tensor]:
                 places = torch.cat([order, torch.tensor([-1])])
                 shuffled = torch.cat([grad[order], torch.ones(1, DIM)])
                 told = RowStep(number, 0.01, table.optimizer, torch.cat([draws[order], draws[:1]]))
-                update_rows(rows, shuffled, layout, told, places)
+                TableOptimizer(table, layout).update_on_device(rows, shuffled, told, places)
             else:
-                update_rows(rows, grad, layout, step)
+                TableOptimizer(table, layout).update_on_device(rows, grad, step)
             torch.manual_seed(number)  # the same gradients whatever was drawn between
         results.append(rows)
     return results
@@ -101,9 +100,8 @@ def test_updates_too_small_for_the_last_place_move_weights_on_average():
     layout.view(rows, "weight").fill_(1.0)
     for step in range(1, 51):  # each is a sixteenth of the distance from 1 to the next number below
         draws = torch.from_numpy(draws_of(table, np.arange(400), step))
-        update_rows_on_host(
-            rows, torch.full((400, DIM), 2.0**-12), layout, RowStep(step, 1.0, table.optimizer, draws), num_threads=1
-        )
+        gradient = torch.full((400, DIM), 2.0**-12)
+        TableOptimizer(table, layout).update_on_host(rows, gradient, RowStep(step, 1.0, table.optimizer, draws))
     moved = 1 - layout.view(rows, "weight").double().mean()
     assert abs(float(moved) - 50 * 2.0**-12) < 3e-4
 

@@ -1,16 +1,18 @@
 import pytest
 import torch
 
-from nestrec.embedding import RowOptimizerConfig, TableConfig
-from nestrec.embedding.row_optimizer import RowStep, update_rows, update_rows_on_host
+from nestrec.embedding import RowOptimizerConfig, StoreConfig, TableConfig
+from nestrec.embedding.row_optimizer import RowStep
 from nestrec.embedding.table_config import layout_of
+from nestrec.embedding.table_shard import TableOptimizer
 from nestrec.ops.embedding.row_update import mean_of_squares
 
 KINDS = ["sgd", "adagrad", "rowwise_adagrad", "adam", "rowwise_adam"]
 
 
 def table_of(kind: str, dtype: str, dim: int = 37, **options: float) -> TableConfig:
-    return TableConfig(name="t", dim=dim, dtype=dtype, optimizer=RowOptimizerConfig(kind=kind, **options))
+    optimizer, store = RowOptimizerConfig(kind=kind, **options), StoreConfig(num_threads=2)
+    return TableConfig(name="t", dim=dim, dtype=dtype, optimizer=optimizer, store=store)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -25,8 +27,8 @@ def test_host_loops_equal_the_torch_rules_to_the_bit(kind, dtype):
         layout.view(r, "weight").copy_(start)
     for step in range(1, 20):
         grad = torch.randn(50, table.dim, dtype=table.state_dtype)
-        update_rows(rows[0], grad, layout, RowStep(step, 0.03, table.optimizer))
-        update_rows_on_host(rows[1], grad, layout, RowStep(step, 0.03, table.optimizer), num_threads=2)
+        TableOptimizer(table, layout).update_on_device(rows[0], grad, RowStep(step, 0.03, table.optimizer))
+        TableOptimizer(table, layout).update_on_host(rows[1], grad, RowStep(step, 0.03, table.optimizer))
         assert torch.equal(rows[0], rows[1])
 
 
@@ -51,7 +53,7 @@ def test_lazy_updates_are_those_of_torch_optim(kind):
         with torch.sparse.check_sparse_tensor_invariants():
             twin.step()
         part = rows[used]
-        update_rows(part, grad, layout, RowStep(step, 0.05, table.optimizer))
+        TableOptimizer(table, layout).update_on_device(part, grad, RowStep(step, 0.05, table.optimizer))
         rows[used] = part
     torch.testing.assert_close(layout.view(rows, "weight"), weight.detach(), rtol=1e-12, atol=1e-14)
 
@@ -64,7 +66,9 @@ def test_lazy_adam_leaves_unused_rows_where_dense_adam_moves_them():
     adam = torch.optim.Adam([dense], 0.1)
     dense.grad = torch.ones_like(dense)
     adam.step()
-    update_rows(rows, torch.ones(1, 2, dtype=torch.float64), layout, RowStep(1, 0.1, table.optimizer))
+    TableOptimizer(table, layout).update_on_device(
+        rows, torch.ones(1, 2, dtype=torch.float64), RowStep(1, 0.1, table.optimizer)
+    )
     torch.testing.assert_close(layout.view(rows, "weight"), dense.detach())
     dense.grad = torch.zeros_like(dense)
     adam.step()
@@ -75,7 +79,9 @@ def test_moment_scale_divides_the_moment_under_the_root():
     table = table_of("rowwise_adagrad", "float64", dim=4, moment_scale=4.0)
     layout = layout_of(table)
     rows = torch.zeros(1, layout.num_words, dtype=torch.int32)
-    update_rows(rows, torch.full((1, 4), 3.0, dtype=torch.float64), layout, RowStep(1, 0.5, table.optimizer))
+    TableOptimizer(table, layout).update_on_device(
+        rows, torch.full((1, 4), 3.0, dtype=torch.float64), RowStep(1, 0.5, table.optimizer)
+    )
     assert layout.view(rows, "state_sum").item() == 9.0
     assert layout.view(rows, "weight")[0, 0].item() == pytest.approx(-0.5 * 3 / (1.5 + 1e-8), rel=1e-15)
 
@@ -91,7 +97,7 @@ def test_16_bit_weights_are_the_rounded_float32_step(kind, dtype):
         layout = layout_of(table)
         rows = torch.zeros(9, layout.num_words, dtype=torch.int32)
         layout.view(rows, "weight").copy_(weight)
-        update_rows(rows, grad, layout, RowStep(1, 0.1, table.optimizer))
+        TableOptimizer(table, layout).update_on_device(rows, grad, RowStep(1, 0.1, table.optimizer))
         results.append(layout.columns_of(rows))
     assert torch.equal(results[0]["weight"], results[1]["weight"].to(half.weight_dtype))
     for name in set(results[0]) - {"weight"}:
