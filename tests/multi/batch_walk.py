@@ -1,6 +1,6 @@
-"""The walk of one batch under `nested`: which files it goes through, seen by following the calls of a steady step.
+"""The walk of one training batch under `nested`: the files that it goes through, found by following its calls.
 
-`python tests/multi/batch_walk.py` writes docs/architecture-walk.md anew.
+`python tests/multi/batch_walk.py` writes docs/architecture-walk.md.
 """
 
 import os
@@ -20,16 +20,19 @@ import nestrec
 from nestrec.data.batch_loader import Batch, MicroBatch
 from nestrec.data.batch_order import Position
 from nestrec.distributed import Topology
+from nestrec.embedding import EmbeddingEngine, TableConfig
 from nestrec.ops.embedding.row_gather import gather_rows
-from nestrec.pipeline import Feed, Rates, Step, TrainingPipeline
+from nestrec.pipeline import Feed, PipelineCore, Rates, Step
 from nestrec.pipeline.dense.dense_optimizer import DenseUpdate, OptimizerConfig
 from nestrec.pipeline.exchange_window import LossCompute
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "architecture-walk.md"
+PACKAGE = Path(nestrec.__file__).parent
 TOOLS = ("base", "trace", "ops")
-"""Folders whose files are tools in everybody's hands: no stop on the way."""
+"""Folders whose files are used everywhere; they are not counted."""
 SAMPLES, WATCHED = 8, 5
 STAGES = {
+    "train": "the trainer takes the next batch, plans the step and calls the schedule",
     "schedule": "the schedule submits the stages",
     "deduplicate": "load: tensors to the device, keys deduplicated (lane `transfer`)",
     "route": "keys to their owners (lane `communication`)",
@@ -75,7 +78,7 @@ class CallFollower:
     def __init__(self) -> None:
         self.is_on = self.is_first = False
         self.stages: dict[str, dict[str, None]] = {}
-        self._root = str(Path(nestrec.__file__).parent) + os.sep
+        self._root = str(PACKAGE) + os.sep
         self._now = threading.local()
         self._runs: Counter[str] = Counter()
         self.num_calls = 0
@@ -120,13 +123,8 @@ def walk(topology: Topology) -> Walk:
 
     device = torch.device("cpu")
     dense = DenseUpdate(model, OptimizerConfig(), topology, device)
-    pipeline = TrainingPipeline(
-        LossCompute(loss, device),
-        [nestrec.Table("items", rows=64, dim=4)],
-        dense_optimizer=dense,
-        schedule="nested",
-        topology=topology,
-    )
+    engine = EmbeddingEngine([TableConfig(name="items", num_rows=64, dim=4)], topology)
+    core = PipelineCore.build(LossCompute(loss, device), engine, dense, "nested")
     follower, feed = CallFollower(), Feed(iter(list(_batches(topology.rank))))
     threading.setprofile(follower)  # the lanes' threads are started by the first steps
     sys.setprofile(follower)
@@ -135,14 +133,21 @@ def walk(topology: Topology) -> Walk:
             batch = next(feed)
             follower.is_first = number == WATCHED
             follower.is_on = number in (WATCHED, WATCHED + 1)  # what one step submits, the next may wait for
-            pipeline.advance(Step(number=number, batch=batch, rates=Rates(dense=0.01, tables=0.1)), feed)
+            core.schedule.advance(Step(number=number, batch=batch, rates=Rates(dense=0.01, tables=0.1)), feed)
         follower.is_on = False
-        pipeline.advance(Step(number=WATCHED + 3, batch=next(feed), rates=Rates(0.01, 0.1), is_fence=True), feed)
+        core.schedule.advance(Step(number=WATCHED + 3, batch=next(feed), rates=Rates(0.01, 0.1), is_fence=True), feed)
     finally:
         sys.setprofile(None)
         threading.setprofile(None)  # type: ignore[arg-type]
-    pipeline.close()
-    return Walk({stage: list(files) for stage, files in follower.stages.items()}, follower.num_calls)
+    core.close()
+    stages = {stage: list(files) for stage, files in follower.stages.items()}
+    return Walk({"train": callers_of_the_schedule(), **stages}, follower.num_calls + 1)
+
+
+def callers_of_the_schedule() -> list[str]:
+    """Files of the training loop that call the schedule: found by their text, since the walk calls it itself."""
+    files = sorted((PACKAGE / "training").rglob("*.py"))
+    return [file.relative_to(PACKAGE).as_posix() for file in files if ".schedule.advance(" in file.read_text()]
 
 
 def _batches(rank: int) -> Iterator[Batch]:
@@ -153,27 +158,57 @@ def _batches(rank: int) -> Iterator[Batch]:
         yield Batch(Position(0, step), 4.0 * SAMPLES, np.arange(4 * SAMPLES), tuple(parts))
 
 
+NEW_LINE = "\n"
+BEFORE_TRAINING = {
+    "`nestrec prepare` reads a log": (
+        "data/formats/log_format.py",
+        "data/prepare/input_files.py",
+        "data/prepare/raw_rows.py",
+        "data/prepare/event_parser.py",
+        "data/prepare/parse.py",
+        "data/prepare/id_encoder.py",
+        "data/prepare/spill_files.py",
+        "data/prepare/prepare_sequences.py",
+        "data/prepare/dataset_writer.py",
+    ),
+    "threads of the loader assemble micro-batches": (
+        "data/batch_order.py",
+        "data/batch_loader.py",
+        "data/event_layers.py",
+        "data/samples/retrieval_collator.py",
+    ),
+}
+"""What happens before a batch is trained on. These lists are written by hand and not counted."""
+
+
 def page(found: Walk) -> str:
-    """What the architecture page shows."""
+    """The text of docs/architecture-walk.md."""
     lines, seen = [], set()
     for stage, meaning in STAGES.items():
         new = [file for file in found.stages.get(stage, []) if file not in seen]
         seen |= set(new)
         again = len(found.stages.get(stage, [])) - len(new)
         names = ", ".join(f"`{file}`" for file in new) or "no new file"
-        lines.append(f"1. {meaning}: {names}" + (f" (and {again} met before)" if again else ""))
-    head = (
-        f"One batch under `nested` goes through {len(found.files)} files, and {found.num_calls} calls lead from one "
-        "folder into another.\n\n"
-        "How it is counted: the calls of a steady step are followed on two ranks, with one table on the device,\n"
-        "for every stage once. A call counts where its caller and the function called lie in two folders of\n"
-        f"`nestrec`. Each comes back: {2 * found.num_calls} crossings with returns. In the order in which the batch "
-        f"first enters its files, the\nfolder changes {found.num_crossings} times. The folders `base`, `trace` "
-        "and `ops` are tools in everybody's hands and are not counted.\n\n"
-        "Fewer would hide something: each of the ten stages that touch rows or keys enters `embedding` once, from the\n"
-        "lane that the schedule chose for it, and each of the five exchanges enters `distributed` once.\n"
-    )
-    return head + "\n" + "\n".join(lines) + "\n"
+        lines.append(f"1. {meaning}: {names}" + (f" (and {again} listed above)" if again else ""))
+    before = [f"- {what}: {', '.join(f'`{file}`' for file in files)}" for what, files in BEFORE_TRAINING.items()]
+    return f"""One training batch under `nested` goes through {len(found.files)} files of `nestrec`, in this order:
+
+{NEW_LINE.join(lines)}
+
+How the files are counted: a test follows the calls of one step in the steady state on two ranks, with one table on the
+device. A file counts if one of its functions is entered. The folders `base`, `trace` and `ops` are used everywhere and
+are not counted, and neither is what the trainer does after a step (`_count_step` and the methods that follow it in
+`train_step`).
+
+{found.num_calls} calls lead from a file of one folder into another folder, and in the order above the folder changes
+{found.num_crossings} times. Fewer calls would hide something: each of the ten stages that touch rows or keys enters
+`embedding` once, from the lane that the schedule chose for it, and each of the five exchanges enters `distributed`
+once.
+
+Where the batch comes from:
+
+{NEW_LINE.join(before)}
+"""
 
 
 if __name__ == "__main__":
