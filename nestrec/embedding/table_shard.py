@@ -98,7 +98,7 @@ class TableOptimizer:
         self.update_on_device(rows, gradient, now, places)
 
     def update_on_host(self, rows: torch.Tensor, gradient: torch.Tensor, step: RowStep) -> None:
-        """The same for all rows, by the host loop, which a row optimizer may lack. The bits are those of the kernel."""
+        """Update all rows by the host loop, which a row optimizer may lack. The bits are those of the kernel."""
         loop = self._optimizer.host_loop
         assert loop is not None
         dtype = self._weight.dtype
@@ -122,7 +122,7 @@ class TableOptimizer:
     def update_on_device(
         self, rows: torch.Tensor, gradient: torch.Tensor, step: RowStep, places: torch.Tensor | None = None
     ) -> None:
-        """The same by the kernel, or by the formula if there is none.
+        """Update rows by the kernel, or by the formula if the row optimizer has no kernel.
 
         Args:
             places: Row of each gradient, negative for gradients to be dropped; row i for gradient i by default.
@@ -145,7 +145,7 @@ def _update_widened(  # noqa: PLR0917
     step: RowStep,
     places: torch.Tensor | None,
 ) -> None:
-    """A kernel that knows nothing of 16-bit weights, on float32 copies of them."""
+    """Run a kernel that cannot update 16-bit weights on float32 copies of them."""
     wide, draws = weight.to(grad.dtype), step.draws
     kernel(wide, states, grad, places, step)
     if places is not None and draws is not None:  # rows that did not move have nothing to be rounded

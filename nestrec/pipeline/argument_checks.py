@@ -73,7 +73,7 @@ def check_batches(batches: Any) -> None:
 
 
 def check_model(model: Any) -> None:
-    """A module whose weights are there."""
+    """Raise a UserError unless this is a module whose weights have values."""
     if not isinstance(model, nn.Module):
         remedy = "give an instance of an nn.Module; forward(vectors, batch) returns the sum of the losses and a weight"
         raise UserError("is no module", field="model", value=model, remedy=remedy)

@@ -59,7 +59,7 @@ class PipelineCore:
         tracer = tracer or make_tracer(engine.device, rank=engine.topology.rank)
         built = spec.build(engine, compute, dense, tracer, options)
         if context is not None:
-            # The exchanges inside a forward pass must keep their place among the collectives of the schedule.
+            # All ranks must issue the exchanges inside a forward pass and the schedule's collectives in one order.
             context.issue = built.issue
         return PipelineCore(compute, engine, dense, built, tracer)
 

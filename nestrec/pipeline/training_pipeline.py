@@ -357,7 +357,7 @@ def _build_dense(
 
 
 def _rates_of(optimizer: OptimizerConfig | torch.optim.Optimizer, table_rate: float | None) -> Callable[[int], Rates]:
-    """The learning rates of each step."""
+    """Return a function from the number of a step to its learning rates."""
 
     def rates(step: int) -> Rates:
         if isinstance(optimizer, OptimizerConfig):

@@ -1,4 +1,4 @@
-"""What the trainer calls: listeners, the publisher of versions, the meter of losses and speeds.
+"""The trainer calls these: listeners, the publisher of versions, the meter of losses and speeds.
 
 A `Listener` hears of the progress of a run; the console is one, a test another. A `Publishing` writes versions of the
 model for servers. The `Meter` reads the totals of a step one step late, so that the host never waits for the device.

@@ -72,7 +72,7 @@ class StepPlan:
     is_fence: bool
     """Whether the tables must be complete after the step, because something reads them."""
     stops: bool
-    """Whether the run is saved after the step and ends, because it was told to stop."""
+    """Whether the run is saved after the step and ends, because a signal asked it to stop."""
     is_stop: bool
     """Whether the step is a fence for no other reason than the stop."""
     ends_window: bool
@@ -88,7 +88,7 @@ class StepPlan:
 
 
 class Trainer:
-    """Trains a recipe in a run folder; started again on it, goes on from the last checkpoint.
+    """Trains a recipe in a run folder; a later trainer in the same folder continues from the last checkpoint.
 
     `train_step` shows what one step does. `__init__` lists the parts in the order in which they depend on each other.
     """
@@ -140,10 +140,10 @@ class Trainer:
         self.has_best = False
         """Whether the weights that were measured last are the best of the run."""
         self.window_times: dict[str, float] = {}
-        """When the events of the window came, where it is one of a stream."""
+        """When the events of the window arrived, if it is a window of a stream."""
 
     def train(self) -> TrainState:
-        """To the end of the recipe, or until told to stop (`Interrupted`, after saving)."""
+        """Train to the end of the recipe, or until a signal asks the run to stop (`Interrupted`, after saving)."""
         check_options_are_used(self.cfg, self.session.task)
         if self.session.ring.size == 1 and self.session.dense.sharded is None:
             check_loss_is_sum(self.cfg.task.kind, self.session.task, self.session.engine)
@@ -160,7 +160,7 @@ class Trainer:
             return self.state
 
     def train_step(self, feed: Feed, stop: StopRequest) -> None:
-        """One global batch: fetch, forward and backward per micro-batch, reduce, update, log, checkpoint."""
+        """Train on one global batch: fetch, forward and backward per micro-batch, reduce, update, log, checkpoint."""
         self._predict_window()  # a window is measured before the model has trained on any of its events
 
         with self.tracer.span("train.data.wait", kind="wait", lane="compute", step=self.state.step + 1):
@@ -195,10 +195,10 @@ class Trainer:
         if plan.ends_window:
             self._call_hooks()
         if plan.publishes:
-            self._publish()  # after the save of the same step, from which a later start goes on
+            self._publish()  # after the save of the same step, from which a later start continues
 
     def _count_step(self, plan: StepPlan, batch: Batch, totals: Totals) -> None:
-        """What is remembered of a step before anything else looks at it."""
+        """Count a step in the state of the run, and measure it, before anything that follows the step reads either."""
         self.state = self.state.after(batch, self.batches.order.after(batch.position))
         self._meter.watch(self.state.step, batch, totals)  # reads the totals of the step before: no wait for the device
         self.folder.reached(self.state.step)
@@ -256,8 +256,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _open_feed(self, num_batches: int | None = None) -> Iterator[Feed]:
-        """The batches that follow, at most `num_batches`; whatever ends their training ends the threads that work on
-        them."""
+        """Open the feed of the next batches, at most `num_batches`. An error ends the threads that work on them."""
         left = num_batches if self._last_step is None else max(0, self._last_step - self.state.step)
         feed = Feed(self.batches.starting_at(self.state.position), left)
         try:
@@ -300,7 +299,7 @@ class Trainer:
         self.folder.close()
 
     def _begin(self) -> None:
-        """Go on from the newest checkpoint, or begin from another run or from step 0."""
+        """Continue from the newest checkpoint, or begin from another run or from step 0."""
         # Both before the config is written: they may refuse to go on with another one, or with another model.
         changes = on_first(self._topology, self._changes_since_last_start) or []
         begun: list[str] = []
@@ -564,7 +563,7 @@ class Trainer:
 
 
 def _config_of_stream(cfg: RunConfig) -> RunConfig:
-    """A stream has no end and no epochs: windows are measured as they come."""
+    """Return the config of a run on a stream, which has no end and no epochs: windows are measured as they come."""
     return replace(cfg, training=replace(cfg.training, evaluate_every_epochs=0, max_steps=None, patience=None))
 
 

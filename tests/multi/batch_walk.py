@@ -40,7 +40,7 @@ STAGES = {
     "fetch": "rows from the store into a buffer (lane `lookup`)",
     "intersect": "rows that the batch before shares (lane `lookup`)",
     "copy": "shared rows, once the batch before has updated them (compute)",
-    "vectors": "vectors to those who asked, E (lane `communication`)",
+    "vectors": "vectors to the ranks that asked, E (lane `communication`)",
     "compute": "forward and backward, F (compute)",
     "gradients": "gradients to the owners, G (lane `communication`)",
     "reduce": "dense gradients summed over ranks (lane `communication`)",
@@ -145,7 +145,7 @@ def walk(topology: Topology) -> Walk:
 
 
 def callers_of_the_schedule() -> list[str]:
-    """Files of the training loop that call the schedule: found by their text, since the walk calls it itself."""
+    """Return the files of the training loop that call the schedule, found by their text: the walk calls it itself."""
     files = sorted((PACKAGE / "training").rglob("*.py"))
     return [file.relative_to(PACKAGE).as_posix() for file in files if ".schedule.advance(" in file.read_text()]
 
@@ -182,7 +182,7 @@ BEFORE_TRAINING = {
 
 
 def page(found: Walk) -> str:
-    """The text of docs/architecture-walk.md."""
+    """Return the text of docs/architecture-walk.md."""
     lines, seen = [], set()
     for stage, meaning in STAGES.items():
         new = [file for file in found.stages.get(stage, []) if file not in seen]

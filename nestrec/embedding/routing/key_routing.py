@@ -231,7 +231,8 @@ def arrange(  # noqa: PLR0917
 ) -> Routed:
     """Put together what is asked by this rank and from this rank. holder: which of its shard's it is. rank: of those
     that are asked. Local."""
-    num_micro_batches, num_tables = source.num_micro_batches, source.num_tables
+    num_micro_batches = source.num_micro_batches
+    num_tables = source.num_tables
     owned, places = _working_places(asked, num_tables)
     num_owned = np.array([len(keys) for keys in owned])
     within, num_sources = asked.within, len(asked.counted.comes)
@@ -265,7 +266,8 @@ def arrange(  # noqa: PLR0917
         )
         for p in range(num_micro_batches)
     ]
-    names, joined = specs.names_T, asked.joined or []
+    names = specs.names_T
+    joined = asked.joined or []
     touched = {n: j.num_touched for n, j in zip(names, joined, strict=bool(joined)) if j.num_touched is not None}
     averaged = {n: j.averaged for n, j in zip(names, joined, strict=bool(joined)) if j.averaged is not None}
     return Routed(
@@ -357,7 +359,8 @@ def _first_mistake(words: NDArray[np.int64]) -> list[int]:
 
 def _out_of_range(specs: TableSpecs, mistake: list[int]) -> BatchError:
     found_on, number, key = mistake
-    feature, table = specs.features_F[number], specs.names_T[specs.table_of_F[number]]
+    feature = specs.features_F[number]
+    table = specs.names_T[specs.table_of_F[number]]
     problem = f"is not a key of table {table!r}, which holds 0 to {specs.num_rows_F[number] - 1}"
     remedy = "enlarge num_rows, correct the data, or make the table dynamic (num_rows=none)"
     where = f"{problem} (found on rank {found_on - 1})"

@@ -11,7 +11,8 @@ KINDS = ["sgd", "adagrad", "rowwise_adagrad", "adam", "rowwise_adam"]
 
 
 def table_of(kind: str, dtype: str, dim: int = 37, **options: float) -> TableConfig:
-    optimizer, store = RowOptimizerConfig(kind=kind, **options), StoreConfig(num_threads=2)
+    optimizer = RowOptimizerConfig(kind=kind, **options)
+    store = StoreConfig(num_threads=2)
     return TableConfig(name="t", dim=dim, dtype=dtype, optimizer=optimizer, store=store)
 
 
