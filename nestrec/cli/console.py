@@ -80,7 +80,9 @@ def run_external(name: str, arguments: list[str]) -> None:
     """Runs a command of another package with everything that was typed after its name."""
     command = external_command(name)
     with_plain_flags(command.app)
-    typer.main.get_command(command.app)(arguments, prog_name=f"nestrec {name}")
+    code = typer.main.get_command(command.app)(arguments, prog_name=f"nestrec {name}", standalone_mode=False)
+    if code:
+        raise typer.Exit(code)
 
 
 SAID_FOLDER = "NESTREC_SAID"

@@ -157,7 +157,7 @@ def test_an_export_never_overwrites(retrieval, tmp_path):
 def test_what_cannot_be_served_is_not_exported(tmp_path, monkeypatch):
     """Before anything is opened: there is neither a dataset nor a checkpoint here."""
     cfg, spec = recipe("criteo_dlrm"), replace(task_spec(recipe("criteo_dlrm").task), serving=None)
-    monkeypatch.setattr("nestrec.tasks.task_registry.task_spec", lambda task: spec)
+    monkeypatch.setattr("nestrec.serving.model.serving_spec.task_spec", lambda task: spec)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text(dumps(cfg))
     with pytest.raises(UserError, match=r"rows.*cannot be served: it has no") as refused:

@@ -127,7 +127,7 @@ def asking(place, service, cfg, use):
 @pytest.mark.parametrize("place", [single, behind_gateway])
 def test_every_endpoint_answers_those_it_is_for_and_nobody_else(place, service, ring, monkeypatch):
     path, keys = ring
-    monkeypatch.setattr("nestrec.serving.http.routes.all_endpoints", lambda: ENDPOINTS)
+    monkeypatch.setattr("nestrec.serving.http.serve_config.all_endpoints", lambda: ENDPOINTS)
 
     moments, turns = itertools.count(1), itertools.count()
 

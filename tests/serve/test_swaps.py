@@ -75,6 +75,7 @@ def test_models_are_swapped_and_rolled_back_together(folders, caplog):
             assert {role: model["version"] for role, model in swapped.json()["previous"].items()} == old
             assert (await client.get("/health/ready")).json()["models"] == new
             assert (await client.post("/v1/rank", json=ASKED)).json()["model"] == new["ranking"]
+            caplog.clear()
             with caplog.at_level("INFO", "nestrec.serving.service.model_reloader"):
                 back = await client.post("/v1/admin/rollback", json={})
             logged = [message for message in caplog.messages if "has taken over" in message]
