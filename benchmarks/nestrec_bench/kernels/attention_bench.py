@@ -7,11 +7,6 @@ run finds them in the cache. Long sequences are measured with full and with semi
 output and gradients of q, k and v against float64.
 
     nestrec bench attention --lengths u4096,lognormal:mean=900,max=8192,count=200 --heads 8x64 --impls nestrec
-
-Attentions that the attention benchmark compares: ours, and what torch offers.
-
-Each is prepared once for a batch (masks, padding, offsets: what a training loop would also make once a batch), then
-timed. Backward is that of the attention alone, given the gradient of its output.
 """
 
 import inspect

@@ -7,8 +7,6 @@ device take turns, and would measure that. Beside it, chunks are copied the way 
 `sm_copy` is the same with a kernel, the thing to be compared with.
 
     nestrec bench exchange --ranks 2,4 --transports host,copy_engine --bytes 1048576
-
-What a matmul loses while chunks are copied beside it, by the copy engines, over the host, or by a kernel.
 """
 
 import os

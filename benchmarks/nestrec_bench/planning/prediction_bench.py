@@ -6,11 +6,6 @@ program, replayed on shared cores with the chance that was measured. Errors are 
 configuration is that of its own rounds.
 
     nestrec bench prediction --ranks 2 --link_mbit 300,900 --rounds 5
-
-Steps of overlapping schedules predicted from the serial rows of a result file of `nestrec bench schedules`.
-
-The serial row of a partition says what computation, lookup and communication take when nothing overlaps; the simulator
-says what a schedule makes of them. For files from machines that are not here, such as a GPU with an emulated fabric.
 """
 
 import json

@@ -6,11 +6,6 @@ loss alone, on random float32 rows. Published figures are TurboGR's of
 FuXi-large on another kind of device, without and with its offload: only their ratios can be compared.
 
     nestrec bench negatives --negatives 32,128 --variants plain,fused --precision bf16
-
-Bytes of vectors that ranks look up and send each other for a step, by the type in which negatives cross.
-
-Real ranks on this machine and the engine's own counters; nothing is timed. What negatives cost is the difference to
-the same step without them.
 """
 
 import statistics

@@ -1,6 +1,4 @@
-"""A small dataset whose batches have given lengths, for benchmarks that go through the real tasks.
-
-Whole training steps, as `nestrec train` takes them: MFU, tokens a second, memory, and where their time goes.
+"""Whole training steps, as `nestrec train` takes them: MFU, tokens a second, memory, and where their time goes.
 
 Samples of the named lengths go through the task's own assembler, the engine with its tables on the device, the
 schedule, the model in bf16, the sampled loss, the dense AdamW and the row optimiser. Batches are assembled beforehand,
