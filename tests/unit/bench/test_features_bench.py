@@ -7,7 +7,7 @@ from pathlib import Path
 from nestrec.base.config_overrides import with_overrides
 from nestrec.training.recipes import recipe
 from nestrec_bench.bench import More, Row
-from nestrec_bench.quality.evaluations_bench import FEATURES_BENCH
+from nestrec_bench.quality.features_bench import BENCH
 from nestrec_bench.quality.input_comparison import EXPERIMENTS, Experiment, InputComparison, _config, rows_of
 from support.featured_log import write_featured_log
 
@@ -48,9 +48,9 @@ def test_runs_of_other_commands_are_put_together_and_not_trained_again(tmp_path,
     small = "task.encoder.dim=8+task.encoder.head_dim=4+task.num_negatives=4+training.max_steps=2+training.device=cpu"
     given = {"what": "tiny", "data": str(data.parent), "output": str(tmp_path / "runs"), "seeds": "1", "options": small}
     for inputs in both:
-        list(FEATURES_BENCH.measure(with_overrides(InputComparison(), {**given, "inputs": inputs})))
+        list(BENCH.measure(with_overrides(InputComparison(), {**given, "inputs": inputs})))
     tested_at = {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/*/eval/test.json")}
-    rows, more = _all_of(FEATURES_BENCH.measure(with_overrides(InputComparison(), given)))
+    rows, more = _all_of(BENCH.measure(with_overrides(InputComparison(), given)))
     assert len(tested_at) == 2
     assert tested_at == {path: path.stat().st_mtime_ns for path in tested_at}
     assert {row["inputs"] for row in rows} >= {"ids", "brands", "popularity", "last item"}
