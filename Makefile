@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo count test all-tests test-quick test-slow test-gpu check docs results format torchrec test-torchrec ray test-ray clean
+.PHONY: setup demo count test all-tests test-quick test-slow test-gpu check docs results format mutants torchrec test-torchrec ray test-ray clean
 
 setup: $(READY)
 
@@ -67,6 +67,19 @@ PY := $(BIN)/python
 test-gpu:
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m "gpu and not slow" tests/gpu --numprocesses 10 --junit-xml build/test-gpu.xml; \
 	status=$$?; $(PY) docs/test_reports.py gpu-tests.json build/test-gpu.xml && $(PY) docs/result_tables.py; exit $$status
+
+# Mutation testing, on demand: plants small faults in FOLDER and lists those that no test detects. Runs for hours on two
+# cores: SAMPLE=200 tries so many of each folder. If it is interrupted, the next run continues.
+FOLDER := nestrec/tasks nestrec/data/samples nestrec/checkpoint
+SAMPLE := 0
+MUTATION := build/mutation
+mutants: setup $(MUTATION)/.ready
+	PYTHONPATH=$(MUTATION) $(PYTHON) tests/mutants.py --folders $(FOLDER) --sample $(SAMPLE) --output docs/results/mutants.json
+
+# Pure Python and two compiled modules, next to the environment: nothing in it changes.
+$(MUTATION)/.ready:
+	$(BIN)/python -m pip install --quiet --target $(MUTATION) --no-deps mutmut==3.8.1 libcst==1.9.0 coverage==7.17.3
+	touch $@
 
 format: setup
 	$(BIN)/ruff format .

@@ -227,10 +227,10 @@ def observe_published() -> dict[str, Any]:
 
 def _versions(address: str) -> list[list[Any]]:
     """Returns the name and step of each version and whether it is stored as a delta alone, the newest first."""
-    from nestrec.artifacts.storage import place_of
+    from nestrec.artifacts.storage import storage_of
     from nestrec.serving.versions.version_store import Versions
 
-    versions = Versions(place_of(address))
+    versions = Versions(storage_of(address))
     found: list[list[Any]] = []
     for folder, version in versions.published():
         manifest = versions.told(folder, version)

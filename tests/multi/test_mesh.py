@@ -4,10 +4,11 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import torch
 from engine_jobs import mesh, torchrun_like, train
 
 from nestrec.distributed import Communicator, Topology
-from nestrec.distributed.collectives import all_gather_json
+from nestrec.distributed.collectives import all_gather_json, all_gather_rows
 from nestrec.distributed.topology import RanksConfig
 from nestrec.distributed.topology import mesh as mesh_of
 from nestrec.trace.tracer import CollectiveLog
@@ -69,3 +70,15 @@ def test_a_communicator_made_of_a_group_alone_reaches_its_peers(pools):
 def gathered_over_own_group(topology: Topology) -> list[int]:
     own = Communicator("own", topology.rank, topology.world, topology.control.group, CollectiveLog())
     return all_gather_json(own, topology.rank)
+
+
+def test_rows_of_all_ranks_are_gathered_where_counts_differ(pools):
+    for rows, counts in pools[2].run(gathered_rows, [1, 3]) + pools[2].run(gathered_rows, [3, 0]):
+        assert counts in ([1, 3], [3, 0])
+        assert rows == [[rank, i] for rank, count in enumerate(counts) for i in range(count)]
+
+
+def gathered_rows(topology: Topology, counts: list[int]) -> tuple[list[list[int]], list[int]]:
+    rows = torch.tensor([[topology.rank, i] for i in range(counts[topology.rank])], dtype=torch.int64)
+    gathered, found = all_gather_rows(topology.keys, topology.keys, rows.view(-1, 2))
+    return gathered.tolist(), found

@@ -1,5 +1,6 @@
 """Checkpoints at an address of fsspec: copies of those of a run, taken from there where its folder has none."""
 
+import hashlib
 import random
 import secrets
 import shutil
@@ -10,6 +11,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
 
+from nestrec.artifacts.storage import FsspecStorage, LocalStorage, storage_of
 from nestrec.base.errors import DamagedError, UserError
 from nestrec.checkpoint import Checkpoints, Content, Peers, Restored, SaveError, verify
 from support.checkpoint_contents import assert_same, make_content, make_rows, table_values, values_of
@@ -243,3 +245,46 @@ def test_address_that_is_no_folder_is_not_taken_for_empty(tmp_path: Path, is_lin
     checkpoints = Checkpoints(tmp_path / "a", address=str(there / "checkpoints"))
     with pytest.raises(SaveError, match="could not be looked into: rank 0: NotADirectoryError"):
         checkpoints.restore_latest()
+
+
+def test_step_saved_again_replaces_its_copy(tmp_path: Path, address: str) -> None:
+    checkpoints = Checkpoints(tmp_path / "a", address=address)
+    checkpoints.save(1, make_content(1))
+    checkpoints.set_aside(1)
+    checkpoints.save(1, make_content(2))
+    restored = Checkpoints(tmp_path / "b", address=address).restore_latest()
+    assert restored is not None
+    assert restored.step == 1
+    assert_same(restored, make_content(2))
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "memory"])
+def test_places_write_list_replace_and_remove(tmp_path: Path, kind: str, request: pytest.FixtureRequest) -> None:
+    nested = tmp_path / "not" / "there" / "yet"
+    address = request.getfixturevalue("address") if kind == "memory" else str(nested)
+    there = storage_of(f"file://{nested}" if kind == "file" else address)
+    assert there.address == address
+    assert isinstance(there, FsspecStorage if kind == "memory" else LocalStorage)
+    assert there.list_folders("") == there.list_folders("a") == []
+    there.replace("newest", b"1")
+    pieces = [memoryview(b"one "), memoryview(b"two")]
+    assert there.write("b/c/file", iter(pieces)) == (7, hashlib.sha256(b"one two").hexdigest())
+    there.write("a/file", iter(pieces[:1]))
+    assert there.read("b/c/file") == b"one two"
+    there.replace("newest", b"22")
+    assert there.read("newest") == b"22"
+    assert (there.list_folders(""), there.list_folders("b"), there.list_folders("a")) == (["a", "b"], ["c"], [])
+    with pytest.raises(FileNotFoundError):
+        there.read("a/other")
+    for name in ("b", "newest", "never there"):
+        there.remove(name)
+    assert there.list_folders("") == ["a"]
+    with pytest.raises(FileNotFoundError):
+        there.read("newest")
+    if kind != "memory":
+        assert sorted(path.name for path in nested.rglob("*")) == ["a", "file"], "nothing partial is left"
+
+
+def test_address_of_an_unknown_kind_is_an_error() -> None:
+    with pytest.raises(UserError, match=r"address = 'nowhere://x': cannot be opened"):
+        storage_of("nowhere://x")

@@ -7,10 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from nestrec.base.errors import DamagedError, NonFiniteError
 from nestrec.checkpoint import Checkpoints, Chunk, Content, Peers, Restored, SaveError, verify
-from nestrec.embedding.hashing import owner_of
+from nestrec.checkpoint.checkpoint_content import parts_of
+from nestrec.checkpoint.checkpoint_manifest import MANIFEST_NAME, read_manifest
+from nestrec.embedding.hashing import hash_of, owner_of
 from support.checkpoint_contents import make_content, make_rows, table_values, values_of
 from support.rank_pool import run_ranks
 
@@ -311,3 +314,85 @@ def test_retention_keeps_what_an_unreadable_checkpoint_may_need(tmp_path: Path) 
     assert set(values_of(later.restore(2), "items")) == {1, 2}
     later.save(4, Content(tables={"items": [make_rows([4], 1.0)]}))
     assert later.steps() == [3, 4]
+
+
+def test_rows_at_either_end_of_a_range_are_read(tmp_path: Path) -> None:
+    """With 2**32 shards a shard owns one hash, so the lowest and highest hash of a file are edges of shards."""
+    Checkpoints(tmp_path).save(0, Content(tables={"items": [make_rows(KEYS, 0)]}))
+    restored = Checkpoints(tmp_path).restore_latest()
+    assert restored is not None
+    of_key = dict(zip(hash_of(np.array(KEYS)).tolist(), KEYS, strict=True))
+    assert len(of_key) == len(KEYS)
+    for shard in (min(of_key), max(of_key)):
+        found = restored.rows("items", shard=(shard, 2**32), owned=lambda keys, key=of_key[shard]: keys == key)
+        assert [chunk["keys"].tolist() for chunk in found] == [[of_key[shard]]]
+    assert list(restored.rows("items", shard=(min(of_key) - 1, 2**32))) == []
+    assert list(restored.rows("items", shard=(max(of_key) + 1, 2**32))) == []
+
+
+def test_manifest_describes_every_file_of_every_rank(tmp_path: Path) -> None:
+    def save(peers: Peers) -> None:
+        checkpoints = Checkpoints(tmp_path, peers=peers, max_deltas=2)
+        checkpoints.save(1, shard_content(peers, rows_of_rank(peers, 0), 1))
+        gone = torch.tensor([key for key in KEYS[:9] if owner(key, 2) == peers.rank])
+        content = shard_content(peers, [], 2)
+        checkpoints.save(2, dataclasses.replace(content, removed={"items": gone}, base=checkpoints.base_for_next()))
+
+    assert run_ranks(2, save) == [None, None]
+    for step, kind in ((1, "rows"), (2, "removed")):
+        folder = tmp_path / f"step-{step:08d}"
+        manifest = read_manifest(folder)
+        assert (manifest.step, manifest.num_ranks, manifest.tables) == (step, 2, ("items",))
+        assert {entry.name for entry in manifest.files} | {MANIFEST_NAME} == {path.name for path in folder.iterdir()}
+        assert [entry.name for entry in manifest.files] == sorted(entry.name for entry in manifest.files)
+        numbers: dict[int, list[str]] = {0: [], 1: []}
+        for entry in manifest.files:
+            assert entry.bytes == (folder / entry.name).stat().st_size
+            if entry.kind in ("state", "tensors"):
+                assert entry.name.startswith(entry.kind)
+                assert (entry.table, entry.hashes) == (None, None)
+                continue
+            keys = load_file(folder / entry.name)["keys"].numpy()
+            assert (entry.kind, entry.table, entry.num_shards) == (kind, "items", 2)
+            assert entry.hashes == (hash_of(keys).min(), hash_of(keys).max())
+            assert set(owner_of(keys, 2).tolist()) == {entry.shard}
+            numbers[entry.shard].append(entry.name)
+        expected = {"rows": -(-len(KEYS) // 8), "removed": 1}[kind]
+        assert all(abs(len(names) - expected) <= 2 for names in numbers.values())
+        for rank, names in numbers.items():
+            ends = [f"-{number:05d}" for number in range(len(names))] if kind == "rows" else [""]
+            assert names == [f"{kind}-items-{rank:05d}{end}.safetensors" for end in ends]
+    restored = Checkpoints(tmp_path).restore_latest()
+    assert restored is not None
+    assert set(values_of(restored, "items")) == set(KEYS[9:])
+
+
+def test_chain_is_bounded_across_restarts(tmp_path: Path) -> None:
+    """A chain continues from the restored step, and is full again as soon as in one run."""
+    for step in range(8):
+        checkpoints = Checkpoints(tmp_path, keep=100, max_deltas=2)
+        checkpoints.restore_latest()
+        checkpoints.save(step, Content(tables={"items": [_chunk({step: 1.0})]}, base=checkpoints.base_for_next()))
+    is_full = [Checkpoints(tmp_path).restore(step).manifest.base is None for step in range(8)]
+    assert is_full == [True, False, False, True, False, False, True, False]
+
+
+def test_dense_tensors_are_split_by_size_alone() -> None:
+    tensors = {str(i): torch.zeros(size, dtype=torch.float64) for i, size in enumerate([4, 4, 5, 20, 1, 7, 0, 1])}
+    parts = [list(part) for part in parts_of(tensors, 64)]
+    assert parts == [["0", "1"], ["2"], ["3"], ["4", "5", "6"], ["7"]]
+    assert list(parts_of({}, 64)) == []
+
+
+def test_background_save_keeps_the_removed_keys_of_its_step(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, max_deltas=2)
+    checkpoints.save(1, Content(tables={"items": [make_rows(range(4), 1)]}))
+    removed = torch.tensor([1, 2])
+    content = Content(tables={"items": []}, removed={"items": removed}, base=checkpoints.base_for_next())
+    safe = content.copied()
+    removed.fill_(3)
+    checkpoints.save_async(2, safe, is_copied=True)
+    checkpoints.close()
+    restored = Checkpoints(tmp_path).restore_latest()
+    assert restored is not None
+    assert set(values_of(restored, "items")) == {0, 3}

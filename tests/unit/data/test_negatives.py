@@ -7,6 +7,7 @@ import torch
 from nestrec.base.random import fold_array
 from nestrec.data.samples.negative_sampling import (
     ByPopularity,
+    Groups,
     InBatch,
     Uniform,
     log_q_bias,
@@ -84,3 +85,21 @@ def test_every_other_token_is_shared_equally_often():
 
 def test_a_lonely_token_has_only_itself():
     assert other_tokens(KEYS[:1], 3, distinct=False).tolist() == [[0, 0, 0]]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 8, 9, 23])
+def test_groups_hold_every_token_once_in_the_order_of_keys(num_tokens):
+    keys = KEYS[:num_tokens]
+    targets = np.resize([1, 3, 4, 5], num_tokens)
+    drawn = Groups(COUNTS, 3).draw(keys, targets)
+    groups = drawn.tensors["group_token"].numpy()
+    assert groups.shape == (-(-num_tokens // 4), 4)
+    dealt = groups.T.reshape(-1)
+    assert dealt[:num_tokens].tolist() == np.argsort(keys).tolist()
+    assert (dealt[num_tokens:] == -1).all()
+    sizes = (groups >= 0).sum(1)
+    assert sizes.max() - sizes.min() <= 1
+    expected = log_q_bias(COUNTS.astype(np.float64))[targets - 1]
+    assert np.array_equal(drawn.tensors["target_bias"].numpy(), expected)
+    assert not drawn.keys
+    assert "target_bias" not in Groups(None, 3).draw(keys, targets).tensors

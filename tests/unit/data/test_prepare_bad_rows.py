@@ -351,3 +351,10 @@ def test_log_actions_above_31_are_refused_before_reading(tmp_path: Path) -> None
         with pytest.raises(UserError, match=r"32 actions.*at most 31") as refused:
             prepare("log", tmp_path / "missing.csv", tmp_path / "other", options=options)
         assert refused.value.field == "log.actions"
+
+
+def test_duplicates_tell_an_empty_text_from_a_missing_cell(tmp_path: Path) -> None:
+    columns = {"user": ["u"] * 4, "item": ["a"] * 4, "page": ["", None, "", None]}
+    pq.write_table(pa.table(columns), tmp_path / "log.parquet")
+    card = prepare("log", tmp_path / "log.parquet", tmp_path / "out")
+    assert card.counts.duplicates_kept == 2

@@ -63,6 +63,11 @@ def test_kept_events_are_sorted_distinct_and_end_with_the_newest(num_events, num
     assert kept[0] >= 0
 
 
+def test_kept_events_hold_the_newest_target_and_its_context():
+    assert all(kept_events(50, 2, key).tolist() == [48, 49] for key in range(50))
+    assert all({48, 49} <= set(kept_events(50, 5, key).tolist()) for key in range(50))
+
+
 def test_kept_events_favour_recent_ones():
     counts = np.zeros(100)
     for key in range(500):

@@ -1,6 +1,7 @@
 """Windows of time: every event once, in order, whatever the sizes."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,9 @@ from nestrec.data.batch_order import GlobalBatches, Position
 from nestrec.data.samples.time_windows import (
     HOUR_MS,
     Reach,
+    TimeWindow,
     WindowsConfig,
+    _replayed,
     past_of,
     slices_of_runs,
     training_slices,
@@ -138,3 +141,30 @@ def test_batches_of_windows_are_in_order_and_never_hold_two_windows(size: dict[s
 def test_a_window_has_one_size() -> None:
     with pytest.raises(UserError, match="one of the two sizes"):
         WindowsConfig(hours=1, events=5)
+
+
+def test_replayed_users_and_ends_are_drawn_independently() -> None:
+    window = TimeWindow(3, 0, 0, np.array([[0, 40, 46], [1, 40, 42]]))
+    older = np.array([41, 41, 1])
+
+    def drawn(number: int, seed: int) -> Ints:
+        return _replayed(replace(window, number=number), 800, Reach(10, first_scored=1), older, seed)
+
+    rows = drawn(3, 5)
+    user, first, end, scored = rows.T
+    assert (first == np.maximum(0, end - 10)).all()
+    assert (scored == np.maximum(end - 4, 1)).all(), "a run of the window has four events on average"
+    assert set(user.tolist()) == {0, 1}, "the third user has no event that can be scored"
+    assert (end.min(), end.max()) == (2, 41)
+    counts = np.bincount(2 * user + end % 2, minlength=4)
+    assert (abs(counts - 200) < 50).all(), counts
+    for other in (drawn(3, 6), drawn(4, 5)):
+        assert 0.4 < (other[:, 0] == user).mean() < 0.6
+        assert (other[:, 2] == end).mean() < 0.1
+
+
+def test_window_without_events_has_no_runs() -> None:
+    none = np.zeros(0, np.int64)
+    window = window_of_events(2, none, none, none)
+    assert (window.number, window.from_ms, window.to_ms, window.is_newest) == (2, 0, 0, True)
+    assert (window.runs.shape, window.runs.dtype) == ((0, 3), np.int64)

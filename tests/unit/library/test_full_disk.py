@@ -2,6 +2,7 @@
 
 import contextlib
 import resource
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,11 +22,14 @@ from nestrec_bench.harness.random_model import random_retrieval
 @contextlib.contextmanager
 def files_of_at_most(num_bytes: int) -> Iterator[None]:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    writes_no_bytecode = sys.dont_write_bytecode
+    sys.dont_write_bytecode = True  # Python cuts it short without an error, and cannot read it afterwards
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        sys.dont_write_bytecode = writes_no_bytecode
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from nestrec.base.config_overrides import with_overrides
 from nestrec.base.errors import UserError, UserErrors
@@ -12,7 +13,9 @@ from nestrec.data.dataset import Dataset
 from nestrec.data.samples.retrieval_inputs import RetrievalInputConfig
 from nestrec.data.samples.split import item_counts, leave_one_out
 from nestrec.distributed import Topology
-from nestrec.tasks.task_registry import make_task
+from nestrec.embedding import EmbeddingEngine
+from nestrec.tasks.task import sequence_info
+from nestrec.tasks.task_registry import _loss_of, make_task
 from nestrec.training.recipes import recipe
 from nestrec.training.run_config import RunConfig
 from nestrec.training.trainer import Trainer
@@ -190,3 +193,44 @@ def test_lists_without_weights_are_not_pooled_by_weight(data):
     wrong = config_of("ranking", data, tables__tags__pooling="weighted")
     with pytest.raises(UserError, match=r"tables\.item_tags\.pooling = 'weighted'"):
         make_task(wrong.task, Dataset.open(data), seed=1, dtype="float32", tables=wrong.tables)
+
+
+def test_retrieval_loss_counts_targets_by_their_weights(data):
+    model = make_task(config_of("demo", data).task, Dataset.open(data), seed=1, dtype="float32").model
+
+    def loss(weights: str) -> float:
+        cfg = config_of("demo", data, task__inputs__action_weights=weights)
+        task = make_task(cfg.task, Dataset.open(data), seed=1, dtype="float32")
+        task.model.load_state_dict(model.state_dict())
+        task.model.eval()
+        return _loss_of("retrieval", task, EmbeddingEngine(task.tables, Topology.single()), np.arange(6))
+
+    once, more, most = loss("buy=1"), loss("buy=4"), loss("buy=7")
+    assert 0 < once < more
+    assert most - more == pytest.approx(more - once, rel=1e-4)
+    assert loss("buy=2,click=2") == pytest.approx(2 * once)
+
+
+@pytest.mark.parametrize("id_dropout", ["0", "0.5"])
+def test_full_loss_compares_with_every_trained_item(data, id_dropout):
+    """The definition: cross entropy over what items with training events are, with their ids and without."""
+    alike = {"task__inputs__actions": "[]", "task__inputs__action_weights": "buy=1", "task__item_init__scale": "1"}
+    cfg = config_of("demo", data, task__loss="full", task__inputs__id_dropout=id_dropout, **alike)
+    task = make_task(cfg.task, Dataset.open(data), seed=1, dtype="float32")
+    engine = EmbeddingEngine(task.tables, Topology.single())
+    samples = np.arange(5)
+    batch = task.assembler.assemble(samples, task.assembler.read(samples), 0)
+    known = np.flatnonzero(task._item_counts)
+    assert len(known) < task._dataset.num_items, "some items have no training event"
+    looked_up = engine.lookup_readonly(batch.keys)
+    with_id = task.side._pair(lambda name: task.side._vectors.of_looked_up(name, batch, looked_up))
+    history_TD = with_id[batch.tensors["at/history"]]
+    item_ND = task.model.item_vectors(with_id[batch.tensors["at/catalogue"]])
+    tokens_TD = task.side._tokens(history_TD, lambda name: task.side._vectors.of_looked_up(name, batch, looked_up))
+    task.model.eval()
+    query_TD = task.model(tokens_TD, sequence_info(batch), None)
+    at = torch.from_numpy(np.searchsorted(known, batch.tensors["target"].numpy()))
+    expected = torch.nn.functional.cross_entropy(query_TD @ item_ND.T, at, reduction="sum").detach()
+    assert _loss_of("retrieval", task, engine, samples) == pytest.approx(expected.item(), rel=1e-4)
+    has_id = (batch.tensors["at/catalogue"] < len(batch.keys["item"])).double().mean()
+    assert abs(has_id - (1 - float(id_dropout))) < 0.3

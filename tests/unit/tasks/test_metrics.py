@@ -14,7 +14,10 @@ from nestrec.tasks.metrics import (
     log_loss,
     normalised_entropy,
     ranking_metrics,
+    user_aucs,
+    user_ndcgs,
     weighted_bootstrap,
+    window_metrics,
 )
 
 scored = st.lists(st.tuples(st.integers(0, 1), st.integers(-3, 3), st.integers(0, 3)), min_size=1, max_size=30)
@@ -165,3 +168,90 @@ def test_values_of_one_user_are_drawn_together() -> None:
     values, users = {"hit": np.repeat([1.0, 0.0], 500)}, np.repeat([3, 9], 500)
     assert bootstrap(values, groups=users)["hit"] == Interval(0.5, 0.0, 1.0)
     assert bootstrap(values)["hit"].low > 0.4
+
+
+def test_intervals_span_95_percent_of_the_draws() -> None:
+    """Means of many users are close to normal: 1.96 standard errors to each side. At 90% it would be 1.64."""
+    draw = np.random.default_rng(3)
+    values = draw.normal(size=400)
+    users = np.arange(400)
+    standard_error = values.std() / np.sqrt(400)
+    label = draw.integers(0, 2, 400)
+    score = label + draw.normal(size=400)
+    resampled = [auc(label[chosen], score[chosen]) for chosen in draw.integers(0, 400, (2000, 400))]
+    found = {
+        bootstrap({"x": values}, num_draws=4000)["x"]: standard_error,
+        weighted_bootstrap(values, np.ones(400), num_draws=4000): standard_error,
+        bootstrap_auc(label, score, users, num_draws=2000): float(np.std(resampled)),
+    }
+    for interval, error in found.items():
+        assert (interval.high - interval.low) / (2 * error) == pytest.approx(1.96, abs=0.15)
+        assert interval.high - interval.mean == pytest.approx(interval.mean - interval.low, rel=0.15)
+
+
+def test_weighted_bootstrap_equals_repeated_values() -> None:
+    draw = np.random.default_rng(4)
+    values = draw.random(30)
+    weights = draw.integers(1, 9, 30)
+    users = np.repeat(np.arange(30), weights)
+    expected = bootstrap({"x": np.repeat(values, weights)}, groups=users, num_draws=100)["x"]
+    found = weighted_bootstrap(values, weights.astype(np.float64), num_draws=100)
+    assert (found.mean, found.low, found.high) == pytest.approx((expected.mean, expected.low, expected.high))
+
+
+@given(scored, st.integers(1, 5))
+def test_user_ndcg_equals_its_definition(events: list[tuple[int, int, int]], k: int) -> None:
+    """Discounted gain of each user's best k events over that of the best order of the same events."""
+    label, _, user = (np.array(column) for column in zip(*events, strict=True))
+    score = np.random.default_rng(0).permutation(len(events)).astype(np.float64)
+    expected = []
+    for one in sorted(set(user.tolist())):
+        own = sorted(((s, y) for s, y, u in zip(score, label.tolist(), user, strict=True) if u == one), reverse=True)
+        gain, best = (
+            sum(y / np.log2(i + 2) for i, y in enumerate(labels[:k]))
+            for labels in ([y for _, y in own], sorted((y for _, y in own), reverse=True))
+        )
+        expected += [gain / best] if best else []
+    assert user_ndcgs(label, score, user, k) == pytest.approx(expected)
+
+
+def test_single_values_have_no_interval() -> None:
+    found = exposure_metrics(Exposed(np.array([0, 3, 1, 0]), 2), np.array([0, 5, 1, 1]))
+    label = np.array([0, 1, 1, 0])
+    found |= binary_metrics(label, np.arange(4.0), np.arange(4), num_draws=5)
+    found |= window_metrics(label, np.arange(4.0), np.arange(4))
+    alone = [found[name] for name in ("coverage@2", "gini@2", "novelty@2", "ne", "calibration")]
+    assert np.isnan([[interval.low, interval.high] for interval in alone]).all()
+    assert np.isfinite([interval.mean for interval in alone]).all()
+    assert set(window_metrics(label, np.arange(4.0), np.arange(4))) == {"auc", "gauc", "ndcg@10", "ne"}
+    assert set(binary_metrics(label, np.arange(4.0), np.arange(4))) == {"auc", "gauc", "ne", "calibration"}
+    nothing = weighted_bootstrap(np.zeros(0), np.zeros(0))
+    assert np.isnan([nothing.mean, nothing.low, nothing.high]).all()
+
+
+def test_metrics_of_no_events_are_unknown_under_their_names() -> None:
+    none = np.zeros(0, np.int64)
+    for found, names in (
+        (binary_metrics(none, np.zeros(0), none), {"auc", "gauc", "ne", "calibration"}),
+        (window_metrics(none, np.zeros(0), none), {"auc", "gauc", "ndcg@10", "ne"}),
+        (exposure_metrics(Exposed(np.zeros(4, np.int64), 3), np.arange(4)), {"coverage@3", "gini@3", "novelty@3"}),
+        (bootstrap({"a": np.zeros(0), "b": np.zeros(0)}), {"a", "b"}),
+    ):
+        assert set(found) == names
+        assert np.isnan([[interval.mean, interval.low, interval.high] for interval in found.values()]).all()
+
+
+def test_window_metrics_resample_users() -> None:
+    draw = np.random.default_rng(6)
+    label = draw.integers(0, 2, 80)
+    logit = label + draw.normal(size=80)
+    user = np.repeat(np.arange(20), 4)
+    found = window_metrics(label, logit, user)
+    assert found["auc"] == bootstrap_auc(label, logit, user, num_draws=100)
+    assert found["gauc"] == weighted_bootstrap(*user_aucs(label, logit, user))
+    ndcg = user_ndcgs(label, logit, user, 10)
+    assert found["ndcg@10"] == weighted_bootstrap(ndcg, np.ones(len(ndcg)))
+    found = binary_metrics(label, logit, user, num_draws=30)
+    assert found["auc"] == bootstrap_auc(label, logit, user, num_draws=30)
+    assert found["gauc"] == weighted_bootstrap(*user_aucs(label, logit, user), num_draws=30)
+    assert binary_metrics(label, logit, user)["auc"] == bootstrap_auc(label, logit, user, num_draws=200)

@@ -13,9 +13,10 @@ from nestrec.data.samples.split import SplitConfig, split_of
 from nestrec.distributed import Topology
 from nestrec.tasks import ranking_evaluator
 from nestrec.tasks.learned_baselines import NUM_FOLDS, _fewer_threads, _Sums, fold_of
-from nestrec.tasks.metrics import Targets, slice_masks
+from nestrec.tasks.metrics import MIN_MEMBERS, MOST_VALUES, Targets, slice_masks, sliced_features
 from nestrec.tasks.ranking_evaluator import RankingResults
 from nestrec.tasks.task import Evaluation
+from support.featured_log import write_featured_log
 
 NUM_EVENTS = 1_500
 
@@ -101,7 +102,9 @@ def test_trees_see_what_rates_cannot_and_slices_add_up(dataset: Dataset) -> None
 
 def test_ranking_takes_the_last_events_of_users_as_well(dataset: Dataset) -> None:
     found = evaluated(dataset, SplitConfig(kind="leave_one_out"), baselines=("logistic",))
-    assert len(found.details["label"]) == dataset.num_samples
+    assert set(found.details) == {"logit", "label", "users"}
+    assert found.details["users"].tolist() == list(range(dataset.num_samples))
+    assert found.details["label"].shape == found.details["logit"].shape == (dataset.num_samples, 1)
     assert list(found.metrics) == ["model", "logistic"]
 
 
@@ -147,3 +150,62 @@ def test_trees_take_half_of_the_cores_and_no_more_threads_than_they_were_given(
     with threadpool_limits(given, user_api="openmp"), _fewer_threads():
         found = {pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "openmp"}
     assert found == {taken}
+
+
+def test_slices_by_category_hold_the_targets_with_its_values(tmp_path: Path) -> None:
+    dataset = Dataset.open(write_featured_log(tmp_path))
+    rows = dataset.rows(np.arange(dataset.num_samples))
+    items, offsets = rows.lists["item_ids"]
+    user = np.repeat(np.arange(dataset.num_samples), np.diff(offsets))
+    before = np.arange(len(items)) - offsets[user]
+    targets = Targets(items.astype(np.int64), user, before, np.zeros_like(user), np.zeros_like(user))
+    owned = {"item": items - 1, "user": user, "event": np.arange(len(items))}
+    for feature in sliced_features(dataset):
+        keys = dataset.vocabulary(feature.column).column("key").to_pylist()
+        if feature.is_list:
+            values, bounds = dataset.item_lists(feature)
+            held = [values[bounds[i] : bounds[i + 1]].tolist() for i in items]
+        else:
+            column = {
+                "item": lambda name: dataset.items().column(name).to_numpy(),
+                "user": lambda name: rows.scalars[name],
+                "event": lambda name: rows.lists[name][0],
+            }[feature.owner](feature.column)
+            held = [[int(column[i])] for i in owned[feature.owner]]
+        found = slice_masks((feature.column,), dataset, targets)
+        expected = {f"{feature.column}={key}": [i + 1 in ids for ids in held] for i, key in enumerate(keys)} | {
+            f"{feature.column}: unknown": [ids == [0] for ids in held]
+        }
+        expected = {name: mask for name, mask in expected.items() if sum(mask) >= MIN_MEMBERS}
+        assert len(keys) <= MOST_VALUES, "all values have a slice"
+        assert {name: mask.tolist() for name, mask in found.items()} == expected
+    names = {feature.column for feature in sliced_features(dataset)}
+    assert names == {"event_device", "user_country", "item_brand", "item_tags"}
+
+
+def test_slices_tell_new_rare_and_known_apart(dataset: Dataset) -> None:
+    events = np.repeat([0, 1, 5, 6], [10, 11, 12, 13])
+    none = np.zeros(46, np.int64)
+    masks = slice_masks(("items", "users"), dataset, Targets(none, none, none, events, events[::-1]))
+    assert {name: mask.tolist() for name, mask in masks.items()} == {
+        "new items": (events == 0).tolist(),
+        "rare items": (np.isin(events, [1, 5])).tolist(),
+        "other items": (events == 6).tolist(),
+        "new users": (events[::-1] == 0).tolist(),
+        "known users": (events[::-1] > 0).tolist(),
+    }
+
+
+def test_targets_count_the_training_events_of_item_and_user(dataset: Dataset) -> None:
+    split = split_of(SplitConfig(test_share=0.2, valid_share=0.1), dataset)
+    results = RankingResults(dataset, split, ("click",), baselines=(), category="", slices=())
+    found = results._targets("test")
+    items, offsets = dataset.rows(np.arange(dataset.num_samples)).lists["item_ids"]
+    trained = [int(items[offsets[u] + i]) for u in range(dataset.num_samples) for i in range(split.train_end[u])]
+    first, end = split.held_out("test")
+    held = [(u, i, int(items[offsets[u] + i])) for u in range(dataset.num_samples) for i in range(first[u], end[u])]
+    assert found.user.tolist() == [u for u, _, _ in held]
+    assert found.place.tolist() == [i for _, i, _ in held]
+    assert found.item.tolist() == [item for _, _, item in held]
+    assert found.item_events.tolist() == [trained.count(item) for _, _, item in held]
+    assert found.user_events.tolist() == [split.train_end[u] for u, _, _ in held]

@@ -17,15 +17,18 @@ from nestrec.data.flat_arrays import history_start
 from nestrec.data.formats.format_registry import prepare
 from nestrec.data.formats.log_format import LogOptions
 from nestrec.data.prepare.prepare_options import LogColumns
+from nestrec.data.samples.chunk_collator import RankingSlices
 from nestrec.data.samples.ranking_collator import RankingInputConfig, RankingInputs
 from nestrec.data.samples.split import Split, SplitConfig
-from nestrec.data.samples.time_windows import TimeWindow, held_out_slices, slices_of_runs
+from nestrec.data.samples.time_windows import Slices, TimeWindow, held_out_slices, slices_of_runs
 from nestrec.data.synthetic import synthetic_logs as synthetic
 from nestrec.distributed import Topology
+from nestrec.embedding import EmbeddingEngine
 from nestrec.models import HSTUConfig
 from nestrec.pipeline.dense.dense_optimizer import OptimizerConfig
 from nestrec.tasks.metrics import user_aucs
 from nestrec.tasks.ranking_task import RankingTask, RankingTaskConfig
+from nestrec.tasks.task_registry import _loss_of
 from nestrec.training.recipes import recipe
 from nestrec.training.run_config import DataConfig, RunConfig, TrainingConfig
 from nestrec.training.trainer import Trainer
@@ -255,3 +258,21 @@ def test_criteo_rows_beat_the_base_rate(data_folder, tmp_path):
     trainer.train()
     metrics = trainer.evaluate("test").metrics
     assert metrics["model"]["log_loss"].mean < metrics["base rate"]["log_loss"].mean
+
+
+def test_events_that_are_only_history_add_nothing_to_the_loss(log):
+    """A slice of six scored events loses as much as six slices that score their last event alone."""
+    task = RankingTask(ranking_run(log).task, Dataset.open(log), seed=0, dtype="float32")
+    task.model.eval()
+    engine = EmbeddingEngine(task.tables, Topology.single())
+    user = int(np.flatnonzero(task._split.train_end >= 6)[0])
+
+    def loss(*slices: tuple[int, int]) -> float:
+        rows = np.array([(user, 0, end, scored) for end, scored in slices])
+        task.assembler = RankingSlices(task._inputs, Slices(rows, None), 0)
+        return _loss_of("ranking", task, engine, np.arange(len(rows)))
+
+    alone = [loss((end, end - 1)) for end in range(1, 7)]
+    assert loss((6, 0)) == pytest.approx(sum(alone))
+    assert loss((6, 4)) == pytest.approx(sum(alone[4:]))
+    assert loss(*((end, end - 1) for end in range(1, 7))) == pytest.approx(sum(alone))

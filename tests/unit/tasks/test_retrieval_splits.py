@@ -67,6 +67,7 @@ def test_every_held_out_event_is_asked_for_and_sliced(data: Path) -> None:
     counts = np.bincount(trained, minlength=NUM_ITEMS + 1)
     slices = {name: found.count for name, found in evaluation.slices.items()}
     assert slices["new items"] == sum(counts[item] == 0 for _, item, *_ in asked)
+    assert evaluation.details["item_events"].tolist() == [counts[item] for _, item, *_ in asked]
     assert slices["new users"] == sum(is_new for *_, is_new in asked)
     assert slices["history 20-49"] == sum(20 <= place < 50 for _, _, place, _ in asked)
     assert slices["item_brand=b1"] == sum(int(keys[item - 1][1:]) % 3 == 1 for _, item, *_ in asked)

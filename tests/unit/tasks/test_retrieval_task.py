@@ -7,12 +7,15 @@ import pytest
 import torch
 
 from nestrec.base.config_overrides import with_overrides
-from nestrec.base.errors import UserError
+from nestrec.base.errors import UserError, UserErrors
 from nestrec.data.dataset import Dataset
 from nestrec.data.samples.retrieval_collator import RetrievalQueries
+from nestrec.data.samples.time_windows import Slices
 from nestrec.data.synthetic import synthetic_logs as synthetic
 from nestrec.distributed import Topology
+from nestrec.tasks.catalog_ranks import ranks_of_slices
 from nestrec.tasks.task import sequence_info
+from nestrec.tasks.task_registry import _loss_of
 from nestrec.training.recipes import recipe
 from nestrec.training.training_session import Session
 
@@ -118,3 +121,80 @@ def test_a_time_bias_without_timestamps_is_refused(data, tmp_path):
     dataset.card = without_times
     with pytest.raises(UserError, match="needs timestamps"):
         type(session.task)(session.cfg.task, dataset, seed=0, dtype="float32")
+
+
+def test_sampled_protocol_counts_ties_against_the_target(data):
+    session = session_of(data, **{"task.evaluation.sampled_negatives": "5", "task.item_init.kind": "zeros"})
+    rank = session.task.evaluate(session.engine, "test").details["rank/model, sampled"]
+    assert set(rank.tolist()) == {6}, "all items have the same score"
+
+
+@pytest.mark.parametrize(
+    ("given", "field", "told"),
+    [
+        ({"task.negatives.sampler": "in_batch"}, "task.negatives.sampler", "tokens meet those of others"),
+        ({"task.negatives.sampler": "groups"}, "task.negatives.sampler", "tokens meet those of others"),
+        ({"task.negatives.sharing": "2"}, "task.negatives.sharing", "tokens meet those of others"),
+        ({"task.inputs.item_features": "topic"}, "task.inputs.item_features", "looked up for whole samples"),
+    ],
+)
+def test_samples_that_need_to_be_whole_are_not_divided(data, given, field, told):
+    task = session_of(data, **given).task
+    with pytest.raises((UserError, UserErrors)) as refused:
+        task.take_context(None)
+    [error] = getattr(refused.value, "errors", [refused.value])
+    assert error.field == field
+    assert told in str(error)
+
+
+def test_samples_of_tokens_alone_can_be_divided(data):
+    session_of(data).task.take_context(None)
+
+
+def test_groups_of_all_tokens_make_each_a_negative_of_the_others(data):
+    """One group is a softmax over the targets of the batch, by the definition."""
+    found = {}
+    for log_q in ("false", "true"):
+        given = {"task.negatives.sampler": "groups", "task.num_negatives": "60", "task.negatives.log_q": log_q}
+        session = session_of(data, **given, **{"task.encoder.dropout": "0", "task.item_init.scale": "1"})
+        task = session.task
+        engine = session.engine
+        task.model.eval()
+        samples = np.arange(2)
+        batch = task.assembler.assemble(samples, task.assembler.read(samples), 0)
+        assert batch.num_tokens <= 61
+        state_TD = task.side.states(engine, batch)
+        target_TD = task.side.scored(task.item_content(engine, batch.keys["positive"]))
+        logit_TT = state_TD.double() @ target_TD.double().T
+        if log_q == "true":
+            logit_TT += batch.tensors["target_bias"].double() * ~torch.eye(batch.num_tokens, dtype=torch.bool)
+        target = batch.tensors["target"]
+        is_same = (target[:, None] == target[None, :]) & ~torch.eye(batch.num_tokens, dtype=torch.bool)
+        expected = -logit_TT.masked_fill(is_same, -torch.inf).log_softmax(1).diagonal().sum()
+        found[log_q] = _loss_of("retrieval", task, engine, samples)
+        assert found[log_q] == pytest.approx(float(expected), rel=1e-4)
+    assert found["true"] != pytest.approx(found["false"], rel=1e-3)
+
+
+@pytest.mark.parametrize("filter_seen", ["none", "input", "history"])
+def test_ranks_of_slices_equal_those_of_queries(data, filter_seen):
+    ks = {"task.evaluation.ks": "20", "task.evaluation.headline": "ndcg@20", "task.evaluation.batch_users": "7"}
+    small = {"task.history.max_length": "10", "task.encoder.max_length": "10", "task.evaluation.baselines": "[]"}
+    session = session_of(data, **{"task.evaluation.filter_seen": filter_seen, **ks, **small})
+    task = session.task
+    engine = session.engine
+    details = task.evaluate(engine, "test").details
+    users = details["users"]
+    end = task._split.test_end[users].astype(np.int64)
+
+    def ranks(first, end, scored):
+        rows = np.stack([users, first, end, scored], axis=1)
+        slices = task._slices(Slices(rows, None), None)
+        return ranks_of_slices(task.side, engine, slices, task.cfg.evaluation)
+
+    assert ranks(np.maximum(0, end - 11), end, end - 1).tolist() == details["rank/model"].tolist()
+    first = np.maximum(0, end - 6)
+    together = ranks(first, end, end - 2).reshape(-1, 2)
+    if filter_seen != "input":
+        assert together[:, 1].tolist() == ranks(first, end, end - 1).tolist()
+    assert together[:, 0].tolist() == ranks(first, end - 1, end - 2).tolist()

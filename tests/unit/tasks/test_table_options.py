@@ -20,7 +20,7 @@ from nestrec.embedding.hashing import hashed_rows
 from nestrec.exporters.servable_writer import export_run
 from nestrec.serving.model.model_adapter import make_form
 from nestrec.serving.model.servable import Servable
-from nestrec.tasks.table_overrides import TableOptions, chosen_tables
+from nestrec.tasks.table_overrides import TableOptions, chosen_tables, tables_with
 from nestrec.training.recipes import recipe
 from nestrec.training.trainer import Trainer
 from support.tiny_runs import config_of, make_datasets
@@ -188,3 +188,32 @@ def test_lists_of_items_are_pooled_in_training_and_served_as_they_were_trained(l
         "items", engine.lookup_readonly({"item": np.arange(1, 5)})["item"]
     )
     assert spread.abs().sum() > 0, "tags say nothing"
+
+
+def test_placement_of_all_tables_skips_those_that_cannot_have_it():
+    tags = {"ids": "dynamic", "eviction": "lru", "max_rows": 5}
+    found = by_name(chosen(every={"placement": "replicated"}, tags=tags, items={"store": "disk"}))
+    assert {name: table.placement for name, table in found.items()} == {
+        "items": "sharded", "item_brand": "replicated", "item_tags": "sharded", "event_brand": "replicated",
+    }  # fmt: skip
+    assert {t.placement for t in chosen(every={"placement": "sharded"}).tables} == {"sharded"}
+    for others, told in (({"ids": "dynamic"}, "admitted"), ({"store": "disk"}, "disk")):
+        with pytest.raises((UserError, UserErrors)) as refused:
+            chosen(tags={"placement": "replicated", **others})
+        [error] = getattr(refused.value, "errors", [refused.value])
+        assert error.field == "tables.tags.placement"
+        assert told in str(error)
+
+
+def test_rows_live_unused_for_the_steps_that_one_says():
+    store = by_name(chosen(tags={"ids": "dynamic", "ttl_steps": 3}))["item_tags"].store
+    assert (store.eviction, store.ttl_steps) == ("ttl", 3)
+    with pytest.raises((UserError, UserErrors), match="ttl_steps 10000"):
+        chosen(tags={"ids": "dynamic", "eviction": "ttl"})
+
+
+def test_tables_with_an_option_are_found_by_either_name():
+    given = {"tags": TableOptions(dim=4), "items": TableOptions(dtype="bfloat16")}
+    assert tables_with("dim", TABLES, given) == {"item_tags"}
+    assert tables_with("store", TABLES, given) == set()
+    assert tables_with("dtype", TABLES, {**given, "*": TableOptions(dtype="float32")}) == {t.name for t in TABLES}
