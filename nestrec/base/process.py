@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
-from nestrec.base import errors
+from nestrec.base import compat, errors
 
 _LIMIT_S = 10.0
 """to take leave of other ranks, one of which may have died since the last step"""
@@ -27,10 +27,8 @@ def leave(code: int) -> NoReturn:
     """End with this code. Where ranks or a device were at work, without taking the interpreter down first."""
     if not _is_at_work():
         sys.exit(code)
-    # What an interpreter does before it stops threads; multiprocessing ends its processes in the same way.
-    threading._shutdown()  # type: ignore[attr-defined]
     atexit.unregister(_leave_ranks_at_end)  # here the code is known
-    atexit._run_exitfuncs()
+    compat.run_exit_handlers()  # what an interpreter does before it stops threads
     if code in _BY_AGREEMENT:
         take_leave_of_ranks()
     sys.stdout.flush()

@@ -19,8 +19,7 @@ import uuid
 from collections.abc import Iterator
 from datetime import timedelta
 
-from torch.distributed import DistError
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed import DistError, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from nestrec.base.errors import PeerLostError

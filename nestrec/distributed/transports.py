@@ -35,6 +35,8 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from nestrec.base.compat import symmetric_memory
+
 _SPARE = 1.25
 
 
@@ -232,8 +234,7 @@ class CopyEngine(HostStaged):
         """Room for the largest sender; every rank comes to the same decision."""
         if self._buffer is not None and len(self._buffer) >= num_bytes:
             return
-        from torch.distributed import _symmetric_memory as symmetric
-
+        symmetric = symmetric_memory()
         self._buffer = symmetric.empty(max(4096, int(num_bytes * _SPARE)), dtype=torch.uint8, device=self._device)
         memory = symmetric.rendezvous(self._buffer, self._group)
         self._peers = [memory.get_buffer(r, self._buffer.shape, torch.uint8) for r in range(self._size)]

@@ -161,9 +161,9 @@ def symmetric_memory() -> str:
 
     if not torch.cuda.is_available():
         raise Absent("no GPU")
-    from torch.distributed import _symmetric_memory as symmetric
+    from nestrec.base import compat
 
-    symmetric.empty(64, device=torch.device("cuda"))
+    compat.symmetric_memory().empty(64, device=torch.device("cuda"))
     return "memory was allocated"
 
 
@@ -220,7 +220,7 @@ def _imported(package: str) -> str:
 
 def _sum_over_gloo(store_path: str, rank: int) -> float:
     import torch
-    from torch._C._distributed_c10d import FileStore, ProcessGroupGloo
+    from torch.distributed import FileStore, ProcessGroupGloo
 
     group = ProcessGroupGloo(FileStore(store_path, 2), rank, 2, timedelta(seconds=_COMMAND_LIMIT_S))
     tensor = torch.tensor([rank + 1.0])

@@ -52,6 +52,18 @@ REGISTRIES = {
     "nestrec_bench.bench": "nestrec_bench",
 }
 """Modules whose strings name built-in plugins, and the folder in which these are."""
+COMPAT = "nestrec.base.compat"
+"""The only module that may use private names of the libraries below."""
+PRIVATE_OF = {
+    "torch": ("torch.distributed.distributed_c10d",),
+    "numba": ("numba.core", "numba.np", "numba.cpython"),
+    "uvicorn": ("uvicorn.config", "uvicorn.protocols", "uvicorn.server"),
+    "threading": (),
+    "atexit": (),
+}
+"""Libraries, and their modules that are internal although no part of the name begins with an underscore."""
+INHERITED = {"_unset_keepalive_if_required", "_non_persistent_buffers_set"}
+"""Private attributes of objects whose class is not visible in the syntax tree."""
 CORE = LAYERS["nestrec"][: LAYERS["nestrec"].index("pipeline") + 1]
 CORE_LIBRARIES = {"torch", "triton", "numpy", "numba"}
 
@@ -108,6 +120,68 @@ def _is_registry_entry(reference: Reference) -> bool:
 
 def _breaks(reference: Reference, folder: str, target: str) -> bool:
     return f"{reference.source}.".startswith(f"{folder}.") and f"{reference.target}.".startswith(f"{target}.")
+
+
+def private_uses(path: str, source: str) -> list[str]:
+    """Returns one line for each private name of a library of `PRIVATE_OF` that a module uses."""
+    tree = ast.parse(source)
+    bound: dict[str, str] = {}
+    used: list[tuple[int, str]] = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=names):
+                bound |= {one.asname or one.name.split(".")[0]: one.name if one.asname else "" for one in names}
+                used += [(node.lineno, one.name) for one in names]
+            case ast.ImportFrom(module=str(module), names=names, level=0):
+                bound |= {one.asname or one.name: f"{module}.{one.name}" for one in names}
+                used += [(node.lineno, f"{module}.{one.name}") for one in names]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            used += [(node.lineno, node.attr)] if node.attr in INHERITED else []
+            name = ast.unparse(node)
+            root, *rest = name.split(".")
+            if root in bound and re.fullmatch(r"[\w.]+", name):
+                used.append((node.lineno, ".".join([bound[root] or root, *rest])))
+    return [f"{path}:{line} uses {name}" for line, name in used if _is_private(name)]
+
+
+def _is_private(name: str) -> bool:
+    library, *parts = name.split(".")
+    if library not in PRIVATE_OF:
+        return name in INHERITED
+    has_private_part = any(part.startswith("_") and not part.startswith("__") for part in parts)
+    return has_private_part or any(f"{name}.".startswith(f"{module}.") for module in PRIVATE_OF[library])
+
+
+def test_layout_private_names_are_used_in_compat_alone():
+    sources = {path: source for path, source in sources_of_project().items() if path.startswith("nestrec/")}
+    others = {path: source for path, source in sources.items() if module_name(path) != COMPAT}
+    assert [problem for path, source in others.items() for problem in private_uses(path, source)] == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch\ntorch._foreach_mul_(x, 2)",
+        "import torch.nn as nn\nnn._reduction",
+        "def f():\n    from torch._utils import x",
+        "from torch.distributed import _symmetric_memory",
+        "from torch.distributed.distributed_c10d import PrefixStore",
+        "from numba.core import cgutils",
+        "import numba\nnumba.np.arrayobj",
+        "from uvicorn.server import ServerState",
+        "import threading as t\nt._shutdown()",
+        "import atexit\natexit._run_exitfuncs()",
+        "self._unset_keepalive_if_required()",
+    ],
+)
+def test_layout_private_name_check_finds_planted_names(source):
+    assert private_uses("nestrec/x.py", source) != []
+
+
+def test_layout_private_name_check_allows_public_names():
+    source = "import torch, uvicorn\ntorch.__version__, torch.mul, uvicorn.Server, self._own\nfrom numba import types"
+    assert private_uses("nestrec/x.py", source) == []
 
 
 def test_layout_imports_follow_the_order():

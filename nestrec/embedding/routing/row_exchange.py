@@ -23,7 +23,6 @@ import numpy as np
 import torch
 from numba import njit
 from numpy.typing import NDArray
-from torch._utils import _flatten_dense_tensors
 
 from nestrec.base.cuda import to_device, used_here
 from nestrec.embedding.routing.window_cache_plan import WindowPlan
@@ -278,7 +277,7 @@ def joined_gradients(
         mine = shapes.has_type[dtype]
         is_all = len(shapes.gradient_types) == 1
         parts = [_plain(value, dtype) for value in (given if is_all else itertools.compress(given, mine.tolist()))]
-        flat = parts[0].reshape(-1) if len(parts) == 1 else _flatten_dense_tensors(parts)
+        flat = parts[0].reshape(-1) if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
         spans, _ = Spans.packed(num_rows if is_all else np.where(mine, num_rows, 0), shapes.dims, device)
         runs[dtype] = RowRun(flat, spans, num_rows)
     return runs

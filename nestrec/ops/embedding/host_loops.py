@@ -14,11 +14,10 @@ from typing import Any
 
 import numpy as np
 from numba import njit, types
-from numba.core import cgutils
 from numba.extending import intrinsic
-from numba.np.arrayobj import make_array
 from numpy.typing import NDArray
 
+from nestrec.base.compat import numba_element_pointer, numba_prefetch
 from nestrec.base.thread_team import for_parts
 
 
@@ -30,10 +29,8 @@ def _exchange_if(typing_context, array, index, expected, new):  # type: ignore[n
     signature = types.boolean(array, types.intp, array.dtype, array.dtype)
 
     def code(context, builder, signature, values):  # type: ignore[no-untyped-def]
-        kind = signature.args[0]
-        memory = make_array(kind)(context, builder, values[0])
-        place = cgutils.get_item_pointer(context, builder, kind, memory, [values[1]], wraparound=False)
-        return builder.extract_value(builder.cmpxchg(place, values[2], values[3], ordering="seq_cst"), 1)
+        pointer = numba_element_pointer(context, builder, signature.args[0], values[0], [values[1]])
+        return builder.extract_value(builder.cmpxchg(pointer, values[2], values[3], ordering="seq_cst"), 1)
 
     return signature, code
 
@@ -71,14 +68,7 @@ def _prefetch(typing_context, array, row, word):  # type: ignore[no-untyped-def]
     signature = types.void(array, types.intp, types.intp)
 
     def code(context, builder, signature, values):  # type: ignore[no-untyped-def]
-        kind = signature.args[0]
-        memory = make_array(kind)(context, builder, values[0])
-        place = cgutils.get_item_pointer(context, builder, kind, memory, list(values[1:]), wraparound=False)
-        ir, number = cgutils.ir, cgutils.int32_t
-        pointer = builder.bitcast(place, cgutils.voidptr_t)
-        function_type = ir.FunctionType(ir.VoidType(), [pointer.type, number, number, number])
-        function = builder.module.declare_intrinsic("llvm.prefetch", (pointer.type,), function_type)
-        builder.call(function, [pointer, number(0), number(3), number(1)])  # to be read, to be kept, data
+        numba_prefetch(builder, numba_element_pointer(context, builder, signature.args[0], values[0], list(values[1:])))
 
     return signature, code
 

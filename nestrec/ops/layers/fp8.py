@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 import torch
 
+from nestrec.base.compat import scaled_mm
 from nestrec.base.errors import UserError
 from nestrec.ops.kernel_op import kernel_op, power_of_two
 from nestrec.ops.layers.row_ops import check_strided, column
@@ -81,7 +82,7 @@ def fp8_product(a_TK: torch.Tensor, b_KN: torch.Tensor, bias_N: torch.Tensor | N
         return a_TK.new_empty(0, outer)
     (a, a_scale), (b, b_scale) = eight_bit_rows(a_TK), eight_bit_rows(b_KN.T.contiguous())
     scales = {"scale_a": a_scale[:, None], "scale_b": b_scale[None, :]}
-    return torch._scaled_mm(a, b.T, **scales, bias=bias_N, out_dtype=a_TK.dtype, use_fast_accum=True)
+    return scaled_mm(a, b.T, **scales, bias=bias_N, out_dtype=a_TK.dtype, use_fast_accum=True)
 
 
 def eight_bit_rows_reference(x_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

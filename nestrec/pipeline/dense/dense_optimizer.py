@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.optim.adamw import adamw
 
+from nestrec.base.compat import foreach_lerp_, foreach_mul_, unsaved_buffers
 from nestrec.base.config import config
 from nestrec.base.config_values import Decay, Natural, NonNegative, Positive, Share
 from nestrec.base.cuda import used_here
@@ -363,12 +364,12 @@ class DenseUpdate:
         norm, figures = self._norm(sums)
         if self._clip_norm is not None and gradients:
             # On the device: the host does not ask for the norm. Shorter gradients are multiplied by one, to the bit.
-            torch._foreach_mul_(gradients, (self._clip_norm / norm).clamp(max=1.0).to(gradients[0].dtype))
+            foreach_mul_(gradients, (self._clip_norm / norm).clamp(max=1.0).to(gradients[0].dtype))
         self._optimizer.step(learning_rate)
         self._optimizer.clear_gradients()
         if self._mean_part is not None:
             with torch.no_grad():
-                torch._foreach_lerp_(list(self._means.values()), list(self._named.values()), 1.0 - self._mean_part)
+                foreach_lerp_(list(self._means.values()), list(self._named.values()), 1.0 - self._mean_part)
         return Totals(loss=sums[0], gradient_norm=norm, wants_stop=sums[1], rows=sums[figures:])
 
     def _norm(self, sums: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -399,7 +400,7 @@ class DenseUpdate:
         """What the model keeps beside its weights and saves with them, such as the running means of BatchNorm: those of
         this rank."""
         owner_and_name = ((name, *name.rpartition(".")[::2]) for name, _ in self._model.named_buffers())
-        unsaved = {n for n, owner, own in owner_and_name if own in _unsaved_of(self._model.get_submodule(owner))}
+        unsaved = {n for n, owner, own in owner_and_name if own in unsaved_buffers(self._model.get_submodule(owner))}
         return {name: buffer for name, buffer in self._model.named_buffers() if name not in unsaved}
 
     def settings(self) -> dict[str, Any]:
@@ -430,10 +431,6 @@ class DenseUpdate:
         for name, mean in self._means.items():
             if (kept := tensors.get(f"{_MEAN}{name}")) is not None:
                 mean.copy_(self._mine(name, kept))
-
-
-def _unsaved_of(module: nn.Module) -> set[str]:
-    return module._non_persistent_buffers_set
 
 
 def _check_same_model(wanted: Mapping[str, list[int]], tensors: Mapping[str, torch.Tensor]) -> None:

@@ -41,7 +41,6 @@ from typing import Any, Literal, cast
 
 import numpy as np
 from numba import njit, types
-from numba.core import typing
 from numpy.typing import NDArray
 
 from nestrec.serving.core.background_tasks import FAILURES, BackgroundThread
@@ -314,7 +313,7 @@ class Replied:
 
 _POLLED = np.dtype([("descriptor", np.int32), ("events", np.int16), ("found", np.int16)])
 """`struct pollfd` of poll(2)"""
-_poll: Any = types.ExternalFunction("poll", typing.signature(types.int32, types.intp, types.uint64, types.int32))
+_poll: Any = types.ExternalFunction("poll", types.int32(types.intp, types.uint64, types.int32))
 
 
 @njit(cache=True, nogil=True)

@@ -22,8 +22,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-
+from nestrec.base.compat import HttpToolsProtocol
 from nestrec.serving.core import tracing
 from nestrec.serving.core.asgi import REQUEST_ID_HEADER, Answered, Header, Message, Scope, Send, client_of
 from nestrec.serving.core.request_limits import current_request_id

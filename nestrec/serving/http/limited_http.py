@@ -15,9 +15,8 @@ from typing import Any
 from urllib.parse import unquote
 
 import httptools
-from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from nestrec.base.compat import FlowControl, HttpToolsProtocol, stop_keep_alive_timer
 from nestrec.serving.core import tracing
 from nestrec.serving.core.asgi import (
     JSON,
@@ -187,7 +186,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _feed(self) -> None:
         """Give the parser what has come, up to a request that has to wait for the one before it."""
-        self._unset_keepalive_if_required()
+        stop_keep_alive_timer(self)
         self._is_feeding = True
         while self._unfed and not self.pipeline and not self.transport.is_closing():
             end = self._first_unfed + max(_PIECE_BYTES, self._body_left)

@@ -30,9 +30,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import uvicorn
-from uvicorn.config import STARTUP_FAILURE
-from uvicorn.server import ServerState
 
+from nestrec.base.compat import STARTUP_FAILURE, ServerState
 from nestrec.base.errors import UserError
 from nestrec.serving.core.asgi import HostNames, Message, Receive, Scope, Send, problem
 from nestrec.serving.core.request_limits import LimitsConfig

@@ -19,6 +19,7 @@ import torch
 
 from nestrec.artifacts.delta import IDS, VALUES, json_changed, rows_changed
 from nestrec.artifacts.storage import Storage, storage_of
+from nestrec.base.compat import foreach_copy_
 from nestrec.base.config_values import from_plain
 from nestrec.base.cuda import used_here
 from nestrec.base.errors import DamagedError, UserError
@@ -251,7 +252,7 @@ def _set_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) ->
 def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """By as few launches as there can be: batches wait meanwhile."""
     if targets:
-        torch._foreach_copy_(targets, sources)
+        foreach_copy_(targets, sources)
 
 
 def _asks_host(table: ServedTable) -> bool:

@@ -78,7 +78,7 @@ def test_packages_of_the_image_are_those_of_the_project():
         check=True,
         timeout=60,
     ).stdout.split()
-    for name in ("torch>=2.11", "uvicorn", "redis>=8,<9", "opentelemetry-sdk>=1.30"):
+    for name in ("torch>=2.11", "uvicorn>=0.54,<0.55", "redis>=8,<9", "opentelemetry-sdk>=1.30"):
         assert name in packages
     ignored = (DEPLOY / "Dockerfile.dockerignore").read_text().split()
     text = DOCKERFILE.read_text()
