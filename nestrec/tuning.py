@@ -23,6 +23,7 @@ from typing import Any
 from nestrec.base.clock import Clock, RealClock
 from nestrec.base.config import standard_json
 from nestrec.base.errors import INTERRUPTED, Mistakes, UserError
+from nestrec.base.lazy import import_extra
 from nestrec.data.dataset_card import CARD_FILE, Card
 from nestrec.report.formatting import mean_of_metric
 from nestrec.report.run_records import best_evaluation, load_run
@@ -298,10 +299,6 @@ def by_training(recipe: str, given: Overrides, ranks: int) -> Measure:
 
 
 def _optuna() -> Any:
-    try:
-        import optuna
-    except ModuleNotFoundError as error:
-        remedy = "install it with: pip install 'nestrec[tune]'"
-        raise UserError("is needed to tune", field="package", value="optuna", remedy=remedy) from error
+    optuna = import_extra("optuna", "tune", "is needed to tune")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna

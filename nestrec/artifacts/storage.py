@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 from nestrec.artifacts.atomic_files import remove_folder, rename_folder, write_file
 from nestrec.base.errors import UserError
 from nestrec.base.files import fsync_path, write_atomic
+from nestrec.base.lazy import import_extra
 from nestrec.base.plugins import Seam
 
 
@@ -202,9 +203,8 @@ class FsspecStorage:
 
     def __init__(self, address: str):
         self.address = address
+        fsspec = import_extra("fsspec", "addresses", "cannot be opened without fsspec", field="address", value=address)
         try:
-            import fsspec  # type: ignore[import-untyped]
-
             self._files, self._root = fsspec.core.url_to_fs(address)
         except OSError:
             raise

@@ -13,7 +13,6 @@ of ours, is told so instead of being believed.
 """
 
 import dataclasses
-import importlib
 import inspect
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +22,7 @@ from types import NoneType, UnionType
 from typing import Any, Generic, Literal, Protocol, TypeVar, cast
 
 from nestrec.base.errors import UserError, did_you_mean
+from nestrec.base.lazy import import_attribute
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -215,7 +215,7 @@ class Seam(Generic[T]):
     def resolved(self, name: str, what: str, value: Any, *, of: Any) -> Any:
         """What a member has in the field `what` of its spec, as it is or as `module:attribute`. of: its class."""
         try:
-            found = resolved(value)
+            found = import_attribute(value)
         except (Exception, SystemExit) as error:
             problem = f"its {what} {value!r} cannot be loaded ({type(error).__name__}: {error})"
             raise self.unanswered(name, what, problem) from error
@@ -238,7 +238,7 @@ class Seam(Generic[T]):
     def _load(self, name: str) -> T:
         member: Any = self._built_in[name] if name in self._built_in else self._load_foreign(self._foreign[name])
         if name in self._built_in:
-            member = resolved(member)
+            member = import_attribute(member)
         if not isinstance(member, self._of):
             remedy = f"let its entry point name an instance of {self._of.__module__}.{self._of.__qualname__}"
             raise UserError(f"is no {self.noun}", field=f"{self.group}: {name}", value=member, remedy=remedy)
@@ -255,11 +255,3 @@ class Seam(Generic[T]):
             remedy = f"mend or uninstall the package {self.package_of(point.name)!r}"
             problem = f"cannot be loaded ({type(error).__name__}: {error})"
             raise UserError(problem, field=f"{self.group}: {point.name}", value=point.value, remedy=remedy) from error
-
-
-def resolved(member: Any) -> Any:
-    """`module:attribute` imported; anything else is itself. For what a spec names without importing it."""
-    if not isinstance(member, str):
-        return member
-    module, _, attribute = member.partition(":")
-    return getattr(importlib.import_module(module), attribute)

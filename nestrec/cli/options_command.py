@@ -1,6 +1,5 @@
 """`nestrec options`: every dotted option of a command, with its value here, what it may be, and what it is for."""
 
-import importlib
 import shlex
 import shutil
 import textwrap
@@ -9,6 +8,7 @@ from typing import Any
 
 from nestrec.base.config_overrides import FieldDoc, describe
 from nestrec.base.errors import UserError, did_you_mean
+from nestrec.base.lazy import import_attribute
 from nestrec.cli.console import external_command
 
 CONFIGS = {
@@ -43,8 +43,7 @@ def config_of(words: list[str], commands: Collection[str] = ()) -> tuple[Any, st
         return external_command(command).options_of(rest)
     if command not in CONFIGS:
         raise _without_options(command, commands)
-    module, _, name = CONFIGS[command].partition(":")
-    return getattr(importlib.import_module(module), name)(), " ".join(rest)
+    return import_attribute(CONFIGS[command])(), " ".join(rest)
 
 
 def _without_options(command: str, commands: Collection[str]) -> UserError:

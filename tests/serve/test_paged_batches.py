@@ -88,7 +88,7 @@ RARE = ("plain", "function")
 
 def run_both(make_model, encoder, shapes, num_candidates, *, is_cached=False, prefix_dtype="model", is_searched=False):
     """(scores or states, pool) sequence by sequence and over pages. is_searched: the pass ends with what was found."""
-    from nestrec.base.plugins import resolved
+    from nestrec.base.lazy import import_attribute
     from nestrec.serving.engine.batch_layout import Extent, PartRows, Room, Sections, lay_out
     from nestrec.serving.engine.graph_runner import (
         Captured,
@@ -130,7 +130,7 @@ def run_both(make_model, encoder, shapes, num_candidates, *, is_cached=False, pr
             slots = torch.from_numpy(pools[1].slots(part.pages, 0, part.first))
             pools[1].kept_pages.times[slots] = part.tokens.time_T[: part.first]
     expected = Runner(form, pools[0]).run(parts)
-    encoder = resolved(servable.cached.paged)(form.encoder, pools[1].kept_pages)
+    encoder = import_attribute(servable.cached.paged)(form.encoder, pools[1].kept_pages)
     rows = PartRows.of(form, parts)
     extent = Extent.of(rows, pools[1].page_tokens)
     room = Room(512, num_candidates, 16, layout_of(form, encoder), 256 if is_searched else 0)

@@ -11,6 +11,7 @@ import typer
 from nestrec.base import errors
 from nestrec.base.config_overrides import PASSED_ON, parse_overrides
 from nestrec.base.errors import UserError
+from nestrec.base.lazy import import_extra
 from nestrec.base.process import loading
 
 app = typer.Typer()
@@ -46,13 +47,10 @@ def serve(
     from nestrec.serving.http.signals import Signals
 
     signals = Signals.installed()  # before what takes its time: a signal that comes meanwhile is not lost
-    try:
-        with loading():
-            from nestrec.serving.http.serve_config import ServeConfig
-            from nestrec.serving.server import serve as serve_models
-    except ModuleNotFoundError as error:
-        remedy = "install it with: pip install 'nestrec[serve]'"
-        raise UserError("is needed to serve", field="package", value=error.name, remedy=remedy) from error
+    with loading():
+        import_extra("nestrec.serving.server", "serve", "is needed to serve")
+        from nestrec.serving.http.serve_config import ServeConfig
+        from nestrec.serving.server import serve as serve_models
     overrides = parse_overrides(context.args, ("model", "insecure", "follow"))
     overrides |= ({"insecure": "true"} if insecure else {}) | ({"follow.on": "true"} if follow else {})
     if "histories" in overrides:  # --histories redis://...

@@ -13,6 +13,7 @@ from urllib.parse import parse_qsl, urlsplit
 import numpy as np
 
 from nestrec.base.errors import UserError
+from nestrec.base.lazy import import_extra
 from nestrec.data.prepare.json_lines import JsonLines
 from nestrec.data.prepare.prepare_options import LogColumns
 from nestrec.data.streaming.stream_source import (
@@ -49,7 +50,7 @@ class KafkaSource(StreamSource):
             "enable.partition.eof": True,  # offsets at the end may be of no message
             **dict(parse_qsl(parts.query)),
         }
-        self._kafka = _client()
+        self._kafka = import_extra("confluent_kafka", "kafka", "needs confluent-kafka", field="SOURCE", value="kafka")
         self._lines = JsonLines(wanted)
         self._consumers: dict[int, tuple[Any, int]] = {}
         self._known: list[int] = []
@@ -206,15 +207,6 @@ class KafkaSource(StreamSource):
     def _gone(self, error: object) -> UserError:
         remedy = "check the address and that the brokers run; started again, it goes on where it stood"
         return UserError(f"cannot be read: {error}", field="SOURCE", value=self._address, remedy=remedy)
-
-
-def _client() -> Any:
-    try:
-        import confluent_kafka
-    except ImportError as error:
-        remedy = "pip install 'nestrec[kafka]'"
-        raise UserError("needs confluent-kafka", field="SOURCE", value="kafka", remedy=remedy) from error
-    return confluent_kafka
 
 
 def _open_topic(address: str, log: LogColumns, wanted: tuple[str, ...]) -> StreamSource:

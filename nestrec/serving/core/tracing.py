@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from nestrec.base.config import config
 from nestrec.base.config_values import Share
-from nestrec.base.errors import UserError
+from nestrec.base.lazy import import_extra
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -42,15 +42,14 @@ def start(cfg: TracingConfig) -> None:
     """Send spans from now on, where that is asked for."""
     if not cfg.otlp:
         return
-    try:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-        from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
-    except ModuleNotFoundError as error:
-        remedy = "install it with: pip install 'nestrec[otel]'"
-        raise UserError("is needed for spans", field="package", value=error.name, remedy=remedy) from error
+    for module in ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter"):
+        import_extra(module, "otel", "is needed for spans")
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+
     sampler = ParentBased(TraceIdRatioBased(cfg.sampled))
     provider = TracerProvider(sampler=sampler, resource=Resource.create({"service.name": _NAME}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=cfg.otlp)))

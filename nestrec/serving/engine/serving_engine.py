@@ -27,7 +27,7 @@ import torch
 
 from nestrec.base.clock import Clock, RealClock
 from nestrec.base.failpoints import fail_point
-from nestrec.base.plugins import resolved
+from nestrec.base.lazy import import_attribute
 from nestrec.ops.attention.paged.query_blocks import can_be_paged
 from nestrec.serving.core.cost_model import EngineCostModel, Histogram
 from nestrec.serving.core.rejections import OverloadedError, UnavailableError
@@ -759,7 +759,7 @@ def make_runner(form: Form, pool: PagePool, cfg: EngineConfig) -> BatchRunner:
     if has_graphs and paged is not None and isinstance(form, RankingForm | RetrievalForm):
         from nestrec.serving.engine.graph_runner import GraphRunner
 
-        encoder = resolved(paged)(form.encoder, pool.kept_pages)
+        encoder = import_attribute(paged)(form.encoder, pool.kept_pages)
         max_length = servable.encoder_config.max_length
         max_tokens = 2 * cfg.max_batch_tokens + max_length
         if isinstance(form, RetrievalForm):  # candidates are not tokens: large graphs would never be filled

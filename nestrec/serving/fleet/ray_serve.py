@@ -15,7 +15,7 @@ from typing import Any
 
 from nestrec.base.clock import RealClock
 from nestrec.base.cuda import chosen_device
-from nestrec.base.errors import UserError
+from nestrec.base.lazy import import_extra
 from nestrec.serving.core.asgi import Answered, Receive, Scope, Send, is_loopback, problem, problem_of, retry_after
 from nestrec.serving.core.request_limits import BadRequestError
 from nestrec.serving.core.slot_router import KeyedHash, Ring, Router
@@ -267,13 +267,10 @@ def _roll(ask: Callable[[], Any]) -> bool:
 def start_on_ray(folders: Sequence[str | Path], cfg: ServeConfig) -> Any:
     """Start the application on a Ray of this machine, or the one that RAY_ADDRESS names; its handle."""
     os.environ.setdefault("RAY_SERVE_ENABLE_HA_PROXY", "1")  # read when Ray is imported
-    try:
-        import ray
-        from ray import serve
-        from ray.serve.config import RequestRouterConfig
-    except ModuleNotFoundError as error:
-        remedy = "install it with: pip install 'nestrec[ray]'"
-        raise UserError("is needed for this front", field="package", value=error.name, remedy=remedy) from error
+    import_extra("ray.serve", "ray", "is needed for this front")
+    import ray
+    from ray import serve
+    from ray.serve.config import RequestRouterConfig
 
     ray.init(include_dashboard=False, _node_ip_address=cfg.host, log_to_driver=False)
     serve.start(http_options={"host": cfg.host, "port": cfg.port})

@@ -4,7 +4,7 @@ import threading
 from collections import OrderedDict
 
 from nestrec.base.clock import Clock, RealClock
-from nestrec.base.errors import UserError
+from nestrec.base.lazy import import_extra
 from nestrec.serving.history_store.history_codec import cut, merged, packed, unpacked
 from nestrec.serving.history_store.history_store import HistoryStore, HistoryStoreConfig, RawHistory
 
@@ -14,11 +14,9 @@ def make_store(cfg: HistoryStoreConfig) -> HistoryStore:
 
     if not cfg.is_shared:
         return MemoryHistoryStore(cfg)
-    try:
-        from nestrec.serving.history_store.redis_store import RedisHistoryStore
-    except ModuleNotFoundError as error:
-        remedy = "install it with: pip install 'nestrec[redis]'"
-        raise UserError("is needed for this store", field="package", value=error.name, remedy=remedy) from error
+    import_extra("redis", "redis", "is needed for this store")
+    from nestrec.serving.history_store.redis_store import RedisHistoryStore
+
     return RedisHistoryStore(cfg)
 
 

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nestrec.base.errors import DamagedError, UserError
+from nestrec.base.errors import DamagedError
+from nestrec.base.lazy import import_extra
 from nestrec.serving.model.item_search import SPARE, ExactSearch, Excluded, SearchConfig, SearchRecall, exactly_ordered
 from nestrec.serving.model.served_tables import ResidentTable
 
@@ -132,12 +133,13 @@ def _check(holds: bool, name: str) -> None:
 
 
 def _faiss() -> Any:
-    try:
-        import faiss
-    except ImportError:
-        remedy = "pip install 'nestrec[faiss]', or export with --search.kind exact"
-        raise UserError(
-            "needs faiss, which is not installed", field="search.kind", value="faiss", remedy=remedy
-        ) from None
+    faiss = import_extra(
+        "faiss",
+        "faiss",
+        "needs faiss, which is not installed",
+        field="search.kind",
+        value="faiss",
+        instead=", or export with --search.kind exact",
+    )
     faiss.omp_set_num_threads(torch.get_num_threads())
     return faiss
