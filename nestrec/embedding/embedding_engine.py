@@ -31,7 +31,6 @@ from nestrec.distributed.collectives import agree, all_gather_equal, exchange
 from nestrec.distributed.topology import Topology
 from nestrec.distributed.transports import Shipment
 from nestrec.embedding.hashing import hashed_rows
-from nestrec.embedding.key_index import DynamicResidency
 from nestrec.embedding.optimizer_checks import check_optimizers
 from nestrec.embedding.routing.batch_overlap import Overlap, ReadsAhead
 from nestrec.embedding.routing.deduplicated_keys import FeatureKeys, SourceKeys, deduplicate
@@ -411,10 +410,12 @@ class EmbeddingEngine:
 
     def divide_room(self, table: str) -> None:
         """After a load of what another number of ranks saved: a bound on rows holds over all of them. Collective."""
-        residency, shards = self.shards[table].residency, self.topology.keys
-        if isinstance(residency, DynamicResidency):
-            rows = all_gather_equal(shards, torch.tensor([residency.num_rows]))
-            residency.divide_room([int(count) for count in rows], shards.rank)
+        if self.shards[table].table.num_rows is not None:
+            return  # a static table has room for all of its keys
+        residency = self.shards[table].residency
+        shards = self.topology.keys
+        rows = all_gather_equal(shards, torch.tensor([residency.num_rows]))
+        residency.divide_room([int(count) for count in rows], shards.rank)
 
     def clear(self, table: str) -> None:
         """Forget every row of a table."""
@@ -431,28 +432,20 @@ class EmbeddingEngine:
 
     def evicted_since(self, table: str, step: int) -> torch.Tensor:
         """Sorted keys of this rank that lost their row after `step` and have none now, for incremental saves."""
-        residency = self.shards[table].residency
-        keys = residency.evicted_since(step) if isinstance(residency, DynamicResidency) else np.empty(0, np.int64)
-        return torch.from_numpy(keys)
+        return torch.from_numpy(self.shards[table].residency.evicted_since(step))
 
     def gone_since(self, table: str, step: int) -> torch.Tensor:
         """Sorted keys of this rank that had a row after `step` and read their initial vector now, for those who keep no
         count of time: evicted, or past their time to live."""
-        residency = self.shards[table].residency
-        keys = residency.gone_since(step) if isinstance(residency, DynamicResidency) else np.empty(0, np.int64)
-        return torch.from_numpy(keys)
+        return torch.from_numpy(self.shards[table].residency.gone_since(step))
 
     def forget(self, table: str, keys: torch.Tensor) -> None:
         """Drop the rows of these keys where this rank has them (loading an incremental save)."""
-        residency = self.shards[table].residency
-        if isinstance(residency, DynamicResidency):
-            residency.forget(keys.numpy())
+        self.shards[table].residency.forget(keys.numpy())
 
     def drop_eviction_log(self, table: str, step: int) -> None:
         """No incremental save will ask for evictions up to `step` again."""
-        residency = self.shards[table].residency
-        if isinstance(residency, DynamicResidency):
-            residency.drop_eviction_log(step)
+        self.shards[table].residency.drop_eviction_log(step)
 
     def digest(self, table: str) -> str:
         """The same text for the same rows, whatever the ranks, the store or the order of arrival. Collective."""

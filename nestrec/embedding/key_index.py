@@ -14,7 +14,7 @@ Dynamic tables decide in `admit`, called once for each training batch in batch o
   stay, and the other shards leave them room (`room_of_shards`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -91,6 +91,54 @@ class Residency(Protocol):
         """What `rows_since` and `metadata` say now, whatever comes later."""
         ...
 
+    def grow(self, num_rows: int | None, shard: int, num_shards: int) -> None:
+        """Adds keys after the present ones, which keep their slots. Does nothing if any int64 is a key."""
+        ...
+
+    def readable_keys(self) -> Keys:
+        """Returns the sorted keys that count when the table is read: all static keys, dynamic keys with a row."""
+        ...
+
+    def only_readable(self, keys: Keys) -> Keys:
+        """Returns those of the given keys of this shard that `readable_keys` contains."""
+        ...
+
+    def divide_room(self, rows_of_shards: Sequence[int], shard: int) -> None:
+        """Sets the bound of this shard after rows were loaded that another number of shards had saved.
+
+        Args:
+            rows_of_shards: Number of rows that each shard has now.
+            shard: Index of this shard.
+        """
+        ...
+
+    def evicted_since(self, step: int) -> Keys:
+        """Returns the sorted keys that lost their row after `step` and have none now."""
+        ...
+
+    def gone_since(self, step: int) -> Keys:
+        """Returns the sorted keys that had a row after `step` and now read their initial vector.
+
+        These are the evicted keys, and those that are past their time to live and not swept yet.
+        """
+        ...
+
+    def forget(self, keys: Keys) -> None:
+        """Removes the rows of these keys if they exist; an incremental snapshot names rows that were evicted."""
+        ...
+
+    def drop_eviction_log(self, step: int) -> None:
+        """Forgets evictions up to `step`, which no later call of `evicted_since` needs."""
+        ...
+
+    def admission_state(self) -> dict[str, NDArray[np.int64]]:
+        """Returns keys, uses and last steps of the keys that wait for a row, and `newest_step`; empty if static."""
+        ...
+
+    def load_admission(self, state: Mapping[str, NDArray[np.int64]]) -> None:
+        """Adds waiting keys from a state of `admission_state`."""
+        ...
+
 
 def index_bytes(num_rows: int, num_shards: int) -> int:
     """Memory in which `StaticResidency` keeps which rows a shard has, before there is any."""
@@ -109,8 +157,8 @@ class StaticResidency:
         self._exists = np.zeros(count, np.bool_)
         self._last_step = np.full(count, -1, np.int64)
 
-    def grow(self, num_rows: int, shard: int, num_shards: int) -> None:
-        """More keys, behind those that there are; these keep their slots."""
+    def grow(self, num_rows: int | None, shard: int, num_shards: int) -> None:
+        assert num_rows is not None
         self._num_keys = num_rows
         self._slot_of_key, self._owned = _owned_keys(num_rows, shard, num_shards)
         more = (num_rows if self._owned is None else len(self._owned)) - len(self._exists)
@@ -157,6 +205,33 @@ class StaticResidency:
         is_wanted = self._exists.copy() if since < 0 else self._exists & (self._last_step > since)
         return FrozenKeys(is_wanted.view(np.uint8), self._owned, {})
 
+    def readable_keys(self) -> Keys:
+        return self.owned()
+
+    def only_readable(self, keys: Keys) -> Keys:
+        return keys
+
+    def divide_room(self, rows_of_shards: Sequence[int], shard: int) -> None:
+        """Does nothing: every key has its slot."""
+
+    def evicted_since(self, step: int) -> Keys:
+        return np.empty(0, np.int64)
+
+    def gone_since(self, step: int) -> Keys:
+        return np.empty(0, np.int64)
+
+    def forget(self, keys: Keys) -> None:
+        """Does nothing: rows are never evicted."""
+
+    def drop_eviction_log(self, step: int) -> None:
+        """Does nothing: rows are never evicted."""
+
+    def admission_state(self) -> dict[str, NDArray[np.int64]]:
+        return {}
+
+    def load_admission(self, state: Mapping[str, NDArray[np.int64]]) -> None:
+        """Does nothing: every key is admitted."""
+
     def _slots(self, keys: Keys) -> NDArray[np.int64]:
         return keys if self._slot_of_key is None else self._slot_of_key[keys].astype(np.int64)
 
@@ -201,7 +276,6 @@ class DynamicResidency:
         return slots
 
     def divide_room(self, rows_of_shards: Sequence[int], shard: int) -> None:
-        """After rows were loaded that another number of shards had saved; rows_of_shards: how many each has now."""
         if self._store.max_rows is not None and self._store.eviction == "none":
             self._bound = room_of_shards(rows_of_shards, self._store.max_rows)[shard]
 
@@ -243,24 +317,40 @@ class DynamicResidency:
         self.counters.peak_rows = max(self.counters.peak_rows, self.num_rows)
         return slots
 
-    def restore_candidates(self, keys: Keys, uses: Keys, last_step: Keys) -> None:
-        """Uses of keys without a row, from a snapshot."""
-        self._candidates.insert(keys, uses, last_step)
+    def grow(self, num_rows: int | None, shard: int, num_shards: int) -> None:
+        """Does nothing: any int64 is a key."""
+
+    def readable_keys(self) -> Keys:
+        return self.rows_since(-1)[0]
+
+    def only_readable(self, keys: Keys) -> Keys:
+        return keys[self.find(keys) >= 0]
+
+    def admission_state(self) -> dict[str, NDArray[np.int64]]:
+        waiting = self._candidates
+        slots = waiting.live_slots()
+        slots = slots[np.argsort(waiting.key[slots])]
+        return {
+            "keys": waiting.key[slots],
+            "uses": waiting.uses[slots],
+            "last_step": waiting.last_step[slots],
+            "newest_step": np.array([self.newest_step]),
+        }
+
+    def load_admission(self, state: Mapping[str, NDArray[np.int64]]) -> None:
+        self._candidates.insert(state["keys"], state["uses"], state["last_step"])
+        self.newest_step = max(self.newest_step, state["newest_step"].item())
 
     def forget(self, keys: Keys) -> None:
-        """Drop the rows of these keys, where they exist (an incremental snapshot names rows that were evicted)."""
         slots = self._rows.find(keys)
         self._rows.remove(slots[slots >= 0])
 
     def evicted_since(self, step: int) -> Keys:
-        """Keys that lost their row after `step` and have none now, sorted."""
         gone = [keys for at, keys in self._evicted if at > step]
         keys = np.unique(np.concatenate(gone)) if gone else np.empty(0, np.int64)
         return keys[self._rows.find(keys) < 0]
 
     def gone_since(self, step: int) -> Keys:
-        """Keys that had a row after `step` and read their initial vector now, sorted: evicted, or past their time and
-        not swept yet."""
         gone = [self.evicted_since(step)]
         ttl = self._store.ttl_steps
         if ttl is not None:
@@ -270,7 +360,6 @@ class DynamicResidency:
         return np.unique(np.concatenate(gone))
 
     def drop_eviction_log(self, step: int) -> None:
-        """Evictions up to `step` will not be asked for again."""
         self._evicted = [(at, keys) for at, keys in self._evicted if at > step]
 
     def rows_since(self, step: int) -> tuple[Keys, NDArray[np.int64]]:

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from nestrec.distributed.collectives import all_gather_rows, all_to_all_rows
 from nestrec.distributed.topology import Topology
 from nestrec.embedding.hashing import hashed_rows, owner_of
-from nestrec.embedding.key_index import StaticResidency
 from nestrec.embedding.table_config import TableConfig
 from nestrec.embedding.table_shard import TableShard
 from nestrec.jagged import Jagged
@@ -111,9 +110,7 @@ def _owned_candidates(shard: TableShard, topology: Topology, question: Question)
     if question.candidates is None:
         return shard.keys()
     keys = owned_keys(shard.table, topology, np.asarray(question.candidates, np.int64))
-    if question.needs_rows and not isinstance(shard.residency, StaticResidency):
-        keys = keys[shard.residency.find(keys) >= 0]
-    return keys
+    return shard.residency.only_readable(keys) if question.needs_rows else keys
 
 
 def _places_of_excluded(

@@ -201,9 +201,7 @@ class TableShard:
         """The same table with more rows."""
         self.table = table
         self.optimizer = TableOptimizer(table, self.layout)
-        if isinstance(self.residency, StaticResidency):
-            assert table.num_rows is not None
-            self.residency.grow(table.num_rows, self._shard, self._num_shards)
+        self.residency.grow(table.num_rows, self._shard, self._num_shards)
 
     def fetch(
         self, keys: Keys, step: int, into: torch.Tensor | None = None, *, num_used: int | None = None
@@ -242,10 +240,8 @@ class TableShard:
 
     def keys(self) -> Keys:
         """Sorted keys that count when the table is read: all of a static table, those with rows of a dynamic one."""
-        if isinstance(self.residency, StaticResidency):
-            keys = self.residency.owned()
-            return keys[self._is_shared(keys)] if self.table.is_replicated else keys
-        return self.residency.rows_since(-1)[0]
+        keys = self.residency.readable_keys()
+        return keys[self._is_shared(keys)] if self.table.is_replicated else keys
 
     def snapshot(self, since: int = -1, chunk_rows: int = _CHUNK_ROWS) -> Iterator[Chunk]:
         """Rows changed after step `since` (all rows by default), sorted by key, as host columns."""
@@ -305,23 +301,16 @@ class TableShard:
 
     def unsettled(self) -> Chunk:
         """What a snapshot must hold of keys without rows: uses and last step of those that wait for admission."""
-        if not isinstance(self.residency, DynamicResidency):
-            return {}
-        waiting = self.residency.candidates
-        slots = waiting.live_slots()
-        slots = slots[np.argsort(waiting.key[slots])]
-        columns = {"keys": waiting.key[slots], "uses": waiting.uses[slots], "last_step": waiting.last_step[slots]}
-        columns["newest_step"] = np.array([self.residency.newest_step])
-        return {name: torch.from_numpy(values) for name, values in columns.items()}
+        return {name: torch.from_numpy(values) for name, values in self.residency.admission_state().items()}
 
     def load_unsettled(self, saved: Mapping[str, torch.Tensor]) -> None:
         """Take what belongs to this shard out of another's `unsettled`."""
-        if not isinstance(self.residency, DynamicResidency) or not saved:
+        if not saved:
             return
-        keys, uses, last_step = (saved[n].numpy() for n in ("keys", "uses", "last_step"))
-        mine = owner_of(keys, self._num_shards) == self._shard
-        self.residency.restore_candidates(keys[mine], uses[mine], last_step[mine])
-        self.residency.newest_step = max(self.residency.newest_step, int(saved["newest_step"]))
+        state = {name: values.numpy() for name, values in saved.items()}
+        mine = owner_of(state["keys"], self._num_shards) == self._shard
+        own = {name: state[name][mine] for name in ("keys", "uses", "last_step")}
+        self.residency.load_admission({**own, "newest_step": state["newest_step"]})
 
     def _rows_of(self, keys: Keys, columns: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Rows of given columns; state that is not given (an import of bare weights) begins as in a new row."""

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from nestrec.embedding import StoreConfig, TableConfig
-from nestrec.embedding.key_index import DynamicResidency
+from nestrec.embedding.key_index import DynamicResidency, StaticResidency
 from nestrec.embedding.table_shard import TableShard
 
 
@@ -50,6 +50,36 @@ def test_rows_that_are_averaged_are_saved_as_changed_and_not_counted_as_used():
     assert chunk["uses"].tolist() == [2, 1, 0]
     assert chunk["last_step"].tolist() == [5, 3, 0]
     assert list(shard.snapshot(since=5)) == []
+
+
+def test_static_keys_are_readable_and_never_gone():
+    residency = StaticResidency(6, 0, 1)
+    residency.admit(keys(2), 1)
+    assert residency.readable_keys().tolist() == [0, 1, 2, 3, 4, 5]
+    assert residency.only_readable(keys(2, 4)).tolist() == [2, 4]
+    residency.forget(keys(2))
+    residency.drop_eviction_log(9)
+    residency.divide_room([1, 5], 0)
+    residency.load_admission({})
+    assert residency.find(keys(2, 4)).tolist() == [2, -1]
+    assert residency.evicted_since(-1).dtype == residency.gone_since(-1).dtype == np.int64
+    assert len(residency.evicted_since(-1)) == len(residency.gone_since(-1)) == len(residency.admission_state()) == 0
+
+
+def test_dynamic_keys_are_readable_with_a_row():
+    residency = DynamicResidency(StoreConfig(admission_count=2), 1)
+    residency.admit(keys(7, 3), 1)
+    residency.admit(keys(7), 2)
+    residency.grow(None, 0, 1)
+    assert residency.readable_keys().tolist() == [7]
+    assert residency.only_readable(keys(3, 7)).tolist() == [7]
+    state = residency.admission_state()
+    assert {name: values.tolist() for name, values in state.items()} == {
+        "keys": [3], "uses": [1], "last_step": [1], "newest_step": [2],
+    }  # fmt: skip
+    other = DynamicResidency(StoreConfig(admission_count=2), 1)
+    other.load_admission(state)
+    assert (other.admit(keys(3), 3).slots >= 0).all(), "the second use, after the one that was loaded"
 
 
 def test_a_snapshot_restores_the_step_that_a_time_to_live_counts_from():
