@@ -1,14 +1,14 @@
-"""Capturing CUDA graphs beside everything else that a process does.
+"""CUDA in one place: graph capture next to other threads, the choice of a device, pinned copies and side streams.
 
-Which device is meant where a config says `auto`.
-
-Host arrays and tensors to the engine's device without making the host wait for the device.
+A copy between pageable memory and a device waits for all work before it, so copies go through pinned memory. Functions
+that take a device do nothing special on a CPU: a copy is the tensor itself.
 """
 
 import contextlib
 import gc
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -69,6 +69,8 @@ def known_device(wanted: str) -> "torch.device":
 
 
 _ALIGNMENT_BYTES = 16
+_URGENT = -1
+"""Priority of a stream; lower numbers come first."""
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
@@ -81,7 +83,9 @@ def all_to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     sizes = [-(-array.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for array in arrays]
-    pinned, at, found = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda"), 0, []
+    pinned = pinned_empty([sum(sizes)], torch.uint8, device)
+    at = 0
+    found = []
     for array, size in zip(arrays, sizes, strict=True):
         pinned.numpy()[at : at + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         at += size
@@ -99,6 +103,54 @@ def sent_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     Through pinned memory (which torch keeps for reuse): a copy from pageable memory would wait for all work before it.
     """
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def pinned_empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Returns an uninitialized host tensor for copies to and from a device: in pinned memory if that is a GPU."""
+    return torch.empty(tuple(shape), dtype=dtype, pin_memory=device.type == "cuda")
+
+
+def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns an uninitialized host tensor with the shape and type of `tensor`, pinned if that is on a GPU."""
+    return pinned_empty(tensor.shape, tensor.dtype, tensor.device)
+
+
+@dataclass(frozen=True, slots=True)
+class HostCopy:
+    """A copy from a device to the host that may still be under way."""
+
+    host: torch.Tensor
+    """Holds the values after `wait`."""
+    arrived: torch.cuda.Event | None
+    """Happens at the end of the copy; None if there was nothing to copy."""
+
+    def wait(self) -> torch.Tensor:
+        """Returns the host tensor after the copy has ended; the host waits for nothing that was launched later."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.host
+
+
+def to_host(tensor: torch.Tensor) -> HostCopy:
+    """Starts the copy of a tensor into pinned memory, on the current stream; a host tensor is its own copy."""
+    if not tensor.is_cuda:
+        return HostCopy(tensor, None)
+    host = pinned_like(tensor).copy_(tensor, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record(torch.cuda.current_stream(tensor.device))
+    return HostCopy(host, arrived)
+
+
+def side_stream(device: torch.device, *, is_urgent: bool = False) -> torch.cuda.Stream | None:
+    """Returns a new stream of a GPU, or None on a CPU; the device prefers work of urgent streams."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.Stream(device, priority=_URGENT if is_urgent else 0)
+
+
+def on_stream(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[object]:
+    """Inside the block, this thread launches into the stream; None changes nothing."""
+    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def used_here(tensors: Iterable[torch.Tensor]) -> None:

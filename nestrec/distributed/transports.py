@@ -36,6 +36,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from nestrec.base.compat import symmetric_memory
+from nestrec.base.cuda import on_stream, pinned_like, sent_to_device, side_stream, to_host
 
 _SPARE = 1.25
 
@@ -110,13 +111,14 @@ class DeviceStaged(Collectives):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group)
-        self._device, self._stream = device, torch.cuda.Stream(device, priority=-1)
+        self._device = device
+        self._stream = side_stream(device, is_urgent=True)
 
     def all_to_all(self, into: torch.Tensor, sent: torch.Tensor, receive: Sizes, send: Sizes) -> None:
         if into.is_cuda:
             super().all_to_all(into, sent, receive, send)
             return
-        with torch.cuda.stream(self._stream):
+        with on_stream(self._stream):
             came = torch.empty_like(into, device=self._device)
             super().all_to_all(came, self._there(sent), receive, send)
             into.copy_(self._back(came))
@@ -125,7 +127,7 @@ class DeviceStaged(Collectives):
         if tensor.is_cuda:
             super().all_reduce(tensor)
             return
-        with torch.cuda.stream(self._stream):
+        with on_stream(self._stream):
             total = self._there(tensor)
             super().all_reduce(total)
             tensor.copy_(self._back(total))
@@ -134,7 +136,7 @@ class DeviceStaged(Collectives):
         if tensor.is_cuda:
             super().broadcast(tensor, source)
             return
-        with torch.cuda.stream(self._stream):
+        with on_stream(self._stream):
             value = self._there(tensor)
             super().broadcast(value, source)
             tensor.copy_(self._back(value))
@@ -142,19 +144,15 @@ class DeviceStaged(Collectives):
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         if tensor.is_cuda:
             return super().all_gather(tensor)
-        with torch.cuda.stream(self._stream):
+        with on_stream(self._stream):
             return list(self._back(torch.stack(super().all_gather(self._there(tensor)))))
 
     def _there(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.pin_memory().to(self._device, non_blocking=True)
+        return sent_to_device(tensor, self._device)
 
     def _back(self, tensor: torch.Tensor) -> torch.Tensor:
-        """In host memory, when it is there; only this stream is waited for."""
-        host = _host_like(tensor).copy_(tensor, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record(self._stream)
-        arrived.synchronize()
-        return host
+        """In host memory, when it is there; only this stream, the current one, is waited for."""
+        return to_host(tensor).wait()
 
 
 class HostStaged(Transport):
@@ -165,21 +163,21 @@ class HostStaged(Transport):
 
     def all_to_all(self, into: torch.Tensor, sent: torch.Tensor, receive: Sizes, send: Sizes) -> None:
         received = _host_like(into)
-        self._inner.all_to_all(received, _to_host(sent), receive, send)
+        self._inner.all_to_all(received, to_host(sent).wait(), receive, send)
         _from_host(into, received)
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        total = _to_host(tensor)
+        total = to_host(tensor).wait()
         self._inner.all_reduce(total)
         _from_host(tensor, total)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        value = _to_host(tensor)
+        value = to_host(tensor).wait()
         self._inner.broadcast(value, source)
         _from_host(tensor, value)
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        return [part.to(tensor.device) for part in self._inner.all_gather(_to_host(tensor))]
+        return [part.to(tensor.device) for part in self._inner.all_gather(to_host(tensor).wait())]
 
 
 class CopyEngine(HostStaged):
@@ -241,15 +239,7 @@ class CopyEngine(HostStaged):
 
 
 def _host_like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) if tensor.is_cuda else tensor
-
-
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    if not tensor.is_cuda:
-        return tensor
-    host = _host_like(tensor).copy_(tensor, non_blocking=True)
-    torch.cuda.current_stream(tensor.device).synchronize()
-    return host
+    return pinned_like(tensor) if tensor.is_cuda else tensor
 
 
 def _from_host(tensor: torch.Tensor, host: torch.Tensor) -> None:

@@ -19,13 +19,13 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
+from nestrec.base.cuda import on_stream, side_stream
 from nestrec.base.errors import BatchError
 from nestrec.base.thread_team import Coming
 from nestrec.trace import DeviceTracer, Kind, OpenSpan, Tracer
 
 _ABANDON_S = 10.0
 """How long a failed run waits for what a lane is doing: an exchange may wait for a peer that does not answer."""
-_URGENT = -1
 _STEPS_AHEAD = 2
 _STEPS_KEPT = 8
 """Batches are begun up to five steps before theirs, and the host may be two steps ahead of the device."""
@@ -59,7 +59,7 @@ def own_stream(device: torch.device, *, is_urgent: bool = False) -> Iterator[Non
         return
     if device.index is not None:  # without one, a new thread is on the first device, which is the only one then
         torch.cuda.set_device(device)
-    with torch.cuda.stream(torch.cuda.Stream(device, priority=_URGENT if is_urgent else 0)):
+    with on_stream(side_stream(device, is_urgent=is_urgent)):
         yield
 
 

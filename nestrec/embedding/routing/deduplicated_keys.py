@@ -25,7 +25,7 @@ import torch
 from numba import njit
 from numpy.typing import NDArray
 
-from nestrec.base.cuda import to_device
+from nestrec.base.cuda import on_stream, pinned_empty, side_stream, to_device, to_host
 from nestrec.embedding.hashing import owner_of
 from nestrec.embedding.routing.row_exchange import Flags, Side, by_micro_batch, flags_of_cache, flags_of_segment
 from nestrec.embedding.routing.window_cache_plan import WindowPlan, plan_window
@@ -57,11 +57,11 @@ def dedup_on_device(
         is_narrow = num_rows is not None and num_rows <= _INT32_KEYS
         found = dedup_keys(sent.to(torch.int32) if is_narrow else sent)
         index = found.inverse()
-        count, low, high = _to_host(torch.cat([found.count, torch.stack(torch.aminmax(sent))])).tolist()
+        count, low, high = to_host(torch.cat([found.count, torch.stack(torch.aminmax(sent))])).wait().tolist()
         if num_rows is not None and (low < 0 or high >= num_rows):
             return None
-        keys = _to_host(found.keys_P[:count].long()).numpy()
-        inverse = _to_host(index[:num_on_host].int()).numpy() if num_on_host else np.empty(0, np.int32)
+        keys = to_host(found.keys_P[:count].long()).wait().numpy()
+        inverse = to_host(index[:num_on_host].int()).wait().numpy() if num_on_host else np.empty(0, np.int32)
         if num_shards == 1:
             return Deduplicated(keys, inverse, np.array([count]), index)
         return _by_owner(keys, inverse, index, num_shards)
@@ -80,26 +80,16 @@ def _by_owner(
 
 def _send(pieces: Sequence[NDArray[np.int64]], device: torch.device) -> torch.Tensor:
     """The pieces in one tensor of the device, joined on their way into pinned memory."""
-    joined = torch.empty(sum(len(p) for p in pieces), dtype=torch.int64, pin_memory=device.type == "cuda")
+    joined = pinned_empty([sum(len(p) for p in pieces)], torch.int64, device)
     np.concatenate(pieces, out=joined.numpy())
     return joined.to(device, non_blocking=True)
-
-
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    if not tensor.is_cuda:
-        return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record(torch.cuda.current_stream(tensor.device))
-    copied.synchronize()
-    return host
 
 
 class _Streams(threading.local):
     """A stream for each thread and device."""
 
     def __init__(self) -> None:
-        self.of: dict[torch.device, torch.cuda.Stream] = {}
+        self.of: dict[torch.device, torch.cuda.Stream | None] = {}
 
 
 _streams = _Streams()
@@ -107,12 +97,9 @@ _streams = _Streams()
 
 @contextlib.contextmanager
 def _own_stream(device: torch.device) -> Iterator[None]:
-    if device.type != "cuda":
-        yield
-        return
     if device not in _streams.of:
-        _streams.of[device] = torch.cuda.Stream(device)
-    with torch.cuda.stream(_streams.of[device]):
+        _streams.of[device] = side_stream(device)
+    with on_stream(_streams.of[device]):
         yield
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from nestrec.base.cuda import pinned_empty
 from nestrec.base.thread_team import for_parts
 
 CHUNK_BYTES = 8 << 20
@@ -24,7 +25,7 @@ class _Lane:
     """Two pinned buffers, each with the event that says when its last copy was done."""
 
     def __init__(self, chunk_bytes: int) -> None:
-        self._buffers = [torch.empty(chunk_bytes // 4, dtype=torch.int32, pin_memory=True) for _ in range(2)]
+        self._buffers = [pinned_empty([chunk_bytes // 4], torch.int32, torch.device("cuda")) for _ in range(2)]
         # Blocking: a lane that waits sleeps, and leaves its core to those that work.
         self._events = [torch.cuda.Event(blocking=True) for _ in range(2)]
 

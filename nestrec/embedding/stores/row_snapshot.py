@@ -29,6 +29,7 @@ import torch
 from numba import njit
 from numpy.typing import NDArray
 
+from nestrec.base.cuda import on_stream, pinned_empty, side_stream
 from nestrec.base.thread_team import Team, niceness
 from nestrec.embedding.stores.row_store import Slab, Slots
 from nestrec.ops.embedding.host_loops import AHEAD, exchange_if, prefetch_row
@@ -353,7 +354,7 @@ class DeviceRows(FrozenRows):
         """gather: rows of the store into a tensor of the device, launched on the current stream."""
         super().__init__(state, aside)
         self._gather, self._device, self._launching = gather, device, threading.Lock()
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = side_stream(device)
         if self._stream is not None:
             torch.cuda.synchronize(device)  # what was written until now, on whatever stream
         self._read: torch.cuda.Event | None = None
@@ -361,7 +362,7 @@ class DeviceRows(FrozenRows):
         self._moved: torch.cuda.Event | None = None
 
     def take(self, slots: Slots, out: Words) -> Slots:
-        with self._on_own_stream():
+        with on_stream(self._stream):
             with self._launching:
                 if self._stream is not None and self._moved is not None:
                     self._stream.wait_event(self._moved)
@@ -400,9 +401,6 @@ class DeviceRows(FrozenRows):
             if is_whole:
                 self._moved = self._launched()
 
-    def _on_own_stream(self) -> contextlib.AbstractContextManager[object]:
-        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-
     def _launched(self) -> torch.cuda.Event | None:
         """Happens when what is launched on the current stream is done."""
         if self._stream is None:
@@ -414,4 +412,4 @@ class DeviceRows(FrozenRows):
 
 def pinned_memory(num_rows: int, num_words: int) -> Words:
     """Memory of the host that a GPU writes to by itself; torch keeps it for the next save."""
-    return torch.empty(num_rows, num_words, dtype=torch.int32, pin_memory=True).numpy()
+    return pinned_empty([num_rows, num_words], torch.int32, torch.device("cuda")).numpy()

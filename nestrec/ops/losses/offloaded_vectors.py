@@ -14,6 +14,8 @@ from functools import lru_cache
 
 import torch
 
+from nestrec.base.cuda import pinned_empty, side_stream
+
 
 class OffloadedVectors:
     """Vectors of all candidates of a micro-batch."""
@@ -22,7 +24,7 @@ class OffloadedVectors:
         self._row_UD, self._index_TN, self._segment_tokens = row_UD, index_TN, segment_tokens
         self._is_cuda = row_UD.is_cuda
         shape = (*index_TN.shape, row_UD.shape[1])
-        self._host_TND = torch.empty(shape, dtype=row_UD.dtype, pin_memory=self._is_cuda)
+        self._host_TND = pinned_empty(shape, row_UD.dtype, row_UD.device)
 
     @property
     def num_bytes(self) -> int:
@@ -126,4 +128,6 @@ class _DoubleBuffer:
 
 @lru_cache(maxsize=8)
 def _copy_stream(device_index: int) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device_index)
+    stream = side_stream(torch.device("cuda", device_index))
+    assert stream is not None
+    return stream

@@ -27,7 +27,7 @@ import torch
 from numba import njit
 from numpy.typing import NDArray
 
-from nestrec.base.cuda import capturing
+from nestrec.base.cuda import capturing, pinned_empty
 from nestrec.models.cached.paged_batch import PagedBatch, Pages
 from nestrec.models.sequence import KeptShape
 from nestrec.ops.attention.paged.query_blocks import FIELDS
@@ -230,8 +230,9 @@ class _Slot:
 
     def __init__(self, room: Room, num_outcomes: int, dtype: torch.dtype):
         """num_outcomes: of each row that is asked for."""
-        self.indices = torch.empty(room.num_indices, dtype=torch.int32, pin_memory=True)
-        self.outcome = torch.empty(room.num_candidates, num_outcomes, dtype=dtype, pin_memory=True)
+        gpu = torch.device("cuda")
+        self.indices = pinned_empty([room.num_indices], torch.int32, gpu)
+        self.outcome = pinned_empty([room.num_candidates, num_outcomes], dtype, gpu)
         self.begin, self.end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         self._views: dict[Room, _Views] = {}
 

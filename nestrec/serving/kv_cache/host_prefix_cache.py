@@ -24,6 +24,7 @@ from typing import Generic, Self, TypeVar
 import torch
 
 from nestrec.base.clock import Clock
+from nestrec.base.cuda import pinned_empty
 from nestrec.serving.inputs.engine_request import CacheKey
 from nestrec.serving.kv_cache.kv_page_pool import PagePool, naming_memory
 from nestrec.serving.kv_cache.prefix_cache import ContentOf
@@ -239,8 +240,8 @@ class HostPages:
     def _slab(self, number: int) -> torch.Tensor:
         key = (number, min(self._slab_pages, self.num_pages - number * self._slab_pages))
         if key not in self._slabs:
-            on_gpu, like = self._pool.tensor.is_cuda, self._pool.empty_blocks(0)
-            self._slabs[key] = torch.empty((key[1], *like.shape[1:]), dtype=like.dtype, pin_memory=on_gpu)
+            like = self._pool.empty_blocks(0)
+            self._slabs[key] = pinned_empty((key[1], *like.shape[1:]), like.dtype, self._pool.tensor.device)
         return self._slabs[key]
 
 

@@ -9,7 +9,6 @@ The two tiers of prefixes of an engine: pages on the device, and DRAM behind the
 Used on the engine's thread; copies run on a thread of their own and report back through `post`.
 """
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ import torch
 from nestrec.base.clock import Clock
 from nestrec.base.config import config
 from nestrec.base.config_values import Count, Natural, NonNegative
+from nestrec.base.cuda import on_stream, side_stream
 from nestrec.serving.core.background_tasks import FAILURES, guarded
 from nestrec.serving.core.cost_model import EngineCostModel
 from nestrec.serving.core.slot_router import KeyedHash
@@ -39,7 +39,7 @@ class Copier:
     """One copy after the other; `done` is called on the copier's thread, with whether the copy was made."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = side_stream(device)
         FAILURES.register(_TASK)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=_TASK)
         self._lock = threading.Lock()
@@ -73,7 +73,7 @@ class Copier:
 
     def _transfer(self, copy: Callable[[], None], num_bytes: int) -> None:
         """Makes one copy and returns when it has ended; on the copier's thread."""
-        with torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext():
+        with on_stream(self._stream):
             copy()
 
     def wait(self) -> None:

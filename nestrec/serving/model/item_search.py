@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from nestrec.base.config import config
 from nestrec.base.config_values import Count
-from nestrec.base.cuda import capturing, to_device
+from nestrec.base.cuda import capturing, pinned_empty, to_device
 from nestrec.ops.embedding.top_k_search import (
     NOTHING,
     ExcludedPairs,
@@ -213,12 +213,12 @@ class _Captured:
         self._search, self._graph = ExactSearch(table), torch.cuda.CUDAGraph()
         self._queries_BD = torch.zeros(num_queries, table.weight.shape[1], dtype=dtype, device=device)
         self._pairs_2P = torch.full((2, num_pairs), -1, device=device)
-        self._sent_2P = torch.full((2, num_pairs), -1).pin_memory()
+        self._sent_2P = pinned_empty([2, num_pairs], torch.int64, device).fill_(-1)
         self._forward()  # compiles and loads what a capture may not
         torch.cuda.synchronize()
         with capturing(self._graph, memory):
             self._keys_BK = self._forward()
-        self._host_BK = torch.empty(self._keys_BK.shape, dtype=torch.int64).pin_memory()
+        self._host_BK = pinned_empty(self._keys_BK.shape, torch.int64, device)
 
     def run(self, queries_BD: torch.Tensor, excluded: Excluded) -> torch.Tensor:
         """(B, K) keys on the host; valid until the next batch."""

@@ -18,6 +18,7 @@ import torch
 
 from nestrec.base.config import config
 from nestrec.base.config_values import Natural, Positive
+from nestrec.base.cuda import side_stream
 from nestrec.base.errors import DamagedError, UserError
 from nestrec.base.failpoints import fail_point
 from nestrec.serving.model.served_tables import TablesConfig
@@ -88,7 +89,7 @@ class VersionFollower:
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
         self._thread: threading.Thread | None = None
-        self._stream = torch.cuda.Stream(device) if torch.device(device).type == "cuda" else None
+        self._stream = side_stream(torch.device(device))
 
     @property
     def version(self) -> str:
