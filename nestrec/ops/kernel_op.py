@@ -3,9 +3,9 @@
     @kernel_op("name", fake=...)          in torch.compile: the operator nestrec::name, shaped by its fake twin
     def name(...): ...                    in eager mode: the launcher itself, without the dispatcher's cost a call
 
-The schema is read from the launcher's annotations. Measured on an H200, an eager call through the dispatcher cost the
-host about as much as the launch itself; and `torch.library.custom_op`, which takes the same arguments, costs 20
-microseconds a call through the dispatcher where the operators here cost 3.
+The schema is read from the launcher's annotations, or given as text. Measured on an H200, an eager call through the
+dispatcher cost the host about as much as the launch itself; and `torch.library.custom_op`, which takes the same
+arguments, costs 20 microseconds a call through the dispatcher where the operators here cost 3.
 
 Where Triton runs.
 """
@@ -40,15 +40,18 @@ def kernel_op(
     mutates: Sequence[str] = (),
     gradients: Callable[..., Any] | None = None,
     save: Callable[..., None] | None = None,
+    schema: str | None = None,
 ) -> Callable[[Launcher], Launcher]:
     """fake: takes the same arguments and returns empty tensors like the launcher's. mutates: arguments written to.
 
     gradients, save: its backward, as for `torch.library.register_autograd`. An operator without one is opaque to
     autograd: it is called from a `torch.autograd.Function`, or where no gradient is wanted.
+
+    schema: arguments and result, such as "(Tensor x) -> Tensor", for launchers that take a struct as flat arguments.
     """
 
     def register(launcher: Launcher) -> Launcher:
-        operator = _defined(name, launcher, fake, mutates)
+        operator = _defined(name, launcher, fake, mutates, schema)
         if gradients is not None:
             torch.library.register_autograd(f"nestrec::{name}", gradients, setup_context=save, lib=_LIBRARY)
 
@@ -66,9 +69,15 @@ def kernel_op(
     return register
 
 
-def _defined(name: str, launcher: Callable[..., Any], fake: Callable[..., Any], mutates: Sequence[str]) -> Any:
+def _defined(
+    name: str, launcher: Callable[..., Any], fake: Callable[..., Any], mutates: Sequence[str], schema: str | None
+) -> Any:
     """The operator `nestrec::name`, on every device."""
-    _LIBRARY.define(torch.library.infer_schema(launcher, op_name=name, mutates_args=tuple(mutates)))
+    if schema is None:
+        _LIBRARY.define(torch.library.infer_schema(launcher, op_name=name, mutates_args=tuple(mutates)))
+    else:
+        assert not mutates, "a schema names the arguments that are written to"
+        _LIBRARY.define(name + schema)
     _LIBRARY.impl(name, launcher, "CompositeExplicitAutograd")
     torch.library.register_fake(f"nestrec::{name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.nestrec, name).default

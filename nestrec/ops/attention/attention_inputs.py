@@ -1,4 +1,4 @@
-"""What the launches of HSTU attention over one batch share, whichever kernel they launch."""
+"""Inputs of HSTU attention over one batch that all kernels share, and their options as flat operator arguments."""
 
 from typing import Any, NamedTuple
 
@@ -19,6 +19,64 @@ class Gradients(NamedTuple):
     position_table: torch.Tensor | None
     time_table: torch.Tensor | None
     time_function: torch.Tensor | None = None
+
+
+class AttentionOptions(NamedTuple):
+    """Biases and rules as the flat arguments of an operator of torch, in the order of its schema."""
+
+    position_table: torch.Tensor | None
+    time_table: torch.Tensor | None
+    time_function: torch.Tensor | None
+    time_T: torch.Tensor | None
+    query_time_T: torch.Tensor | None
+    buckets: torch.Tensor | None
+    num_targets_B: torch.Tensor | None
+    num_context: int
+    max_attention_length: int | None
+    looks_ahead: bool
+
+    @property
+    def bias(self) -> RelativeBias:
+        return RelativeBias(
+            position_table=self.position_table,
+            time_table=self.time_table,
+            time_function=self.time_function,
+            time_T=self.time_T,
+            query_time_T=self.query_time_T,
+            buckets=self.buckets,
+        )
+
+    @property
+    def rules(self) -> AttentionRules:
+        return AttentionRules(
+            num_targets_B=self.num_targets_B,
+            num_context=self.num_context,
+            max_attention_length=self.max_attention_length,
+            looks_ahead=self.looks_ahead,
+        )
+
+
+OPTIONS_SCHEMA = (
+    "Tensor? position_table, Tensor? time_table, Tensor? time_function, Tensor? time_T, Tensor? query_time_T, "
+    "Tensor? buckets, Tensor? num_targets_B, SymInt num_context, SymInt? max_attention_length, bool looks_ahead"
+)
+"""Arguments of `AttentionOptions` in the schema of an operator."""
+
+
+def attention_options(bias: RelativeBias, rules: AttentionRules) -> AttentionOptions:
+    """Returns the fields of biases and rules as flat arguments."""
+    return AttentionOptions(
+        position_table=bias.position_table,
+        time_table=bias.time_table,
+        time_function=bias.time_function,
+        time_T=bias.time_T,
+        query_time_T=bias.query_time_T,
+        buckets=bias.buckets,
+        num_targets_B=rules.num_targets_B,
+        num_context=rules.num_context,
+        max_attention_length=rules.max_attention_length,
+        looks_ahead=rules.looks_ahead,
+    )
 
 
 class AttentionInputs(NamedTuple):

@@ -3,11 +3,18 @@
 The kernels are imported on the first call, so that nothing here needs Triton.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from nestrec.ops.attention.attention_inputs import LARGEST_HEAD, AttentionInputs
+from nestrec.ops.attention.attention_inputs import (
+    LARGEST_HEAD,
+    OPTIONS_SCHEMA,
+    AttentionInputs,
+    AttentionOptions,
+    attention_options,
+)
 from nestrec.ops.attention.mask_and_bias import AttentionRules, RelativeBias
 from nestrec.ops.kernel_op import compute_type, kernel_op, runs_triton
 
@@ -55,24 +62,8 @@ def hstu_attention_kernel(
     rules: AttentionRules,
 ) -> torch.Tensor:
     """What `hstu_attention` computes, by kernels; on a GPU, or anywhere under Triton's interpreter."""
-    return _forward(
-        q_THD,
-        k_THD,
-        v_THD,
-        offsets,
-        bias.position_table,
-        bias.time_table,
-        bias.time_function,
-        bias.time_T,
-        bias.query_time_T,
-        bias.buckets,
-        rules.num_targets_B,
-        rules.num_context,
-        rules.max_attention_length,
-        rules.looks_ahead,
-        max_length,
-        normaliser,
-    )
+    options = attention_options(bias, rules)
+    return _forward(q_THD, k_THD, v_THD, offsets, *options, max_length, normaliser)
 
 
 def _buckets_shape(
@@ -99,126 +90,59 @@ def _forward_shape(q_THD: torch.Tensor, *_: Any) -> torch.Tensor:
     return q_THD.new_empty(q_THD.shape)
 
 
+_ARGUMENTS = (
+    f"Tensor q_THD, Tensor k_THD, Tensor v_THD, Tensor offsets, {OPTIONS_SCHEMA}, SymInt max_length, float normaliser"
+)
+"""Arguments of both passes, flat, since operators of torch take no structs."""
+_NUM_VECTORS = 3
+_LEARNED = slice(4, 7)
+"""Indices of the biases among the arguments, after the vectors and the offsets: two tables and the time function."""
+_NUM_TENSORS = 4 + AttentionOptions._fields.index("num_context")
+"""The arguments begin with the tensors."""
+
+
+def _unflatten(arguments: Sequence[Any]) -> tuple[list[torch.Tensor], AttentionInputs]:
+    """Returns queries, keys and values, and all other inputs of a pass."""
+    *vectors, offsets = arguments[: _NUM_VECTORS + 1]
+    *flat, max_length, normaliser = arguments[_NUM_VECTORS + 1 :]
+    options = AttentionOptions(*flat)
+    return vectors, AttentionInputs(offsets, max_length, normaliser, options.bias, options.rules)
+
+
 def _backward_shapes(grad_THD: torch.Tensor, *inputs: Any) -> list[torch.Tensor]:
-    vectors, biases = inputs[:3], inputs[4:7]
-    return [grad_THD.new_empty(0) if x is None else x.new_empty(x.shape) for x in (*vectors, *biases)]
+    given = (*inputs[:_NUM_VECTORS], *inputs[_LEARNED])
+    return [grad_THD.new_empty(0) if x is None else x.new_empty(x.shape) for x in given]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    ctx.save_for_backward(*inputs[:11])
-    ctx.constants = inputs[11:]
+    ctx.save_for_backward(*inputs[:_NUM_TENSORS])
+    ctx.constants = inputs[_NUM_TENSORS:]
 
 
 def _gradients(ctx: Any, grad_THD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     # By the dispatcher: the compiler traces this function after is_compiling() has turned false.
     dq, dk, dv, *biases = torch.ops.nestrec.hstu_attention_backward(grad_THD, *ctx.saved_tensors, *ctx.constants)
-    given = ctx.saved_tensors[4:7]
+    given = ctx.saved_tensors[_LEARNED]
     by_bias = (None if bias is None else grad for bias, grad in zip(given, biases, strict=True))
-    return dq, dk, dv, None, *by_bias, *(None,) * (4 + len(ctx.constants))
+    num_others = len(ctx.saved_tensors) - _LEARNED.stop + len(ctx.constants)
+    return dq, dk, dv, None, *by_bias, *(None,) * num_others
 
 
-@kernel_op("hstu_attention", fake=_forward_shape, gradients=_gradients, save=_save)
-def _forward(  # noqa: PLR0917
-    q_THD: torch.Tensor,
-    k_THD: torch.Tensor,
-    v_THD: torch.Tensor,
-    offsets: torch.Tensor,
-    position_table: torch.Tensor | None,
-    time_table: torch.Tensor | None,
-    time_function: torch.Tensor | None,
-    time_T: torch.Tensor | None,
-    query_time_T: torch.Tensor | None,
-    buckets: torch.Tensor | None,
-    num_targets_B: torch.Tensor | None,
-    num_context: int,
-    max_attention_length: int | None,
-    looks_ahead: bool,
-    max_length: int,
-    normaliser: float,
-) -> torch.Tensor:
+@kernel_op("hstu_attention", fake=_forward_shape, gradients=_gradients, save=_save, schema=f"({_ARGUMENTS}) -> Tensor")
+def _forward(*arguments: Any) -> torch.Tensor:
     from nestrec.ops.attention.hstu_passes import forward_pass
 
-    bias, rules = _options(
-        position_table,
-        time_table,
-        time_function,
-        time_T,
-        query_time_T,
-        buckets,
-        num_targets_B,
-        num_context,
-        max_attention_length,
-        looks_ahead,
-    )
+    (q_THD, k_THD, v_THD), inputs = _unflatten(arguments)
     with torch.cuda.device_of(q_THD):
-        return forward_pass(q_THD, k_THD, v_THD, AttentionInputs(offsets, max_length, normaliser, bias, rules))
+        return forward_pass(q_THD, k_THD, v_THD, inputs)
 
 
-@kernel_op("hstu_attention_backward", fake=_backward_shapes)
-def _backward(  # noqa: PLR0917
-    grad_THD: torch.Tensor,
-    q_THD: torch.Tensor,
-    k_THD: torch.Tensor,
-    v_THD: torch.Tensor,
-    offsets: torch.Tensor,
-    position_table: torch.Tensor | None,
-    time_table: torch.Tensor | None,
-    time_function: torch.Tensor | None,
-    time_T: torch.Tensor | None,
-    query_time_T: torch.Tensor | None,
-    buckets: torch.Tensor | None,
-    num_targets_B: torch.Tensor | None,
-    num_context: int,
-    max_attention_length: int | None,
-    looks_ahead: bool,
-    max_length: int,
-    normaliser: float,
-) -> list[torch.Tensor]:
+@kernel_op("hstu_attention_backward", fake=_backward_shapes, schema=f"(Tensor grad_THD, {_ARGUMENTS}) -> Tensor[]")
+def _backward(grad_THD: torch.Tensor, *arguments: Any) -> list[torch.Tensor]:
     from nestrec.ops.attention.hstu_passes import backward_pass
 
-    bias, rules = _options(
-        position_table,
-        time_table,
-        time_function,
-        time_T,
-        query_time_T,
-        buckets,
-        num_targets_B,
-        num_context,
-        max_attention_length,
-        looks_ahead,
-    )
+    (q_THD, k_THD, v_THD), inputs = _unflatten(arguments)
     with torch.cuda.device_of(q_THD):
-        inputs = AttentionInputs(offsets, max_length, normaliser, bias, rules)
         found = backward_pass(grad_THD, q_THD, k_THD, v_THD, inputs)
     # An operator returns tensors only: what is absent has an empty gradient.
     return [grad_THD.new_empty(0) if x is None else x for x in found]
-
-
-def _options(  # noqa: PLR0917
-    position_table: torch.Tensor | None,
-    time_table: torch.Tensor | None,
-    time_function: torch.Tensor | None,
-    time_T: torch.Tensor | None,
-    query_time_T: torch.Tensor | None,
-    buckets: torch.Tensor | None,
-    num_targets_B: torch.Tensor | None,
-    num_context: int,
-    max_attention_length: int | None,
-    looks_ahead: bool,
-) -> tuple[RelativeBias, AttentionRules]:
-    bias = RelativeBias(
-        position_table=position_table,
-        time_table=time_table,
-        time_function=time_function,
-        time_T=time_T,
-        query_time_T=query_time_T,
-        buckets=buckets,
-    )
-    rules = AttentionRules(
-        num_targets_B=num_targets_B,
-        num_context=num_context,
-        max_attention_length=max_attention_length,
-        looks_ahead=looks_ahead,
-    )
-    return bias, rules

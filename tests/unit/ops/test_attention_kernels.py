@@ -253,3 +253,24 @@ def test_the_operator_declares_its_shapes_and_gradients():
     arguments = (q, k, v, offsets_of(torch.tensor(lengths)), *(None,) * 7, 0, None, True, max(lengths), NORMALISER)
     tests = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     torch.library.opcheck(torch.ops.nestrec.hstu_attention, arguments, test_utils=tests)
+
+
+def test_attention_compiles_into_one_graph():
+    """The compiler follows the flattening of the options, up to the operator."""
+    lengths, vectors, bias, _ = random_case(3)
+    q, k, v = (x.float().requires_grad_() for x in vectors[:3])
+    offsets = offsets_of(torch.tensor(lengths))
+    table = torch.ones(40, requires_grad=True)
+    targets = torch.zeros(len(lengths), dtype=torch.int64)
+
+    def attend(q, k, v, table):
+        own = RelativeBias(time_table=table, time_T=bias.time_T, query_time_T=bias.query_time_T)
+        rules = AttentionRules(num_targets_B=targets, num_context=1, max_attention_length=9)
+        return hstu_attention(
+            q, k, v, offsets, max_length=max(lengths), normaliser=NORMALISER, bias=own, rules=rules
+        ).square()
+
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    inputs = (q, k, v, table)
+    expected = torch.autograd.grad(attend(*inputs).sum(), inputs)
+    assert all(map(torch.equal, torch.autograd.grad(compiled(*inputs).sum(), inputs), expected))
