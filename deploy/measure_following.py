@@ -28,19 +28,26 @@ from numpy.typing import NDArray
 
 from nestrec.artifacts.storage import storage_of
 from nestrec.base.process import uncollected
-from nestrec.checkpoint import Peers
+from nestrec.checkpoint import CheckpointGroup
 from nestrec.embedding.table_config import InitConfig
 from nestrec.exporters.servable_writer import descriptions, write_servable
-from nestrec.exporters.version_content import Described, RankContent
-from nestrec.exporters.version_writer import About, VersionWriter
+from nestrec.exporters.version_content import ModelDescription, RankVersionData
+from nestrec.exporters.version_writer import VersionInfo, VersionWriter
 from nestrec.models.hstu import HSTUConfig
 from nestrec.report.result_file import write_frame
 from nestrec.serving.fleet.readiness_probes import free_port
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.versions.version_manifest import Parent, PublishedTable, Times, VersionManifest
-from nestrec.serving.versions.version_store import Versions
+from nestrec.serving.versions.version_store import VersionStore
 from nestrec_bench.harness.random_model import random_ranking
-from nestrec_bench.load_test.load_test import Load, ReplayConfig, chosen_items, make_load, reads_of, send_load
+from nestrec_bench.load_test.load_test import (
+    LoadTestConfig,
+    RequestSchedule,
+    chosen_items,
+    make_load,
+    reads_of,
+    send_load,
+)
 from nestrec_bench.load_test.open_loop import Trial, poisson_arrivals, run_punctually
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -61,12 +68,12 @@ def publish(address: str, encoder: HSTUConfig, num_items: int, share: float, see
         PublishedTable(name=name, num_rows=rows, dim=encoder.dim, dtype="float32", seed=1, init=InitConfig(scale=0.05))
         for name, rows in (("items", num_items + 1), ("event_tab", 3))
     )
-    now = Described(tables=tables, files=descriptions(servable), spec=servable.spec)
-    versions = Versions(storage_of(address))
+    now = ModelDescription(tables=tables, files=descriptions(servable), spec=servable.spec)
+    versions = VersionStore(storage_of(address))
     newest = None
     if Path(address, "newest.json").exists():
         newest = versions.newest()
-    about = About(
+    about = VersionInfo(
         number=1 if newest is None else newest.number + 1,
         step=seed,
         run="",
@@ -78,8 +85,10 @@ def publish(address: str, encoder: HSTUConfig, num_items: int, share: float, see
     )
     keys = np.sort(np.random.default_rng(seed).choice(num_items + 1, round(share * num_items), replace=False))
     rows = torch.from_numpy(np.random.default_rng(seed).normal(0, 0.05, (len(keys), encoder.dim)).astype(np.float32))
-    content = RankContent(rows={} if newest is None else {"items": [{"keys": torch.from_numpy(keys), "weight": rows}]})
-    writer = VersionWriter(versions.storage, Peers())
+    content = RankVersionData(
+        rows={} if newest is None else {"items": [{"keys": torch.from_numpy(keys), "weight": rows}]}
+    )
+    writer = VersionWriter(versions.storage, CheckpointGroup())
     return writer.write("full" if newest is None else "delta", about, content).manifest
 
 
@@ -102,7 +111,7 @@ def wait_until_ready(url: str, process: "subprocess.Popen[bytes]") -> None:
     raise SystemExit("the server has ended")
 
 
-def load_of(url: str, cfg: ReplayConfig, seed: int) -> Load:
+def load_of(url: str, cfg: LoadTestConfig, seed: int) -> RequestSchedule:
     """Requests arrive as those of `cfg` do; users are those of `seed`, so that none finds a prefix of a load before."""
     at_s = poisson_arrivals(cfg.rate, cfg.duration_s, cfg.seed).tolist()
     longer = replace(cfg, seed=seed, duration_s=cfg.duration_s + 1.0)
@@ -111,7 +120,7 @@ def load_of(url: str, cfg: ReplayConfig, seed: int) -> Load:
     return replace(load, at_s=at_s, paths=load.paths[: len(at_s)], bodies=load.bodies[: len(at_s)])
 
 
-def sent(url: str, load: Load) -> Trial:
+def sent(url: str, load: RequestSchedule) -> Trial:
     """What became of a load."""
     with uncollected():  # it would take a tenth of a second here
         return run_punctually(send_load(url, load, 0.0))
@@ -129,7 +138,7 @@ def measure(chosen: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     try:
         wait_until_ready(url, process)
         print(f"ready after {time.monotonic() - began_s:.1f} s", flush=True)
-        cfg = ReplayConfig(
+        cfg = LoadTestConfig(
             rate=chosen.rate, duration_s=chosen.seconds, history=chosen.history, candidates=64, items=str(chosen.items)
         )
         ask_for_delta(writer)  # the first of its kind makes what all others use
@@ -228,7 +237,7 @@ def finite(value: float) -> float | None:
 
 def bytes_of(chosen: argparse.Namespace, address: str, folder: Path) -> dict[str, Any]:
     """The newest delta beside an export of the same model."""
-    versions = Versions(storage_of(address))
+    versions = VersionStore(storage_of(address))
     newest = versions.told(*next(versions.history()))
     assert newest is not None
     export = write_servable(random_ranking(encoder_of(chosen), num_items=chosen.items), folder / "export")

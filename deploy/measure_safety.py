@@ -22,8 +22,8 @@ from nestrec.report.result_file import write_frame
 from nestrec.serving.core.request_limits import LimitsConfig
 from nestrec.serving.http.http_app import App
 from nestrec.serving.http.serve_config import ServeConfig, safety_of, uvicorn_config
-from nestrec.serving.security.auth import KeyEntry, add_entry, digest_of, new_key
-from nestrec.serving.security.security_config import SafetyConfig
+from nestrec.serving.security.auth import ApiKeyEntry, add_entry, digest_of, new_key
+from nestrec.serving.security.security_config import SecurityConfig
 from nestrec.serving.service.inference_service import Service, ServiceConfig
 from nestrec_bench.harness.random_model import random_retrieval
 
@@ -37,7 +37,7 @@ def request(key: str) -> bytes:
     return f"{head}content-length: {len(BODY)}\r\n\r\n".encode() + BODY
 
 
-async def connected(app: App, safety: SafetyConfig, trusted: Path | None) -> Any:
+async def connected(app: App, safety: SecurityConfig, trusted: Path | None) -> Any:
     """A connection to a server of its own."""
     cfg = ServeConfig(limits=LimitsConfig(default_timeout_ms=10_000), safety=safety)
     config = uvicorn_config(app, cfg, app, safety_of(cfg))
@@ -69,7 +69,7 @@ def key_file(folder: Path, count: int) -> tuple[Path, str]:
     path, key = folder / f"{count}.toml", ""
     for number in range(count):
         key = new_key()
-        add_entry(path, KeyEntry(name=f"k{number}", sha256=digest_of(key.encode()).hex()))
+        add_entry(path, ApiKeyEntry(name=f"k{number}", sha256=digest_of(key.encode()).hex()))
     return path, key
 
 
@@ -85,11 +85,11 @@ async def over_sockets(service: Service, folder: Path) -> list[dict[str, Any]]:
     app, pem = App(service, LimitsConfig(default_timeout_ms=10_000)), certificate(folder)
     one, many = key_file(folder, 1), key_file(folder, 256)
     tls = {"certificate": str(pem[0]), "private_key": str(pem[1])}
-    ways: dict[str, tuple[SafetyConfig, str]] = {
-        "open": (SafetyConfig(), ""),
-        "1 key": (SafetyConfig(keys=str(one[0])), one[1]),
-        "256 keys": (SafetyConfig(keys=str(many[0])), many[1]),
-        "TLS and 1 key": (SafetyConfig(keys=str(one[0]), **tls), one[1]),
+    ways: dict[str, tuple[SecurityConfig, str]] = {
+        "open": (SecurityConfig(), ""),
+        "1 key": (SecurityConfig(keys=str(one[0])), one[1]),
+        "256 keys": (SecurityConfig(keys=str(many[0])), many[1]),
+        "TLS and 1 key": (SecurityConfig(keys=str(one[0]), **tls), one[1]),
     }
     connections = {
         name: await connected(app, safety, pem[0] if safety.certificate else None) for name, (safety, _) in ways.items()
@@ -107,7 +107,7 @@ def at_the_gate(folder: Path) -> list[dict[str, Any]]:
     gates = {}
     for count in (0, 1, 16, 256):
         path, key = key_file(folder / "gate", count)
-        gate = safety_of(ServeConfig(safety=SafetyConfig(keys=str(path) if count else ""))).gate([])
+        gate = safety_of(ServeConfig(safety=SecurityConfig(keys=str(path) if count else ""))).gate([])
         gates[f"{count} keys"] = gate, [(b"host", b"localhost"), (b"authorization", f"Bearer {key}".encode())]
     times: dict[str, list[float]] = {name: [] for name in gates}
     for _ in range(ROUNDS):

@@ -23,18 +23,18 @@ if TYPE_CHECKING:
     from nestrec.data.formats.format_registry import prepare as prepare
     from nestrec.data.incremental.append import append as append
     from nestrec.distributed.context_ring import ContextRing as ContextRing
-    from nestrec.embedding.row_optimizer import RowOptimizer as RowOptimizer
+    from nestrec.embedding.row_optimizer import RowOptimizerSpec as RowOptimizerSpec
     from nestrec.embedding.table_config import Table as Table
-    from nestrec.inference.recommender import Ranking as Ranking
     from nestrec.inference.recommender import Recommender as Recommender
+    from nestrec.inference.recommender import ScoredItems as ScoredItems
     from nestrec.inference.recommender import load as load
     from nestrec.jagged import Jagged as Jagged
-    from nestrec.models.backbone_spec import Backbone as Backbone
+    from nestrec.models.backbone_spec import BackboneSpec as BackboneSpec
     from nestrec.models.backbone_spec import ForwardFlops as ForwardFlops
     from nestrec.models.sequence import CachedForward as CachedForward
     from nestrec.models.sequence import SequenceInfo as SequenceInfo
-    from nestrec.ops.context_parallel.ring_sum import Context as Context
-    from nestrec.ops.context_parallel.token_partition import TokenParts as TokenParts
+    from nestrec.ops.context_parallel.ring_sum import ContextParallelGroup as ContextParallelGroup
+    from nestrec.ops.context_parallel.token_partition import TokenPartition as TokenPartition
     from nestrec.ops.embedding.row_gather import pool_rows as pool_rows
     from nestrec.pipeline.schedule_spec import ScheduleSpec as ScheduleSpec
     from nestrec.pipeline.training_pipeline import TrainingPipeline as TrainingPipeline
@@ -46,17 +46,17 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _EXPORTS = {
-    "Backbone": "nestrec.models.backbone_spec:Backbone",
+    "BackboneSpec": "nestrec.models.backbone_spec:BackboneSpec",
     "CachedForward": "nestrec.models.sequence:CachedForward",
-    "Context": "nestrec.ops.context_parallel.ring_sum:Context",
+    "ContextParallelGroup": "nestrec.ops.context_parallel.ring_sum:ContextParallelGroup",
     "ContextRing": "nestrec.distributed.context_ring:ContextRing",
     "Evaluation": "nestrec.tasks.task:Evaluation",
     "ForwardFlops": "nestrec.models.backbone_spec:ForwardFlops",
     "Jagged": "nestrec.jagged:Jagged",
     "PipelineCheckpoints": "nestrec.checkpoint.pipeline_checkpointer:PipelineCheckpoints",
-    "Ranking": "nestrec.inference.recommender:Ranking",
+    "ScoredItems": "nestrec.inference.recommender:ScoredItems",
     "Recommender": "nestrec.inference.recommender:Recommender",
-    "RowOptimizer": "nestrec.embedding.row_optimizer:RowOptimizer",
+    "RowOptimizerSpec": "nestrec.embedding.row_optimizer:RowOptimizerSpec",
     "Run": "nestrec.api:Run",
     "RunConfig": "nestrec.training.run_config:RunConfig",
     "ScheduleSpec": "nestrec.pipeline.schedule_spec:ScheduleSpec",
@@ -64,7 +64,7 @@ _EXPORTS = {
     "Table": "nestrec.embedding.table_config:Table",
     "Task": "nestrec.tasks.task:Task",
     "TaskSpec": "nestrec.tasks.task:TaskSpec",
-    "TokenParts": "nestrec.ops.context_parallel.token_partition:TokenParts",
+    "TokenPartition": "nestrec.ops.context_parallel.token_partition:TokenPartition",
     "TrainingPipeline": "nestrec.pipeline.training_pipeline:TrainingPipeline",
     "UserError": "nestrec.base.errors:UserError",
     "append": "nestrec.data.incremental.append:append",

@@ -37,19 +37,19 @@ from nestrec.base.files import given_path
 from nestrec.data.dataset import Dataset
 from nestrec.data.samples.split import Part
 from nestrec.distributed import Topology
-from nestrec.distributed.topology import RanksConfig
+from nestrec.distributed.topology import ParallelConfig
 from nestrec.exporters.servable_writer import ExportConfig, export_run
 from nestrec.exporters.version_publisher import PublishRunConfig, open_publishing, publish_run
 from nestrec.serving.model.servable_spec import ServableManifest
 from nestrec.serving.versions.version_manifest import VersionManifest
 from nestrec.serving.versions.version_store import VersionStep
 from nestrec.tasks.task import Evaluation
-from nestrec.training.callbacks import Listener
+from nestrec.training.callbacks import TrainingCallback
 from nestrec.training.recipes import auto_recipe
 from nestrec.training.recipes import recipe as named_recipe
 from nestrec.training.run_config import RunConfig
 from nestrec.training.run_folder import RunFolder
-from nestrec.training.stream_trainer import StreamFollower, stream_config
+from nestrec.training.stream_trainer import StreamTrainer, stream_config
 from nestrec.training.trainer import Trainer
 from nestrec.training.training_session import WindowHook
 
@@ -139,7 +139,7 @@ def train(
     overrides: Mapping[str, Any] | None = None,
     *,
     output: Path | str | None = None,
-    listener: Listener | None = None,
+    listener: TrainingCallback | None = None,
     start_from: Run | Path | str | None = None,
     window_hooks: Sequence[WindowHook] = (),
 ) -> Run:
@@ -151,7 +151,7 @@ def train(
     where not given; on a folder with checkpoints the run goes on from the last one. listener: hears of the progress.
     start_from: a run whose weights, tables and optimiser state this one begins with, on the same data or a later
     generation of it (`nestrec append`). window_hooks: called after each window of time (batch.order chronological).
-    Told to stop by SIGTERM or SIGINT, it saves and raises `nestrec.training.run_checkpointer.Interrupted`.
+    Told to stop by SIGTERM or SIGINT, it saves and raises `nestrec.training.run_checkpointer.RunInterruptedError`.
     """
     cfg = configured(recipe, overrides)
     folder = Path("runs") / cfg.name if output is None else given_path(output, "output")
@@ -185,7 +185,7 @@ def evaluate(run: Run | Path | str, part: Part = "test", *, best: bool = True) -
     folder = folder_of(run)
     cfg = RunFolder(folder).config()
     with contextlib.ExitStack() as held:
-        topology = held.enter_context(_ranks_of(cfg, RanksConfig()))  # to read tables, any number will do
+        topology = held.enter_context(_ranks_of(cfg, ParallelConfig()))  # to read tables, any number will do
         with RunFolder(folder).naming_config():
             trainer = held.enter_context(contextlib.closing(Trainer(cfg, folder, topology)))
         return trainer.evaluate(part) if best else trainer.measure(part, best=False)
@@ -196,14 +196,14 @@ def follow(
     run: Run | Path | str,
     overrides: Mapping[str, Any] | None = None,
     *,
-    listener: Listener | None = None,
+    listener: TrainingCallback | None = None,
     window_hooks: Sequence[WindowHook] = (),
 ) -> Run:
     """Go on training a run with what a source brings (a folder, kafka://BROKERS/TOPIC), window by window.
 
     overrides: dotted names to values (`{"window.events": 1000}`; `nestrec options follow` lists them). It returns when
-    the source has been idle for `idle_s`, which by default is never; told to stop, it saves and raises `Interrupted`.
-    """
+    the source has been idle for `idle_s`, which by default is never; told to stop, it saves and raises
+    `RunInterruptedError`."""
     folder = folder_of(run)
     given_path(source, "source")  # an address is text, too, and would not survive as a path
     _check_hearers(listener, window_hooks)
@@ -211,7 +211,7 @@ def follow(
     options = stream_config(Path(cfg.data.folder), override_texts(overrides))
     with contextlib.ExitStack() as held:
         topology = held.enter_context(_ranks_of(cfg, cfg.ranks))
-        follower = StreamFollower(
+        follower = StreamTrainer(
             str(source),
             folder,
             topology,
@@ -228,7 +228,7 @@ def follow(
         return Run(folder=folder, steps=state.step, evaluation=None)
 
 
-def topology_of(cfg: RunConfig, ranks: RanksConfig) -> Topology:
+def topology_of(cfg: RunConfig, ranks: ParallelConfig) -> Topology:
     """Returns the ranks that torchrun has started, or this process alone, on the config's device and threads."""
     if cfg.training.num_threads is not None:
         torch.set_num_threads(cfg.training.num_threads)
@@ -236,7 +236,7 @@ def topology_of(cfg: RunConfig, ranks: RanksConfig) -> Topology:
 
 
 @contextlib.contextmanager
-def _ranks_of(cfg: RunConfig, ranks: RanksConfig) -> Iterator[Topology]:
+def _ranks_of(cfg: RunConfig, ranks: ParallelConfig) -> Iterator[Topology]:
     """`topology_of`, for one call."""
     threads = torch.get_num_threads()
     try:
@@ -248,8 +248,8 @@ def _ranks_of(cfg: RunConfig, ranks: RanksConfig) -> Iterator[Topology]:
 
 def _check_hearers(listener: Any, hooks: Any) -> None:
     """Before anything is trained that they would hear of."""
-    if listener is not None and not isinstance(listener, Listener):
-        remedy = "give an instance of a class of yours under nestrec.training.callbacks.Listener"
+    if listener is not None and not isinstance(listener, TrainingCallback):
+        remedy = "give an instance of a class of yours under nestrec.training.callbacks.TrainingCallback"
         raise UserError("is no listener", field="listener", value=listener, remedy=remedy)
     if not isinstance(hooks, Sequence) or not all(map(callable, hooks)):
         remedy = "give a list of functions of a nestrec.training.training_session.WindowEnd"

@@ -22,9 +22,9 @@ from typing import Any
 
 from nestrec.base.clock import Clock, RealClock
 from nestrec.base.config import standard_json
-from nestrec.base.errors import INTERRUPTED, Mistakes, UserError
+from nestrec.base.errors import INTERRUPTED, ErrorCollector, UserError
 from nestrec.base.lazy import import_extra
-from nestrec.data.dataset_card import CARD_FILE, Card
+from nestrec.data.dataset_card import CARD_FILE, DatasetCard
 from nestrec.report.formatting import mean_of_metric
 from nestrec.report.run_records import best_evaluation, load_run
 
@@ -86,7 +86,7 @@ class Choices:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tuned:
+class SearchResult:
     """What a search has found."""
 
     overrides: dict[str, str]
@@ -134,7 +134,7 @@ def tune(
     seed: int = 0,
     clock: Clock | None = None,
     said: Callable[[str], None] = print,
-) -> Tuned:
+) -> SearchResult:
     """Try options until so many tries have a score, so many minutes have gone by since this start, or tries fail.
 
     about: what all tries have in common, such as the recipe, by name; scores of others are not compared with them.
@@ -201,7 +201,7 @@ def _keep_search(folder: Path, said: Mapping[str, str]) -> None:
     """Refuse to go on with a search of something else: its scores would be taken for those of this one."""
     file = folder / SEARCH_FILE
     before: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}
-    mistakes = Mistakes()
+    mistakes = ErrorCollector()
     for name in dict.fromkeys([*before, *said] if before else ()):
         may_come_later = name == "data" or name.startswith("--search")
         if before.get(name) == said.get(name) or (may_come_later and not (name in before and name in said)):
@@ -219,7 +219,7 @@ def _keep_search(folder: Path, said: Mapping[str, str]) -> None:
 
 def about_tries(recipe: str, given: Overrides, data: Path) -> dict[str, str]:
     """What all tries of a search have in common. data: folder of the dataset."""
-    digest = {"data": Card.load(data).digest_of_files} if (data / CARD_FILE).exists() else {}
+    digest = {"data": DatasetCard.load(data).digest_of_files} if (data / CARD_FILE).exists() else {}
     return {"recipe": recipe, **{f"--{name}": value for name, value in given.items()}, **digest}
 
 
@@ -234,16 +234,18 @@ def _num_scored(study: Any) -> int:
     return sum(trial.value is not None for trial in study.get_trials(deepcopy=False))
 
 
-def _keep_best(study: Any, search: Mapping[str, Range | Choices], folder: Path) -> Tuned:
+def _keep_best(study: Any, search: Mapping[str, Range | Choices], folder: Path) -> SearchResult:
     best = max(
         (t for t in study.get_trials(deepcopy=False) if t.value is not None), key=lambda t: t.value, default=None
     )
     if best is None:
-        return Tuned(overrides={}, score=math.nan, tries=0, folder=folder)
+        return SearchResult(overrides={}, score=math.nan, tries=0, folder=folder)
     overrides = {
         option: what.suggest(_Fixed(best.params), option) for option, what in search.items() if option in best.params
     }
-    found = Tuned(overrides=overrides, score=best.value, tries=_num_scored(study), folder=folder / run_name(overrides))
+    found = SearchResult(
+        overrides=overrides, score=best.value, tries=_num_scored(study), folder=folder / run_name(overrides)
+    )
     plain = {"score": found.score, "tries": found.tries, "overrides": overrides, "run": found.folder.name}
     (folder / BEST_FILE).write_text(standard_json(plain, indent=2) + "\n")
     return found

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nestrec.base.plugins import Seam
+from nestrec.base.plugins import PluginRegistry
 
 Row = dict[str, Any]
 More = Mapping[str, Any]
@@ -41,7 +41,7 @@ class Bench:
     """the field that is given by bare words: `nestrec bench quality runs/a runs/b`"""
 
 
-BENCHES: Seam[Bench] = Seam(
+BENCHES: PluginRegistry[Bench] = PluginRegistry(
     "nestrec.benches",
     "bench",
     {

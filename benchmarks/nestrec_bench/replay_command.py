@@ -40,10 +40,10 @@ def replay(
     from nestrec.base.config_overrides import with_overrides
     from nestrec.report import print_rows, progress_for
     from nestrec.report.result_file import write_frame
-    from nestrec_bench.load_test.load_test import ReplayConfig
+    from nestrec_bench.load_test.load_test import LoadTestConfig
     from nestrec_bench.load_test.load_test import replay as run_replay
 
-    cfg = with_overrides(ReplayConfig(), parse_overrides(context.args, ("json",)))
+    cfg = with_overrides(LoadTestConfig(), parse_overrides(context.args, ("json",)))
     with progress_for(f"replay {url}"):
         rows = run_replay(url, cfg, lambda text: typer.echo(text, err=True))
     print_rows(rows, title="replay")
@@ -52,9 +52,9 @@ def replay(
 
 
 def _options_of(words: list[str]) -> tuple[Any, str]:
-    from nestrec_bench.load_test.load_test import ReplayConfig
+    from nestrec_bench.load_test.load_test import LoadTestConfig
 
-    return ReplayConfig(), " ".join(words)
+    return LoadTestConfig(), " ".join(words)
 
 
 COMMAND = ExternalCommand(app=app, options_of=_options_of)

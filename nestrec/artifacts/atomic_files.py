@@ -49,7 +49,7 @@ def in_whole_pieces(content: Iterator[memoryview]) -> Iterator[memoryview]:
         yield buffer[:num_filled].data
 
 
-class Uncached:
+class DirectWriter:
     """Writes to a new file: all but its last few bytes past the cache, and through it what has no whole piece."""
 
     def __init__(self, descriptor: int) -> None:
@@ -122,7 +122,7 @@ def write_file(path: Path, content: Iterator[memoryview], *, past_cache: bool = 
     """
     digest, size = hashlib.sha256(), 0
     with path.open("xb", buffering=0) as file:
-        write = Uncached(file.fileno()).write if past_cache else partial(write_fully, file.fileno())
+        write = DirectWriter(file.fileno()).write if past_cache else partial(write_fully, file.fileno())
         for piece in in_whole_pieces(content) if past_cache else content:
             digest.update(piece)
             write(piece)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nestrec.base.errors import DamagedError
+from nestrec.base.errors import CorruptFileError
 
 T = TypeVar("T")
 K = TypeVar("K", str, int)
@@ -38,8 +38,8 @@ def to_delete(present: Iterable[K], kept: Iterable[K], base_of: Callable[[K], K 
     Args:
         present: Names or numbers of all artifacts; of two, the earlier one is less.
         kept: Those that stay in any case.
-        base_of: What one of them builds on, or None. If it raises `DamagedError`, all that are earlier stay, because
-            the artifact may build on any of them.
+        base_of: What one of them builds on, or None. If it raises `CorruptFileError`, all that are earlier stay,
+            because the artifact may build on any of them.
     """
     present, needed = list(present), set[K]()
     for newest in kept:
@@ -49,7 +49,7 @@ def to_delete(present: Iterable[K], kept: Iterable[K], base_of: Callable[[K], K 
                 if last in needed:
                     break
                 needed.add(last)
-        except DamagedError:
+        except CorruptFileError:
             needed.update(earlier for earlier in present if earlier < last)
     return [each for each in present if each not in needed]
 

@@ -19,11 +19,11 @@ from nestrec.artifacts.atomic_files import DTYPE_NAMES, sha256_of
 from nestrec.artifacts.storage import Reads
 from nestrec.base.config import config, to_plain
 from nestrec.base.config_values import from_plain
-from nestrec.base.errors import DamagedError, UserError
+from nestrec.base.errors import CorruptFileError, UserError
 
 T = TypeVar("T")
 Kind = Literal["tensors", "state", "weights", "descriptions", "rows", "removed", "index"]
-Damaged = Callable[[str, str], DamagedError]
+Damaged = Callable[[str, str], CorruptFileError]
 """Makes the error of a file: its name, and what is wrong with it."""
 NOT_THERE = (FileNotFoundError, IsADirectoryError)
 """Errors of a storage that has answered; others say nothing about the artifact."""
@@ -125,7 +125,7 @@ def decode_sealed(cls: type[T], content: bytes | bytearray, where: str, *, versi
         damaged: Makes the error.
 
     Raises:
-        DamagedError: The content is damaged, has another format, or names a file outside the artifact.
+        CorruptFileError: The content is damaged, has another format, or names a file outside the artifact.
     """
     try:
         plain = unseal(content)
@@ -170,7 +170,8 @@ def file_problem(path: Path, entry: FileDigest, *, is_read: bool = True) -> str 
 
 
 class VerifiedReads:
-    """Reads files of artifacts and compares them with their entries; what is missing or differs is a `DamagedError`."""
+    """Reads files of artifacts and compares them with their entries; what is missing or differs is a
+    `CorruptFileError`."""
 
     def __init__(self, storage: Reads, damaged: Damaged, unreadable: tuple[type[Exception], ...] = NOT_THERE):
         """unreadable: errors of the storage that count as damage of the file; others are raised as they are."""

@@ -21,7 +21,7 @@ from nestrec.artifacts.atomic_files import remove_folder, rename_folder, write_f
 from nestrec.base.errors import UserError
 from nestrec.base.files import fsync_path, write_atomic
 from nestrec.base.lazy import import_extra
-from nestrec.base.plugins import Seam
+from nestrec.base.plugins import PluginRegistry
 
 
 class Reads(Protocol):
@@ -250,7 +250,9 @@ class FsspecStorage:
         return f"{self._root}/{name}" if self._root else name
 
 
-BACKENDS: Seam[Callable[[str], Storage]] = Seam("nestrec.storage", "storage backend", {}, of=Callable)
+BACKENDS: PluginRegistry[Callable[[str], Storage]] = PluginRegistry(
+    "nestrec.storage", "storage backend", {}, of=Callable
+)
 
 
 def storage_of(address: str) -> Storage:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from nestrec.base.errors import NonFiniteError, UserError
-from nestrec.base.thread_team import Team, set_niceness
+from nestrec.base.thread_team import ThreadTeam, set_niceness
 from nestrec.distributed import Communicator, Topology
 from nestrec.distributed.collectives import all_gather_json
 from nestrec.distributed.rendezvous import meeting_watched
@@ -22,13 +22,13 @@ NICENESS = 15
 """Of threads that write while others train: where they leave them no core of their own, each takes 3% of theirs."""
 
 
-class Background:
+class BackgroundWorker:
     """Runs one function at a time in the background."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._team: Team | None = None
+        self._team: ThreadTeam | None = None
 
     def start(self, work: Callable[[], object]) -> None:
         """Start `work`; the work before it must have been joined."""
@@ -53,7 +53,7 @@ class Background:
         # Who may not come back would be left behind by every other process, also when somebody waits.
         if set_niceness(own, 1) and set_niceness(own, 0):
             set_niceness(own, NICENESS)
-            self._team = Team.of_thread()
+            self._team = ThreadTeam.of_thread()
         try:
             work()
         except BaseException as error:  # raised again by `join`
@@ -63,7 +63,7 @@ class Background:
 T = TypeVar("T")
 
 
-class SaveError(UserError):
+class CheckpointSaveError(UserError):
     """A checkpoint could not be written; the last one is intact. Raised on all ranks."""
 
 
@@ -72,7 +72,7 @@ def _gather_alone(value: Any) -> list[Any]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Peers:
+class CheckpointGroup:
     """Who takes part in a save or restore."""
 
     rank: int = 0
@@ -84,19 +84,21 @@ class Peers:
     their own thread, so it needs a communicator that nothing else uses."""
 
     @staticmethod
-    def of_topology(topology: Topology, *, timeout_s: float = 1800.0) -> "Peers":
+    def of_topology(topology: Topology, *, timeout_s: float = 1800.0) -> "CheckpointGroup":
         """The ranks of a run, with a communicator of their own; every rank must call it.
 
         timeout_s: how long the fastest rank waits for the slowest to write its files before it counts as lost.
         """
         if topology.world == 1:
-            return Peers()
+            return CheckpointGroup()
         with meeting_watched():
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         topology.more_groups.append(group)
         # A log of its own: the order of saves in the background is no part of the order that ranks compare.
         own = Communicator("checkpoint", topology.rank, topology.world, group, CollectiveLog())
-        return Peers(rank=topology.rank, world=topology.world, gather=lambda value: all_gather_json(own, value))
+        return CheckpointGroup(
+            rank=topology.rank, world=topology.world, gather=lambda value: all_gather_json(own, value)
+        )
 
     @property
     def is_first(self) -> bool:
@@ -111,7 +113,7 @@ class Peers:
     def agree(self, action: Callable[[], T], problem: str) -> list[T]:
         """Run `action` on every rank; the results of all ranks, or an error on all of them when one has failed.
 
-        That is a `NonFiniteError` where one was raised, else a `SaveError`.
+        That is a `NonFiniteError` where one was raised, else a `CheckpointSaveError`.
         """
         result: T | None = None
         failure: Exception | None = None
@@ -128,5 +130,5 @@ class Peers:
             raise NonFiniteError(text, remedy=remedy) from failure
         if failed:
             remedy = "mend the cause (free disk space, permissions) and go on from the last checkpoint, which is intact"
-            raise SaveError(f"{problem}: {'; '.join(failed)}", remedy=remedy) from failure
+            raise CheckpointSaveError(f"{problem}: {'; '.join(failed)}", remedy=remedy) from failure
         return [value for value, _, _ in answers]

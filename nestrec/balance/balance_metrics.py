@@ -18,7 +18,7 @@ from nestrec.balance.partition_tools import Groups, loads_of
 
 
 @dataclass(frozen=True, slots=True)
-class Evenness:
+class BalanceMetrics:
     """One step's balance."""
 
     imbalance: float
@@ -45,10 +45,12 @@ def max_token_gap(lengths: NDArray[Any], groups: Groups) -> int:
     return max(tokens) - min(tokens)
 
 
-def evenness(groups: Groups, lengths: NDArray[Any], cost: NDArray[np.float64], *, step_cost: float = 0.0) -> Evenness:
+def evenness(
+    groups: Groups, lengths: NDArray[Any], cost: NDArray[np.float64], *, step_cost: float = 0.0
+) -> BalanceMetrics:
     """Of a partition. `cost` is the true cost of each sample, `step_cost` that of a step whatever its samples."""
     loads = loads_of(cost, groups)
-    return Evenness(
+    return BalanceMetrics(
         imbalance=imbalance(loads),
         straggler=straggler(loads, float(loads.max()) + step_cost),
         max_token_gap=max_token_gap(lengths, groups),

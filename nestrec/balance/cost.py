@@ -26,7 +26,7 @@ from nestrec.balance.simple_policies import PowerTuning, equal_shares, slope, tu
 from nestrec.base.config import config
 from nestrec.base.config_values import NonNegative
 from nestrec.base.errors import UserError
-from nestrec.data.batch_order import Position
+from nestrec.data.batch_order import BatchPosition
 
 
 @config
@@ -127,7 +127,7 @@ class CostChange:
 
     step: int
     """steps made when it was taken"""
-    first: Position
+    first: BatchPosition
     """the first batch that is dealt by it; those before it may have been dealt already"""
     cost: CostModel
     """the cost model from then on"""
@@ -135,13 +135,13 @@ class CostChange:
     """what `power` deals by from then on; none: as the cost model says, in equal shares"""
 
 
-class CostSchedule:
+class CostModelHistory:
     """The cost model and tuning of each batch. Data threads ask for them while the loop adds changes."""
 
     def __init__(self, cost: CostModel, changes: Iterable[CostChange] = (), *, tuning: PowerTuning | None = None):
         self._cost, self._tuning = cost, tuning
         self._changes = tuple(changes)
-        self._last_asked: Position | None = None
+        self._last_asked: BatchPosition | None = None
 
     @property
     def changes(self) -> Sequence[CostChange]:
@@ -158,11 +158,11 @@ class CostSchedule:
         """Their tuning."""
         return self._changes[-1].tuning if self._changes else self._tuning
 
-    def at(self, position: Position) -> CostModel:
+    def at(self, position: BatchPosition) -> CostModel:
         """The model that deals the batch of this position."""
         return self.both_at(position)[0]
 
-    def both_at(self, position: Position) -> tuple[CostModel, PowerTuning | None]:
+    def both_at(self, position: BatchPosition) -> tuple[CostModel, PowerTuning | None]:
         """The model and the tuning that deal the batch of this position."""
         self._last_asked = position if self._last_asked is None else max(self._last_asked, position)
         found = self._cost, self._tuning
@@ -171,7 +171,7 @@ class CostSchedule:
                 found = change.cost, change.tuning
         return found
 
-    def is_newest(self, position: Position) -> bool:
+    def is_newest(self, position: BatchPosition) -> bool:
         """Whether the batch of this position was dealt after the last change."""
         return not self._changes or self._changes[-1].first <= position
 

@@ -22,12 +22,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nestrec.balance.balance_metrics import Evenness, evenness, moved_bytes
-from nestrec.balance.cost import CostSchedule
+from nestrec.balance.balance_metrics import BalanceMetrics, evenness, moved_bytes
+from nestrec.balance.cost import CostModelHistory
 from nestrec.balance.partition_tools import Groups, assignment_of
 from nestrec.balance.policies import BalanceConfig, balance, micro_partition
-from nestrec.data.batch_order import Dealer, Position, Share
-from nestrec.data.dataset import Rows
+from nestrec.data.batch_order import BatchPosition, RankSamples, SamplePartitioner
+from nestrec.data.dataset import DatasetRows
 from nestrec.data.flat_arrays import offsets_of_lengths
 from nestrec.distributed.collectives import all_gather_equal, all_to_all_rows
 from nestrec.distributed.topology import Communicator
@@ -37,16 +37,16 @@ _NO_TRACE = NullTracer()
 
 
 @dataclass(frozen=True, slots=True)
-class Exchanged:
+class SampleExchange:
     """A rank's samples after the exchange, and what it was worth (the same figures on every rank)."""
 
     places: NDArray[np.int64]
     """indices of this rank's samples in the global batch"""
-    rows: Rows
+    rows: DatasetRows
     """in the order of the global batch"""
     lengths: NDArray[np.int64]
     """tokens of each sample of `rows`"""
-    evenness: Evenness
+    evenness: BalanceMetrics
     """predicted by the cost model"""
     moved_bytes: int
     """bytes of samples that changed their rank, over all ranks"""
@@ -67,12 +67,12 @@ class _Gathered:
 def exchange_samples(
     communicator: Communicator,
     cfg: BalanceConfig,
-    rows: Rows,
+    rows: DatasetRows,
     lengths: NDArray[Any],
     candidates: NDArray[Any] | None = None,
     *,
     tracer: Tracer = _NO_TRACE,
-) -> Exchanged:
+) -> SampleExchange:
     """Trade `rows`, of which sample b has `lengths[b]` tokens, for the samples that the policy gives to this rank.
 
     Every rank calls it with the same columns and the same `cfg`; a rank may come with no samples and leave with none.
@@ -83,7 +83,7 @@ def exchange_samples(
     mine, cost = groups[communicator.rank], cfg.known_cost
     received = _move(communicator, rows, every, groups)
     assert np.array_equal(received.indices, every.ids[mine]), "ranks disagree on the partition"
-    return Exchanged(
+    return SampleExchange(
         places=mine,
         rows=received,
         lengths=every.lengths[mine],
@@ -93,7 +93,7 @@ def exchange_samples(
 
 
 def _gather(
-    communicator: Communicator, rows: Rows, lengths: NDArray[Any], candidates: NDArray[Any] | None
+    communicator: Communicator, rows: DatasetRows, lengths: NDArray[Any], candidates: NDArray[Any] | None
 ) -> _Gathered:
     columns: list[NDArray[Any]] = [rows.indices, lengths, np.zeros(rows.num_rows) if candidates is None else candidates]
     columns += [np.diff(rows.lists[name][1]) for name in sorted(rows.lists)]
@@ -107,7 +107,7 @@ def _gather(
     return _Gathered(home_rank, table[:, 0], table[:, 1], table[:, 2], table[:, 3:])
 
 
-def _move(communicator: Communicator, rows: Rows, every: _Gathered, groups: Groups) -> Rows:
+def _move(communicator: Communicator, rows: DatasetRows, every: _Gathered, groups: Groups) -> DatasetRows:
     """Column by column, in order of name on every rank. Sources come in rank order, which keeps the batch's order."""
     target = assignment_of(groups, every.ids.size)[every.home_rank == communicator.rank]
     by_target = np.argsort(target, kind="stable")
@@ -128,7 +128,7 @@ def _move(communicator: Communicator, rows: Rows, every: _Gathered, groups: Grou
         values, offsets = in_order.lists[name]
         taken = every.list_lengths[mine, column]
         lists[name] = (trade(values, np.diff(offsets), taken), offsets_of_lengths(taken))
-    return Rows(trade(in_order.indices, one_each, one_taken), scalars, lists)
+    return DatasetRows(trade(in_order.indices, one_each, one_taken), scalars, lists)
 
 
 def _totals(rank: NDArray[np.int64], amounts: NDArray[np.int64], num_ranks: int) -> list[int]:
@@ -147,7 +147,7 @@ def _all_to_all(
     return received.numpy().reshape(-1).view(values.dtype)
 
 
-def _sample_bytes(rows: Rows, every: _Gathered) -> NDArray[np.int64]:
+def _sample_bytes(rows: DatasetRows, every: _Gathered) -> NDArray[np.int64]:
     """(B,) bytes of each sample that the exchange carries, ids included."""
     fixed = rows.indices.dtype.itemsize + sum(values.dtype.itemsize for values in rows.scalars.values())
     widths = np.array([rows.lists[name][0].dtype.itemsize for name in sorted(rows.lists)], dtype=np.int64)
@@ -155,32 +155,32 @@ def _sample_bytes(rows: Rows, every: _Gathered) -> NDArray[np.int64]:
     return total
 
 
-class BalancedDealer(Dealer):
+class BalancedPartitioner(SamplePartitioner):
     """Mode `read`."""
 
-    def __init__(self, cfg: BalanceConfig, costs: CostSchedule, ranks: Communicator, tracer: Tracer):
+    def __init__(self, cfg: BalanceConfig, costs: CostModelHistory, ranks: Communicator, tracer: Tracer):
         super().__init__(ranks.rank, ranks.size)
         self._cfg, self._costs, self._ranks, self._tracer = cfg, costs, ranks, tracer
 
-    def share(self, position: Position, tokens: NDArray[np.int64]) -> Share:
+    def share(self, position: BatchPosition, tokens: NDArray[np.int64]) -> RankSamples:
         cfg = self._cfg_at(position)
         with self._span("train.data.partition"):
             groups = balance(cfg, tokens, self._ranks.size)
         cost = cfg.known_cost
         found = evenness(groups, tokens, cost.of(tokens), step_cost=cost.step)
-        return Share(groups[self._ranks.rank], _figures(found, moved_bytes=0))
+        return RankSamples(groups[self._ranks.rank], _figures(found, moved_bytes=0))
 
-    def costs(self, position: Position, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+    def costs(self, position: BatchPosition, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
         return self._costs.at(position).of(tokens)
 
     def micro_batches(
-        self, position: Position, tokens: NDArray[np.int64], num_micro_batches: int
+        self, position: BatchPosition, tokens: NDArray[np.int64], num_micro_batches: int
     ) -> list[NDArray[np.int64]]:
         if self._cfg.policy == "fixed" or num_micro_batches == 1:
             return super().micro_batches(position, tokens, num_micro_batches)
         return micro_partition(self.costs(position, tokens), num_micro_batches)
 
-    def _cfg_at(self, position: Position) -> BalanceConfig:
+    def _cfg_at(self, position: BatchPosition) -> BalanceConfig:
         cost, tuning = self._costs.both_at(position)
         return replace(self._cfg, cost=cost, tuning=tuning)
 
@@ -188,30 +188,32 @@ class BalancedDealer(Dealer):
         return self._tracer.span(name, kind="other", lane=threading.current_thread().name)
 
 
-class TradingDealer(BalancedDealer):
+class ExchangingPartitioner(BalancedPartitioner):
     """Mode `exchange`."""
 
     trades = True
 
-    def share(self, position: Position, tokens: NDArray[np.int64]) -> Share:
-        return Dealer.share(self, position, tokens)
+    def share(self, position: BatchPosition, tokens: NDArray[np.int64]) -> RankSamples:
+        return SamplePartitioner.share(self, position, tokens)
 
-    def trade(self, position: Position, share: Share, rows: Rows, tokens: NDArray[np.int64]) -> tuple[Share, Rows]:
+    def trade(
+        self, position: BatchPosition, share: RankSamples, rows: DatasetRows, tokens: NDArray[np.int64]
+    ) -> tuple[RankSamples, DatasetRows]:
         with self._span("train.data.exchange") as span:
             traded = exchange_samples(
                 self._ranks, self._cfg_at(position), rows, tokens[share.places], tracer=self._tracer
             )
             span.bytes = traded.moved_bytes
-        return Share(traded.places, _figures(traded.evenness, traded.moved_bytes)), traded.rows
+        return RankSamples(traded.places, _figures(traded.evenness, traded.moved_bytes)), traded.rows
 
 
-def make_dealer(cfg: BalanceConfig, costs: CostSchedule, ranks: Communicator, tracer: Tracer) -> Dealer:
+def make_dealer(cfg: BalanceConfig, costs: CostModelHistory, ranks: Communicator, tracer: Tracer) -> SamplePartitioner:
     """The dealer of a mode; `ranks` is the communicator that carries samples."""
-    kind = TradingDealer if cfg.mode == "exchange" else BalancedDealer
+    kind = ExchangingPartitioner if cfg.mode == "exchange" else BalancedPartitioner
     return kind(cfg, costs, ranks, tracer)
 
 
-def _figures(found: Evenness, moved_bytes: int) -> dict[str, float]:
+def _figures(found: BalanceMetrics, moved_bytes: int) -> dict[str, float]:
     return {
         "predicted_imbalance": found.imbalance,
         "max_token_gap": found.max_token_gap,

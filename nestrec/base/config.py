@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar, dataclass_transform
 
 from nestrec.base.config_overrides import with_overrides
-from nestrec.base.config_values import Bound, OneOf, check_limits, from_plain, join, limits_of
+from nestrec.base.config_values import NumberRange, OneOf, check_limits, from_plain, join, limits_of
 
 __all__ = ["config", "dumps", "from_plain", "leaves", "standard_json", "to_plain", "with_overrides"]
 
@@ -28,7 +28,7 @@ def config(cls: type[T]) -> type[T]:
     return dataclasses.dataclass(frozen=True, kw_only=True, slots=True)(cls)
 
 
-def _check_first(cls: Any, limits: dict[str, Bound | OneOf]) -> None:
+def _check_first(cls: Any, limits: dict[str, NumberRange | OneOf]) -> None:
     """Limits are checked before what the class itself asks of its values."""
     of_class = getattr(cls, "__post_init__", None)
 

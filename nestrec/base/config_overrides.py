@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, TypeVar, cast, get_args
 
-from nestrec.base.config_values import Bound, OneOf, built, convert, join, parse
-from nestrec.base.errors import Mistakes, UserError, did_you_mean
+from nestrec.base.config_values import NumberRange, OneOf, built, convert, join, parse
+from nestrec.base.errors import ErrorCollector, UserError, did_you_mean
 
 _PARSING = threading.Lock()
 """In Python 3.11 two threads that parse at once may both fail."""
@@ -82,7 +82,7 @@ def _own_docs(cls: type) -> dict[str, str]:
 def _allowed(hint: Any) -> str:
     """A type as people read it."""
     for limit in getattr(hint, "__metadata__", ()):
-        if isinstance(limit, Bound | OneOf):
+        if isinstance(limit, NumberRange | OneOf):
             return str(limit) if isinstance(limit, OneOf) else f"{hint.__origin__.__name__}, {limit}"
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
@@ -164,7 +164,7 @@ class _Overriding:
     def of_fields(self, node: Any, given: _Overrides, where: str) -> Any:
         names = [field.name for field in dataclasses.fields(node)]
         hints = typing.get_type_hints(type(node), include_extras=True)
-        mistakes, replaced = Mistakes(), {}
+        mistakes, replaced = ErrorCollector(), {}
         for name, inner in _by_first(given).items():
             with mistakes.noted():
                 if name not in names:

@@ -5,7 +5,7 @@
 
 Fields whose config is that of a member of a seam: `kind` names the member, ours or another package's.
 
-    encoder: Annotated[SequenceConfig, KindOf(BACKBONES)]
+    encoder: Annotated[BackboneConfig, PluginConfig(BACKBONES)]
 
 Members of such a seam have an attribute `config`, a class with a field `kind: Literal["the member's name"]`.
 
@@ -27,12 +27,12 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
-from nestrec.base.errors import Mistakes, UserError, UserErrors, did_you_mean
-from nestrec.base.plugins import Seam
+from nestrec.base.errors import ErrorCollector, UserError, UserErrorGroup, did_you_mean
+from nestrec.base.plugins import PluginRegistry
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class NumberRange:
     """Finite numbers from `low` (or above it) to `high`."""
 
     low: float
@@ -73,74 +73,74 @@ class RemovedChoice:
     """What to do instead, for the error message."""
 
 
-Count = Annotated[int, Bound(1)]
+Count = Annotated[int, NumberRange(1)]
 """1 or more."""
-Natural = Annotated[int, Bound(0)]
+Natural = Annotated[int, NumberRange(0)]
 """0 or more."""
-Seed = Annotated[int, Bound(0, 2**63 - 1)]
+Seed = Annotated[int, NumberRange(0, 2**63 - 1)]
 """What 63 bits hold."""
-Port = Annotated[int, Bound(0, 65535)]
+Port = Annotated[int, NumberRange(0, 65535)]
 """Where a server listens; 0 takes a free one."""
-Positive = Annotated[float, Bound(0, above=True)]
+Positive = Annotated[float, NumberRange(0, above=True)]
 """More than 0."""
-NonNegative = Annotated[float, Bound(0)]
+NonNegative = Annotated[float, NumberRange(0)]
 """0 or more."""
-Share = Annotated[float, Bound(0, 1)]
+Share = Annotated[float, NumberRange(0, 1)]
 """0 to 1."""
-Decay = Annotated[float, Bound(0, 1, below=True)]
+Decay = Annotated[float, NumberRange(0, 1, below=True)]
 """0 to less than 1."""
 
 
-class BoundError(UserError):
+class OutOfRangeError(UserError):
     """A value out of range, named by its field alone until whoever knows the rest of its path adds it."""
 
-    def under(self, where: str) -> "BoundError":
+    def under(self, where: str) -> "OutOfRangeError":
         return (
             self
             if not where
-            else BoundError(self.problem, field=f"{where}.{self.field}", value=self.value, remedy=self.remedy)
+            else OutOfRangeError(self.problem, field=f"{where}.{self.field}", value=self.value, remedy=self.remedy)
         )
 
 
-def limits_of(cls: type) -> dict[str, Bound | OneOf]:
+def limits_of(cls: type) -> dict[str, NumberRange | OneOf]:
     """What the fields that are limited may hold, those of classes that it extends included."""
     annotations = [inspect.get_annotations(base) for base in reversed(cls.__mro__)]
     found = ((name, _limit_in(hint)) for named in annotations for name, hint in named.items())
     return {name: limit for name, limit in found if limit is not None}
 
 
-def check_limits(value: Any, limits: dict[str, Bound | OneOf]) -> None:
+def check_limits(value: Any, limits: dict[str, NumberRange | OneOf]) -> None:
     """Raise for the fields that hold what they may not; of a sequence, every element must be allowed."""
-    mistakes = Mistakes()
+    mistakes = ErrorCollector()
     for name, limit in limits.items():
         with mistakes.noted():
             _check_limit(name, getattr(value, name), limit)
     mistakes.raise_all()
 
 
-def _check_limit(name: str, given: Any, limit: Bound | OneOf) -> None:
+def _check_limit(name: str, given: Any, limit: NumberRange | OneOf) -> None:
     for one in given if isinstance(given, tuple | list) else (given,):
         if isinstance(limit, OneOf):
             if isinstance(one, str) and one not in limit.known:
                 remedy = did_you_mean(one, limit.known)
-                raise BoundError("is not one of the choices", field=name, value=given, remedy=remedy)
+                raise OutOfRangeError("is not one of the choices", field=name, value=given, remedy=remedy)
         elif isinstance(one, int | float) and not limit.holds(one):
-            raise BoundError(f"must be {limit}", field=name, value=given, remedy=f"give {limit}")
+            raise OutOfRangeError(f"must be {limit}", field=name, value=given, remedy=f"give {limit}")
 
 
-def _limit_in(hint: Any) -> Bound | OneOf | None:
+def _limit_in(hint: Any) -> NumberRange | OneOf | None:
     for found in getattr(hint, "__metadata__", ()):
-        if isinstance(found, Bound | OneOf):
+        if isinstance(found, NumberRange | OneOf):
             return found
     inner = (_limit_in(part) for part in typing.get_args(hint))
     return next((limit for limit in inner if limit is not None), None)
 
 
 @dataclass(frozen=True, slots=True)
-class KindOf:
+class PluginConfig:
     """Part of a field's type: the field holds the config of some member of the seam."""
 
-    seam: Seam[Any]
+    seam: PluginRegistry[Any]
 
     def config(self, kind: str, *, field: str) -> type:
         """The config class of the member of this name; `field`: where the name was given."""
@@ -191,7 +191,7 @@ def from_plain(cls: type[T], data: Mapping[str, Any], where: str = "") -> T:
     """Build a config from JSON-like data; every name and type is checked."""
     hints, fields = typing.get_type_hints(cls, include_extras=True), dataclasses.fields(cast(Any, cls))
     names = [field.name for field in fields]
-    mistakes, given = Mistakes(), {}
+    mistakes, given = ErrorCollector(), {}
     for key, value in data.items():
         with mistakes.noted():
             if key not in names:
@@ -214,11 +214,11 @@ def built(build: Callable[[], T], where: str) -> T:
     """What `build` makes of checked values; limits of numbers are named by their whole path."""
     try:
         return build()
-    except BoundError as error:
+    except OutOfRangeError as error:
         raise error.under(where) from None
-    except UserErrors as several:
-        named = [error.under(where) if isinstance(error, BoundError) else error for error in several.errors]
-        raise UserErrors(named) from None
+    except UserErrorGroup as several:
+        named = [error.under(where) if isinstance(error, OutOfRangeError) else error for error in several.errors]
+        raise UserErrorGroup(named) from None
 
 
 def parse(text: str) -> Any:
@@ -255,7 +255,7 @@ def _convert_annotated(value: Any, hint: Any, where: str, raw: str | None) -> An
     for part in hint.__metadata__:
         if isinstance(part, RemovedChoice) and value == part.choice:
             raise UserError("was removed", field=where, value=value, remedy=part.remedy)
-    of_kind = next((part for part in hint.__metadata__ if isinstance(part, KindOf)), None)
+    of_kind = next((part for part in hint.__metadata__ if isinstance(part, PluginConfig)), None)
     if of_kind is None:  # limits are checked by the config that has the field
         return convert(value, hint.__origin__, where, raw)
     if dataclasses.is_dataclass(value):
@@ -349,7 +349,7 @@ def _convert_sequence(value: Any, hint: Any, where: str, raw: str | None) -> Any
     if is_fixed and len(value) != len(args):
         raise UserError(f"has {len(value)} values", field=where, value=value, remedy=f"give {len(args)} values")
     hints = args if is_fixed else [args[0]] * len(value)
-    mistakes, items = Mistakes(), []
+    mistakes, items = ErrorCollector(), []
     for i, (item, of_item, text) in enumerate(zip(value, hints, texts or [None] * len(value), strict=True)):
         with mistakes.noted():
             items.append(convert(item, of_item, f"{where}[{i}]", text))
@@ -373,7 +373,7 @@ def _convert_mapping(value: Any, hint: Any, where: str, raw: str | None) -> dict
     if raw is not None and not isinstance(value, Mapping):
         remedy = "write name=value,other=value, or JSON; `nestrec options COMMAND` describes the values of each option"
         raise UserError("must hold names with values", field=where, value=raw, remedy=remedy)
-    mistakes, found = Mistakes(), {}
+    mistakes, found = ErrorCollector(), {}
     for name, inner in _expect_fields(value, where).items():
         with mistakes.noted():
             found[str(name)] = convert(inner, hint, join(where, str(name)))

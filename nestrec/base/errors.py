@@ -52,7 +52,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
 
 
-class UserErrors(UserError):
+class UserErrorGroup(UserError):
     """Several mistakes, told at once; `errors` holds each of them."""
 
     def __init__(self, errors: Sequence[UserError]):
@@ -70,10 +70,10 @@ class UserErrors(UserError):
         self.args = (self.problem,)
 
     def __reduce__(self) -> Any:
-        return UserErrors, (self.errors,)
+        return UserErrorGroup, (self.errors,)
 
 
-class Mistakes:
+class ErrorCollector:
     """Gathers errors of parts that do not depend on each other, so that a user need not find them one a try."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Mistakes:
         """An error inside the block is kept for later, and ends only the block."""
         try:
             yield
-        except UserErrors as several:
+        except UserErrorGroup as several:
             self.errors += several.errors
         except UserError as error:
             self.errors.append(error)
@@ -94,14 +94,14 @@ class Mistakes:
         if len(self.errors) == 1:
             raise self.errors[0]
         if self.errors:
-            raise UserErrors(self.errors)
+            raise UserErrorGroup(self.errors)
 
 
 class DataError(UserError):
     """Input data that cannot be used as it is."""
 
 
-class DamagedError(UserError):
+class CorruptFileError(UserError):
     """A file that fails its digest or cannot be parsed: nothing may be read from it."""
 
 

@@ -26,7 +26,7 @@ from nestrec.base.lazy import import_attribute
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Misfit:
+class SpecViolation:
     """A field of a spec that holds what it cannot hold."""
 
     field: str
@@ -43,7 +43,7 @@ class _AnyName(dict[str, Any]):
         return typing.TypeVar(name)
 
 
-def misfit_of(member: Any) -> Misfit | None:
+def misfit_of(member: Any) -> SpecViolation | None:
     """The first field of a spec that is not as its annotation says; none where all are, or where it is no dataclass."""
     if not dataclasses.is_dataclass(member) or isinstance(member, type):
         return None
@@ -61,15 +61,17 @@ def _hints(spec: type) -> dict[str, Any]:
     return {field.name: found[field.name] for field in dataclasses.fields(typing.cast(Any, spec))}
 
 
-def _misfit(field: str, value: Any, hint: Any) -> Misfit | None:
+def _misfit(field: str, value: Any, hint: Any) -> SpecViolation | None:
     choices = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, UnionType) else (hint,)
     if any(_fits(value, choice) for choice in choices):
         return None
     wanted = " or ".join(_said(choice) for choice in choices)
     calls = [choice for choice in choices if _is_call(choice)]
     if calls and callable(value):
-        return Misfit(field, value, f"cannot be called as it will be: it takes {inspect.signature(value)}", wanted)
-    return Misfit(field, value, "is not what is asked for", wanted)
+        return SpecViolation(
+            field, value, f"cannot be called as it will be: it takes {inspect.signature(value)}", wanted
+        )
+    return SpecViolation(field, value, "is not what is asked for", wanted)
 
 
 def _fits(value: Any, hint: Any) -> bool:
@@ -146,7 +148,7 @@ def _name(hint: Any) -> str:
 T = TypeVar("T")
 
 
-class Seam(Generic[T]):
+class PluginRegistry(Generic[T]):
     """Members of one extension point by name."""
 
     def __init__(self, group: str, noun: str, built_in: Mapping[str, T | str], *, of: Any = object) -> None:

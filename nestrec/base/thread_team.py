@@ -22,7 +22,7 @@ import torch
 T_co = TypeVar("T_co", covariant=True)
 
 
-class Coming(Protocol[T_co]):
+class FutureLike(Protocol[T_co]):
     """A thing that another thread makes."""
 
     def wait(self) -> T_co:
@@ -68,7 +68,7 @@ def in_order(calls: Iterable[Callable[[], T]], num_threads: int) -> Iterator[T]:
         yield from (call() for call in calls)
         return
     with (
-        Team.of_thread().more() as join,
+        ThreadTeam.of_thread().more() as join,
         ThreadPoolExecutor(num_threads, thread_name_prefix="nestrec-ahead", initializer=join) as threads,
     ):
         ahead = deque[Future[T]]()
@@ -91,18 +91,18 @@ def cores_of_rank() -> int:
     return max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
-class Team:
+class ThreadTeam:
     """Threads that work for one of them, which can all be made nicer, or less so, from anywhere."""
 
     def __init__(self) -> None:
         self._threads, self._lock = {threading.get_native_id()}, threading.Lock()
 
     @staticmethod
-    def of_thread() -> "Team":
+    def of_thread() -> "ThreadTeam":
         """That of the calling thread, which is alone in it where nobody has made it a member of another."""
         if not hasattr(_OF_THREAD, "team"):
-            _OF_THREAD.team = Team()
-        team: Team = _OF_THREAD.team
+            _OF_THREAD.team = ThreadTeam()
+        team: ThreadTeam = _OF_THREAD.team
         return team
 
     @contextlib.contextmanager

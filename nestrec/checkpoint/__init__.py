@@ -1,9 +1,20 @@
 """Checkpoints: manifest, shards, incremental and asynchronous saves, verification, export."""
 
-from nestrec.artifacts.writer_group import Peers, SaveError
-from nestrec.checkpoint.checkpoint_content import Chunk, Content, join, split
-from nestrec.checkpoint.checkpoint_manager import IDENTITY, Checkpoints
+from nestrec.artifacts.writer_group import CheckpointGroup, CheckpointSaveError
+from nestrec.checkpoint.checkpoint_content import Chunk, RankCheckpoint, join, split
+from nestrec.checkpoint.checkpoint_manager import IDENTITY, CheckpointManager
 from nestrec.checkpoint.checkpoint_manifest import verify
-from nestrec.checkpoint.loaded_checkpoint import Restored
+from nestrec.checkpoint.loaded_checkpoint import LoadedCheckpoint
 
-__all__ = ["IDENTITY", "Checkpoints", "Chunk", "Content", "Peers", "Restored", "SaveError", "join", "split", "verify"]
+__all__ = [
+    "IDENTITY",
+    "CheckpointGroup",
+    "CheckpointManager",
+    "CheckpointSaveError",
+    "Chunk",
+    "LoadedCheckpoint",
+    "RankCheckpoint",
+    "join",
+    "split",
+    "verify",
+]

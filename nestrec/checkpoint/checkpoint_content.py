@@ -21,7 +21,7 @@ Chunk = Mapping[str, torch.Tensor]
 
 
 @runtime_checkable
-class Hurried(Protocol):
+class PriorityChunks(Protocol):
     """Chunks of a table, some of which may have to be written before their turn, whatever else is being written."""
 
     def __iter__(self) -> Iterator[Chunk]: ...
@@ -36,7 +36,7 @@ def _do_nothing() -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Content:
+class RankCheckpoint:
     """One rank's part of a checkpoint.
 
     `tensors` and `state` are the same on all ranks, and rank 0 writes its own; `tables` differ, and every rank writes
@@ -52,13 +52,13 @@ class Content:
     removed: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Keys removed from each table since `base`; a key that came back is in `tables` as well."""
     base: int | None = None
-    """Step of the checkpoint since which `tables` hold the touched rows; see `Checkpoints.base_for_next`."""
+    """Step of the checkpoint since which `tables` hold the touched rows; see `CheckpointManager.base_for_next`."""
     shard: tuple[int, int] | None = None
     """(index, number) of this rank's shard; (rank, number of ranks) where not given."""
     close: Callable[[], None] = _do_nothing
     """Called when nothing more is read of it."""
 
-    def copied(self) -> "Content":
+    def copied(self) -> "RankCheckpoint":
         """The same content in host memory of its own, safe from later training steps."""
         return replace(
             self,
@@ -70,7 +70,7 @@ class Content:
 
 def chunks_of(tables: Mapping[str, Iterable[Chunk]]) -> Iterator[tuple[str, Chunk]]:
     """Table and chunk, table after table; after each chunk those of all tables that cannot wait."""
-    hurried = {table: chunks for table, chunks in tables.items() if isinstance(chunks, Hurried)}
+    hurried = {table: chunks for table, chunks in tables.items() if isinstance(chunks, PriorityChunks)}
     for table, chunks in tables.items():
         for chunk in chunks:
             yield table, chunk

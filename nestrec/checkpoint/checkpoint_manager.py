@@ -15,16 +15,16 @@ from typing import Any
 from nestrec.artifacts.atomic_files import link_files, remove_folder, rename_folder, write_file
 from nestrec.artifacts.delta import to_delete
 from nestrec.artifacts.manifest import FileEntry
-from nestrec.artifacts.writer_group import Background, Peers, SaveError
+from nestrec.artifacts.writer_group import BackgroundWorker, CheckpointGroup, CheckpointSaveError
 from nestrec.base.config import to_plain
 from nestrec.base.config_values import from_plain
-from nestrec.base.errors import DamagedError, NonFiniteError, UserError
+from nestrec.base.errors import CorruptFileError, NonFiniteError, UserError
 from nestrec.base.failpoints import fail_point
 from nestrec.base.files import fsync_path
-from nestrec.checkpoint.checkpoint_content import Content
+from nestrec.checkpoint.checkpoint_content import RankCheckpoint
 from nestrec.checkpoint.checkpoint_manifest import (
     MANIFEST_NAME,
-    Base,
+    BaseCheckpoint,
     Manifest,
     committed_steps,
     digest_of,
@@ -38,8 +38,8 @@ from nestrec.checkpoint.checkpoint_manifest import (
     verify,
 )
 from nestrec.checkpoint.checkpoint_writer import can_merge, merged, write_files
-from nestrec.checkpoint.loaded_checkpoint import Restored
-from nestrec.checkpoint.mirror import Copy, Elsewhere, damaged_elsewhere
+from nestrec.checkpoint.loaded_checkpoint import LoadedCheckpoint
+from nestrec.checkpoint.mirror import CheckpointMirror, Copy, damaged_elsewhere
 
 IDENTITY = "identity"
 """Under this name the state of a checkpoint may say whose it is."""
@@ -49,7 +49,7 @@ Report = Callable[[str], None]
 _LOG = logging.getLogger(__name__)
 
 
-class Checkpoints:
+class CheckpointManager:
     """Saves and restores under one folder. With several ranks, all of them make the same calls in the same order."""
 
     def __init__(
@@ -58,11 +58,11 @@ class Checkpoints:
         *,
         keep: int = 3,
         max_deltas: int = 0,
-        peers: Peers | None = None,
+        peers: CheckpointGroup | None = None,
         report: Report = _LOG.warning,
         note: Report = _LOG.info,
         address: str = "",
-        beside: "Checkpoints | None" = None,
+        beside: "CheckpointManager | None" = None,
     ):
         """`keep`: how many to retain. `max_deltas`: incremental saves in a row; 0 makes every save a full one.
 
@@ -75,18 +75,18 @@ class Checkpoints:
         self._folder = Path(folder)
         self._keep = keep
         self._max_deltas = max_deltas
-        self._peers = peers or Peers()
+        self._peers = peers or CheckpointGroup()
         self._report = report if self._peers.is_first else _say_nothing
         self._note = note if self._peers.is_first else _say_nothing
-        self._elsewhere = Elsewhere(address, self._peers) if address else None
+        self._elsewhere = CheckpointMirror(address, self._peers) if address else None
         self._beside = beside
-        self._background = Background()
+        self._background = BackgroundWorker()
         self._base: int | None = None
         self._num_deltas = 0
 
-    def save(self, step: int, content: Content, *, also: "Checkpoints | None" = None) -> Path:
-        """Write the checkpoint of a step; `SaveError` on all ranks when one of them cannot, `NonFiniteError` when it
-        may not: what is not finite is no state to go on from.
+    def save(self, step: int, content: RankCheckpoint, *, also: "CheckpointManager | None" = None) -> Path:
+        """Write the checkpoint of a step; `CheckpointSaveError` on all ranks when one of them cannot, `NonFiniteError`
+        when it may not: what is not finite is no state to go on from.
 
         The state after a step is a function of the run, so a step that is saved already, is whole and names the same
         identity in its state is left as it is.
@@ -97,7 +97,7 @@ class Checkpoints:
         return self._save(step, content, also)
 
     def save_async(
-        self, step: int, content: Content, *, is_copied: bool = False, also: "Checkpoints | None" = None
+        self, step: int, content: RankCheckpoint, *, is_copied: bool = False, also: "CheckpointManager | None" = None
     ) -> None:
         """Copy the content to host memory, then write it in the background, at most one save at a time.
 
@@ -108,7 +108,7 @@ class Checkpoints:
         safe = content if is_copied else content.copied()
         self._background.start(lambda: self._save(step, safe, also))
 
-    def _wait_for(self, content: Content) -> None:
+    def _wait_for(self, content: RankCheckpoint) -> None:
         """Until a save in the background is done; where that has failed, nothing is read of what comes after it."""
         try:
             self._background.join()
@@ -134,15 +134,15 @@ class Checkpoints:
         self._background.join()
         return self._base if self._max_deltas and self._num_deltas <= self._max_deltas else None
 
-    def restore_latest(self, take: Callable[[Restored], object] | None = None) -> Restored | None:
+    def restore_latest(self, take: Callable[[LoadedCheckpoint], object] | None = None) -> LoadedCheckpoint | None:
         """The newest checkpoint that is whole, or None where there is none at all.
 
         take: reads the rows that this rank wants. They are compared with their digests on the way, so every file is
         read once; where a rank finds damage, all go on to the checkpoint before it. Without it every file is verified
         first. Any other error must be one of all ranks.
-        A damaged one is reported and the one before it is taken. `DamagedError` when there are checkpoints and none is
-        whole: whether to start over is for the user to say. The next incremental save builds on what was restored; to
-        look at a checkpoint without going on from it, use another `Checkpoints`.
+        A damaged one is reported and the one before it is taken. `CorruptFileError` when there are checkpoints and
+        none is whole: whether to start over is for the user to say. The next incremental save builds on what was
+        restored; to look at a checkpoint without going on from it, use another `CheckpointManager`.
         """
         steps = self._steps_to_take()
         for step in reversed(steps):
@@ -156,14 +156,16 @@ class Checkpoints:
             self._report(f"checkpoint of step {step} is damaged and skipped: {_summary(problems)}")
         if steps:
             remedy = "start over in another run folder, or delete this one"
-            raise DamagedError("no checkpoint is whole", field="checkpoints", value=str(self._folder), remedy=remedy)
+            raise CorruptFileError(
+                "no checkpoint is whole", field="checkpoints", value=str(self._folder), remedy=remedy
+            )
         return None
 
     def _steps_to_take(self) -> list[int]:
         """Returns the steps of the folder; if it has none, the newest whole copy is fetched from the address first.
 
         Raises:
-            DamagedError: there are copies at the address, and none is whole.
+            CorruptFileError: there are copies at the address, and none is whole.
         """
         steps: list[int] = self._peers.gather(self.steps())[0]
         if steps or self._elsewhere is None:
@@ -193,18 +195,18 @@ class Checkpoints:
         try:
             self._peers.agree(lambda: len(read_chain(path)), f"{path.name} could not be copied")
             self._elsewhere.send(path, steps)
-        except SaveError as error:
+        except CheckpointSaveError as error:
             self._report(error.problem)
 
-    def restore(self, step: int) -> Restored:
-        """The checkpoint of a step; `DamagedError` when it is not whole."""
+    def restore(self, step: int) -> LoadedCheckpoint:
+        """The checkpoint of a step; `CorruptFileError` when it is not whole."""
         if step not in self._peers.gather(self.steps())[0]:
             remedy = f"steps with a checkpoint: {self.steps()}"
             raise UserError("no checkpoint of this step", field="step", value=step, remedy=remedy)
         problems, restored = self._open(step)
         if restored is None:
             remedy = "take an earlier step"
-            raise DamagedError(_summary(problems), field="checkpoint of step", value=step, remedy=remedy)
+            raise CorruptFileError(_summary(problems), field="checkpoint of step", value=step, remedy=remedy)
         return restored
 
     def state(self, step: int) -> dict[str, Any] | None:
@@ -212,10 +214,10 @@ class Checkpoints:
         path = folder_of(self._folder, step)
         try:
             manifest = read_manifest(path)
-        except DamagedError:
+        except CorruptFileError:
             return None
         files = [(path, entry) for entry in manifest.files if entry.kind == "state"]
-        return None if file_problems(files) else Restored([(path, manifest)]).state
+        return None if file_problems(files) else LoadedCheckpoint([(path, manifest)]).state
 
     def newest_state(self) -> dict[str, Any] | None:
         """Returns the state of the newest checkpoint whose state can be read: of the folder, or of the copies at the
@@ -224,7 +226,7 @@ class Checkpoints:
         states = [self.state(step) for step in steps] if steps else [copy.state for copy in self.copies()]
         return next((state for state in reversed(states) if state is not None), None)
 
-    def adopt(self, other: "Checkpoints", step: int) -> bool:
+    def adopt(self, other: "CheckpointManager", step: int) -> bool:
         """Store the checkpoint of another folder here as well, if it is whole and builds on no other one.
 
         Returns whether it was stored. The files are shared.
@@ -258,7 +260,7 @@ class Checkpoints:
         """Returns whether the folder holds the checkpoint of a step with this digest of its manifest. Local."""
         try:
             return digest is not None and digest_of(read_manifest(folder_of(self._folder, step))) == digest
-        except DamagedError:
+        except CorruptFileError:
             return False
 
     def set_aside(self, step: int) -> None:
@@ -266,12 +268,12 @@ class Checkpoints:
         problem = f"the checkpoint of step {step} could not be set aside"
         self._peers.on_first(lambda: self._set_aside(folder_of(self._folder, step)), problem)
 
-    def _taken(self, restored: Restored, take: Callable[[Restored], object]) -> list[str]:
+    def _taken(self, restored: LoadedCheckpoint, take: Callable[[LoadedCheckpoint], object]) -> list[str]:
         """Problems that the ranks met while they read."""
         problems = []
         try:
             take(restored)
-        except DamagedError as error:
+        except CorruptFileError as error:
             problems = [str(error)]
         found = self._unique(problems)
         if found:
@@ -281,28 +283,28 @@ class Checkpoints:
     def _unique(self, problems: list[str]) -> list[str]:
         return list(dict.fromkeys(itertools.chain(*self._peers.gather(problems))))
 
-    def _open(self, step: int, *, but_rows: bool = False) -> tuple[list[str], Restored | None]:
+    def _open(self, step: int, *, but_rows: bool = False) -> tuple[list[str], LoadedCheckpoint | None]:
         """Verify together, each rank its share of the files; the problems, or the checkpoint."""
         chain, problems = [], []
         try:
             chain = read_chain(folder_of(self._folder, step))
             problems = file_problems(files_of(chain)[self._peers.rank :: self._peers.world], but_rows=but_rows)
-        except DamagedError as error:
+        except CorruptFileError as error:
             problems = [str(error)]
         all_problems = self._unique(problems)
         if all_problems:
             return all_problems, None
         self._base, self._num_deltas = step, len(chain) - 1
-        return [], Restored(chain)
+        return [], LoadedCheckpoint(chain)
 
-    def _save(self, step: int, content: Content, also: "Checkpoints | None") -> Path:
+    def _save(self, step: int, content: RankCheckpoint, also: "CheckpointManager | None") -> Path:
         with contextlib.closing(content):
             path = self._save_open(step, content, also)
         for place in dict.fromkeys(place for place in (self, also, self._beside) if place is not None):
             place._send_newest()
         return path
 
-    def _save_open(self, step: int, content: Content, also: "Checkpoints | None" = None) -> Path:
+    def _save_open(self, step: int, content: RankCheckpoint, also: "CheckpointManager | None" = None) -> Path:
         target = folder_of(self._folder, step)
         base, num_deltas = self._base, self._num_deltas
         if self._has(step, content):
@@ -320,7 +322,7 @@ class Checkpoints:
         self._base, self._num_deltas = step, num_deltas + 1 if is_incremental else 0
         return target
 
-    def _has(self, step: int, content: Content) -> bool:
+    def _has(self, step: int, content: RankCheckpoint) -> bool:
         """Whether the step is saved already, whole and of the same identity. Collective."""
         if step not in self._peers.gather(self.steps())[0]:
             return False
@@ -329,7 +331,7 @@ class Checkpoints:
         same = self._peers.gather(saved is not None and saved.state.get(IDENTITY) == content.state.get(IDENTITY))[0]
         return bool(same)
 
-    def _write(self, step: int, content: Content, *, is_merging: bool, also: "Checkpoints | None") -> bool:
+    def _write(self, step: int, content: RankCheckpoint, *, is_merging: bool, also: "CheckpointManager | None") -> bool:
         """Write and commit; whether what was written is incremental."""
         target = folder_of(self._folder, step)
         partial = _partial(target)
@@ -344,7 +346,7 @@ class Checkpoints:
             self._peers.on_first(
                 lambda: self._commit(self._manifest(step, base, tables, entries), partial, also), problem
             )
-        except (SaveError, NonFiniteError):
+        except (CheckpointSaveError, NonFiniteError):
             if self._peers.is_first:
                 remove_folder(partial)
             raise
@@ -369,7 +371,7 @@ class Checkpoints:
             remove_folder(path)
         partial.mkdir()
 
-    def _write_part(self, partial: Path, content: Content, is_merging: bool) -> dict[str, Any]:
+    def _write_part(self, partial: Path, content: RankCheckpoint, is_merging: bool) -> dict[str, Any]:
         """Write this rank's files; plain data for the manifest."""
         shard = content.shard or (self._peers.rank, self._peers.world)
         if is_merging and content.base is not None:
@@ -381,11 +383,11 @@ class Checkpoints:
     def _manifest(self, step: int, base_step: int | None, tables: list[str], entries: list[FileEntry]) -> Manifest:
         base = None
         if base_step is not None:
-            base = Base(step=base_step, digest=digest_of(read_manifest(folder_of(self._folder, base_step))))
+            base = BaseCheckpoint(step=base_step, digest=digest_of(read_manifest(folder_of(self._folder, base_step))))
         files = tuple(sorted(entries, key=lambda entry: entry.name))
         return Manifest(step=step, num_ranks=self._peers.world, files=files, tables=tuple(tables), base=base)
 
-    def _commit(self, manifest: Manifest, partial: Path, also: "Checkpoints | None") -> None:
+    def _commit(self, manifest: Manifest, partial: Path, also: "CheckpointManager | None") -> None:
         fail_point("checkpoint.before_manifest")
         write_file(partial / MANIFEST_NAME, iter([memoryview(encode(manifest))]))
         fsync_path(partial)

@@ -25,7 +25,7 @@ from nestrec.artifacts.manifest import (
 )
 from nestrec.artifacts.storage import LocalStorage
 from nestrec.base.config import config
-from nestrec.base.errors import DamagedError, UserError
+from nestrec.base.errors import CorruptFileError, UserError
 
 _COMMITTED = re.compile(r"step-(\d{8,})")
 
@@ -64,7 +64,7 @@ MANIFEST_NAME = "manifest.json"
 
 
 @config
-class Base:
+class BaseCheckpoint:
     """The earlier checkpoint that an incremental one completes."""
 
     step: int
@@ -85,7 +85,7 @@ class Manifest:
     """Its files, in the order of their names."""
     tables: tuple[str, ...] = ()
     """Its tables, also those without rows."""
-    base: Base | None = None
+    base: BaseCheckpoint | None = None
     """Set where the tables hold only the rows touched since an earlier checkpoint."""
     format: int = FORMAT
     """Version of this layout."""
@@ -102,20 +102,20 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(content: bytes | bytearray, where: str) -> Manifest:
-    """Returns the manifest that `encode` was given; `DamagedError` for content that it would not have written."""
+    """Returns the manifest that `encode` was given; `CorruptFileError` for content that it would not have written."""
     manifest = decode_sealed(Manifest, content, where, version=FORMAT, damaged=_damaged)
     if any(entry.name == MANIFEST_NAME for entry in manifest.files):
         raise _damaged(where, "lists itself")
     return manifest
 
 
-def _damaged(where: str, problem: str) -> DamagedError:
-    return DamagedError(problem, field="manifest", value=where)
+def _damaged(where: str, problem: str) -> CorruptFileError:
+    return CorruptFileError(problem, field="manifest", value=where)
 
 
-def damaged_file(where: str, problem: str) -> DamagedError:
+def damaged_file(where: str, problem: str) -> CorruptFileError:
     """Returns the error for a file of a checkpoint."""
-    return DamagedError(problem, field="checkpoint", value=where)
+    return CorruptFileError(problem, field="checkpoint", value=where)
 
 
 def local_reads(folder: Path) -> VerifiedReads:
@@ -124,7 +124,7 @@ def local_reads(folder: Path) -> VerifiedReads:
 
 
 def manifest_in(reads: VerifiedReads, name: str) -> Manifest:
-    """Returns the manifest in a folder; `DamagedError` if it is missing, changed, or of another step."""
+    """Returns the manifest in a folder; `CorruptFileError` if it is missing, changed, or of another step."""
     manifest = decode(reads.read(f"{name}/{MANIFEST_NAME}"), name)
     if folder_of(Path(), manifest.step).name != name:
         raise _damaged(name, f"belongs to step {manifest.step}")
@@ -135,7 +135,7 @@ def chain_in(reads: VerifiedReads, name: str) -> list[Manifest]:
     """Returns the manifest in a folder and those that it builds on, newest first.
 
     Raises:
-        DamagedError: One of them is missing or changed.
+        CorruptFileError: One of them is missing or changed.
     """
 
     def base_of(manifest: Manifest) -> Manifest | None:
@@ -144,7 +144,7 @@ def chain_in(reads: VerifiedReads, name: str) -> list[Manifest]:
         folder = folder_of(Path(), manifest.base.step).name
         base = manifest_in(reads, folder)
         if digest_of(base) != manifest.base.digest or base.step >= manifest.step:
-            raise DamagedError("is not the checkpoint that the later one builds on", field="base", value=folder)
+            raise CorruptFileError("is not the checkpoint that the later one builds on", field="base", value=folder)
         return base
 
     return list(chain_of(manifest_in(reads, name), base_of))
@@ -165,7 +165,7 @@ def verify(path: Path) -> list[str]:
     """What is wrong with the checkpoint in a folder and the earlier ones that it builds on; empty when it is whole."""
     try:
         chain = read_chain(path)
-    except DamagedError as error:
+    except CorruptFileError as error:
         return [str(error)]
     return file_problems(files_of(chain))
 

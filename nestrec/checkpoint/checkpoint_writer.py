@@ -18,21 +18,21 @@ from numpy.typing import NDArray
 
 from nestrec.artifacts.atomic_files import safetensors_content, write_file
 from nestrec.artifacts.manifest import FileEntry, entry_of, safe_name
-from nestrec.artifacts.writer_group import Peers
-from nestrec.base.errors import DamagedError
+from nestrec.artifacts.writer_group import CheckpointGroup
+from nestrec.base.errors import CorruptFileError
 from nestrec.base.failpoints import fail_point
 from nestrec.base.thread_team import cores_of_rank, in_order
 from nestrec.checkpoint.checkpoint_content import (
     Chunk,
-    Content,
-    Hurried,
+    PriorityChunks,
+    RankCheckpoint,
     check_chunk,
     check_finite,
     chunks_of,
     parts_of,
 )
 from nestrec.checkpoint.checkpoint_manifest import Manifest, files_of
-from nestrec.checkpoint.loaded_checkpoint import Restored
+from nestrec.checkpoint.loaded_checkpoint import LoadedCheckpoint
 from nestrec.embedding.hashing import hash_of
 
 
@@ -42,12 +42,12 @@ def can_merge(chain: list[tuple[Path, Manifest]], num_shards: int) -> bool:
     return all(entry.num_shards == num_shards and entry.hashes is not None for entry in of_tables)
 
 
-def merged(content: Content, chain: list[tuple[Path, Manifest]], shard: tuple[int, int]) -> Content:
+def merged(content: RankCheckpoint, chain: list[tuple[Path, Manifest]], shard: tuple[int, int]) -> RankCheckpoint:
     """The full content: what is touched, then what the chain holds and was neither touched nor removed since.
 
     The chain's files are verified as they are read: damage is not copied into a checkpoint with fresh digests.
     """
-    older = Restored(chain)
+    older = LoadedCheckpoint(chain)
     tables: dict[str, Iterable[Chunk]] = {}
     for table, touched in content.tables.items():
         removed = content.removed.get(table)
@@ -64,7 +64,7 @@ class _TouchedThenOlder:
         table: str,
         touched: Iterable[Chunk],
         removed: NDArray[np.int64],
-        older: Restored,
+        older: LoadedCheckpoint,
         shard: tuple[int, int],
     ) -> None:
         self._table, self._touched, self._older, self._shard = table, touched, older, shard
@@ -75,12 +75,14 @@ class _TouchedThenOlder:
         newer = np.unique(np.concatenate(self._newer))
         try:
             yield from self._older.rows(self._table, shard=self._shard, superseded=newer)
-        except DamagedError as error:
-            raise DamagedError(f"cannot be built on: {error.problem}", field=error.field, value=error.value) from error
+        except CorruptFileError as error:
+            raise CorruptFileError(
+                f"cannot be built on: {error.problem}", field=error.field, value=error.value
+            ) from error
 
     def due(self) -> Iterator[Chunk]:
-        """See `Hurried`."""
-        return self._noted(self._touched.due() if isinstance(self._touched, Hurried) else ())
+        """See `PriorityChunks`."""
+        return self._noted(self._touched.due() if isinstance(self._touched, PriorityChunks) else ())
 
     def _noted(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
         for chunk in chunks:
@@ -94,7 +96,7 @@ MOST_THREADS = 2
 """That write rows beside the one that reads them; each holds a chunk of them in memory."""
 
 
-def write_files(folder: Path, content: Content, peers: Peers) -> list[FileEntry]:
+def write_files(folder: Path, content: RankCheckpoint, peers: CheckpointGroup) -> list[FileEntry]:
     """Write what `content` gives this rank to write; entries for the manifest."""
     fail_point("checkpoint.before_first_file")
     entries = []
@@ -104,7 +106,7 @@ def write_files(folder: Path, content: Content, peers: Peers) -> list[FileEntry]
     return entries
 
 
-def _write_all(folder: Path, content: Content, peers: Peers) -> Iterator[FileEntry]:
+def _write_all(folder: Path, content: RankCheckpoint, peers: CheckpointGroup) -> Iterator[FileEntry]:
     if peers.is_first:
         yield _write_state(folder, content)
         for part, tensors in enumerate(parts_of(content.tensors, PART_BYTES)):
@@ -119,7 +121,7 @@ def _write_all(folder: Path, content: Content, peers: Peers) -> Iterator[FileEnt
     yield from in_order(_rows(folder, content, peers), min(MOST_THREADS, cores_of_rank() - 2))
 
 
-def _rows(folder: Path, content: Content, peers: Peers) -> Iterator[Callable[[], FileEntry]]:
+def _rows(folder: Path, content: RankCheckpoint, peers: CheckpointGroup) -> Iterator[Callable[[], FileEntry]]:
     parts, shard = dict.fromkeys(content.tables, 0), _shard(content, peers)
     for table, chunk in chunks_of(content.tables):
         name = f"rows-{safe_name(table)}-{peers.rank:05d}-{parts[table]:05d}.safetensors"
@@ -134,12 +136,12 @@ def _write_rows(path: Path, table: str, chunk: Chunk, shard: tuple[int, int]) ->
     return entry_of(path.name, written, "rows", table=table, shard=shard, hashes=_bounds(chunk["keys"]))
 
 
-def _write_state(folder: Path, content: Content) -> FileEntry:
+def _write_state(folder: Path, content: RankCheckpoint) -> FileEntry:
     text = json.dumps(dict(content.state), indent=1).encode()
     return entry_of("state.json", write_file(folder / "state.json", iter([memoryview(text)])), "state")
 
 
-def _shard(content: Content, peers: Peers) -> tuple[int, int]:
+def _shard(content: RankCheckpoint, peers: CheckpointGroup) -> tuple[int, int]:
     return content.shard or (peers.rank, peers.world)
 
 

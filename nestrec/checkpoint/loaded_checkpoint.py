@@ -46,7 +46,7 @@ class LazyTensors(Mapping[str, torch.Tensor]):
         return len(self._path_of)
 
 
-class Restored:
+class LoadedCheckpoint:
     """A checkpoint, its tensors and state verified. Read it before the next save, which may delete old files."""
 
     def __init__(self, chain: list[tuple[Path, Manifest]]):
@@ -86,7 +86,7 @@ class Restored:
         Any rank may read any shard's files: `owned` picks the rows to keep. `shard` = (index, number) goes with it
         where `owned` means that shard: files without a hash in its range are then not even opened. Where it was another
         number of shards that saved, files at the two ends of the range hold rows of its neighbours as well.
-        `superseded` are sorted keys to leave out. A file is compared with its digest as it is read: `DamagedError`.
+        `superseded` are sorted keys to leave out. A file is compared with its digest as it is read: `CorruptFileError`.
         """
         layers = [
             (

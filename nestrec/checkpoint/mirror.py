@@ -15,8 +15,8 @@ from typing import Any
 
 from nestrec.artifacts.manifest import FileEntry, VerifiedReads, mismatch
 from nestrec.artifacts.storage import LocalStorage, RetriedReads, Storage, storage_of
-from nestrec.artifacts.writer_group import Peers
-from nestrec.base.errors import DamagedError, UserError
+from nestrec.artifacts.writer_group import CheckpointGroup
+from nestrec.base.errors import CorruptFileError, UserError
 from nestrec.base.failpoints import fail_point
 from nestrec.checkpoint.checkpoint_manifest import (
     MANIFEST_NAME,
@@ -48,10 +48,10 @@ class Copy:
     """What is damaged; empty if the state could be read."""
 
 
-class Elsewhere:
+class CheckpointMirror:
     """The second place. All ranks make the same calls in the same order."""
 
-    def __init__(self, address: str, peers: Peers):
+    def __init__(self, address: str, peers: CheckpointGroup):
         self.address = address
         self._peers = peers
 
@@ -80,7 +80,7 @@ class Elsewhere:
     def send(self, path: Path, kept: list[int]) -> None:
         """Copy a checkpoint and what it builds on, as far as that is not there; then delete all but the kept steps.
 
-        `SaveError` on all ranks when one of them cannot.
+        `CheckpointSaveError` on all ranks when one of them cannot.
         """
         problem = f"{path.name} could not be copied to {self.address}"
         for folder, manifest in reversed(read_chain(path)):
@@ -97,7 +97,7 @@ class Elsewhere:
     def fetch(self, parent: Path, step: int) -> str | None:
         """Copy a checkpoint and what it builds on into a folder; returns what is damaged, or None if all is whole.
 
-        `SaveError` on all ranks if the storage or the folder fails: that says nothing about the checkpoint.
+        `CheckpointSaveError` on all ranks if the storage or the folder fails: that says nothing about the checkpoint.
         """
         problem = f"step {step} could not be taken from {self.address}"
         local = LocalStorage(parent)
@@ -140,7 +140,7 @@ class Elsewhere:
             digest = digest_of(manifest)
             (entry,) = (entry for entry in manifest.files if entry.kind == "state")
             content = self._reads.content(_name(step), entry)
-        except DamagedError as error:
+        except CorruptFileError as error:
             return Copy(step, digest, None, str(error))
         return Copy(step, digest, json.loads(content), "")
 
@@ -148,14 +148,14 @@ class Elsewhere:
         """Returns the step and those that it builds on, oldest first, and what is damaged."""
         try:
             return [manifest.step for manifest in reversed(chain_in(self._reads, _name(step)))], None
-        except DamagedError as error:
+        except CorruptFileError as error:
             return [], str(error)
 
     def _digest(self, step: int) -> str | None:
         """Of the manifest of a step, where there is one."""
         try:
             return digest_of(manifest_in(self._reads, _name(step)))
-        except DamagedError:
+        except CorruptFileError:
             return None
 
     def _send_files(self, folder: Path, manifest: Manifest) -> None:
@@ -169,7 +169,7 @@ class Elsewhere:
             for entry in manifest.files[self._peers.rank :: self._peers.world]:
                 content = self._reads.read(f"{_name(step)}/{entry.name}")
                 _compare(entry, local.write(f"{_partial(step)}/{entry.name}", iter([memoryview(content)])))
-        except DamagedError as error:
+        except CorruptFileError as error:
             return str(error)
         return None
 
@@ -212,11 +212,11 @@ def _pieces(path: Path) -> Iterator[memoryview]:
             yield memoryview(piece)
 
 
-def damaged_elsewhere(address: str, problems: Mapping[int, str]) -> DamagedError:
+def damaged_elsewhere(address: str, problems: Mapping[int, str]) -> CorruptFileError:
     """Returns the error for an address of which no copy can be used. problems: by step."""
     steps = ", ".join(map(str, sorted(problems)))
     step, problem = next(iter(problems.items()))
-    return DamagedError(
+    return CorruptFileError(
         f"none of the checkpoints there is whole (steps {steps}); step {step}: {problem}",
         field=FIELD,
         value=address,

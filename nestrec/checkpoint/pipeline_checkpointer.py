@@ -14,8 +14,8 @@ import torch
 from nestrec.base.config import to_plain
 from nestrec.base.errors import UserError
 from nestrec.base.files import given_path
-from nestrec.checkpoint import IDENTITY, Checkpoints, Content, Peers, Restored
-from nestrec.checkpoint.table_checkpointer import SavedTables
+from nestrec.checkpoint import IDENTITY, CheckpointGroup, CheckpointManager, LoadedCheckpoint, RankCheckpoint
+from nestrec.checkpoint.table_checkpointer import TableCheckpointer
 from nestrec.embedding import TableConfig
 from nestrec.pipeline.training_pipeline import TrainingPipeline
 
@@ -51,9 +51,9 @@ class PipelineCheckpoints:
         if isinstance(keep, bool) or not isinstance(keep, int):
             raise UserError("must be a whole number from 1", field="keep", value=keep, remedy="such as 2")
         self._pipeline, self._dense = pipeline, pipeline.dense
-        self._tables = SavedTables(pipeline.engine)
-        self._checkpoints = Checkpoints(
-            given_path(folder, "folder"), keep=keep, peers=Peers.of_topology(pipeline.topology)
+        self._tables = TableCheckpointer(pipeline.engine)
+        self._checkpoints = CheckpointManager(
+            given_path(folder, "folder"), keep=keep, peers=CheckpointGroup.of_topology(pipeline.topology)
         )
         self._course = secrets.token_hex(8)
 
@@ -70,7 +70,7 @@ class PipelineCheckpoints:
         told = _as_json(state or {}, "state")
         topology, number = pipeline.topology, pipeline.number
         tables = {name: to_plain(table) for name, table in engine.tables.items()}
-        content = Content(
+        content = RankCheckpoint(
             tensors=self._tensors(),
             state={
                 _OURS: {"tables": tables, "optimizer": self._dense.settings()},
@@ -106,11 +106,11 @@ class PipelineCheckpoints:
         state: dict[str, Any] = restored.state[_THEIRS]
         return state
 
-    def _take(self, restored: Restored) -> None:
+    def _take(self, restored: LoadedCheckpoint) -> None:
         self._check(restored)
         self._tables.take(restored)
 
-    def _check(self, restored: Restored) -> None:
+    def _check(self, restored: LoadedCheckpoint) -> None:
         """Refuse what is of another model, before anything is changed."""
         where = str(restored.path)
         if _OURS not in restored.state:

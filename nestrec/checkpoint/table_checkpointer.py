@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nestrec.checkpoint import Chunk, Restored
+from nestrec.checkpoint import Chunk, LoadedCheckpoint
 from nestrec.embedding import EmbeddingEngine
-from nestrec.embedding.table_snapshot import FrozenTable
+from nestrec.embedding.table_snapshot import TableSnapshot
 
 WAITING = "/waiting"
 """Ends the name under which a checkpoint keeps the keys of a table that wait for admission."""
@@ -20,7 +20,7 @@ AHEAD = "/read-ahead"
 """Under TABLE, this, a step and a replica, a checkpoint keeps the vectors that the batch of that step has read."""
 
 
-class SavedTables:
+class TableCheckpointer:
     """Gives the tables of one rank to checkpoints and takes them back, on any number of ranks."""
 
     def __init__(self, engine: EmbeddingEngine):
@@ -30,7 +30,7 @@ class SavedTables:
             name: {} for name, table in engine.tables.items() if table.store.admission_count > 1
         }
         """Table to step to the keys that its checkpoint holds as waiting."""
-        self._frozen: list[FrozenTable] = []
+        self._frozen: list[TableSnapshot] = []
         self._built_on: int | None = None
         self._held_from: int | None = None
 
@@ -93,7 +93,7 @@ class SavedTables:
         for name in self._engine.tables if needed else ():
             self._engine.drop_eviction_log(name, min(needed))
 
-    def take(self, restored: Restored) -> None:
+    def take(self, restored: LoadedCheckpoint) -> None:
         """Take back what a checkpoint holds for this shard; nothing else remains. Local; then `settle`."""
         for name in self._engine.tables:
             self._engine.clear(name)
@@ -112,7 +112,7 @@ class SavedTables:
         for name in self._engine.tables:
             self._engine.divide_room(name)
 
-    def _load_ahead(self, restored: Restored) -> None:
+    def _load_ahead(self, restored: LoadedCheckpoint) -> None:
         self._engine.reads_ahead.forget()
         for step in itertools.count(restored.step + 1):
             saved = [name for name in self._engine.tables if self._ahead(name, step) in restored.tables]

@@ -16,7 +16,7 @@ import typer.main
 from typer.core import TyperCommand, TyperGroup
 
 from nestrec.base.errors import UserError
-from nestrec.base.plugins import Seam
+from nestrec.base.plugins import PluginRegistry
 
 
 class _PlainFlags:
@@ -59,7 +59,9 @@ class ExternalCommand:
     """Maps the words after the command's name to its config and the words that are left, for `nestrec options`."""
 
 
-EXTERNAL_COMMANDS: Seam[ExternalCommand] = Seam("nestrec.commands", "command", {}, of=ExternalCommand)
+EXTERNAL_COMMANDS: PluginRegistry[ExternalCommand] = PluginRegistry(
+    "nestrec.commands", "command", {}, of=ExternalCommand
+)
 PASSED_ON_WHOLE = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 """Context settings of a command that passes all its arguments on, `--help` included."""
 _PACKAGES = {"bench": "nestrec-bench", "replay": "nestrec-bench"}

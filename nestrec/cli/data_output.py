@@ -4,7 +4,7 @@ from pathlib import Path
 
 from nestrec.base.config_values import iso_moment
 from nestrec.data.dataset import Dataset
-from nestrec.data.dataset_card import Card
+from nestrec.data.dataset_card import DatasetCard
 from nestrec.data.prepare.parse import UNIT_NAMES
 from nestrec.data.prepare.prepare_options import LogColumns
 from nestrec.report.console_tables import print_rows
@@ -14,7 +14,7 @@ _EARLY_MS = 315_532_800_000
 """1980, before which no log was kept that anybody trains on."""
 
 
-def show_card(card: Card, folder: Path) -> None:
+def show_card(card: DatasetCard, folder: Path) -> None:
     """Print what was read and kept: counts, features, what was set aside."""
     counts = card.counts
     kept = f"{counts.users:,} users, {counts.items:,} items, {counts.events:,} events"
@@ -52,7 +52,7 @@ def show_task(folder: Path) -> None:
         print(f"nestrec train auto --data.folder {folder} chooses {choice}")
 
 
-def show_inferred(asked: object, card: Card) -> None:
+def show_inferred(asked: object, card: DatasetCard) -> None:
     """Print the unit of times if it was inferred. asked: the options of `prepare`."""
     log = getattr(asked, "log", None)
     if isinstance(log, LogColumns) and log.time is not None and log.time_unit == "auto":

@@ -17,7 +17,7 @@ CONFIGS = {
     "export": "nestrec.exporters.servable_writer:ExportConfig",
     "follow": "nestrec.training.stream_trainer:StreamConfig",
     "serve": "nestrec.serving.http.serve_config:ServeConfig",
-    "key": "nestrec.serving.security.auth:KeyOptions",
+    "key": "nestrec.serving.security.auth:ApiKeyOptions",
     "publish": "nestrec.exporters.version_publisher:PublishRunConfig",
     "recommend": "nestrec.inference.batch_inference:BatchJobConfig",
 }

@@ -22,7 +22,7 @@ from nestrec.inference.recommender import load
 from nestrec.planning.cluster_config import ClusterConfig, load_cluster, this_machine
 from nestrec.planning.hardware_profile import Profile
 from nestrec.planning.plan import Plan, launch_command, lost_rows, make_plan, plan_rows
-from nestrec.planning.plan_constraints import Given, check_fits, given_by, largest_of
+from nestrec.planning.plan_constraints import PlanConstraints, check_fits, given_by, largest_of
 from nestrec.planning.recipe_workload import workload_of
 from nestrec.planning.tier_memory import options_of, placements_of
 from nestrec.report import print_rows
@@ -38,7 +38,7 @@ MOST_LOST = 40
 
 def plan_run(
     cfg: RunConfig, recipe: str, cluster: ClusterConfig, overrides: Mapping[str, str], *, most: int, explains: bool
-) -> tuple[Plan, Given, list[dict[str, Any]]]:
+) -> tuple[Plan, PlanConstraints, list[dict[str, Any]]]:
     """Search, and print the best few; the plan, what was held fixed, and rows. recipe: as it was asked for.
     overrides: what it was changed by."""
     given = given_by(cfg, overrides, workload_of(cfg), cluster, store_option(cfg.task))

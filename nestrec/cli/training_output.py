@@ -20,7 +20,7 @@ from nestrec.base.cuda import chosen_device
 from nestrec.base.errors import UserError, did_you_mean
 from nestrec.data.samples.split import Part
 from nestrec.distributed import Topology
-from nestrec.distributed.topology import RanksConfig
+from nestrec.distributed.topology import ParallelConfig
 from nestrec.exporters.version_publisher import open_publishing
 from nestrec.inference.batch_inference import BatchJobConfig, BatchRecommender
 from nestrec.inference.recommender import load
@@ -29,13 +29,13 @@ from nestrec.report.console_tables import print_rows
 from nestrec.report.formatting import OF_SLICES, duration, slice_rows, verdict_on
 from nestrec.report.run_records import best_evaluation, load_run
 from nestrec.tasks.task import Evaluation
-from nestrec.training.callbacks import Listener, Listeners
+from nestrec.training.callbacks import CallbackList, TrainingCallback
 from nestrec.training.recipes.auto_recipe import NAME as AUTO
-from nestrec.training.run_checkpointer import Interrupted
+from nestrec.training.run_checkpointer import RunInterruptedError
 from nestrec.training.run_config import RunConfig
 from nestrec.training.run_folder import RunFolder
 from nestrec.training.state import TrainState
-from nestrec.training.stream_trainer import StreamFollower, stream_config
+from nestrec.training.stream_trainer import StreamTrainer, stream_config
 from nestrec.training.trainer import Trainer
 
 _NAMES = ("output", "users", "data", "device", "what")
@@ -85,7 +85,7 @@ def train_run(cfg: RunConfig, folder: Path, start_from: Path | None = None) -> N
         for option, why in cfg.reasons.items():
             print(f"chose {option} = {why}")
     with contextlib.ExitStack() as shown:
-        listeners: list[Listener] = []
+        listeners: list[TrainingCallback] = []
         if topology.is_first:
             from nestrec.report.tensorboard_log import TensorBoardWriter
 
@@ -95,14 +95,14 @@ def train_run(cfg: RunConfig, folder: Path, start_from: Path | None = None) -> N
             cfg,
             folder,
             topology,
-            Listeners(listeners),
+            CallbackList(listeners),
             start_from=start_from,
             open_publishing=open_publishing,
         )
         began_s = time.perf_counter()
         try:
             trainer.train()
-        except Interrupted:
+        except RunInterruptedError:
             print(f"stopped at step {trainer.state.step}; the same command goes on from there", file=sys.stderr)
             sys.exit(errors.INTERRUPTED)
     trained_s = time.perf_counter() - began_s
@@ -159,24 +159,24 @@ def follow_run(source: str, folder: Path, overrides: dict[str, str]) -> None:
     options = stream_config(Path(cfg.data.folder), of_stream)
     topology = topology_of(cfg, cfg.ranks)
     with contextlib.ExitStack() as shown:
-        listeners: list[Listener] = []
+        listeners: list[TrainingCallback] = []
         if topology.is_first:
             from nestrec.report.tensorboard_log import TensorBoardWriter
 
             listeners.append(shown.enter_context(LiveProgress()))
             listeners.append(shown.enter_context(TensorBoardWriter(folder / "tensorboard")))
-        follower = StreamFollower(
+        follower = StreamTrainer(
             source,
             folder,
             topology,
             options,
             cfg=cfg,
-            listener=Listeners(listeners),
+            listener=CallbackList(listeners),
             open_publishing=open_publishing,
         )
         try:
             follower.follow()
-        except Interrupted:
+        except RunInterruptedError:
             state = follower.trainer.state
             print(f"stopped at step {state.step}; the same command goes on from there", file=sys.stderr)
             if follower.untrained:
@@ -193,7 +193,7 @@ def evaluate_run(folder: Path, part: Part, *, best: bool) -> None:
     """Measure a run and print it; the result of its best weights is also written into its folder, as by `train`."""
     run_folder = RunFolder(folder)
     cfg = run_folder.config()
-    topology = topology_of(cfg, RanksConfig())  # to read tables, one group of any number of ranks will do
+    topology = topology_of(cfg, ParallelConfig())  # to read tables, one group of any number of ranks will do
     with contextlib.ExitStack() as held:
         held.enter_context(progress_for(f"measure {folder}"))
         with run_folder.naming_config():

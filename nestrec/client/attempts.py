@@ -8,7 +8,7 @@ _COMES_BACK = (429, 503)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 
 
-class AskError(Exception):
+class RequestError(Exception):
     """The server does not answer as asked: what is wrong with the request, or with the server."""
 
     def __init__(self, message: str, *, status: int = 0, field: str = "", remedy: str = ""):
@@ -19,7 +19,7 @@ class AskError(Exception):
         self.remedy = remedy
 
 
-class BusyError(AskError):
+class ServerBusyError(RequestError):
     """No answer before the deadline: the server refuses for now, or is not reached. Later it may."""
 
     def __init__(self, message: str, *, status: int = 0, retry_after_s: float | None = None):
@@ -28,7 +28,7 @@ class BusyError(AskError):
         self.retry_after_s = retry_after_s
 
 
-class Attempts:
+class RetryState:
     """Of one request. What is sent, and how one waits, is the business of whoever uses it."""
 
     def __init__(self, deadline_s: float, *, is_repeatable: bool, now_s: Callable[[], float]):
@@ -38,10 +38,10 @@ class Attempts:
         self._pause_s = _FIRST_PAUSE_S
 
     def left_s(self) -> float:
-        """Until the deadline; `BusyError` where it has passed."""
+        """Until the deadline; `ServerBusyError` where it has passed."""
         left_s = self._end_s - self._now_s()
         if left_s <= 0:
-            raise BusyError("the deadline has passed")
+            raise ServerBusyError("the deadline has passed")
         return left_s
 
     def answered(self, status: int, headers: Mapping[str, str], body: Any) -> float | None:
@@ -52,10 +52,10 @@ class Attempts:
         message = problem.get("message") or f"the server answers with status {status}"
         if status not in _COMES_BACK:
             field, remedy = problem.get("field", ""), problem.get("remedy", "")
-            raise AskError(message, status=status, field=field, remedy=remedy)
+            raise RequestError(message, status=status, field=field, remedy=remedy)
         after = headers.get("retry-after", "")
         retry_after_s = float(after) if after.isdigit() else None
-        busy = BusyError(message, status=status, retry_after_s=retry_after_s)
+        busy = ServerBusyError(message, status=status, retry_after_s=retry_after_s)
         # 429 says that nothing was begun; after 503 nobody may know.
         if not self._is_repeatable and status != 429:
             raise busy
@@ -63,12 +63,12 @@ class Attempts:
 
     def failed(self, error: Exception, *, was_sent: bool) -> float:
         """Seconds to wait after an attempt without an answer. was_sent: the server may have got it."""
-        busy = BusyError(f"the server is not reached: {error}")
+        busy = ServerBusyError(f"the server is not reached: {error}")
         if was_sent and not self._is_repeatable:
             raise busy from error
         return self._waited(None, busy)
 
-    def _waited(self, asked_s: float | None, busy: BusyError) -> float:
+    def _waited(self, asked_s: float | None, busy: ServerBusyError) -> float:
         """As long as the server asks for; else ever longer, and not all clients at one moment."""
         wait_s = asked_s
         if wait_s is None:

@@ -14,8 +14,14 @@ from urllib.parse import quote
 
 import httpx
 
-from nestrec.client.attempts import Attempts, BusyError
-from nestrec.serving.inputs.responses import EventsAnswer, ModelsAnswer, PreinferAnswer, RankAnswer, RecommendAnswer
+from nestrec.client.attempts import RetryState, ServerBusyError
+from nestrec.serving.inputs.responses import (
+    EventsResponse,
+    ModelsResponse,
+    PreinferResponse,
+    RankResponse,
+    RecommendResponse,
+)
 
 Id = str | int
 Category = str | int | float | bool | None
@@ -42,7 +48,7 @@ class UserHistory(TypedDict, total=False):
 
 
 @dataclass(frozen=True, slots=True)
-class ServerQuestion:
+class ClientRequest:
     """One request."""
 
     method: str
@@ -87,21 +93,21 @@ def history_of(
     return cast(UserHistory, columns)
 
 
-def asked(path: str, user: Id, **fields: Any) -> ServerQuestion:
+def asked(path: str, user: Id, **fields: Any) -> ClientRequest:
     """Something that the server computes."""
-    return ServerQuestion("POST", path, user, {"user": user, **fields}, has_deadline=True)
+    return ClientRequest("POST", path, user, {"user": user, **fields}, has_deadline=True)
 
 
-def told(user: Id, history: UserHistory | None, *, at_least_once: bool) -> ServerQuestion:
+def told(user: Id, history: UserHistory | None, *, at_least_once: bool) -> ClientRequest:
     """Events to be kept."""
     if history is None:
         raise TypeError("give the events, such as items=['12', '7'], times_ms=[1642271351894, 1642271387634]")
-    return ServerQuestion("POST", "/v1/events", user, {"user": user, "history": history}, is_repeatable=at_least_once)
+    return ClientRequest("POST", "/v1/events", user, {"user": user, "history": history}, is_repeatable=at_least_once)
 
 
-def forgotten(user: Id, what: str) -> ServerQuestion:
+def forgotten(user: Id, what: str) -> ClientRequest:
     """Events or prefixes of a user."""
-    return ServerQuestion("DELETE", f"/v1/users/{quote(str(user), safe='')}/{what}", user)
+    return ClientRequest("DELETE", f"/v1/users/{quote(str(user), safe='')}/{what}", user)
 
 
 class Client:
@@ -136,7 +142,7 @@ class Client:
         num_candidates: int | None = None,
         events: int | None = None,
         deadline_s: float | None = None,
-    ) -> PreinferAnswer:
+    ) -> PreinferResponse:
         """Announce a ranking request of this user, so that the server can compute the history ahead.
 
         items, times_ms, actions and features: as in `recommend`."""
@@ -151,7 +157,7 @@ class Client:
             num_candidates=num_candidates,
             events=events,
         )
-        return cast(PreinferAnswer, self._answer(question, deadline_s))
+        return cast(PreinferResponse, self._answer(question, deadline_s))
 
     def rank(
         self,
@@ -170,7 +176,7 @@ class Client:
         now_ms: int | None = None,
         unknown: Unknown | None = None,
         deadline_s: float | None = None,
-    ) -> RankAnswer:
+    ) -> RankResponse:
         """Return scores of candidates, in their order.
 
         items, times_ms, actions and features: as in `recommend`."""
@@ -186,7 +192,7 @@ class Client:
             now_ms=now_ms,
             unknown=unknown,
         )
-        return cast(RankAnswer, self._answer(question, deadline_s))
+        return cast(RankResponse, self._answer(question, deadline_s))
 
     def recommend(
         self,
@@ -208,7 +214,7 @@ class Client:
         now_ms: int | None = None,
         unknown: Unknown | None = None,
         deadline_s: float | None = None,
-    ) -> RecommendAnswer:
+    ) -> RecommendResponse:
         """Return the best items of the catalog, best first.
 
         items, times_ms, actions and features: the user's history, oldest event first, with one value per event;
@@ -228,7 +234,7 @@ class Client:
             now_ms=now_ms,
             unknown=unknown,
         )
-        return cast(RecommendAnswer, self._answer(question, deadline_s))
+        return cast(RecommendResponse, self._answer(question, deadline_s))
 
     def events(
         self,
@@ -241,11 +247,11 @@ class Client:
         features: Mapping[str, Sequence[Value]] | None = None,
         at_least_once: bool = False,
         deadline_s: float | None = None,
-    ) -> EventsAnswer:
+    ) -> EventsResponse:
         """Events for the server to keep. at_least_once: also sent again where nobody knows whether they were kept, in
         which case they may be there twice; else that is an error."""
         given = history_of(history, items, times_ms, actions, features)
-        return cast(EventsAnswer, self._answer(told(user, given, at_least_once=at_least_once), deadline_s))
+        return cast(EventsResponse, self._answer(told(user, given, at_least_once=at_least_once), deadline_s))
 
     def forget_events(self, id: Id, *, deadline_s: float | None = None) -> None:
         """Erase the events that are kept of a user, everywhere."""
@@ -255,9 +261,9 @@ class Client:
         """Drop the prefixes that were computed for a user, everywhere."""
         self._answer(forgotten(id, "cache"), deadline_s)
 
-    def models(self, *, deadline_s: float | None = None) -> ModelsAnswer:
+    def models(self, *, deadline_s: float | None = None) -> ModelsResponse:
         """What the models read and give."""
-        return cast(ModelsAnswer, self._answer(ServerQuestion("GET", "/v1/models"), deadline_s))
+        return cast(ModelsResponse, self._answer(ClientRequest("GET", "/v1/models"), deadline_s))
 
     def close(self) -> None:
         """End the connections that are kept."""
@@ -271,9 +277,9 @@ class Client:
     ) -> None:
         self.close()
 
-    def _answer(self, question: ServerQuestion, deadline_s: float | None) -> Any:
+    def _answer(self, question: ClientRequest, deadline_s: float | None) -> Any:
         deadline_s = self._deadline_s if deadline_s is None else deadline_s
-        attempts = Attempts(deadline_s, is_repeatable=question.is_repeatable, now_s=time.monotonic)
+        attempts = RetryState(deadline_s, is_repeatable=question.is_repeatable, now_s=time.monotonic)
         while True:
             left_s = attempts.left_s()
             try:
@@ -285,7 +291,7 @@ class Client:
                     timeout=left_s,
                 )
             except httpx.TimeoutException as error:
-                raise BusyError("the deadline has passed") from error
+                raise ServerBusyError("the deadline has passed") from error
             except httpx.TransportError as error:
                 wait_s = attempts.failed(error, was_sent=not isinstance(error, httpx.ConnectError))
             else:
@@ -334,7 +340,7 @@ class AsyncClient:
         num_candidates: int | None = None,
         events: int | None = None,
         deadline_s: float | None = None,
-    ) -> PreinferAnswer:
+    ) -> PreinferResponse:
         """Announce a ranking request of this user, so that the server can compute the history ahead.
 
         items, times_ms, actions and features: as in `recommend`."""
@@ -349,7 +355,7 @@ class AsyncClient:
             num_candidates=num_candidates,
             events=events,
         )
-        return cast(PreinferAnswer, await self._answer(question, deadline_s))
+        return cast(PreinferResponse, await self._answer(question, deadline_s))
 
     async def rank(
         self,
@@ -368,7 +374,7 @@ class AsyncClient:
         now_ms: int | None = None,
         unknown: Unknown | None = None,
         deadline_s: float | None = None,
-    ) -> RankAnswer:
+    ) -> RankResponse:
         """Return scores of candidates, in their order.
 
         items, times_ms, actions and features: as in `recommend`."""
@@ -384,7 +390,7 @@ class AsyncClient:
             now_ms=now_ms,
             unknown=unknown,
         )
-        return cast(RankAnswer, await self._answer(question, deadline_s))
+        return cast(RankResponse, await self._answer(question, deadline_s))
 
     async def recommend(
         self,
@@ -406,7 +412,7 @@ class AsyncClient:
         now_ms: int | None = None,
         unknown: Unknown | None = None,
         deadline_s: float | None = None,
-    ) -> RecommendAnswer:
+    ) -> RecommendResponse:
         """Return the best items of the catalog, best first.
 
         items, times_ms, actions and features: the user's history, oldest event first, with one value per event;
@@ -426,7 +432,7 @@ class AsyncClient:
             now_ms=now_ms,
             unknown=unknown,
         )
-        return cast(RecommendAnswer, await self._answer(question, deadline_s))
+        return cast(RecommendResponse, await self._answer(question, deadline_s))
 
     async def events(
         self,
@@ -439,11 +445,11 @@ class AsyncClient:
         features: Mapping[str, Sequence[Value]] | None = None,
         at_least_once: bool = False,
         deadline_s: float | None = None,
-    ) -> EventsAnswer:
+    ) -> EventsResponse:
         """Events for the server to keep. at_least_once: also sent again where nobody knows whether they were kept, in
         which case they may be there twice; else that is an error."""
         given = history_of(history, items, times_ms, actions, features)
-        return cast(EventsAnswer, await self._answer(told(user, given, at_least_once=at_least_once), deadline_s))
+        return cast(EventsResponse, await self._answer(told(user, given, at_least_once=at_least_once), deadline_s))
 
     async def forget_events(self, id: Id, *, deadline_s: float | None = None) -> None:
         """Erase the events that are kept of a user, everywhere."""
@@ -453,9 +459,9 @@ class AsyncClient:
         """Drop the prefixes that were computed for a user, everywhere."""
         await self._answer(forgotten(id, "cache"), deadline_s)
 
-    async def models(self, *, deadline_s: float | None = None) -> ModelsAnswer:
+    async def models(self, *, deadline_s: float | None = None) -> ModelsResponse:
         """What the models read and give."""
-        return cast(ModelsAnswer, await self._answer(ServerQuestion("GET", "/v1/models"), deadline_s))
+        return cast(ModelsResponse, await self._answer(ClientRequest("GET", "/v1/models"), deadline_s))
 
     async def aclose(self) -> None:
         """End the connections that are kept."""
@@ -469,9 +475,9 @@ class AsyncClient:
     ) -> None:
         await self.aclose()
 
-    async def _answer(self, question: ServerQuestion, deadline_s: float | None) -> Any:
+    async def _answer(self, question: ClientRequest, deadline_s: float | None) -> Any:
         deadline_s = self._deadline_s if deadline_s is None else deadline_s
-        attempts = Attempts(deadline_s, is_repeatable=question.is_repeatable, now_s=time.monotonic)
+        attempts = RetryState(deadline_s, is_repeatable=question.is_repeatable, now_s=time.monotonic)
         while True:
             left_s = attempts.left_s()
             try:
@@ -483,7 +489,7 @@ class AsyncClient:
                     timeout=left_s,
                 )
             except httpx.TimeoutException as error:
-                raise BusyError("the deadline has passed") from error
+                raise ServerBusyError("the deadline has passed") from error
             except httpx.TransportError as error:
                 wait_s = attempts.failed(error, was_sent=not isinstance(error, httpx.ConnectError))
             else:

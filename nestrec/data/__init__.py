@@ -1,6 +1,6 @@
 """Datasets on disk: schema, preparation from logs, reading, order, batches, synthetic logs."""
 
-from nestrec.data.dataset import Dataset, Rows
-from nestrec.data.dataset_card import Card
+from nestrec.data.dataset import Dataset, DatasetRows
+from nestrec.data.dataset_card import DatasetCard
 
-__all__ = ["Card", "Dataset", "Rows"]
+__all__ = ["Dataset", "DatasetCard", "DatasetRows"]

@@ -1,4 +1,5 @@
-"""The threads behind `Batches`: several read and assemble, in any order; one trades samples, in the order of the steps.
+"""The threads behind `BatchLoader`: several read and assemble, in any order; one trades samples, in the order of the
+steps.
 
     read (pool) -> trade (one thread, in order) -> assemble (pool)
 
@@ -31,9 +32,9 @@ from numpy.typing import NDArray
 from nestrec.base.config import config
 from nestrec.base.config_values import Count, Natural
 from nestrec.base.errors import UserError
-from nestrec.data.batch_order import Dealer, GlobalBatches, Position, Share
-from nestrec.data.dataset import Rows
-from nestrec.ops.context_parallel.token_partition import TokenParts
+from nestrec.data.batch_order import BatchPosition, GlobalBatchSampler, RankSamples, SamplePartitioner
+from nestrec.data.dataset import DatasetRows
+from nestrec.ops.context_parallel.token_partition import TokenPartition
 
 BatchT = TypeVar("BatchT")
 
@@ -42,24 +43,24 @@ BatchT = TypeVar("BatchT")
 class UnfinishedBatch:
     """A batch that is being made."""
 
-    position: Position
+    position: BatchPosition
     samples: NDArray[np.int64]
     """of the global batch"""
     tokens: NDArray[np.int64]
     """of these samples"""
-    share: Share
+    share: RankSamples
     """what this rank holds of it now"""
-    rows: Rows
+    rows: DatasetRows
     """the stored rows of the share"""
 
 
-class BatchThreads(Generic[BatchT]):
+class BatchWorkers(Generic[BatchT]):
     """Makes batches in the background while its block lasts."""
 
     def __init__(
         self,
         workers: int,
-        read: Callable[[Position], UnfinishedBatch],
+        read: Callable[[BatchPosition], UnfinishedBatch],
         trade: Callable[[UnfinishedBatch], UnfinishedBatch] | None,
         finish: Callable[[UnfinishedBatch], BatchT],
     ):
@@ -79,7 +80,7 @@ class BatchThreads(Generic[BatchT]):
         self._trader.shutdown(wait=True)
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def submit(self, position: Position) -> Callable[[], BatchT]:
+    def submit(self, position: BatchPosition) -> Callable[[], BatchT]:
         """Start to make a batch; the function returned waits for it."""
         if self._trade is None:
             return self._pool.submit(lambda: self._finish(self._read(position))).result
@@ -151,7 +152,7 @@ class MicroBatch:
     """tokens that the model computes"""
     others: Mapping[str, Any] = field(default_factory=dict)
     """what a model of a user's own is given as it is"""
-    parts: TokenParts | None = None
+    parts: TokenPartition | None = None
     """where it holds a part of the tokens of its samples: how they are divided (nestrec.data.batch_loader)"""
 
 
@@ -159,7 +160,7 @@ class MicroBatch:
 class Batch:
     """A rank's part of the global batch of one step."""
 
-    position: Position
+    position: BatchPosition
     weight: float
     """weight of the *global* batch, by which the sum of losses is divided"""
     global_samples: NDArray[np.int64]
@@ -177,7 +178,7 @@ Cluster = Callable[[KeysOfSamples, NDArray[np.float64], int], list[NDArray[np.in
 """(keys, cost of each sample, number of micro-batches) to the samples of each; every sample exactly once."""
 
 
-class Assembler(ABC):
+class Collator(ABC):
     """Makes micro-batches out of sample numbers; one subclass a task. Pure: no state between calls."""
 
     weights: NDArray[np.float64]
@@ -198,19 +199,19 @@ class Assembler(ABC):
         return float(self.weights[samples].sum())
 
     @abstractmethod
-    def read(self, samples: NDArray[np.int64]) -> Rows:
+    def read(self, samples: NDArray[np.int64]) -> DatasetRows:
         """The stored rows of these samples."""
 
-    def sample_keys(self, samples: NDArray[np.int64], rows: Rows, epoch: int) -> KeysOfSamples | None:
+    def sample_keys(self, samples: NDArray[np.int64], rows: DatasetRows, epoch: int) -> KeysOfSamples | None:
         """Keys that these samples look up, as far as they could share them; none where a task does not tell."""
         return None
 
     @abstractmethod
-    def assemble(self, samples: NDArray[np.int64], rows: Rows, epoch: int) -> MicroBatch:
+    def assemble(self, samples: NDArray[np.int64], rows: DatasetRows, epoch: int) -> MicroBatch:
         """The arrays of these samples, out of their rows, wherever those were read."""
 
 
-class Making:
+class LoaderStats:
     """How long the threads that make batches have worked on them."""
 
     def __init__(self) -> None:
@@ -232,20 +233,20 @@ class Making:
         return found
 
 
-class Batches:
+class BatchLoader:
     """The batches of one rank, made ahead by background threads, delivered in order."""
 
     def __init__(
         self,
-        assembler: Assembler,
+        assembler: Collator,
         cfg: BatchConfig,
         *,
         seed: int,
         rank: int = 0,
         world: int = 1,
-        dealer: Dealer | None = None,
+        dealer: SamplePartitioner | None = None,
         cluster: Cluster | None = None,
-        num_micro_batches_at: Callable[[Position], int] | None = None,
+        num_micro_batches_at: Callable[[BatchPosition], int] | None = None,
     ):
         """dealer: which rank computes what; by default near equal counts in the order of the batch.
 
@@ -255,9 +256,9 @@ class Batches:
         self._assembler, self._cfg, self._cluster = assembler, cfg, cluster
         fixed = 1 if cfg.micro_batches == "auto" else cfg.micro_batches
         self._num_micro_batches_at = num_micro_batches_at or (lambda position: fixed)
-        self._dealer = dealer or Dealer(rank, world)
-        self.making = Making()
-        self.order = GlobalBatches(
+        self._dealer = dealer or SamplePartitioner(rank, world)
+        self.making = LoaderStats()
+        self.order = GlobalBatchSampler(
             assembler.tokens,
             seed=seed,
             batch_samples=cfg.batch_samples,
@@ -266,12 +267,12 @@ class Batches:
             window_bounds=assembler.window_bounds,
         )
 
-    def build(self, position: Position) -> Batch:
+    def build(self, position: BatchPosition) -> Batch:
         """The slow twin of `starting_at`: one batch, made now. Collective where the dealer trades."""
         return self._assemble(self._trade(self._read(position)))
 
     def starting_at(
-        self, position: Position, transform: Callable[[Batch], Batch] | None = None
+        self, position: BatchPosition, transform: Callable[[Batch], Batch] | None = None
     ) -> Generator[Batch, None, None]:
         """Endless batches from `position` on; at most `prefetch` are made ahead.
 
@@ -282,7 +283,7 @@ class Batches:
             batch = self._assemble(stage)
             return transform(batch) if transform else batch
 
-        with BatchThreads(self._cfg.workers, self._read, self._trade if self._dealer.trades else None, finish) as made:
+        with BatchWorkers(self._cfg.workers, self._read, self._trade if self._dealer.trades else None, finish) as made:
             ahead: deque[Callable[[], Batch]] = deque()
             while True:
                 while len(ahead) <= self._cfg.prefetch:
@@ -290,7 +291,7 @@ class Batches:
                     position = self.order.after(position)
                 yield ahead.popleft()()
 
-    def _read(self, position: Position) -> UnfinishedBatch:
+    def _read(self, position: BatchPosition) -> UnfinishedBatch:
         with self.making.of():
             samples = self.order.samples(position)
             tokens = self._assembler.tokens_in(samples, position.epoch)
@@ -340,7 +341,7 @@ _OFFSETS = "offsets"
 def part_of(batch: MicroBatch, part: int, size: int, *, shared: Collection[str] = SHARED) -> MicroBatch:
     """What part `part` of `size` holds of a micro-batch. Keys and tensors have a row for each token, but for the
     offsets of its sequences and what is named as shared."""
-    parts = TokenParts(np.diff(batch.tensors[_OFFSETS].numpy()), size)
+    parts = TokenPartition(np.diff(batch.tensors[_OFFSETS].numpy()), size)
     places = parts.places(part)
     at = torch.from_numpy(places)
     counts = {name: len(x) for name, x in batch.keys.items()} | {name: len(x) for name, x in batch.tensors.items()}
@@ -358,10 +359,10 @@ def part_of(batch: MicroBatch, part: int, size: int, *, shared: Collection[str] 
     )
 
 
-class PartAssembler(Assembler):
+class ContextParallelCollator(Collator):
     """Assembles parts of samples; how many tokens they have, and what they weigh, is told of whole ones."""
 
-    def __init__(self, whole: Assembler, part: int, size: int) -> None:
+    def __init__(self, whole: Collator, part: int, size: int) -> None:
         self._whole, self._part, self._size = whole, part, size
         self.weights, self.tokens = whole.weights, whole.tokens
         self.shuffle_block, self.window_bounds = whole.shuffle_block, whole.window_bounds
@@ -372,11 +373,11 @@ class PartAssembler(Assembler):
     def weight(self, samples: NDArray[np.int64], epoch: int) -> float:
         return self._whole.weight(samples, epoch)
 
-    def read(self, samples: NDArray[np.int64]) -> Rows:
+    def read(self, samples: NDArray[np.int64]) -> DatasetRows:
         return self._whole.read(samples)
 
-    def sample_keys(self, samples: NDArray[np.int64], rows: Rows, epoch: int) -> KeysOfSamples | None:
+    def sample_keys(self, samples: NDArray[np.int64], rows: DatasetRows, epoch: int) -> KeysOfSamples | None:
         return self._whole.sample_keys(samples, rows, epoch)
 
-    def assemble(self, samples: NDArray[np.int64], rows: Rows, epoch: int) -> MicroBatch:
+    def assemble(self, samples: NDArray[np.int64], rows: DatasetRows, epoch: int) -> MicroBatch:
         return part_of(self._whole.assemble(samples, rows, epoch), self._part, self._size)

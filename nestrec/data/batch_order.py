@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nestrec.base.random import fold, fold_array
-from nestrec.data.dataset import Rows
+from nestrec.data.dataset import DatasetRows
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Position:
+class BatchPosition:
     """Where a run stands: the next step to take. Later positions are greater."""
 
     epoch: int = 0
@@ -42,7 +42,7 @@ def epoch_order(num_samples: int, seed: int, epoch: int, *, block_size: int | No
     return order
 
 
-class GlobalBatches:
+class GlobalBatchSampler:
     """Cuts each epoch's order into global batches, by number of samples or by number of tokens."""
 
     def __init__(
@@ -68,24 +68,24 @@ class GlobalBatches:
     def steps_in_epoch(self, epoch: int) -> int:
         return len(self._epoch(epoch)[1]) - 1
 
-    def samples(self, position: Position) -> NDArray[np.int64]:
+    def samples(self, position: BatchPosition) -> NDArray[np.int64]:
         """Sample numbers of the global batch, in the order of the epoch."""
         order, cuts = self._epoch(position.epoch)
         return order[cuts[position.step] : cuts[position.step + 1]]
 
-    def after(self, position: Position) -> Position:
+    def after(self, position: BatchPosition) -> BatchPosition:
         """The position that follows; an epoch's last batch may be short but is never dropped."""
         if position.step + 1 < self.steps_in_epoch(position.epoch):
-            return Position(position.epoch, position.step + 1)
-        return Position(position.epoch + 1, 0)
+            return BatchPosition(position.epoch, position.step + 1)
+        return BatchPosition(position.epoch + 1, 0)
 
-    def window_of(self, position: Position) -> int:
+    def window_of(self, position: BatchPosition) -> int:
         """The window of a batch, from 0 in every epoch; windows without samples have no batch."""
         assert self._window_bounds is not None
         first = self._epoch(position.epoch)[1][position.step]
         return int(np.searchsorted(self._window_bounds, first, side="right")) - 1
 
-    def ends_window(self, position: Position) -> bool:
+    def ends_window(self, position: BatchPosition) -> bool:
         """Whether the batch is the last of its window; never where there are none."""
         if self._window_bounds is None:
             return False
@@ -127,7 +127,7 @@ def contiguous_shares(num_samples: int, num_shares: int) -> NDArray[np.int64]:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RankSamples:
     """Some samples of a global batch."""
 
     places: NDArray[np.int64]
@@ -136,7 +136,7 @@ class Share:
     """what is to be recorded of this dealing"""
 
 
-class Dealer:
+class SamplePartitioner:
     """Near equal counts in the order of the global batch: the baseline that balancing is compared with.
 
     A rank reads its share, may trade it against samples that other ranks have read, and cuts what it then has into
@@ -149,20 +149,22 @@ class Dealer:
     def __init__(self, rank: int, world: int):
         self._rank, self._world = rank, world
 
-    def share(self, position: Position, tokens: NDArray[np.int64]) -> Share:
+    def share(self, position: BatchPosition, tokens: NDArray[np.int64]) -> RankSamples:
         """What this rank reads, from the tokens of the samples of the global batch."""
-        return Share(contiguous(len(tokens), self._world)[self._rank])
+        return RankSamples(contiguous(len(tokens), self._world)[self._rank])
 
-    def trade(self, position: Position, share: Share, rows: Rows, tokens: NDArray[np.int64]) -> tuple[Share, Rows]:
+    def trade(
+        self, position: BatchPosition, share: RankSamples, rows: DatasetRows, tokens: NDArray[np.int64]
+    ) -> tuple[RankSamples, DatasetRows]:
         """What this rank computes, for what it has read."""
         return share, rows
 
-    def costs(self, position: Position, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+    def costs(self, position: BatchPosition, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
         """What the samples cost to compute."""
         return tokens.astype(np.float64)
 
     def micro_batches(
-        self, position: Position, tokens: NDArray[np.int64], num_micro_batches: int
+        self, position: BatchPosition, tokens: NDArray[np.int64], num_micro_batches: int
     ) -> list[NDArray[np.int64]]:
         """Parts of what this rank computes, from the tokens of its samples."""
         return contiguous(len(tokens), num_micro_batches)

@@ -15,12 +15,12 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from nestrec.base.errors import DataError, did_you_mean
-from nestrec.data.dataset_card import CARD_FILE, Card, Feature, describe_file
+from nestrec.data.dataset_card import CARD_FILE, DatasetCard, Feature, describe_file
 from nestrec.data.dataset_schema import ITEM_IDS, TIMESTAMPS_MS, USER_KEY
 from nestrec.data.event_layers import (
     EventLayer,
     LayerRows,
-    Merged,
+    MergedRows,
     RowGroup,
     RowGroupCache,
     damaged,
@@ -42,7 +42,7 @@ BLOCK_BYTES = 1 << 28
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class DatasetRows:
     """Some rows of a dataset, in the order they were asked for. The arrays belong to the caller."""
 
     indices: NDArray[np.int64]
@@ -56,7 +56,7 @@ class Rows:
     def num_rows(self) -> int:
         return int(self.indices.size)
 
-    def take(self, places: NDArray[np.int64]) -> "Rows":
+    def take(self, places: NDArray[np.int64]) -> "DatasetRows":
         """The rows at these places, in this order."""
         lists = {}
         for name, (values, offsets) in self.lists.items():
@@ -64,13 +64,13 @@ class Rows:
             out = np.empty(int(out_offsets[-1]), dtype=values.dtype)
             copy_segments(values, offsets, places, out, out_offsets, np.arange(places.size))
             lists[name] = (out, out_offsets)
-        return Rows(self.indices[places], {name: column[places] for name, column in self.scalars.items()}, lists)
+        return DatasetRows(self.indices[places], {name: column[places] for name, column in self.scalars.items()}, lists)
 
 
 class Dataset:
     """A prepared dataset. Reading is thread safe, so a background thread may fetch the rows of the next batches."""
 
-    def __init__(self, folder: Path, card: Card, layers: list[EventLayer], columns: list[str], cache_bytes: int):
+    def __init__(self, folder: Path, card: DatasetCard, layers: list[EventLayer], columns: list[str], cache_bytes: int):
         self.folder, self.card, self.columns = folder, card, columns
         self._layers, self._cache_bytes = layers, cache_bytes
         self._cache = self._cache_of(columns)
@@ -97,7 +97,7 @@ class Dataset:
         as it was before more was appended.
         """
         folder = Path(path)
-        card = Card.load(folder, generation)
+        card = DatasetCard.load(folder, generation)
         _check_kept(folder, card, generation)
         _check_files(folder, card)
         layers = [EventLayer(folder, card, entry, is_base=i == 0) for i, entry in enumerate(card.all_layers)]
@@ -131,7 +131,7 @@ class Dataset:
         """Row group of each row; a shuffle that stays inside blocks of row groups reads each of them once."""
         return np.searchsorted(self.row_group_bounds, indices, side="right").astype(np.int64) - 1
 
-    def rows(self, indices: NDArray[np.int64]) -> Rows:
+    def rows(self, indices: NDArray[np.int64]) -> DatasetRows:
         """The given rows; order and repeats are kept."""
         indices = np.asarray(indices, dtype=np.int64)
         if indices.size and (indices.min() < 0 or indices.max() >= self.num_samples):
@@ -140,7 +140,9 @@ class Dataset:
             return self._rows_of_layer(0, indices)
         merged = self._merged(indices)
         scalars = {name: values for name, values in merged.scalars.items() if name in self.columns}
-        return Rows(indices, scalars, {name: values for name, values in merged.lists.items() if name in self.columns})
+        return DatasetRows(
+            indices, scalars, {name: values for name, values in merged.lists.items() if name in self.columns}
+        )
 
     def newest_events(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """(users, places in their sequences, times) of the events that were appended last, by user and place."""
@@ -155,7 +157,7 @@ class Dataset:
         times = merged.lists[TIMESTAMPS_MS][0][chosen] if TIMESTAMPS_MS in merged.lists else np.zeros(chosen.size)
         return newest[row], chosen - offsets[row], times.astype(np.int64)
 
-    def _merged(self, indices: NDArray[np.int64]) -> Merged:
+    def _merged(self, indices: NDArray[np.int64]) -> MergedRows:
         found = []
         for number, layer in enumerate(self._layers):
             places, rows = layer.find(indices)
@@ -163,7 +165,7 @@ class Dataset:
             found.append(LayerRows(places, read.scalars, read.lists))
         return merge(found, indices, self._ragged)
 
-    def _rows_of_layer(self, number: int, indices: NDArray[np.int64]) -> Rows:
+    def _rows_of_layer(self, number: int, indices: NDArray[np.int64]) -> DatasetRows:
         bounds, first = self._layers[number].group_bounds, int(self._first_group[number])
         group_of = np.searchsorted(bounds, indices, side="right") - 1
         places = []
@@ -315,15 +317,15 @@ class Dataset:
         return lengths
 
 
-def _check_kept(folder: Path, card: Card, generation: int | None) -> None:
+def _check_kept(folder: Path, card: DatasetCard, generation: int | None) -> None:
     """Of an earlier generation the card may be gone, or the files that it names: newer ones are not damaged by that."""
     is_there = card.generation == generation and all((folder / entry.path).is_file() for entry in card.files)
-    if generation is not None and not is_there and generation != (newest := Card.load(folder).generation):
+    if generation is not None and not is_there and generation != (newest := DatasetCard.load(folder).generation):
         remedy = f"open a later one, up to {newest}; a run that stands there goes on by `nestrec train --from RUN`"
         raise DataError("is no generation that is kept", field="generation", value=generation, remedy=remedy)
 
 
-def _check_files(folder: Path, card: Card) -> None:
+def _check_files(folder: Path, card: DatasetCard) -> None:
     for entry in card.files:
         path = folder / entry.path
         if not path.is_file():
@@ -332,7 +334,9 @@ def _check_files(folder: Path, card: Card) -> None:
             raise damaged(path, ValueError(f"{path.stat().st_size} bytes, but the card says {entry.num_bytes}"))
 
 
-def _gather(indices: NDArray[np.int64], places: list[tuple[RowGroup, NDArray[np.int64], NDArray[np.int64]]]) -> Rows:
+def _gather(
+    indices: NDArray[np.int64], places: list[tuple[RowGroup, NDArray[np.int64], NDArray[np.int64]]]
+) -> DatasetRows:
     first = places[0][0]
     scalars = {}
     for name, column in first.scalars.items():
@@ -349,7 +353,7 @@ def _gather(indices: NDArray[np.int64], places: list[tuple[RowGroup, NDArray[np.
         for group, local, out_rows in places:
             copy_segments(*group.lists[name], local, out, out_offsets, out_rows)
         lists[name] = (out, out_offsets)
-    return Rows(indices, scalars, lists)
+    return DatasetRows(indices, scalars, lists)
 
 
 def _out_offsets(

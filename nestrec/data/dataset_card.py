@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from nestrec.base.config import config, dumps
 from nestrec.base.config_values import from_plain
-from nestrec.base.errors import DamagedError, DataError, UserError
+from nestrec.base.errors import CorruptFileError, DataError, UserError
 from nestrec.data.dataset_schema import COUNTS_SUFFIX, FORMAT_VERSION
 from nestrec.data.transform import Transform
 
@@ -66,7 +66,7 @@ class Feature:
 
 
 @config
-class Fit:
+class TransformFit:
     """What the parameters of transforms were learnt from: the events that train under either kind of split."""
 
     until_ms: int = 0
@@ -175,7 +175,7 @@ class Generation:
     number: int
     """0 as prepared; one more with each append."""
     digest: str
-    """Of the names and digests of its files; see `Card.digest_of_files`."""
+    """Of the names and digests of its files; see `DatasetCard.digest_of_files`."""
     events: int
     """Events that it has."""
     users: int
@@ -191,7 +191,7 @@ class Generation:
 
 
 @config
-class Card:
+class DatasetCard:
     """Everything that can be known of a dataset without reading its rows."""
 
     format_version: int = FORMAT_VERSION
@@ -224,7 +224,7 @@ class Card:
     """Columns `item_<name>` of the items table."""
     notes: tuple[str, ...] = ()
     """What a person should know of the input, such as ids that look like missing ones."""
-    fit: Fit = field(default_factory=Fit)
+    fit: TransformFit = field(default_factory=TransformFit)
     """What the parameters of transforms were learnt from."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """The options that the dataset was prepared with."""
@@ -248,7 +248,7 @@ class Card:
         named = sorted((file.path, file.sha256) for file in self.files)
         return hashlib.sha256(json.dumps(named).encode()).hexdigest()
 
-    def generation_of(self, earlier: "Card") -> Generation | None:
+    def generation_of(self, earlier: "DatasetCard") -> Generation | None:
         """The state of this dataset that another card describes; none where it is of another dataset."""
         digest = earlier.digest_of_files
         return next((generation for generation in self.generations if generation.digest == digest), None)
@@ -279,7 +279,7 @@ class Card:
         (folder / CARD_FILE).write_text(dumps(self) + "\n")
 
     @staticmethod
-    def load(folder: Path, generation: int | None = None) -> "Card":
+    def load(folder: Path, generation: int | None = None) -> "DatasetCard":
         """Read and check the card of a dataset's folder, as it is or as it was in an earlier generation."""
         path = folder / CARD_FILE
         if generation is not None and (kept := folder / card_of_generation(generation)).is_file():
@@ -302,7 +302,7 @@ class Card:
                 remedy="prepare it again",
             )
         try:
-            return from_plain(Card, plain if version > 1 else _from_version_1(plain))
+            return from_plain(DatasetCard, plain if version > 1 else _from_version_1(plain))
         except UserError as error:
             raise _damaged(path, str(error)) from error
 
@@ -332,8 +332,8 @@ def _from_version_1(plain: dict[str, Any]) -> dict[str, Any]:
     return {**plain, **owned}
 
 
-def _damaged(path: Path, problem: str) -> DamagedError:
-    return DamagedError(problem, field="card", value=str(path), remedy="prepare the dataset again")
+def _damaged(path: Path, problem: str) -> CorruptFileError:
+    return CorruptFileError(problem, field="card", value=str(path), remedy="prepare the dataset again")
 
 
 def length_statistics(lengths: NDArray[Any]) -> LengthStatistics:

@@ -21,8 +21,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from nestrec.base.errors import DamagedError
-from nestrec.data.dataset_card import Card, Feature, LayerEntry
+from nestrec.base.errors import CorruptFileError
+from nestrec.data.dataset_card import DatasetCard, Feature, LayerEntry
 from nestrec.data.dataset_schema import ACTIONS, COUNTS_SUFFIX, EVENT_PREFIX, ITEM_IDS, LENGTH, TIMESTAMPS_MS, USER_ID
 from nestrec.data.flat_arrays import copy_segments, offsets_of_lengths, order_events
 
@@ -161,9 +161,9 @@ class RowGroupCache:
         future.set_result(loaded)
 
 
-def damaged(path: Path, error: Exception) -> DamagedError:
+def damaged(path: Path, error: Exception) -> CorruptFileError:
     """The error for a file of a dataset that is missing or cannot be read."""
-    return DamagedError(
+    return CorruptFileError(
         f"cannot be read: {error}", field="dataset file", value=str(path), remedy="prepare the dataset again"
     )
 
@@ -201,7 +201,7 @@ _PART = re.compile(r"users/part-\d+\.parquet")
 class EventLayer:
     """The files of one layer, their footers read once."""
 
-    def __init__(self, folder: Path, card: Card, entry: LayerEntry, *, is_base: bool):
+    def __init__(self, folder: Path, card: DatasetCard, entry: LayerEntry, *, is_base: bool):
         self.folder, self.entry, self._card = folder / entry.folder, entry, card
         names = [file.path.removeprefix(entry.folder) for file in card.files_of(entry)]
         self.names = frozenset(names)
@@ -251,7 +251,7 @@ class LayerRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Merged:
+class MergedRows:
     """Rows of several layers put together."""
 
     scalars: dict[str, NDArray[Any]]
@@ -260,7 +260,7 @@ class Merged:
     """the number of the layer that each event comes from"""
 
 
-def merge(layers: Sequence[LayerRows], users: Ints, ragged: frozenset[str]) -> Merged:
+def merge(layers: Sequence[LayerRows], users: Ints, ragged: frozenset[str]) -> MergedRows:
     """The sequences of the users. The first of the layers that has a user says what else is known of them.
 
     ragged: columns with several values an event.
@@ -286,7 +286,7 @@ def merge(layers: Sequence[LayerRows], users: Ints, ragged: frozenset[str]) -> M
     scalars, of_users = _of_users(layers, users, ragged)
     scalars |= {LENGTH: np.diff(offsets).astype(np.int32)} if LENGTH in scalars else {}
     named = {name: (lists | of_users)[name] for name in layers[0].lists}
-    return Merged(scalars, named, layer_of_event if order is None else layer_of_event[order])
+    return MergedRows(scalars, named, layer_of_event if order is None else layer_of_event[order])
 
 
 def is_of_events(name: str, ragged: frozenset[str]) -> bool:
@@ -299,7 +299,7 @@ def ragged_columns(features: Sequence[Feature]) -> frozenset[str]:
     return frozenset(feature.column for feature in features if feature.is_list)
 
 
-def needed_to_merge(card: Card) -> list[str]:
+def needed_to_merge(card: DatasetCard) -> list[str]:
     """Columns without which rows of several layers cannot be put together."""
     times = [TIMESTAMPS_MS] if card.has_timestamps else []
     return [ITEM_IDS, *times, *(name + COUNTS_SUFFIX for name in sorted(ragged_columns(card.event_features)))]

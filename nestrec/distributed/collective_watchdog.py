@@ -34,7 +34,7 @@ class _Launched(NamedTuple):
     since_s: float
 
 
-class CollectiveWatch:
+class CollectiveWatchdog:
     """Of one process, over all its communicators of a device."""
 
     def __init__(

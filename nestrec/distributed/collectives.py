@@ -21,7 +21,7 @@ import torch.distributed as dist
 from nestrec.base.cuda import used_here
 from nestrec.base.errors import PeerLostError, UserError
 from nestrec.distributed.topology import Communicator
-from nestrec.distributed.transports import Shipment, as_bytes
+from nestrec.distributed.transports import AllToAllPayload, as_bytes
 
 DEFAULT_BUCKET_BYTES = 25 << 20
 
@@ -65,7 +65,7 @@ def all_to_all_rows(
     return received
 
 
-def exchange(communicator: Communicator, shipment: Shipment) -> list[torch.Tensor]:
+def exchange(communicator: Communicator, shipment: AllToAllPayload) -> list[torch.Tensor]:
     """Returns what the other ranks sent, in order of source rank: as one piece, or one piece per source.
 
     Pieces may lie in memory that is used again: they are valid until the next exchange.
@@ -207,7 +207,7 @@ Sum = Callable[[], None]
 """A collective that sums one bucket of gradients."""
 
 
-class DenseSync:
+class GradientReducer:
     """Sums the gradients of some parameters over all ranks of a communicator, in place."""
 
     def __init__(

@@ -25,9 +25,16 @@ from nestrec.base.config import config
 from nestrec.base.config_values import Count, Positive
 from nestrec.base.errors import UserError
 from nestrec.base.process import has_met_ranks, leave_ranks_at_end, take_leave_of_ranks
-from nestrec.distributed.collective_watchdog import CollectiveWatch
+from nestrec.distributed.collective_watchdog import CollectiveWatchdog
 from nestrec.distributed.rendezvous import meeting_watched, open_store
-from nestrec.distributed.transports import Collectives, CopyEngine, DeviceStaged, HostStaged, SharedMemory, Transport
+from nestrec.distributed.transports import (
+    CollectiveTransport,
+    CopyEngineTransport,
+    DeviceStagedTransport,
+    HostStagedTransport,
+    SharedMemoryTransport,
+    Transport,
+)
 from nestrec.trace.tracer import CollectiveLog
 
 Placement = Literal["shards_contiguous", "replicas_contiguous"]
@@ -35,7 +42,7 @@ ExchangeKind = Literal["auto", "collectives", "host", "copy_engine", "shared_mem
 
 
 @config
-class RanksConfig:
+class ParallelConfig:
     replicas: Count = 1
     """groups of ranks that each hold all rows; a divisor of the number of ranks. Exchanges of vectors stay inside a
     group, and copies of a row are kept alike as replica_sync says"""
@@ -81,16 +88,16 @@ class Communicator:
     log: CollectiveLog = field(repr=False)
     transport: Transport | None = field(default=None, repr=False)
     """How its bytes travel: by the collectives of the group, unless told otherwise; none where the group is."""
-    watch: CollectiveWatch | None = field(default=None, repr=False)
+    watch: CollectiveWatchdog | None = field(default=None, repr=False)
     """Of collectives that the host does not wait for."""
 
     def __post_init__(self) -> None:
         if self.transport is None and self.group is not None:
-            object.__setattr__(self, "transport", Collectives(self.group))
+            object.__setattr__(self, "transport", CollectiveTransport(self.group))
 
 
 @dataclass(frozen=True, slots=True)
-class GroupOfHosts:
+class HostGroup:
     """A replica group as hosts with equally many ranks. Shard s lives on host s // ranks, as its rank s % ranks.
 
     What a rank asks of shard s goes over rank s % ranks of its own host, which asks for all of them: between hosts only
@@ -137,9 +144,9 @@ class Topology:
     context: Communicator
     """Ranks that hold parts of the same sequences; carries their keys and values."""
     log: CollectiveLog = field(repr=False)
-    hosts: GroupOfHosts | None = None
+    hosts: HostGroup | None = None
     """Where exchanges go by hosts; none: every rank of a group talks to every other."""
-    options: RanksConfig = field(default_factory=RanksConfig)
+    options: ParallelConfig = field(default_factory=ParallelConfig)
     """What was asked for."""
     more_groups: list[dist.ProcessGroup] = field(default_factory=list, repr=False, compare=False)
     """Made for these ranks by others, to be given back with those of the communicators."""
@@ -226,7 +233,7 @@ class Topology:
 
     @staticmethod
     def from_environment(
-        device: str = "cpu", ranks: RanksConfig | None = None, *, timeout_s: float = 300.0
+        device: str = "cpu", ranks: ParallelConfig | None = None, *, timeout_s: float = 300.0
     ) -> "Topology":
         """The topology that torchrun's environment describes; alone where it describes none.
 
@@ -241,7 +248,7 @@ class Topology:
         if place.type == "cuda":
             torch.cuda.set_device(place)
         if world == 1:
-            _check_groups(ranks or RanksConfig(), 1)
+            _check_groups(ranks or ParallelConfig(), 1)
             return Topology.single(place)
         with meeting_watched():
             if not dist.is_initialized():
@@ -255,7 +262,7 @@ class Topology:
     @staticmethod
     def of_process_group(
         device: torch.device,
-        ranks: RanksConfig | None = None,
+        ranks: ParallelConfig | None = None,
         *,
         timeout_s: float = 300.0,
         groups_of_one: bool = False,
@@ -265,7 +272,7 @@ class Topology:
         groups_of_one: a rank that is alone in a group talks to itself by collectives, so that one device can run the
         code of many.
         """
-        cfg, rank, world = ranks or RanksConfig(), dist.get_rank(), dist.get_world_size()
+        cfg, rank, world = ranks or ParallelConfig(), dist.get_rank(), dist.get_world_size()
         _check_groups(cfg, world)
         shard_axis = mesh(world, cfg.replicas, cfg.placement)
         replica_axis = [list(holders) for holders in zip(*shard_axis, strict=True)]
@@ -329,8 +336,8 @@ def groups_by_host(shard_axis: list[list[int]], ranks_of_host: int) -> tuple[lis
 
 
 def _hosts(
-    ranks: RanksConfig, shard_axis: list[list[int]], make: "_Make", tensors: ExchangeKind, of_keys: ExchangeKind
-) -> GroupOfHosts | None:
+    ranks: ParallelConfig, shard_axis: list[list[int]], make: "_Make", tensors: ExchangeKind, of_keys: ExchangeKind
+) -> HostGroup | None:
     """None where there is nothing to gain: one host, or one rank of a group on each."""
     if not ranks.hierarchy:
         return None
@@ -338,7 +345,7 @@ def _hosts(
     within, between = groups_by_host(shard_axis, int(os.environ.get("LOCAL_WORLD_SIZE", str(world))))
     if len(within[0]) == 1 or len(between[0]) == 1:
         return None
-    return GroupOfHosts(
+    return HostGroup(
         ranks=len(within[0]),
         keys_within=make("keys_within", within, of_keys, of_host=True),
         vectors_within=make("vectors_within", within, tensors),
@@ -361,7 +368,7 @@ def _between_groups(
     return replace(make("groups", columns, exchange), log=samples.log)
 
 
-def _check_groups(ranks: RanksConfig, world: int) -> None:
+def _check_groups(ranks: ParallelConfig, world: int) -> None:
     for name in ("replicas", "context"):
         if world % (value := getattr(ranks, name)):
             remedy = f"choose a divisor of {world}"
@@ -373,7 +380,7 @@ def _shares_device(device: torch.device) -> bool:
     return device.type == "cuda" and ranks_here > torch.cuda.device_count()
 
 
-def _exchange_of(ranks: RanksConfig, device: torch.device) -> ExchangeKind:
+def _exchange_of(ranks: ParallelConfig, device: torch.device) -> ExchangeKind:
     """What was asked for, where the devices allow it."""
     is_shared = _shares_device(device)
     if device.type == "cpu" and ranks.exchange == "auto":
@@ -416,7 +423,7 @@ class _Make(Protocol):
 
 
 def _group_maker(rank: int, device: torch.device, timeout: timedelta, log: CollectiveLog, *, fewest: int) -> _Make:
-    watch = CollectiveWatch(timeout.total_seconds())
+    watch = CollectiveWatchdog(timeout.total_seconds())
 
     def make(name: str, axis: list[list[int]], exchange: ExchangeKind, *, of_host: bool = False) -> Communicator:
         """of_host: it carries tensors of the host."""
@@ -431,7 +438,7 @@ def _group_maker(rank: int, device: torch.device, timeout: timedelta, log: Colle
             if rank in ranks:
                 transport: Transport | None = None
                 if group is not None and backend == "nccl" and of_host:
-                    transport = DeviceStaged(group, device)
+                    transport = DeviceStagedTransport(group, device)
                 elif group is not None:
                     transport = _transport(exchange, group, device, timeout)
                 watched = watch if group is not None and backend == "nccl" else None
@@ -444,9 +451,9 @@ def _group_maker(rank: int, device: torch.device, timeout: timedelta, log: Colle
 
 def _transport(exchange: ExchangeKind, group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> Transport:
     if exchange == "copy_engine":
-        return CopyEngine(group, device)
+        return CopyEngineTransport(group, device)
     if exchange in ("auto", "shared_memory"):
-        shared = SharedMemory.between(group, timeout)
+        shared = SharedMemoryTransport.between(group, timeout)
         if shared is None and exchange == "shared_memory":
             raise UserError(
                 "ranks cannot reach each other's memory",
@@ -454,5 +461,5 @@ def _transport(exchange: ExchangeKind, group: dist.ProcessGroup, device: torch.d
                 value="shared_memory",
                 remedy="take ranks.exchange=collectives, or start all ranks on one host, outside containers",
             )
-        return shared or Collectives(group)
-    return HostStaged(group) if exchange == "host" else Collectives(group)
+        return shared or CollectiveTransport(group)
+    return HostStagedTransport(group) if exchange == "host" else CollectiveTransport(group)

@@ -58,7 +58,7 @@ class Transport(Protocol):
         """Bytes: `send[r]` of `sent` go to rank r, `receive[r]` of `into` come from it."""
         ...
 
-    def exchange(self, shipment: "Shipment") -> list[torch.Tensor]:
+    def exchange(self, shipment: "AllToAllPayload") -> list[torch.Tensor]:
         """Returns the elements that arrive, in order of source rank: as one piece, or one piece per source.
 
         Pieces may lie in memory that is used again: they are valid until the next exchange.
@@ -82,7 +82,7 @@ class Transport(Protocol):
         ...
 
 
-class Collectives(Transport):
+class CollectiveTransport(Transport):
     """The collectives of the group's own backend."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -103,7 +103,7 @@ class Collectives(Transport):
         return gathered
 
 
-class DeviceStaged(Collectives):
+class DeviceStagedTransport(CollectiveTransport):
     """The collectives of a device for tensors of the host, which reach it through pinned memory: keys beside vectors.
 
     On a stream of its own, so that who waits for keys waits for nothing else. A tensor of the device goes as it is.
@@ -155,11 +155,11 @@ class DeviceStaged(Collectives):
         return to_host(tensor).wait()
 
 
-class HostStaged(Transport):
+class HostStagedTransport(Transport):
     """Gloo between pinned copies in host memory. A tensor of the host goes as it is."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._inner = Collectives(group)
+        self._inner = CollectiveTransport(group)
 
     def all_to_all(self, into: torch.Tensor, sent: torch.Tensor, receive: Sizes, send: Sizes) -> None:
         received = _host_like(into)
@@ -180,7 +180,7 @@ class HostStaged(Transport):
         return [part.to(tensor.device) for part in self._inner.all_gather(to_host(tensor).wait())]
 
 
-class CopyEngine(HostStaged):
+class CopyEngineTransport(HostStagedTransport):
     """Each rank puts what it sends into symmetric memory, and copies what it receives out of that of its peers.
 
     Where things lie, and when, is told between hosts: no kernel waits on the device. What is not an all-to-all goes
@@ -252,7 +252,7 @@ _NUMBER = struct.Struct("<q")
 
 
 @dataclass(frozen=True, slots=True)
-class Shipment:
+class AllToAllPayload:
     """Elements that one exchange takes to other ranks, and how many come back: of any number of tables, of one type."""
 
     send: NDArray[np.int64]
@@ -281,16 +281,16 @@ class Shipment:
             self.write(out)
 
 
-class SharedMemory(Collectives):
+class SharedMemoryTransport(CollectiveTransport):
     """The collectives of the group, but all-to-all through outboxes. Tensors of the host only."""
 
-    def __init__(self, group: dist.ProcessGroup, outboxes: Sequence["Outbox"], peers: dict[int, "Peer"]) -> None:
+    def __init__(self, group: dist.ProcessGroup, outboxes: Sequence["SharedBuffer"], peers: dict[int, "Peer"]) -> None:
         super().__init__(group)
         self._rank, self._turn = group.rank(), 0
         self._outboxes, self._peers = outboxes, peers
 
     @staticmethod
-    def between(group: dist.ProcessGroup, timeout: timedelta) -> "SharedMemory | None":
+    def between(group: dist.ProcessGroup, timeout: timedelta) -> "SharedMemoryTransport | None":
         """None where ranks of the group cannot reach each other's memory: on several hosts, in containers. Collective.
 
         Ranks in network namespaces of their own count as hosts of their own: whoever made their links means them.
@@ -298,8 +298,8 @@ class SharedMemory(Collectives):
         """
         if not hasattr(os, "memfd_create"):
             return None
-        gloo, rank, ranks = Collectives(group), group.rank(), group.size()
-        outboxes = [Outbox.new() for _ in range(_TURNS)]
+        gloo, rank, ranks = CollectiveTransport(group), group.rank(), group.size()
+        outboxes = [SharedBuffer.new() for _ in range(_TURNS)]
         name = secrets.randbits(62)
         with _socket(timeout) as listener:
             listener.bind(address(name))
@@ -313,14 +313,14 @@ class SharedMemory(Collectives):
                 for line in reached:
                     line.close()
                 return None
-            return SharedMemory(group, outboxes, _introduce(listener, reached, outboxes, rank, ranks))
+            return SharedMemoryTransport(group, outboxes, _introduce(listener, reached, outboxes, rank, ranks))
 
     def all_to_all(self, into: torch.Tensor, sent: torch.Tensor, receive: Sizes, send: Sizes) -> None:
-        pieces = self.exchange(Shipment(np.array(send), np.array(receive), sent, ready=sent))
+        pieces = self.exchange(AllToAllPayload(np.array(send), np.array(receive), sent, ready=sent))
         for place, piece in zip(into.split(list(receive)), pieces, strict=True):
             place.copy_(piece)
 
-    def exchange(self, shipment: Shipment) -> list[torch.Tensor]:
+    def exchange(self, shipment: AllToAllPayload) -> list[torch.Tensor]:
         """What comes from each rank, where it lies. Valid until the next exchange."""
         with self._all_or_nobody():
             own = self._send(shipment)
@@ -336,7 +336,7 @@ class SharedMemory(Collectives):
                 peer.hang_up()
             raise
 
-    def _send(self, shipment: Shipment) -> torch.Tensor:
+    def _send(self, shipment: AllToAllPayload) -> torch.Tensor:
         """Lay out all that is sent and tell the peers where theirs begins; this rank's own part of it."""
         size = shipment.like.element_size()
         ends = np.cumsum(shipment.send)
@@ -347,7 +347,7 @@ class SharedMemory(Collectives):
             peer.tell(int(starts[rank]) * size)
         return outbox.elements(int(starts[self._rank]) * size, int(shipment.send[self._rank]), shipment.like)
 
-    def _receive(self, shipment: Shipment, own: torch.Tensor) -> list[torch.Tensor]:
+    def _receive(self, shipment: AllToAllPayload, own: torch.Tensor) -> list[torch.Tensor]:
         turn, self._turn = self._turn, (self._turn + 1) % _TURNS
         counts = shipment.receive.tolist()
         found = {self._rank: own}
@@ -356,7 +356,7 @@ class SharedMemory(Collectives):
         return [found[rank] for rank in range(len(counts))]
 
 
-class Outbox:
+class SharedBuffer:
     """Memory that other processes can map."""
 
     def __init__(self, file: int) -> None:
@@ -364,9 +364,9 @@ class Outbox:
         weakref.finalize(self, os.close, file)
 
     @staticmethod
-    def new() -> "Outbox":
+    def new() -> "SharedBuffer":
         """An empty one."""
-        return Outbox(os.memfd_create("nestrec-outbox", os.MFD_CLOEXEC))
+        return SharedBuffer(os.memfd_create("nestrec-outbox", os.MFD_CLOEXEC))
 
     def reserve(self, num_bytes: int) -> None:
         """Have room; what lies in it is lost."""
@@ -389,7 +389,7 @@ class Outbox:
 class Peer:
     """Another rank: a line to it, and its outboxes."""
 
-    def __init__(self, line: socket.socket, outboxes: Sequence[Outbox]) -> None:
+    def __init__(self, line: socket.socket, outboxes: Sequence[SharedBuffer]) -> None:
         self._line, self.outboxes = line, outboxes
         weakref.finalize(self, line.close)
 
@@ -442,7 +442,7 @@ def connect(name: int, timeout: timedelta) -> socket.socket | None:
 
 
 def _introduce(
-    listener: socket.socket, lower: Sequence[socket.socket], outboxes: Sequence[Outbox], rank: int, ranks: int
+    listener: socket.socket, lower: Sequence[socket.socket], outboxes: Sequence[SharedBuffer], rank: int, ranks: int
 ) -> dict[int, Peer]:
     """Peers in order of rank. The lower ranks have been called; the higher ones have called this one."""
     higher = [listener.accept()[0] for _ in range(rank + 1, ranks)]
@@ -452,5 +452,5 @@ def _introduce(
     peers = {}
     for line in (*lower, *higher):
         message, files, _, _ = socket.recv_fds(line, _NUMBER.size, _TURNS)
-        peers[int(_NUMBER.unpack(message)[0])] = Peer(line, [Outbox(file) for file in files])
+        peers[int(_NUMBER.unpack(message)[0])] = Peer(line, [SharedBuffer(file) for file in files])
     return dict(sorted(peers.items()))

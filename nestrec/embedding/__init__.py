@@ -1,7 +1,7 @@
 """Tables, stores, row optimisers, routing and the engine that joins them."""
 
 from nestrec.embedding.embedding_engine import EmbeddingEngine
-from nestrec.embedding.routing.key_routing import Routed
+from nestrec.embedding.routing.key_routing import RoutedKeys
 from nestrec.embedding.routing.working_set import WorkingSet
 from nestrec.embedding.row_optimizer import RowOptimizerConfig
 from nestrec.embedding.table_config import InitConfig, StoreConfig, TableConfig
@@ -9,7 +9,7 @@ from nestrec.embedding.table_config import InitConfig, StoreConfig, TableConfig
 __all__ = [
     "EmbeddingEngine",
     "InitConfig",
-    "Routed",
+    "RoutedKeys",
     "RowOptimizerConfig",
     "StoreConfig",
     "TableConfig",

@@ -29,15 +29,15 @@ from nestrec.base.config import to_plain
 from nestrec.base.errors import UserError
 from nestrec.distributed.collectives import agree, all_gather_equal, exchange
 from nestrec.distributed.topology import Topology
-from nestrec.distributed.transports import Shipment
+from nestrec.distributed.transports import AllToAllPayload
 from nestrec.embedding.hashing import hashed_rows
 from nestrec.embedding.optimizer_checks import check_optimizers
-from nestrec.embedding.routing.batch_overlap import Overlap, ReadsAhead
-from nestrec.embedding.routing.deduplicated_keys import FeatureKeys, SourceKeys, deduplicate
-from nestrec.embedding.routing.hierarchical_exchange import Relay, check_rows_are_whole
+from nestrec.embedding.routing.batch_overlap import Overlap, PrefetchedRows
+from nestrec.embedding.routing.deduplicated_keys import DeduplicatedKeys, FeatureKeys, deduplicate
+from nestrec.embedding.routing.hierarchical_exchange import HierarchicalExchange, check_rows_are_whole
 from nestrec.embedding.routing.key_routing import (
-    AskedKeys,
-    Routed,
+    RequestedKeys,
+    RoutedKeys,
     arrange,
     exchange_keys,
     join_holders,
@@ -46,18 +46,24 @@ from nestrec.embedding.routing.key_routing import (
 )
 from nestrec.embedding.routing.replica_key_union import (
     Averaged,
-    ReplicaKeys,
+    ReplicaKeyUnion,
     ReplicaSyncConfig,
     check_tables_can_differ,
     mean_bytes_sent,
     mean_over_holders,
 )
-from nestrec.embedding.routing.replica_reduction import SpreadSums, sum_over_holders
+from nestrec.embedding.routing.replica_reduction import GradientBroadcast, sum_over_holders
 from nestrec.embedding.routing.replicated_routing import spread_sums
-from nestrec.embedding.routing.row_exchange import RowLeg, RowRun, arrived_vectors, joined_gradients, vectors_of
-from nestrec.embedding.routing.working_set import ChosenRows, RowBuffers, RowWatch, WorkingSet, WorkingTable
+from nestrec.embedding.routing.row_exchange import (
+    ConcatRows,
+    RowExchange,
+    arrived_vectors,
+    joined_gradients,
+    vectors_of,
+)
+from nestrec.embedding.routing.working_set import FiniteRowCheck, RowBuffers, RowSelection, WorkingSet, WorkingTable
 from nestrec.embedding.row_optimizer import RowLayout
-from nestrec.embedding.sharded_top_k import Candidates, Question, RowTransform, top_k
+from nestrec.embedding.sharded_top_k import Candidates, RowTransform, TopKQuery, top_k
 from nestrec.embedding.table_config import (
     WORD_BYTES,
     RowShapes,
@@ -67,12 +73,12 @@ from nestrec.embedding.table_config import (
     check_tables,
 )
 from nestrec.embedding.table_shard import Chunk, FetchedRows, TableShard, table_digest
-from nestrec.embedding.table_snapshot import FrozenTable
+from nestrec.embedding.table_snapshot import TableSnapshot
 from nestrec.jagged import Jagged
 from nestrec.ops.embedding.row_copy import Int64, gather_spans
 from nestrec.ops.embedding.row_gather import gather_rows
 from nestrec.ops.embedding.stochastic_rounding import whole
-from nestrec.trace.tracer import EngineStatistics
+from nestrec.trace.tracer import EmbeddingStatistics
 
 
 class EmbeddingEngine:
@@ -90,9 +96,9 @@ class EmbeddingEngine:
         check_optimizers(tables, torch.device(device))
         agree(topology.control, "tables", [_as_agreed(t) for t in tables])
         self.replica_sync = replica_sync or ReplicaSyncConfig()
-        self._replicas: ReplicaKeys | None = None
+        self._replicas: ReplicaKeyUnion | None = None
         if topology.num_replicas > 1:
-            self._replicas = ReplicaKeys(self.replica_sync, topology.replica_keys)
+            self._replicas = ReplicaKeyUnion(self.replica_sync, topology.replica_keys)
             if self.replica_sync.mode == "weights":
                 check_tables_can_differ(tables)
         self.tables = {t.name: t for t in tables}
@@ -106,9 +112,9 @@ class EmbeddingEngine:
         self.shards = {t.name: TableShard(t, self._shard, self._num_shards, self.device) for t in tables}
         self.shapes = RowShapes.of(tables)
         self._specs = TableSpecs.of(tables)
-        self.statistics = EngineStatistics()
-        self.reads_ahead = ReadsAhead()
-        self.row_watch = RowWatch(len(self.tables), self.device)
+        self.statistics = EmbeddingStatistics()
+        self.reads_ahead = PrefetchedRows()
+        self.row_watch = FiniteRowCheck(len(self.tables), self.device)
         self._hashed_features = {f: t.num_rows or 1 for t in tables if t.is_hashed for f in t.feature_names}
 
     def grow(self, tables: Sequence[TableConfig]) -> None:
@@ -121,7 +127,7 @@ class EmbeddingEngine:
         self.tables = {t.name: t for t in tables}
         self._specs = TableSpecs.of(tables)
 
-    def route(self, *micro_batches: FeatureKeys, step: int = 0, window_cache: bool = False) -> Routed:
+    def route(self, *micro_batches: FeatureKeys, step: int = 0, window_cache: bool = False) -> RoutedKeys:
         """Route a batch given as one or more micro-batches: feature name to keys of any shape, on the host.
 
         Collective; every rank gives the same number of micro-batches and all features in each, empty where it has no
@@ -131,26 +137,26 @@ class EmbeddingEngine:
         source = self.deduplicate(*micro_batches, window_cache=window_cache)
         return self.arrange(source, self.exchange_keys(source, step=step))
 
-    def deduplicate(self, *micro_batches: FeatureKeys, window_cache: bool = False) -> SourceKeys:
+    def deduplicate(self, *micro_batches: FeatureKeys, window_cache: bool = False) -> DeduplicatedKeys:
         """What this rank will ask for. Local."""
         self._check_features(micro_batches)
         hashed = tuple(map(self._hashed, micro_batches))
         return deduplicate(hashed, self._specs, self._num_shards, self.device, window_cache=window_cache)
 
-    def exchange_keys(self, source: SourceKeys, *, step: int = 0) -> AskedKeys:
+    def exchange_keys(self, source: DeduplicatedKeys, *, step: int = 0) -> RequestedKeys:
         """Tell the owners. Collective; a mistake in any rank's keys raises the same BatchError on every rank."""
         holders = None if self._replicas is None else self.topology.replica_keys
         asked = exchange_keys(source, self._specs, self.topology, holders)
         return asked if self._replicas is None else join_holders(asked, self._replicas, source.num_micro_batches, step)
 
-    def arrange(self, source: SourceKeys, asked: AskedKeys) -> Routed:
+    def arrange(self, source: DeduplicatedKeys, asked: RequestedKeys) -> RoutedKeys:
         """What crosses with each micro-batch. Local."""
         holder = self.topology.replicas.rank
         routed = arrange(source, asked, self._specs, self.shapes, self.device, holder, self._place)
         self.statistics.keys.add(len(source.owners), key_bytes_sent(asked, self._place))
         return routed
 
-    def fetch(self, routed: Routed, *, step: int, buffers: RowBuffers | None = None) -> WorkingSet:
+    def fetch(self, routed: RoutedKeys, *, step: int, buffers: RowBuffers | None = None) -> WorkingSet:
         """Rows of the batch of `step` (from 1) that this shard owns. Batches are fetched in order of step.
 
         buffers: where the rows are put, by turns; none takes fresh memory.
@@ -171,13 +177,13 @@ class EmbeddingEngine:
             self.statistics.rows_fetched += len(fetched.keys)
         return working
 
-    def read_ahead(self, routed: Routed, *, step: int) -> WorkingSet:
+    def read_ahead(self, routed: RoutedKeys, *, step: int) -> WorkingSet:
         """Rows as the stores hold them now; creates, counts and evicts nothing. They may be old when they are used."""
         working = self._read(routed, step)
         self.reads_ahead.began(working)
         return working
 
-    def _read(self, routed: Routed, step: int) -> WorkingSet:
+    def _read(self, routed: RoutedKeys, step: int) -> WorkingSet:
         working = self._working_set(routed, step, None)
         for number, (name, shard) in enumerate(self.shards.items()):
             keys = routed.owned[name]
@@ -186,12 +192,12 @@ class EmbeddingEngine:
             working.tables[name] = WorkingTable(shard.optimizer, shard.layout, read)
         return working
 
-    def _working_set(self, routed: Routed, step: int, buffers: RowBuffers | None) -> WorkingSet:
+    def _working_set(self, routed: RoutedKeys, step: int, buffers: RowBuffers | None) -> WorkingSet:
         num_rows = np.array([len(routed.owned[name]) for name in self.shards], np.int64)
         return WorkingSet.of(step, num_rows, self.shapes, self.device, buffers)
 
     def exchange_vectors(
-        self, routed: Routed, working: WorkingSet, micro_batch: int = 0, into: RowRun | None = None
+        self, routed: RoutedKeys, working: WorkingSet, micro_batch: int = 0, into: ConcatRows | None = None
     ) -> dict[str, torch.Tensor]:
         """Table to (U, dim) vectors of the distinct keys of a micro-batch, in the order of its index. Collective.
 
@@ -204,10 +210,10 @@ class EmbeddingEngine:
         self.statistics.vector_bytes += int(served.sum())
         return vectors_of(run, self.shapes, list(self.tables)) if into is None else {}
 
-    def _receive(self, routed: Routed, p: int, working: WorkingSet, into: RowRun | None = None) -> RowRun:
+    def _receive(self, routed: RoutedKeys, p: int, working: WorkingSet, into: ConcatRows | None = None) -> ConcatRows:
         part, relay = routed.micro_batches[p], routed.relay
         leg = part.vectors
-        shipment = Shipment(leg.asked_sizes, leg.own_sizes, working.words, working.vector_writer(leg))
+        shipment = AllToAllPayload(leg.asked_sizes, leg.own_sizes, working.words, working.vector_writer(leg))
         pieces = exchange(self._vectors, shipment)
         if relay is None:
             return arrived_vectors(leg, pieces, part.num_rows, self.shapes, into)
@@ -215,17 +221,19 @@ class EmbeddingEngine:
         arrived_vectors(leg, pieces, run.num_rows, self.shapes, run)
         return self._receive_within(relay.micro_batches[p].vectors, run, part.num_rows, into)
 
-    def _receive_within(self, leg: RowLeg, run: RowRun, num_rows: Int64, into: RowRun | None) -> RowRun:
+    def _receive_within(
+        self, leg: RowExchange, run: ConcatRows, num_rows: Int64, into: ConcatRows | None
+    ) -> ConcatRows:
         """Vectors that have come for the ranks of this host, handed to them. Collective over the host."""
         assert self.topology.hosts is not None
         write = partial(gather_spans, run.elements, run.spans, leg.asked_rows)
-        shipment = Shipment(leg.asked_sizes, leg.own_sizes, run.elements, write)
+        shipment = AllToAllPayload(leg.asked_sizes, leg.own_sizes, run.elements, write)
         self.statistics.within_host.add(len(leg.asked_rows), int(leg.asked_sizes.sum()) * WORD_BYTES)
         pieces = exchange(self.topology.hosts.vectors_within, shipment)
         return arrived_vectors(leg, pieces, num_rows, self.shapes, into)
 
     def accumulate(
-        self, routed: Routed, working: WorkingSet, gradients: Mapping[str, torch.Tensor], micro_batch: int = 0
+        self, routed: RoutedKeys, working: WorkingSet, gradients: Mapping[str, torch.Tensor], micro_batch: int = 0
     ) -> None:
         """Send (U, dim) gradients of a micro-batch to the owners, which add them up. Collective; micro-batches in order
         (order of sums).
@@ -237,16 +245,19 @@ class EmbeddingEngine:
 
     def send_gradients(
         self,
-        routed: Routed,
+        routed: RoutedKeys,
         working: WorkingSet,
-        gradients: Mapping[str, torch.Tensor] | Mapping[torch.dtype, RowRun],
+        gradients: Mapping[str, torch.Tensor] | Mapping[torch.dtype, ConcatRows],
         micro_batch: int,
     ) -> None:
         """`accumulate` as far as the owners among this rank's group: exchanged, and added by them. Collective."""
         self.add_gradients(routed, working, self.exchange_gradients(routed, gradients, micro_batch), micro_batch)
 
     def exchange_gradients(
-        self, routed: Routed, gradients: Mapping[str, torch.Tensor] | Mapping[torch.dtype, RowRun], micro_batch: int
+        self,
+        routed: RoutedKeys,
+        gradients: Mapping[str, torch.Tensor] | Mapping[torch.dtype, ConcatRows],
+        micro_batch: int,
     ) -> dict[torch.dtype, list[torch.Tensor]]:
         """For each type of gradients what the owner receives, in order of source. Collective.
 
@@ -262,23 +273,23 @@ class EmbeddingEngine:
             if routed.relay is not None:
                 run = self._sum_within(routed.relay, run, dtype, micro_batch)
             write = partial(gather_spans, run.elements, run.spans, leg.own_rows)
-            shipment = Shipment(leg.own_sizes, leg.asked_sizes, run.elements, write, ready)
+            shipment = AllToAllPayload(leg.own_sizes, leg.asked_sizes, run.elements, write, ready)
             received[dtype] = exchange(self._vectors, shipment)
             others = int(leg.own_sizes.sum() - leg.own_sizes[self._place])
             self.statistics.gradients.add(len(leg.own_rows), others * dtype.itemsize)
         return received
 
-    def _sum_within(self, relay: Relay, run: RowRun, dtype: torch.dtype, p: int) -> RowRun:
+    def _sum_within(self, relay: HierarchicalExchange, run: ConcatRows, dtype: torch.dtype, p: int) -> ConcatRows:
         """Gradients of the ranks of this host, summed where they leave it. Collective over the host."""
         assert self.topology.hosts is not None
         leg = relay.micro_batches[p].gradients[dtype]
         write = partial(gather_spans, run.elements, run.spans, leg.own_rows)
-        shipment = Shipment(leg.own_sizes, leg.asked_sizes, run.elements, write)
+        shipment = AllToAllPayload(leg.own_sizes, leg.asked_sizes, run.elements, write)
         self.statistics.within_host.add(len(leg.own_rows), int(leg.own_sizes.sum()) * dtype.itemsize)
         return relay.add(p, dtype, exchange(self.topology.hosts.vectors_within, shipment), self.shapes)
 
     def add_gradients(
-        self, routed: Routed, working: WorkingSet, received: Mapping[torch.dtype, Sequence[torch.Tensor]], p: int
+        self, routed: RoutedKeys, working: WorkingSet, received: Mapping[torch.dtype, Sequence[torch.Tensor]], p: int
     ) -> None:
         """Add what `exchange_gradients` gave for micro-batch p to the sums of the working set. Local; micro-batches in
         order (order of sums)."""
@@ -286,13 +297,13 @@ class EmbeddingEngine:
             is_all = routed.is_plain and leg.is_in_order
             working.add(leg, received[dtype], dtype, is_all=is_all)
 
-    def sum_over_holders(self, routed: Routed, working: WorkingSet, micro_batch: int) -> None:
+    def sum_over_holders(self, routed: RoutedKeys, working: WorkingSet, micro_batch: int) -> None:
         """Gradients that are complete after a micro-batch, summed over the holders of their rows, or sent from the
         owners of rows that all ranks hold. Collective; after `add_gradients` of the micro-batch, micro-batches in
         order."""
         holders = self.topology.replicas
         for dtype, rows in routed.micro_batches[micro_batch].crossing.items():
-            if isinstance(rows, SpreadSums):
+            if isinstance(rows, GradientBroadcast):
                 sent = spread_sums(self._vectors, rows, working.sums(dtype))
                 self.statistics.replicas.add(rows.num_own(self._place), sent)
             else:
@@ -308,7 +319,7 @@ class EmbeddingEngine:
         self.average_over_holders(working)
 
     def update_rows(
-        self, working: WorkingSet, *, learning_rate: float, places: Mapping[str, ChosenRows] | None = None
+        self, working: WorkingSet, *, learning_rate: float, places: Mapping[str, RowSelection] | None = None
     ) -> None:
         """The row optimiser step alone, on all rows or on the chosen ones of each table. Local."""
         for number, (name, table) in enumerate(working.tables.items()):
@@ -397,7 +408,7 @@ class EmbeddingEngine:
         """
         return self.shards[table].snapshot(since)
 
-    def freeze(self, table: str, *, since: int = -1, max_bytes: int | None = None) -> FrozenTable:
+    def freeze(self, table: str, *, since: int = -1, max_bytes: int | None = None) -> TableSnapshot:
         """The same chunks in the order of their keys' hashes, as they are now: they are read while training goes on.
 
         max_bytes: see `TableShard.freeze`. The caller closes it.
@@ -470,7 +481,7 @@ class EmbeddingEngine:
         scoring. needs_rows: candidates that a dynamic table has no row of do not count. Where fewer than k rows count,
         scores end in -inf and keys in -1. Equal scores are ordered by smaller key.
         """
-        question = Question(
+        question = TopKQuery(
             k=k, exclude=exclude, candidates=candidates, row_transform=row_transform, needs_rows=needs_rows
         )
         return top_k(self.shards[table], self.topology, queries_BD, question)

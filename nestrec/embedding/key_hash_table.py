@@ -14,7 +14,7 @@ from nestrec.base.thread_team import for_parts
 _MIN_BITS = 10
 
 
-class KeySlots:
+class KeyHashTable:
     """Keys with a slot each.
 
     Arrays indexed by slot: `key`, `uses` (steps in which it was used), `last_step` (of those), and `last_change`, which

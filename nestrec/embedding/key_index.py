@@ -23,16 +23,16 @@ from numba import njit
 from numpy.typing import NDArray
 
 from nestrec.embedding.hashing import owner_of
-from nestrec.embedding.key_hash_table import KeySlots
+from nestrec.embedding.key_hash_table import KeyHashTable
 from nestrec.embedding.table_config import StoreConfig
-from nestrec.embedding.table_snapshot import FrozenKeys
+from nestrec.embedding.table_snapshot import SnapshotKeys
 
 Keys = NDArray[np.int64]
 _KEY_CHUNK = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
-class Admitted:
+class AdmissionResult:
     """Slots of a batch's keys."""
 
     slots: NDArray[np.int64]
@@ -42,7 +42,7 @@ class Admitted:
 
 
 @dataclass(slots=True)
-class ResidencyCounters:
+class KeyIndexCounters:
     """What happened so far."""
 
     created: int = 0
@@ -52,10 +52,10 @@ class ResidencyCounters:
     peak_rows: int = 0
 
 
-class Residency(Protocol):
+class KeyIndex(Protocol):
     """The key side of a shard; the store is the row side."""
 
-    counters: ResidencyCounters
+    counters: KeyIndexCounters
 
     @property
     def num_slots(self) -> int: ...
@@ -67,11 +67,11 @@ class Residency(Protocol):
         """Slot of each key, -1 without a row. Changes nothing."""
         ...
 
-    def admit(self, keys: Keys, step: int) -> Admitted:
+    def admit(self, keys: Keys, step: int) -> AdmissionResult:
         """Slots of distinct keys used by the training batch of `step`."""
         ...
 
-    def join(self, keys: Keys, step: int) -> Admitted:
+    def join(self, keys: Keys, step: int) -> AdmissionResult:
         """Slots of distinct keys whose rows are changed in `step` by others' uses. Not a use: nothing is counted."""
         ...
 
@@ -87,7 +87,7 @@ class Residency(Protocol):
         """What a snapshot must hold beside the rows."""
         ...
 
-    def frozen(self, since: int) -> FrozenKeys:
+    def frozen(self, since: int) -> SnapshotKeys:
         """What `rows_since` and `metadata` say now, whatever comes later."""
         ...
 
@@ -141,16 +141,16 @@ class Residency(Protocol):
 
 
 def index_bytes(num_rows: int, num_shards: int) -> int:
-    """Memory in which `StaticResidency` keeps which rows a shard has, before there is any."""
+    """Memory in which `StaticKeyIndex` keeps which rows a shard has, before there is any."""
     of_all = 0 if num_shards == 1 else 4 * num_rows
     return of_all + (9 if num_shards == 1 else 17) * (num_rows // num_shards)
 
 
-class StaticResidency:
+class StaticKeyIndex:
     """Keys 0 to num_rows - 1 that this shard owns; a row comes into being on first use, its slot is known before."""
 
     def __init__(self, num_rows: int, shard: int, num_shards: int) -> None:
-        self.counters = ResidencyCounters()
+        self.counters = KeyIndexCounters()
         self._num_keys = num_rows
         self._slot_of_key, self._owned = _owned_keys(num_rows, shard, num_shards)
         count = num_rows if self._owned is None else len(self._owned)
@@ -181,11 +181,11 @@ class StaticResidency:
         slots = self._slots(keys)
         return np.where(self._exists[slots], slots, -1)
 
-    def admit(self, keys: Keys, step: int) -> Admitted:
+    def admit(self, keys: Keys, step: int) -> AdmissionResult:
         slots, is_new = self._slots(keys), np.empty(len(keys), np.bool_)
         self.counters.created += _use(slots, step, self._exists, self._last_step, is_new)
         self.counters.peak_rows = self.counters.created
-        return Admitted(slots, is_new)
+        return AdmissionResult(slots, is_new)
 
     join = admit
 
@@ -201,9 +201,9 @@ class StaticResidency:
     def metadata(self, slots: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
         return {}
 
-    def frozen(self, since: int) -> FrozenKeys:
+    def frozen(self, since: int) -> SnapshotKeys:
         is_wanted = self._exists.copy() if since < 0 else self._exists & (self._last_step > since)
-        return FrozenKeys(is_wanted.view(np.uint8), self._owned, {})
+        return SnapshotKeys(is_wanted.view(np.uint8), self._owned, {})
 
     def readable_keys(self) -> Keys:
         return self.owned()
@@ -241,15 +241,15 @@ class StaticResidency:
         self.counters.peak_rows = self.counters.created
 
 
-class DynamicResidency:
+class DynamicKeyIndex:
     """Any int64 is a key; rows come and go by the rules at the top of this file."""
 
     def __init__(self, store: StoreConfig, num_shards: int) -> None:
-        self.counters = ResidencyCounters()
+        self.counters = KeyIndexCounters()
         self._store = store
         self._bound = None if store.max_rows is None else max(1, store.max_rows // num_shards)
-        self._rows = KeySlots()
-        self._candidates = KeySlots()
+        self._rows = KeyHashTable()
+        self._candidates = KeyHashTable()
         self.newest_step = 0
         """Step of the last training batch: what a time to live counts from."""
         self._evicted: list[tuple[int, Keys]] = []
@@ -263,7 +263,7 @@ class DynamicResidency:
         return self._rows.num_keys
 
     @property
-    def candidates(self) -> KeySlots:
+    def candidates(self) -> KeyHashTable:
         """Keys that have been used but have no row."""
         return self._candidates
 
@@ -279,7 +279,7 @@ class DynamicResidency:
         if self._store.max_rows is not None and self._store.eviction == "none":
             self._bound = room_of_shards(rows_of_shards, self._store.max_rows)[shard]
 
-    def admit(self, keys: Keys, step: int) -> Admitted:
+    def admit(self, keys: Keys, step: int) -> AdmissionResult:
         self.newest_step = step
         self._end_surplus(step)
         slots = self._rows.find(keys)
@@ -294,9 +294,9 @@ class DynamicResidency:
         is_new = ~found & (slots >= 0)
         self.counters.created += int(is_new.sum())
         self.counters.peak_rows = max(self.counters.peak_rows, self.num_rows)
-        return Admitted(slots, is_new)
+        return AdmissionResult(slots, is_new)
 
-    def join(self, keys: Keys, step: int) -> Admitted:
+    def join(self, keys: Keys, step: int) -> AdmissionResult:
         slots = self._rows.find(keys)
         is_new = slots < 0
         never = np.zeros(int(is_new.sum()), np.int64)
@@ -304,7 +304,7 @@ class DynamicResidency:
         self._rows.last_change[slots] = step
         self.counters.created += len(never)
         self.counters.peak_rows = max(self.counters.peak_rows, self.num_rows)
-        return Admitted(slots, is_new)
+        return AdmissionResult(slots, is_new)
 
     def restore(self, keys: Keys, uses: Keys | None, last_step: Keys | None) -> NDArray[np.int64]:
         uses = np.ones(len(keys), np.int64) if uses is None else uses
@@ -374,11 +374,11 @@ class DynamicResidency:
     def metadata(self, slots: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
         return {"uses": self._rows.uses[slots], "last_step": self._rows.last_step[slots]}
 
-    def frozen(self, since: int) -> FrozenKeys:
+    def frozen(self, since: int) -> SnapshotKeys:
         num_slots, is_wanted = self._rows.num_slots, np.zeros(self._rows.num_slots, np.uint8)
         is_wanted[self.rows_since(since)[1]] = 1
         everything = np.arange(num_slots)
-        return FrozenKeys(is_wanted, self._rows.key[:num_slots].copy(), self.metadata(everything))
+        return SnapshotKeys(is_wanted, self._rows.key[:num_slots].copy(), self.metadata(everything))
 
     def _end_expired(self, slots: NDArray[np.int64], step: int, ttl: int) -> None:
         """End the lives that are over: among the batch's own keys now, among all keys in a sweep now and then."""
@@ -468,7 +468,7 @@ def room_of_shards(rows: Sequence[int], max_rows: int) -> list[int]:
 
 
 def _first_by(
-    table: KeySlots, ranks: list[NDArray[np.int64]], protected_from_step: int, count: int
+    table: KeyHashTable, ranks: list[NDArray[np.int64]], protected_from_step: int, count: int
 ) -> NDArray[np.int64]:
     """Slots of the `count` keys that come first by (ranks, key) among those last used before a step."""
     slots = table.live_slots()

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from nestrec.base.errors import UserError
 from nestrec.base.random import fold, mix64_jit
-from nestrec.embedding.row_optimizer import ROW_OPTIMIZERS, RowOptimizer, RowStep, update_by_formula
+from nestrec.embedding.row_optimizer import ROW_OPTIMIZERS, RowOptimizerSpec, RowStep, update_by_formula
 from nestrec.embedding.table_config import TableConfig
 
 _ROWS = 3
@@ -116,7 +116,7 @@ class _Trial:
         return ROW_OPTIMIZERS.broken(self._options.kind, what, problem)
 
 
-def _shown(spec: RowOptimizer, look: Callable[[Any, torch.Tensor], None]) -> RowOptimizer:
+def _shown(spec: RowOptimizerSpec, look: Callable[[Any, torch.Tensor], None]) -> RowOptimizerSpec:
     """The same with a formula whose results are looked at."""
 
     def formula(states: Sequence[torch.Tensor], grad: torch.Tensor, step: RowStep) -> torch.Tensor:
@@ -124,7 +124,7 @@ def _shown(spec: RowOptimizer, look: Callable[[Any, torch.Tensor], None]) -> Row
         look(change, grad)
         return change
 
-    return RowOptimizer(state=spec.state, formula=formula)
+    return RowOptimizerSpec(state=spec.state, formula=formula)
 
 
 def _are_close(one: Columns, other: Columns) -> bool:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from nestrec.base.config import config
 from nestrec.base.config_values import Decay, NonNegative, OneOf, Positive
 from nestrec.base.errors import UserError, did_you_mean
-from nestrec.base.plugins import Seam
+from nestrec.base.plugins import PluginRegistry
 from nestrec.ops.embedding.row_update import store_weight
 from nestrec.ops.embedding.stochastic_rounding import store_rounded
 
@@ -128,7 +128,7 @@ negative row drops its gradient. Takes tensors of any device and type that table
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RowOptimizer:
+class RowOptimizerSpec:
     """The spec of a row optimiser: how the rows of a table follow their gradients."""
 
     state: tuple[StateColumn, ...]
@@ -147,7 +147,7 @@ class RowOptimizer:
     """options of its own, with their defaults; a table gives them as `optimizer.options`"""
 
 
-ROW_OPTIMIZERS: Seam[RowOptimizer] = Seam(
+ROW_OPTIMIZERS: PluginRegistry[RowOptimizerSpec] = PluginRegistry(
     "nestrec.row_optimizers",
     "row optimiser",
     {
@@ -157,7 +157,7 @@ ROW_OPTIMIZERS: Seam[RowOptimizer] = Seam(
         "adam": "nestrec.embedding.optimizers.adam:ADAM",
         "rowwise_adam": "nestrec.embedding.optimizers.adam:ROWWISE_ADAM",
     },
-    of=RowOptimizer,
+    of=RowOptimizerSpec,
 )
 
 
@@ -213,7 +213,7 @@ class RowOptimizerConfig:
         return dataclasses.replace(self, **given)
 
     @property
-    def spec(self) -> RowOptimizer:
+    def spec(self) -> RowOptimizerSpec:
         """The row optimiser of this kind."""
         return ROW_OPTIMIZERS.find(self.kind, field="optimizer.kind")
 
@@ -235,7 +235,7 @@ def _remedy(name: str) -> str:
 
 
 def update_by_formula(  # noqa: PLR0917
-    optimizer: RowOptimizer,
+    optimizer: RowOptimizerSpec,
     weight: torch.Tensor,
     states: list[torch.Tensor],
     grad: torch.Tensor,

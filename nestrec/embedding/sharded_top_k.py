@@ -29,7 +29,7 @@ _CHUNK_ROWS, _CHUNK_QUERIES = 1 << 14, 1 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class TopKQuery:
     """What is asked of every shard."""
 
     k: int
@@ -44,7 +44,7 @@ class Question:
 
 
 def top_k(
-    shard: TableShard, topology: Topology, queries_BD: torch.Tensor, question: Question
+    shard: TableShard, topology: Topology, queries_BD: torch.Tensor, question: TopKQuery
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(B, k) float32 scores, highest first, and (B, k) int64 keys. Collective.
 
@@ -71,7 +71,7 @@ def _gather_excluded(topology: Topology, exclude: Jagged | None) -> Pairs | None
 
 
 def _best_of_shard(
-    shard: TableShard, topology: Topology, queries_BD: torch.Tensor, question: Question, excluded: Pairs | None
+    shard: TableShard, topology: Topology, queries_BD: torch.Tensor, question: TopKQuery, excluded: Pairs | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     device = queries_BD.device
     best_scores = torch.full((len(queries_BD), question.k), -torch.inf, device=device)
@@ -106,7 +106,7 @@ def stored_keys(table: TableConfig, keys: NDArray[np.int64]) -> NDArray[np.int64
     return hashed_rows(keys, table.num_rows or 1) if table.is_hashed else keys
 
 
-def _owned_candidates(shard: TableShard, topology: Topology, question: Question) -> NDArray[np.int64]:
+def _owned_candidates(shard: TableShard, topology: Topology, question: TopKQuery) -> NDArray[np.int64]:
     if question.candidates is None:
         return shard.keys()
     keys = owned_keys(shard.table, topology, np.asarray(question.candidates, np.int64))

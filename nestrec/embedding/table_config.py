@@ -373,7 +373,7 @@ _KEY_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Crossed:
+class TrafficEstimate:
     """Bytes that a rank sends for a table in a step."""
 
     sharded: float
@@ -387,11 +387,11 @@ class Crossed:
 
 def bytes_crossed(
     *, vector_bytes: int, gradient_bytes: int, ranks: int, used: float, asked: float, micro_batches: int
-) -> Crossed:
+) -> TrafficEstimate:
     """used: rows of a step over all ranks. asked: of a micro-batch of a rank. micro_batches: in which rows cross."""
     others = (ranks - 1) / ranks
     each = micro_batches * asked
-    return Crossed(
+    return TrafficEstimate(
         sharded=others * each * (_KEY_BYTES + vector_bytes + gradient_bytes),
         replicated=others * (each * (_KEY_BYTES * ranks + gradient_bytes) + used * gradient_bytes),
     )
@@ -402,7 +402,7 @@ def can_be_replicated(table: TableConfig) -> bool:
     return table.num_rows is not None and table.store.kind != "disk"
 
 
-def with_placements(tables: Sequence[TableConfig], crossed: Mapping[str, Crossed]) -> tuple[TableConfig, ...]:
+def with_placements(tables: Sequence[TableConfig], crossed: Mapping[str, TrafficEstimate]) -> tuple[TableConfig, ...]:
     """The tables, those that leave it open as fewer bytes cross. crossed: by table; of what is missing, sharded."""
     found = []
     for table in tables:

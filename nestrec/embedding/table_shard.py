@@ -24,16 +24,16 @@ from nestrec.distributed.collectives import all_reduce_sum
 from nestrec.distributed.topology import Communicator
 from nestrec.embedding.hashing import owner_of
 from nestrec.embedding.initial import initial_rows
-from nestrec.embedding.key_index import Admitted, DynamicResidency, Residency, StaticResidency, index_bytes
+from nestrec.embedding.key_index import AdmissionResult, DynamicKeyIndex, KeyIndex, StaticKeyIndex, index_bytes
 from nestrec.embedding.optimizer_checks import draws_of
 from nestrec.embedding.row_optimizer import Kernel, RowLayout, RowStep, update_by_formula, update_half_rows
 from nestrec.embedding.stores.device_store import DeviceStore
 from nestrec.embedding.stores.disk_store import DiskStore, remove_leftovers
 from nestrec.embedding.stores.host_store import DramStore
-from nestrec.embedding.stores.row_snapshot import Freezable
+from nestrec.embedding.stores.row_snapshot import SnapshotStore
 from nestrec.embedding.stores.row_store import Store
 from nestrec.embedding.table_config import TableConfig, layout_of
-from nestrec.embedding.table_snapshot import FrozenTable
+from nestrec.embedding.table_snapshot import TableSnapshot
 from nestrec.ops.embedding.row_update import store_weight
 
 Keys = NDArray[np.int64]
@@ -170,12 +170,12 @@ class TableShard:
     def _begin(self) -> None:
         """No key has been used: a residency and a store without rows."""
         table = self.table
-        self.residency: Residency
+        self.residency: KeyIndex
         if table.num_rows is None:
-            self.residency = DynamicResidency(table.store, self._num_shards)
+            self.residency = DynamicKeyIndex(table.store, self._num_shards)
         else:
             self._check_fits(table.num_rows)
-            self.residency = StaticResidency(table.num_rows, self._shard, self._num_shards)
+            self.residency = StaticKeyIndex(table.num_rows, self._shard, self._num_shards)
         self.store = make_store(table, self.layout, self._device, self._shard)
 
     def _check_fits(self, num_rows: int) -> None:
@@ -220,12 +220,12 @@ class TableShard:
             self.store.scatter(np.where(admitted.is_new, admitted.slots, -1), rows)
         return FetchedRows(keys, admitted.slots, rows, admitted.is_new)
 
-    def _admit(self, keys: Keys, step: int, num_used: int) -> Admitted:
+    def _admit(self, keys: Keys, step: int, num_used: int) -> AdmissionResult:
         used = self.residency.admit(keys[:num_used], step)
         if num_used == len(keys):
             return used
         joined = self.residency.join(keys[num_used:], step)
-        return Admitted(np.concatenate([used.slots, joined.slots]), np.concatenate([used.is_new, joined.is_new]))
+        return AdmissionResult(np.concatenate([used.slots, joined.slots]), np.concatenate([used.is_new, joined.is_new]))
 
     def write_back(self, fetched: FetchedRows, slots: NDArray[np.int64] | None = None) -> None:
         """Rows to the store. slots: those of `fetched`, with -1 for rows that need not be written."""
@@ -256,20 +256,20 @@ class TableShard:
             columns |= {name: torch.from_numpy(values) for name, values in self.residency.metadata(places).items()}
             yield columns
 
-    def freeze(self, since: int = -1, max_bytes: int | None = None) -> FrozenTable:
+    def freeze(self, since: int = -1, max_bytes: int | None = None) -> TableSnapshot:
         """The same rows as they are now, to be read while training goes on, in the order of their keys' hashes.
 
         max_bytes: of rows that are put aside because they change before they are read. None: nothing changes until it
         is closed. What is aside is handed out before that is full, ahead of its turn; where it is full all the same,
         what would change further rows waits.
         """
-        assert isinstance(self.store, Freezable)
+        assert isinstance(self.store, SnapshotStore)
         keys = self.residency.frozen(since)
         if self.table.is_replicated:
             slots = np.flatnonzero(keys.state)
             keys.state[slots[~self._is_shared(keys.keys(slots))]] = 0
         rows = self.store.freeze(keys.state, self.layout.num_words, max_bytes or 0)
-        return FrozenTable(keys, self.layout, self._share, rows, self.store.thaw)
+        return TableSnapshot(keys, self.layout, self._share, rows, self.store.thaw)
 
     def _is_shared(self, keys: Keys) -> NDArray[np.bool_]:
         """Whether this rank answers for them."""

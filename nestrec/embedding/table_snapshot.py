@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from nestrec.base.random import mix64_jit
 from nestrec.embedding.hashing import hash_of, range_of_shard
 from nestrec.embedding.row_optimizer import RowLayout
-from nestrec.embedding.stores.row_snapshot import WAITS, FrozenRows, State
+from nestrec.embedding.stores.row_snapshot import WAITS, RowSnapshot, State
 from nestrec.ops.embedding.host_loops import gather_rows_host
 
 Keys = NDArray[np.int64]
@@ -35,11 +35,11 @@ _NUM_RANGES = 1 << 12
 
 
 @dataclass(frozen=True, slots=True)
-class FrozenKeys:
+class SnapshotKeys:
     """Which keys have rows, in which slots, and what else is told of them."""
 
     state: State
-    """By slot: `WAITS` where its row is wanted; see `FrozenRows`."""
+    """By slot: `WAITS` where its row is wanted; see `RowSnapshot`."""
     key_of_slot: Keys | None
     """None: a key is its slot."""
     metadata: dict[str, NDArray[np.int64]]
@@ -78,15 +78,15 @@ class FrozenKeys:
         return np.empty(0, np.int64) if self.key_of_slot is None else self.key_of_slot
 
 
-class FrozenTable:
+class TableSnapshot:
     """The rows; `close` it when they are read, or not wanted any more."""
 
     def __init__(
         self,
-        keys: FrozenKeys,
+        keys: SnapshotKeys,
         layout: RowLayout,
         shard: tuple[int, int],
-        rows: FrozenRows,
+        rows: RowSnapshot,
         thaw: Callable[[], None],
     ) -> None:
         """shard: (index, number)."""

@@ -23,12 +23,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nestrec.base.errors import UserError
-from nestrec.data.dataset import Dataset, Rows
+from nestrec.data.dataset import Dataset, DatasetRows
 from nestrec.data.dataset_card import Feature
 from nestrec.data.dataset_schema import ACTIONS, ITEM_IDS, TIMESTAMPS_MS
 from nestrec.data.flat_arrays import slice_index
 from nestrec.serving.core.request_limits import LimitsConfig
-from nestrec.serving.inputs.request_resolver import Notes, Reader
+from nestrec.serving.inputs.request_resolver import RequestNotes, RequestResolver
 from nestrec.serving.inputs.request_schema import HistoryFields, ItemId
 from nestrec.serving.inputs.responses import Done
 from nestrec.serving.model.request_inputs import LARGEST_NUMBER, History, number_bits, packed_ids
@@ -39,7 +39,7 @@ Ints = NDArray[np.int64]
 NO_LIMITS = LimitsConfig(max_history=1 << 40, max_id_characters=1 << 20, max_text_characters=1 << 30)
 
 
-class _Unsaid(Notes):
+class _IgnoredNotes(RequestNotes):
     """Of very many users: nobody is told what of theirs is unknown or a default."""
 
     def add_unknown(self, field: str, ids: Iterable[ItemId], done: Done) -> None: ...
@@ -47,13 +47,13 @@ class _Unsaid(Notes):
     def add_default(self, field: str, value: Any) -> None: ...
 
 
-def reader_of(servable: Servable) -> Reader:
+def reader_of(servable: Servable) -> RequestResolver:
     """Reads what is told of users as a server does."""
-    return Reader(servable, NO_LIMITS, _Unsaid())
+    return RequestResolver(servable, NO_LIMITS, _IgnoredNotes())
 
 
 @dataclass(frozen=True, slots=True)
-class ReadUser:
+class ResolvedUser:
     """What is asked of a model about a user."""
 
     key: str
@@ -95,11 +95,11 @@ class UserColumns:
         """(U,) events of each"""
         return np.diff(self.bounds)
 
-    def users(self, first: int, end: int) -> list[ReadUser]:
+    def users(self, first: int, end: int) -> list[ResolvedUser]:
         """Those from `first` on, before `end`."""
         return [self._user(place) for place in range(first, end)]
 
-    def _user(self, place: int) -> ReadUser:
+    def _user(self, place: int) -> ResolvedUser:
         now_ms, of_user = int(self.now_ms[place]), {name: values[place] for name, values in self.of_users.items()}
         own = self._own(slice(self.bounds[place], self.bounds[place + 1]))
         history = own if len(own) else self._of_nobody(now_ms)
@@ -107,7 +107,7 @@ class UserColumns:
         asked = {name: int(values[place]) for name, values in self.asked.items()}
         asked |= {name: int(value) for name, value in of_user.items()}
         history = replace(history, features={**history.features, **of_events}, asked=asked)
-        return ReadUser(self.keys[place], history, own.items, now_ms)
+        return ResolvedUser(self.keys[place], history, own.items, now_ms)
 
     def _own(self, events: slice) -> History:
         features = {name: values[events] for name, values in self.of_events.items()}
@@ -119,7 +119,7 @@ class UserColumns:
         return self._reader.events(HistoryFields(items=list(default)), now_ms)
 
     @cached_property
-    def _reader(self) -> Reader:
+    def _reader(self) -> RequestResolver:
         return reader_of(self.servable)
 
 
@@ -142,7 +142,9 @@ def spread(values: Mapping[str, Ints], count: int) -> dict[str, Ints]:
     return {name: np.broadcast_to(one[0], count) for name, one in values.items()}
 
 
-def told_context(reader: Reader, context: Mapping[str, Any], count: int, *, but: Sequence[str] = ()) -> dict[str, Ints]:
+def told_context(
+    reader: RequestResolver, context: Mapping[str, Any], count: int, *, but: Sequence[str] = ()
+) -> dict[str, Ints]:
     """What an option or the export's default tells of the event that so many users are asked for, by the features that
     histories read of it; but those that are known otherwise. `BadRequestError` where neither tells one."""
     servable, found = reader.servable, dict[str, Ints]()
@@ -159,7 +161,7 @@ Values = dict[str, Ints]
 class DatasetFeatures:
     """Of one dataset and one model."""
 
-    def __init__(self, dataset: Dataset, reader: Reader):
+    def __init__(self, dataset: Dataset, reader: RequestResolver):
         self._dataset, self._reader, servable = dataset, reader, reader.servable
         self._known = {feature.column: feature for feature in dataset.card.features}
         self._ids: dict[str, Ints] = {}
@@ -176,7 +178,7 @@ class DatasetFeatures:
         counts = [feature.counts_column for feature in named if feature.is_list and feature.owner == "event"]
         return [*(feature.column for feature in named), *counts]
 
-    def of_events(self, rows: Rows, num_events: int) -> Values:
+    def of_events(self, rows: DatasetRows, num_events: int) -> Values:
         """(E,) by field."""
         defaults = self._reader.servable.spec.defaults.features
         found: Values = {}
@@ -189,7 +191,7 @@ class DatasetFeatures:
             found |= self._values(column, rows.lists[column.name][0], offsets)
         return found
 
-    def of_users(self, rows: Rows) -> Values:
+    def of_users(self, rows: DatasetRows) -> Values:
         """(U,) by field."""
         defaults = self._reader.servable.spec.defaults.user_features
         found: Values = {}

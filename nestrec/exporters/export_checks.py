@@ -27,17 +27,17 @@ from nestrec.data.dataset import Dataset
 from nestrec.data.dataset_schema import ACTIONS, ITEM_IDS, TIMESTAMPS_MS
 from nestrec.data.samples.split import split_of
 from nestrec.exporters.dataset_users import DatasetFeatures, DatasetUsers, reader_of
-from nestrec.serving.engine.reference_runner import Part, Runner, Scored, user_queries
+from nestrec.serving.engine.reference_runner import BatchItem, BatchItemScores, ReferenceRunner, user_queries
 from nestrec.serving.kv_cache.kv_page_pool import PrefixDtype, pool_for
 from nestrec.serving.model.faiss_search import FaissSearch, built, measured_recall
 from nestrec.serving.model.item_id_map import KeyedTable
 from nestrec.serving.model.item_search import SearchConfig
-from nestrec.serving.model.model_adapter import Form, make_form
+from nestrec.serving.model.model_adapter import ModelAdapter, make_form
 from nestrec.serving.model.request_inputs import Candidates, History
-from nestrec.serving.model.retrieval_adapter import RetrievalForm
+from nestrec.serving.model.retrieval_adapter import RetrievalAdapter
 from nestrec.serving.model.servable import Servable
-from nestrec.serving.model.servable_spec import ColumnSpec, InputDefaults, PrecisionCost
-from nestrec.serving.model.served_tables import PackedTable, ResidentTable, ServedTable
+from nestrec.serving.model.servable_spec import ColumnSpec, InputDefaults, QuantizationReport
+from nestrec.serving.model.served_tables import DeviceTable, QuantizedTable, ServedTable
 from nestrec.tasks.metrics import auc, ranking_metrics
 from nestrec.training.training_session import Session
 
@@ -56,7 +56,7 @@ class _Request(NamedTuple):
 @torch.inference_mode()
 def measured_cost(
     session: Session, before: Servable, after: Servable, *, tables: str, prefixes: PrefixDtype, device: DeviceChoice
-) -> PrecisionCost:
+) -> QuantizationReport:
     """Of a model in fewer bits than the one of the run, as both are on a device."""
     place = _place_of(before, device)
     requests = _requests(session, before)
@@ -75,7 +75,7 @@ def measured_cost(
     scores = np.concatenate([np.zeros(0), *(np.abs(a.scores).ravel() for a, _ in pairs)])
     metric = _auc if is_ranking else _ndcg
     weights = "run" if after.dtype == before.dtype else str(after.dtype).removeprefix("torch.")
-    return PrecisionCost(
+    return QuantizationReport(
         dtype=weights,
         tables=tables,
         prefixes=prefixes,
@@ -116,12 +116,12 @@ def placed(servable: Servable, device: str) -> Servable:
 
 
 def _moved(table: ServedTable, device: str) -> ServedTable:
-    if isinstance(table, PackedTable):
-        return PackedTable(_moved(table.packed, device), table.kind)
+    if isinstance(table, QuantizedTable):
+        return QuantizedTable(_moved(table.packed, device), table.kind)
     if isinstance(table, KeyedTable):
         return KeyedTable(_moved(table.by_row, device), table.keys, table.begins)
-    assert isinstance(table, ResidentTable)
-    return ResidentTable(table.weight.to(device))
+    assert isinstance(table, DeviceTable)
+    return DeviceTable(table.weight.to(device))
 
 
 def _listed(candidates: Candidates, items: NDArray[np.int64]) -> Candidates:
@@ -174,7 +174,7 @@ def _known_of(dataset: Dataset, servable: Servable, users: NDArray[np.int64]) ->
     )
 
 
-def _request(form: Form, known: _Known, place: int, event: int, rng: np.random.Generator) -> _Request:
+def _request(form: ModelAdapter, known: _Known, place: int, event: int, rng: np.random.Generator) -> _Request:
     servable = form.servable
     first, target = int(known.offsets[place]), int(known.offsets[place]) + event
     past = slice(first, target)
@@ -200,18 +200,18 @@ def _request(form: Form, known: _Known, place: int, event: int, rng: np.random.G
     return _Request(history, Candidates(items=items, now_ms=now_ms, features=shown), item, label)
 
 
-def _asked(form: Form, requests: Sequence[_Request], prefixes: PrefixDtype) -> list[Scored]:
+def _asked(form: ModelAdapter, requests: Sequence[_Request], prefixes: PrefixDtype) -> list[BatchItemScores]:
     servable = form.servable
     longest = servable.encoder_config.max_length if prefixes != "model" else 1
     pool = pool_for(servable, cache_bytes=0, page_tokens=longest, prefix_dtype=prefixes)
-    runner, found = Runner(form, pool), list[Scored]()
+    runner, found = ReferenceRunner(form, pool), list[BatchItemScores]()
     for request in requests:
         tokens = form.tokens(request.history, request.candidates.now_ms)
         pages, first = list(range(pool.num_pages)), 0
         if prefixes != "model" and tokens.num_cacheable:
             first = tokens.num_cacheable
-            runner.run([Part(tokens=tokens, first=0, end=first, pages=pages, store_until=first)])
-        part = Part(
+            runner.run([BatchItem(tokens=tokens, first=0, end=first, pages=pages, store_until=first)])
+        part = BatchItem(
             tokens=tokens, first=first, end=tokens.length, pages=pages, store_until=0, candidates=request.candidates
         )
         (scored,) = runner.run([part])
@@ -220,16 +220,16 @@ def _asked(form: Form, requests: Sequence[_Request], prefixes: PrefixDtype) -> l
     return found
 
 
-def _overlap(one: Scored, other: Scored) -> float:
+def _overlap(one: BatchItemScores, other: BatchItemScores) -> float:
     best, again = (set(_best(scored)[:_TOP].tolist()) for scored in (one, other))
     return len(best & again) / max(1, len(best))
 
 
-def _best(scored: Scored) -> NDArray[np.int64]:
+def _best(scored: BatchItemScores) -> NDArray[np.int64]:
     return scored.items[np.argsort(-scored.scores[:, 0], kind="stable")]
 
 
-def _ndcg(requests: Sequence[_Request], found: Sequence[Scored]) -> float | None:
+def _ndcg(requests: Sequence[_Request], found: Sequence[BatchItemScores]) -> float | None:
     if not requests:
         return None
     rank = [_place(_best(one), request.target) for request, one in zip(requests, found, strict=True)]
@@ -242,7 +242,7 @@ def _place(items: NDArray[np.int64], target: int) -> int:
     return int(where[0]) + 1 if len(where) else 0
 
 
-def _auc(requests: Sequence[_Request], found: Sequence[Scored]) -> float | None:
+def _auc(requests: Sequence[_Request], found: Sequence[BatchItemScores]) -> float | None:
     labels = np.array([request.label for request in requests], np.int64)
     if len(np.unique(labels)) < 2:
         return None
@@ -317,7 +317,7 @@ _NUM_USERS = 200
 def with_search(servable: Servable, cfg: SearchConfig, data: Path) -> Servable:
     """The model with what a search needs and the recall of it. data: the dataset that users are taken from."""
     index = servable.index
-    if not isinstance(index, ResidentTable):
+    if not isinstance(index, DeviceTable):
         remedy = "leave it exact"
         raise UserError(
             "is for retrieval models, which have an index", field="search.kind", value=cfg.kind, remedy=remedy
@@ -327,7 +327,7 @@ def with_search(servable: Servable, cfg: SearchConfig, data: Path) -> Servable:
     places = np.unique(np.linspace(0, dataset.num_samples - 1, _NUM_USERS).astype(np.int64))
     users = DatasetUsers(dataset, servable, context=None).read(places)
     form = make_form(servable)
-    assert isinstance(form, RetrievalForm)
+    assert isinstance(form, RetrievalAdapter)
     asked = [(user.history, user.now_ms) for user in users.users(0, len(users)) if len(user.seen)]
     queries = user_queries(form, asked)
     recall = measured_recall(FaissSearch(index.weight, cfg, tensors), index.weight, queries, "users of the dataset")

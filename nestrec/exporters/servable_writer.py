@@ -18,7 +18,7 @@ from torch import nn
 
 from nestrec.artifacts.atomic_files import remove_folder, safetensors_content, write_file
 from nestrec.artifacts.manifest import FileDigest
-from nestrec.artifacts.writer_group import Peers
+from nestrec.artifacts.writer_group import CheckpointGroup
 from nestrec.base.config import config, dumps, to_plain
 from nestrec.base.config_values import from_plain
 from nestrec.base.cuda import DeviceChoice, chosen_device
@@ -31,7 +31,7 @@ from nestrec.distributed import Topology
 from nestrec.distributed.collectives import raise_together
 from nestrec.distributed.topology import check_device
 from nestrec.exporters.export_checks import check_defaults, measured_cost, with_search
-from nestrec.exporters.table_export import CHUNK_ROWS, ExportedTables
+from nestrec.exporters.table_export import CHUNK_ROWS, TableExporter
 from nestrec.models.encoder_parts import computed_in
 from nestrec.ops.embedding.stochastic_rounding import whole
 from nestrec.serving.engine.golden_request import recorded_probe
@@ -59,8 +59,8 @@ from nestrec.serving.model.servable_spec import (
 )
 from nestrec.serving.model.served_tables import (
     PACKED_KINDS,
-    PackedTable,
-    ResidentTable,
+    DeviceTable,
+    QuantizedTable,
     ServedTable,
     mapped,
     packed_rows,
@@ -158,7 +158,7 @@ def restored_session(run: Path, *, best: bool) -> Iterator[tuple[Session, int]]:
 
 def _by_first(topology: Topology, write: Callable[[], ServableManifest]) -> ServableManifest:
     """What the first rank has written, or its error, on all ranks; these wait for it as long as for a checkpoint."""
-    peers, manifest, error = Peers.of_topology(topology), None, None
+    peers, manifest, error = CheckpointGroup.of_topology(topology), None, None
     try:
         manifest = write() if peers.is_first else None
     except UserError as refused:
@@ -206,7 +206,7 @@ def servable_of_session(session: Session, step: int, scratch: Path) -> Servable:
     """The model of a session as it is now, on the CPU. Collective."""
     if (exported := serving_form_of(session.cfg.task).exported) is not None:
         return cast(Servable, exported(session, step))
-    servable, tables = described(session, step), ExportedTables(session, scratch)
+    servable, tables = described(session, step), TableExporter(session, scratch)
     with_table = [c for c in servable.spec.columns if c.has_table]
     served = {"items": tables.items()} | {c.name: tables.rows(c.table_name) for c in with_table}
     vectors_of = servable.serving.index
@@ -220,7 +220,7 @@ def described(session: Session, step: int) -> Servable:
     """The model of a session without its tables and index."""
     task, dataset = session.cfg.task, session.dataset
     serving = serving_form_of(task)
-    tables = ExportedTables(session, Path())
+    tables = TableExporter(session, Path())
     columns = tuple(_column(session, tables, c) for c in serving.columns(task, dataset.card))
     spec = ServableSpec(
         name=session.cfg.name,
@@ -253,7 +253,7 @@ def served_model(session: Session) -> nn.Module:
     return cast(nn.Module, model.to("cpu").eval().requires_grad_(False))
 
 
-def _column(session: Session, tables: ExportedTables, column: Column) -> ColumnSpec:
+def _column(session: Session, tables: TableExporter, column: Column) -> ColumnSpec:
     """How a server reads a column of the task."""
     of_event = column.name.removeprefix(CONTEXT_PREFIX)
     stored = column.name if of_event == column.name else EVENT_PREFIX + of_event
@@ -341,10 +341,10 @@ def _converted(weight: torch.Tensor, tables: TablesDtype, scratch: Path) -> Serv
     kind = next((kind for kind in PACKED_KINDS if kind == tables), None)
     if kind is None:
         own = _DTYPES[tables]
-        return ResidentTable(_by_chunks(weight, weight.shape[1], own, lambda rows: rows.to(own), scratch))
+        return DeviceTable(_by_chunks(weight, weight.shape[1], own, lambda rows: rows.to(own), scratch))
     width = packed_width(weight.shape[1])
-    return PackedTable(
-        ResidentTable(_by_chunks(weight, width, torch.uint8, lambda rows: packed_rows(rows, kind), scratch)), kind
+    return QuantizedTable(
+        DeviceTable(_by_chunks(weight, width, torch.uint8, lambda rows: packed_rows(rows, kind), scratch)), kind
     )
 
 
@@ -364,23 +364,23 @@ def _by_chunks(
 def _content(table: ServedTable) -> dict[str, torch.Tensor]:
     if isinstance(table, KeyedTable):
         return _content(table.by_row)
-    if isinstance(table, PackedTable):
+    if isinstance(table, QuantizedTable):
         return {table.kind: _weight(table.packed)}
     return {"weight": _weight(table)}
 
 
 def _weight(table: ServedTable) -> torch.Tensor:
-    assert isinstance(table, ResidentTable)
+    assert isinstance(table, DeviceTable)
     return table.weight
 
 
-def _index(vectors_of: Callable[[torch.Tensor], torch.Tensor], items_ND: torch.Tensor, scratch: Path) -> ResidentTable:
+def _index(vectors_of: Callable[[torch.Tensor], torch.Tensor], items_ND: torch.Tensor, scratch: Path) -> DeviceTable:
     """What queries meet, in the type that the model computes in, so that scores are those of evaluation."""
     vectors = mapped(scratch, len(items_ND) - 1, items_ND.shape[1], whole(items_ND[:0]).dtype)
     for start in range(0, len(vectors), CHUNK_ROWS):
         end = min(start + CHUNK_ROWS, len(vectors))
         vectors[start:end] = vectors_of(whole(items_ND[start + 1 : end + 1]))
-    return ResidentTable(vectors)
+    return DeviceTable(vectors)
 
 
 def _write_json(folder: Path, name: str, text: str) -> FileDigest:

@@ -17,19 +17,19 @@ from numpy.typing import NDArray
 from nestrec.base.errors import UserError
 from nestrec.data.dataset_schema import ITEM_PREFIX
 from nestrec.embedding import TableConfig
-from nestrec.serving.model.served_tables import ResidentTable, mapped
+from nestrec.serving.model.served_tables import DeviceTable, mapped
 from nestrec.serving.model.serving_spec import serving_form_of
 from nestrec.training.training_session import Session
 
 CHUNK_ROWS = 1 << 16
 
 
-class ExportedTables:
+class TableExporter:
     """Of one run. scratch: a folder on a disk with room for them."""
 
     def __init__(self, session: Session, scratch: Path):
         self._session, self._scratch = session, scratch
-        self._read: dict[str, ResidentTable] = {}
+        self._read: dict[str, DeviceTable] = {}
         self._table_of = {f: name for name, table in session.engine.tables.items() for f in table.feature_names}
         self._check_is_served()
 
@@ -48,10 +48,10 @@ class ExportedTables:
         """Ids that its table has rows of."""
         return self.num_ids(self.table_of(feature))
 
-    def rows(self, name: str) -> ResidentTable:
+    def rows(self, name: str) -> DeviceTable:
         """Every row as evaluation reads it: keys that never trained have their initial vector."""
         if name not in self._read:
-            self._read[name] = ResidentTable(self._filled(self.num_ids(name), lambda keys: self._vectors(name, keys)))
+            self._read[name] = DeviceTable(self._filled(self.num_ids(name), lambda keys: self._vectors(name, keys)))
         return self._read[name]
 
     def vectors(self, name: str, keys: NDArray[np.int64]) -> torch.Tensor:
@@ -89,12 +89,12 @@ class ExportedTables:
         """Whether items are found in an index, which holds all that they are."""
         return serving_form_of(self._session.cfg.task).index is not None
 
-    def items(self) -> ResidentTable:
+    def items(self) -> DeviceTable:
         """What the model reads of each item, or of its id alone."""
         if self._item_content is None:
             return self.rows("items")
         num_items = self._session.dataset.num_items + 1
-        return ResidentTable(self._filled(num_items, lambda keys: self.vectors("items", keys)))
+        return DeviceTable(self._filled(num_items, lambda keys: self.vectors("items", keys)))
 
     @cached_property
     def _item_content(self) -> Callable[..., torch.Tensor] | None:

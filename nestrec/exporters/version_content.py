@@ -21,7 +21,7 @@ from nestrec.checkpoint.checkpoint_content import Chunk
 from nestrec.embedding.hashing import owner_of
 from nestrec.embedding.table_config import DTYPES, InitConfig
 from nestrec.exporters.servable_writer import described, descriptions, served_model
-from nestrec.exporters.table_export import CHUNK_ROWS, ExportedTables
+from nestrec.exporters.table_export import CHUNK_ROWS, TableExporter
 from nestrec.ops.embedding.stochastic_rounding import whole
 from nestrec.serving.model.servable_spec import SPEC_FILE, ServableSpec
 from nestrec.serving.model.serving_spec import serving_form_of
@@ -33,7 +33,7 @@ Keys = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankContent:
+class RankVersionData:
     """Rows in chunks of `keys` and `weight`. A replica that holds a copy gives none."""
 
     rows: Mapping[str, Iterable[Chunk]]
@@ -49,7 +49,7 @@ class RankContent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Described:
+class ModelDescription:
     """What is the same on all ranks, of which the first writes its own."""
 
     tables: tuple[PublishedTable, ...]
@@ -58,19 +58,19 @@ class Described:
     spec: ServableSpec
 
     @staticmethod
-    def of(session: Session, step: int) -> "Described":
+    def of(session: Session, step: int) -> "ModelDescription":
         """Collective."""
-        servable, exported = described(session, step), ExportedTables(session, Path())
+        servable, exported = described(session, step), TableExporter(session, Path())
         names = dict.fromkeys(["items", *(column.table_name for column in servable.spec.columns if column.has_table)])
         tables = tuple(_published(session, exported, servable.spec, name) for name in names)
-        return Described(tables=tables, files=descriptions(servable), spec=servable.spec)
+        return ModelDescription(tables=tables, files=descriptions(servable), spec=servable.spec)
 
-    def at(self, step: int) -> "Described":
+    def at(self, step: int) -> "ModelDescription":
         """The same after another step."""
         spec = replace(self.spec, step=step)
         return replace(self, spec=spec, files={**self.files, SPEC_FILE: to_plain(spec)})
 
-    def since(self, old: "Described | None") -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    def since(self, old: "ModelDescription | None") -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """What has changed: JSON, and tensors by name."""
         before = {} if old is None else old.files
         plain: dict[str, Any] = {"json": {}, "tensors": {}}
@@ -86,7 +86,7 @@ class Described:
         return plain, tensors
 
 
-def _published(session: Session, exported: ExportedTables, spec: ServableSpec, name: str) -> PublishedTable:
+def _published(session: Session, exported: TableExporter, spec: ServableSpec, name: str) -> PublishedTable:
     table = session.engine.tables[name]
     num_rows = spec.num_items + 1 if name == "items" else exported.num_ids(name)
     if exported.holds_rows_of(name):
@@ -106,10 +106,10 @@ def weights_of(session: Session) -> dict[str, torch.Tensor]:
 
 
 def changes_of(
-    session: Session, now: Described, base: VersionManifest, compared: Mapping[str, torch.Tensor]
-) -> RankContent:
+    session: Session, now: ModelDescription, base: VersionManifest, compared: Mapping[str, torch.Tensor]
+) -> RankVersionData:
     """What has changed since an earlier version, safe from later steps. compared: what that held. Collective."""
-    exported, engine = ExportedTables(session, Path()), session.engine
+    exported, engine = TableExporter(session, Path()), session.engine
     rows: dict[str, list[Chunk]] = {}
     removed: dict[str, torch.Tensor] = {}
     kept: dict[str, torch.Tensor] = {}
@@ -129,13 +129,13 @@ def changes_of(
             touched = [chunk["keys"].numpy() for chunk in rows["items"]]
             index = list(_index(session, vectors_of, np.unique(np.concatenate([*touched, removed["items"], new]))))
     if session.topology.replica != 0:
-        return RankContent(rows={}, shard=_shard(session), compared=kept)
-    return RankContent(rows=rows, removed=removed, index=index, shard=_shard(session), compared=kept)
+        return RankVersionData(rows={}, shard=_shard(session), compared=kept)
+    return RankVersionData(rows=rows, removed=removed, index=index, shard=_shard(session), compared=kept)
 
 
-def everything_of(session: Session, now: Described) -> RankContent:
+def everything_of(session: Session, now: ModelDescription) -> RankVersionData:
     """All of it, read when it is written: before the next step. Collective."""
-    exported, engine = ExportedTables(session, Path()), session.engine
+    exported, engine = TableExporter(session, Path()), session.engine
     rows: dict[str, Iterable[Chunk]] = {}
     kept: dict[str, torch.Tensor] = {}
     for table in now.tables:
@@ -144,17 +144,17 @@ def everything_of(session: Session, now: Described) -> RankContent:
         else:
             rows[table.name], kept[table.name] = _compared(session, exported, table, None)
     if session.topology.replica != 0:
-        return RankContent(rows={}, shard=_shard(session), compared=kept)
+        return RankVersionData(rows={}, shard=_shard(session), compared=kept)
     index: Iterable[Chunk] = ()
     if (vectors_of := _index_of(session)) is not None:
         keys = _owned(session, np.arange(1, now.spec.num_items + 1))
         whole_items = rows["items"] if "items" in kept else None
         index = _index(session, vectors_of, keys) if whole_items is None else _all_vectors(vectors_of, whole_items)
-    return RankContent(rows=rows, index=index, shard=_shard(session), compared=kept)
+    return RankVersionData(rows=rows, index=index, shard=_shard(session), compared=kept)
 
 
 def _compared(
-    session: Session, exported: ExportedTables, table: PublishedTable, old: torch.Tensor | None
+    session: Session, exported: TableExporter, table: PublishedTable, old: torch.Tensor | None
 ) -> tuple[list[Chunk], torch.Tensor]:
     """This rank's rows that are not as they were, and all of its rows. Every rank asks equally often."""
     shard, num_shards = _shard(session)

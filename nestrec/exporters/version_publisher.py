@@ -19,16 +19,16 @@ import torch
 
 from nestrec.artifacts.manifest import digest_of_plain
 from nestrec.artifacts.storage import storage_of
-from nestrec.artifacts.writer_group import Background, Peers, SaveError
+from nestrec.artifacts.writer_group import BackgroundWorker, CheckpointGroup, CheckpointSaveError
 from nestrec.base.config import config, to_plain
 from nestrec.base.config_values import Count, from_plain
-from nestrec.base.errors import DamagedError, UserError
+from nestrec.base.errors import CorruptFileError, UserError
 from nestrec.exporters.servable_writer import restored_session
-from nestrec.exporters.version_content import Described, RankContent, changes_of, everything_of, weights_of
-from nestrec.exporters.version_writer import About, VersionWriter, can_merge, merged, prune
+from nestrec.exporters.version_content import ModelDescription, RankVersionData, changes_of, everything_of, weights_of
+from nestrec.exporters.version_writer import VersionInfo, VersionWriter, can_merge, merged, prune
 from nestrec.serving.model.serving_spec import check_published
 from nestrec.serving.versions.version_manifest import Parent, Times, VersionManifest
-from nestrec.serving.versions.version_store import Versions, VersionStep
+from nestrec.serving.versions.version_store import VersionStep, VersionStore
 from nestrec.training.run_config import PublishConfig
 from nestrec.training.run_folder import RunFolder
 from nestrec.training.run_identity import Identity
@@ -62,15 +62,15 @@ class Publisher:
         on_first(session.topology, lambda: check_published(session.cfg.task))
         self._cfg, self._identity, self._warn = cfg, identity, warn
         self._tell = tell
-        self._versions = Versions(storage_of(cfg.address))
-        self._peers = Peers.of_topology(session.topology)
+        self._versions = VersionStore(storage_of(cfg.address))
+        self._peers = CheckpointGroup.of_topology(session.topology)
         self._writer = VersionWriter(self._versions.storage, self._peers)
-        self._background = Background()
-        self._described: tuple[object, Described] | None = None
+        self._background = BackgroundWorker()
+        self._described: tuple[object, ModelDescription] | None = None
         self._base: VersionStep | None = None
         """the version that the next one builds on; none where the next one is told in full"""
         self._newest: VersionStep | None = None
-        self._base_described: Described | None = None
+        self._base_described: ModelDescription | None = None
         """what that says beside what is learnt; none where it was said before this start"""
         self._compared: Mapping[str, torch.Tensor] = {}
         """this rank's rows of tables that are compared, as that version holds them"""
@@ -98,7 +98,7 @@ class Publisher:
         self._look_for_others()
         session.tables.hold_from(None if self._base is None else self._base.manifest.step)
         now = self._describe(session, step)
-        about = About(
+        about = VersionInfo(
             number=self._number + 1,
             step=step,
             run=self._run_at(step),
@@ -147,7 +147,7 @@ class Publisher:
             if told is not None and told.step == step and told.run == self._run_at(step):
                 self._chain = self._versions.way_from_full((newest.folder, newest.version))
                 self._base = VersionStep(newest.folder, told)
-        except (DamagedError, OSError) as error:  # training does not wait for a store that is away
+        except (CorruptFileError, OSError) as error:  # training does not wait for a store that is away
             self._warn(f"what was published before cannot be gone on from, so a full version follows: {error}")
 
     def _look_for_others(self) -> None:
@@ -161,7 +161,7 @@ class Publisher:
         """The number of the newest version where it is not that which this publisher knows; 0 where it is gone."""
         try:
             newest = self._versions.newest()
-        except (DamagedError, OSError):
+        except (CorruptFileError, OSError):
             return None  # the next version will name itself the newest
         folder = None if newest is None else newest.folder
         if folder in (self._seen, self._writer.last_folder):
@@ -183,13 +183,13 @@ class Publisher:
             self._base, *self._chain = steps
             self._newest = self._base
 
-    def _describe(self, session: Session, step: int) -> Described:
+    def _describe(self, session: Session, step: int) -> ModelDescription:
         """Made anew where the dataset is another one: a catalogue is long."""
         if self._described is None or self._described[0] is not session.dataset:
-            self._described = (session.dataset, Described.of(session, step))
+            self._described = (session.dataset, ModelDescription.of(session, step))
         return self._described[1].at(step)
 
-    def _changed_descriptions(self, now: Described) -> Any:
+    def _changed_descriptions(self, now: ModelDescription) -> Any:
         old = None if self._base is None else self._base_described
         return now.since(old) if self._peers.is_first else ({}, {})
 
@@ -197,11 +197,11 @@ class Publisher:
         """What cannot be written is told, on all ranks alike; the run goes on."""
         try:
             write()
-        except SaveError as error:
+        except CheckpointSaveError as error:
             if self._peers.is_first:
                 self._warn(f"{error.problem}; the next version will hold it as well")
 
-    def _write_everything(self, about: About, content: RankContent, now: Described) -> None:
+    def _write_everything(self, about: VersionInfo, content: RankVersionData, now: ModelDescription) -> None:
         written = self._writer.write("full", about, content)
         self._base = self._newest = written
         self._base_described, self._compared = now, content.compared
@@ -209,7 +209,9 @@ class Publisher:
         self._tell_of(written)
         self._prune()
 
-    def _write_changes(self, about: About, changes: RankContent, now: Described, *, owns_copy: bool) -> None:
+    def _write_changes(
+        self, about: VersionInfo, changes: RankVersionData, now: ModelDescription, *, owns_copy: bool
+    ) -> None:
         written = self._writer.write("delta", about, changes)
         self._base = self._newest = written
         self._base_described, self._compared, self._number = now, changes.compared, about.number
@@ -219,7 +221,9 @@ class Publisher:
             self._write_full(about, now, changes.shard, owns_copy=owns_copy)
         self._prune()
 
-    def _write_full(self, about: About, now: Described, shard: tuple[int, int], *, owns_copy: bool) -> None:
+    def _write_full(
+        self, about: VersionInfo, now: ModelDescription, shard: tuple[int, int], *, owns_copy: bool
+    ) -> None:
         """The last version once more, told in full, out of the files of those before it."""
         assert self._base is not None
         if not can_merge(self._chain, shard[1]):
@@ -229,8 +233,8 @@ class Publisher:
         content = merged(self._versions, self._chain, shard, owns_copy=owns_copy)
         try:
             written = self._writer.write_full(self._base, about, content)
-        except SaveError as error:
-            if any(self._peers.gather(isinstance(error.__cause__, DamagedError))):
+        except CheckpointSaveError as error:
+            if any(self._peers.gather(isinstance(error.__cause__, CorruptFileError))):
                 self._base = None  # they were damaged: likewise
             raise
         self._chain = [written]
@@ -246,7 +250,7 @@ class Publisher:
             return
         try:
             prune(self._versions, self._cfg.keep)
-        except (OSError, DamagedError) as error:
+        except (OSError, CorruptFileError) as error:
             self._warn(f"old versions could not be deleted: {error}")
 
     def _run_at(self, step: int) -> str:

@@ -25,18 +25,18 @@ from nestrec.artifacts.delta import newest_rows, to_delete
 from nestrec.artifacts.manifest import FileEntry, entry_of, safe_name
 from nestrec.artifacts.manifest import Kind as FileKind
 from nestrec.artifacts.storage import Storage
-from nestrec.artifacts.writer_group import Peers
+from nestrec.artifacts.writer_group import CheckpointGroup
 from nestrec.base.config import to_plain
 from nestrec.base.config_values import from_plain
 from nestrec.base.errors import UserError
 from nestrec.base.failpoints import fail_point
 from nestrec.checkpoint.checkpoint_content import Chunk, check_finite
-from nestrec.exporters.version_content import RankContent
+from nestrec.exporters.version_content import RankVersionData
 from nestrec.serving.versions.version_manifest import (
     NEWEST_FILE,
     VERSIONS,
     Kind,
-    Newest,
+    NewestPointer,
     Parent,
     PublishedTable,
     Times,
@@ -45,7 +45,7 @@ from nestrec.serving.versions.version_manifest import (
     manifest_file,
     version_of,
 )
-from nestrec.serving.versions.version_store import Versions, VersionStep
+from nestrec.serving.versions.version_store import VersionStep, VersionStore
 
 
 def can_merge(chain: Sequence[VersionStep], num_shards: int) -> bool:
@@ -53,12 +53,14 @@ def can_merge(chain: Sequence[VersionStep], num_shards: int) -> bool:
     return all(entry.num_shards == num_shards for step in chain for entry in step.manifest.files if _is_of_rows(entry))
 
 
-def merged(versions: Versions, chain: Sequence[VersionStep], shard: tuple[int, int], *, owns_copy: bool) -> RankContent:
+def merged(
+    versions: VersionStore, chain: Sequence[VersionStep], shard: tuple[int, int], *, owns_copy: bool
+) -> RankVersionData:
     """This shard's rows after the last of the chain, which begins with a full version, oldest first."""
     if not owns_copy:
-        return RankContent(rows={}, shard=shard)
+        return RankVersionData(rows={}, shard=shard)
     names = [table.name for table in chain[-1].manifest.tables]
-    return RankContent(
+    return RankVersionData(
         rows={name: _newest_rows(versions, chain, shard, "rows", name) for name in names},
         index=_newest_rows(versions, chain, shard, "index", None),
         shard=shard,
@@ -66,7 +68,7 @@ def merged(versions: Versions, chain: Sequence[VersionStep], shard: tuple[int, i
 
 
 def _newest_rows(
-    versions: Versions, chain: Sequence[VersionStep], shard: tuple[int, int], kind: str, table: str | None
+    versions: VersionStore, chain: Sequence[VersionStep], shard: tuple[int, int], kind: str, table: str | None
 ) -> Iterator[Chunk]:
     """Each key once, with its last row; a key that was removed later than written is left out."""
 
@@ -83,7 +85,7 @@ def _is_of_rows(entry: FileEntry) -> bool:
     return entry.kind in {"rows", "removed", "index"}
 
 
-def prune(versions: Versions, keep: int) -> list[str]:
+def prune(versions: VersionStore, keep: int) -> list[str]:
     """Delete all but the last `keep` versions, what they build on down to a full one, and what lies at the address by
     chance; the names of the folders that went.
 
@@ -114,7 +116,7 @@ Pieces = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class About:
+class VersionInfo:
     """A version that is to be written."""
 
     number: int
@@ -130,9 +132,10 @@ class About:
 
 
 class VersionWriter:
-    """All ranks make the same calls in the same order; `SaveError` on all of them where one could not write."""
+    """All ranks make the same calls in the same order; `CheckpointSaveError` on all of them where one could not
+    write."""
 
-    def __init__(self, storage: Storage, peers: Peers):
+    def __init__(self, storage: Storage, peers: CheckpointGroup):
         self._storage = storage
         self._peers = peers
         self.last_folder: str | None = None
@@ -140,23 +143,23 @@ class VersionWriter:
         self._begun: list[str] = []
         """files of this rank"""
 
-    def write(self, kind: Kind, about: About, content: RankContent) -> VersionStep:
+    def write(self, kind: Kind, about: VersionInfo, content: RankVersionData) -> VersionStep:
         """A new version, which is the newest when this returns."""
         token = self._peers.gather(secrets.token_hex(4))[0]
         self.last_folder = folder = f"{about.number:08d}-{token}"
         manifest = self._write(folder, kind, about, content, None)
-        newest = Newest(folder=folder, version=manifest.version, number=manifest.number)
+        newest = NewestPointer(folder=folder, version=manifest.version, number=manifest.number)
         self._peers.on_first(lambda: self._point(newest), _problem(folder, self._storage))
         return VersionStep(folder, manifest)
 
-    def write_full(self, written: VersionStep, about: About, content: RankContent) -> VersionStep:
+    def write_full(self, written: VersionStep, about: VersionInfo, content: RankVersionData) -> VersionStep:
         """The same version once more, told in full."""
         return VersionStep(
             written.folder, self._write(written.folder, "full", about, content, written.manifest.version)
         )
 
     def _write(
-        self, folder: str, kind: Kind, about: About, content: RankContent, version: str | None
+        self, folder: str, kind: Kind, about: VersionInfo, content: RankVersionData, version: str | None
     ) -> VersionManifest:
         self._begun = []
         try:
@@ -183,13 +186,13 @@ class VersionWriter:
         self._peers.on_first(lambda: self._commit(folder, manifest), _problem(folder, self._storage))
         return manifest
 
-    def _files(self, folder: str, kind: Kind, about: About, content: RankContent) -> Iterator[FileEntry]:
+    def _files(self, folder: str, kind: Kind, about: VersionInfo, content: RankVersionData) -> Iterator[FileEntry]:
         fail_point(f"publish.{kind}.before_files")
         for entry in self._all_files(folder, kind, about, content):
             yield entry
             fail_point(f"publish.{kind}.between_files")
 
-    def _all_files(self, folder: str, kind: Kind, about: About, content: RankContent) -> Iterator[FileEntry]:
+    def _all_files(self, folder: str, kind: Kind, about: VersionInfo, content: RankVersionData) -> Iterator[FileEntry]:
         rank = self._peers.rank
 
         def put(name: str, tensors: Pieces, kind: FileKind, table: str | None = None) -> FileEntry:
@@ -231,7 +234,7 @@ class VersionWriter:
         self._storage.replace(manifest_file(folder, manifest.kind), encode(manifest))
         fail_point(f"publish.{manifest.kind}.after_manifest")
 
-    def _point(self, newest: Newest) -> None:
+    def _point(self, newest: NewestPointer) -> None:
         self._storage.replace(NEWEST_FILE, encode(newest))
         fail_point("publish.after_newest")
 

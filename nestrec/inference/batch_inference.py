@@ -24,28 +24,28 @@ import torch
 
 from nestrec.base.config import config, to_plain
 from nestrec.base.config_values import Count, from_plain
-from nestrec.base.errors import DamagedError, UserError, did_you_mean
+from nestrec.base.errors import CorruptFileError, UserError, did_you_mean
 from nestrec.base.failpoints import fail_point
 from nestrec.base.files import check_file, remove_partials, replaced_file, told_if_unwritable, write_atomic
 from nestrec.data.dataset import Dataset
 from nestrec.distributed import Topology
 from nestrec.distributed.collectives import barrier
-from nestrec.exporters.dataset_users import NO_LIMITS, DatasetUsers, ReadUser, UserColumns
+from nestrec.exporters.dataset_users import NO_LIMITS, DatasetUsers, ResolvedUser, UserColumns
 from nestrec.inference.request_parsing import plain_values
 from nestrec.inference.users_file import FileUsers
-from nestrec.serving.core.request_limits import BadRequestError, NotToldError
+from nestrec.serving.core.request_limits import BadRequestError, MissingInputError
 from nestrec.serving.engine.reference_runner import user_queries
-from nestrec.serving.inputs.request_resolver import Notes, Reader
+from nestrec.serving.inputs.request_resolver import RequestNotes, RequestResolver
 from nestrec.serving.model.model_adapter import make_form
 from nestrec.serving.model.request_inputs import Candidates, distinct
-from nestrec.serving.model.retrieval_adapter import RetrievalForm
+from nestrec.serving.model.retrieval_adapter import RetrievalAdapter
 from nestrec.serving.model.servable import Servable
 
 _MOST_NAMED = 1000
 """values of a category among which a similar one is looked for"""
 
 
-class BatchUsers(Protocol):
+class UserSource(Protocol):
     """Users in a fixed order."""
 
     @property
@@ -60,7 +60,7 @@ class BatchUsers(Protocol):
         ...
 
 
-def users_of(users: Path | str, servable: Servable, data: Path | str | None, context: Mapping[str, Any]) -> BatchUsers:
+def users_of(users: Path | str, servable: Servable, data: Path | str | None, context: Mapping[str, Any]) -> UserSource:
     """users: `all`, a text file with a key a line, or a Parquet file with the columns user, items and perhaps others of
     `nestrec.inference.users_file`. data: the dataset that keys are of. context: of the event that is asked for, by
     name of a feature, where a file does not tell it of each user."""
@@ -97,7 +97,7 @@ class _UsersOfDataset:
             self._places = np.array([known[key] for key in keys], np.int64)
         try:
             self.read(0, 0)
-        except NotToldError as error:  # of the context: a dataset does not say what will be
+        except MissingInputError as error:  # of the context: a dataset does not say what will be
             name = error.field.partition(".")[2]
             remedy = f"set {error.field}, or export the model with defaults.features.{name}"
             raise UserError(error.message, field=error.field, value=None, remedy=remedy) from None
@@ -120,7 +120,7 @@ def _check_context(context: Mapping[str, Any], servable: Servable) -> None:
         if name not in known:
             remedy = did_you_mean(name, known) if known else "leave it out: the model reads none"
             raise UserError("is not read by the model", field=field, value=value, remedy=remedy)
-        reader, column = Reader(servable, NO_LIMITS, Notes()), servable.event_features[name]
+        reader, column = RequestResolver(servable, NO_LIMITS, RequestNotes()), servable.event_features[name]
         try:
             reader.values(value, 1, column, field, is_each=False)
         except BadRequestError as error:
@@ -189,7 +189,7 @@ class BatchRecommender:
         self._topology = topology or Topology.single(servable.device)
         self._data = data
         form = make_form(servable, self.cfg.slide_events)
-        if not isinstance(form, RetrievalForm):
+        if not isinstance(form, RetrievalAdapter):
             remedy = "name a retrieval model"
             raise UserError(
                 "has no catalogue to recommend from", field="model", value=servable.spec.name, remedy=remedy
@@ -223,7 +223,7 @@ class BatchRecommender:
                 _write_output(file, [_vector_table("item", self._item_keys, vectors)])
         return len(self._item_keys)
 
-    def _users(self, users: Path | str, data: Path | str | None, output: Path) -> BatchUsers:
+    def _users(self, users: Path | str, data: Path | str | None, output: Path) -> UserSource:
         found = users_of(users, self.servable, data or self._data, self.cfg.context)
         if output.exists() and Path(users).exists() and output.samefile(users):
             remedy = "name another file: this one would be written over"
@@ -232,10 +232,10 @@ class BatchRecommender:
 
     def _write(
         self,
-        users: BatchUsers,
+        users: UserSource,
         output: Path,
         what: Literal["recommend", "embed"],
-        compute: Callable[[list[ReadUser]], pa.Table],
+        compute: Callable[[list[ResolvedUser]], pa.Table],
     ) -> int:
         parts = output.with_name(output.name + ".parts")
         model = self.servable.version or self._weights_digest()
@@ -298,7 +298,7 @@ class BatchRecommender:
             tokens += length
         return [*itertools.pairwise([*bounds, len(users)])]
 
-    def _recommended(self, users: list[ReadUser]) -> pa.Table:
+    def _recommended(self, users: list[ResolvedUser]) -> pa.Table:
         queries = user_queries(self._form, [(user.history, user.now_ms) for user in users])
         asked = [
             Candidates(
@@ -322,7 +322,7 @@ class BatchRecommender:
         }
         return pa.table(columns)
 
-    def _embedded(self, users: list[ReadUser]) -> pa.Table:
+    def _embedded(self, users: list[ResolvedUser]) -> pa.Table:
         queries = user_queries(self._form, [(user.history, user.now_ms) for user in users])
         return _vector_table("user", _strings([user.key for user in users]), queries.float().cpu().numpy())
 
@@ -346,7 +346,7 @@ def _read(file: Path, read: Callable[[Path], T]) -> T:
         remedy = "delete it and start the job again, which writes it again"
         if file.name == JOB_FILE:
             remedy = f"delete {file.parent} and start the job again, from its beginning"
-        raise DamagedError(f"cannot be read: {error}", field="part", value=str(file), remedy=remedy) from error
+        raise CorruptFileError(f"cannot be read: {error}", field="part", value=str(file), remedy=remedy) from error
 
 
 def _read_job(file: Path) -> dict[str, Any]:

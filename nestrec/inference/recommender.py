@@ -26,18 +26,18 @@ from nestrec.base.cuda import known_device
 from nestrec.base.errors import UserError
 from nestrec.distributed.topology import check_device
 from nestrec.inference.request_parsing import NO_LIMITS, History, Items, asked_request, explained, plain_ids
-from nestrec.serving.engine.reference_runner import Part, Scored, plain_runner
+from nestrec.serving.engine.reference_runner import BatchItem, BatchItemScores, plain_runner
 from nestrec.serving.model.request_inputs import Candidates
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.servable_spec import MANIFEST_FILE
-from nestrec.serving.model.served_tables import ResidentTable
+from nestrec.serving.model.served_tables import DeviceTable
 from nestrec.serving.versions.live_version import open_source, source_of
 from nestrec.training.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from nestrec.distributed import Topology
     from nestrec.inference.batch_inference import BatchJobConfig, BatchRecommender
-    from nestrec.serving.inputs.request_resolver import Asked, Reader
+    from nestrec.serving.inputs.request_resolver import RequestResolver, ResolvedRequest
     from nestrec.serving.inputs.request_schema import RankRequest
 
 
@@ -48,7 +48,7 @@ _BATCH_TOKENS = 16_384
 
 
 @dataclass(frozen=True, slots=True)
-class Ranking:
+class ScoredItems:
     """Items with their scores."""
 
     items: tuple[str, ...]
@@ -63,8 +63,8 @@ class Ranking:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    part: Part
+class _ResolvedRequest:
+    part: BatchItem
     unknown: tuple[str, ...]
     """ids that the model does not know"""
 
@@ -99,7 +99,7 @@ class Recommender:
         exclude: Items = (),
         allow: Items | None = None,
         context: Mapping[str, Any] | None = None,
-    ) -> Ranking:
+    ) -> ScoredItems:
         """The k best items of the catalogue for a history, best first.
 
         exclude_seen: items of the history are not recommended. exclude: nor are these. allow: only these are. context:
@@ -119,7 +119,7 @@ class Recommender:
         exclude: Items = (),
         allow: Items | None = None,
         context: Mapping[str, Any] | None = None,
-    ) -> list[Ranking]:
+    ) -> list[ScoredItems]:
         """The k best items for each of many histories, computed together."""
         if self.servable.index is None:
             raise UserError(
@@ -133,17 +133,17 @@ class Recommender:
         barred, allowed = self._known(exclude, "exclude"), None if allow is None else self._known(allow, "allow")
         none, keys = np.zeros(0, np.int64), self.servable.item_keys
 
-        def wanted(asked: "Asked", reader: "Reader", request: "RankRequest") -> Candidates:
+        def wanted(asked: "ResolvedRequest", reader: "RequestResolver", request: "RankRequest") -> Candidates:
             excluded = np.union1d(asked.seen, barred) if exclude_seen else barred
             return Candidates(items=none, now_ms=asked.now_ms, num_best=int(k), excluded=excluded, allowed=allowed)
 
         asked = [self._asked(asked_request(history, (), context), wanted) for history in _many(histories, "histories")]
         return [
-            Ranking(tuple(keys[i - 1] for i in found.items.tolist()), self._columns(found.scores), one.unknown)
+            ScoredItems(tuple(keys[i - 1] for i in found.items.tolist()), self._columns(found.scores), one.unknown)
             for one, found in zip(asked, self._computed(asked), strict=True)
         ]
 
-    def rank(self, history: History, candidates: Items, *, context: Mapping[str, Any] | None = None) -> Ranking:
+    def rank(self, history: History, candidates: Items, *, context: Mapping[str, Any] | None = None) -> ScoredItems:
         """Scores of candidates for a history, in the order of the candidates.
 
         context: by name of a category of an event, its value for every candidate.
@@ -152,7 +152,7 @@ class Recommender:
 
     def rank_all(
         self, histories: Sequence[History], candidates: Sequence[Items], *, context: Mapping[str, Any] | None = None
-    ) -> list[Ranking]:
+    ) -> list[ScoredItems]:
         """Scores for each of many histories and its own list of candidates, computed together."""
         histories, candidates = _many(histories, "histories"), _many(candidates, "candidates")
         if len(candidates) != len(histories):
@@ -163,7 +163,7 @@ class Recommender:
                 remedy="give as many lists as histories",
             )
 
-        def wanted(asked: "Asked", reader: "Reader", request: "RankRequest") -> Candidates:
+        def wanted(asked: "ResolvedRequest", reader: "RequestResolver", request: "RankRequest") -> Candidates:
             ids = reader.items(request.candidates, "candidates")
             features = reader.candidate_features(request, len(request.candidates))
             return Candidates(items=ids, now_ms=asked.now_ms, features=features)
@@ -175,7 +175,7 @@ class Recommender:
             is_known = found.items > 0
             keys, unknown = [str(key) for key in request.candidates], np.flatnonzero(~is_known).tolist()
             scores = np.where(is_known[:, None], found.scores, _LAST)
-            answers.append(Ranking(tuple(keys), self._columns(scores), (*one.unknown, *(keys[i] for i in unknown))))
+            answers.append(ScoredItems(tuple(keys), self._columns(scores), (*one.unknown, *(keys[i] for i in unknown))))
         return answers
 
     def item_vectors(self, items: Items | None = None) -> NDArray[np.float32]:
@@ -210,13 +210,15 @@ class Recommender:
         ids = self.servable.ids_of(plain_ids(items, field))
         return np.unique(ids[ids > 0])
 
-    def _asked(self, request: "RankRequest", wanted: "Callable[[Asked, Reader, RankRequest], Candidates]") -> "_Asked":
+    def _asked(
+        self, request: "RankRequest", wanted: "Callable[[ResolvedRequest, RequestResolver, RankRequest], Candidates]"
+    ) -> "_ResolvedRequest":
         """A request as the server reads it."""
         from nestrec.serving.core.request_limits import BadRequestError
-        from nestrec.serving.inputs.request_resolver import Notes, Reader, check_feature_names
+        from nestrec.serving.inputs.request_resolver import RequestNotes, RequestResolver, check_feature_names
 
-        notes = Notes()
-        reader = Reader(self.servable, NO_LIMITS, notes)
+        notes = RequestNotes()
+        reader = RequestResolver(self.servable, NO_LIMITS, notes)
         try:
             check_feature_names(request, self.servable)
             asked = reader.user(request)
@@ -224,12 +226,14 @@ class Recommender:
         except BadRequestError as error:
             raise explained(error, dataclasses.asdict(request)) from None
         tokens = self._form.tokens(asked.history, asked.now_ms)
-        part = Part(tokens=tokens, first=0, end=tokens.length, pages=[], store_until=0, candidates=candidates)
-        return _Asked(part, tuple(dict.fromkeys(str(key) for said in notes.said()["unknown"] for key in said["ids"])))
+        part = BatchItem(tokens=tokens, first=0, end=tokens.length, pages=[], store_until=0, candidates=candidates)
+        return _ResolvedRequest(
+            part, tuple(dict.fromkeys(str(key) for said in notes.said()["unknown"] for key in said["ids"]))
+        )
 
-    def _computed(self, asked: "list[_Asked]") -> Iterator[Scored]:
+    def _computed(self, asked: "list[_ResolvedRequest]") -> Iterator[BatchItemScores]:
         """In order, as many tokens at a time as fit together."""
-        batch, tokens = list[Part](), 0
+        batch, tokens = list[BatchItem](), 0
         for one in asked:
             if batch and tokens + one.part.num_new > _BATCH_TOKENS:
                 yield from self._run(batch)
@@ -238,7 +242,7 @@ class Recommender:
             tokens += one.part.num_new
         yield from self._run(batch)
 
-    def _run(self, parts: list[Part]) -> Iterator[Scored]:
+    def _run(self, parts: list[BatchItem]) -> Iterator[BatchItemScores]:
         for found in self._runner.run(parts) if parts else ():
             assert found is not None
             yield found
@@ -274,8 +278,8 @@ def load(run: str | os.PathLike[str], *, best: bool = True, device: str = "cpu")
 
 
 def _moved(servable: Servable, device: str) -> Servable:
-    def moved(table: Any) -> ResidentTable:
-        return ResidentTable(table.weight.to(device))
+    def moved(table: Any) -> DeviceTable:
+        return DeviceTable(table.weight.to(device))
 
     return replace(
         servable,

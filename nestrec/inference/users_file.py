@@ -34,8 +34,8 @@ from nestrec.exporters.dataset_users import (
     spread,
     told_context,
 )
-from nestrec.serving.core.request_limits import BadRequestError, NotToldError
-from nestrec.serving.inputs.request_resolver import Reader
+from nestrec.serving.core.request_limits import BadRequestError, MissingInputError
+from nestrec.serving.inputs.request_resolver import RequestResolver
 from nestrec.serving.inputs.request_schema import LATEST_MS
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.servable_spec import ColumnSpec
@@ -277,7 +277,7 @@ class FileUsers:
         field = error.field.removeprefix("history.")
         group, _, name = field.partition(".")
         remedy = "mend it"
-        if isinstance(error, NotToldError):
+        if isinstance(error, MissingInputError):
             of = "user_features" if group == "user_features" else "features"
             for_all = f", set {field} for all users" if group == "context" else ""
             remedy = f"give a column {field}{for_all}, or export the model with defaults.{of}.{name}"
@@ -288,7 +288,7 @@ class FileUsers:
 class _Rows:
     """Rows of a file. Values of all users are read at once: user by user that would take longer than their models."""
 
-    def __init__(self, rows: pa.Table, reader: Reader, context: Mapping[str, Any]):
+    def __init__(self, rows: pa.Table, reader: RequestResolver, context: Mapping[str, Any]):
         self._rows, self._reader, self._context = rows, reader, context
         self._servable, self._names = reader.servable, rows.column_names
         keys, self._bounds = flat(rows["items"])

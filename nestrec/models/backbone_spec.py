@@ -36,11 +36,11 @@ from nestrec.base.config import config
 from nestrec.base.config_values import Count, Natural
 from nestrec.base.errors import UserError
 from nestrec.models.sequence import CachedForward, SequenceInfo
-from nestrec.ops.attention.mask_and_bias import AttentionRules, causal_pairs, semi_local
+from nestrec.ops.attention.mask_and_bias import AttentionMask, causal_pairs, semi_local
 
 
 @config
-class AttentionReach:
+class AttentionSpanConfig:
     """Of the layers of a model."""
 
     window: Count | None = None
@@ -88,7 +88,7 @@ class AttentionReach:
         """Whether a layer computes the last tokens only."""
         return self.keep_last is not None and layer >= self.keep_from
 
-    def rules(self, layer: int) -> AttentionRules:
+    def rules(self, layer: int) -> AttentionMask:
         """Who sees whom in a layer; the prefix of a history does not reach those that compute its last tokens."""
         is_local = layer >= self.full_layers
         return semi_local(self.window if is_local else None, 0 if self.cuts(layer) else self.prefix)
@@ -116,10 +116,10 @@ class AttentionReach:
         return np.maximum((lengths - self.keep_last) // self.keep_step * self.keep_step, 0)
 
 
-FULL = AttentionReach()
+FULL = AttentionSpanConfig()
 
 
-def cut_sequences(reach: AttentionReach, info: SequenceInfo) -> tuple[torch.Tensor, SequenceInfo]:
+def cut_sequences(reach: AttentionSpanConfig, info: SequenceInfo) -> tuple[torch.Tensor, SequenceInfo]:
     """(T',) the tokens that are left, and what is known of their sequences. It waits for the device, to count them."""
     assert reach.keep_last is not None
     lengths_B, cut_B, most = info.offsets.diff(), info.cut_B, info.max_length
@@ -141,12 +141,12 @@ def cut_sequences(reach: AttentionReach, info: SequenceInfo) -> tuple[torch.Tens
 
 
 def cut_by_attention(cfg: Any, length: int) -> int:
-    """`Backbone.cut` of a config whose field `attention` is an `AttentionReach`."""
-    reach: AttentionReach = cfg.attention
+    """`BackboneSpec.cut` of a config whose field `attention` is an `AttentionSpanConfig`."""
+    reach: AttentionSpanConfig = cfg.attention
     return reach.cut(length)
 
 
-class SequenceConfig(Protocol):
+class BackboneConfig(Protocol):
     """What the config of every backbone has."""
 
     @property
@@ -172,7 +172,7 @@ class ForwardFlops:
     """attention, for each pair of a token and itself or one before it"""
     channel_pair: float = 0.0
     """products with learned weights of distance or time (FuXi's channels), for each such pair"""
-    reach: AttentionReach = FULL
+    reach: AttentionSpanConfig = FULL
     """which tokens and pairs the layers compute"""
     num_layers: int = 1
     """that share all of these alike"""
@@ -215,12 +215,12 @@ class ForwardFlops:
         return sum(of_layer(layer) for layer in range(self.num_layers)) / self.num_layers
 
 
-def _pairs(rules: AttentionRules, lengths: NDArray[np.int64]) -> float:
+def _pairs(rules: AttentionMask, lengths: NDArray[np.int64]) -> float:
     return causal_pairs(lengths, rules.max_attention_length, rules.num_context)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Backbone:
+class BackboneSpec:
     """The spec of a backbone. What it leaves at none it cannot answer, and who needs the answer says so."""
 
     config: type

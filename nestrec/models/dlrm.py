@@ -13,7 +13,7 @@ from torch import nn
 
 from nestrec.base.config import config
 from nestrec.base.config_values import Count, Natural
-from nestrec.models.encoder_parts import ToWidth
+from nestrec.models.encoder_parts import FeatureProjections
 
 
 @config
@@ -54,7 +54,7 @@ class DLRM(nn.Module):
         self.bottom = mlp(cfg.num_dense * 2, *cfg.bottom, cfg.dim)
         num_vectors = cfg.num_categories + 1
         self.top = mlp(cfg.dim + num_vectors * (num_vectors - 1) // 2, *cfg.top, 1)
-        self.to_width = ToWidth(cfg.dim, {})
+        self.to_width = FeatureProjections(cfg.dim, {})
         """of tables whose vectors have another width than the model"""
         self.interactions = Interactions(num_vectors)
 

@@ -31,10 +31,10 @@ from torch import nn
 
 from nestrec.base.errors import UserError
 from nestrec.base.random import GOLDEN64
-from nestrec.models.backbone_spec import AttentionReach, SequenceConfig, cut_sequences
+from nestrec.models.backbone_spec import AttentionSpanConfig, BackboneConfig, cut_sequences
 from nestrec.models.sequence import SequenceInfo
 from nestrec.ops.attention.hstu_op import batch_buckets
-from nestrec.ops.attention.mask_and_bias import AttentionRules, RelativeBias, initial_time_function
+from nestrec.ops.attention.mask_and_bias import AttentionMask, RelativeBias, initial_time_function
 from nestrec.ops.layers.fused_layers import Dropout
 from nestrec.ops.layers.token_input import token_input, token_input_reference
 
@@ -59,7 +59,7 @@ def dtype_of(weights: Mapping[str, torch.Tensor]) -> torch.dtype:
     return min((w.dtype for w in weights.values() if w.is_floating_point()), key=lambda dtype: dtype.itemsize)
 
 
-class ToWidth(nn.Module):
+class FeatureProjections(nn.Module):
     """The matrices of the tables that need one; no weights at all where none does."""
 
     def __init__(self, dim: int, widths: Mapping[str, int], dense: Mapping[str, int] | None = None):
@@ -82,9 +82,9 @@ class ToWidth(nn.Module):
         key = _key(table)
         return self.matrices[key](vectors) if key in self.matrices else vectors
 
-    def without_tables(self) -> "ToWidth":
+    def without_tables(self) -> "FeatureProjections":
         """The matrices of columns of numbers alone, shared with this."""
-        kept = ToWidth(0, {})
+        kept = FeatureProjections(0, {})
         kept.dense = self.dense
         kept.matrices.update({_key(column): self.matrices[_key(column)] for column in self.dense})
         return kept
@@ -109,7 +109,7 @@ def _key(table: str) -> str:
     return "of_" + table.replace(".", "_")
 
 
-ConfigT = TypeVar("ConfigT", bound=SequenceConfig)
+ConfigT = TypeVar("ConfigT", bound=BackboneConfig)
 _STEP = GOLDEN64 - (1 << 64)
 """As a signed number: what the keys of prefix tokens differ by."""
 
@@ -183,7 +183,7 @@ class _Sizes(Protocol):
     @property
     def normaliser_margin(self) -> int: ...
     @property
-    def attention(self) -> AttentionReach: ...
+    def attention(self) -> AttentionSpanConfig: ...
 
 
 TimeEncoding = Literal["buckets", "functional"]
@@ -196,7 +196,7 @@ def time_parameters(encoding: TimeEncoding, num_buckets: int) -> tuple[nn.Parame
     return nn.Parameter(torch.empty(num_buckets + 1).normal_(std=0.02)), None
 
 
-def with_targets(rules: AttentionRules, info: SequenceInfo) -> AttentionRules:
+def with_targets(rules: AttentionMask, info: SequenceInfo) -> AttentionMask:
     """Rules of a layer for sequences that may end with candidates."""
     return rules if info.num_targets_B is None else replace(rules, num_targets_B=info.num_targets_B)
 

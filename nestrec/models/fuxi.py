@@ -20,7 +20,7 @@ from torch import nn
 
 from nestrec.base.config import config
 from nestrec.base.config_values import Count, Decay, Natural
-from nestrec.models.backbone_spec import FULL, AttentionReach, Backbone, ForwardFlops, cut_by_attention
+from nestrec.models.backbone_spec import FULL, AttentionSpanConfig, BackboneSpec, ForwardFlops, cut_by_attention
 from nestrec.models.encoder_parts import ResidualEncoder, TimeEncoding, time_parameters, with_targets
 from nestrec.models.sequence import SequenceInfo
 from nestrec.ops.attention.bias_only import bias_attention
@@ -59,7 +59,7 @@ class FuXiConfig:
     numbers (FuXi-gamma)"""
     num_time_buckets: Count = 128
     """logarithmic buckets of the temporal channel"""
-    attention: AttentionReach = FULL
+    attention: AttentionSpanConfig = FULL
     """how far it reaches"""
     recompute: bool = False
     """on a GPU: compute norms, activations and gates again in the backward pass instead of keeping them"""
@@ -175,7 +175,7 @@ def _activations(cfg: FuXiConfig) -> float:
     return cfg.num_layers * (5.0 * cfg.dim + (6.0 + 5.0 * channels) * width + 3.0 * cfg.ffn_dim)
 
 
-BACKBONE = Backbone(
+BACKBONE = BackboneSpec(
     config=FuXiConfig,
     build=FuXi,
     flops=_flops,

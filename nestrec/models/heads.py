@@ -26,9 +26,9 @@ from nestrec.base.config import config
 from nestrec.base.config_values import Count, NonNegative, Positive
 from nestrec.models.backbone_registry import EncoderConfig, make_encoder
 from nestrec.models.dlrm import Interactions, mlp
-from nestrec.models.encoder_parts import ToWidth, states_behind, with_room
+from nestrec.models.encoder_parts import FeatureProjections, states_behind, with_room
 from nestrec.models.sequence import SequenceInfo
-from nestrec.ops.embedding.row_gather import StoredRows, TableRows
+from nestrec.ops.embedding.row_gather import HalfPrecisionRows, TableRows
 from nestrec.ops.layers.token_input import unit_rows
 from nestrec.ops.losses.item_losses import LossCandidates, make_candidates
 from nestrec.ops.losses.sampled_losses import Variant
@@ -82,7 +82,7 @@ class HeadConfig:
 
 
 class RankingModel(nn.Module):
-    to_width: ToWidth
+    to_width: FeatureProjections
     """of tables whose vectors have another width than the model"""
 
     def __init__(
@@ -102,7 +102,7 @@ class RankingModel(nn.Module):
         self.action = nn.Parameter(torch.empty(num_action_bits, encoder.dim).normal_(std=0.02))
         self.head = mlp(head_width(encoder.dim, head, num_features), *head.hidden, num_tasks)
         self.interactions = Interactions(num_features) if head.interactions else None
-        self.to_width = ToWidth(encoder.dim, {})
+        self.to_width = FeatureProjections(encoder.dim, {})
 
     def forward(
         self,
@@ -149,7 +149,7 @@ class RetrievalModel(nn.Module):
         super().__init__()
         self.encoder, self.dim = make_encoder(with_room(encoder, num_prefix)), encoder.dim
         self.similarity = similarity
-        self.to_width = ToWidth(encoder.dim, {})
+        self.to_width = FeatureProjections(encoder.dim, {})
         """of tables whose vectors have another width than the model"""
 
     def forward(
@@ -163,7 +163,7 @@ class RetrievalModel(nn.Module):
         """Rows of the item table in the model's width, as histories hold them."""
         if not self.to_width.changes("items"):
             return row_UD
-        whole_UD = row_UD.whole() if isinstance(row_UD, StoredRows) else row_UD
+        whole_UD = row_UD.whole() if isinstance(row_UD, HalfPrecisionRows) else row_UD
         return self.to_width("items", whole_UD)  # type: ignore[no-any-return]
 
     def item_vectors(self, row_UD: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from torch import nn
 
 from nestrec.base.config import config
 from nestrec.base.config_values import Count, Decay, Natural
-from nestrec.models.backbone_spec import FULL, AttentionReach, Backbone, ForwardFlops, cut_by_attention
+from nestrec.models.backbone_spec import FULL, AttentionSpanConfig, BackboneSpec, ForwardFlops, cut_by_attention
 from nestrec.models.encoder_parts import ResidualEncoder, TimeEncoding, time_parameters, with_targets
 from nestrec.models.sequence import SequenceInfo
 from nestrec.ops.attention.hstu_attention import hstu_attention
@@ -53,7 +53,7 @@ class HSTUConfig:
     """the time bias: a learned value of each bucket, or an exponential-power function with three learned numbers"""
     num_time_buckets: Count = 128
     """logarithmic buckets of the time bias"""
-    attention: AttentionReach = FULL
+    attention: AttentionSpanConfig = FULL
     """how far it reaches"""
     recompute: bool = False
     """on a GPU: compute norms, activations and gates again in the backward pass instead of keeping them"""
@@ -163,7 +163,7 @@ def _activations(cfg: HSTUConfig) -> float:
     return cfg.num_layers * (3.0 * cfg.dim + 11.0 * cfg.num_heads * cfg.head_dim)
 
 
-BACKBONE = Backbone(
+BACKBONE = BackboneSpec(
     config=HSTUConfig,
     build=HSTU,
     flops=_flops,

@@ -15,7 +15,7 @@ from torch import nn
 
 from nestrec.base.config import config
 from nestrec.base.config_values import Count, Decay, Natural
-from nestrec.models.backbone_spec import Backbone, ForwardFlops
+from nestrec.models.backbone_spec import BackboneSpec, ForwardFlops
 from nestrec.models.sequence import SequenceInfo
 from nestrec.ops.attention.softmax_attention import softmax_attention
 from nestrec.ops.context_parallel.ring_attention import softmax_attention_in_context
@@ -110,7 +110,7 @@ def _activations(cfg: SASRecConfig) -> float:
     return cfg.num_layers * (10.0 * cfg.dim + 3.0 * cfg.ffn_dim)
 
 
-BACKBONE = Backbone(
+BACKBONE = BackboneSpec(
     config=SASRecConfig,
     build=SASRec,
     flops=_flops,

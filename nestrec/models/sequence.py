@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from nestrec.ops.context_parallel.ring_sum import Context
+from nestrec.ops.context_parallel.ring_sum import ContextParallelGroup
 
 KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 PrefixReader = Callable[[int, int], KeysAndValues]
@@ -27,7 +27,7 @@ PrefixReader = Callable[[int, int], KeysAndValues]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
+class NewTokenSegment:
     """New tokens of one sequence: history that follows its prefix, then candidates, all of which come next."""
 
     prefix_length: int
@@ -55,7 +55,7 @@ class Segment:
         """New history tokens before the cut."""
         return min(max(0, self.cut - self.prefix_length), self.num_history)
 
-    def behind_cut(self) -> "Segment":
+    def behind_cut(self) -> "NewTokenSegment":
         """What is left of it, as a segment whose history begins at the cut."""
         return replace(
             self,
@@ -67,7 +67,7 @@ class Segment:
         )
 
 
-def new_positions(segments: Sequence[Segment], device: torch.device) -> torch.Tensor:
+def new_positions(segments: Sequence[NewTokenSegment], device: torch.device) -> torch.Tensor:
     """(T,) positions of new tokens; candidates stand where the next event would."""
     found = list[torch.Tensor]()
     for segment in segments:
@@ -76,7 +76,7 @@ def new_positions(segments: Sequence[Segment], device: torch.device) -> torch.Te
     return torch.cat(found)
 
 
-class KeptShape(Protocol):
+class KVCacheSpec(Protocol):
     """What is kept of a prefix: in each layer a key and a value of each head, for each token."""
 
     @property
@@ -88,7 +88,7 @@ class KeptShape(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeptPages:
+class PagedKVCache:
     """Memory of kept prefixes, of all layers."""
 
     pool: torch.Tensor
@@ -100,7 +100,9 @@ class KeptPages:
     page_tokens: int
 
 
-Forward = Callable[[Any, torch.Tensor, Sequence[Segment], PrefixReader], tuple[torch.Tensor, list[KeysAndValues]]]
+Forward = Callable[
+    [Any, torch.Tensor, Sequence[NewTokenSegment], PrefixReader], tuple[torch.Tensor, list[KeysAndValues]]
+]
 """(model, (T, D) vectors of the new tokens, segments, prefixes) to the (T, D) states of the new tokens and, for each
 layer, their keys and values, each (T, H, head_dim)"""
 
@@ -110,7 +112,7 @@ class CachedForward:
     """How a backbone computes new tokens against what is kept of their prefixes. Its results are those of a pass over
     the whole sequences, up to rounding."""
 
-    kept: Callable[[Any], KeptShape]
+    kept: Callable[[Any], KVCacheSpec]
     """of a config; a config with these three fields may be handed back as it is"""
     forward: Forward
     """a pass over new tokens"""
@@ -118,7 +120,7 @@ class CachedForward:
     """of a config: keys that a token meets at most in each layer; none: all"""
     keeps: bool = True
     """whether anything is kept of a prefix; otherwise every request is computed whole"""
-    paged: "Callable[[Any, KeptPages], Any] | str | None" = None
+    paged: "Callable[[Any, PagedKVCache], Any] | str | None" = None
     """(model, pages) to a `PagedEncoder` that computes whole batches on a GPU, or `module:attribute` of it; none: such
     models run there sequence by sequence"""
 
@@ -148,13 +150,13 @@ class SequenceInfo:
     """int64 first token of each sequence that layers behind a cut compute; none: as its length has it"""
     buckets: torch.Tensor | None = None
     """time buckets of all pairs of tokens, once layers that read them have been told (ops.attention.hstu_op)"""
-    context: Context | None = None
+    context: ContextParallelGroup | None = None
     """where only a part of each sequence is here: all else is told of the tokens of this part, but for `max_length`,
     which is that of whole sequences, and attention asks the others for theirs"""
 
 
 def whole_forward(
-    model: nn.Module, x_TD: torch.Tensor, segments: Sequence[Segment], prefix: PrefixReader
+    model: nn.Module, x_TD: torch.Tensor, segments: Sequence[NewTokenSegment], prefix: PrefixReader
 ) -> tuple[torch.Tensor, list[KeysAndValues]]:
     """(T, D) states of the new tokens; nothing is kept of them. There may be no prefix."""
     assert all(segment.prefix_length == 0 for segment in segments)
@@ -175,17 +177,17 @@ def whole_forward(
 
 
 @dataclass(frozen=True, slots=True)
-class _Nothing:
+class _NoCacheSpec:
     num_layers: int = 0
     num_heads: int = 1
     head_dim: int = 1
 
 
-WHOLE = CachedForward(kept=lambda cfg: _Nothing(), forward=whole_forward, keeps=False)
+WHOLE = CachedForward(kept=lambda cfg: _NoCacheSpec(), forward=whole_forward, keeps=False)
 """of backbones that say of none how they compute against a kept prefix"""
 
 
-def _info(places: Sequence[torch.Tensor], segments: Sequence[Segment], device: torch.device) -> SequenceInfo:
+def _info(places: Sequence[torch.Tensor], segments: Sequence[NewTokenSegment], device: torch.device) -> SequenceInfo:
     lengths = torch.tensor([len(p) for p in places])
     times, asked = list[torch.Tensor](), list[torch.Tensor]()
     for segment in segments:

@@ -4,21 +4,29 @@
 from nestrec.pipeline.exchange_window import Coupling
 from nestrec.pipeline.pipeline_core import PipelineCore
 from nestrec.pipeline.schedule_spec import SCHEDULES, PipelineConfig, ScheduleSpec
-from nestrec.pipeline.schedule_types import Compute, Dense, Feed, Rates, Schedule, Step, Totals
+from nestrec.pipeline.schedule_types import (
+    DenseSide,
+    LearningRates,
+    LookaheadIterator,
+    ModelCompute,
+    Schedule,
+    StepTotals,
+    TrainingStep,
+)
 from nestrec.pipeline.training_pipeline import TrainingPipeline
 
 __all__ = [
     "SCHEDULES",
-    "Compute",
     "Coupling",
-    "Dense",
-    "Feed",
+    "DenseSide",
+    "LearningRates",
+    "LookaheadIterator",
+    "ModelCompute",
     "PipelineConfig",
     "PipelineCore",
-    "Rates",
     "Schedule",
     "ScheduleSpec",
-    "Step",
-    "Totals",
+    "StepTotals",
     "TrainingPipeline",
+    "TrainingStep",
 ]

@@ -3,38 +3,40 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from nestrec.base.thread_team import Coming
+from nestrec.base.thread_team import FutureLike
 from nestrec.embedding.routing.batch_overlap import Collisions, Overlap, Portion, Portions, find_collisions
-from nestrec.pipeline.exchange_window import SplitWindow
-from nestrec.pipeline.lanes import Label, Ticket
-from nestrec.pipeline.schedule_types import FetchedBatch, FollowingBatch, Rates
-from nestrec.pipeline.stage_runner import Machine, counted
+from nestrec.pipeline.exchange_window import SplitExchangeWindow
+from nestrec.pipeline.lanes import Future, Label
+from nestrec.pipeline.schedule_types import FetchedBatch, LearningRates, NextBatch
+from nestrec.pipeline.stage_runner import StageRunner, counted
 from nestrec.trace import OpenSpan
 
 Which = Literal["exclusive", "shared"]
 
 
 @dataclass(frozen=True, slots=True)
-class Neighbours:
+class AdjacentBatches:
     """Two consecutive batches, and which of their rows collide."""
 
-    older: FetchedBatch[SplitWindow]
-    following: FollowingBatch[SplitWindow]
-    collisions: Coming[Collisions]
+    older: FetchedBatch[SplitExchangeWindow]
+    following: NextBatch[SplitExchangeWindow]
+    collisions: FutureLike[Collisions]
     """told to all who use the rows"""
 
     @property
-    def newer(self) -> FetchedBatch[SplitWindow]:
+    def newer(self) -> FetchedBatch[SplitExchangeWindow]:
         return self.following.batch
 
 
 class CollisionStages:
     """Submits them to the lanes of a machine."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: StageRunner) -> None:
         self._machine, self._engine = machine, machine.engine
 
-    def find(self, older: FetchedBatch[SplitWindow], following: FollowingBatch[SplitWindow]) -> Neighbours:
+    def find(
+        self, older: FetchedBatch[SplitExchangeWindow], following: NextBatch[SplitExchangeWindow]
+    ) -> AdjacentBatches:
         """Which rows two batches share: found on the owner, told to the sources."""
         label = self._machine.label("train.embedding.collisions", "lookup", older.number, is_collective=True)
         routed, engine = (older.keys.routed, following.batch.keys.routed), self._engine
@@ -43,9 +45,9 @@ class CollisionStages:
             label,
             after=routed,
         )
-        return Neighbours(older, following, found)
+        return AdjacentBatches(older, following, found)
 
-    def vectors(self, pair: Neighbours, micro_batch: int, which: Which) -> Ticket[None]:
+    def vectors(self, pair: AdjacentBatches, micro_batch: int, which: Which) -> Future[None]:
         """Exchange E of a micro-batch of the newer batch, of one portion of its rows."""
         newer = pair.newer
 
@@ -56,7 +58,7 @@ class CollisionStages:
         label = self._label("vectors", newer, micro_batch)
         return self._machine.lanes.communication.submit(receive, label, after=[newer.rows, pair.collisions])
 
-    def gradients(self, pair: Neighbours, micro_batch: int, which: Which) -> Ticket[None]:
+    def gradients(self, pair: AdjacentBatches, micro_batch: int, which: Which) -> Future[None]:
         """Exchange G of a micro-batch of the older batch, of one portion of its rows; owners add up."""
         window, found = pair.older.window, pair.collisions
 
@@ -77,12 +79,12 @@ class CollisionStages:
         label = self._label("replicas", pair.older, micro_batch)
         return self._machine.lanes.communication.submit(cross, label)
 
-    def update_shared(self, pair: Neighbours, rates: Rates) -> None:
+    def update_shared(self, pair: AdjacentBatches, rates: LearningRates) -> None:
         """One optimiser step on the rows that the next batch shares, on the compute lane."""
         with self._machine.span("train.embedding.update", "compute"):
             self._update(pair, "shared", rates)
 
-    def finish(self, pair: Neighbours, rates: Rates, shared: Overlap) -> None:
+    def finish(self, pair: AdjacentBatches, rates: LearningRates, shared: Overlap) -> None:
         """What was deferred: gradients of exclusive rows go, the rows are updated and written to the store."""
         older = pair.older
         for i in range(older.num_micro_batches):
@@ -91,11 +93,11 @@ class CollisionStages:
         self._machine.lanes.lookup.submit(lambda span: self._update(pair, "exclusive", rates), label, after=[gone])
         self._machine.write_back(older, shared)
 
-    def _update(self, pair: Neighbours, which: Which, rates: Rates) -> None:
+    def _update(self, pair: AdjacentBatches, which: Which, rates: LearningRates) -> None:
         places = _portion(pair.collisions.wait().gradients, which).owned
         self._engine.update_rows(pair.older.window.working, learning_rate=rates.tables, places=places)
 
-    def _label(self, what: str, batch: FetchedBatch[SplitWindow], micro_batch: int) -> Label:
+    def _label(self, what: str, batch: FetchedBatch[SplitExchangeWindow], micro_batch: int) -> Label:
         name = f"train.embedding.{what}"
         return self._machine.label(name, "communication", batch.number, micro_batch, is_collective=True)
 

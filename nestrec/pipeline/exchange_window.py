@@ -22,12 +22,12 @@ import torch
 
 from nestrec.base.cuda import sent_to_device, used_here
 from nestrec.data.batch_loader import MicroBatch
-from nestrec.embedding import EmbeddingEngine, Routed, WorkingSet
+from nestrec.embedding import EmbeddingEngine, RoutedKeys, WorkingSet
 from nestrec.embedding.routing.batch_overlap import Portion
 from nestrec.embedding.routing.key_routing import RoutedMicroBatch
-from nestrec.embedding.routing.row_exchange import RowRun, gradient_run, joined_gradients, vector_run, vectors_of
+from nestrec.embedding.routing.row_exchange import ConcatRows, gradient_run, joined_gradients, vector_run, vectors_of
 from nestrec.ops.embedding.row_copy import add_spans, gather_spans
-from nestrec.ops.embedding.row_gather import StoredRows, TableRows
+from nestrec.ops.embedding.row_gather import HalfPrecisionRows, TableRows
 from nestrec.ops.embedding.stochastic_rounding import HALF_TYPES, whole
 from nestrec.ops.layers.fp8 import check_fp8, fp8_products
 
@@ -57,7 +57,8 @@ class LossCompute:
         reads_stored_rows: bool = False,
         empty_pass: Callable[[], None] | None = None,
     ) -> None:
-        """reads_stored_rows: the loss takes `StoredRows` where rows have 16 bits; else it is given them as float32.
+        """reads_stored_rows: the loss takes `HalfPrecisionRows` where rows have 16 bits; else it is given them as
+        float32.
 
         empty_pass: called in the place of the passes over a micro-batch without samples, where passes are collective.
         """
@@ -91,7 +92,7 @@ class LossCompute:
 
     def _leaf(self, row: torch.Tensor) -> TableRows:
         if row.dtype in HALF_TYPES and self._reads_stored_rows:
-            return StoredRows.of(row)
+            return HalfPrecisionRows.of(row)
         return whole(row).requires_grad_()
 
 
@@ -109,19 +110,19 @@ def _is_empty(batch: MicroBatch) -> bool:
 
 
 def _gradient(leaf: TableRows) -> torch.Tensor:
-    source = leaf.anchor if isinstance(leaf, StoredRows) else leaf
+    source = leaf.anchor if isinstance(leaf, HalfPrecisionRows) else leaf
     return source.new_zeros(source.shape) if source.grad is None else source.grad
 
 
 Vectors = dict[str, torch.Tensor]
-Gradients = Mapping[str, torch.Tensor] | Mapping[torch.dtype, RowRun]
+Gradients = Mapping[str, torch.Tensor] | Mapping[torch.dtype, ConcatRows]
 """By table, or the sums of the window cache by type."""
 
 
-class Window:
+class ExchangeWindow:
     """The exchanges of one batch: `receive` and `send` in order of micro-batch, `send(i)` after `keep(i)`."""
 
-    def __init__(self, engine: EmbeddingEngine, routed: Routed, working: WorkingSet) -> None:
+    def __init__(self, engine: EmbeddingEngine, routed: RoutedKeys, working: WorkingSet) -> None:
         self._engine, self.routed, self.working = engine, routed, working
         self._cache = _Cache(engine, routed) if routed.cache_rows is not None else None
         self._rows: dict[int, Vectors] = {}
@@ -161,13 +162,13 @@ class Window:
 
 def used_for_sending(gradients: Gradients) -> None:
     """Gradients that one lane has made are read by another."""
-    used_here(given.elements if isinstance(given, RowRun) else given for given in gradients.values())
+    used_here(given.elements if isinstance(given, ConcatRows) else given for given in gradients.values())
 
 
 class _Cache:
     """Vectors and gradient sums of the distinct keys of a rank's batch."""
 
-    def __init__(self, engine: EmbeddingEngine, routed: Routed) -> None:
+    def __init__(self, engine: EmbeddingEngine, routed: RoutedKeys) -> None:
         assert routed.cache_rows is not None
         self._engine = engine
         self.vectors = vector_run(routed.cache_rows, engine.shapes, engine.device)
@@ -186,7 +187,7 @@ class _Cache:
         copy_rows(self.vectors, part, run)
         return vectors_of(run, self._engine.shapes, list(self._engine.tables))
 
-    def add(self, part: RoutedMicroBatch, gradients: Mapping[str, torch.Tensor]) -> Mapping[torch.dtype, RowRun]:
+    def add(self, part: RoutedMicroBatch, gradients: Mapping[str, torch.Tensor]) -> Mapping[torch.dtype, ConcatRows]:
         """Add the gradients of a micro-batch; the sums, of which those that leave are complete with it."""
         assert part.used is not None
         joined = joined_gradients(gradients, part.num_rows, self._engine.shapes, self._engine.device)
@@ -197,7 +198,7 @@ class _Cache:
         return self._sums
 
 
-def copy_rows(source: RowRun, part: RoutedMicroBatch, target: RowRun) -> None:
+def copy_rows(source: ConcatRows, part: RoutedMicroBatch, target: ConcatRows) -> None:
     """The distinct keys of a micro-batch out of the cache, table behind table."""
     assert part.used is not None
     packed = target.elements
@@ -213,13 +214,13 @@ def copy_rows(source: RowRun, part: RoutedMicroBatch, target: RowRun) -> None:
             at += size
 
 
-class SplitWindow(Window):
+class SplitExchangeWindow(ExchangeWindow):
     """As Window; `receive_portion` and `send_portion` each take part in both portions before `vectors` and after
     `keep`."""
 
-    def __init__(self, engine: EmbeddingEngine, routed: Routed, working: WorkingSet) -> None:
+    def __init__(self, engine: EmbeddingEngine, routed: RoutedKeys, working: WorkingSet) -> None:
         super().__init__(engine, routed, working)
-        self._arrived: dict[int, RowRun] = {}
+        self._arrived: dict[int, ConcatRows] = {}
 
     def receive_portion(self, micro_batch: int, portion: Portion) -> None:
         """Collective."""

@@ -21,7 +21,7 @@ import torch
 
 from nestrec.base.cuda import on_stream, side_stream
 from nestrec.base.errors import BatchError
-from nestrec.base.thread_team import Coming
+from nestrec.base.thread_team import FutureLike
 from nestrec.trace import DeviceTracer, Kind, OpenSpan, Tracer
 
 _ABANDON_S = 10.0
@@ -63,7 +63,7 @@ def own_stream(device: torch.device, *, is_urgent: bool = False) -> Iterator[Non
         yield
 
 
-class RunAhead:
+class RunAheadLimiter:
     """Lets the host be two steps ahead of the device, and keeps what steps use until the device is done with it.
 
     The allocator gives the memory of a dropped tensor back to the stream that made the tensor, even while a kernel of
@@ -114,7 +114,7 @@ class Label:
     is_collective: bool = False
 
 
-class Ticket(Generic[T]):
+class Future(Generic[T]):
     """The result of a task, when it is there."""
 
     def __init__(self, tracer: Tracer, span_id: int) -> None:
@@ -151,8 +151,8 @@ Task = Callable[[OpenSpan], T]
 class _Entry:
     task: Task[Any]
     label: Label
-    after: tuple[Coming[Any], ...]
-    ticket: Ticket[Any]
+    after: tuple[FutureLike[Any], ...]
+    ticket: Future[Any]
     span_id: int
     launched: torch.cuda.Event | None
     """Behind what the submitter had launched: on a device, too, a task comes after it."""
@@ -164,20 +164,20 @@ class Lane:
     A mistake in one batch ends only what needs that batch. Every rank knows of it, so all leave out the same tasks.
     """
 
-    def __init__(self, name: str, tracer: Tracer, run_ahead: RunAhead, *, is_urgent: bool = False) -> None:
+    def __init__(self, name: str, tracer: Tracer, run_ahead: RunAheadLimiter, *, is_urgent: bool = False) -> None:
         self.name, self._tracer, self._run_ahead = name, tracer, run_ahead
         self._device, self._is_urgent = run_ahead.device, is_urgent
         self._entries: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
-    def submit(self, task: Task[T], label: Label, after: Iterable[Coming[Any]] = ()) -> Ticket[T]:
+    def submit(self, task: Task[T], label: Label, after: Iterable[FutureLike[Any]] = ()) -> Future[T]:
         """Run `task(span)` once the lane's earlier tasks and what is in `after` are done."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=f"nestrec-{self.name}", daemon=True)
             self._thread.start()
         span_id = self._tracer.new_id()
-        ticket: Ticket[T] = Ticket(self._tracer, span_id)
+        ticket: Future[T] = Future(self._tracer, span_id)
         self._run_ahead.keep(ticket)
         self._entries.put(_Entry(task, label, tuple(after), ticket, span_id, launched(self._device)))
         return ticket
@@ -233,7 +233,7 @@ class Lane:
 class Lanes:
     """The lanes of a rank beside its compute lane, which is the caller's own thread."""
 
-    def __init__(self, tracer: Tracer, run_ahead: RunAhead) -> None:
+    def __init__(self, tracer: Tracer, run_ahead: RunAheadLimiter) -> None:
         self.transfer = Lane("transfer", tracer, run_ahead)
         """Samples to the device, keys deduplicated (stage 2)."""
         # Its kernels are short and others wait for them; behind large matrix products each would cost a long wait.

@@ -5,15 +5,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 from nestrec.data.batch_loader import BatchConfig
-from nestrec.data.batch_order import Position
+from nestrec.data.batch_order import BatchPosition
 from nestrec.distributed import Topology
 from nestrec.distributed.collectives import all_gather_json
 from nestrec.pipeline import PipelineConfig
 from nestrec.pipeline.schedule_spec import MOST_AHEAD, SCHEDULES
 from nestrec.pipeline.window_cost_model import (
     MeasuredWindow,
-    WindowChange,
-    WindowSchedule,
+    MicroBatchChange,
+    MicroBatchHistory,
     WindowTime,
     choose_window,
     fit_window,
@@ -27,7 +27,7 @@ STEPS_TO_MEASURE = 8
 _STEPS_TO_WARM_UP = 3
 
 
-class WindowChoice:
+class MicroBatchTuner:
     """`decide` is called by all ranks at the same steps, and collective while there is something to choose."""
 
     def __init__(self, batch: BatchConfig, pipeline: PipelineConfig, topology: Topology) -> None:
@@ -38,9 +38,9 @@ class WindowChoice:
         self._times: dict[int, list[tuple[float, float]]] = defaultdict(list)
         self._num_seen = 0
         first = FEW if batch.micro_batches == "auto" else batch.micro_batches
-        self.schedule = WindowSchedule(first, pipeline.replay)
+        self.schedule = MicroBatchHistory(first, pipeline.replay)
 
-    def resume(self, changes: Iterable[WindowChange], step: int) -> tuple[WindowChange, ...]:
+    def resume(self, changes: Iterable[MicroBatchChange], step: int) -> tuple[MicroBatchChange, ...]:
         """Cut as a run that stands at `step` with these changes did and would have done; the changes that it knows.
 
         What the run chose binds it only while the choice is left open: a number or a replay that is given now counts.
@@ -50,8 +50,8 @@ class WindowChoice:
         return self.schedule.changes
 
     def decide(
-        self, spans: Sequence[Span], step: int, position: Position, after: Callable[[Position], Position]
-    ) -> WindowChange | None:
+        self, spans: Sequence[Span], step: int, position: BatchPosition, after: Callable[[BatchPosition], BatchPosition]
+    ) -> MicroBatchChange | None:
         """What the steps since the last call have shown. `position`: the next batch; `after`: what follows."""
         if not self._is_auto or self._replay or len(self.schedule.changes) == 2:
             return None
@@ -71,7 +71,7 @@ class WindowChoice:
             chosen = choose_window(fit_window(few, _measured(MANY, everyone)), CANDIDATES, self._window_ms)
         for _ in range(self._delay):
             position = after(position)
-        change = WindowChange(step=step, first=position, micro_batches=chosen, before_ms=before_ms)
+        change = MicroBatchChange(step=step, first=position, micro_batches=chosen, before_ms=before_ms)
         self.schedule.add(change)
         return change
 

@@ -15,10 +15,10 @@ from nestrec.distributed import Topology
 from nestrec.distributed.context_ring import ContextRing
 from nestrec.embedding import EmbeddingEngine
 from nestrec.embedding.routing.deduplicated_keys import FeatureKeys
-from nestrec.pipeline.dense.dense_optimizer import DenseUpdate
+from nestrec.pipeline.dense.dense_optimizer import DenseOptimizer
 from nestrec.pipeline.lanes import make_tracer
 from nestrec.pipeline.schedule_spec import PipelineConfig, ScheduleSpec
-from nestrec.pipeline.schedule_types import Compute, Dense, Schedule
+from nestrec.pipeline.schedule_types import DenseSide, ModelCompute, Schedule
 from nestrec.trace import Tracer
 
 T = TypeVar("T")
@@ -28,17 +28,17 @@ T = TypeVar("T")
 class PipelineCore:
     """A schedule and the parts that it drives. The caller numbers steps, cuts batches and calls `schedule.advance`."""
 
-    compute: Compute
+    compute: ModelCompute
     engine: EmbeddingEngine
-    dense: Dense
+    dense: DenseSide
     schedule: Schedule
     tracer: Tracer
 
     @staticmethod
     def build(
-        compute: Compute,
+        compute: ModelCompute,
         engine: EmbeddingEngine,
-        dense: Dense,
+        dense: DenseSide,
         schedule: str | PipelineConfig = "serial",
         *,
         tracer: Tracer | None = None,
@@ -80,7 +80,7 @@ class PipelineCore:
         found = hashlib.sha256()
         for name in self.engine.tables:
             found.update(self.issue(lambda name=name: self.engine.digest(name)).encode())  # type: ignore[misc]
-        if isinstance(self.dense, DenseUpdate):
+        if isinstance(self.dense, DenseOptimizer):
             for name, tensor in sorted(self.dense.tensors().items()):  # in whatever order they came to be
                 found.update(name.encode())
                 found.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())

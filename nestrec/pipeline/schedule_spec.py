@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 from nestrec.base.config import config
 from nestrec.base.config_values import Count, OneOf
 from nestrec.base.errors import UserError
-from nestrec.base.plugins import Seam
+from nestrec.base.plugins import PluginRegistry
 from nestrec.pipeline.key_clustering import Clustering
-from nestrec.pipeline.window_cost_model import WindowChange, WindowTime
+from nestrec.pipeline.window_cost_model import MicroBatchChange, WindowTime
 
 if TYPE_CHECKING:
     from nestrec.embedding import EmbeddingEngine
-    from nestrec.pipeline.schedule_types import Compute, Dense, Schedule
+    from nestrec.pipeline.schedule_types import DenseSide, ModelCompute, Schedule
     from nestrec.trace import Tracer
 
 
-Build = Callable[["EmbeddingEngine", "Compute", "Dense", "Tracer", "PipelineConfig"], "Schedule"]
+Build = Callable[["EmbeddingEngine", "ModelCompute", "DenseSide", "Tracer", "PipelineConfig"], "Schedule"]
 
 MOST_AHEAD = 8
 """More batches than any schedule takes before their step, beyond those that are made ahead."""
@@ -67,7 +67,7 @@ class ScheduleSpec:
                 raise UserError(problem, field=field, value=ttl_steps, remedy="give at least 1")
 
 
-SCHEDULES: Seam[ScheduleSpec] = Seam(
+SCHEDULES: PluginRegistry[ScheduleSpec] = PluginRegistry(
     "nestrec.schedules",
     "schedule",
     {
@@ -99,7 +99,7 @@ class PipelineConfig:
     clustering: Clustering | None = None
     """which samples of a rank form a micro-batch; none leaves it to balance, which knows costs and no keys. `refined`
     saves most traffic; `edges` is for the window cache"""
-    replay: tuple[WindowChange, ...] = ()
+    replay: tuple[MicroBatchChange, ...] = ()
     """changes of batch.micro_batches=auto that another run has logged, taken instead of measuring"""
     stale_steps: Count = 1
     """`stale` only: how many updates the rows of a batch may miss"""

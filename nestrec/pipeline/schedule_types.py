@@ -4,7 +4,7 @@
     RoutedBatch     its keys exchanged, what crosses with each micro-batch put together
     FetchedBatch    its rows in a buffer on their owners; through its window vectors come and gradients go
 
-Each phase is begun before it is done: what a lane is still at work on is `Coming`.
+Each phase is begun before it is done: what a lane is still at work on is `FutureLike`.
 
 What a schedule is given, what it gives back, and what it needs from the outside.
 """
@@ -18,25 +18,25 @@ from typing import Generic, Literal, Protocol, TypeVar
 import torch
 
 from nestrec.base.errors import BatchError, UserError
-from nestrec.base.thread_team import Coming
+from nestrec.base.thread_team import FutureLike
 from nestrec.data.batch_loader import Batch, MicroBatch
 from nestrec.embedding.routing.batch_overlap import Overlap
-from nestrec.embedding.routing.deduplicated_keys import SourceKeys
-from nestrec.embedding.routing.key_routing import Routed
+from nestrec.embedding.routing.deduplicated_keys import DeduplicatedKeys
+from nestrec.embedding.routing.key_routing import RoutedKeys
 from nestrec.embedding.routing.window_cache_plan import MOST_MICRO_BATCHES
 from nestrec.embedding.routing.working_set import WorkingSet
-from nestrec.pipeline.exchange_window import Coupling, Window
+from nestrec.pipeline.exchange_window import Coupling, ExchangeWindow
 
-WindowT_co = TypeVar("WindowT_co", bound=Window, covariant=True)
+WindowT_co = TypeVar("WindowT_co", bound=ExchangeWindow, covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadResult:
     """What the first phase makes."""
 
     micro_batches: tuple[MicroBatch, ...]
     """on the device"""
-    source: SourceKeys
+    source: DeduplicatedKeys
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class LoadedBatch:
     number: int
     """of its step"""
     batch: Batch
-    loaded: Coming[Loaded]
+    loaded: FutureLike[LoadResult]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,8 @@ class RoutedBatch:
 
     number: int
     batch: Batch
-    loaded: Coming[Loaded]
-    routed: Coming[Routed]
+    loaded: FutureLike[LoadResult]
+    routed: FutureLike[RoutedKeys]
 
     @property
     def num_micro_batches(self) -> int:
@@ -77,7 +77,7 @@ class FetchedBatch(Generic[WindowT_co]):
     def __init__(
         self,
         keys: RoutedBatch,
-        rows: Coming[WorkingSet],
+        rows: FutureLike[WorkingSet],
         open_window: "Callable[[FetchedBatch[WindowT_co]], WindowT_co]",
     ) -> None:
         self.keys, self.rows, self._open = keys, rows, open_window
@@ -93,15 +93,15 @@ class FetchedBatch(Generic[WindowT_co]):
 
 
 @dataclass(frozen=True, slots=True)
-class FollowingBatch(Generic[WindowT_co]):
+class NextBatch(Generic[WindowT_co]):
     """The next batch, fetched beside the one that trains."""
 
     batch: FetchedBatch[WindowT_co]
-    shared: Coming[Overlap]
+    shared: FutureLike[Overlap]
     """rows of both"""
 
 
-class Feed:
+class LookaheadIterator:
     """An iterator that can be asked what comes next without taking it."""
 
     def __init__(self, batches: Iterator[Batch], most: int | None = None) -> None:
@@ -109,7 +109,7 @@ class Feed:
         self._batches, self._left = batches, most
         self._ahead: deque[Batch] = deque()
 
-    def __iter__(self) -> "Feed":
+    def __iter__(self) -> "LookaheadIterator":
         return self
 
     def __next__(self) -> Batch:
@@ -138,7 +138,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
+class LearningRates:
     """Learning rates of one step; they travel with the batch, however late its update is applied."""
 
     dense: float
@@ -146,13 +146,13 @@ class Rates:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Step:
+class TrainingStep:
     """A batch and what its update needs."""
 
     number: int
     """from 1"""
     batch: Batch
-    rates: Rates
+    rates: LearningRates
     wants_stop: bool = False
     """this rank was told to stop"""
     is_fence: bool = False
@@ -168,7 +168,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Totals:
+class StepTotals:
     """Sums over all ranks of one step, still on the device."""
 
     loss: torch.Tensor
@@ -181,7 +181,7 @@ class Totals:
     """for each table 0, or NaN where a row that was updated before this step, or beside it, is not finite"""
 
 
-class Compute(Protocol):
+class ModelCompute(Protocol):
     """Forward and backward of one micro-batch; dense gradients add up in the parameters.
 
     A sample's loss may depend on the other samples of its micro-batch (in-batch negatives, logit sharing), never on
@@ -206,7 +206,7 @@ class Compute(Protocol):
         """(its share of the global loss, gradients of the rows); `micro_batch` is on the device."""
 
 
-class Dense(Protocol):
+class DenseSide(Protocol):
     """The dense side of an update, in two halves so that the sums can travel while rows are updated."""
 
     def early_sums(self, submit: Callable[[Callable[[], None]], None]) -> AbstractContextManager[None]:
@@ -217,14 +217,14 @@ class Dense(Protocol):
     def reduce(self, loss: torch.Tensor, wants_stop: bool) -> torch.Tensor:
         """Sum what is left of the gradients, loss and wish over ranks. Collective; returns (loss, number of wishes)."""
 
-    def apply(self, sums: torch.Tensor, learning_rate: float) -> Totals:
+    def apply(self, sums: torch.Tensor, learning_rate: float) -> StepTotals:
         """Update the dense weights and clear their gradients. Local."""
 
 
 class Schedule(Protocol):
     """Arranges the stages of steps in time."""
 
-    def advance(self, step: Step, feed: Feed) -> Totals:
+    def advance(self, step: TrainingStep, feed: LookaheadIterator) -> StepTotals:
         """Train on the batch of `step`, which was the last one taken from `feed`; may begin with those after it."""
 
     def issue(self, collective: Callable[[], T]) -> T:

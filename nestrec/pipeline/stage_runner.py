@@ -29,48 +29,48 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from nestrec.base.thread_team import Coming
+from nestrec.base.thread_team import FutureLike
 from nestrec.data.batch_loader import Batch
-from nestrec.embedding import EmbeddingEngine, Routed, WorkingSet
+from nestrec.embedding import EmbeddingEngine, RoutedKeys, WorkingSet
 from nestrec.embedding.routing.batch_overlap import Overlap, copy_shared, num_common_rows, overlap_of
 from nestrec.embedding.routing.working_set import RowBuffers
-from nestrec.pipeline.exchange_window import Window
-from nestrec.pipeline.lanes import Label, Lanes, RunAhead, Ticket
+from nestrec.pipeline.exchange_window import ExchangeWindow
+from nestrec.pipeline.lanes import Future, Label, Lanes, RunAheadLimiter
 from nestrec.pipeline.schedule_types import (
-    Compute,
-    Dense,
-    Feed,
+    DenseSide,
     FetchedBatch,
-    FollowingBatch,
-    Loaded,
+    LearningRates,
     LoadedBatch,
-    Rates,
+    LoadResult,
+    LookaheadIterator,
+    ModelCompute,
+    NextBatch,
     RoutedBatch,
-    Step,
-    Totals,
+    StepTotals,
+    TrainingStep,
     check_can_cache,
     check_can_cut,
 )
 from nestrec.trace import Kind, OpenSpan, Tracer
-from nestrec.trace.tracer import Leg
+from nestrec.trace.tracer import ExchangeCounters
 
 T = TypeVar("T")
-WindowT = TypeVar("WindowT", bound=Window)
+WindowT = TypeVar("WindowT", bound=ExchangeWindow)
 
 
-Ended = tuple[torch.Tensor, Ticket[None]]
+Ended = tuple[torch.Tensor, Future[None]]
 """Loss, and the last exchange of gradients."""
 
 
-class Machine:
+class StageRunner:
     """Submits stages. `window_cache`: see the rule of that name."""
 
     def __init__(
-        self, engine: EmbeddingEngine, compute: Compute, dense: Dense, tracer: Tracer, *, window_cache: bool
+        self, engine: EmbeddingEngine, compute: ModelCompute, dense: DenseSide, tracer: Tracer, *, window_cache: bool
     ) -> None:
         self.engine, self.tracer = engine, tracer
         self._compute, self._dense, self._window_cache = compute, dense, window_cache
-        self._run_ahead = RunAhead(engine.device)
+        self._run_ahead = RunAheadLimiter(engine.device)
         self.lanes = Lanes(tracer, self._run_ahead)
         self._updated_to = 0
 
@@ -80,10 +80,10 @@ class Machine:
         if self._window_cache:
             check_can_cache(len(batch.micro_batches))
 
-        def load(span: OpenSpan) -> Loaded:
+        def load(span: OpenSpan) -> LoadResult:
             micro_batches = tuple(self._compute.transfer(micro_batch) for micro_batch in batch.micro_batches)
             keys = [micro_batch.keys for micro_batch in batch.micro_batches]
-            return Loaded(micro_batches, self.engine.deduplicate(*keys, window_cache=self._window_cache))
+            return LoadResult(micro_batches, self.engine.deduplicate(*keys, window_cache=self._window_cache))
 
         label = self.label("train.embedding.deduplicate", "lookup", number)
         loading = LoadedBatch(number, batch, self.lanes.transfer.submit(load, label))
@@ -99,7 +99,7 @@ class Machine:
             after=[loaded],
         )
 
-        def arrange(span: OpenSpan) -> Routed:
+        def arrange(span: OpenSpan) -> RoutedKeys:
             with counted(span, self.engine.statistics.keys):
                 return self.engine.arrange(loaded.wait().source, asked.wait())
 
@@ -108,9 +108,9 @@ class Machine:
         self._run_ahead.keep(routed)
         return routed
 
-    def fetch(self, keys: RoutedBatch, buffers: RowBuffers | None = None) -> FetchedBatch[Window]:
+    def fetch(self, keys: RoutedBatch, buffers: RowBuffers | None = None) -> FetchedBatch[ExchangeWindow]:
         """Stage 4: rows from the store, created where they are new."""
-        return self.fetch_for(Window, keys, buffers)
+        return self.fetch_for(ExchangeWindow, keys, buffers)
 
     def fetch_for(
         self, window: type[WindowT], keys: RoutedBatch, buffers: RowBuffers | None = None
@@ -120,11 +120,13 @@ class Machine:
             window, keys, lambda: self.engine.fetch(keys.routed.wait(), step=keys.number, buffers=buffers)
         )
 
-    def read_ahead(self, keys: RoutedBatch) -> FetchedBatch[Window]:
+    def read_ahead(self, keys: RoutedBatch) -> FetchedBatch[ExchangeWindow]:
         """Stage 4 without a promise: rows as the store holds them now."""
-        return self._fetched(Window, keys, lambda: self.engine.read_ahead(keys.routed.wait(), step=keys.number))
+        return self._fetched(ExchangeWindow, keys, lambda: self.engine.read_ahead(keys.routed.wait(), step=keys.number))
 
-    def read_late(self, keys: RoutedBatch, before: Sequence[RoutedBatch], *, most_late: int) -> FetchedBatch[Window]:
+    def read_late(
+        self, keys: RoutedBatch, before: Sequence[RoutedBatch], *, most_late: int
+    ) -> FetchedBatch[ExchangeWindow]:
         """`read_ahead`, and how late it is: which rows miss the updates of the batches before, of how many at most."""
 
         def read() -> WorkingSet:
@@ -136,7 +138,7 @@ class Machine:
             self.engine.statistics.most_late = max(self.engine.statistics.most_late, len(missed))
             return working
 
-        return self._fetched(Window, keys, read)
+        return self._fetched(ExchangeWindow, keys, read)
 
     def _fetched(
         self, window: type[WindowT], keys: RoutedBatch, read: Callable[[], WorkingSet]
@@ -149,7 +151,7 @@ class Machine:
         rows = self.lanes.lookup.submit(lambda span: _measured(span, read()), label, after=[keys.routed])
         return FetchedBatch(keys, rows, open_window)
 
-    def find_shared(self, older: FetchedBatch[Any], newer: FetchedBatch[WindowT]) -> FollowingBatch[WindowT]:
+    def find_shared(self, older: FetchedBatch[Any], newer: FetchedBatch[WindowT]) -> NextBatch[WindowT]:
         """Stage 4: which rows two batches share."""
         rows = older.rows, newer.rows
         shared = self.lanes.lookup.submit(
@@ -157,16 +159,16 @@ class Machine:
             self.label("train.embedding.intersect", "lookup", newer.number),
             after=rows,
         )
-        return FollowingBatch(newer, shared)
+        return NextBatch(newer, shared)
 
-    def copy_shared(self, older: FetchedBatch[Any], following: FollowingBatch[Any]) -> Overlap:
+    def copy_shared(self, older: FetchedBatch[Any], following: NextBatch[Any]) -> Overlap:
         """Stage 4, on the compute lane: rows that the older batch has updated, to the newer (shared-row copy)."""
         working, shared = following.batch.rows.wait(), following.shared.wait()
         with self.span("train.embedding.copy", "lookup") as span:
             span.rows = copy_shared(older.rows.wait(), working, shared)
         return shared
 
-    def write_back(self, batch: FetchedBatch[Any], shared: Overlap | None) -> Ticket[None]:
+    def write_back(self, batch: FetchedBatch[Any], shared: Overlap | None) -> Future[None]:
         """Rows to the store, except those that the next batch has taken over."""
         return self.lanes.lookup.submit(
             lambda span: self.engine.write_back(_measured(span, batch.rows.wait()), shared),
@@ -174,7 +176,7 @@ class Machine:
             after=[batch.rows],
         )
 
-    def vectors(self, batch: FetchedBatch[Window], micro_batch: int) -> Ticket[None]:
+    def vectors(self, batch: FetchedBatch[ExchangeWindow], micro_batch: int) -> Future[None]:
         """Exchange E of a micro-batch; whoever asks waits for the rows."""
         window = batch.window
 
@@ -185,7 +187,7 @@ class Machine:
         label = self.label("train.embedding.vectors", "communication", batch.number, micro_batch, is_collective=True)
         return self.lanes.communication.submit(receive, label)
 
-    def vectors_ahead(self, batch: FetchedBatch[Window], micro_batch: int) -> Ticket[None]:
+    def vectors_ahead(self, batch: FetchedBatch[ExchangeWindow], micro_batch: int) -> Future[None]:
         """Exchange E of a micro-batch, as soon as its rows are there."""
 
         def receive(span: OpenSpan) -> None:
@@ -195,7 +197,7 @@ class Machine:
         label = self.label("train.embedding.vectors", "communication", batch.number, micro_batch, is_collective=True)
         return self.lanes.communication.submit(receive, label, after=[batch.rows])
 
-    def compute(self, batch: FetchedBatch[Window], micro_batch: int) -> torch.Tensor:
+    def compute(self, batch: FetchedBatch[ExchangeWindow], micro_batch: int) -> torch.Tensor:
         """Forward and backward of a micro-batch whose vectors have come; its share of the loss."""
         window, keys = batch.window, batch.keys
         index = window.routed.micro_batches[micro_batch].index
@@ -219,7 +221,7 @@ class Machine:
 
         return self._dense.early_sums(submit)
 
-    def gradients(self, batch: FetchedBatch[Window], micro_batch: int) -> Ticket[None]:
+    def gradients(self, batch: FetchedBatch[ExchangeWindow], micro_batch: int) -> Future[None]:
         """Exchange G of a micro-batch; owners add up."""
         window = batch.window
 
@@ -233,7 +235,7 @@ class Machine:
             return sent
         return self._sum_over_holders(window, batch.number, micro_batch)
 
-    def _sum_over_holders(self, window: Window, number: int, micro_batch: int) -> Ticket[None]:
+    def _sum_over_holders(self, window: ExchangeWindow, number: int, micro_batch: int) -> Future[None]:
         """Gradients that a micro-batch completes, to and from the other holders of their rows."""
 
         def exchange(span: OpenSpan) -> None:
@@ -243,7 +245,7 @@ class Machine:
         label = self.label("train.embedding.replicas", "communication", number, micro_batch, is_collective=True)
         return self.lanes.communication.submit(exchange, label)
 
-    def in_turn(self, now: FetchedBatch[Window], meanwhile: Callable[[], None]) -> Ended:
+    def in_turn(self, now: FetchedBatch[ExchangeWindow], meanwhile: Callable[[], None]) -> Ended:
         """The exchanges and the computation of a batch, one after the other:
 
             communication   E1    G1 E2    G2 E3    G3        E: vectors of a micro-batch, G: its gradients
@@ -262,7 +264,7 @@ class Machine:
         return loss, going
 
     def overlapped(
-        self, now: FetchedBatch[Window], meanwhile: Callable[[], None], first: Ticket[None] | None = None
+        self, now: FetchedBatch[ExchangeWindow], meanwhile: Callable[[], None], first: Future[None] | None = None
     ) -> Ended:
         """The same inside the frozen window: parameters change only after it, so an exchange may run beside any
         computation, and only the first E and the last G are waited for where both kinds fit beside one.
@@ -284,27 +286,27 @@ class Machine:
                 coming.append(self.vectors(now, i + 2))
         return loss, going
 
-    def reduce_dense(self, step: Step, loss: torch.Tensor) -> Ticket[torch.Tensor]:
+    def reduce_dense(self, step: TrainingStep, loss: torch.Tensor) -> Future[torch.Tensor]:
         """Dense gradients, loss and the wish to stop, summed over ranks."""
         return self.lanes.communication.submit(
             lambda span: self._dense.reduce(loss, step.wants_stop),
             self.label("train.dense.reduce", "communication", step.number, is_collective=True),
         )
 
-    def apply_dense(self, step: Step, sums: Ticket[torch.Tensor]) -> Totals:
+    def apply_dense(self, step: TrainingStep, sums: Future[torch.Tensor]) -> StepTotals:
         """The dense weights' update, on the compute lane."""
         reduced = sums.wait()
         with self.span("train.dense.update", "compute"):
             return self._dense.apply(reduced, step.rates.dense)
 
-    def update_rows(self, batch: FetchedBatch[Any], rates: Rates) -> None:
+    def update_rows(self, batch: FetchedBatch[Any], rates: LearningRates) -> None:
         """One optimiser step on the rows of the batch, on the compute lane."""
         with self.span("train.embedding.update", "compute"):
             self.engine.update_rows(batch.rows.wait(), learning_rate=rates.tables)
         if batch.keys.routed.wait().averaged:
             self._average(batch.number, batch.rows).wait()
 
-    def _average(self, number: int, rows: Coming[WorkingSet]) -> Ticket[None]:
+    def _average(self, number: int, rows: FutureLike[WorkingSet]) -> Future[None]:
         """Copies of updated rows replaced by their mean."""
 
         def average(span: OpenSpan) -> None:
@@ -314,7 +316,7 @@ class Machine:
         label = self.label("train.embedding.replicas", "communication", number, is_collective=True)
         return self.lanes.communication.submit(average, label, after=[rows])
 
-    def update_in_store(self, batch: FetchedBatch[Any], rates: Rates, after: Ticket[None]) -> None:
+    def update_in_store(self, batch: FetchedBatch[Any], rates: LearningRates, after: Future[None]) -> None:
         """For rows that were read ahead: apply their gradients to the rows that the store holds by then."""
         old, routed = batch.window.working, batch.keys.routed
 
@@ -333,7 +335,7 @@ class Machine:
         label = self.label("train.embedding.write_back", "lookup", batch.number)
         updated = self.lanes.lookup.submit(update, label, after=[after])
         if routed.wait().averaged:
-            fresh = cast(Ticket[WorkingSet], updated)
+            fresh = cast(Future[WorkingSet], updated)
             averaged = self._average(batch.number, fresh)
             write = lambda span: self.engine.write_back(_measured(span, fresh.wait()))  # noqa: E731
             self.lanes.lookup.submit(write, label, after=[averaged])
@@ -344,7 +346,7 @@ class Machine:
         return self.lanes.communication.submit(lambda span: collective(), label).wait()
 
     @contextlib.contextmanager
-    def step(self, step: Step) -> Iterator[None]:
+    def step(self, step: TrainingStep) -> Iterator[None]:
         """The span of a step on the compute lane; after a fence, no lane is busy when it ends."""
         with self.tracer.context(lane="compute", step=step.number), self.span("train.step", "step"):
             yield
@@ -374,7 +376,7 @@ class Machine:
 
 
 @contextlib.contextmanager
-def counted(span: OpenSpan, leg: Leg) -> Iterator[None]:
+def counted(span: OpenSpan, leg: ExchangeCounters) -> Iterator[None]:
     """Rows and bytes that cross inside the block. Only one lane counts on a leg."""
     rows, num_bytes = leg.rows, leg.bytes_sent
     yield
@@ -391,15 +393,15 @@ def _measured(span: OpenSpan, working: WorkingSet) -> WorkingSet:
 _KEYS_AHEAD = 2
 
 
-class KeysAhead:
+class KeyPrefetcher:
     """Stages 2 and 3 of the batches that follow."""
 
-    def __init__(self, machine: Machine, ahead: int) -> None:
+    def __init__(self, machine: StageRunner, ahead: int) -> None:
         self._machine, self._ahead = machine, ahead
         self._loading: dict[int, LoadedBatch] = {}
         self._routed: dict[int, RoutedBatch] = {}
 
-    def look_ahead(self, step: Step, feed: Feed) -> None:
+    def look_ahead(self, step: TrainingStep, feed: LookaheadIterator) -> None:
         """Submit what may run beside this step."""
         for ahead in range(1, self._ahead + 1):
             batch = feed.peek(ahead)
@@ -430,16 +432,16 @@ class KeysAhead:
         return loading if loading is not None and loading.batch is batch else self._machine.load(number, batch)
 
 
-class LookupAhead:
+class RowPrefetcher:
     """Stages 2 to 4 of the batches that follow."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: StageRunner) -> None:
         self.machine = machine
         self._buffers = RowBuffers(turns=2)
-        self._keys = KeysAhead(machine, _KEYS_AHEAD)
-        self._following: FollowingBatch[Window] | None = None
+        self._keys = KeyPrefetcher(machine, _KEYS_AHEAD)
+        self._following: NextBatch[ExchangeWindow] | None = None
 
-    def rows_of(self, step: Step) -> FetchedBatch[Window]:
+    def rows_of(self, step: TrainingStep) -> FetchedBatch[ExchangeWindow]:
         """The batch of this step with its rows: fetched during the step before, or now after a fence."""
         keys = self._keys.begun(step.number, step.batch)
         following, self._following = self._following, None
@@ -448,14 +450,14 @@ class LookupAhead:
         _ = now.window  # the rows are waited for here
         return now
 
-    def look_ahead(self, now: FetchedBatch[Window], step: Step, feed: Feed) -> None:
+    def look_ahead(self, now: FetchedBatch[ExchangeWindow], step: TrainingStep, feed: LookaheadIterator) -> None:
         """Submit what may run beside this step."""
         self._keys.look_ahead(step, feed)
         keys = self._keys.get(step.number + 1)
         if keys is not None and not step.is_fence:  # a fetch creates rows, so none may pass a fence
             self._following = self.machine.find_shared(now, self.machine.fetch(keys, self._buffers))
 
-    def hand_over(self, now: FetchedBatch[Window]) -> FetchedBatch[Window] | None:
+    def hand_over(self, now: FetchedBatch[ExchangeWindow]) -> FetchedBatch[ExchangeWindow] | None:
         """After the update: give the next batch the rows it shares, and write the others back. The next batch."""
         self._keys.pop(now.number)
         following = self._following
@@ -465,6 +467,6 @@ class LookupAhead:
         self.write_back(now, self.machine.copy_shared(now, following))
         return following.batch
 
-    def write_back(self, now: FetchedBatch[Window], shared: Overlap) -> None:
+    def write_back(self, now: FetchedBatch[ExchangeWindow], shared: Overlap) -> None:
         """Rows of a batch to the store, but for those that the next one has taken over (ordered write-back)."""
         self.machine.write_back(now, shared)

@@ -21,7 +21,7 @@ from torch import nn
 from nestrec.base.cuda import DeviceChoice, chosen_device
 from nestrec.base.errors import BatchError, UserError, did_you_mean
 from nestrec.data.batch_loader import Batch
-from nestrec.data.batch_order import Position
+from nestrec.data.batch_order import BatchPosition
 from nestrec.distributed import Topology
 from nestrec.distributed.collectives import all_gather_equal
 from nestrec.distributed.context_ring import ContextRing
@@ -44,11 +44,11 @@ from nestrec.pipeline.argument_checks import (
     checked_rate,
     configs_of,
 )
-from nestrec.pipeline.dense.dense_optimizer import DenseUpdate, OptimizerConfig
+from nestrec.pipeline.dense.dense_optimizer import DenseOptimizer, OptimizerConfig
 from nestrec.pipeline.exchange_window import Coupling, LossCompute, Precision, on_device
 from nestrec.pipeline.pipeline_core import PipelineCore
 from nestrec.pipeline.schedule_spec import PipelineConfig, ScheduleSpec
-from nestrec.pipeline.schedule_types import Feed, Rates, Step
+from nestrec.pipeline.schedule_types import LearningRates, LookaheadIterator, TrainingStep
 from nestrec.pipeline.script_batches import (
     ModuleLoss,
     Samples,
@@ -167,7 +167,7 @@ class TrainingPipeline:
         self.check_whole()
         check_fence(fence_every)
         check_batches(batches)
-        feed = Feed(self._prepared(iter(batches)))
+        feed = LookaheadIterator(self._prepared(iter(batches)))
         while (batch := self._begun(lambda: next(feed, None))) is not None:
             is_last = self._begun(lambda: feed.peek(1)) is None
             is_fence = is_last or (fence_every is not None and (self.number + 1) % fence_every == 0)
@@ -230,10 +230,10 @@ class TrainingPipeline:
         # Where all ranks stop at the same place, what they have begun is finished, and none waits in vain for another.
         self.schedule.abandon(BatchError(str(error)) if error is self._told else error)
 
-    def _advance(self, batch: Batch, feed: Feed, *, is_fence: bool) -> torch.Tensor:
+    def _advance(self, batch: Batch, feed: LookaheadIterator, *, is_fence: bool) -> torch.Tensor:
         self.number += 1
         self._is_whole = False
-        step = Step(number=self.number, batch=batch, rates=self._rates(self.number), is_fence=is_fence)
+        step = TrainingStep(number=self.number, batch=batch, rates=self._rates(self.number), is_fence=is_fence)
         loss = self._begun(lambda: self.schedule.advance(step, feed).loss)
         self._is_whole = is_fence
         return loss
@@ -293,7 +293,7 @@ class TrainingPipeline:
         groups = cut(batch, self._features, self._micro_batches, self.options.clustering)
         micro_batches = tuple(micro_batch_of(batch, self._features, samples) for samples in groups)
         samples, tokens = np.arange(num_samples), np.ones(num_samples, np.int64)
-        return Batch(Position(0, number), weight, samples, micro_batches, tokens=tokens)
+        return Batch(BatchPosition(0, number), weight, samples, micro_batches, tokens=tokens)
 
     def _gathered(self, status: int, weight: float) -> float:
         """Sum over ranks of the weights of a batch, where all have one or none has. Collective.
@@ -348,23 +348,25 @@ def _build_engine(
 
 def _build_dense(
     model: nn.Module, optimizer: OptimizerConfig | torch.optim.Optimizer, engine: EmbeddingEngine
-) -> DenseUpdate:
+) -> DenseOptimizer:
     """Move the model to the device, and give all ranks the weights of the first one. Collective."""
     model.to(engine.device)
-    dense = DenseUpdate(model, optimizer, engine.topology, engine.device, engine.row_watch)
+    dense = DenseOptimizer(model, optimizer, engine.topology, engine.device, engine.row_watch)
     dense.share_first()
     return dense
 
 
-def _rates_of(optimizer: OptimizerConfig | torch.optim.Optimizer, table_rate: float | None) -> Callable[[int], Rates]:
+def _rates_of(
+    optimizer: OptimizerConfig | torch.optim.Optimizer, table_rate: float | None
+) -> Callable[[int], LearningRates]:
     """Return a function from the number of a step to its learning rates."""
 
-    def rates(step: int) -> Rates:
+    def rates(step: int) -> LearningRates:
         if isinstance(optimizer, OptimizerConfig):
             found = optimizer.rates(step)
         else:
             rate = float(optimizer.param_groups[0]["lr"])
-            found = Rates(dense=rate, tables=rate)
-        return found if table_rate is None else Rates(dense=found.dense, tables=table_rate)
+            found = LearningRates(dense=rate, tables=rate)
+        return found if table_rate is None else LearningRates(dense=found.dense, tables=table_rate)
 
     return rates

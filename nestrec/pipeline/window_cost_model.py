@@ -12,16 +12,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from nestrec.base.config import config
-from nestrec.data.batch_order import Position
+from nestrec.data.batch_order import BatchPosition
 
 
 @config
-class WindowChange:
+class MicroBatchChange:
     """A decision of a run, logged and saved in its checkpoints."""
 
     step: int
     """steps made when it was taken"""
-    first: Position
+    first: BatchPosition
     """the first batch that is cut so; those before it may have been cut already"""
     micro_batches: int
     """micro-batches from then on"""
@@ -30,10 +30,10 @@ class WindowChange:
     run that is started again before it has no measurements of its own of them"""
 
 
-class WindowSchedule:
+class MicroBatchHistory:
     """The number of micro-batches of each batch. Data threads ask for it while the loop adds changes."""
 
-    def __init__(self, micro_batches: int, changes: Iterable[WindowChange] = ()) -> None:
+    def __init__(self, micro_batches: int, changes: Iterable[MicroBatchChange] = ()) -> None:
         self._micro_batches, self.changes = micro_batches, tuple(changes)
 
     @property
@@ -41,7 +41,7 @@ class WindowSchedule:
         """That of the batches that have not been cut."""
         return self.changes[-1].micro_batches if self.changes else self._micro_batches
 
-    def at(self, position: Position) -> int:
+    def at(self, position: BatchPosition) -> int:
         """That of the batch of this position."""
         found = self._micro_batches
         for change in self.changes:
@@ -49,11 +49,11 @@ class WindowSchedule:
                 found = change.micro_batches
         return found
 
-    def restore(self, changes: Iterable[WindowChange]) -> None:
+    def restore(self, changes: Iterable[MicroBatchChange]) -> None:
         """Go on where a run stood that had made these changes."""
         self.changes = tuple(changes)
 
-    def add(self, change: WindowChange) -> None:
+    def add(self, change: MicroBatchChange) -> None:
         assert not self.changes or change.first > self.changes[-1].first
         self.changes = (*self.changes, change)
 

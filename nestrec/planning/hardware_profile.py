@@ -50,7 +50,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Crossing:
+class TransferTime:
     """An exchange on links, in seconds."""
 
     wire_s: Any
@@ -76,7 +76,7 @@ class Links:
         crossing = self.all_to_all(group, num_bytes)
         return crossing.wire_s + crossing.latency_s
 
-    def all_to_all(self, group: Group, num_bytes: Any) -> "Crossing":
+    def all_to_all(self, group: Group, num_bytes: Any) -> "TransferTime":
         """Each rank sends `num_bytes` (a number, or one a rank) in equal parts to all of the group, itself included."""
         slowest, extra, burst, inside = 0.0 * num_bytes, 0.0, 0.0, 1
         for link in self.levels:
@@ -88,14 +88,14 @@ class Links:
             extra += link.latency_us * 1e-6 + peers * link.message_us * 1e-6
             burst = link.burst_bytes / (link.gb_per_s * 1e9)
             inside += peers
-        return Crossing(slowest, extra, burst)
+        return TransferTime(slowest, extra, burst)
 
     def all_reduce_s(self, group: Group, num_bytes: Any) -> Any:
         """As `all_reduce`, where the link was busy before."""
         crossing = self.all_reduce(group, num_bytes)
         return crossing.wire_s + crossing.latency_s
 
-    def all_reduce(self, group: Group, num_bytes: Any) -> "Crossing":
+    def all_reduce(self, group: Group, num_bytes: Any) -> "TransferTime":
         """A ring at each level, over what the levels inside it have left: reduce-scatter inwards, gather outwards."""
         wire, extra, burst, inside = 0.0, 0.0, 0.0, 1
         for link in self.levels:
@@ -106,7 +106,7 @@ class Links:
             extra += 2 * (link.latency_us + (parts - 1) * link.message_us) * 1e-6
             burst = link.burst_bytes / (link.gb_per_s * 1e9)
             inside *= parts
-        return Crossing(wire, extra, burst)
+        return TransferTime(wire, extra, burst)
 
     def bytes_leaving(self, group: Group, num_bytes: float) -> dict[str, float]:
         """Bytes that a rank sends through each level in an All2All."""
@@ -131,7 +131,7 @@ StoreKind = Literal["device", "dram", "disk"]
 
 
 @config
-class Rate:
+class LinearCost:
     """Seconds of an operation: `fixed_s + unit_s * amount`."""
 
     fixed_s: NonNegative = 0.0
@@ -147,9 +147,9 @@ class Rate:
 class StoreRates:
     """Rows between a store and the buffers of the device; for each byte of rows."""
 
-    fetch: Rate = Rate()
+    fetch: LinearCost = LinearCost()
     """from the store"""
-    write_back: Rate = Rate()
+    write_back: LinearCost = LinearCost()
     """to the store"""
 
 
@@ -169,11 +169,11 @@ class ComputeRates:
 class Profile:
     """A device and its host."""
 
-    deduplicate: Rate = Rate()
+    deduplicate: LinearCost = LinearCost()
     """for each key of the batch"""
-    exchange_keys: Rate = Rate()
+    exchange_keys: LinearCost = LinearCost()
     """work of the host, for each key asked for"""
-    arrange: Rate = Rate()
+    arrange: LinearCost = LinearCost()
     """for each key asked for, over all micro-batches"""
     device: StoreRates = StoreRates()
     """rows kept on the device"""
@@ -181,24 +181,24 @@ class Profile:
     """rows kept in host memory"""
     disk: StoreRates = StoreRates()
     """rows kept on disk"""
-    exchange_vectors: Rate = Rate()
+    exchange_vectors: LinearCost = LinearCost()
     """putting together, for each byte sent"""
-    exchange_gradients: Rate = Rate()
+    exchange_gradients: LinearCost = LinearCost()
     """putting together, for each byte sent"""
-    add_gradients: Rate = Rate()
+    add_gradients: LinearCost = LinearCost()
     """for each byte received"""
-    peers: Rate = Rate()
+    peers: LinearCost = LinearCost()
     """work of the host in an exchange of keys, vectors or gradients, for each rank of the group (`nestrec bench host`
     says how it grows)"""
-    update_rows: Rate = Rate()
+    update_rows: LinearCost = LinearCost()
     """for each byte of rows"""
-    intersect: Rate = Rate()
+    intersect: LinearCost = LinearCost()
     """rows in both of two batches, for each row of a batch"""
-    copy: Rate = Rate()
+    copy: LinearCost = LinearCost()
     """for each byte of rows in both"""
-    dense_reduce: Rate = Rate()
+    dense_reduce: LinearCost = LinearCost()
     """work of the device, for each byte of dense gradients"""
-    dense_apply: Rate = Rate()
+    dense_apply: LinearCost = LinearCost()
     """for each byte of dense weights"""
     compute: ComputeRates = ComputeRates()
     """the model"""

@@ -8,8 +8,8 @@ from typing import Any
 from nestrec.base.config import to_plain
 from nestrec.base.errors import UserError
 from nestrec.planning.cluster_config import ClusterConfig
-from nestrec.planning.plan_search import AS_GOOD, Found, search
-from nestrec.planning.predictor import Outcome, Predictor
+from nestrec.planning.plan_search import AS_GOOD, SearchResult, search
+from nestrec.planning.predictor import Prediction, Predictor
 from nestrec.planning.search_space import Candidate, Space, untested
 from nestrec.planning.shortage_advice import Shortage, shortages
 from nestrec.planning.workload import Workload
@@ -21,12 +21,12 @@ class Plan:
 
     workload: Workload
     cluster: ClusterConfig
-    found: Found
+    found: SearchResult
     shortages: tuple[Shortage, ...]
     """of the candidate that lacks least, where none fits"""
 
     @property
-    def best(self) -> Outcome | None:
+    def best(self) -> Prediction | None:
         return self.found.best[0] if self.found.best else None
 
 
@@ -81,7 +81,7 @@ def lost_rows(plan: Plan, *, most: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _why(outcome: Outcome, best: Outcome | None) -> str:
+def _why(outcome: Prediction, best: Prediction | None) -> str:
     for tier, memory in outcome.memory.items():
         if memory.missing > 0:
             return f"does not fit: the {tier} tier is short by {memory.missing:,.0f} bytes"
@@ -101,7 +101,7 @@ def _why(outcome: Outcome, best: Outcome | None) -> str:
     return f"{slower:.1%} slower: {more[worst] * 1e-6:+.3f} ms of {worst}"
 
 
-def _row(outcome: Outcome, launch: str | None) -> dict[str, Any]:
+def _row(outcome: Prediction, launch: str | None) -> dict[str, Any]:
     parts = outcome.parts
     row: dict[str, Any] = {
         **to_plain(outcome.candidate),

@@ -14,7 +14,7 @@ from nestrec.pipeline.argument_checks import check_cut
 from nestrec.pipeline.schedule_types import check_can_cut
 from nestrec.planning.cluster_config import ClusterConfig
 from nestrec.planning.hardware_profile import StoreKind
-from nestrec.planning.predictor import Outcome, Predictor
+from nestrec.planning.predictor import Prediction, Predictor
 from nestrec.planning.search_space import Candidate, Space, transports_of
 from nestrec.planning.shortage_advice import shortages
 from nestrec.planning.workload import TableLoad, Workload
@@ -53,7 +53,7 @@ def check_micro_batches(micro_batches: int, workload: Workload) -> None:
     check_cut(micro_batches, workload.batch_samples, "a global batch", field="batch.micro_batches")
 
 
-def check_fits(cfg: RunConfig, workload: Workload, cluster: ClusterConfig) -> Outcome:
+def check_fits(cfg: RunConfig, workload: Workload, cluster: ClusterConfig) -> Prediction:
     """Predicted figures of the run as configured, or a UserError that says what is short and what would fix it."""
     # Time is reckoned with one store: that of the table with most to keep. Memory is that of each where it is.
     store = largest_of(workload).store
@@ -94,7 +94,7 @@ _NOT_MODELLED = {
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class PlanConstraints:
     """A plan's limits."""
 
     space: Space
@@ -120,7 +120,7 @@ class Given:
 
 def given_by(
     cfg: RunConfig, overrides: Mapping[str, str], workload: Workload, cluster: ClusterConfig, store_option: str | None
-) -> Given:
+) -> PlanConstraints:
     """overrides: what the recipe was changed by, as typed. store_option: that of the task, for its largest table."""
     candidate, space, held = candidate_of(cfg), Space(), dict[str, Any]()
     for option, (of_space, of_candidate) in SEARCHED.items():
@@ -146,7 +146,7 @@ def given_by(
     not_modelled = {option: value for option, usual in _NOT_MODELLED.items() if (value := _value(cfg, option)) != usual}
     open_options = {option: usual for option, usual in _USUAL.items() if option not in held}
     others = {option: usual for option, usual in open_options.items() if _value(cfg, option) != usual}
-    return Given(space, workload, held, others, not_modelled)
+    return PlanConstraints(space, workload, held, others, not_modelled)
 
 
 def _check(held: Mapping[str, Any], cluster: ClusterConfig) -> None:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from nestrec.planning.predictor import Outcome, Predictor
+from nestrec.planning.predictor import Prediction, Predictor
 from nestrec.planning.search_space import FIELDS, Candidate, Space
 
 AS_GOOD = 0.005
@@ -16,16 +16,16 @@ AS_GOOD = 0.005
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchResult:
     """What a search leaves behind."""
 
-    best: tuple[Outcome, ...]
+    best: tuple[Prediction, ...]
     """candidates that fit, the quickest first"""
-    others: tuple[Outcome, ...]
+    others: tuple[Prediction, ...]
     """those that were looked at and do not fit, the least lacking first"""
 
 
-def search(predictor: Predictor, space: Space) -> Found:
+def search(predictor: Predictor, space: Space) -> SearchResult:
     """Improve from one start a schedule; every candidate that was predicted is in the result."""
     for schedule in space.schedules:
         parts = [n for n in space.micro_batches if space.is_sensible(Candidate(schedule=schedule, micro_batches=n))]
@@ -44,7 +44,7 @@ def search(predictor: Predictor, space: Space) -> Found:
     return _sorted(list(predictor.outcomes.values()))
 
 
-def exhaustive(predictor: Predictor, space: Space) -> Found:
+def exhaustive(predictor: Predictor, space: Space) -> SearchResult:
     """Every candidate."""
     return _sorted([predictor.predict(candidate) for candidate in space.everything()])
 
@@ -64,12 +64,12 @@ def _improve(predictor: Predictor, space: Space, start: Candidate) -> None:
             return
 
 
-def _badness(outcome: Outcome) -> tuple[float, int, int]:
+def _badness(outcome: Prediction) -> tuple[float, int, int]:
     """First what does not fit, then time, then how much there is to explain."""
     return outcome.missing_bytes, round(math.log(outcome.step_s) / math.log(1.0 + AS_GOOD)), _complexity(outcome)
 
 
-def _complexity(outcome: Outcome) -> int:
+def _complexity(outcome: Prediction) -> int:
     c = outcome.candidate
     tiers = ("device", "dram", "disk").index(c.store)
     return (
@@ -83,7 +83,7 @@ def _complexity(outcome: Outcome) -> int:
     )
 
 
-def _sorted(outcomes: Sequence[Outcome]) -> Found:
+def _sorted(outcomes: Sequence[Prediction]) -> SearchResult:
     fitting = sorted((o for o in outcomes if o.fits), key=_badness)
     others = sorted((o for o in outcomes if not o.fits), key=_badness)
-    return Found(tuple(fitting), tuple(others))
+    return SearchResult(tuple(fitting), tuple(others))

@@ -15,7 +15,7 @@ from nestrec.planning.simulator.program import Program
 from nestrec.planning.simulator.program_replay import Mesh, Replay, replay
 from nestrec.planning.simulator.rehearsal import rehearse
 from nestrec.planning.simulator.shared_cores import Hosts, replay_shared
-from nestrec.planning.simulator.step_costs import Slowed, StepCosts
+from nestrec.planning.simulator.step_costs import ScaledCosts, StepCosts
 from nestrec.planning.tier_memory import Memory, Tier, memory_of
 from nestrec.planning.workload import KEY_BYTES, Loads, Workload
 from nestrec.trace import StepParts
@@ -26,7 +26,7 @@ _MOST_SHARED_RANKS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
+class Prediction:
     """A candidate and its predicted figures."""
 
     candidate: Candidate
@@ -69,9 +69,9 @@ class Predictor:
     def __init__(self, workload: Workload, cluster: ClusterConfig, *, seed: int = 0) -> None:
         self.workload, self.cluster, self._seed = workload, cluster, seed
         self._loads = functools.lru_cache(maxsize=64)(self._make_loads)
-        self.outcomes: dict[Candidate, Outcome] = {}
+        self.outcomes: dict[Candidate, Prediction] = {}
 
-    def predict(self, candidate: Candidate) -> Outcome:
+    def predict(self, candidate: Candidate) -> Prediction:
         if candidate not in self.outcomes:
             self.outcomes[candidate] = self._predict(candidate)
         return self.outcomes[candidate]
@@ -112,7 +112,7 @@ class Predictor:
             hosts = Hosts(ranks=host.ranks, cores=host.cores, crowding=host.crowding)
             return replay_shared(program, costs, mesh, hosts)
         if self.cluster.shares_cores and host.ranks > host.cores:
-            return replay(program, Slowed(costs, host.ranks / host.cores * (1.0 + host.crowding)), mesh)
+            return replay(program, ScaledCosts(costs, host.ranks / host.cores * (1.0 + host.crowding)), mesh)
         return replay(program, costs, mesh)
 
     def _links(self, candidate: Candidate) -> Links:
@@ -132,12 +132,12 @@ class Predictor:
         )
         return replace(profile, compute=slowed)
 
-    def _predict(self, candidate: Candidate) -> Outcome:
+    def _predict(self, candidate: Candidate) -> Prediction:
         done = self.replayed(candidate)
         loads, step_s = self.loads(candidate), done.pace_s()
         flops = float((loads.linear_flops + loads.attention_flops).sum(axis=(1, 2)).mean())
         peak = self.cluster.device.peak_tflops * 1e12 * self.cluster.world
-        return Outcome(
+        return Prediction(
             candidate=candidate,
             step_s=step_s,
             parts=done.parts(done.slowest()),

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from nestrec.embedding.table_config import Crossed, Placement, bytes_crossed
+from nestrec.embedding.table_config import Placement, TrafficEstimate, bytes_crossed
 from nestrec.planning.cluster_config import GIB, ClusterConfig
 from nestrec.planning.hardware_profile import StoreKind
 from nestrec.planning.search_space import Candidate
@@ -106,7 +106,7 @@ class TablePlacement:
 
     table: str
     placement: Placement
-    crossed: Crossed
+    crossed: TrafficEstimate
     why: str
     is_given: bool = False
     """not chosen by the plan"""
@@ -149,7 +149,7 @@ def options_of(placements: Sequence[TablePlacement]) -> dict[str, str]:
     return {f"tables.{table}.placement": "replicated" for table in chosen}
 
 
-def _crossed(workload: Workload, table: TableLoad, ranks: int, micro_batches: int) -> Crossed:
+def _crossed(workload: Workload, table: TableLoad, ranks: int, micro_batches: int) -> TrafficEstimate:
     keys = workload.batch_samples * workload.mean_length * table.keys_a_token
     used, asked = table.distinct(np.array([keys, keys / (ranks * micro_batches)])).tolist()
     return bytes_crossed(
@@ -163,7 +163,7 @@ def _crossed(workload: Workload, table: TableLoad, ranks: int, micro_batches: in
 
 
 def _why_sharded(
-    table: TableLoad, cluster: ClusterConfig, candidate: Candidate, crossed: Crossed, missing: float
+    table: TableLoad, cluster: ClusterConfig, candidate: Candidate, crossed: TrafficEstimate, missing: float
 ) -> str | None:
     """None where it had better be replicated."""
     if cluster.world == 1:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nestrec.data.dataset import Dataset, Rows
+from nestrec.data.dataset import Dataset, DatasetRows
 from nestrec.data.dataset_card import Feature
 from nestrec.data.dataset_schema import TIMESTAMPS_MS
 from nestrec.tasks.metrics import auc
@@ -27,7 +27,7 @@ _NUM_EXAMPLES = 3
 
 
 @dataclass(frozen=True, slots=True)
-class FeatureFacts:
+class FeatureStats:
     """What was found of a feature."""
 
     feature: Feature
@@ -58,7 +58,7 @@ class FeatureFacts:
 class Description:
     """Facts of all features, shares of the actions, and warnings for people."""
 
-    features: tuple[FeatureFacts, ...]
+    features: tuple[FeatureStats, ...]
     actions: dict[str, float]
     warnings: tuple[str, ...]
     num_events: int
@@ -81,25 +81,25 @@ def _sampled_users(dataset: Dataset) -> NDArray[np.int64]:
     return np.concatenate([np.arange(bounds[g], bounds[g + 1]) for g in groups])
 
 
-def _labels(rows: Rows, bit: int) -> NDArray[np.int64]:
+def _labels(rows: DatasetRows, bit: int) -> NDArray[np.int64]:
     return (rows.lists["actions"][0].astype(np.int64) & bit > 0).astype(np.int64)
 
 
-def _facts(dataset: Dataset, rows: Rows, feature: Feature) -> FeatureFacts:
+def _facts(dataset: Dataset, rows: DatasetRows, feature: Feature) -> FeatureStats:
     if feature.kind == "vector":
-        return FeatureFacts(feature, _filled_rows(dataset, feature), None, ())
+        return FeatureStats(feature, _filled_rows(dataset, feature), None, ())
     values, coverage = _values(dataset, rows, feature)
     if feature.kind == "text":
-        return FeatureFacts(feature, coverage, len(np.unique(values)), tuple(str(v) for v in values[:_NUM_EXAMPLES]))
+        return FeatureStats(feature, coverage, len(np.unique(values)), tuple(str(v) for v in values[:_NUM_EXAMPLES]))
     known = values[~np.isnan(values)] if values.dtype.kind == "f" else values[values > 0]
     distinct, counts = np.unique(known, return_counts=True)
     top = distinct[np.argsort(-counts, kind="stable")[:_NUM_EXAMPLES]]
     if feature.kind == "number":
         low_mid_high = np.quantile(known, [0, 0.5, 1]) if known.size else []
-        return FeatureFacts(feature, coverage, distinct.size, tuple(f"{v:g}" for v in low_mid_high))
+        return FeatureStats(feature, coverage, distinct.size, tuple(f"{v:g}" for v in low_mid_high))
     keys = dataset.vocabulary(feature.column).column("key") if feature.kind != "bag" else None
     examples = () if keys is None else tuple(str(keys[int(i) - 1]) for i in top)
-    return FeatureFacts(feature, coverage, distinct.size, examples)
+    return FeatureStats(feature, coverage, distinct.size, examples)
 
 
 def _filled_rows(dataset: Dataset, feature: Feature) -> float:
@@ -109,7 +109,7 @@ def _filled_rows(dataset: Dataset, feature: Feature) -> float:
     return filled / max(1, len(vectors) - first)
 
 
-def _values(dataset: Dataset, rows: Rows, feature: Feature) -> tuple[NDArray[Any], float]:
+def _values(dataset: Dataset, rows: DatasetRows, feature: Feature) -> tuple[NDArray[Any], float]:
     """All values that were looked at, and the share of owners that have one."""
     if feature.owner == "item":
         column = dataset.items().column(feature.column)
@@ -134,7 +134,7 @@ def _share(flags: NDArray[Any]) -> float:
     return float(flags.mean()) if flags.size else 0.0
 
 
-def _same_times(rows: Rows) -> Iterator[str]:
+def _same_times(rows: DatasetRows) -> Iterator[str]:
     """Where times are coarse, models learn the order of the input, which may be that of another column."""
     if TIMESTAMPS_MS not in rows.lists:
         return
@@ -149,7 +149,7 @@ def _same_times(rows: Rows) -> Iterator[str]:
         )
 
 
-def _blank(facts: tuple[FeatureFacts, ...]) -> Iterator[str]:
+def _blank(facts: tuple[FeatureStats, ...]) -> Iterator[str]:
     for found in facts:
         if found.coverage == 0:
             yield f"{found.feature.column} has no value at all: check its column, or leave it out"
@@ -157,7 +157,7 @@ def _blank(facts: tuple[FeatureFacts, ...]) -> Iterator[str]:
             yield f"{found.feature.column} has one value everywhere: it tells a model nothing"
 
 
-def _answers(dataset: Dataset, rows: Rows, actions: dict[str, NDArray[np.int64]]) -> Iterator[str]:
+def _answers(dataset: Dataset, rows: DatasetRows, actions: dict[str, NDArray[np.int64]]) -> Iterator[str]:
     """Features of events, users and items that (nearly) determine an action of the same event."""
     users = np.repeat(np.arange(rows.num_rows), np.diff(rows.lists["item_ids"][1]))
     for feature in dataset.card.features:
@@ -175,7 +175,7 @@ def _answers(dataset: Dataset, rows: Rows, actions: dict[str, NDArray[np.int64]]
                 )
 
 
-def _value_of_events(dataset: Dataset, rows: Rows, feature: Feature, users: NDArray[np.int64]) -> NDArray[Any]:
+def _value_of_events(dataset: Dataset, rows: DatasetRows, feature: Feature, users: NDArray[np.int64]) -> NDArray[Any]:
     """One number or id an event; of a list how many it has."""
     if feature.owner == "event":
         return rows.lists[feature.counts_column if feature.is_list else feature.column][0]

@@ -5,7 +5,7 @@ packages or need privileges run in processes of their own, so that nothing they 
 
 The checks behind `nestrec doctor`: each tries a part of the software or the machine and says what it found.
 
-A probe raises `Absent` where the part is not there, and anything else where it is there and does not work.
+A probe raises `NotInstalledError` where the part is not there, and anything else where it is there and does not work.
 """
 
 import importlib.metadata
@@ -46,7 +46,7 @@ EXTRAS = {
 """Small extras of the package with their distributions."""
 
 
-class Absent(Exception):
+class NotInstalledError(Exception):
     """Not there; the message says what was looked for."""
 
 
@@ -82,9 +82,9 @@ def cuda() -> str:
     import torch
 
     if torch.version.cuda is None:
-        raise Absent("PyTorch was built without CUDA")
+        raise NotInstalledError("PyTorch was built without CUDA")
     if not torch.cuda.is_available():
-        raise Absent(f"no usable device (driver {_driver() or 'not found'})")
+        raise NotInstalledError(f"no usable device (driver {_driver() or 'not found'})")
     devices = []
     for index in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(index)
@@ -95,11 +95,11 @@ def cuda() -> str:
 
 def triton() -> str:
     if importlib.util.find_spec("triton") is None:
-        raise Absent("not installed")
+        raise NotInstalledError("not installed")
     import torch
 
     if not torch.cuda.is_available():
-        raise Absent("installed, but there is no GPU to compile for")
+        raise NotInstalledError("installed, but there is no GPU to compile for")
     import triton
 
     from nestrec.report.triton_probe import add_one
@@ -136,7 +136,7 @@ def gloo() -> str:
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_gloo_available():
-        raise Absent("PyTorch was built without Gloo")
+        raise NotInstalledError("PyTorch was built without Gloo")
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(max_workers=2) as pool:
         sums = list(pool.map(lambda rank: _sum_over_gloo(f"{folder}/store", rank), range(2)))
     if sums != [3.0, 3.0]:
@@ -149,10 +149,10 @@ def nccl() -> str:
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_nccl_available():
-        raise Absent("PyTorch was built without NCCL")
+        raise NotInstalledError("PyTorch was built without NCCL")
     version = ".".join(str(part) for part in torch.cuda.nccl.version())
     if not torch.cuda.is_available():
-        raise Absent(f"{version} is there, but no GPU")
+        raise NotInstalledError(f"{version} is there, but no GPU")
     return f"{version}, {torch.cuda.device_count()} GPU(s) to connect"
 
 
@@ -160,7 +160,7 @@ def symmetric_memory() -> str:
     import torch
 
     if not torch.cuda.is_available():
-        raise Absent("no GPU")
+        raise NotInstalledError("no GPU")
     from nestrec.base import compat
 
     compat.symmetric_memory().empty(64, device=torch.device("cuda"))
@@ -170,10 +170,10 @@ def symmetric_memory() -> str:
 def limited_links() -> str:
     """A network namespace with a limited link, made and lost within one short process."""
     if not hasattr(os, "geteuid") or os.geteuid() != 0:
-        raise Absent("not root")
+        raise NotInstalledError("not root")
     missing = [name for name in ("ip", "tc", "unshare") if shutil.which(name) is None]
     if missing:
-        raise Absent(f"no command {', '.join(missing)}")
+        raise NotInstalledError(f"no command {', '.join(missing)}")
     script = (
         "ip link add doctor0 type veth peer name doctor1 && "
         "tc qdisc add dev doctor0 root tbf rate 100mbit burst 1mb latency 50ms"
@@ -206,14 +206,14 @@ def extra(name: str) -> str:
         try:
             found.append(f"{distribution} {importlib.metadata.version(distribution)}")
         except importlib.metadata.PackageNotFoundError:
-            raise Absent(f"{distribution} is not installed") from None
+            raise NotInstalledError(f"{distribution} is not installed") from None
     return ", ".join(found)
 
 
 def _imported(package: str) -> str:
     """Version of a package that another process could import."""
     if importlib.util.find_spec(package) is None:
-        raise Absent(f"{package} is not installed")
+        raise NotInstalledError(f"{package} is not installed")
     code = f"import {package}; print(getattr({package}, '__version__', 'of unknown version'))"
     return _command([sys.executable, "-c", code], limit_s=_IMPORT_LIMIT_S).splitlines()[-1]
 
@@ -327,7 +327,7 @@ def doctor_table(findings: Sequence[Finding]) -> Table:
 def _examine_one(check: _Check) -> Finding:
     try:
         return Finding(name=check.name, status="ok", detail=check.probe())
-    except Absent as absence:
+    except NotInstalledError as absence:
         return Finding(name=check.name, status="absent", detail=str(absence), remedy=check.remedy)
     except Exception as error:  # any failure of a part is what is being looked for
         detail = f"{type(error).__name__}: {error}".splitlines()[0]

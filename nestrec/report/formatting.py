@@ -97,7 +97,7 @@ def has_baseline(metrics: Metrics, metric: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class BaselineVerdict:
     """The model beside the best of its baselines."""
 
     baseline: str
@@ -114,7 +114,7 @@ class Verdict:
         return times if self.outcome == "wins" else f"{times}: {_SHORT[self.outcome]}"
 
 
-def verdict_on(metrics: Metrics, metric: str) -> Verdict | None:
+def verdict_on(metrics: Metrics, metric: str) -> BaselineVerdict | None:
     """Nothing where there is no model or no baseline to compare."""
     baseline = best_baseline(metrics, metric)
     mean, low, _ = as_interval(metrics.get("model", {}).get(metric))
@@ -125,16 +125,16 @@ def verdict_on(metrics: Metrics, metric: str) -> Verdict | None:
     figures = f"{metric} {mean:.4f} against {base:.4f} of {baseline!r}"
     if mean <= base:
         sentence = f"THE MODEL DOES NOT BEAT ITS BEST BASELINE: {figures}"
-        return Verdict(baseline, ratio, "loses", sentence)
+        return BaselineVerdict(baseline, ratio, "loses", sentence)
     if low <= base_high:
         sentence = f"NO CLEAR LEAD over the best baseline: {figures}, and their 95% intervals overlap"
-        return Verdict(baseline, ratio, "unclear", sentence)
+        return BaselineVerdict(baseline, ratio, "unclear", sentence)
     if not (math.isfinite(low) and math.isfinite(base_high)):
         sentence = (
             f"NO CLEAR LEAD over the best baseline: {figures}, and no interval is known (one user alone gives none)"
         )
-        return Verdict(baseline, ratio, "unclear", sentence)
-    return Verdict(baseline, ratio, "wins", f"the model leads its best baseline: {figures}")
+        return BaselineVerdict(baseline, ratio, "unclear", sentence)
+    return BaselineVerdict(baseline, ratio, "wins", f"the model leads its best baseline: {figures}")
 
 
 OF_SLICES = "by slices of ten members and more"

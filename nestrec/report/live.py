@@ -16,9 +16,9 @@ from nestrec.base.config_values import iso_moment
 from nestrec.data.samples.time_windows import TimeWindow
 from nestrec.report.formatting import as_number, compact, duration, mean_of_metric, memory, verdict_on
 from nestrec.report.progress_bar import StageProgress, progress_for
-from nestrec.tasks.metrics import Interval
+from nestrec.tasks.metrics import ConfidenceInterval
 from nestrec.tasks.task import Evaluation
-from nestrec.training.callbacks import Listener
+from nestrec.training.callbacks import TrainingCallback
 
 _SHOWN: dict[str, Callable[[float], str]] = {
     "loss": lambda value: f"loss {value:.4f}",
@@ -29,7 +29,7 @@ _SHOWN: dict[str, Callable[[float], str]] = {
 }
 
 
-class LiveProgress(Listener):
+class LiveProgress(TrainingCallback):
     """Shows the progress of a run while its block lasts; the time left is judged by the steps made since the start."""
 
     def __init__(
@@ -86,7 +86,7 @@ class LiveProgress(Listener):
         times = f" ({verdict.short})" if verdict is not None else ""
         self._print(f"{plain['part']} after epoch {epoch}, {headline}: {', '.join(values)}{times}")
 
-    def predicted(self, window: TimeWindow, metrics: Mapping[str, Interval], step: int) -> None:
+    def predicted(self, window: TimeWindow, metrics: Mapping[str, ConfidenceInterval], step: int) -> None:
         shown = ", ".join(f"{name} {value.mean:.4f}" for name, value in list(metrics.items())[:4])
         since = iso_moment(window.from_ms)[:16]
         self._print(f"window {window.number} from {since}, {window.num_events:,} events, before training: {shown}")

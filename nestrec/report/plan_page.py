@@ -8,7 +8,7 @@ from nestrec.base.files import write_atomic
 from nestrec.pipeline import SCHEDULES
 from nestrec.pipeline.schedule_spec import ScheduleName
 from nestrec.planning.plan import Plan, lost_rows, plan_rows
-from nestrec.planning.predictor import Outcome, Predictor
+from nestrec.planning.predictor import Prediction, Predictor
 from nestrec.planning.shortage_advice import WORLDS, Curve, scaling_curves
 from nestrec.report.charts import Line, line_chart
 from nestrec.report.formatting import significant
@@ -82,7 +82,7 @@ def _shown(value: Any) -> str:
     return significant(value, 4) if isinstance(value, float) else str(value)
 
 
-def _scaling(plan: Plan, best: Outcome, worlds: Sequence[int]) -> Markup:
+def _scaling(plan: Plan, best: Prediction, worlds: Sequence[int]) -> Markup:
     names: list[ScheduleName] = list(SCHEDULES)
     curves = scaling_curves(plan.workload, plan.cluster, best.candidate, names, worlds)
     times = _lines(curves, lambda c: [s * 1e3 for s in c.step_s])
@@ -97,6 +97,6 @@ def _lines(curves: Sequence[Curve], values: Any) -> list[Line]:
     return [Line(curve.schedule, curve.worlds, values(curve), colour=i % GREY) for i, curve in enumerate(curves)]
 
 
-def _timeline(plan: Plan, best: Outcome) -> Markup | None:
+def _timeline(plan: Plan, best: Prediction) -> Markup | None:
     done = Predictor(plan.workload, plan.cluster).replayed(best.candidate)
     return timeline_of(done.spans(done.slowest()))

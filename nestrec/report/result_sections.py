@@ -15,7 +15,7 @@ from typing import Any
 from nestrec.report.charts import Line, line_chart, smoothed, thinned
 from nestrec.report.formatting import (
     OF_SLICES,
-    Verdict,
+    BaselineVerdict,
     as_interval,
     as_number,
     best_baseline,
@@ -56,7 +56,7 @@ def _slices(evaluation: Record) -> Markup | None:
     return element("details", element("summary", OF_SLICES.capitalize()), element("div", table, class_="wide"))
 
 
-def _tiles(run: RunRecords, evaluation: Record, verdict: Verdict | None) -> Markup:
+def _tiles(run: RunRecords, evaluation: Record, verdict: BaselineVerdict | None) -> Markup:
     headline, metrics = evaluation["headline"], evaluation["metrics"]
     tiles = []
     for system in ("model", *(name for name in metrics if name != "model")):

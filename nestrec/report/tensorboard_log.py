@@ -11,9 +11,9 @@ from torch.utils.tensorboard import SummaryWriter
 
 from nestrec.data.samples.time_windows import TimeWindow
 from nestrec.report.formatting import as_number
-from nestrec.tasks.metrics import Interval
+from nestrec.tasks.metrics import ConfidenceInterval
 from nestrec.tasks.task import Evaluation
-from nestrec.training.callbacks import Listener
+from nestrec.training.callbacks import TrainingCallback
 
 _LOG = logging.getLogger(__name__)
 _SCALARS = {
@@ -28,7 +28,7 @@ _SCALARS = {
 }
 
 
-class TensorBoardWriter(Listener):
+class TensorBoardWriter(TrainingCallback):
     """Writes what it hears into `folder`. An evaluation may also come before or after training."""
 
     def __init__(self, folder: Path):
@@ -72,7 +72,7 @@ class TensorBoardWriter(Listener):
         if is_alone:
             self.close()
 
-    def predicted(self, window: TimeWindow, metrics: Mapping[str, Interval], step: int) -> None:
+    def predicted(self, window: TimeWindow, metrics: Mapping[str, ConfidenceInterval], step: int) -> None:
         for metric, value in metrics.items():
             self._scalar(f"windows/{metric}", value.mean, step)
 

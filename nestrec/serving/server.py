@@ -20,8 +20,8 @@ from nestrec.base import errors
 from nestrec.base.cuda import chosen_device
 from nestrec.distributed.topology import check_device
 from nestrec.serving.core import tracing
-from nestrec.serving.frontend.frontend_hub import FrontHub
-from nestrec.serving.frontend.worker_pool import Template
+from nestrec.serving.frontend.frontend_hub import FrontendHub
+from nestrec.serving.frontend.worker_pool import ForkServer
 from nestrec.serving.history_store.memory_store import make_store
 from nestrec.serving.http.http_app import App
 from nestrec.serving.http.serve_config import (
@@ -33,9 +33,9 @@ from nestrec.serving.http.serve_config import (
     uvicorn_config,
 )
 from nestrec.serving.http.server_logging import log_without_waiting, wait_for_log
-from nestrec.serving.http.signals import Signals, end_with_front
+from nestrec.serving.http.signals import SignalHandler, end_with_front
 from nestrec.serving.http.sockets import allow_open_files, bound_sockets, close_all, port_of, run_server, url_of
-from nestrec.serving.security.server_security import Safety
+from nestrec.serving.security.server_security import ServerSecurity
 from nestrec.serving.service.inference_service import Service
 from nestrec.serving.service.model_reloader import Reloader
 
@@ -67,7 +67,7 @@ class EngineLoss:
         os._exit(errors.ENGINE_LOST)
 
 
-def serve(folders: list[str], cfg: ServeConfig, signals: Signals, announce: Callable[[str], None]) -> None:
+def serve(folders: list[str], cfg: ServeConfig, signals: SignalHandler, announce: Callable[[str], None]) -> None:
     """Serve until SIGTERM or SIGINT; accepted requests are answered before it returns.
 
     If an engine cannot continue, the process exits with `exit_codes.ENGINE_LOST` instead.
@@ -85,7 +85,7 @@ def serve(folders: list[str], cfg: ServeConfig, signals: Signals, announce: Call
     is_held = SLOT_VARIABLE in os.environ  # the port: its front holds it for this process
     sockets = bound_sockets(cfg.host, cfg.port, is_shared=is_held)
     count = num_fronts(cfg, device)
-    template = Template() if count > 1 else None
+    template = ForkServer() if count > 1 else None
     loss = EngineLoss(signals.stop)
     try:
         service = Service.load(
@@ -138,10 +138,12 @@ def _prepare_interpreter() -> None:
     sys.setswitchinterval(5e-5)
 
 
-def _hub(app: App, cfg: ServeConfig, safety: Safety, template: Template, *, count: int, port: int) -> FrontHub:
+def _hub(
+    app: App, cfg: ServeConfig, safety: ServerSecurity, template: ForkServer, *, count: int, port: int
+) -> FrontendHub:
     app.count_refusals_of(safety.refusals)
     app.report_files_of(safety)
-    return FrontHub(
+    return FrontendHub(
         app,
         template,
         lambda: bound_sockets(cfg.host, port, is_shared=True),

@@ -72,7 +72,7 @@ class LastItem:
         return _filled(best, self._popularity, history, exclude, k)
 
 
-class ItemNeighbours:
+class ItemKNNBaseline:
     """Ranks items by the sum of their similarities with the items of the history, then by popularity."""
 
     def __init__(self, items: Ints, offsets: Ints, num_items: int, popularity: Popularity):
@@ -90,7 +90,7 @@ class ItemNeighbours:
         return _filled(_best(score, exclude, k), self._popularity, history, exclude, k)
 
 
-class Ease:
+class EASEBaseline:
     """Ranks items by a linear model of the history: the weights of all pairs, none of an item with itself."""
 
     def __init__(self, items: Ints, offsets: Ints, num_items: int, device: torch.device):

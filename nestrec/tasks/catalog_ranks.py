@@ -17,13 +17,13 @@ from nestrec.base.errors import UserError, did_you_mean
 from nestrec.base.random import fold, fold_array
 from nestrec.data.batch_loader import MicroBatch
 from nestrec.data.flat_arrays import add_counts
-from nestrec.data.samples.chunk_collator import RetrievalSlices
+from nestrec.data.samples.chunk_collator import RetrievalChunkCollator
 from nestrec.data.samples.retrieval_collator import RetrievalQueries
 from nestrec.embedding import EmbeddingEngine
 from nestrec.jagged import Jagged
 from nestrec.tasks.baselines import Baseline
-from nestrec.tasks.item_tower import ItemSide
-from nestrec.tasks.metrics import Exposed
+from nestrec.tasks.item_tower import ItemTower
+from nestrec.tasks.metrics import ExposureCounts
 from nestrec.tasks.task import share_of_ranks, sum_over_ranks
 
 Ranks = NDArray[np.int64]
@@ -33,11 +33,11 @@ BASELINES: tuple[BaselineName, ...] = get_args(BaselineName)
 
 
 @dataclass(frozen=True, slots=True)
-class Ranked:
+class SystemRanks:
     """What a system made of all queries."""
 
     rank: Ranks
-    exposed: Exposed
+    exposed: ExposureCounts
     """how often it showed each item among its best"""
 
 
@@ -74,12 +74,12 @@ class RetrievalEvaluationConfig:
             )
 
 
-class CatalogueRanks:
+class CatalogRanker:
     """Ranks of one part's targets. Users are shared out over the ranks; every rank gets all results."""
 
     def __init__(
         self,
-        side: ItemSide,
+        side: ItemTower,
         engine: EmbeddingEngine,
         queries: RetrievalQueries,
         cfg: RetrievalEvaluationConfig,
@@ -89,7 +89,7 @@ class CatalogueRanks:
         topology = engine.topology
         self._shares = share_of_ranks(queries.ids, cfg.batch_users, topology.rank, topology.world)
 
-    def of_model(self) -> Ranked:
+    def of_model(self) -> SystemRanks:
         """In the whole catalogue, without the items that the config excludes."""
         parts, exposed, compared = [], np.zeros(self._num_items + 1, np.int64), self._side.compared(self._engine)
         for users in self._shares:
@@ -108,7 +108,9 @@ class CatalogueRanks:
             parts.append(np.where(hit.any(1), hit.int().argmax(1) + 1, 0).astype(np.int64))
             shown = best[:, : self._shown].numpy().ravel()
             add_counts(shown[shown > 0], exposed)
-        return Ranked(self._merge(parts), Exposed(sum_over_ranks(self._engine.topology, exposed), self._shown))
+        return SystemRanks(
+            self._merge(parts), ExposureCounts(sum_over_ranks(self._engine.topology, exposed), self._shown)
+        )
 
     def among_sampled(self) -> Ranks:
         """Among random items that the user has not had before the target (the protocol of the SASRec paper)."""
@@ -122,7 +124,7 @@ class CatalogueRanks:
             parts.append((scores[:, 1:] >= scores[:, :1]).sum(1).cpu().numpy() + 1)
         return self._merge(parts)
 
-    def of_baseline(self, baseline: Baseline) -> Ranked:
+    def of_baseline(self, baseline: Baseline) -> SystemRanks:
         """In the whole catalogue, by a system without a model. Not collective: the caller shares the result."""
         ranks, exposed = [], np.zeros(self._num_items + 1, np.int64)
         for batch in self._all_batches():
@@ -133,7 +135,7 @@ class CatalogueRanks:
                 best = baseline.top(items.numpy(), ban, self._k)
                 ranks.append(best.index(target) + 1 if target in best else 0)
                 exposed[best[: self._shown]] += 1
-        return Ranked(np.array(ranks, dtype=np.int64), Exposed(exposed, self._shown))
+        return SystemRanks(np.array(ranks, dtype=np.int64), ExposureCounts(exposed, self._shown))
 
     def targets(self) -> NDArray[np.int64]:
         """Item id of each query."""
@@ -196,7 +198,7 @@ class CatalogueRanks:
 
 
 def ranks_of_slices(
-    side: ItemSide, engine: EmbeddingEngine, slices: RetrievalSlices, cfg: RetrievalEvaluationConfig
+    side: ItemTower, engine: EmbeddingEngine, slices: RetrievalChunkCollator, cfg: RetrievalEvaluationConfig
 ) -> NDArray[np.int64]:
     """1-based rank of each scored event, in the order of the slices; 0 beyond the largest k. Collective."""
     num_scored = slices.weights.astype(np.int64)

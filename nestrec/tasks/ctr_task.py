@@ -16,21 +16,21 @@ from nestrec.base.errors import UserError
 from nestrec.data.batch_loader import MicroBatch
 from nestrec.data.dataset import Dataset
 from nestrec.data.dataset_schema import LABEL
-from nestrec.data.samples.chunk_collator import RowsAssembler, assemble_rows
+from nestrec.data.samples.chunk_collator import CTRCollator, assemble_rows
 from nestrec.data.samples.split import Part
 from nestrec.embedding import EmbeddingEngine, InitConfig, RowOptimizerConfig, StoreConfig, TableConfig
 from nestrec.models.backbone_spec import ForwardFlops
 from nestrec.models.dlrm import DLRM, DLRMConfig
-from nestrec.models.encoder_parts import ToWidth
+from nestrec.models.encoder_parts import FeatureProjections
 from nestrec.ops.embedding.row_gather import TableRows, gather_rows
 from nestrec.pipeline.exchange_window import on_device
-from nestrec.tasks.metrics import Interval, auc, bootstrap, bootstrap_auc, log_loss, normalised_entropy
-from nestrec.tasks.table_overrides import ChosenTables, chosen_tables
+from nestrec.tasks.metrics import ConfidenceInterval, auc, bootstrap, bootstrap_auc, log_loss, normalised_entropy
+from nestrec.tasks.table_overrides import ResolvedTables, chosen_tables
 from nestrec.tasks.task import Evaluation, Task, TaskSpec, TrainingCost, share_of_ranks, sum_over_ranks
 
 
 @config
-class RowsTaskConfig:
+class CTRTaskConfig:
     kind: Literal["rows"] = "rows"
     """click prediction on labelled rows"""
     encoder: DLRMConfig = DLRMConfig()
@@ -58,12 +58,12 @@ class RowsTaskConfig:
             )
 
 
-class RowsTask(Task):
+class CTRTask(Task):
     model: DLRM
     reads_stored_rows = True
     remedy_if_empty = "give it more rows, or other shares: --task.valid_share, --task.test_share"
 
-    def __init__(self, cfg: RowsTaskConfig, dataset: Dataset, *, seed: int, dtype: Literal["float32", "float64"]):
+    def __init__(self, cfg: CTRTaskConfig, dataset: Dataset, *, seed: int, dtype: Literal["float32", "float64"]):
         if dataset.card.kind != "rows":
             raise UserError(
                 "holds sequences, not labelled rows",
@@ -95,11 +95,13 @@ class RowsTask(Task):
             ),
         )
         self.take(chosen_tables(self.tables, {}))
-        self.assembler = RowsAssembler(dataset, self._train)
+        self.assembler = CTRCollator(dataset, self._train)
 
-    def take(self, chosen: ChosenTables) -> None:
+    def take(self, chosen: ResolvedTables) -> None:
         self.tables, self.num_ids = chosen.tables, chosen.num_ids
-        self.model.to_width = ToWidth(self.cfg.encoder.dim, {table.name: table.dim for table in chosen.tables})
+        self.model.to_width = FeatureProjections(
+            self.cfg.encoder.dim, {table.name: table.dim for table in chosen.tables}
+        )
 
     def num_held_out(self, part: Part) -> int:
         return len(self._parts[part])
@@ -125,7 +127,7 @@ class RowsTask(Task):
         base_logit = np.full(len(rows), np.log(base_rate / (1 - base_rate)))
         systems = {
             "model": {"auc": bootstrap_auc(label, logit, rows), **_losses(label, logit)},
-            "base rate": {"auc": Interval(auc(label, base_logit), 0.5, 0.5), **_losses(label, base_logit)},
+            "base rate": {"auc": ConfidenceInterval(auc(label, base_logit), 0.5, 0.5), **_losses(label, base_logit)},
         }
         return Evaluation(part, "auc", systems, {"logit": logit, "label": label, "users": rows})
 
@@ -155,14 +157,17 @@ class RowsTask(Task):
         return sum_over_ranks(topology, out)
 
 
-def _losses(label: NDArray[np.int64], logit: NDArray[np.float64]) -> dict[str, Interval]:
+def _losses(label: NDArray[np.int64], logit: NDArray[np.float64]) -> dict[str, ConfidenceInterval]:
     entropy = normalised_entropy(label, logit)
-    return {**bootstrap({"log_loss": log_loss(label, logit)}), "ne": Interval(entropy, float("nan"), float("nan"))}
+    return {
+        **bootstrap({"log_loss": log_loss(label, logit)}),
+        "ne": ConfidenceInterval(entropy, float("nan"), float("nan")),
+    }
 
 
 TASK = TaskSpec(
-    config=RowsTaskConfig,
-    make=RowsTask,
+    config=CTRTaskConfig,
+    make=CTRTask,
     store_field="table_store",
     serving="rows",
 )

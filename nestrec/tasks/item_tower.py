@@ -16,18 +16,18 @@ from nestrec.data.batch_loader import OFFSETS, MicroBatch
 from nestrec.data.samples.retrieval_inputs import AT, RetrievalInputs
 from nestrec.embedding import EmbeddingEngine
 from nestrec.embedding.sharded_top_k import RowTransform, owned_keys
-from nestrec.models.encoder_parts import ToWidth, summed
+from nestrec.models.encoder_parts import FeatureProjections, summed
 from nestrec.models.heads import RetrievalModel
 from nestrec.ops.embedding.row_gather import TableRows, gather_rows, pool_bags
 from nestrec.pipeline.exchange_window import on_device
-from nestrec.tasks.table_overrides import ChosenTables
+from nestrec.tasks.table_overrides import ResolvedTables
 from nestrec.tasks.task import sequence_info
 
 
-class FeatureRows:
+class FeatureLookup:
     """What a task asks for the vectors of its features."""
 
-    def __init__(self, chosen: ChosenTables, to_width: ToWidth):
+    def __init__(self, chosen: ResolvedTables, to_width: FeatureProjections):
         self._table_of = {feature: table.name for feature, table in chosen.table_of.items()}
         self._pooling, self._to_width = chosen.pooling, to_width
         for feature, how in chosen.pooling.items():
@@ -84,10 +84,10 @@ def prefix_vectors(
     return torch.stack([v.index_select(0, first_B.clamp(max=len(v) - 1)) for v in vectors], dim=1)
 
 
-class ItemSide:
+class ItemTower:
     """What a retrieval model is given for items and tokens."""
 
-    def __init__(self, model: RetrievalModel, inputs: RetrievalInputs, vectors: FeatureRows, num_items: int):
+    def __init__(self, model: RetrievalModel, inputs: RetrievalInputs, vectors: FeatureLookup, num_items: int):
         self._model, self._inputs, self._vectors, self.num_items = model, inputs, vectors, num_items
         columns = [c.name for c in (*inputs.token_columns, *inputs.context_columns)]
         self._of_token = [name for name in columns if name not in inputs.prefix]

@@ -17,7 +17,7 @@ import torch
 
 from nestrec.base.config import config
 from nestrec.base.errors import UserError
-from nestrec.data.batch_loader import Assembler, BatchConfig
+from nestrec.data.batch_loader import BatchConfig, Collator
 from nestrec.distributed import Topology
 from nestrec.distributed.collectives import all_gather_json
 from nestrec.models.heads import NegativesConfig
@@ -26,7 +26,7 @@ from nestrec.ops.losses.sampled_losses import VARIANTS, Variant, sampled_loss
 
 
 def check_supply(
-    negatives: NegativesConfig, num_negatives: int, assembler: Assembler, batch: BatchConfig, world: int
+    negatives: NegativesConfig, num_negatives: int, assembler: Collator, batch: BatchConfig, world: int
 ) -> None:
     """Sharing and in-batch negatives are confined to a micro-batch (coupled samples): its tokens must suffice."""
     largest = largest_micro_batch(assembler, batch, world)
@@ -54,7 +54,7 @@ def check_supply(
         )
 
 
-def largest_micro_batch(assembler: Assembler, batch: BatchConfig, world: int) -> int:
+def largest_micro_batch(assembler: Collator, batch: BatchConfig, world: int) -> int:
     """Tokens of a micro-batch of the longest samples, dealt evenly."""
     parts = world * (1 if batch.micro_batches == "auto" else batch.micro_batches)
     longest = int(assembler.tokens.max(initial=0))
@@ -64,7 +64,7 @@ def largest_micro_batch(assembler: Assembler, batch: BatchConfig, world: int) ->
     return -(-(batch.batch_tokens or 0) // parts) + longest
 
 
-def mean_micro_batch(assembler: Assembler, batch: BatchConfig, world: int) -> int:
+def mean_micro_batch(assembler: Collator, batch: BatchConfig, world: int) -> int:
     """Tokens of a micro-batch on average, at least 1."""
     parts = world * (1 if batch.micro_batches == "auto" else batch.micro_batches)
     if batch.batch_samples is not None:

@@ -22,7 +22,7 @@ Values = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Interval:
+class ConfidenceInterval:
     """A mean with the bounds of its 95% bootstrap interval."""
 
     mean: float
@@ -48,7 +48,7 @@ def ranking_metrics(rank: NDArray[np.int64], ks: tuple[int, ...]) -> dict[str, V
 
 def bootstrap(
     values: Mapping[str, Values], *, num_draws: int = 1000, seed: int = 0, groups: NDArray[np.int64] | None = None
-) -> dict[str, Interval]:
+) -> dict[str, ConfidenceInterval]:
     """Mean of each metric and its interval under resampling of the users, the same draws for all metrics.
 
     groups: user of each value, where users have several: a user's values are not independent. One user alone has no
@@ -57,20 +57,20 @@ def bootstrap(
     names = list(values)
     stacked = np.stack([values[name] for name in names], axis=1)
     if len(stacked) == 0:
-        return {name: Interval(float("nan"), float("nan"), float("nan")) for name in names}
+        return {name: ConfidenceInterval(float("nan"), float("nan"), float("nan")) for name in names}
     member = np.arange(len(stacked)) if groups is None else np.unique(groups, return_inverse=True)[1]
     size = np.bincount(member)
     sums = np.stack([np.bincount(member, weights=column) for column in stacked.T], axis=1)
     num_users, mean = len(size), stacked.mean(axis=0)
     if num_users == 1:
-        return {name: Interval(float(mean[i]), float("nan"), float("nan")) for i, name in enumerate(names)}
+        return {name: ConfidenceInterval(float(mean[i]), float("nan"), float("nan")) for i, name in enumerate(names)}
     generator = np.random.default_rng(seed)
     means = np.empty((num_draws, len(names)))
     for i in range(num_draws):
         times_drawn = np.bincount(generator.integers(0, num_users, num_users), minlength=num_users)
         means[i] = times_drawn @ sums / (times_drawn @ size)
     low, high = np.quantile(means, [0.025, 0.975], axis=0)
-    return {name: Interval(float(mean[i]), float(low[i]), float(high[i])) for i, name in enumerate(names)}
+    return {name: ConfidenceInterval(float(mean[i]), float(low[i]), float(high[i])) for i, name in enumerate(names)}
 
 
 def auc(label: NDArray[np.int64], score: Values, weight: Values | None = None) -> float:
@@ -104,25 +104,25 @@ def normalised_entropy(label: NDArray[np.int64], logit: Values) -> float:
 
 def bootstrap_auc(
     label: NDArray[np.int64], score: Values, group: NDArray[np.int64], *, num_draws: int = 200, seed: int = 0
-) -> Interval:
+) -> ConfidenceInterval:
     """AUC with its interval, resampling groups (users), since a user's events are not independent."""
     generator = np.random.default_rng(seed)
     _, member = np.unique(group, return_inverse=True)
     whole = auc(label, score)
     if np.isnan(whole):
-        return Interval(whole, whole, whole)
+        return ConfidenceInterval(whole, whole, whole)
     num_groups = int(member.max()) + 1
     if num_groups == 1:
-        return Interval(whole, float("nan"), float("nan"))
+        return ConfidenceInterval(whole, float("nan"), float("nan"))
     draws = np.empty(num_draws)
     for i in range(num_draws):
         times_drawn = np.bincount(generator.integers(0, num_groups, num_groups), minlength=num_groups)
         draws[i] = auc(label, score, times_drawn[member].astype(np.float64))
     known = draws[~np.isnan(draws)]  # a draw may have users of one label alone
     if len(known) == 0:
-        return Interval(whole, float("nan"), float("nan"))
+        return ConfidenceInterval(whole, float("nan"), float("nan"))
     low, high = np.quantile(known, [0.025, 0.975])
-    return Interval(whole, float(low), float(high))
+    return ConfidenceInterval(whole, float(low), float(high))
 
 
 def user_aucs(label: NDArray[np.int64], score: Values, group: NDArray[np.int64]) -> tuple[Values, Values]:
@@ -162,22 +162,22 @@ def user_ndcgs(label: NDArray[np.int64], score: Values, group: NDArray[np.int64]
     return values
 
 
-def weighted_bootstrap(values: Values, weights: Values, *, num_draws: int = 200, seed: int = 0) -> Interval:
+def weighted_bootstrap(values: Values, weights: Values, *, num_draws: int = 200, seed: int = 0) -> ConfidenceInterval:
     """Weighted mean with its interval under resampling of the users."""
     if not len(values):
-        return Interval(float("nan"), float("nan"), float("nan"))
+        return ConfidenceInterval(float("nan"), float("nan"), float("nan"))
     if len(values) == 1:
-        return Interval(float(values[0]), float("nan"), float("nan"))
+        return ConfidenceInterval(float(values[0]), float("nan"), float("nan"))
     generator = np.random.default_rng(seed)
     draws = np.empty(num_draws)
     for i in range(num_draws):
         times_drawn = np.bincount(generator.integers(0, len(values), len(values)), minlength=len(values))
         draws[i] = (times_drawn * weights) @ values / max(float(times_drawn @ weights), 1e-300)
     low, high = np.quantile(draws, [0.025, 0.975])
-    return Interval(float(weights @ values / weights.sum()), float(low), float(high))
+    return ConfidenceInterval(float(weights @ values / weights.sum()), float(low), float(high))
 
 
-def window_metrics(label: NDArray[np.int64], logit: Values, user: NDArray[np.int64]) -> dict[str, Interval]:
+def window_metrics(label: NDArray[np.int64], logit: Values, user: NDArray[np.int64]) -> dict[str, ConfidenceInterval]:
     """Of the events of a window: AUC; GAUC, the mean over users weighted by their events; NDCG of users' own events;
     normalised entropy.
 
@@ -191,12 +191,12 @@ def window_metrics(label: NDArray[np.int64], logit: Values, user: NDArray[np.int
         "auc": bootstrap_auc(label, logit, user, num_draws=100),
         "gauc": weighted_bootstrap(*user_aucs(label, logit, user)),
         "ndcg@10": weighted_bootstrap(ndcg, np.ones(len(ndcg))),
-        "ne": Interval(entropy, float("nan"), float("nan")),
+        "ne": ConfidenceInterval(entropy, float("nan"), float("nan")),
     }
 
 
 @dataclass(frozen=True, slots=True)
-class Exposed:
+class ExposureCounts:
     """How often a system showed each item among its best k, over all queries."""
 
     counts: NDArray[np.int64]
@@ -204,7 +204,7 @@ class Exposed:
     k: int
 
 
-def exposure_metrics(exposed: Exposed, trained: NDArray[np.int64]) -> dict[str, Interval]:
+def exposure_metrics(exposed: ExposureCounts, trained: NDArray[np.int64]) -> dict[str, ConfidenceInterval]:
     """What a system shows, whether it is right or not. trained: (N + 1,) training events of each item.
 
     coverage: share of the catalogue that is shown at all; gini: 0 where all items are shown equally often, near 1 where
@@ -222,7 +222,9 @@ def exposure_metrics(exposed: Exposed, trained: NDArray[np.int64]) -> dict[str, 
             "gini": float(((2 * rank - size - 1) @ ordered) / (size * ordered.sum())),
             "novelty": float(-(shown @ np.log2(share)) / shown.sum()),
         }
-    return {f"{name}@{exposed.k}": Interval(value, float("nan"), float("nan")) for name, value in values.items()}
+    return {
+        f"{name}@{exposed.k}": ConfidenceInterval(value, float("nan"), float("nan")) for name, value in values.items()
+    }
 
 
 def calibration(label: NDArray[np.int64], logit: Values) -> float:
@@ -233,14 +235,14 @@ def calibration(label: NDArray[np.int64], logit: Values) -> float:
 
 def binary_metrics(
     label: NDArray[np.int64], logit: Values, user: NDArray[np.int64], *, num_draws: int = 200
-) -> dict[str, Interval]:
+) -> dict[str, ConfidenceInterval]:
     """AUC; GAUC, the mean over users of their own AUC weighted by their events; normalised entropy; calibration."""
     unknown = float("nan")
     return {
         "auc": bootstrap_auc(label, logit, user, num_draws=num_draws),
         "gauc": weighted_bootstrap(*user_aucs(label, logit, user), num_draws=num_draws),
-        "ne": Interval(normalised_entropy(label, logit), unknown, unknown),
-        "calibration": Interval(calibration(label, logit), unknown, unknown),
+        "ne": ConfidenceInterval(normalised_entropy(label, logit), unknown, unknown),
+        "calibration": ConfidenceInterval(calibration(label, logit), unknown, unknown),
     }
 
 
@@ -261,7 +263,7 @@ class SliceResult:
 
     count: int
     """queries or events"""
-    metrics: Mapping[str, Mapping[str, Interval]]
+    metrics: Mapping[str, Mapping[str, ConfidenceInterval]]
     """system to metric to value"""
 
     def to_plain(self) -> dict[str, object]:
@@ -315,7 +317,7 @@ def slice_masks(names: Sequence[str], dataset: Dataset, targets: Targets) -> dic
 
 
 def measure_slices(
-    masks: Mapping[str, Mask], systems: Sequence[str], measure: Callable[[str, Mask], Mapping[str, Interval]]
+    masks: Mapping[str, Mask], systems: Sequence[str], measure: Callable[[str, Mask], Mapping[str, ConfidenceInterval]]
 ) -> dict[str, SliceResult]:
     """What `measure` says of each system on each slice."""
     return {

@@ -13,7 +13,7 @@ from nestrec.data.flat_arrays import positions, slice_index
 from nestrec.data.samples.split import Part, Split, item_counts
 from nestrec.distributed import Topology
 from nestrec.tasks.learned_baselines import MISSING_PACKAGE, BoostedTrees, EventTable, LogisticBaseline, is_available
-from nestrec.tasks.metrics import Interval, Targets, binary_metrics, measure_slices, slice_masks
+from nestrec.tasks.metrics import ConfidenceInterval, Targets, binary_metrics, measure_slices, slice_masks
 from nestrec.tasks.task import Evaluation, sum_over_ranks
 
 Ints = NDArray[np.int64]
@@ -27,7 +27,7 @@ MOST_EVENTS = 50_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class AtOnce:
+class ListwiseScores:
     """What the model says where all held-out events of a user are asked for at one moment."""
 
     events: Ints
@@ -36,7 +36,7 @@ class AtOnce:
     """(events, K)"""
 
 
-class RankingResults:
+class RankingEvaluator:
     """Baselines of a dataset and split, fitted once a part, and evaluations beside them."""
 
     def __init__(
@@ -62,7 +62,7 @@ class RankingResults:
         self._names = baselines
         self._fitted: dict[tuple[BaselineName, str], Callable[[EventTable], Logits]] = {}
         self._logits: dict[Part, dict[str, Logits]] = {}
-        self._metrics: dict[Part, dict[str, dict[str, Interval]]] = {}
+        self._metrics: dict[Part, dict[str, dict[str, ConfidenceInterval]]] = {}
 
     def evaluation(  # noqa: PLR0917
         self,
@@ -71,7 +71,7 @@ class RankingResults:
         label_EK: Ints,
         user_E: Ints,
         topology: Topology,
-        at_once: AtOnce | None = None,
+        at_once: ListwiseScores | None = None,
     ) -> Evaluation:
         """The model's logits of all held-out events of a part, in the order of users and events. Collective."""
         # A validation is one of many and only its mean decides; the test is the figure that people quote.
@@ -111,8 +111,10 @@ class RankingResults:
             if len(label_EK) and label_EK[:, k].min() == label_EK[:, k].max()
         ]
 
-    def _measure(self, logit_EK: Logits, label_EK: Ints, user_E: Ints, *, num_draws: int) -> dict[str, Interval]:
-        found: dict[str, Interval] = {}
+    def _measure(
+        self, logit_EK: Logits, label_EK: Ints, user_E: Ints, *, num_draws: int
+    ) -> dict[str, ConfidenceInterval]:
+        found: dict[str, ConfidenceInterval] = {}
         for k, label in enumerate(self._labels):
             of_label = binary_metrics(label_EK[:, k], logit_EK[:, k], user_E, num_draws=num_draws)
             found |= {f"{metric}/{label}": value for metric, value in of_label.items()}

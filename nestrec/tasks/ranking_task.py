@@ -12,15 +12,15 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from nestrec.base.config import config
 from nestrec.base.config_values import Count, Natural
-from nestrec.base.errors import Mistakes, UserError, did_you_mean
+from nestrec.base.errors import ErrorCollector, UserError, did_you_mean
 from nestrec.base.random import mix64_array
-from nestrec.data.batch_loader import Assembler, MicroBatch
+from nestrec.data.batch_loader import Collator, MicroBatch
 from nestrec.data.dataset import Dataset
 from nestrec.data.dataset_schema import ITEM_PREFIX
 from nestrec.data.flat_arrays import history_start, slice_index, slide_of
-from nestrec.data.samples.chunk_collator import RankingSlices
+from nestrec.data.samples.chunk_collator import RankingChunkCollator
 from nestrec.data.samples.ranking_collator import (
-    RankingAssembler,
+    RankingCollator,
     RankingInputConfig,
     RankingInputs,
     checked_columns,
@@ -28,10 +28,10 @@ from nestrec.data.samples.ranking_collator import (
 )
 from nestrec.data.samples.split import Part, SplitConfig, split_of
 from nestrec.data.samples.time_windows import (
-    Past,
-    Reach,
-    Slices,
+    EventIndex,
+    SampleLimits,
     TimeWindow,
+    TrainingChunks,
     WindowsConfig,
     held_out_slices,
     past_of,
@@ -41,15 +41,15 @@ from nestrec.data.samples.time_windows import (
 )
 from nestrec.embedding import EmbeddingEngine, InitConfig, RowOptimizerConfig, StoreConfig, TableConfig
 from nestrec.models.backbone_registry import EncoderConfig, activations_of, backbone_of, flops_of
-from nestrec.models.encoder_parts import ToWidth, summed
+from nestrec.models.encoder_parts import FeatureProjections, summed
 from nestrec.models.heads import HeadConfig, RankingModel, head_width
 from nestrec.models.hstu import HSTUConfig
 from nestrec.ops.embedding.row_gather import TableRows
 from nestrec.pipeline.exchange_window import on_device
-from nestrec.tasks.item_tower import FeatureRows, VectorOf, prefix_vectors
-from nestrec.tasks.metrics import Interval, check_slices, user_aucs, weighted_bootstrap, window_metrics
-from nestrec.tasks.ranking_evaluator import BASELINES, AtOnce, BaselineName, RankingResults
-from nestrec.tasks.table_overrides import ChosenTables, chosen_tables
+from nestrec.tasks.item_tower import FeatureLookup, VectorOf, prefix_vectors
+from nestrec.tasks.metrics import ConfidenceInterval, check_slices, user_aucs, weighted_bootstrap, window_metrics
+from nestrec.tasks.ranking_evaluator import BASELINES, BaselineName, ListwiseScores, RankingEvaluator
+from nestrec.tasks.table_overrides import ResolvedTables, chosen_tables
 from nestrec.tasks.task import Evaluation, Task, TaskSpec, TrainingCost, sequence_info, share_of_ranks, sum_over_ranks
 
 
@@ -98,7 +98,7 @@ class RankingTask(Task):
         self.cfg, self._dataset, self._seed = cfg, dataset, seed
         _check(cfg, dataset)
         self._split = split_of(cfg.split, dataset)
-        self._results = RankingResults(
+        self._results = RankingEvaluator(
             dataset,
             self._split,
             cfg.inputs.labels,
@@ -139,20 +139,20 @@ class RankingTask(Task):
         )
         self.bags = frozenset(c.name for c in self._inputs.columns if c.is_bag)
         self.take(chosen_tables(self.tables, {}, self.bags))
-        self.assembler: Assembler = RankingAssembler(self._inputs, self._split, cfg.inputs.max_events)
+        self.assembler: Collator = RankingCollator(self._inputs, self._split, cfg.inputs.max_events)
         if cfg.inputs.train_on == "all":
             end = self._split.train_end
             runs = np.stack([np.arange(len(end)), np.zeros_like(end), end], axis=1)
-            self.assembler = RankingSlices(
-                self._inputs, Slices(slices_of_runs(runs, cfg.inputs.max_events), None), seed
+            self.assembler = RankingChunkCollator(
+                self._inputs, TrainingChunks(slices_of_runs(runs, cfg.inputs.max_events), None), seed
             )
 
-    def take(self, chosen: ChosenTables) -> None:
+    def take(self, chosen: ResolvedTables) -> None:
         self.tables, self.num_ids, self.pooling = chosen.tables, chosen.num_ids, chosen.pooling
         dense = {c.name: c.width for c in self._inputs.columns if not c.vocabulary_size}
         widths = {table.name: table.dim for table in chosen.tables}
-        self.model.to_width = ToWidth(self.cfg.encoder.dim, widths, dense)
-        self._vectors = FeatureRows(chosen, self.model.to_width)
+        self.model.to_width = FeatureProjections(self.cfg.encoder.dim, widths, dense)
+        self._vectors = FeatureLookup(chosen, self.model.to_width)
 
     def num_held_out(self, part: Part) -> int:
         first, end = self._split.held_out(part)
@@ -202,17 +202,17 @@ class RankingTask(Task):
         times, offsets = self._times()
         return windows_by_time(times, offsets, self._split.train_end, cfg, start_ms)
 
-    def take_windows(self, windows: Sequence[TimeWindow], past: Past | None, *, replay_share: float) -> None:
+    def take_windows(self, windows: Sequence[TimeWindow], past: EventIndex | None, *, replay_share: float) -> None:
         past = past or past_of(*self._times())
-        reach = Reach(self.cfg.inputs.max_events, first_scored=0)
+        reach = SampleLimits(self.cfg.inputs.max_events, first_scored=0)
         slices = training_slices(windows, reach, past, seed=self._seed, replay_share=replay_share)
-        self.assembler = RankingSlices(self._inputs, slices, self._seed)
+        self.assembler = RankingChunkCollator(self._inputs, slices, self._seed)
 
-    def predict(self, engine: EmbeddingEngine, window: TimeWindow) -> dict[str, Interval]:
+    def predict(self, engine: EmbeddingEngine, window: TimeWindow) -> dict[str, ConfidenceInterval]:
         """AUC, GAUC, NDCG and normalised entropy of each label, the model knowing the reactions to the events of the
         window before each; GAUC without them where it is asked for."""
         logit_EK, label_EK, user_E = self._scores(engine, slices_of_runs(window.runs, self.cfg.inputs.max_events))
-        found: dict[str, Interval] = {}
+        found: dict[str, ConfidenceInterval] = {}
         for k, name in enumerate(self.cfg.inputs.labels):
             found |= {f"{m}/{name}": v for m, v in window_metrics(label_EK[:, k], logit_EK[:, k], user_E).items()}
         if self.cfg.windows_at_once:
@@ -235,7 +235,7 @@ class RankingTask(Task):
             at_once = self._asked_at_once(engine, runs, self.cfg.at_once)
         return self._results.evaluation(part, logit_EK, label_EK, user_E, engine.topology, at_once)
 
-    def _asked_at_once(self, engine: EmbeddingEngine, runs: NDArray[np.int64], most: int) -> AtOnce:
+    def _asked_at_once(self, engine: EmbeddingEngine, runs: NDArray[np.int64], most: int) -> ListwiseScores:
         """Logits of events of some users, each with the history before the first of its run.
 
         runs: (R, 3) rows (user, first, end).
@@ -253,7 +253,7 @@ class RankingTask(Task):
             before = start_R[of]
             batch = self._inputs.asked(self._inputs.read(user_R[of]), before, first, places[asked[chosen]])
             logits[chosen] = self._logits(engine, batch)[np.cumsum(first - before + 1) - 1]
-        return AtOnce(asked, sum_over_ranks(topology, logits))
+        return ListwiseScores(asked, sum_over_ranks(topology, logits))
 
     def _scores(
         self, engine: EmbeddingEngine, slices: NDArray[np.int64]
@@ -311,7 +311,7 @@ def _first_users(user_R: NDArray[np.int64], num_events_R: NDArray[np.int64], mos
 
 def _check(cfg: RankingTaskConfig, dataset: Dataset) -> None:
     """All that a dataset cannot give, at once."""
-    card, mistakes = dataset.card, Mistakes()
+    card, mistakes = dataset.card, ErrorCollector()
     with mistakes.noted():
         if not card.has_timestamps or not card.action_bits:
             raise UserError(

@@ -11,11 +11,19 @@ from nestrec.data.flat_arrays import slice_index
 from nestrec.data.samples.retrieval_collator import RetrievalQueries
 from nestrec.data.samples.split import Part, Split, item_counts
 from nestrec.distributed import Topology
-from nestrec.tasks.baselines import Baseline, Ease, ItemNeighbours, LastItem, Popularity, num_pairs, recent_popularity
-from nestrec.tasks.catalog_ranks import CatalogueRanks, Ranked, RetrievalEvaluationConfig
+from nestrec.tasks.baselines import (
+    Baseline,
+    EASEBaseline,
+    ItemKNNBaseline,
+    LastItem,
+    Popularity,
+    num_pairs,
+    recent_popularity,
+)
+from nestrec.tasks.catalog_ranks import CatalogRanker, RetrievalEvaluationConfig, SystemRanks
 from nestrec.tasks.metrics import (
-    Exposed,
-    Interval,
+    ConfidenceInterval,
+    ExposureCounts,
     Targets,
     bootstrap,
     exposure_metrics,
@@ -32,17 +40,17 @@ MOST_EVENTS = 50_000_000
 """Of a log with more events no baseline is fitted: they hold all of it in memory."""
 
 
-class RetrievalResults:
+class RetrievalEvaluator:
     """Baselines of a dataset and split, fitted once, and evaluations beside them."""
 
     def __init__(self, dataset: Dataset, split: Split, cfg: RetrievalEvaluationConfig):
         self._dataset, self._split, self._cfg = dataset, split, cfg
-        self._baselines: dict[Part, dict[str, Ranked]] = {}
+        self._baselines: dict[Part, dict[str, SystemRanks]] = {}
         self._notes: list[str] = []
         self._trained: NDArray[np.int64] | None = None
 
     def evaluation(
-        self, measure: CatalogueRanks, queries: RetrievalQueries, part: Part, topology: Topology
+        self, measure: CatalogRanker, queries: RetrievalQueries, part: Part, topology: Topology
     ) -> Evaluation:
         """The model of `measure` on one part. Collective."""
         if part not in self._baselines:
@@ -53,7 +61,7 @@ class RetrievalResults:
             rank["model, sampled"] = measure.among_sampled()
         # A validation is one of many and only its mean decides; the test is the figure that people quote.
         num_draws = 1000 if part == "test" else 100
-        metrics: dict[str, Mapping[str, Interval]] = {
+        metrics: dict[str, Mapping[str, ConfidenceInterval]] = {
             system: bootstrap(ranking_metrics(r, self._cfg.ks), num_draws=num_draws, groups=queries.users)
             for system, r in rank.items()
         }
@@ -91,7 +99,7 @@ class RetrievalResults:
             self._trained = item_counts(self._dataset, self._split.train_end)
         return self._trained
 
-    def _targets(self, measure: CatalogueRanks, queries: RetrievalQueries) -> Targets:
+    def _targets(self, measure: CatalogRanker, queries: RetrievalQueries) -> Targets:
         item = measure.targets()
         return Targets(
             item=item,
@@ -101,7 +109,9 @@ class RetrievalResults:
             user_events=self._split.train_end[queries.users],
         )
 
-    def _measured_baselines(self, measure: CatalogueRanks, num_queries: int, topology: Topology) -> dict[str, Ranked]:
+    def _measured_baselines(
+        self, measure: CatalogRanker, num_queries: int, topology: Topology
+    ) -> dict[str, SystemRanks]:
         """On the first rank alone, whose events are all in memory; the others are given the results."""
         made = self._makers(topology.device)
         num_items = self._dataset.num_items
@@ -110,10 +120,12 @@ class RetrievalResults:
             ranked = (
                 measure.of_baseline(make())
                 if topology.is_first
-                else Ranked(np.zeros(num_queries, np.int64), Exposed(np.zeros(num_items + 1, np.int64), self._shown))
+                else SystemRanks(
+                    np.zeros(num_queries, np.int64), ExposureCounts(np.zeros(num_items + 1, np.int64), self._shown)
+                )
             )
-            exposed = Exposed(sum_over_ranks(topology, ranked.exposed.counts), self._shown)
-            found[name] = Ranked(sum_over_ranks(topology, ranked.rank), exposed)
+            exposed = ExposureCounts(sum_over_ranks(topology, ranked.exposed.counts), self._shown)
+            found[name] = SystemRanks(sum_over_ranks(topology, ranked.rank), exposed)
         return found
 
     def _makers(self, device: torch.device) -> dict[str, Callable[[], Baseline]]:
@@ -147,11 +159,11 @@ class RetrievalResults:
         if name == "last item":
             return LastItem(items, offsets, popularity)
         if name == "item knn":
-            return ItemNeighbours(items, offsets, num_items, popularity)
-        return Ease(items, offsets, num_items, device) if name == "ease" else popularity
+            return ItemKNNBaseline(items, offsets, num_items, popularity)
+        return EASEBaseline(items, offsets, num_items, device) if name == "ease" else popularity
 
 
-def _maker(name: str, results: RetrievalResults, device: torch.device) -> Callable[[], Baseline]:
+def _maker(name: str, results: RetrievalEvaluator, device: torch.device) -> Callable[[], Baseline]:
     return lambda: results.make(name, device)
 
 
@@ -163,7 +175,7 @@ def _asked_for(queries: RetrievalQueries) -> str:
     return f"{asked}; {queries.num_left_out:,} later ones of these users are left out (task.evaluation.max_targets)"
 
 
-def _barred(measure: CatalogueRanks, num_queries: int) -> tuple[str, ...]:
+def _barred(measure: CatalogRanker, num_queries: int) -> tuple[str, ...]:
     """Targets that nothing could find: in logs where users return to items they pull every metric down."""
     num_barred = measure.num_barred_targets()
     if num_barred == 0:

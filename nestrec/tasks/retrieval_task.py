@@ -11,20 +11,27 @@ from numpy.typing import NDArray
 
 from nestrec.base.config import config
 from nestrec.base.config_values import Count
-from nestrec.base.errors import Mistakes, UserError
+from nestrec.base.errors import ErrorCollector, UserError
 from nestrec.data.batch_loader import BatchConfig, MicroBatch
 from nestrec.data.dataset import Dataset
 from nestrec.data.dataset_schema import EVENT_PREFIX, ITEM_IDS, TIMESTAMPS_MS
-from nestrec.data.samples.chunk_collator import RetrievalSlices
-from nestrec.data.samples.negative_sampling import ByPopularity, Groups, InBatch, Known, Sampler, Uniform
-from nestrec.data.samples.retrieval_collator import HistoryConfig, RetrievalAssembler, RetrievalQueries, held_out_events
+from nestrec.data.samples.chunk_collator import RetrievalChunkCollator
+from nestrec.data.samples.negative_sampling import (
+    FullCatalogSampler,
+    GroupSampler,
+    InBatchSampler,
+    NegativeSampler,
+    PopularitySampler,
+    UniformSampler,
+)
+from nestrec.data.samples.retrieval_collator import HistoryConfig, RetrievalCollator, RetrievalQueries, held_out_events
 from nestrec.data.samples.retrieval_inputs import CONTEXT_PREFIX, RetrievalInputConfig, RetrievalInputs
 from nestrec.data.samples.split import Part, SplitConfig, item_counts, split_of
 from nestrec.data.samples.time_windows import (
-    Past,
-    Reach,
-    Slices,
+    EventIndex,
+    SampleLimits,
     TimeWindow,
+    TrainingChunks,
     WindowsConfig,
     past_of,
     scored_runs,
@@ -35,19 +42,19 @@ from nestrec.data.samples.time_windows import (
 from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine, InitConfig, RowOptimizerConfig, StoreConfig, TableConfig
 from nestrec.models.backbone_registry import EncoderConfig, activations_of, backbone_of, flops_of, reads_times
-from nestrec.models.encoder_parts import ToWidth
+from nestrec.models.encoder_parts import FeatureProjections
 from nestrec.models.heads import NegativesConfig, RetrievalModel, SimilarityConfig, candidates_of
 from nestrec.models.hstu import HSTUConfig
-from nestrec.ops.context_parallel.ring_sum import PartRing
+from nestrec.ops.context_parallel.ring_sum import RingCommunicator
 from nestrec.ops.embedding.row_gather import TableRows, gather_rows
 from nestrec.ops.losses.cross_entropy import kept_cross_entropy, tiled_cross_entropy
 from nestrec.ops.losses.sampled_losses import VARIANTS, Variant, grouped_loss, sampled_loss
-from nestrec.tasks.catalog_ranks import CatalogueRanks, RetrievalEvaluationConfig, ranks_of_slices
-from nestrec.tasks.item_tower import FeatureRows, ItemSide
+from nestrec.tasks.catalog_ranks import CatalogRanker, RetrievalEvaluationConfig, ranks_of_slices
+from nestrec.tasks.item_tower import FeatureLookup, ItemTower
 from nestrec.tasks.loss_options import LossShape, check_supply, choose_variant, mean_micro_batch
-from nestrec.tasks.metrics import Interval, bootstrap, check_slices, ranking_metrics
-from nestrec.tasks.retrieval_evaluator import RetrievalResults
-from nestrec.tasks.table_overrides import ChosenTables, chosen_tables
+from nestrec.tasks.metrics import ConfidenceInterval, bootstrap, check_slices, ranking_metrics
+from nestrec.tasks.retrieval_evaluator import RetrievalEvaluator
+from nestrec.tasks.table_overrides import ResolvedTables, chosen_tables
 from nestrec.tasks.task import Evaluation, Task, TaskSpec, TrainingCost, sequence_info, whole_samples_only
 
 
@@ -106,7 +113,7 @@ class RetrievalTask(Task):
         self._use_times = reads_times(cfg.encoder)
         _check(cfg, dataset, self._use_times)
         self._split = split_of(cfg.split, dataset)
-        self._results = RetrievalResults(dataset, self._split, cfg.evaluation)
+        self._results = RetrievalEvaluator(dataset, self._split, cfg.evaluation)
         self.variant: Variant = "plain" if cfg.negatives.variant == "auto" else cfg.negatives.variant
         """how the loss is computed; where the config says auto, set when a run begins"""
         is_trained = self._item_counts > 0 if cfg.inputs.item_features else None
@@ -132,21 +139,21 @@ class RetrievalTask(Task):
         self.bags = frozenset(column.name for column in of_all if column.is_bag)
         self.take(chosen_tables(self.tables, {}, self.bags))
         self._seed = seed
-        self._ring: PartRing | None = None
+        self._ring: RingCommunicator | None = None
         if _meets_others(cfg):
             self.couples_samples = cfg.negatives.reach
         self.assembler = self.assembler_of(cfg.num_negatives)
 
-    def take(self, chosen: ChosenTables) -> None:
+    def take(self, chosen: ResolvedTables) -> None:
         self.tables, self.num_ids, self.pooling = chosen.tables, chosen.num_ids, chosen.pooling
         widths = {table.name: table.dim for table in chosen.tables}
-        self.model.to_width = ToWidth(self.cfg.encoder.dim, widths, self._dense)
-        vectors = FeatureRows(chosen, self.model.to_width)
-        self.side = ItemSide(self.model, self._inputs, vectors, self._dataset.num_items)
+        self.model.to_width = FeatureProjections(self.cfg.encoder.dim, widths, self._dense)
+        vectors = FeatureLookup(chosen, self.model.to_width)
+        self.side = ItemTower(self.model, self._inputs, vectors, self._dataset.num_items)
 
-    def assembler_of(self, num_negatives: int) -> RetrievalAssembler:
+    def assembler_of(self, num_negatives: int) -> RetrievalCollator:
         """Samples with so many negatives a token."""
-        return RetrievalAssembler(
+        return RetrievalCollator(
             self._read,
             self._split,
             self.cfg.history,
@@ -236,11 +243,11 @@ class RetrievalTask(Task):
         times, offsets = self._times()
         return windows_by_time(times, offsets, self._split.train_end, cfg, start_ms)
 
-    def take_context(self, ring: PartRing) -> None:
+    def take_context(self, ring: RingCommunicator) -> None:
         _check_context(self.cfg, self.bags)
         self._ring = ring
 
-    def take_windows(self, windows: Sequence[TimeWindow], past: Past | None, *, replay_share: float) -> None:
+    def take_windows(self, windows: Sequence[TimeWindow], past: EventIndex | None, *, replay_share: float) -> None:
         if self._ring is not None:
             raise whole_samples_only("windows of time score some events of a sample", "batch.order", "chronological")
         if self.cfg.history.stochastic_length_alpha is not None:
@@ -261,19 +268,19 @@ class RetrievalTask(Task):
         slices = training_slices(windows, self._reach, past, seed=self._seed, replay_share=replay_share)
         self.assembler = self._slices(slices, self._sampler(self.cfg.num_negatives))
 
-    def predict(self, engine: EmbeddingEngine, window: TimeWindow) -> dict[str, Interval]:
+    def predict(self, engine: EmbeddingEngine, window: TimeWindow) -> dict[str, ConfidenceInterval]:
         """HR, NDCG and MRR of every event that has one before it, in the whole catalogue."""
         slices = slices_of_runs(scored_runs(window.runs, self._reach), self._reach.max_events)
-        queries = self._slices(Slices(slices, np.array([0, len(slices)])), None)
+        queries = self._slices(TrainingChunks(slices, np.array([0, len(slices)])), None)
         ranks = ranks_of_slices(self.side, engine, queries, self.cfg.evaluation)
         return bootstrap(ranking_metrics(ranks, self.cfg.evaluation.ks), num_draws=100, groups=queries.scored_users)
 
     @property
-    def _reach(self) -> Reach:
-        return Reach(self.cfg.history.max_length + 1, first_scored=1)
+    def _reach(self) -> SampleLimits:
+        return SampleLimits(self.cfg.history.max_length + 1, first_scored=1)
 
-    def _slices(self, slices: Slices, sampler: Sampler | None) -> RetrievalSlices:
-        return RetrievalSlices(
+    def _slices(self, slices: TrainingChunks, sampler: NegativeSampler | None) -> RetrievalChunkCollator:
+        return RetrievalChunkCollator(
             self._read,
             slices,
             self.cfg.history,
@@ -300,26 +307,26 @@ class RetrievalTask(Task):
             max_targets=options.max_targets,
             inputs=self._inputs,
         )
-        measure = CatalogueRanks(self.side, engine, queries, options)
+        measure = CatalogRanker(self.side, engine, queries, options)
         return self._results.evaluation(measure, queries, part, engine.topology)
 
-    def _sampler(self, num_negatives: int) -> Sampler | None:
+    def _sampler(self, num_negatives: int) -> NegativeSampler | None:
         """What draws the negatives; none for the whole catalogue. Items that are told by their features, and have no
         training events, are no negatives."""
         cfg, options = self.cfg, self.cfg.negatives
         known = np.flatnonzero(self._item_counts) if self._inputs.has_item_features else None
         if cfg.loss == "full":
-            return None if known is None else Known(known)
+            return None if known is None else FullCatalogSampler(known)
         if options.sampler == "uniform":
             num_items = self._dataset.num_items if known is None else len(known)
             _check_enough(num_negatives, num_items, "items")
-            return Uniform(num_negatives, num_items, known)
+            return UniformSampler(num_negatives, num_items, known)
         counts_N = self._item_counts[1:]
         if options.sampler in ("in_batch", "groups"):
-            kind = InBatch if options.sampler == "in_batch" else Groups
+            kind = InBatchSampler if options.sampler == "in_batch" else GroupSampler
             return kind(counts_N if options.log_q else None, num_negatives)
         _check_enough(num_negatives, int((counts_N > 0).sum()), "items with events")
-        return ByPopularity(counts_N, num_negatives, power=options.popularity_power, log_q=options.log_q)
+        return PopularitySampler(counts_N, num_negatives, power=options.popularity_power, log_q=options.log_q)
 
     @cached_property
     def _item_counts(self) -> NDArray[np.int64]:
@@ -333,7 +340,7 @@ class RetrievalTask(Task):
 
 def _check_context(cfg: RetrievalTaskConfig, bags: Collection[str]) -> None:
     """Raise a UserError where samples cannot be divided over ranks."""
-    mistakes = Mistakes()
+    mistakes = ErrorCollector()
     reason = backbone_of(cfg.encoder).whole_only(cfg.encoder)
     refused: list[tuple[str, str, Any]] = []
     if reason is not None:
@@ -408,7 +415,7 @@ def _check_enough(num_negatives: int, num_items: int, what: str) -> None:
 
 
 def _check(cfg: RetrievalTaskConfig, dataset: Dataset, use_times: bool) -> None:
-    mistakes = Mistakes()
+    mistakes = ErrorCollector()
     with mistakes.noted():
         check_slices(cfg.evaluation.slices, dataset, "task.evaluation.slices")
     with mistakes.noted():

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from nestrec.base.config import config
 from nestrec.base.config_values import Count, OneOf
-from nestrec.base.errors import Mistakes, UserError, did_you_mean
+from nestrec.base.errors import ErrorCollector, UserError, did_you_mean
 from nestrec.embedding import TableConfig
 from nestrec.embedding.row_optimizer import ROW_OPTIMIZERS, RowOptimizerConfig
 from nestrec.embedding.table_config import Placement
@@ -26,7 +26,7 @@ _OF_DYNAMIC = ("admission_count", "eviction", "max_rows", "ttl_steps")
 
 
 @config
-class TableOptions:
+class TableOverrides:
     dim: Count | None = None
     """width of its vectors; where it is not the model's, a matrix of the table's own brings them to that. none: the
     model's"""
@@ -66,7 +66,7 @@ class TableOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class ChosenTables:
+class ResolvedTables:
     """The tables of a task as a run wants them."""
 
     tables: tuple[TableConfig, ...]
@@ -87,17 +87,17 @@ class ChosenTables:
 
 
 def chosen_tables(
-    tables: Sequence[TableConfig], options: Mapping[str, TableOptions], bags: Collection[str] = ()
-) -> ChosenTables:
+    tables: Sequence[TableConfig], options: Mapping[str, TableOverrides], bags: Collection[str] = ()
+) -> ResolvedTables:
     """What a run makes of the tables of its task; a UserError that names every mistake. bags: features with several
     values."""
-    mistakes, named = Mistakes(), dict[str, str]()
+    mistakes, named = ErrorCollector(), dict[str, str]()
     for name in options:
         with mistakes.noted():
             if name != ALL:
                 named[_table_named(name, tables)] = name
     mistakes.raise_all()
-    said = {table.name: _Said(table, options, named.get(table.name), bags) for table in tables}
+    said = {table.name: _TableSettings(table, options, named.get(table.name), bags) for table in tables}
     kept, pooling = [], dict[str, Pooling]()
     for table in tables:
         with mistakes.noted():
@@ -111,20 +111,20 @@ def chosen_tables(
             if (where := said[table.name].shared_with) is not None:
                 _join(kept, num_ids, table, _table_named(where, tables), said[table.name])
     mistakes.raise_all()
-    return ChosenTables(tuple(kept), {table.name: num_ids[table.name] for table in kept}, pooling)
+    return ResolvedTables(tuple(kept), {table.name: num_ids[table.name] for table in kept}, pooling)
 
 
-def tables_with(option: str, tables: Sequence[TableConfig], options: Mapping[str, TableOptions]) -> set[str]:
+def tables_with(option: str, tables: Sequence[TableConfig], options: Mapping[str, TableOverrides]) -> set[str]:
     """Names of the tables of which this option is said, of one by its name or of all."""
     said = [name for name, given in options.items() if getattr(given, option) is not None]
     return {t.name for t in tables} if ALL in said else {_table_named(name, tables) for name in said}
 
 
-class _Said:
+class _TableSettings:
     """All that is said of one table."""
 
     def __init__(
-        self, table: TableConfig, options: Mapping[str, TableOptions], name: str | None, bags: Collection[str]
+        self, table: TableConfig, options: Mapping[str, TableOverrides], name: str | None, bags: Collection[str]
     ) -> None:
         self._table, self._of_one = table, dict(_given(options[name])) if name is not None else {}
         self._of_all = dict(_given(options[ALL])) if ALL in options else {}
@@ -211,7 +211,7 @@ class _Said:
         return UserError(problem, field=f"tables.{whose}.{name}", value=self._values.get(name), remedy=remedy)
 
 
-def _given(options: TableOptions) -> Iterator[tuple[str, Any]]:
+def _given(options: TableOverrides) -> Iterator[tuple[str, Any]]:
     for each in dataclasses.fields(options):
         if (value := getattr(options, each.name)) is not None:
             yield each.name, value
@@ -232,7 +232,7 @@ def _table_named(name: str, tables: Sequence[TableConfig]) -> str:
 
 
 def _join(
-    kept: list[TableConfig], num_ids: dict[str, int | None], table: TableConfig, with_name: str, said: _Said
+    kept: list[TableConfig], num_ids: dict[str, int | None], table: TableConfig, with_name: str, said: _TableSettings
 ) -> None:
     """Let the features of a table read another one."""
     if said.others():

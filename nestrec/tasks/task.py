@@ -24,22 +24,22 @@ from numpy.typing import NDArray
 from torch import nn
 
 from nestrec.base.errors import UserError
-from nestrec.data.batch_loader import Assembler, BatchConfig, MicroBatch
+from nestrec.data.batch_loader import BatchConfig, Collator, MicroBatch
 from nestrec.data.dataset import Dataset
 from nestrec.data.samples.split import Part
-from nestrec.data.samples.time_windows import Past, TimeWindow, WindowsConfig
+from nestrec.data.samples.time_windows import EventIndex, TimeWindow, WindowsConfig
 from nestrec.distributed import Topology
 from nestrec.distributed.collectives import all_reduce_sum
 from nestrec.embedding import EmbeddingEngine, TableConfig
-from nestrec.embedding.table_config import Crossed, bytes_crossed, with_placements
+from nestrec.embedding.table_config import TrafficEstimate, bytes_crossed, with_placements
 from nestrec.models import SequenceInfo
 from nestrec.models.backbone_spec import ForwardFlops
-from nestrec.ops.context_parallel.ring_sum import Context, PartRing
+from nestrec.ops.context_parallel.ring_sum import ContextParallelGroup, RingCommunicator
 from nestrec.ops.embedding.row_gather import Pooling
 from nestrec.pipeline import Coupling
 from nestrec.pipeline.exchange_window import Loss, LossCompute, Precision
-from nestrec.tasks.metrics import Interval, SliceResult
-from nestrec.tasks.table_overrides import ChosenTables
+from nestrec.tasks.metrics import ConfidenceInterval, SliceResult
+from nestrec.tasks.table_overrides import ResolvedTables
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Evaluation:
     part: Part
     headline: str
     """name of the metric that chooses the best epoch; larger is better"""
-    metrics: Mapping[str, Mapping[str, Interval]]
+    metrics: Mapping[str, Mapping[str, ConfidenceInterval]]
     """name of the system ("model", "popularity", ...) to metric to value"""
     details: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     """values of each user or event, for paired comparisons"""
@@ -86,7 +86,7 @@ class Task(ABC):
 
     model: nn.Module
     tables: tuple[TableConfig, ...]
-    assembler: Assembler
+    assembler: Collator
     num_ids: Mapping[str, int | None] | None = None
     """table to how many ids the dataset knows of it; none until the task has taken its tables"""
     pooling: Mapping[str, Pooling] = MappingProxyType({})
@@ -106,7 +106,7 @@ class Task(ABC):
     def num_held_out(self, part: Part) -> int:
         """Users, events or rows that a part is measured on."""
 
-    def take(self, chosen: ChosenTables) -> None:
+    def take(self, chosen: ResolvedTables) -> None:
         """Have these tables, which a run has made of the task's own; before the model goes to its device."""
         widths = {table.name: table.dim for table in self.tables}
         for table in chosen.tables:
@@ -144,7 +144,7 @@ class Task(ABC):
         """
         return None
 
-    def take_windows(self, windows: Sequence[TimeWindow], past: Past | None, *, replay_share: float) -> None:
+    def take_windows(self, windows: Sequence[TimeWindow], past: EventIndex | None, *, replay_share: float) -> None:
         """From here on `assembler` gives the samples of these windows, one after the other.
 
         past: of the dataset's events; none reads it.
@@ -155,11 +155,11 @@ class Task(ABC):
         """The training events from a time on, cut into windows."""
         raise self.no_windows()
 
-    def predict(self, engine: EmbeddingEngine, window: TimeWindow) -> dict[str, Interval]:
+    def predict(self, engine: EmbeddingEngine, window: TimeWindow) -> dict[str, ConfidenceInterval]:
         """Metrics of the events of a window, as the model is now; inserts no row. Collective."""
         raise self.no_windows()
 
-    def take_context(self, ring: PartRing) -> None:
+    def take_context(self, ring: RingCommunicator) -> None:
         """From here on micro-batches may hold parts of samples (`MicroBatch.parts`), of which the ranks of a context
         group compute one each; a UserError where the task needs whole ones."""
         raise whole_samples_only("samples of this task are not divided", "ranks.context", ring.size)
@@ -185,7 +185,7 @@ def whole_samples_only(problem: str, field: str, value: Any) -> UserError:
     )
 
 
-def sequence_info(batch: MicroBatch, ring: PartRing | None = None) -> SequenceInfo:
+def sequence_info(batch: MicroBatch, ring: RingCommunicator | None = None) -> SequenceInfo:
     """ring: of the ranks that hold the other parts, where the micro-batch holds one."""
     tensors = batch.tensors
     if batch.parts is not None:
@@ -197,7 +197,7 @@ def sequence_info(batch: MicroBatch, ring: PartRing | None = None) -> SequenceIn
         token_key_T=tensors["token_key"],
         time_T=tensors.get("time"),
         query_time_T=tensors.get("query_time"),
-        context=None if batch.parts is None or ring is None else Context(batch.parts, ring),
+        context=None if batch.parts is None or ring is None else ContextParallelGroup(batch.parts, ring),
     )
 
 
@@ -245,7 +245,7 @@ def placed(task: Task, batch: BatchConfig, topology: Topology, *, window_cache: 
     return with_placements(task.tables, _crossed(task, batch, topology, window_cache) if can_be else {})
 
 
-def _crossed(task: Task, batch: BatchConfig, topology: Topology, window_cache: bool) -> dict[str, Crossed]:
+def _crossed(task: Task, batch: BatchConfig, topology: Topology, window_cache: bool) -> dict[str, TrafficEstimate]:
     tokens = task.assembler.tokens
     samples = np.flatnonzero(tokens > 0)
     size = batch.batch_samples or max(1, round((batch.batch_tokens or 1) / max(1.0, float(tokens[samples].mean()))))
@@ -288,7 +288,7 @@ class TaskConfigBase(Protocol):
         """the task"""
 
 
-class MakeTask(Protocol):
+class TaskFactory(Protocol):
     """Puts a task together, on a dataset that fits it; a UserError where it does not."""
 
     def __call__(self, cfg: Any, dataset: Dataset, *, seed: int, dtype: Literal["float32", "float64"]) -> Task: ...
@@ -300,11 +300,11 @@ class TaskSpec:
 
     config: type
     """its `@config` class"""
-    make: MakeTask
+    make: TaskFactory
     """the class of the task, or a function that makes it"""
     store_field: str | None = None
     """field of the config, a `StoreConfig`, that says where its largest table lives, which plans leave there where it
     is given"""
     serving: Any = None
-    """The `ServingForm` of the task's models: one of the built-in names `retrieval`, `ranking` and `rows`, a
+    """The `ServingSpec` of the task's models: one of the built-in names `retrieval`, `ranking` and `rows`, a
     `module:attribute`, or the object itself; None if such models cannot be exported."""

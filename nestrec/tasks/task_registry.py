@@ -12,16 +12,16 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from nestrec.base.config_values import KindOf
-from nestrec.base.plugins import Seam
-from nestrec.data.batch_loader import Assembler, MicroBatch
+from nestrec.base.config_values import PluginConfig
+from nestrec.base.plugins import PluginRegistry
+from nestrec.data.batch_loader import Collator, MicroBatch
 from nestrec.data.dataset import Dataset
 from nestrec.embedding import EmbeddingEngine, TableConfig
 from nestrec.pipeline.exchange_window import on_device
-from nestrec.tasks.table_overrides import TableOptions, chosen_tables
+from nestrec.tasks.table_overrides import TableOverrides, chosen_tables
 from nestrec.tasks.task import Task, TaskConfigBase, TaskSpec
 
-TASKS: Seam[TaskSpec] = Seam(
+TASKS: PluginRegistry[TaskSpec] = PluginRegistry(
     "nestrec.tasks",
     "task",
     {
@@ -32,7 +32,7 @@ TASKS: Seam[TaskSpec] = Seam(
     of=TaskSpec,
 )
 
-TaskConfig = Annotated[TaskConfigBase, KindOf(TASKS)]
+TaskConfig = Annotated[TaskConfigBase, PluginConfig(TASKS)]
 """The config of some task."""
 
 
@@ -47,7 +47,7 @@ def make_task(
     *,
     seed: int,
     dtype: Literal["float32", "float64"],
-    tables: Mapping[str, TableOptions] = MappingProxyType({}),
+    tables: Mapping[str, TableOverrides] = MappingProxyType({}),
 ) -> Task:
     """A task on a dataset; draws the initial weights of its model. tables: what a run says of them, by name."""
     make = task_spec(cfg).make
@@ -60,7 +60,7 @@ def make_task(
     return task
 
 
-_PARTS: Mapping[str, type] = {"model": nn.Module, "tables": tuple, "assembler": Assembler, "remedy_if_empty": str}
+_PARTS: Mapping[str, type] = {"model": nn.Module, "tables": tuple, "assembler": Collator, "remedy_if_empty": str}
 """What every task has, whoever made it."""
 
 

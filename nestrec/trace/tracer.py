@@ -53,7 +53,7 @@ class CollectiveLog:
 
 
 @dataclass(slots=True)
-class Leg:
+class ExchangeCounters:
     """One direction of one exchange."""
 
     rows: int = 0
@@ -67,21 +67,21 @@ class Leg:
 
 
 @dataclass(slots=True)
-class EngineStatistics:
+class EmbeddingStatistics:
     """Counters of one rank."""
 
-    keys: Leg = field(default_factory=Leg)
+    keys: ExchangeCounters = field(default_factory=ExchangeCounters)
     """Distinct keys of the sources, on their way to the owners."""
-    vectors: Leg = field(default_factory=Leg)
+    vectors: ExchangeCounters = field(default_factory=ExchangeCounters)
     """Vectors, on their way from the owners."""
     vector_bytes: int = 0
     """Bytes of the vectors looked up, those that stay on the rank included."""
-    gradients: Leg = field(default_factory=Leg)
+    gradients: ExchangeCounters = field(default_factory=ExchangeCounters)
     """Gradients, on their way to the owners."""
-    within_host: Leg = field(default_factory=Leg)
+    within_host: ExchangeCounters = field(default_factory=ExchangeCounters)
     """Where exchanges go by hosts: vectors and gradients inside a host. Keys, vectors and gradients are then those
     between hosts."""
-    replicas: Leg = field(default_factory=Leg)
+    replicas: ExchangeCounters = field(default_factory=ExchangeCounters)
     """Gradients or rows, on their way to the other holders of a shard."""
     rows_fetched: int = 0
     """Distinct rows that the owner took from its stores."""

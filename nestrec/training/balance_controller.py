@@ -17,7 +17,7 @@ from nestrec.balance.cost import (
     LEAST_STEPS,
     CostChange,
     CostModel,
-    CostSchedule,
+    CostModelHistory,
     Measurement,
     RankLoads,
     refitted,
@@ -27,7 +27,7 @@ from nestrec.balance.sample_exchange import make_dealer
 from nestrec.balance.simple_policies import PowerTuning
 from nestrec.base.errors import UserError
 from nestrec.data.batch_loader import Batch
-from nestrec.data.batch_order import Dealer, Position
+from nestrec.data.batch_order import BatchPosition, SamplePartitioner
 from nestrec.distributed import Topology
 from nestrec.distributed.collectives import all_gather_json
 from nestrec.pipeline.schedule_spec import MOST_AHEAD
@@ -52,15 +52,15 @@ class _Watched:
     """collectives of each communicator in each step"""
 
 
-class Balancing:
+class BalanceController:
     """Every method is called by all ranks at the same steps; `report` is collective."""
 
     def __init__(self, cfg: BalanceConfig, *, made_ahead: int, topology: Topology, tracer: Tracer):
         """made_ahead: batches that may have been dealt before their step."""
         _check_shares(cfg, topology)
         self._cfg, self._topology = cfg, topology
-        self._costs = CostSchedule(cfg.known_cost, cfg.replay, tuning=cfg.tuning)
-        self.dealer: Dealer = make_dealer(cfg, self._costs, topology.groups, tracer)
+        self._costs = CostModelHistory(cfg.known_cost, cfg.replay, tuning=cfg.tuning)
+        self.dealer: SamplePartitioner = make_dealer(cfg, self._costs, topology.groups, tracer)
         self._delay = made_ahead + MOST_AHEAD
         self._communicators = _groups(topology)
         self._durations_ns: dict[str, list[int]] = {name: [] for name in self._communicators}
@@ -136,7 +136,9 @@ class Balancing:
             means |= {"slow_rank": slow[0], "slow_factor": slow[1]}
         return {**means, "balance": {"steps": list(steps), **measured, **dealt}}
 
-    def decide(self, step: int, position: Position, after: Callable[[Position], Position]) -> CostChange | None:
+    def decide(
+        self, step: int, position: BatchPosition, after: Callable[[BatchPosition], BatchPosition]
+    ) -> CostChange | None:
         """A change of cost model or shares, if one is due and worth it. `position`: the next batch; `after`: what
         follows it."""
         if self._cfg.replay:

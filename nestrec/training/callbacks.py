@@ -1,8 +1,8 @@
 """The trainer calls these: listeners, the publisher of versions, the meter of losses and speeds.
 
-A `Listener` hears of the progress of a run; the console is one, a test another. A `Publishing` writes versions of the
-model for servers. The `Meter` reads the totals of a step one step late, so that the host never waits for the device.
-"""
+A `TrainingCallback` hears of the progress of a run; the console is one, a test another. A `ModelPublisher` writes
+versions of the model for servers. The `Meter` reads the totals of a step one step late, so that the host never waits
+for the device."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -18,8 +18,8 @@ from nestrec.data.batch_loader import Batch
 from nestrec.data.samples.time_windows import TimeWindow
 from nestrec.distributed import Topology
 from nestrec.distributed.collectives import all_gather_json
-from nestrec.pipeline import Totals
-from nestrec.tasks.metrics import Interval
+from nestrec.pipeline import StepTotals
+from nestrec.tasks.metrics import ConfidenceInterval
 from nestrec.tasks.task import Evaluation
 from nestrec.trace import Span, merge
 from nestrec.training.run_config import PublishConfig
@@ -27,7 +27,7 @@ from nestrec.training.run_identity import Identity
 from nestrec.training.training_session import Session, WindowEnd
 
 
-class Listener:
+class TrainingCallback:
     """Hears everything and says nothing."""
 
     def started(self, total_steps: int | None, first_step: int) -> None:
@@ -39,7 +39,7 @@ class Listener:
     def evaluated(self, evaluation: Evaluation, step: int, epoch: int) -> None:
         """A measurement on held-out data of the weights after `step`, when `epoch` epochs were complete."""
 
-    def predicted(self, window: TimeWindow, metrics: Mapping[str, Interval], step: int) -> None:
+    def predicted(self, window: TimeWindow, metrics: Mapping[str, ConfidenceInterval], step: int) -> None:
         """A window of time, as the weights after `step` saw it before it was trained on."""
 
     def noted(self, message: str) -> None:
@@ -49,10 +49,10 @@ class Listener:
         """Something the user should know, such as a damaged checkpoint that was skipped."""
 
 
-class Listeners(Listener):
+class CallbackList(TrainingCallback):
     """Several listeners as one."""
 
-    def __init__(self, listeners: Sequence[Listener]):
+    def __init__(self, listeners: Sequence[TrainingCallback]):
         self._listeners = listeners
 
     def started(self, total_steps: int | None, first_step: int) -> None:
@@ -67,7 +67,7 @@ class Listeners(Listener):
         for listener in self._listeners:
             listener.evaluated(evaluation, step, epoch)
 
-    def predicted(self, window: TimeWindow, metrics: Mapping[str, Interval], step: int) -> None:
+    def predicted(self, window: TimeWindow, metrics: Mapping[str, ConfidenceInterval], step: int) -> None:
         for listener in self._listeners:
             listener.predicted(window, metrics, step)
 
@@ -80,7 +80,7 @@ class Listeners(Listener):
             listener.warned(message)
 
 
-class Publishing(Protocol):
+class ModelPublisher(Protocol):
     """All ranks make the same calls in the same order, while nothing is in flight."""
 
     def is_due(self, step: int) -> bool:
@@ -112,7 +112,7 @@ class OpenPublishing(Protocol):
         *,
         warn: Callable[[str], None],
         tell: Callable[[str], None],
-    ) -> Publishing | None: ...
+    ) -> ModelPublisher | None: ...
 
 
 def cannot_publish(
@@ -139,7 +139,7 @@ class Meter:
     """names of the tables whose rows the totals tell of"""
     loss: float = float("nan")
     wants_stop: bool = False
-    _pending: tuple[int, Totals] | None = None
+    _pending: tuple[int, StepTotals] | None = None
     _samples: int = 0
     _tokens: int = 0
     _steps: int = 0
@@ -148,7 +148,7 @@ class Meter:
     def start(self) -> None:
         self._since_s = self.clock.now_s()
 
-    def watch(self, step: int, batch: Batch, totals: Totals) -> None:
+    def watch(self, step: int, batch: Batch, totals: StepTotals) -> None:
         """Take the totals of a step; those of the step before are read now."""
         self.flush()
         self._pending = (step, totals)

@@ -20,14 +20,14 @@ import torch
 
 from nestrec.base.errors import UserError
 from nestrec.data.prepare.raw_rows import BadRow, RawBatch
-from nestrec.data.streaming.stream_source import StreamPiece, StreamPosition, StreamRows, StreamSource
+from nestrec.data.streaming.stream_source import StreamChunk, StreamPosition, StreamRows, StreamSource
 from nestrec.distributed import Topology
 from nestrec.distributed.collectives import all_gather_json, all_gather_rows, raise_together
 
 _LINES, _CAME = "line of a row", "when a row came"
 
 
-class SharedSource(StreamSource):
+class DistributedSource(StreamSource):
     """Every rank has the source open; `read` and `lag` are for the first."""
 
     def __init__(self, source: StreamSource, topology: Topology):
@@ -46,7 +46,7 @@ class SharedSource(StreamSource):
             while (said := all_gather_json(self._topology.control, wants_stop())[0]) is not None:
                 if said:
                     with contextlib.suppress(UserError):  # the first has it too, and all raise it when they are let go
-                        self._fetched([StreamPiece(**piece) for piece in said])
+                        self._fetched([StreamChunk(**piece) for piece in said])
             yield
             return
         try:
@@ -99,7 +99,7 @@ class SharedSource(StreamSource):
     def close(self) -> None:
         self._source.close()
 
-    def _fetched(self, pieces: Sequence[StreamPiece]) -> list[StreamRows | None]:
+    def _fetched(self, pieces: Sequence[StreamChunk]) -> list[StreamRows | None]:
         """What each piece holds, read by the rank of its share. Collective."""
         control, rank, world = self._topology.control, self._topology.rank, self._topology.world
         mine: list[StreamRows | None] = []

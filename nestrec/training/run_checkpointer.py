@@ -16,14 +16,14 @@ from typing import TypeVar
 from nestrec.artifacts.storage import storage_of
 from nestrec.base.config import dumps
 from nestrec.base.config_values import from_plain
-from nestrec.base.errors import DamagedError, UserError
-from nestrec.checkpoint import IDENTITY, Checkpoints, Peers, Restored
+from nestrec.base.errors import CorruptFileError, UserError
+from nestrec.checkpoint import IDENTITY, CheckpointGroup, CheckpointManager, LoadedCheckpoint
 from nestrec.checkpoint.checkpoint_manifest import folder_of
 from nestrec.checkpoint.mirror import damaged_elsewhere, read_at
-from nestrec.data.dataset_card import CARD_FILE, Card
+from nestrec.data.dataset_card import CARD_FILE, DatasetCard
 from nestrec.distributed import Topology
 from nestrec.distributed.collectives import all_gather_json
-from nestrec.training.callbacks import Listener
+from nestrec.training.callbacks import TrainingCallback
 from nestrec.training.run_config import RunConfig
 from nestrec.training.run_folder import RunFolder
 from nestrec.training.run_identity import (
@@ -40,7 +40,7 @@ from nestrec.training.state import TrainState
 from nestrec.training.training_session import Session, on_first
 
 T = TypeVar("T")
-Take = Callable[[Restored], object]
+Take = Callable[[LoadedCheckpoint], object]
 _LOG = logging.getLogger(__name__)
 
 
@@ -64,18 +64,18 @@ class RunWeights:
         self._folder = folder
         self._topology = topology
         self._report = report
-        self.best = Checkpoints(
+        self.best = CheckpointManager(
             folder.best,
             keep=1,
-            peers=Peers.of_topology(topology),
+            peers=CheckpointGroup.of_topology(topology),
             report=report,
             address=self._address("best"),
         )
-        self.last = Checkpoints(
+        self.last = CheckpointManager(
             folder.checkpoints,
             keep=cfg.training.keep_checkpoints,
             max_deltas=cfg.training.incremental_saves,
-            peers=Peers.of_topology(topology),
+            peers=CheckpointGroup.of_topology(topology),
             report=report,
             note=note,
             address=self._address("checkpoints"),
@@ -84,14 +84,14 @@ class RunWeights:
         self.named = folder.identity()
         """What the run is called; None if that is not known yet. Of the first rank alone."""
 
-    def restore(self, *, best: bool, take: Take | None = None) -> tuple[Restored, bool]:
+    def restore(self, *, best: bool, take: Take | None = None) -> tuple[LoadedCheckpoint, bool]:
         """Returns the best weights of the run, or its last ones, and whether they are the best.
 
         The best weights have the best validation score. If nothing was validated, or not since the run began to follow
-        a stream, there are none, and the last ones are returned. take: see `Checkpoints.restore_latest`.
+        a stream, there are none, and the last ones are returned. take: see `CheckpointManager.restore_latest`.
 
         Raises:
-            DamagedError: the best weights are lost or damaged; the last ones never stand in for them.
+            CorruptFileError: the best weights are lost or damaged; the last ones never stand in for them.
         """
         restored = self._restore_best(take) if best else None
         if restored is not None:
@@ -101,12 +101,12 @@ class RunWeights:
             raise UserError("has no checkpoint yet", field="RUN", value=str(self._folder.path), remedy="train it first")
         return restored, False
 
-    def newest(self, checkpoints: Checkpoints, take: Take | None = None) -> Restored | None:
+    def newest(self, checkpoints: CheckpointManager, take: Take | None = None) -> LoadedCheckpoint | None:
         """Returns the newest checkpoint that is whole, or None if there is none."""
         on_first(self._topology, lambda: self._check_before_fetched(checkpoints))
         return checkpoints.restore_latest(take)
 
-    def check_data(self, card: Card) -> None:
+    def check_data(self, card: DatasetCard) -> None:
         """Refuse an address whose run was trained on other data, if the run folder does not know its data. Local."""
         address = self._cfg.training.checkpoint_address
         if not address or (self._folder.path / CARD_FILE).exists():
@@ -114,10 +114,10 @@ class RunWeights:
         where = f"{address.rstrip('/')}/{CARD_FILE}"
         content = read_at(address, CARD_FILE)
         if content is not None:
-            trained_on = read_json(lambda: content, where, partial(from_plain, Card))
+            trained_on = read_json(lambda: content, where, partial(from_plain, DatasetCard))
             refuse_other_data(trained_on, card, where, or_later=True)
 
-    def send_card(self, card: Card) -> None:
+    def send_card(self, card: DatasetCard) -> None:
         """Store the card of the data at the address, for a run that is resumed on another machine. Local."""
         address = self._cfg.training.checkpoint_address
         if not address:
@@ -136,12 +136,12 @@ class RunWeights:
             self.best.set_aside(unfit)
         try:
             restored = self.newest(self.best)
-        except DamagedError as error:
+        except CorruptFileError as error:
             self._report(str(error))
             restored = None
         return (restored is not None and restored.step >= step) or self.best.adopt(self.last, step)
 
-    def _restore_best(self, take: Take | None) -> Restored | None:
+    def _restore_best(self, take: Take | None) -> LoadedCheckpoint | None:
         state = self._of_first(self.last.newest_state)
         train = None if state is None else TrainState.from_plain(state["train"])
         step = None if train is None else train.best_step
@@ -154,14 +154,14 @@ class RunWeights:
                 return None
             if restored is not None and (step is None or restored.step >= step):
                 return restored
-        except DamagedError as error:
+        except CorruptFileError as error:
             problem = f"the best weights of the run are damaged: {error}"
         if step is not None and step in self._of_first(self.last.steps):
             try:
                 return self._restore_last_of(step, take)
-            except DamagedError as error:
+            except CorruptFileError as error:
                 self._report(str(error))
-        raise DamagedError(
+        raise CorruptFileError(
             problem,
             field="best",
             value=str(self._folder.best),
@@ -169,14 +169,14 @@ class RunWeights:
             "on, which keeps the best of the epochs to come",
         )
 
-    def _restore_last_of(self, step: int, take: Take | None) -> Restored:
+    def _restore_last_of(self, step: int, take: Take | None) -> LoadedCheckpoint:
         """Returns the checkpoint that was saved together with the best weights, and holds the same ones."""
         restored = self.last.restore(step)
         if take is not None:
             take(restored)
         return restored
 
-    def _check_before_fetched(self, checkpoints: Checkpoints) -> None:
+    def _check_before_fetched(self, checkpoints: CheckpointManager) -> None:
         """Refuse copies of another run before they are fetched into the folder: there they would be refused again."""
         states = [] if checkpoints.steps() else [copy.state for copy in checkpoints.copies() if copy.state is not None]
         saved = identity_of(states[-1]) if states else None
@@ -194,10 +194,10 @@ class RunWeights:
         return f"{address.rstrip('/')}/{name}" if address else ""
 
 
-class Saving:
+class RunCheckpointer:
     """Saves and restores a session. All ranks make the same calls in the same order."""
 
-    def __init__(self, session: Session, folder: RunFolder, listener: Listener):
+    def __init__(self, session: Session, folder: RunFolder, listener: TrainingCallback):
         self._session, self._cfg, self._folder = session, session.cfg.training, folder
         self._listener = listener
         if self._cfg.checkpoint_address:
@@ -285,11 +285,11 @@ class Saving:
         if damaged and not readable and not are_ours:
             raise damaged_elsewhere(self._cfg.checkpoint_address, damaged)
 
-    def _take(self, restored: Restored) -> None:
+    def _take(self, restored: LoadedCheckpoint) -> None:
         on_first(self._session.topology, lambda: self._check(restored))
         self._session.tables.take(restored)
 
-    def _check(self, restored: Restored) -> None:
+    def _check(self, restored: LoadedCheckpoint) -> None:
         saved = identity_of(restored.state)
         if saved is not None and self._weights.named is None:
             # Checkpoints that were copied into a new folder: the run goes on under its name.
@@ -318,7 +318,7 @@ class Saving:
         self._last.wait()
         self._best.wait()
 
-    def _save(self, state: TrainState, base: int | None, also: Checkpoints | None) -> None:
+    def _save(self, state: TrainState, base: int | None, also: CheckpointManager | None) -> None:
         aside_bytes = self._cfg.checkpoint_aside_mib << 20 if self._cfg.checkpoint_async else None
         content = self._session.content(state, base, aside_bytes=aside_bytes)
         named = {**content.state, IDENTITY: self._mine.at(state.step).to_plain()}
@@ -343,7 +343,7 @@ def _check_address(address: str, world: int) -> None:
         raise UserError(error.problem, field=field, value=address, remedy=error.remedy) from error
 
 
-class Interrupted(Exception):
+class RunInterruptedError(Exception):
     """The run was told to stop; its state has been saved."""
 
 

@@ -10,11 +10,11 @@ from nestrec.base.config_values import Count, Natural, Positive, Seed
 from nestrec.base.cuda import DeviceChoice
 from nestrec.data.batch_loader import BatchConfig
 from nestrec.data.samples.time_windows import WindowsConfig
-from nestrec.distributed.topology import RanksConfig
+from nestrec.distributed.topology import ParallelConfig
 from nestrec.embedding.routing.replica_key_union import ReplicaSyncConfig
 from nestrec.pipeline.dense.dense_optimizer import OptimizerConfig
 from nestrec.pipeline.schedule_spec import PipelineConfig
-from nestrec.tasks.table_overrides import TableOptions
+from nestrec.tasks.table_overrides import TableOverrides
 from nestrec.tasks.task_registry import TaskConfig
 
 
@@ -93,7 +93,7 @@ class RunConfig:
     """name of the recipe, for reports"""
     task: TaskConfig
     """what is learned, and the model"""
-    tables: Mapping[str, TableOptions] = field(default_factory=dict)
+    tables: Mapping[str, TableOverrides] = field(default_factory=dict)
     """of the task, each by its name, or all by *: --tables.items.dim 128 --tables.*.dtype bfloat16 (docs/tables.md)"""
     data: DataConfig = DataConfig()
     """where the samples come from"""
@@ -103,7 +103,7 @@ class RunConfig:
     """windows of time, where batch.order is chronological"""
     balance: BalanceConfig = BalanceConfig()
     """which rank computes which samples of a step"""
-    ranks: RanksConfig = RanksConfig()
+    ranks: ParallelConfig = ParallelConfig()
     """how ranks share the rows of the tables"""
     replica_sync: ReplicaSyncConfig = ReplicaSyncConfig()
     """how copies of a row are kept alike, where ranks.replicas > 1"""

@@ -19,18 +19,18 @@ import torch
 import nestrec
 from nestrec.base.config import dumps, leaves, standard_json
 from nestrec.base.config_values import from_plain
-from nestrec.base.errors import UserError, UserErrors
+from nestrec.base.errors import UserError, UserErrorGroup
 from nestrec.base.files import remove_partials, write_atomic
 from nestrec.checkpoint.checkpoint_manifest import committed_steps
 from nestrec.data.dataset import Dataset
 from nestrec.data.samples.time_windows import TimeWindow
 from nestrec.embedding import TableConfig
-from nestrec.tasks.metrics import Interval
+from nestrec.tasks.metrics import ConfidenceInterval
 from nestrec.tasks.task import Evaluation
 from nestrec.trace import Span, save_spans, write_perfetto
 from nestrec.training.run_config import RunConfig
 from nestrec.training.run_identity import Identity, read_kept
-from nestrec.training.state import Lost, StepMarks
+from nestrec.training.state import LostProgress, StepProgressFile
 
 _IDENTITY_FILE = "identity.json"
 _BEGINNING_FILE = "beginning.json"
@@ -48,7 +48,7 @@ class RunFolder:
     def __init__(self, path: Path, *, is_writer: bool = True):
         self.path, self._is_writer = path, is_writer
         self._problem: UserError | None = None
-        self._marks = StepMarks(path / "progress")
+        self._marks = StepProgressFile(path / "progress")
 
     @property
     def checkpoints(self) -> Path:
@@ -68,7 +68,7 @@ class RunFolder:
         try:
             yield
         except UserError as error:
-            options = leaves(self.config()) if error.field and not isinstance(error, UserErrors) else {}
+            options = leaves(self.config()) if error.field and not isinstance(error, UserErrorGroup) else {}
             if any(option == error.field or option.startswith(f"{error.field}.") for option in options):
                 error.add_to_problem(f" (set in {self.config_file})")
             raise
@@ -196,9 +196,9 @@ class RunFolder:
         """Give back the file of steps; nothing is written after it."""
         self._marks.close()
 
-    def lost_after(self, step: int) -> Lost | None:
+    def lost_after(self, step: int) -> LostProgress | None:
         """What earlier starts have trained beyond the step that this one goes on from. Known to the writer."""
-        lost: list[Lost | None] = [None]
+        lost: list[LostProgress | None] = [None]
         self._write(lambda: lost.append(self._marks.lost(step)))
         return lost[-1]
 
@@ -223,7 +223,7 @@ class RunFolder:
         text = standard_json({"dense": dense, "tables": of_tables}, indent=2)
         self._write(lambda: write_atomic(self.path / "parameters.json", text))
 
-    def write_window(self, window: TimeWindow, metrics: Mapping[str, Interval], step: int) -> None:
+    def write_window(self, window: TimeWindow, metrics: Mapping[str, ConfidenceInterval], step: int) -> None:
         """A line in metrics.jsonl: how the weights after a step saw a window that they had not been trained on."""
         values = {name: [value.mean, value.low, value.high] for name, value in metrics.items()}
         self.record(

@@ -23,9 +23,9 @@ from typing import Any, TypeVar
 
 from nestrec.base.config import leaves
 from nestrec.base.config_values import from_plain
-from nestrec.base.errors import DamagedError, UserError
-from nestrec.checkpoint import IDENTITY, Restored
-from nestrec.data.dataset_card import CARD_FILE, Card
+from nestrec.base.errors import CorruptFileError, UserError
+from nestrec.checkpoint import IDENTITY, LoadedCheckpoint
+from nestrec.data.dataset_card import CARD_FILE, DatasetCard
 from nestrec.training.run_config import RunConfig
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ _FREE_IN_TASK = (
 
 
 def read_kept(file: Path, read: Callable[[Any], T]) -> T:
-    """Returns what a file of the folder holds; a `DamagedError` if that is not JSON, or does not belong into it."""
+    """Returns what a file of the folder holds; a `CorruptFileError` if that is not JSON, or does not belong into it."""
     return read_json(file.read_bytes, file, read)
 
 
@@ -64,7 +64,7 @@ def read_json(content: Callable[[], bytes], where: Path | str, read: Callable[[A
         problem = error.strerror or str(error)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         problem = f"{type(error).__name__}: {error}"
-    raise DamagedError(
+    raise CorruptFileError(
         f"cannot be read: {problem}",
         field="RUN",
         value=str(where),
@@ -72,7 +72,7 @@ def read_json(content: Callable[[], bytes], where: Path | str, read: Callable[[A
     )
 
 
-def check_same_data(run: Path, card: Card, *, or_later: bool = False) -> None:
+def check_same_data(run: Path, card: DatasetCard, *, or_later: bool = False) -> None:
     """Raise a UserError where the run has been trained on other files than those of this dataset.
 
     or_later: a later generation of it will do, and an earlier one too: ids mean the same in all of them.
@@ -80,11 +80,11 @@ def check_same_data(run: Path, card: Card, *, or_later: bool = False) -> None:
     file = run / CARD_FILE
     if not file.exists():
         return
-    trained_on = read_kept(file, partial(from_plain, Card))
+    trained_on = read_kept(file, partial(from_plain, DatasetCard))
     refuse_other_data(trained_on, card, file, or_later=or_later)
 
 
-def refuse_other_data(trained_on: Card, card: Card, where: Path | str, *, or_later: bool) -> None:
+def refuse_other_data(trained_on: DatasetCard, card: DatasetCard, where: Path | str, *, or_later: bool) -> None:
     """Raise a UserError if a run was trained on other data than that of `card`. where: the run's own card."""
     if or_later and (card.generation_of(trained_on) or trained_on.generation_of(card)) is not None:
         return
@@ -137,11 +137,11 @@ def _option_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> It
             yield name, old, new
 
 
-def _digests(card: Card) -> dict[str, str]:
+def _digests(card: DatasetCard) -> dict[str, str]:
     return {file.path: file.sha256 for file in card.files}
 
 
-def _size(card: Card) -> str:
+def _size(card: DatasetCard) -> str:
     return f"{card.counts.users:,} users and {card.counts.events:,} events"
 
 
@@ -215,7 +215,7 @@ def is_of_another_course(saved: Identity | None, step: int, mine: Identity) -> b
     return saved is not None and saved.course != mine.at(step).course
 
 
-def check_restored(restored: Restored, mine: Identity) -> None:
+def check_restored(restored: LoadedCheckpoint, mine: Identity) -> None:
     """A UserError that names what differs, where a checkpoint is not of this run."""
     saved = identity_of(restored.state)
     check_same_run(saved, mine, restored.path)

@@ -22,10 +22,10 @@ import torch
 from nestrec.balance.cost import CostChange, CostModel
 from nestrec.base.config import to_plain
 from nestrec.base.config_values import from_plain
-from nestrec.checkpoint import Checkpoints, Restored
+from nestrec.checkpoint import CheckpointManager, LoadedCheckpoint
 from nestrec.data.batch_loader import Batch
-from nestrec.data.batch_order import Position
-from nestrec.pipeline.window_cost_model import WindowChange
+from nestrec.data.batch_order import BatchPosition
+from nestrec.pipeline.window_cost_model import MicroBatchChange
 from nestrec.training.run_config import TrainingConfig
 
 
@@ -35,7 +35,7 @@ class TrainState:
     """updates made"""
     first_step: int = 0
     """updates that were made before this run began, by the run that it began from"""
-    position: Position = field(default_factory=Position)
+    position: BatchPosition = field(default_factory=BatchPosition)
     """the next batch"""
     consumed: str = ""
     """digest of all samples trained on, in order; the same for any number of ranks"""
@@ -49,7 +49,7 @@ class TrainState:
     """the cost model of samples that the run was configured with, from which the changes begin"""
     cost_changes: tuple[CostChange, ...] = ()
     """changes of the cost model of samples, with the batches from which they hold"""
-    window_changes: tuple[WindowChange, ...] = ()
+    window_changes: tuple[MicroBatchChange, ...] = ()
     """changes of the number of micro-batches, likewise"""
     windows_predicted: int = 0
     """windows of time that were predicted before they were trained on"""
@@ -62,7 +62,7 @@ class TrainState:
     loss_variant: str | None = None
     """how the loss is computed, where the config left it to measurement"""
 
-    def after(self, batch: Batch, following: Position) -> "TrainState":
+    def after(self, batch: Batch, following: BatchPosition) -> "TrainState":
         """The state after training on `batch`."""
         digest = hashlib.sha256(self.consumed.encode())
         digest.update(batch.global_samples.tobytes())
@@ -75,7 +75,7 @@ class TrainState:
     def began_window(self, generation: int) -> "TrainState":
         """The state before the first step of a window of a stream."""
         epoch = self.position.epoch + int(self.position.step > 0)  # a run may have ended in the middle of an epoch
-        return replace(self, generation=generation, position=Position(epoch, 0))
+        return replace(self, generation=generation, position=BatchPosition(epoch, 0))
 
     def ended_window(self) -> "TrainState":
         """The state after the last step of a window."""
@@ -109,7 +109,7 @@ class TrainState:
 
 def run_digest(run: Path) -> dict[str, str]:
     """Name to digest of every dense weight, optimiser state and table, and of the consumed samples."""
-    restored = Checkpoints(run / "checkpoints").restore_latest()
+    restored = CheckpointManager(run / "checkpoints").restore_latest()
     assert restored is not None, f"{run} has no checkpoint"
     state = TrainState.from_plain(restored.state["train"])
     tensors = {f"tensor {name}": _digest(tensor) for name, tensor in restored.tensors.items()}
@@ -117,7 +117,7 @@ def run_digest(run: Path) -> dict[str, str]:
     return {**tensors, **tables, "consumed": state.consumed, "state": repr(state)}
 
 
-def _table_digest(restored: Restored, table: str) -> str:
+def _table_digest(restored: LoadedCheckpoint, table: str) -> str:
     chunks = list(restored.rows(table))
     if not chunks:
         return "empty"
@@ -137,7 +137,7 @@ _MARKS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class LostProgress:
     """What was trained and is not in the checkpoint that a run goes on from."""
 
     steps: int
@@ -149,7 +149,7 @@ class Lost:
         return f"lost: {self.steps} step{'s' if self.steps > 1 else ''}{time_of}"
 
 
-class StepMarks:
+class StepProgressFile:
     """The file of one run, kept by its first rank."""
 
     def __init__(self, file: Path, clock: Callable[[], float] = time.time):
@@ -166,7 +166,7 @@ class StepMarks:
         self._put(1 + self._num_marks % _MARKS, step)
         self._num_marks += 1
 
-    def lost(self, step: int) -> Lost | None:
+    def lost(self, step: int) -> LostProgress | None:
         """Of what an earlier start has reached, what one that goes on from `step` makes again; none: nothing."""
         if not self._file.exists():
             return None
@@ -176,7 +176,7 @@ class StepMarks:
             return None
         last, at_s = entries[0]
         begun = [marked_s for marked, marked_s in entries[1:] if marked == step and marked_s > 0]
-        return Lost(last - step, max(0.0, at_s - max(begun)) if begun else None)
+        return LostProgress(last - step, max(0.0, at_s - max(begun)) if begun else None)
 
     def _put(self, place: int, step: int) -> None:
         if self._descriptor is None:

@@ -19,20 +19,26 @@ from nestrec.base.config_overrides import with_overrides
 from nestrec.base.config_values import Positive, Share, from_plain
 from nestrec.base.errors import UserError
 from nestrec.base.failpoints import fail_point
-from nestrec.checkpoint import Checkpoints
+from nestrec.checkpoint import CheckpointManager
 from nestrec.data.dataset import Dataset
-from nestrec.data.dataset_card import Card, Owner
+from nestrec.data.dataset_card import DatasetCard, Owner
 from nestrec.data.incremental.append import items_without_features
 from nestrec.data.prepare.prepare_options import LogColumns
 from nestrec.data.samples.time_windows import ReplayShare, TimeWindow, window_of_events
-from nestrec.data.streaming.ingester import OvertakenError, Stream, WindowTimes, open_stream_source, options_of
+from nestrec.data.streaming.ingester import (
+    StreamConflictError,
+    StreamIngester,
+    WindowTimes,
+    open_stream_source,
+    options_of,
+)
 from nestrec.data.streaming.stream_source import ChangedSource
 from nestrec.data.streaming.window_policy import WindowRule
 from nestrec.distributed import Topology
 from nestrec.distributed.collectives import all_gather_json
-from nestrec.training.callbacks import Listener
-from nestrec.training.distributed_source import SharedSource
-from nestrec.training.run_checkpointer import Interrupted, RunWeights, StopRequest
+from nestrec.training.callbacks import TrainingCallback
+from nestrec.training.distributed_source import DistributedSource
+from nestrec.training.run_checkpointer import RunInterruptedError, RunWeights, StopRequest
 from nestrec.training.run_config import RunConfig
 from nestrec.training.run_folder import FOLLOWING_FILE, RunFolder
 from nestrec.training.run_identity import read_kept
@@ -69,12 +75,12 @@ class StreamConfig:
 
 def stream_config(data: Path, overrides: Mapping[str, str]) -> StreamConfig:
     """Options as text on top of what the data was prepared with. data: its folder."""
-    options = Card.load(data).options
+    options = DatasetCard.load(data).options
     log = from_plain(LogColumns, options["log"]) if "log" in options else None
     return with_overrides(StreamConfig(log=log), overrides)
 
 
-class StreamFollower:
+class StreamTrainer:
     """Trains a run on what a source brings; started again on its folder, goes on where it stood."""
 
     def __init__(
@@ -85,14 +91,14 @@ class StreamFollower:
         options: StreamConfig | None = None,
         *,
         cfg: RunConfig | None = None,
-        listener: Listener | None = None,
+        listener: TrainingCallback | None = None,
         window_hooks: Sequence[WindowHook] = (),
         **trainer_options: Any,
     ):
         """address: of the source. run: a folder that has been trained into. cfg: its config, where it is to change.
         trainer_options: other arguments of `Trainer`, such as `open_publishing`."""
         self._options, self._topology, self._run = options or StreamConfig(), topology, run
-        self._listener = listener or Listener()
+        self._listener = listener or TrainingCallback()
         self._cfg = cfg or RunFolder(run).config()
         self._folder = Path(self._cfg.data.folder)
         last = RunWeights(self._cfg, RunFolder(run), topology, report=self._listener.warned).last
@@ -101,12 +107,13 @@ class StreamFollower:
             self._cfg, run, topology, listener, window_hooks=window_hooks, generation=int(generation), **trainer_options
         )
         self._address = address
-        self._source: SharedSource | None = None
-        self._stream: Stream | None = None
+        self._source: DistributedSource | None = None
+        self._stream: StreamIngester | None = None
         self._has_warned_of_items = False
 
     def follow(self) -> TrainState:
-        """Until the source has been idle for as long as the options say, or until told to stop (`Interrupted`)."""
+        """Until the source has been idle for as long as the options say, or until told to stop
+        (`RunInterruptedError`)."""
         with contextlib.ExitStack() as held:
             on_first(self._topology, lambda: held.enter_context(self.trainer.folder.kept_to_itself()))
             together(self._topology, self._open_stream)
@@ -145,7 +152,7 @@ class StreamFollower:
             if found is None:
                 return
             if found.get("stopped"):
-                raise Interrupted
+                raise RunInterruptedError
             self._train(int(found["generation"]), found["times"], stop)
 
     def _train(self, generation: int, times: dict[str, float], stop: StopRequest) -> None:
@@ -180,7 +187,7 @@ class StreamFollower:
         reached = self.trainer.state.generation
         reached = self._first() if reached is None else reached
         self._last_on()  # raises where the data was put back meanwhile
-        before = Card.load(self._folder)
+        before = DatasetCard.load(self._folder)
         if before.generation > reached:
             return {"generation": reached + 1, "times": {}}
         since = time.monotonic()
@@ -197,7 +204,7 @@ class StreamFollower:
 
         try:
             found = stream.next_window(wants_end)
-        except OvertakenError:
+        except StreamConflictError:
             return self._next(stop)
         if found is None:
             return {"stopped": True} if wants_stop() else None
@@ -212,9 +219,9 @@ class StreamFollower:
         return {"generation": reached + 1, "times": _plain(times) if card.generation == reached + 1 else {}}
 
     def _open_stream(self) -> None:
-        options = options_of(Card.load(self._folder), self._options.log, self._options.max_bad_share)
-        self._source = SharedSource(open_stream_source(self._address, options), self._topology)
-        self._stream = Stream(
+        options = options_of(DatasetCard.load(self._folder), self._options.log, self._options.max_bad_share)
+        self._source = DistributedSource(open_stream_source(self._address, options), self._topology)
+        self._stream = StreamIngester(
             self._source,
             self._address,
             self._folder,
@@ -229,14 +236,14 @@ class StreamFollower:
         given: tuple[tuple[Owner, str | None], ...] = (("item", self._options.items), ("user", self._options.users))
         return {owner: file for owner, file in given if file is not None}
 
-    def _tell_of_unknown_items(self, before: Card, card: Card) -> None:
+    def _tell_of_unknown_items(self, before: DatasetCard, card: DatasetCard) -> None:
         """Once: most windows of a stream have new items."""
         warning = "" if self._has_warned_of_items else items_without_features(self._folder, before, card)
         if warning:
             self._has_warned_of_items = True
             self._told(f"generation {card.generation}: {warning}")
 
-    def _tell_of_bad(self, before: Card, card: Card) -> None:
+    def _tell_of_bad(self, before: DatasetCard, card: DatasetCard) -> None:
         """How many rows of a window were set aside, and where they lie."""
         reasons = Counter(card.counts.quarantined) - Counter(before.counts.quarantined)
         if reasons:
@@ -249,7 +256,7 @@ class StreamFollower:
         self.trainer.folder.record("event", step=self.trainer.state.step, text=text)
         self._listener.warned(text)
 
-    def _reached(self, last: Checkpoints) -> int:
+    def _reached(self, last: CheckpointManager) -> int:
         """The generation that the run has come to, by its newest checkpoint, or else where it began to follow."""
         self._last_on()  # of which the ids mean what they meant
         state = last.newest_state()
@@ -265,7 +272,7 @@ class StreamFollower:
 
     def _last_on(self) -> int:
         """The generation of the data that the run was on last; a UserError where it has never been one."""
-        trained_on, card = Card.load(self._run), Card.load(self._folder)
+        trained_on, card = DatasetCard.load(self._run), DatasetCard.load(self._folder)
         if trained_on.digest_of_files == card.digest_of_files:
             return card.generation
         found = card.generation_of(trained_on)

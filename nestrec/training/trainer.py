@@ -18,30 +18,30 @@ from nestrec.base.config import dumps, to_plain
 from nestrec.base.config_values import moment_ms
 from nestrec.base.errors import UserError
 from nestrec.base.failpoints import fail_point
-from nestrec.data.batch_loader import Batch, Batches, MicroBatch, PartAssembler
+from nestrec.data.batch_loader import Batch, BatchLoader, ContextParallelCollator, MicroBatch
 from nestrec.data.samples.split import Part
 from nestrec.data.samples.time_windows import TimeWindow
 from nestrec.distributed import Topology
-from nestrec.pipeline import Feed, PipelineCore, Rates, Step, Totals
+from nestrec.pipeline import LearningRates, LookaheadIterator, PipelineCore, StepTotals, TrainingStep
 from nestrec.pipeline.exchange_window import Loss
 from nestrec.pipeline.key_clustering import ByKeys
 from nestrec.pipeline.lanes import make_tracer
-from nestrec.pipeline.micro_batch_tuner import WindowChoice
+from nestrec.pipeline.micro_batch_tuner import MicroBatchTuner
 from nestrec.pipeline.schedule_types import check_can_cache, check_can_cut
 from nestrec.tasks.task import Evaluation, compute_of
 from nestrec.tasks.task_registry import check_loss, check_loss_is_sum
 from nestrec.trace import Span, Tracer
-from nestrec.training.balance_controller import Balancing, settled
+from nestrec.training.balance_controller import BalanceController, settled
 from nestrec.training.callbacks import (
-    Listener,
     Meter,
+    ModelPublisher,
     OpenPublishing,
-    Publishing,
+    TrainingCallback,
     cannot_publish,
     parts_ms,
     spans_of_ranks,
 )
-from nestrec.training.run_checkpointer import Interrupted, Saving, StopRequest
+from nestrec.training.run_checkpointer import RunCheckpointer, RunInterruptedError, StopRequest
 from nestrec.training.run_config import RunConfig
 from nestrec.training.run_folder import RunFolder
 from nestrec.training.run_identity import changes_since, check_same_data
@@ -56,7 +56,7 @@ from nestrec.training.validation import (
     check_parts,
     validates,
 )
-from nestrec.training.warm_start import Beginning, check_same_beginning
+from nestrec.training.warm_start import WarmStart, check_same_beginning
 
 REPORT_EVERY_STEPS = 20
 TRACED_STEPS = 2 * REPORT_EVERY_STEPS
@@ -98,7 +98,7 @@ class Trainer:
         cfg: RunConfig,
         folder: Path,
         topology: Topology,
-        listener: Listener | None = None,
+        listener: TrainingCallback | None = None,
         *,
         start_from: Path | None = None,
         window_hooks: Sequence[WindowHook] = (),
@@ -114,26 +114,26 @@ class Trainer:
         self._follows = generation is not None
         self.cfg = _config_of_stream(cfg) if self._follows else cfg
         self._topology = topology
-        self._listener = listener or Listener()
+        self._listener = listener or TrainingCallback()
         self._window_hooks = window_hooks
         self._open_publishing = open_publishing
         # Before anything is built: a mistake in the options must not cost the time of loading data.
         agree_on_config(self.cfg, topology)
         check_dense(self.cfg, topology, follows=self._follows)
         self.session = Session.open(self.cfg, topology, generation)
-        self._beginning = None if start_from is None else Beginning.of(start_from, self.session)
+        self._beginning = None if start_from is None else WarmStart.of(start_from, self.session)
         self.windows = self._take_windows()
         _check_batches(self.cfg, self.session, follows=self._follows)
         self.folder = RunFolder(folder, is_writer=topology.is_first)
         self.tracer = make_tracer(topology.device, rank=topology.rank)
         self._balance = settled(self.cfg.balance, self.session.task)
         self.balancing = _build_balancing(self._balance, self.cfg, topology, self.tracer)
-        self.window = WindowChoice(self.cfg.batch, self.cfg.pipeline, topology)
+        self.window = MicroBatchTuner(self.cfg.batch, self.cfg.pipeline, topology)
         self.batches = self.make_batches()
         self.pipeline = _build_pipeline(self.cfg, self.session, self._loss, self.tracer)
         self.schedule = self.pipeline.schedule
-        self.saving = Saving(self.session, self.folder, self._listener)
-        self.publishing: Publishing | None = None
+        self.saving = RunCheckpointer(self.session, self.folder, self._listener)
+        self.publishing: ModelPublisher | None = None
         self._meter = Meter(tables=list(self.session.engine.tables))
         self._slow_rank = SlowRankWatch()
         self.state = TrainState()
@@ -143,7 +143,8 @@ class Trainer:
         """When the events of the window arrived, if it is a window of a stream."""
 
     def train(self) -> TrainState:
-        """Train to the end of the recipe, or until a signal asks the run to stop (`Interrupted`, after saving)."""
+        """Train to the end of the recipe, or until a signal asks the run to stop (`RunInterruptedError`, after
+        saving)."""
         check_options_are_used(self.cfg, self.session.task)
         if self.session.ring.size == 1 and self.session.dense.sharded is None:
             check_loss_is_sum(self.cfg.task.kind, self.session.task, self.session.engine)
@@ -159,7 +160,7 @@ class Trainer:
             self._end()
             return self.state
 
-    def train_step(self, feed: Feed, stop: StopRequest) -> None:
+    def train_step(self, feed: LookaheadIterator, stop: StopRequest) -> None:
         """Train on one global batch: fetch, forward and backward per micro-batch, reduce, update, log, checkpoint."""
         self._predict_window()  # a window is measured before the model has trained on any of its events
 
@@ -167,7 +168,7 @@ class Trainer:
             batch = next(feed)  # a pure function of the seed and the position, assembled ahead by the loader's threads
 
         plan = self._plan_step(batch)
-        step = Step(
+        step = TrainingStep(
             number=plan.number,
             batch=batch,
             rates=self._rates(),
@@ -189,7 +190,7 @@ class Trainer:
         if plan.stops:
             self._save()
             self._end()
-            raise Interrupted
+            raise RunInterruptedError
         if plan.saves:
             self._save()
         if plan.ends_window:
@@ -197,7 +198,7 @@ class Trainer:
         if plan.publishes:
             self._publish()  # after the save of the same step, from which a later start continues
 
-    def _count_step(self, plan: StepPlan, batch: Batch, totals: Totals) -> None:
+    def _count_step(self, plan: StepPlan, batch: Batch, totals: StepTotals) -> None:
         """Count a step in the state of the run, and measure it, before anything that follows the step reads either."""
         self.state = self.state.after(batch, self.batches.order.after(batch.position))
         self._meter.watch(self.state.step, batch, totals)  # reads the totals of the step before: no wait for the device
@@ -235,12 +236,12 @@ class Trainer:
             publishes=is_publish_due and not ends_window,
         )
 
-    def make_batches(self) -> Batches:
+    def make_batches(self) -> BatchLoader:
         """Of the samples that the task gives now."""
         clustering = self.cfg.pipeline.clustering
         assembler, ring = self.session.task.assembler, self.session.ring
-        return Batches(
-            assembler if ring.size == 1 else PartAssembler(assembler, ring.rank, ring.size),
+        return BatchLoader(
+            assembler if ring.size == 1 else ContextParallelCollator(assembler, ring.rank, ring.size),
             self.cfg.batch,
             seed=self.cfg.training.seed,
             dealer=self.balancing.dealer,
@@ -255,10 +256,10 @@ class Trainer:
         return check_loss(self.cfg.task.kind, self.session.task.loss(batch, rows, index))
 
     @contextlib.contextmanager
-    def _open_feed(self, num_batches: int | None = None) -> Iterator[Feed]:
+    def _open_feed(self, num_batches: int | None = None) -> Iterator[LookaheadIterator]:
         """Open the feed of the next batches, at most `num_batches`. An error ends the threads that work on them."""
         left = num_batches if self._last_step is None else max(0, self._last_step - self.state.step)
-        feed = Feed(self.batches.starting_at(self.state.position), left)
+        feed = LookaheadIterator(self.batches.starting_at(self.state.position), left)
         try:
             yield feed
         except BaseException as error:
@@ -536,7 +537,7 @@ class Trainer:
         self._meter.start()
         self.balancing.start()
 
-    def _rates(self) -> Rates:
+    def _rates(self) -> LearningRates:
         return self.cfg.optimizer.rates(self.state.step + 1)
 
     def _is_finished(self) -> bool:
@@ -577,8 +578,8 @@ def _check_batches(cfg: RunConfig, session: Session, *, follows: bool) -> None:
     session.task.check_batches(cfg.batch, session.topology.world)
 
 
-def _build_balancing(balance: BalanceConfig, cfg: RunConfig, topology: Topology, tracer: Tracer) -> Balancing:
-    return Balancing(balance, made_ahead=cfg.batch.prefetch + 1, topology=topology, tracer=tracer)
+def _build_balancing(balance: BalanceConfig, cfg: RunConfig, topology: Topology, tracer: Tracer) -> BalanceController:
+    return BalanceController(balance, made_ahead=cfg.batch.prefetch + 1, topology=topology, tracer=tracer)
 
 
 def _build_pipeline(cfg: RunConfig, session: Session, loss: Loss, tracer: Tracer) -> PipelineCore:

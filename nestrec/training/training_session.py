@@ -13,8 +13,8 @@ from torch import nn
 
 from nestrec.base.config_values import iso_moment
 from nestrec.base.errors import UserError
-from nestrec.checkpoint import Content, Restored
-from nestrec.checkpoint.table_checkpointer import SavedTables
+from nestrec.checkpoint import LoadedCheckpoint, RankCheckpoint
+from nestrec.checkpoint.table_checkpointer import TableCheckpointer
 from nestrec.data.dataset import Dataset
 from nestrec.data.dataset_card import CARD_FILE
 from nestrec.data.samples.split import Part
@@ -24,7 +24,7 @@ from nestrec.distributed import Topology
 from nestrec.distributed.collectives import raise_together
 from nestrec.distributed.context_ring import ContextRing
 from nestrec.embedding import EmbeddingEngine
-from nestrec.pipeline.dense.dense_optimizer import DenseUpdate
+from nestrec.pipeline.dense.dense_optimizer import DenseOptimizer
 from nestrec.tasks.task import Evaluation, Task, placed
 from nestrec.tasks.task_registry import make_task
 from nestrec.training.run_config import DataConfig, RunConfig
@@ -42,8 +42,8 @@ class Session:
     dataset: Dataset
     task: Task
     engine: EmbeddingEngine
-    dense: DenseUpdate
-    tables: SavedTables
+    dense: DenseOptimizer
+    tables: TableCheckpointer
     ring: ContextRing
     """ranks that hold parts of the same samples; alone where each computes whole ones"""
 
@@ -66,9 +66,9 @@ class Session:
             dataset=dataset,
             task=task,
             engine=engine,
-            tables=SavedTables(engine),
+            tables=TableCheckpointer(engine),
             ring=ring,
-            dense=DenseUpdate(task.model, cfg.optimizer, topology, topology.device, engine.row_watch),
+            dense=DenseOptimizer(task.model, cfg.optimizer, topology, topology.device, engine.row_watch),
         )
 
     def evaluate(self, part: Part) -> Evaluation:
@@ -90,7 +90,7 @@ class Session:
         self.engine.grow([replace(table, placement=placements[table.name]) for table in task.tables])
         return replace(self, dataset=dataset, task=task)
 
-    def content(self, state: TrainState, base: int | None = None, *, aside_bytes: int | None = None) -> Content:
+    def content(self, state: TrainState, base: int | None = None, *, aside_bytes: int | None = None) -> RankCheckpoint:
         """Everything that a checkpoint holds; with `base` only the rows used after that step.
 
         aside_bytes: it is safe from later steps until it is closed, with so much memory for rows that change; none:
@@ -103,7 +103,7 @@ class Session:
         tensors = self.dense.tensors()
         if aside_bytes is not None:
             tensors = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
-        return Content(
+        return RankCheckpoint(
             tensors=tensors,
             state={"train": state.to_plain()},
             tables=tables,
@@ -113,12 +113,12 @@ class Session:
             close=self.tables.thaw,
         )
 
-    def restore(self, restored: Restored) -> TrainState:
+    def restore(self, restored: LoadedCheckpoint) -> TrainState:
         """Take back what `content` gave, on any number of ranks."""
         self.tables.take(restored)
         return self.settle(restored)
 
-    def settle(self, restored: Restored) -> TrainState:
+    def settle(self, restored: LoadedCheckpoint) -> TrainState:
         """`restore` but for the rows of tables, which were taken before. Collective."""
         self.dense.load(restored.tensors)
         self.tables.settle()

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nestrec.base.config import leaves
-from nestrec.base.errors import Mistakes, UserError
-from nestrec.data.batch_loader import Assembler
+from nestrec.base.errors import ErrorCollector, UserError
+from nestrec.data.batch_loader import Collator
 from nestrec.data.samples.split import Part
 from nestrec.data.samples.time_windows import WindowsConfig
 from nestrec.distributed import Topology
@@ -136,7 +136,7 @@ def check_dense(cfg: RunConfig, topology: Topology, *, follows: bool) -> None:
 
 def check_options_are_used(cfg: RunConfig, task: Task) -> None:
     """Raise a UserError that names every option which is given and would be ignored. What is as by default passes."""
-    mistakes = Mistakes()
+    mistakes = ErrorCollector()
     for path, optimizer in _row_optimizers(cfg.task, "task"):
         with mistakes.noted():
             optimizer.check_is_read(path)
@@ -176,7 +176,7 @@ def _check_clustering(cfg: RunConfig, task: Task) -> None:
             value=name,
             remedy="give batch.micro_batches too, or leave it out",
         )
-    if name is not None and type(task.assembler).sample_keys is Assembler.sample_keys:
+    if name is not None and type(task.assembler).sample_keys is Collator.sample_keys:
         raise UserError(
             "the task does not tell which keys its samples look up",
             field="pipeline.clustering",

@@ -12,7 +12,7 @@ from typing import Any
 
 from nestrec.base.config_values import from_plain
 from nestrec.base.errors import UserError
-from nestrec.data.dataset_card import CARD_FILE, Card, Generation
+from nestrec.data.dataset_card import CARD_FILE, DatasetCard, Generation
 from nestrec.embedding import TableConfig
 from nestrec.training.run_checkpointer import RunWeights
 from nestrec.training.run_folder import RunFolder
@@ -24,7 +24,7 @@ _REMEDY = "name a run of the same recipe, or train anew without --from"
 
 
 @dataclass(frozen=True, slots=True)
-class Beginning:
+class WarmStart:
     """A run to begin from, which fits the data and the tables of the new one."""
 
     run: Path
@@ -41,11 +41,11 @@ class Beginning:
         return 0 if self.generation is None else self.generation.last_ms + 1
 
     @staticmethod
-    def of(run: Path, session: Session) -> "Beginning":
+    def of(run: Path, session: Session) -> "WarmStart":
         """Checked against what the new run will be; a UserError where its rows would mean something else."""
         folder = RunFolder(run)
         folder.config()  # raises where it is no run
-        card = read_kept(run / CARD_FILE, partial(from_plain, Card))
+        card = read_kept(run / CARD_FILE, partial(from_plain, DatasetCard))
         now = session.dataset.card
         generation = now.generation_of(card)
         is_same = card.digest_of_files == now.digest_of_files
@@ -60,7 +60,7 @@ class Beginning:
         sizes = read_kept(run / "parameters.json", _table_sizes)
         told = _told_of_data(card, now) + _told_of_tables(run, session.task.tables, sizes)
         name = "" if identity is None else identity.run
-        return Beginning(run, name, None if is_same else generation, tuple(told))
+        return WarmStart(run, name, None if is_same else generation, tuple(told))
 
     def load(self, session: Session, report: Callable[[str], None]) -> tuple[TrainState, list[str]]:
         """Take over its best weights, or its last where nothing was validated; where the new run stands, and a text
@@ -79,7 +79,7 @@ class Beginning:
         return {"run": str(self.run.resolve()), "name": self.name, "told": list(self.told)}
 
 
-def check_same_beginning(folder: RunFolder, beginning: Beginning | None) -> None:
+def check_same_beginning(folder: RunFolder, beginning: WarmStart | None) -> None:
     """Raise a UserError where a run that goes on was begun from another run than the one that is named now."""
     began = folder.began_from()
     if beginning is not None and began != str(beginning.run.resolve()):
@@ -91,7 +91,7 @@ def check_same_beginning(folder: RunFolder, beginning: Beginning | None) -> None
         )
 
 
-def _told_of_data(before: Card, now: Card) -> list[str]:
+def _told_of_data(before: DatasetCard, now: DatasetCard) -> list[str]:
     grown = {
         "users": now.counts.users - before.counts.users,
         "items": now.counts.items - before.counts.items,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nestrec.models.sequence import Segment, whole_forward
+from nestrec.models.sequence import NewTokenSegment, whole_forward
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,8 +24,8 @@ def test_new_tokens_against_a_kept_prefix_are_those_of_a_whole_pass(
     times = torch.zeros(9, dtype=torch.float64)
     x = [torch.randn(7, 8), torch.randn(3, 8)]
 
-    def segment(prefix: int, history: int, candidates: int) -> Segment:
-        return Segment(
+    def segment(prefix: int, history: int, candidates: int) -> NewTokenSegment:
+        return NewTokenSegment(
             prefix_length=prefix,
             num_history=history,
             num_candidates=candidates,

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nestrec.data.dataset_card import Card
+from nestrec.data.dataset_card import DatasetCard
 from nestrec.distributed import Topology
 from nestrec.training.state import run_digest
 from nestrec.training.trainer import Trainer
@@ -91,9 +91,9 @@ def check_kills(base: Base, folder: Path, source: str, *, ranks: int, faults: li
         tell = partial(print, f"{source}, {ranks} ranks, {name}:", flush=True)
         history = run_with_faults(commands[name], sent, **given, tell=tell)
     assert run_digest(runs["cut"]) == run_digest(runs["whole"])
-    cards = [Card.load(folder / name / "data") for name in ("whole", "cut")]
+    cards = [DatasetCard.load(folder / name / "data") for name in ("whole", "cut")]
     assert cards[0].digest_of_files == cards[1].digest_of_files
-    assert cards[0].counts.events - Card.load(base.data).counts.events == events // WINDOW * WINDOW
+    assert cards[0].counts.events - DatasetCard.load(base.data).counts.events == events // WINDOW * WINDOW
     return len(history)
 
 

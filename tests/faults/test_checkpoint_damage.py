@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from nestrec.base.errors import DamagedError
-from nestrec.checkpoint import Checkpoints, Content, Peers, verify
+from nestrec.base.errors import CorruptFileError
+from nestrec.checkpoint import CheckpointGroup, CheckpointManager, RankCheckpoint, verify
 from support.checkpoint_contents import make_content, make_rows, table_values, values_of
 from support.rank_pool import run_ranks
 
@@ -111,10 +111,10 @@ DAMAGES: list[Damage] = [
 ]
 
 
-def content_of(peers: Peers, step: int) -> Content:
+def content_of(peers: CheckpointGroup, step: int) -> RankCheckpoint:
     rows = [make_rows(range(peers.rank * 100 + part * 6, peers.rank * 100 + part * 6 + 6), step) for part in range(2)]
     whole = make_content(step)
-    return Content(tensors=whole.tensors, state=whole.state, tables={"items": rows, "empty": []})
+    return RankCheckpoint(tensors=whole.tensors, state=whole.state, tables={"items": rows, "empty": []})
 
 
 @pytest.fixture(scope="module")
@@ -122,8 +122,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Steps 1 and 2, written by several ranks."""
     folder = tmp_path_factory.mktemp("saved")
 
-    def save(peers: Peers) -> None:
-        checkpoints = Checkpoints(folder, peers=peers)
+    def save(peers: CheckpointGroup) -> None:
+        checkpoints = CheckpointManager(folder, peers=peers)
         for step in (1, 2):
             checkpoints.save(step, content_of(peers, step))
 
@@ -133,14 +133,14 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 def test_random_damage_is_detected_and_the_step_before_loads(saved: Path, tmp_path: Path, damage: Damage) -> None:
-    everything = [chunk for rank in range(WORLD) for chunk in content_of(Peers(rank=rank), 1).tables["items"]]
+    everything = [chunk for rank in range(WORLD) for chunk in content_of(CheckpointGroup(rank=rank), 1).tables["items"]]
     for seed in range(NUM_DAMAGES_EACH):
         folder = tmp_path / str(seed)
         shutil.copytree(saved, folder)
         damage(folder / "step-00000002", random.Random(seed))
         assert verify(folder / "step-00000002") != []
         messages: list[str] = []
-        restored = Checkpoints(folder, report=messages.append).restore_latest()
+        restored = CheckpointManager(folder, report=messages.append).restore_latest()
         assert restored is not None
         assert restored.step == 1
         assert restored.state == make_content(1).state
@@ -160,7 +160,7 @@ def test_damaged_copies_are_never_taken_for_an_empty_address(saved: Path, tmp_pa
         draw = random.Random(seed)
         shutil.copytree(saved, there)
         damage(there / "step-00000002", draw)
-        restored = Checkpoints(folder, address=str(there), report=lambda message: None).restore_latest()
+        restored = CheckpointManager(folder, address=str(there), report=lambda message: None).restore_latest()
         assert restored is not None
         assert restored.step == 1
         shutil.rmtree(folder)
@@ -168,8 +168,8 @@ def test_damaged_copies_are_never_taken_for_an_empty_address(saved: Path, tmp_pa
             continue
         damage(there / "step-00000001", draw)
         before = sorted(str(path) for path in there.rglob("*"))
-        with pytest.raises(DamagedError, match="none of the checkpoints there is whole"):
-            Checkpoints(folder, address=str(there), report=lambda message: None).restore_latest()
+        with pytest.raises(CorruptFileError, match="none of the checkpoints there is whole"):
+            CheckpointManager(folder, address=str(there), report=lambda message: None).restore_latest()
         assert sorted(str(path) for path in there.rglob("*")) == before
         assert not list(folder.glob("*"))
 
@@ -177,6 +177,6 @@ def test_damaged_copies_are_never_taken_for_an_empty_address(saved: Path, tmp_pa
 def test_undamaged_copies_pass(saved: Path, tmp_path: Path) -> None:
     """The other side of the test above: it is the damage that is detected, not the copying."""
     shutil.copytree(saved, tmp_path / "copy")
-    restored = Checkpoints(tmp_path / "copy").restore_latest()
+    restored = CheckpointManager(tmp_path / "copy").restore_latest()
     assert restored is not None
     assert restored.step == 2

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nestrec.checkpoint import Checkpoints, verify
+from nestrec.checkpoint import CheckpointManager, verify
 from support.checkpoint_contents import assert_same, make_content, save_steps
 from support.fail_points import armed
 from support.fault_runner import FailPoint, random_kills, run_with_faults
@@ -33,7 +33,7 @@ def test_kill_during_a_save_leaves_the_previous_or_the_new_one(tmp_path: Path, p
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
-    restored = Checkpoints(tmp_path).restore_latest()
+    restored = CheckpointManager(tmp_path).restore_latest()
     assert restored is not None
     assert restored.step == (3 if place in ("after_rename", "during_retention") else 2)
     assert_same(restored, make_content(restored.step))
@@ -46,18 +46,19 @@ def test_a_run_killed_again_and_again_gets_to_its_end(tmp_path: Path) -> None:
     faults = [FailPoint(f"checkpoint.{place}@2=kill") for place in ("before_rename", "after_rename")]
     history = run_with_faults([sys.executable, "-c", SAVE_STEPS, str(tmp_path), "save"], faults, is_forked=True)
     assert len(history) == 3
-    assert Checkpoints(tmp_path).steps()[-1] == 4
+    assert CheckpointManager(tmp_path).steps()[-1] == 4
 
 
 FILL = """
 import sys
 import torch
-from nestrec.checkpoint import Checkpoints, Content, SaveError
+from nestrec.checkpoint import CheckpointManager as Checkpoints, CheckpointSaveError
+from nestrec.checkpoint import RankCheckpoint as Content
 checkpoints = Checkpoints(sys.argv[1])
 checkpoints.save(1, Content(tensors={"weight": torch.ones(1000)}))
 try:
     checkpoints.save(2, Content(tensors={"weight": torch.ones(4_000_000)}))
-except SaveError as error:
+except CheckpointSaveError as error:
     print(error)
     sys.exit(checkpoints.restore_latest().step != 1)
 sys.exit("the disk did not fill")
@@ -94,7 +95,7 @@ SAVE_AND_LOG = """
 import sys
 import torch
 from nestrec.base.failpoints import fail_point
-from nestrec.checkpoint import Checkpoints, Content
+from nestrec.checkpoint import CheckpointManager as Checkpoints, RankCheckpoint as Content
 checkpoints = Checkpoints(sys.argv[1] + "/checkpoints", keep=2, max_deltas=2)
 restored = checkpoints.restore_latest()
 total = restored.tensors["total"] if restored else torch.zeros((), dtype=torch.int64)
@@ -125,7 +126,7 @@ def check_random_kills(folder: Path, seed: int, num_kills: int) -> None:
     command = [sys.executable, "-c", SAVE_AND_LOG, str(folder), str(num_steps)]
     history = run_with_faults(command, kills, is_forked=True)
     assert len(history) == num_kills + 1
-    restored = Checkpoints(folder / "checkpoints").restore_latest()
+    restored = CheckpointManager(folder / "checkpoints").restore_latest()
     assert restored is not None
     assert restored.step == num_steps
     assert int(restored.tensors["total"]) == num_steps * (num_steps + 1) // 2

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nestrec.base import errors
-from nestrec.checkpoint import Checkpoints, verify
+from nestrec.checkpoint import CheckpointManager, verify
 from nestrec.distributed import Topology
 from nestrec.training.state import run_digest
 from nestrec.training.trainer import Trainer
@@ -111,5 +111,5 @@ def test_a_non_finite_loss_exits_with_its_own_code_and_leaves_the_last_checkpoin
     assert "error: step = 8: loss nan" in str(caught.value)
     assert "Traceback" not in str(caught.value)
     assert run_digest(tmp_path) == before
-    assert Checkpoints(tmp_path / "checkpoints").steps() == [3, 6]
+    assert CheckpointManager(tmp_path / "checkpoints").steps() == [3, 6]
     assert verify(tmp_path / "checkpoints" / "step-00000006") == []

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import nestrec
-from nestrec.checkpoint import Checkpoints
+from nestrec.checkpoint import CheckpointManager
 from nestrec.data import Dataset
 
 ARTIFACTS = Path(__file__).parent / "artifacts"
@@ -110,7 +110,7 @@ def continued(run: str) -> dict[str, Any]:
     trained = nestrec.train(config, {"training.max_steps": steps}, output=run)
     told = [json.loads(line) for line in lines.read_text().splitlines()[num_lines:]]
     losses = {str(line["step"]): line["loss"] for line in told if line["kind"] == "step"}
-    restored = Checkpoints(Path(run) / "checkpoints").restore(steps)
+    restored = CheckpointManager(Path(run) / "checkpoints").restore(steps)
     norms = {name: norm(tensor) for name, tensor in restored.tensors.items()}
     for table in restored.tables:
         norms |= {f"{table} {name}": norm(column) for name, column in _columns(restored, table).items()}
@@ -147,7 +147,7 @@ def follow(run: str, **more: Any) -> int:
 
 
 def _checkpoints(folder: Path) -> dict[str, Any]:
-    checkpoints = Checkpoints(folder)
+    checkpoints = CheckpointManager(folder)
     return {str(step): _checkpoint(checkpoints.restore(step)) for step in checkpoints.steps()}
 
 
@@ -228,9 +228,9 @@ def observe_published() -> dict[str, Any]:
 def _versions(address: str) -> list[list[Any]]:
     """Returns the name and step of each version and whether it is stored as a delta alone, the newest first."""
     from nestrec.artifacts.storage import storage_of
-    from nestrec.serving.versions.version_store import Versions
+    from nestrec.serving.versions.version_store import VersionStore
 
-    versions = Versions(storage_of(address))
+    versions = VersionStore(storage_of(address))
     found: list[list[Any]] = []
     for folder, version in versions.published():
         manifest = versions.told(folder, version)

@@ -9,7 +9,7 @@ import torch
 from nestrec.jagged import offsets_of
 from nestrec.models import HSTU, FuXi, FuXiConfig, HSTUConfig, SequenceInfo
 from nestrec.ops.attention.hstu_attention import hstu_attention
-from nestrec.ops.attention.mask_and_bias import AttentionRules, RelativeBias
+from nestrec.ops.attention.mask_and_bias import AttentionMask, RelativeBias
 from nestrec.ops.embedding.dedup_keys import dedup_keys
 from nestrec.ops.embedding.row_gather import gather_rows
 from nestrec.ops.embedding.row_update import RowRule, update_rows
@@ -24,7 +24,7 @@ LENGTHS = [3, 0, 65, 1, 130]
 def attention(dim: int, *, has_options: bool) -> None:
     tokens, longest = sum(LENGTHS), max(LENGTHS)
     q, k, v = (torch.randn(tokens, 2, dim, device="cuda").bfloat16().requires_grad_() for _ in range(3))
-    bias, rules = RelativeBias(), AttentionRules()
+    bias, rules = RelativeBias(), AttentionMask()
     if has_options:
         time = torch.arange(tokens, device="cuda", dtype=torch.float64) * 977.0
         bias = RelativeBias(
@@ -34,7 +34,7 @@ def attention(dim: int, *, has_options: bool) -> None:
             query_time_T=time + 5.0,
         )
         targets = torch.tensor([1, 0, 20, 1, 0], device="cuda")
-        rules = AttentionRules(num_targets_B=targets, num_context=3, max_attention_length=70)
+        rules = AttentionMask(num_targets_B=targets, num_context=3, max_attention_length=70)
     out = hstu_attention(
         q, k, v, offsets_of(torch.tensor(LENGTHS)).cuda(), max_length=longest, normaliser=100.0, bias=bias, rules=rules
     )

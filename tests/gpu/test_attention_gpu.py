@@ -10,7 +10,7 @@ import torch
 
 from nestrec.jagged import offsets_of
 from nestrec.ops.attention.hstu_attention import hstu_attention, hstu_attention_padded
-from nestrec.ops.attention.mask_and_bias import AttentionRules, RelativeBias, semi_local
+from nestrec.ops.attention.mask_and_bias import AttentionMask, RelativeBias, semi_local
 
 pytestmark = pytest.mark.gpu
 OPTIONS = [
@@ -51,7 +51,7 @@ def random_rules(draw, option, lengths):
     if option.startswith("semi-local"):
         return semi_local(int(draw.integers(1, 300)), int(draw.integers(0, 150)))
     targets = torch.tensor([int(draw.integers(0, n + 1)) for n in lengths], device="cuda") if has("targets") else None
-    return AttentionRules(
+    return AttentionMask(
         num_targets_B=targets,
         num_context=int(draw.integers(1, 80)) if has("context") else 0,
         max_attention_length=int(draw.integers(1, 300)) if has("window") else None,
@@ -150,7 +150,7 @@ def test_long_histories_with_a_time_function_are_as_exact(dim, kind):
         vectors = random_vectors(draw, "contiguous", (sum(lengths), 3, dim), torch.float32)
         vectors[0] = vectors[0] * 2 * dim**-0.5
         bias = RelativeBias(time_function=function, time_T=time, query_time_T=time + 9.0)
-        compare(lengths, [x.bfloat16() for x in vectors], bias, AttentionRules(), torch.bfloat16)
+        compare(lengths, [x.bfloat16() for x in vectors], bias, AttentionMask(), torch.bfloat16)
 
 
 @pytest.mark.parametrize("option", ["plain", "everything"])

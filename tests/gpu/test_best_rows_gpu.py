@@ -104,10 +104,10 @@ def test_real_numbers_and_graphs(dtype):
 @pytest.mark.skipif(IS_INTERPRETED, reason="captured by a graph: on a GPU alone")
 def test_captured_searches_are_the_plain_one_batch_after_batch():
     from nestrec.serving.model.item_search import ExactSearch, Excluded, GraphSearch
-    from nestrec.serving.model.served_tables import ResidentTable
+    from nestrec.serving.model.served_tables import DeviceTable
 
     torch.manual_seed(3)
-    table = ResidentTable(torch.randn(50_000, 64, device="cuda"))
+    table = DeviceTable(torch.randn(50_000, 64, device="cuda"))
     plain, captured, rng = ExactSearch(table), GraphSearch(table), np.random.default_rng(3)
     with torch.inference_mode():
         for count, k, seen in ((3, 20, 0), (16, 100, 50), (1, 20, 4), (40, 100, 20), (5, 20, 0), (2, 1000, 900)):

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.engine.batch_scheduler import EngineConfig
 from nestrec.serving.engine.graph_runner import GraphRunner
-from nestrec.serving.engine.reference_runner import Part
+from nestrec.serving.engine.reference_runner import BatchItem
 from nestrec.serving.engine.serving_engine import make_runner
 from nestrec.serving.kv_cache.kv_page_pool import PagePool
 from nestrec.serving.model.model_adapter import make_form
@@ -52,7 +52,9 @@ def draw_batches(form, rng):
                 items=rng.integers(0, 1000, 64), now_ms=0, features={"event_tab": rng.integers(0, 3, 64)}
             )
             tokens = form.tokens(history, 0)
-            parts.append(Part(tokens=tokens, first=0, end=tokens.length, pages=[], store_until=0, candidates=asked))
+            parts.append(
+                BatchItem(tokens=tokens, first=0, end=tokens.length, pages=[], store_until=0, candidates=asked)
+            )
         yield parts
 
 

@@ -12,7 +12,7 @@ from nestrec.serving.model.request_inputs import Candidates, History
 from nestrec.serving.model.served_tables import TablesConfig
 from nestrec.serving.service.inference_service import Service, ServiceConfig
 from nestrec.serving.service.model_reloader import Reloader
-from nestrec.serving.versions.version_store import Versions
+from nestrec.serving.versions.version_store import VersionStore
 from support.tiny_runs import make_datasets
 
 pytestmark = pytest.mark.gpu
@@ -69,7 +69,7 @@ def test_a_delta_comes_to_the_device_while_batches_run(tmp_path):
         run.change()
         run.publisher.publish(run.session, run.step)
         run.publisher.close()
-    versions = Versions(storage_of(address))
+    versions = VersionStore(storage_of(address))
     newest, before = list(versions.history())[:2]
     service = Service.load([f"{address}@{before[1]}"], CONFIG, "cuda")
     reloader = Reloader(service, "cuda", TablesConfig())

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from nestrec.models import HSTU, FuXi, FuXiConfig, HSTUConfig, SequenceInfo
-from nestrec.models.backbone_spec import AttentionReach
+from nestrec.models.backbone_spec import AttentionSpanConfig
 from nestrec.ops.attention import bias_only
 from nestrec.ops.attention.bias_only import bias_attention, bias_attention_padded
 from nestrec.ops.attention.mask_and_bias import PLAIN, RelativeBias, semi_local
 from nestrec.ops.attention.pair_tiles import pair_buckets, plan_tiles
-from nestrec.ops.embedding.row_gather import StoredRows
+from nestrec.ops.embedding.row_gather import HalfPrecisionRows
 from nestrec.ops.kernel_op import IS_INTERPRETED
 from nestrec.ops.layers.fused_layers import (
     Dropout,
@@ -167,7 +167,7 @@ def test_unit_rows_of_16_bits_are_read_as_they_are_stored():
     """To the bit what a float32 copy of them gives, with gradients in float32."""
     torch.manual_seed(0)
     values, weight = torch.randn(50, 20, device=DEVICE).to(HALF), torch.randn(50, 20, device=DEVICE)
-    stored, copied = StoredRows.of(values), values.float().requires_grad_()
+    stored, copied = HalfPrecisionRows.of(values), values.float().requires_grad_()
     outputs = [unit_rows(rows, 20.0, 1e-6) for rows in (stored, copied)]
     for output in outputs:
         (output * weight).sum().backward()
@@ -272,8 +272,8 @@ def test_models_on_a_gpu_are_those_of_a_cpu_with_dropout_on(kind, recompute):
 
 LONG_HISTORIES = {
     "function of time": {"time_encoding": "functional"},
-    "semi-local": {"attention": AttentionReach(window=20, prefix=9)},
-    "cut": {"num_layers": 3, "attention": AttentionReach(window=30, keep_last=20, keep_step=16)},
+    "semi-local": {"attention": AttentionSpanConfig(window=20, prefix=9)},
+    "cut": {"num_layers": 3, "attention": AttentionSpanConfig(window=30, keep_last=20, keep_step=16)},
 }
 
 

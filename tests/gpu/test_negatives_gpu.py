@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nestrec.ops.embedding.row_gather import StoredRows
+from nestrec.ops.embedding.row_gather import HalfPrecisionRows
 from nestrec.ops.losses.cross_entropy import tiled_cross_entropy
 from nestrec.ops.losses.item_losses import LossCandidates, full_cross_entropy, make_candidates
 from nestrec.ops.losses.sampled_losses import grouped_loss, sampled_loss, sum_outer
@@ -21,7 +21,7 @@ def test_rows_of_16_bits_take_half_the_memory_of_float32_ones_in_the_loss(varian
         index = torch.randint(STORED_ROWS, (256, 8), device="cuda", dtype=torch.int32)
         candidates, query = make_candidates(index[:, 0], index), torch.randn(256, WIDTH, device="cuda")
         torch.cuda.reset_peak_memory_stats()
-        rows = values.requires_grad_() if dtype == torch.float32 else StoredRows.of(values)
+        rows = values.requires_grad_() if dtype == torch.float32 else HalfPrecisionRows.of(values)
         sampled_loss(query, rows, candidates, "sampled_softmax", variant=variant).sum().backward()
         peaks[dtype] = torch.cuda.max_memory_allocated()
         del values, rows

@@ -25,9 +25,9 @@ from schedule_jobs import Job, Training, batches_of, regrouped, same, train
 from nestrec.base.errors import PEER_LOST
 from nestrec.distributed import Topology
 from nestrec.distributed.collectives import all_gather_equal, all_reduce_sum, all_to_all_rows, broadcast
-from nestrec.distributed.topology import RanksConfig
-from nestrec.distributed.transports import DeviceStaged
-from nestrec.pipeline import Feed, Rates, Step
+from nestrec.distributed.topology import ParallelConfig
+from nestrec.distributed.transports import DeviceStagedTransport
+from nestrec.pipeline import LearningRates, LookaheadIterator, TrainingStep
 from nestrec.pipeline.collision_stages import CollisionStages
 from nestrec.report.result_file import make_frame
 from support.rank_pool import RankPool
@@ -50,7 +50,7 @@ def gpu_pools() -> Iterator[dict[int, RankPool]]:
 
 def pool_of(pools: dict[int, RankPool], world: int) -> RankPool:
     if world not in pools:
-        pools[world] = RankPool(world, RanksConfig(exchange="host"), device="cuda")
+        pools[world] = RankPool(world, ParallelConfig(exchange="host"), device="cuda")
     return pools[world]
 
 
@@ -112,10 +112,10 @@ CASES = [
 
 @pytest.mark.parametrize(("transport", "world", "store", "replicas"), CASES, ids=str)
 def test_every_schedule_leaves_the_bits_of_serial(gpu_pools, transport, world, store, replicas):
-    ranks = RanksConfig(exchange=transport, replicas=replicas)
+    ranks = ParallelConfig(exchange=transport, replicas=replicas)
     job = Job(store=store, device="cuda", num_steps=17, fences=(6,), ranks=ranks, window_cache=replicas == 1)
     if world == 1:
-        found = [findings(nccl_alone(), replace(job, ranks=RanksConfig()))]
+        found = [findings(nccl_alone(), replace(job, ranks=ParallelConfig()))]
     else:
         found = pool_of(gpu_pools, world).run(findings, job)
     device = torch.cuda.get_device_name()
@@ -149,7 +149,7 @@ def delayed_updates(topology: Topology, job: Job) -> bool:
 @pytest.mark.parametrize(("world", "store"), [(4, "dram"), (2, "dram"), (4, "device")])
 def test_priority_schedule_keeps_collisions_until_used(gpu_pools, transport, world, store):
     """Index tensors made on the communication stream are read by a late update on the lookup stream."""
-    ranks = RanksConfig(exchange=transport, replicas=2)
+    ranks = ParallelConfig(exchange=transport, replicas=2)
     job = Job(store=store, device="cuda", num_steps=17, fences=(6,), ranks=ranks)
     assert all(pool_of(gpu_pools, world).run(delayed_updates, job))
 
@@ -165,7 +165,7 @@ def on_two_hosts(topology: Topology, job: Job) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("is_by_hosts", [True, False], ids=["by_hosts", "four_holders_of_hosts"])
 def test_exchanges_by_hosts_and_sums_by_slices_leave_the_bits_of_serial(gpu_pools, is_by_hosts):
-    ranks = RanksConfig(exchange="host", hierarchy=is_by_hosts, replicas=1 if is_by_hosts else 4)
+    ranks = ParallelConfig(exchange="host", hierarchy=is_by_hosts, replicas=1 if is_by_hosts else 4)
     job = Job(device="cuda", num_steps=17, num_samples=48, fences=(6,), ranks=ranks, window_cache=is_by_hosts)
     found = pool_of(gpu_pools, 4).run(on_two_hosts if is_by_hosts else findings, job)
     about = {"device": torch.cuda.get_device_name(), "ranks": 4, "store": "device", "transport": "host"}
@@ -186,7 +186,7 @@ def nccl_alone() -> Topology:
     if not _alone:
         device, limit = torch.device("cuda", torch.cuda.current_device()), timedelta(seconds=60)
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
-        _alone.append(Topology.of_process_group(device, RanksConfig(exchange="collectives"), groups_of_one=True))
+        _alone.append(Topology.of_process_group(device, ParallelConfig(exchange="collectives"), groups_of_one=True))
     return _alone[0]
 
 
@@ -205,7 +205,7 @@ def test_dense_sums_inside_the_backward_pass_leave_the_bits_of_serial(gpu_pools,
 
 def test_keys_of_the_host_cross_by_collectives_of_the_device():
     topology = nccl_alone()
-    assert isinstance(topology.keys.transport, DeviceStaged)
+    assert isinstance(topology.keys.transport, DeviceStagedTransport)
     assert topology.keys.watch is not None
     rows = torch.randint(0, 99, (7, 3))
     assert torch.equal(all_to_all_rows(topology.keys, rows, [7], [7]), rows)
@@ -219,10 +219,12 @@ def test_keys_of_the_host_cross_by_collectives_of_the_device():
 def grown(topology: Topology, job: Job) -> dict[str, list[int]]:
     """Bytes in use on the device and on the host after a quarter of the steps and after all."""
     training = Training(regrouped(topology, job.ranks), "nested", job)
-    feed, used = Feed(batches_of(job, training.topology, 1)), {"device_bytes": [], "host_bytes": []}
+    feed, used = LookaheadIterator(batches_of(job, training.topology, 1)), {"device_bytes": [], "host_bytes": []}
     for number in range(1, job.num_steps + 1):
         is_fence = number in (job.num_steps // 4, job.num_steps)
-        step = Step(number=number, batch=next(feed), rates=Rates(dense=0.01, tables=0.1), is_fence=is_fence)
+        step = TrainingStep(
+            number=number, batch=next(feed), rates=LearningRates(dense=0.01, tables=0.1), is_fence=is_fence
+        )
         training.pipeline.schedule.advance(step, feed)
         if is_fence:
             training.pipeline.tracer.take()
@@ -236,7 +238,7 @@ def grown(topology: Topology, job: Job) -> dict[str, list[int]]:
 @pytest.mark.parametrize(("transport", "world"), [("collectives", 1), ("host", 2)])
 def test_memory_does_not_grow(gpu_pools, transport, world):
     """Over some hundred steps, or as many as NESTREC_MEMORY_STEPS says."""
-    ranks, steps = RanksConfig() if world == 1 else RanksConfig(exchange=transport), MEMORY_STEPS
+    ranks, steps = ParallelConfig() if world == 1 else ParallelConfig(exchange=transport), MEMORY_STEPS
     job = Job(stream="distance_two", num_steps=steps, num_micro_batches=2, device="cuda", ranks=ranks)
     found = [grown(nccl_alone(), job)] if world == 1 else pool_of(gpu_pools, world).run(grown, job)
     about = {"device": torch.cuda.get_device_name(), "ranks": world, "store": "device", "transport": transport}
@@ -258,10 +260,10 @@ import torch, torch.distributed as dist, time
 from datetime import timedelta
 from nestrec.distributed import Topology
 from nestrec.distributed.collectives import all_reduce_sum
-from nestrec.distributed.topology import RanksConfig
+from nestrec.distributed.topology import ParallelConfig as ParallelConfig
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60))
 device = torch.device("cuda", 0)
-topology = Topology.of_process_group(device, RanksConfig(exchange="collectives"), groups_of_one=True, timeout_s=2.0)
+topology = Topology.of_process_group(device, ParallelConfig(exchange="collectives"), groups_of_one=True, timeout_s=2.0)
 value = torch.ones(3, device=device)
 all_reduce_sum(topology.dense, value)
 torch.cuda.synchronize()

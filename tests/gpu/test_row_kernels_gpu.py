@@ -6,9 +6,9 @@ import torch
 
 from nestrec.ops.embedding.dedup_keys import dedup_keys, dedup_keys_reference
 from nestrec.ops.embedding.row_copy import (
-    PlaceGroups,
     RowList,
     Spans,
+    TargetGroups,
     add_spans,
     gather_spans,
     group,
@@ -75,7 +75,7 @@ def test_rows_of_several_tables_move_and_add_as_by_a_loop(dtype):
             summed[at : at + widths[table]] += values[to : to + widths[table]]
     assert torch.equal(packed.cpu(), taken)
     found = [torch.from_numpy(a).to(DEVICE) for a in group(tables, places, np.concatenate([[0], np.cumsum(num_rows)]))]
-    add_spans(values.to(DEVICE), rows, run, spans, PlaceGroups(*found))
+    add_spans(values.to(DEVICE), rows, run, spans, TargetGroups(*found))
     assert torch.equal(run.cpu(), summed)
     back = torch.full_like(run, 7)
     scatter_spans(packed, rows.part(0, 0), back, spans)

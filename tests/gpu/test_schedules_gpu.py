@@ -8,7 +8,7 @@ import torch
 from schedule_jobs import Job, Training, batches_of, compare
 
 from nestrec.distributed import Topology
-from nestrec.pipeline import Feed, Rates, Step
+from nestrec.pipeline import LearningRates, LookaheadIterator, TrainingStep
 from nestrec.trace import Timeline
 
 pytestmark = pytest.mark.gpu
@@ -61,10 +61,10 @@ def test_a_broken_rule_is_noticed_on_a_gpu(rule, stream):
     assert compare(Topology.single("cuda"), ["nested"], job) == {"nested": False}
 
 
-def steady_steps(training: Training, feed: Feed, first: int, last: int) -> None:
+def steady_steps(training: Training, feed: LookaheadIterator, first: int, last: int) -> None:
     for number in range(first, last + 1):
-        rates = Rates(dense=0.01, tables=0.1)
-        training.pipeline.schedule.advance(Step(number=number, batch=next(feed), rates=rates), feed)
+        rates = LearningRates(dense=0.01, tables=0.1)
+        training.pipeline.schedule.advance(TrainingStep(number=number, batch=next(feed), rates=rates), feed)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # the debug mode and the profiler say that they are prototypes
@@ -74,7 +74,7 @@ def steady_steps(training: Training, feed: Feed, first: int, last: int) -> None:
 def test_no_lane_synchronises_with_the_device_in_steady_state(schedule, store, dtype, window_cache):
     job = Job(store=store, dtype=dtype, window_cache=window_cache, num_steps=40, device="cuda")
     training = Training(Topology.single("cuda"), schedule, job)
-    feed = Feed(batches_of(job, training.topology, 1))
+    feed = LookaheadIterator(batches_of(job, training.topology, 1))
     steady_steps(training, feed, 1, 10)
     torch.cuda.set_sync_debug_mode("error")
     try:

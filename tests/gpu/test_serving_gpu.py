@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from nestrec.models import FuXiConfig, HSTUConfig, SASRecConfig
-from nestrec.models.backbone_spec import AttentionReach
+from nestrec.models.backbone_spec import AttentionSpanConfig
 from nestrec.serving.engine.batch_layout import Extent
 from nestrec.serving.engine.batch_scheduler import EngineConfig
-from nestrec.serving.engine.reference_runner import Runner
+from nestrec.serving.engine.reference_runner import ReferenceRunner
 from nestrec.serving.engine.serving_engine import Engine
 from nestrec.serving.kv_cache.host_prefix_cache import HostPages
 from nestrec.serving.kv_cache.kv_page_pool import PagePool
 from nestrec.serving.kv_cache.preinfer_trigger import TriggerConfig
-from nestrec.serving.kv_cache.tiered_prefix_cache import Copier, TiersConfig
+from nestrec.serving.kv_cache.tiered_prefix_cache import Copier, PrefixCacheConfig
 from nestrec.serving.model.model_adapter import make_form
 from nestrec.serving.model.request_inputs import Candidates, History
 from nestrec_bench.harness.random_model import random_ranking, random_retrieval
@@ -31,12 +31,14 @@ ENCODERS = {
     "biased": BIASED,
     "plain": replace(BIASED, time_bias=False, position_bias=False),
     "functional": replace(BIASED, time_encoding="functional", head_dim=24),
-    "local": replace(BIASED, attention=AttentionReach(window=200, prefix=64)),
-    "layers differ": replace(BIASED, attention=AttentionReach(window=200, full_layers=1, keep_last=300, keep_from=2)),
+    "local": replace(BIASED, attention=AttentionSpanConfig(window=200, prefix=64)),
+    "layers differ": replace(
+        BIASED, attention=AttentionSpanConfig(window=200, full_layers=1, keep_last=300, keep_from=2)
+    ),
     "fuxi": FuXiConfig(**SIZES, head_dim=32, ffn_dim=96),
     "sasrec": SASRecConfig(**SIZES, ffn_dim=96),
 }
-TIERS = TiersConfig(cache_bytes=1 << 26)
+TIERS = PrefixCacheConfig(cache_bytes=1 << 26)
 
 
 def scores_of(encoder, device, dtype, tiers=TIERS, *, make_model=random_ranking, prefix_dtype="model"):
@@ -45,7 +47,7 @@ def scores_of(encoder, device, dtype, tiers=TIERS, *, make_model=random_ranking,
     trigger = TriggerConfig(policy="all", burst_s=1e9)
     cfg = EngineConfig(tiers=tiers, max_queue_s=1e9, trigger=trigger, max_batch_tokens=1024, prefix_dtype=prefix_dtype)
     engine = Engine(make_form(make_model(encoder, device=device, dtype=dtype)), cfg)
-    assert isinstance(engine._runner, Runner) == (device == "cpu")
+    assert isinstance(engine._runner, ReferenceRunner) == (device == "cpu")
     works, users = [], [field for column in engine.form.servable.prefix_columns for field in column.fields]
     for user in range(16):
         count, of_user = int(rng.integers(100, 512)), dict.fromkeys(users, user % 3)

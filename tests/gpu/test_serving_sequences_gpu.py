@@ -10,11 +10,11 @@ from serving_sequences import Sequences
 
 from nestrec.models import FuXiConfig, HSTUConfig, SASRecConfig
 from nestrec.serving.engine.batch_scheduler import EngineConfig
-from nestrec.serving.engine.reference_runner import Part, Runner
+from nestrec.serving.engine.reference_runner import BatchItem, ReferenceRunner
 from nestrec.serving.engine.serving_engine import Engine, make_runner
 from nestrec.serving.kv_cache.kv_page_pool import pool_for
 from nestrec.serving.kv_cache.preinfer_trigger import TriggerConfig
-from nestrec.serving.kv_cache.tiered_prefix_cache import TiersConfig
+from nestrec.serving.kv_cache.tiered_prefix_cache import PrefixCacheConfig
 from nestrec.serving.model.model_adapter import make_form
 from nestrec_bench.harness.random_model import random_ranking
 
@@ -28,7 +28,7 @@ ENCODERS = {
     "sasrec": SASRecConfig(**{name: size for name, size in SIZES.items() if name != "head_dim"}, ffn_dim=32),
 }
 PAGE_TOKENS, SLIDE = 16, 4
-TIERS = TiersConfig(
+TIERS = PrefixCacheConfig(
     cache_bytes=12 * PAGE_TOKENS * 256,
     dram_bytes=1 << 16,
     page_tokens=PAGE_TOKENS,
@@ -69,8 +69,8 @@ class Bfloat16AgainstFloat64(Sequences):
         runner = runner_of(self.kind, self.current)
         assert answer.version == runner.form.servable.version
         tokens = runner.form.tokens(history, candidates.now_ms)
-        part = Part(tokens=tokens, first=0, end=tokens.length, pages=[], store_until=0, candidates=candidates)
-        eager = Runner(runner.form, runner.pool).run([part])[0].scores
+        part = BatchItem(tokens=tokens, first=0, end=tokens.length, pages=[], store_until=0, candidates=candidates)
+        eager = ReferenceRunner(runner.form, runner.pool).run([part])[0].scores
         exact = oracle_scores(exact_model(self.kind, self.current), history, candidates, SLIDE)
         for name, scores in (("cached", answer.scores), ("eager", eager)):
             self.worst[name] = max(self.worst[name], float(np.abs(scores - exact).max()))

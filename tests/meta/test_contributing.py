@@ -5,7 +5,7 @@ import re
 import tomllib
 from pathlib import Path
 
-from nestrec.base.plugins import Seam
+from nestrec.base.plugins import PluginRegistry
 
 ROOT = Path(__file__).resolve().parents[2]
 PLUGIN = ROOT / "examples" / "plugin"
@@ -21,7 +21,7 @@ def test_each_seam_of_the_table_has_its_dictionary_and_its_example() -> None:
     assert {group for _, _, group in rows} == set(entries)
     for listed, example, group in rows:
         module = importlib.import_module(listed.removesuffix(".py").replace("/", "."))
-        assert group in {value.group for value in vars(module).values() if isinstance(value, Seam)}
+        assert group in {value.group for value in vars(module).values() if isinstance(value, PluginRegistry)}
         assert (PLUGIN / example).is_file()
         named = example.removesuffix(".py").replace("/", ".")
         assert [value.partition(":")[0] for value in entries[group].values()] == [named]

@@ -9,7 +9,7 @@ import torch
 from nestrec.balance import CostModel
 from nestrec.distributed import Topology
 from nestrec.trace import Span
-from nestrec.training.callbacks import Listener
+from nestrec.training.callbacks import TrainingCallback
 from nestrec.training.trainer import Trainer
 from support.tiny_runs import config_of
 
@@ -18,7 +18,7 @@ TRUTH = CostModel(token=3e-3, token_squared=2e-5, step=0.01)
 ALWAYS = {"training.dtype": "float64", "training.evaluate_every_epochs": 0, "training.epochs": 1000}
 
 
-class Kept(Listener):
+class Kept(TrainingCallback):
     """Keeps the reports."""
 
     def __init__(self) -> None:

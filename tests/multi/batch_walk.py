@@ -18,12 +18,12 @@ import torch
 
 import nestrec
 from nestrec.data.batch_loader import Batch, MicroBatch
-from nestrec.data.batch_order import Position
+from nestrec.data.batch_order import BatchPosition
 from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine, TableConfig
 from nestrec.ops.embedding.row_gather import gather_rows
-from nestrec.pipeline import Feed, PipelineCore, Rates, Step
-from nestrec.pipeline.dense.dense_optimizer import DenseUpdate, OptimizerConfig
+from nestrec.pipeline import LearningRates, LookaheadIterator, PipelineCore, TrainingStep
+from nestrec.pipeline.dense.dense_optimizer import DenseOptimizer, OptimizerConfig
 from nestrec.pipeline.exchange_window import LossCompute
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "architecture-walk.md"
@@ -122,10 +122,10 @@ def walk(topology: Topology) -> Walk:
         return model(gather_rows(rows["items"], index["items"])).square().sum()
 
     device = torch.device("cpu")
-    dense = DenseUpdate(model, OptimizerConfig(), topology, device)
+    dense = DenseOptimizer(model, OptimizerConfig(), topology, device)
     engine = EmbeddingEngine([TableConfig(name="items", num_rows=64, dim=4)], topology)
     core = PipelineCore.build(LossCompute(loss, device), engine, dense, "nested")
-    follower, feed = CallFollower(), Feed(iter(list(_batches(topology.rank))))
+    follower, feed = CallFollower(), LookaheadIterator(iter(list(_batches(topology.rank))))
     threading.setprofile(follower)  # the lanes' threads are started by the first steps
     sys.setprofile(follower)
     try:
@@ -133,9 +133,13 @@ def walk(topology: Topology) -> Walk:
             batch = next(feed)
             follower.is_first = number == WATCHED
             follower.is_on = number in (WATCHED, WATCHED + 1)  # what one step submits, the next may wait for
-            core.schedule.advance(Step(number=number, batch=batch, rates=Rates(dense=0.01, tables=0.1)), feed)
+            core.schedule.advance(
+                TrainingStep(number=number, batch=batch, rates=LearningRates(dense=0.01, tables=0.1)), feed
+            )
         follower.is_on = False
-        core.schedule.advance(Step(number=WATCHED + 3, batch=next(feed), rates=Rates(0.01, 0.1), is_fence=True), feed)
+        core.schedule.advance(
+            TrainingStep(number=WATCHED + 3, batch=next(feed), rates=LearningRates(0.01, 0.1), is_fence=True), feed
+        )
     finally:
         sys.setprofile(None)
         threading.setprofile(None)  # type: ignore[arg-type]
@@ -155,7 +159,7 @@ def _batches(rank: int) -> Iterator[Batch]:
     for step in range(WATCHED + 7):
         keys = (np.arange(2 * SAMPLES).reshape(2, SAMPLES) + 8 * (step % 2) + 16 * rank) % 64
         parts = [MicroBatch(np.arange(SAMPLES), {"items": keys[i]}, {}, 1, SAMPLES) for i in range(2)]
-        yield Batch(Position(0, step), 4.0 * SAMPLES, np.arange(4 * SAMPLES), tuple(parts))
+        yield Batch(BatchPosition(0, step), 4.0 * SAMPLES, np.arange(4 * SAMPLES), tuple(parts))
 
 
 NEW_LINE = "\n"

@@ -6,16 +6,16 @@ from typing import Any
 
 from nestrec.embedding.routing.batch_overlap import Overlap
 from nestrec.pipeline import SCHEDULES, ScheduleSpec
-from nestrec.pipeline.exchange_window import Window
+from nestrec.pipeline.exchange_window import ExchangeWindow
 from nestrec.pipeline.schedule_types import FetchedBatch
-from nestrec.pipeline.schedules.dual_buffer import DualBuffer
-from nestrec.pipeline.schedules.frozen_window import FrozenWindow
-from nestrec.pipeline.schedules.nested import Nested
-from nestrec.pipeline.schedules.priority import Priority
-from nestrec.pipeline.schedules.semi_async import SemiAsync
-from nestrec.pipeline.stage_runner import LookupAhead, Machine
+from nestrec.pipeline.schedules.dual_buffer import DualBufferSchedule
+from nestrec.pipeline.schedules.frozen_window import FrozenWindowSchedule
+from nestrec.pipeline.schedules.nested import NestedSchedule
+from nestrec.pipeline.schedules.priority import PrioritySchedule
+from nestrec.pipeline.schedules.semi_async import SemiAsyncSchedule
+from nestrec.pipeline.stage_runner import RowPrefetcher, StageRunner
 
-CLASSES = {"dual_buffer": DualBuffer, "frozen_window": FrozenWindow, "nested": Nested}
+CLASSES = {"dual_buffer": DualBufferSchedule, "frozen_window": FrozenWindowSchedule, "nested": NestedSchedule}
 
 
 def keep_rows(batch: FetchedBatch[Any]) -> None:
@@ -24,14 +24,14 @@ def keep_rows(batch: FetchedBatch[Any]) -> None:
         table.fetched.rows = table.fetched.rows.clone()
 
 
-class NoCopy(Machine):
+class NoCopy(StageRunner):
     """Shared-row copy is left out."""
 
     def copy_shared(self, older, following):
         return following.shared.wait()
 
 
-class WeightsOnlyCopy(Machine):
+class WeightsOnlyCopy(StageRunner):
     """Shared-row copy without the state of the optimiser."""
 
     def copy_shared(self, older, following):
@@ -43,7 +43,7 @@ class WeightsOnlyCopy(Machine):
         return shared
 
 
-class UpdateAfterEach(Machine):
+class UpdateAfterEach(StageRunner):
     """The optimiser runs after every micro-batch instead of once a step."""
 
     @contextlib.contextmanager
@@ -61,7 +61,7 @@ class UpdateAfterEach(Machine):
         )
 
 
-class LastFirst(Window):
+class LastFirst(ExchangeWindow):
     """The order of sums is turned round: owners add the gradients of the last micro-batch first."""
 
     def __init__(self, engine, routed, working) -> None:
@@ -76,12 +76,12 @@ class LastFirst(Window):
                 self._engine.add_gradients(self.routed, self.working, late, number)
 
 
-class AddLastFirst(Machine):
+class AddLastFirst(StageRunner):
     def fetch(self, keys, buffers=None):
         return self.fetch_for(LastFirst, keys, buffers)
 
 
-class WriteBackAfterGather(LookupAhead):
+class WriteBackAfterGather(RowPrefetcher):
     """A batch is written back only after the rows of the batch after the next were read."""
 
     def __init__(self, machine) -> None:
@@ -97,7 +97,7 @@ class WriteBackAfterGather(LookupAhead):
         self._late.append(lambda: self.machine.write_back(now, shared))
 
 
-class UnorderedWriteBack(LookupAhead):
+class UnorderedWriteBack(RowPrefetcher):
     """Rows that the next batch holds are written back too, and after those of that batch."""
 
     def __init__(self, machine) -> None:
@@ -111,7 +111,7 @@ class UnorderedWriteBack(LookupAhead):
         self._late.append(lambda: self.machine.write_back(now, None))
 
 
-class ReadBeforeDeferred(Priority):
+class ReadBeforeDeferred(PrioritySchedule):
     """Deferred gradients are applied after the rows of the next batch were read."""
 
     def look_beside(self, now, step, feed):
@@ -123,7 +123,7 @@ class ReadBeforeDeferred(Priority):
         return pair
 
 
-class NeverSent(SemiAsync):
+class NeverSent(SemiAsyncSchedule):
     """Gradients stay where they are, so that rows miss more and more updates."""
 
     def _send_deferred(self) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from nestrec.base.errors import PeerLostError
-from nestrec.checkpoint import Checkpoints, Content, Peers
+from nestrec.checkpoint import CheckpointGroup, CheckpointManager, RankCheckpoint
 from nestrec.distributed import Topology
 from nestrec.embedding.hashing import owner_of
 from support.checkpoint_contents import make_rows
@@ -14,11 +14,11 @@ from support.checkpoint_contents import make_rows
 NUM_KEYS, LAST_STEP = 200, 4
 
 
-def open_checkpoints(topology: Topology, folder: str) -> tuple[Checkpoints, list[int]]:
+def open_checkpoints(topology: Topology, folder: str) -> tuple[CheckpointManager, list[int]]:
     """The checkpoints of all ranks, and the keys of this one."""
-    peers = Peers.of_topology(topology, timeout_s=60)
+    peers = CheckpointGroup.of_topology(topology, timeout_s=60)
     mine = np.flatnonzero(owner_of(np.arange(NUM_KEYS), topology.world) == topology.rank).tolist()
-    return Checkpoints(folder, peers=peers, max_deltas=2), mine
+    return CheckpointManager(folder, peers=peers, max_deltas=2), mine
 
 
 def save_chain(topology: Topology, folder: str) -> None:
@@ -27,7 +27,7 @@ def save_chain(topology: Topology, folder: str) -> None:
     for step in range(LAST_STEP + 1):
         base = checkpoints.base_for_next()
         touched = mine if base is None else [key for key in mine if key % 5 == step]
-        content = Content(state={"step": step}, tables={"items": [make_rows(touched, step)]}, base=base)
+        content = RankCheckpoint(state={"step": step}, tables={"items": [make_rows(touched, step)]}, base=base)
         if step:
             checkpoints.save_async(step, content)
         else:
@@ -55,11 +55,11 @@ def load_chain(topology: Topology, folder: str) -> tuple[dict[int, float], dict[
 def lose_a_peer(topology: Topology, folder: str) -> str:
     """Rank 1 dies after the first save; what the others say of the second."""
     checkpoints, mine = open_checkpoints(topology, folder)
-    checkpoints.save(1, Content(tables={"items": [make_rows(mine, 1)]}))
+    checkpoints.save(1, RankCheckpoint(tables={"items": [make_rows(mine, 1)]}))
     if topology.rank == 1:
         os._exit(9)
     try:
-        checkpoints.save(2, Content(tables={"items": [make_rows(mine, 2)]}))
+        checkpoints.save(2, RankCheckpoint(tables={"items": [make_rows(mine, 2)]}))
     except PeerLostError as error:
         return type(error).__name__
     return "saved"

@@ -11,16 +11,16 @@ from torch import nn
 import nestrec
 from nestrec.distributed import Topology
 from nestrec.distributed.context_ring import ContextRing
-from nestrec.distributed.topology import RanksConfig
+from nestrec.distributed.topology import ParallelConfig
 from nestrec.models.hstu import HSTU, HSTUConfig
-from nestrec.ops.attention.mask_and_bias import PLAIN, AttentionRules, RelativeBias, semi_local
+from nestrec.ops.attention.mask_and_bias import PLAIN, AttentionMask, RelativeBias, semi_local
 from nestrec.ops.context_parallel.ring_attention import (
     fuxi_attention_in_context,
     hstu_attention_in_context,
     softmax_attention_in_context,
 )
-from nestrec.ops.context_parallel.ring_sum import Context
-from nestrec.ops.context_parallel.token_partition import TokenParts
+from nestrec.ops.context_parallel.ring_sum import ContextParallelGroup
+from nestrec.ops.context_parallel.token_partition import TokenPartition
 
 Kind = Literal["plain", "tables", "function", "local", "fuxi", "sasrec"]
 KINDS: tuple[Kind, ...] = ("plain", "tables", "function", "local", "fuxi", "sasrec")
@@ -33,9 +33,9 @@ class Case:
     def __init__(self, kind: Kind, lengths: list[int], size: int) -> None:
         generator = torch.Generator().manual_seed(sum(lengths) + len(lengths))
         draw = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
-        self.kind, self.parts, num = kind, TokenParts(np.array(lengths), size), sum(lengths)
+        self.kind, self.parts, num = kind, TokenPartition(np.array(lengths), size), sum(lengths)
         self.q, self.k, self.v = (draw(num, 2, 4) for _ in range(3))
-        self.rules: AttentionRules = semi_local(3, 2) if kind == "local" else PLAIN
+        self.rules: AttentionMask = semi_local(3, 2) if kind == "local" else PLAIN
         self.tables = {
             name: draw(count)
             for name, count, kinds in (
@@ -61,11 +61,11 @@ class Case:
 def attention(topology: Topology, kind: Kind, all_lengths: list[list[int]]) -> list[list[torch.Tensor]]:
     """Of this rank's part of each batch of sequences: results, gradients of q, k, v and tables."""
     size = topology.world
-    ring = ContextRing(regrouped(topology, RanksConfig(context=size)))
+    ring = ContextRing(regrouped(topology, ParallelConfig(context=size)))
     found = []
     for lengths in all_lengths:
         case = Case(kind, lengths, size)
-        places, context = case.places(ring.rank), Context(case.parts, ring)
+        places, context = case.places(ring.rank), ContextParallelGroup(case.parts, ring)
         q, k, v = (x[places].requires_grad_() for x in (case.q, case.k, case.v))
         tables = {name: table.requires_grad_() for name, table in case.tables.items()}
         out = attended(case, context, (q, k, v), case.bias(tables, places))
@@ -74,7 +74,7 @@ def attention(topology: Topology, kind: Kind, all_lengths: list[list[int]]) -> l
     return found
 
 
-def attended(case: Case, context: Context, qkv: tuple[Any, ...], bias: RelativeBias) -> torch.Tensor:
+def attended(case: Case, context: ContextParallelGroup, qkv: tuple[Any, ...], bias: RelativeBias) -> torch.Tensor:
     if case.kind == "sasrec":
         return softmax_attention_in_context(*qkv, context)
     options: dict[str, Any] = {"normaliser": NORMALISER, "bias": bias, "rules": case.rules}
@@ -93,14 +93,14 @@ class OwnModel(nn.Module):
         self.ring = ring
 
     def forward(self, vectors: Mapping[str, Any], batch: Mapping[str, Any]) -> tuple[torch.Tensor, int]:
-        items, parts = vectors["item"], TokenParts(batch["length"].numpy(), self.ring.size)
+        items, parts = vectors["item"], TokenPartition(batch["length"].numpy(), self.ring.size)
         position = torch.from_numpy(parts.positions(self.ring.rank))
         info = nestrec.SequenceInfo(
             offsets=items.offsets,
             max_length=int(parts.lengths.max()),
             position_T=position,
             token_key_T=batch["item"].values * 977 + position,
-            context=Context(parts, self.ring),
+            context=ContextParallelGroup(parts, self.ring),
         )
         states = self.encoder(items.values, info)
         return (states - batch["target"].values[:, None]).square().sum(), len(states)
@@ -108,7 +108,7 @@ class OwnModel(nn.Module):
 
 def train_own_model(topology: Topology, schedule: str, num_steps: int) -> list[float]:
     """Losses of a pipeline on context groups of all ranks."""
-    topology = regrouped(topology, RanksConfig(context=topology.world))
+    topology = regrouped(topology, ParallelConfig(context=topology.world))
     ring = ContextRing(topology)
     pipeline = nestrec.TrainingPipeline(
         OwnModel(ring),
@@ -131,7 +131,7 @@ def own_batches(ring: ContextRing, num_steps: int) -> list[dict[str, Any]]:
         lengths = draw.integers(1, 40, 5)
         lengths[step % 5] = 1
         items, targets = draw.integers(0, 50, lengths.sum()), draw.normal(size=lengths.sum())
-        parts = TokenParts(lengths, ring.size)
+        parts = TokenPartition(lengths, ring.size)
         places, offsets = parts.places(ring.rank), torch.from_numpy(parts.offsets(ring.rank))
         values = {"item": torch.from_numpy(items[places]), "target": torch.from_numpy(targets[places]).float()}
         fields = {name: nestrec.Jagged(x, offsets) for name, x in values.items()}

@@ -10,17 +10,17 @@ import torch
 from schedule_jobs import Job, batches_of, regrouped, tables_of, tiny_loss, train
 from torch import nn
 
-from nestrec.distributed import DenseSync, Topology
-from nestrec.distributed.topology import RanksConfig
+from nestrec.distributed import GradientReducer, Topology
+from nestrec.distributed.topology import ParallelConfig
 from nestrec.embedding import EmbeddingEngine
 from nestrec.models.hstu import HSTUConfig
 from nestrec.models.sequence import SequenceInfo
-from nestrec.pipeline import Feed, PipelineCore, Rates, Step
-from nestrec.pipeline.dense.dense_optimizer import DenseUpdate, OptimizerConfig
-from nestrec.pipeline.dense.fsdp_layers import ShardedLayers
+from nestrec.pipeline import LearningRates, LookaheadIterator, PipelineCore, TrainingStep
+from nestrec.pipeline.dense.dense_optimizer import DenseOptimizer, OptimizerConfig
+from nestrec.pipeline.dense.fsdp_layers import FSDPLayers
 from nestrec.pipeline.exchange_window import LossCompute
 
-THREE_BUCKETS = RanksConfig(dense_bucket_mib=3e-5)
+THREE_BUCKETS = ParallelConfig(dense_bucket_mib=3e-5)
 """Of the weights of `Tiny`: two that can be summed early, and the last."""
 _PATIENCE_S = 60.0
 
@@ -46,7 +46,7 @@ class Pause(torch.autograd.Function):
         return gradient, None
 
 
-def wait_for_sum(dense: DenseUpdate, bytes_before: int) -> None:
+def wait_for_sum(dense: DenseOptimizer, bytes_before: int) -> None:
     """Until more bytes than before have been summed over all ranks; called inside a backward pass."""
     deadline = time.monotonic() + _PATIENCE_S
     while dense._sync.bytes_reduced <= bytes_before:
@@ -80,10 +80,12 @@ def spans_of_paused_backward(topology: Topology, schedule: str) -> list[Any]:
 
     model = _Paused(go_on)
     engine = EmbeddingEngine(tables_of(job), topology)
-    dense = DenseUpdate(model, OptimizerConfig(), topology, topology.device)
+    dense = DenseOptimizer(model, OptimizerConfig(), topology, topology.device)
     pipeline = PipelineCore.build(LossCompute(tiny_loss(model), topology.device), engine, dense, schedule)
-    feed = Feed(batches_of(job, topology, 1))
-    pipeline.schedule.advance(Step(number=1, batch=next(feed), rates=Rates(dense=0.1, tables=0.1), is_fence=True), feed)
+    feed = LookaheadIterator(batches_of(job, topology, 1))
+    pipeline.schedule.advance(
+        TrainingStep(number=1, batch=next(feed), rates=LearningRates(dense=0.1, tables=0.1), is_fence=True), feed
+    )
     pipeline.close()
     return pipeline.tracer.take()
 
@@ -91,7 +93,7 @@ def spans_of_paused_backward(topology: Topology, schedule: str) -> list[Any]:
 def gradient_in_two_parts(topology: Topology) -> None:
     """A backward pass inside a backward pass can add to a gradient once more; here two passes do."""
     layers = [nn.Parameter(torch.ones(4)) for _ in range(2)]
-    sync = DenseSync(layers, topology.dense, bucket_bytes=4, begins_early=True)
+    sync = GradientReducer(layers, topology.dense, bucket_bytes=4, begins_early=True)
     with sync.early_sums(lambda collective: None):
         for _ in range(2):
             layers[1].sum().backward()
@@ -113,7 +115,7 @@ class _TwoLayers(nn.Module):
 def die_in_pass(topology: Topology) -> None:
     """The last rank dies in the backward pass of sliced layers, when the gradients of the last layer are there."""
     model = nn.ModuleDict({"encoder": (encoder := _TwoLayers())})
-    layers = ShardedLayers(model, topology)
+    layers = FSDPLayers(model, topology)
     layers.empty_pass()
     if topology.rank == topology.world - 1:
         encoder.layers[0].register_full_backward_pre_hook(lambda *_: os._exit(9))

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from nestrec.base.errors import UserError
-from nestrec.distributed import DenseSync, Topology
+from nestrec.distributed import GradientReducer, Topology
 from nestrec.distributed.collectives import agree, all_reduce_sum, raise_together
-from nestrec.distributed.topology import RanksConfig
+from nestrec.distributed.topology import ParallelConfig
 from nestrec.embedding import EmbeddingEngine, RowOptimizerConfig, StoreConfig, TableConfig
 from nestrec.jagged import Jagged
 from nestrec.ops.embedding.row_gather import gather_rows
@@ -232,7 +232,7 @@ def disagree(topology: Topology) -> None:
 
 def dense_sums(topology: Topology) -> tuple[list[torch.Tensor], list[str]]:
     layers = torch.nn.ParameterList([torch.nn.Parameter(torch.full((n,), 1.0 + topology.rank)) for n in (3, 5, 2)])
-    sync = DenseSync(layers, topology.dense, bucket_bytes=16)
+    sync = GradientReducer(layers, topology.dense, bucket_bytes=16)
     sync.broadcast_parameters()
     assert all((p == 1).all() for p in layers)
     for number, parameter in enumerate(layers):
@@ -256,5 +256,5 @@ def mesh(topology: Topology) -> dict[str, Any]:
     return {"replica": topology.replica, "shard": topology.shard, **sums, "slots": int(slots)}
 
 
-def torchrun_like(topology: Topology, ranks: RanksConfig) -> None:
+def torchrun_like(topology: Topology, ranks: ParallelConfig) -> None:
     Topology.of_process_group(torch.device("cpu"), ranks)

@@ -49,7 +49,7 @@ from step_records import AFTER, BEFORE, BESIDE, StepRecords, read_steps, stall, 
 
 from nestrec.artifacts.atomic_files import write_file
 from nestrec.base.thread_team import cores_of_rank, in_order
-from nestrec.checkpoint import Checkpoints, Content, Peers, Restored, checkpoint_writer
+from nestrec.checkpoint import CheckpointGroup, CheckpointManager, LoadedCheckpoint, RankCheckpoint, checkpoint_writer
 from nestrec.distributed import Topology
 from nestrec.embedding.row_optimizer import RowOptimizerConfig
 from nestrec.embedding.table_config import StoreConfig, TableConfig, layout_of
@@ -226,20 +226,20 @@ class Training:
 
 
 def save(topology: Topology, step: int, options: argparse.Namespace) -> dict[str, Any]:
-    shard, peers = SHARDS[0], Peers.of_topology(topology)
+    shard, peers = SHARDS[0], CheckpointGroup.of_topology(topology)
     files_in_memory(options)
     skew = options.skews[(step - 1) % len(options.skews)]
     training = Training(shard, 10 * step + topology.rank, skew)
     training()
     found = [
-        _save_once(shard, Checkpoints(str(options.folder), peers=peers), step + 100 * number, training, options)
+        _save_once(shard, CheckpointManager(str(options.folder), peers=peers), step + 100 * number, training, options)
         for number in range(options.saves)
     ]
     return {"saves": found, "digest": found[-1]["digest"], "skew": skew, "is_on_device": shard._device.type == "cuda"}
 
 
 def _save_once(
-    shard: TableShard, checkpoints: Checkpoints, step: int, training: Training, options: argparse.Namespace
+    shard: TableShard, checkpoints: CheckpointManager, step: int, training: Training, options: argparse.Namespace
 ) -> dict[str, Any]:
     peers = checkpoints._peers
     own, others = cores_of(peers.rank, peers.world) if options.pinned else ([], [])
@@ -263,7 +263,7 @@ def _save_once(
     frozen = shard.freeze(max_bytes=options.aside_mib << 20)
     frozen_s = time.perf_counter() - start_s
     records.add(frozen_s, time.thread_time() - of_thread_s, num_steps=0)
-    content = Content(state={"step": step}, tables={"items": frozen}, close=frozen.close)
+    content = RankCheckpoint(state={"step": step}, tables={"items": frozen}, close=frozen.close)
     os.sched_setaffinity(0, others or everywhere)  # what it begins stays there
     checkpoints.save_async(step, content, is_copied=True)
     os.sched_setaffinity(0, own or everywhere)
@@ -295,10 +295,10 @@ def load(topology: Topology, num_rows: int, options: argparse.Namespace) -> dict
     shard.store.reserve(len(shard.keys()))
     begin(options, topology.rank, keys_mib + shard.store.statistics()["host_bytes"] / 2**20)
 
-    def take(restored: Restored) -> None:
+    def take(restored: LoadedCheckpoint) -> None:
         shard.load(restored.rows("items", shard=(topology.rank, topology.world)))
 
-    restored = Checkpoints(str(options.folder), peers=Peers.of_topology(topology)).restore_latest(take)
+    restored = CheckpointManager(str(options.folder), peers=CheckpointGroup.of_topology(topology)).restore_latest(take)
     assert restored is not None
     seconds, rows_mib = time.perf_counter() - start_s, shard.store.statistics()["host_bytes"] / 2**20
     beyond_mib = memory_mib("VmHWM") - keys_mib - rows_mib

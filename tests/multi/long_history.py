@@ -20,12 +20,12 @@ from schedule_jobs import regrouped
 from nestrec.distributed import Topology
 from nestrec.distributed.collectives import all_reduce_sum
 from nestrec.distributed.context_ring import ContextRing
-from nestrec.distributed.topology import RanksConfig
+from nestrec.distributed.topology import ParallelConfig
 from nestrec.models.hstu import HSTU, HSTUConfig
 from nestrec.models.sequence import SequenceInfo
 from nestrec.ops.attention.mask_and_bias import PLAIN
-from nestrec.ops.context_parallel.ring_sum import Context
-from nestrec.ops.context_parallel.token_partition import TokenParts, blocks_of
+from nestrec.ops.context_parallel.ring_sum import ContextParallelGroup
+from nestrec.ops.context_parallel.token_partition import TokenPartition, blocks_of
 from nestrec.report.result_file import write_frame
 from support.rank_pool import RankPool
 
@@ -34,8 +34,8 @@ Found = dict[str, Any]
 
 def one_pass(topology: Topology, num_tokens: int, num_layers: int) -> Found:
     """Of this rank."""
-    topology = regrouped(topology, RanksConfig(context=topology.world))
-    ring, parts = ContextRing(topology), TokenParts(np.array([num_tokens]), topology.world)
+    topology = regrouped(topology, ParallelConfig(context=topology.world))
+    ring, parts = ContextRing(topology), TokenPartition(np.array([num_tokens]), topology.world)
     torch.manual_seed(1)
     device = topology.device
     model = HSTU(HSTUConfig(dim=32, head_dim=32, num_layers=num_layers, dropout=0.1, max_length=num_tokens)).to(device)
@@ -46,7 +46,7 @@ def one_pass(topology: Topology, num_tokens: int, num_layers: int) -> Found:
         max_length=num_tokens,
         position_T=torch.from_numpy(parts.positions(ring.rank)).to(device),
         token_key_T=(places * 977).to(device),
-        context=Context(parts, ring),
+        context=ContextParallelGroup(parts, ring),
     )
     kept: dict[int, int] = {}
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}

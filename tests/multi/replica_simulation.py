@@ -11,8 +11,8 @@ from schedule_jobs import Job, Tiny, batches_of, tables_of, tiny_loss
 from nestrec.data.batch_loader import Batch
 from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine
-from nestrec.pipeline.dense.dense_optimizer import DenseUpdate, OptimizerConfig
-from nestrec.pipeline.exchange_window import LossCompute, Window
+from nestrec.pipeline.dense.dense_optimizer import DenseOptimizer, OptimizerConfig
+from nestrec.pipeline.exchange_window import ExchangeWindow, LossCompute
 
 
 class Group:
@@ -21,7 +21,7 @@ class Group:
     def __init__(self, job: Job, replica: int, world: int) -> None:
         self.job, self.engine = job, EmbeddingEngine(tables_of(job), Topology.single())
         self.model = Tiny().to(getattr(torch, job.dtype))
-        self.dense = DenseUpdate(self.model, OptimizerConfig(), Topology.single(), torch.device("cpu"))
+        self.dense = DenseOptimizer(self.model, OptimizerConfig(), Topology.single(), torch.device("cpu"))
         shards = world // job.ranks.replicas
         self._batches = [_batches_of_rank(job, replica * shards + s, world) for s in range(shards)]
 
@@ -32,7 +32,7 @@ class Group:
         routed = self.engine.route(*[part.keys for part in parts], window_cache=self.job.window_cache)
         working = self.engine.fetch(routed, step=number)
         window, compute, loss = (
-            Window(self.engine, routed, working),
+            ExchangeWindow(self.engine, routed, working),
             LossCompute(tiny_loss(self.model), torch.device("cpu")),
             torch.zeros(()),
         )

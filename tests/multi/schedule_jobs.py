@@ -12,14 +12,14 @@ from torch import nn
 
 from nestrec.base.errors import UserError
 from nestrec.data.batch_loader import Batch, MicroBatch
-from nestrec.data.batch_order import Position
+from nestrec.data.batch_order import BatchPosition
 from nestrec.distributed import Topology
-from nestrec.distributed.topology import RanksConfig
+from nestrec.distributed.topology import ParallelConfig
 from nestrec.embedding import EmbeddingEngine, RowOptimizerConfig, StoreConfig, TableConfig
 from nestrec.embedding.routing.replica_key_union import ReplicaSyncConfig
 from nestrec.ops.embedding.row_gather import gather_rows
-from nestrec.pipeline import Feed, PipelineConfig, PipelineCore, Rates, Step
-from nestrec.pipeline.dense.dense_optimizer import DenseUpdate, OptimizerConfig
+from nestrec.pipeline import LearningRates, LookaheadIterator, PipelineConfig, PipelineCore, TrainingStep
+from nestrec.pipeline.dense.dense_optimizer import DenseOptimizer, OptimizerConfig
 from nestrec.pipeline.exchange_window import LossCompute
 from nestrec.trace import Span
 
@@ -58,7 +58,7 @@ class Job:
     """of tables and dense weights; dense weights beside 16-bit tables are float32"""
     moment_scale: float = 1.0
     dense_rate: float = 0.01
-    ranks: RanksConfig = field(default_factory=RanksConfig)
+    ranks: ParallelConfig = field(default_factory=ParallelConfig)
     replica_sync: ReplicaSyncConfig = field(default_factory=ReplicaSyncConfig)
 
 
@@ -137,7 +137,7 @@ def batches_of(job: Job, topology: Topology, first_step: int) -> Iterator[Batch]
             for part in np.array_split(mine, job.num_micro_batches)
         ]
         yield Batch(
-            Position(0, step),
+            BatchPosition(0, step),
             float(num_samples),
             np.arange(num_samples),
             tuple(parts),
@@ -182,7 +182,7 @@ class Training:
         device = self.job.device
         self.engine = EmbeddingEngine(tables_of(self.job), self.topology, device, self.job.replica_sync)
         model = Tiny().to(device, torch.float64 if self.job.dtype == "float64" else torch.float32)
-        self.dense = DenseUpdate(model, OptimizerConfig(), self.topology, torch.device(device))
+        self.dense = DenseOptimizer(model, OptimizerConfig(), self.topology, torch.device(device))
         stale_steps = self.job.stale_steps if self.schedule == "stale" else 1
         options = PipelineConfig(schedule=self.schedule, window_cache=self.job.window_cache, stale_steps=stale_steps)
         compute = LossCompute(tiny_loss(model), self.engine.device)
@@ -195,11 +195,11 @@ class Training:
         )
 
     def steps(self, first: int, last: int) -> None:
-        feed = Feed(batches_of(self.job, self.topology, first))
+        feed = LookaheadIterator(batches_of(self.job, self.topology, first))
         for number in range(first, last + 1):
             is_fence = number == last or number in self.job.fences
-            rates = Rates(dense=self.job.dense_rate / number**0.5, tables=0.1 / number**0.5)
-            step = Step(number=number, batch=next(feed), rates=rates, is_fence=is_fence)
+            rates = LearningRates(dense=self.job.dense_rate / number**0.5, tables=0.1 / number**0.5)
+            step = TrainingStep(number=number, batch=next(feed), rates=rates, is_fence=is_fence)
             self.losses.append(self.pipeline.schedule.advance(step, feed).loss)
             if is_fence:
                 self.seen[number] = self._look()
@@ -252,12 +252,12 @@ def train_until_refused(topology: Topology, schedule: str, job: Job, last: int |
     return {"error": error, "steps": len(losses), "losses": losses, "seen": training.seen}
 
 
-_topologies: dict[RanksConfig, Topology] = {}
+_topologies: dict[ParallelConfig, Topology] = {}
 
 
-def regrouped(topology: Topology, ranks: RanksConfig) -> Topology:
+def regrouped(topology: Topology, ranks: ParallelConfig) -> Topology:
     """The same ranks in other replica groups; groups are made once in a process."""
-    if topology.world == 1 or ranks == RanksConfig():
+    if topology.world == 1 or ranks == ParallelConfig():
         return topology
     if ranks not in _topologies:
         _topologies[ranks] = Topology.of_process_group(topology.device, ranks, timeout_s=60.0)

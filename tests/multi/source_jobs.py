@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from nestrec.base.errors import UserError
-from nestrec.data.streaming.stream_source import StreamPiece, StreamPosition, StreamRows, open_source
+from nestrec.data.streaming.stream_source import StreamChunk, StreamPosition, StreamRows, open_source
 from nestrec.distributed import Topology
-from nestrec.training.distributed_source import SharedSource
-from nestrec.training.run_checkpointer import Interrupted, StopRequest
-from nestrec.training.stream_trainer import StreamFollower
+from nestrec.training.distributed_source import DistributedSource
+from nestrec.training.run_checkpointer import RunInterruptedError, StopRequest
+from nestrec.training.stream_trainer import StreamTrainer
 from nestrec.training.trainer import Trainer
 from nestrec.training.training_session import together
 from support.stream_fixtures import follow_options
@@ -27,14 +27,14 @@ def read_all(
     shares: list[int] = []
     fetch = source.fetch
 
-    def counted(piece: StreamPiece) -> StreamRows | None:
+    def counted(piece: StreamChunk) -> StreamRows | None:
         shares.append(piece.share)
         if topology.rank == spoiled_rank:
             raise UserError("is spoiled", field="SOURCE", value=address)
         return fetch(piece)
 
     source.fetch = counted  # type: ignore[method-assign]
-    shared = SharedSource(source, topology)
+    shared = DistributedSource(source, topology)
 
     def read() -> None:
         with shared.helping():
@@ -55,7 +55,7 @@ def read_all(
 
 def words_while_nothing_comes(topology: Topology, address: str, looks: int) -> int:
     """How many collectives a rank takes part in while the first looks so often at a source that has nothing."""
-    shared = SharedSource(open_source(address, follow_options({}).log), topology)
+    shared = DistributedSource(open_source(address, follow_options({}).log), topology)
     before = topology.control.log.count
     with shared.helping():
         for _ in range(looks if topology.is_first else 0):
@@ -68,7 +68,7 @@ def follow_until_told(topology: Topology, data: str, run: str, address: str) -> 
     """A run that waits for events, of which the last rank alone is told to stop; whether it was stopped."""
     cfg = config_of("hstu", Path(data), {"training.max_steps": 2, "training.evaluate_every_epochs": 0})
     Trainer(cfg, Path(run), topology).train()
-    follower = StreamFollower(address, Path(run), topology, follow_options({"idle_s": 20, "poll_s": 0.01}))
+    follower = StreamTrainer(address, Path(run), topology, follow_options({"idle_s": 20, "poll_s": 0.01}))
     follow = follower._follow
 
     def told(stop: StopRequest) -> None:
@@ -79,6 +79,6 @@ def follow_until_told(topology: Topology, data: str, run: str, address: str) -> 
     follower._follow = told  # type: ignore[method-assign]
     try:
         follower.follow()
-    except Interrupted:
+    except RunInterruptedError:
         return True
     return False

@@ -18,14 +18,14 @@ from dense_jobs import Pause, wait_for_sum
 from torch import nn
 
 from nestrec.data.batch_loader import Batch, MicroBatch
-from nestrec.data.batch_order import Position
+from nestrec.data.batch_order import BatchPosition
 from nestrec.distributed import Topology
 from nestrec.distributed.collectives import barrier
-from nestrec.distributed.topology import RanksConfig
+from nestrec.distributed.topology import ParallelConfig
 from nestrec.embedding import EmbeddingEngine, TableConfig
 from nestrec.ops.embedding.row_gather import gather_rows
-from nestrec.pipeline import Feed, PipelineCore, Rates, Step
-from nestrec.pipeline.dense.dense_optimizer import DenseUpdate, OptimizerConfig
+from nestrec.pipeline import LearningRates, LookaheadIterator, PipelineCore, TrainingStep
+from nestrec.pipeline.dense.dense_optimizer import DenseOptimizer, OptimizerConfig
 from nestrec.pipeline.exchange_window import LossCompute
 from nestrec.report.result_file import make_frame
 from nestrec.trace import Span
@@ -65,17 +65,19 @@ class _Trained:
         loss = LossCompute(
             lambda part, rows, index: model(gather_rows(rows["items"], index["items"])).sum(), torch.device("cpu")
         )
-        self._dense = DenseUpdate(model, OptimizerConfig(), topology, torch.device("cpu"))
+        self._dense = DenseOptimizer(model, OptimizerConfig(), topology, torch.device("cpu"))
         self._pipeline = PipelineCore.build(loss, engine, self._dense, schedule)
 
     def steps(self, count: int) -> list[Span]:
         """What the next steps did."""
         first = self._number + 1
-        feed = Feed(self._batch(n) for n in range(first, first + count))
+        feed = LookaheadIterator(self._batch(n) for n in range(first, first + count))
         barrier(self.topology.control)
         for number in range(first, first + count):
             is_fence = number == first + count - 1
-            step = Step(number=number, batch=next(feed), rates=Rates(dense=0.01, tables=0.1), is_fence=is_fence)
+            step = TrainingStep(
+                number=number, batch=next(feed), rates=LearningRates(dense=0.01, tables=0.1), is_fence=is_fence
+            )
             self._pipeline.schedule.advance(step, feed)
         barrier(self.topology.control)
         self._number += count
@@ -98,7 +100,7 @@ class _Trained:
             for _ in range(MICRO_BATCHES)
         ]
         total = np.arange(SAMPLES * MICRO_BATCHES)
-        return Batch(Position(0, number), 1.0, total, tuple(parts), tokens=np.ones(len(total), np.int64))
+        return Batch(BatchPosition(0, number), 1.0, total, tuple(parts), tokens=np.ones(len(total), np.int64))
 
     def digest(self) -> str:
         found = self._pipeline.digest()
@@ -109,7 +111,7 @@ class _Trained:
 def measured(topology: Topology) -> dict[str, Any]:
     """Of each kind: spans of its rounds, and the digest of what was trained."""
     late, early = (
-        Topology.of_process_group(topology.device, RanksConfig(dense_bucket_mib=BUCKET_MIB, dense_overlap=overlap))
+        Topology.of_process_group(topology.device, ParallelConfig(dense_bucket_mib=BUCKET_MIB, dense_overlap=overlap))
         for overlap in (False, True)
     )
     runs = {kind: _Trained(early if kind[1] else late, kind[0]) for kind in KINDS}

@@ -9,7 +9,7 @@ import torch
 from nestrec.base.errors import UserError
 from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine, TableConfig
-from nestrec.pipeline.exchange_window import Window
+from nestrec.pipeline.exchange_window import ExchangeWindow
 
 DIM, NUM_ROWS = 10, 300
 
@@ -35,7 +35,7 @@ def exchanged(topology: Topology, lookup: str, window_cache: bool) -> tuple[list
     parts = batch(topology.rank)
     routed = engine.route(*parts, window_cache=window_cache)
     working = engine.fetch(routed, step=1)
-    window, found = Window(engine, routed, working), []
+    window, found = ExchangeWindow(engine, routed, working), []
     for number, part in enumerate(routed.micro_batches):
         window.receive(number)
         vectors = window.vectors(number)["items"]

@@ -11,7 +11,7 @@ from schedule_jobs import Job, train
 from test_schedules import EXACT, equality_with_serial, pairwise_cover
 
 from nestrec.distributed import Topology
-from nestrec.distributed.topology import RanksConfig
+from nestrec.distributed.topology import ParallelConfig
 from nestrec.embedding import EmbeddingEngine, RowOptimizerConfig, StoreConfig, TableConfig
 from nestrec.embedding.row_optimizer import ROW_OPTIMIZERS
 
@@ -112,7 +112,7 @@ def test_rows_of_16_bits_cross_with_half_the_bytes(pools):
 
 
 def test_copies_of_rows_of_16_bits_stay_alike_where_gradients_cross_between_replica_groups(pools):
-    job = Job(dtype="bfloat16", optimizer="rowwise_adagrad", num_steps=8, ranks=RanksConfig(replicas=2))
+    job = Job(dtype="bfloat16", optimizer="rowwise_adagrad", num_steps=8, ranks=ParallelConfig(replicas=2))
     serial, nested = (pools[2].run(train, schedule, job) for schedule in ("serial", "nested"))
     assert serial[0]["tables"] == serial[1]["tables"] == nested[0]["tables"] == nested[1]["tables"]
 

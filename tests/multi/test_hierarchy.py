@@ -9,12 +9,12 @@ from schedule_jobs import DIM, Job, batches_of, same, train, train_until_refused
 
 from nestrec.base.errors import UserError
 from nestrec.distributed import Topology
-from nestrec.distributed.topology import RanksConfig, groups_by_host
+from nestrec.distributed.topology import ParallelConfig, groups_by_host
 from nestrec.embedding.hashing import owner_of
 from nestrec.embedding.routing.hierarchical_exchange import check_rows_are_whole
 from nestrec.embedding.table_config import TableConfig
 
-BY_HOSTS = RanksConfig(hierarchy=True)
+BY_HOSTS = ParallelConfig(hierarchy=True)
 EXACT = ["dual_buffer", "frozen_window", "nested", "priority"]
 HOSTS, RANKS = 2, 2
 

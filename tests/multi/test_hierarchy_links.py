@@ -17,14 +17,14 @@ import pytest
 import torch
 
 from nestrec.data.batch_loader import Batch, MicroBatch
-from nestrec.data.batch_order import Position
+from nestrec.data.batch_order import BatchPosition
 from nestrec.distributed import Topology
 from nestrec.distributed.collectives import barrier
-from nestrec.distributed.topology import RanksConfig
+from nestrec.distributed.topology import ParallelConfig
 from nestrec.embedding import EmbeddingEngine, TableConfig
 from nestrec.embedding.hashing import owner_of
-from nestrec.pipeline import Feed, PipelineCore, Rates, Step
-from nestrec.pipeline.dense.dense_optimizer import DenseUpdate, OptimizerConfig
+from nestrec.pipeline import LearningRates, LookaheadIterator, PipelineCore, TrainingStep
+from nestrec.pipeline.dense.dense_optimizer import DenseOptimizer, OptimizerConfig
 from nestrec.pipeline.exchange_window import LossCompute
 from nestrec.report.result_file import make_frame
 from nestrec_bench.harness.links import bytes_on_link, can_limit, limited_links
@@ -64,18 +64,20 @@ class _Trained:
         loss = LossCompute(
             lambda part, rows, index: model(rows["items"][index["items"].long()]).sin().sum(), torch.device("cpu")
         )
-        dense = DenseUpdate(model, OptimizerConfig(), topology, torch.device("cpu"))
+        dense = DenseOptimizer(model, OptimizerConfig(), topology, torch.device("cpu"))
         self._engine, self._pipeline = engine, PipelineCore.build(loss, engine, dense, schedule)
 
     def steps(self, count: int) -> tuple[float, int]:
         """Seconds and bytes between hosts of a step, over the next ones."""
         first = self._number + 1
-        feed = Feed(self._batch(n) for n in range(first, first + count))
+        feed = LookaheadIterator(self._batch(n) for n in range(first, first + count))
         barrier(self.topology.control)
         sent, start = bytes_on_link(), time.perf_counter()
         for number in range(first, first + count):
             is_fence = number == first + count - 1
-            step = Step(number=number, batch=next(feed), rates=Rates(dense=0.01, tables=0.1), is_fence=is_fence)
+            step = TrainingStep(
+                number=number, batch=next(feed), rates=LearningRates(dense=0.01, tables=0.1), is_fence=is_fence
+            )
             self._pipeline.schedule.advance(step, feed)
         barrier(self.topology.control)
         self._number += count
@@ -85,7 +87,7 @@ class _Trained:
         keys = keys_of(self.topology.rank, number)
         parts = [MicroBatch(np.arange(SAMPLES), {"items": k}, {}, 1, SAMPLES) for k in keys]
         total = np.arange(SAMPLES * MICRO_BATCHES)
-        return Batch(Position(0, number), 1.0, total, tuple(parts), tokens=np.ones(len(total), np.int64))
+        return Batch(BatchPosition(0, number), 1.0, total, tuple(parts), tokens=np.ones(len(total), np.int64))
 
     def digest(self) -> str:
         found = self._engine.digest("items")
@@ -95,7 +97,7 @@ class _Trained:
 
 def measured(topology: Topology) -> list[dict[str, Any]]:
     os.environ["LOCAL_WORLD_SIZE"] = str(RANKS)
-    hosts = Topology.of_process_group(topology.device, RanksConfig(hierarchy=True), timeout_s=60.0)
+    hosts = Topology.of_process_group(topology.device, ParallelConfig(hierarchy=True), timeout_s=60.0)
     kinds = [(s, by_hosts) for s in ("serial", "nested") for by_hosts in (False, True)]
     runs = {kind: _Trained(hosts if kind[1] else topology, kind[0]) for kind in kinds}
     for run in runs.values():

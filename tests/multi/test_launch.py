@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from nestrec.base import errors
-from support.command_runner import Started, start
+from support.command_runner import RunningProcess, start
 from support.tiny_runs import command_of, make_datasets
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -19,7 +19,7 @@ LIMIT_S = 300  # on a machine that others share; the test's own limit is longer 
 pytestmark = pytest.mark.timeout(3 * LIMIT_S)
 
 
-def launch(command: list[str], output: Path) -> Started:
+def launch(command: list[str], output: Path) -> RunningProcess:
     """The launcher is forked from a process that has loaded torch; its ranks are interpreters of their own."""
     assert command[:3] == [sys.executable, "-m", "nestrec"]
     words = [*command[:3], "launch", "-n", "2", *command[3:]]

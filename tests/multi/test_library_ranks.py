@@ -12,7 +12,7 @@ import torch.distributed as dist
 import nestrec
 from nestrec.base.errors import UserError
 from nestrec.serving.fleet.readiness_probes import free_port
-from nestrec.training.callbacks import Listener
+from nestrec.training.callbacks import TrainingCallback
 from support.rank_pool import loaded_context
 from support.tiny_runs import config_of, make_datasets
 
@@ -20,7 +20,7 @@ WORLD, LIMIT_S = 2, 200.0
 pytestmark = pytest.mark.timeout(2 * LIMIT_S)
 
 
-class Failing(Listener):
+class Failing(TrainingCallback):
     """Fails in the first report."""
 
     def stepped(self, step: int, epoch: int, values: object) -> None:

@@ -9,7 +9,7 @@ from engine_jobs import mesh, torchrun_like, train
 
 from nestrec.distributed import Communicator, Topology
 from nestrec.distributed.collectives import all_gather_json, all_gather_rows
-from nestrec.distributed.topology import RanksConfig
+from nestrec.distributed.topology import ParallelConfig
 from nestrec.distributed.topology import mesh as mesh_of
 from nestrec.trace.tracer import CollectiveLog
 from support.rank_pool import RankPool
@@ -17,7 +17,7 @@ from support.rank_pool import RankPool
 
 @pytest.fixture(scope="module")
 def two_by_two() -> Iterator[RankPool]:
-    pool = RankPool(4, RanksConfig(replicas=2))
+    pool = RankPool(4, ParallelConfig(replicas=2))
     yield pool
     pool.close()
 
@@ -49,8 +49,8 @@ def test_ranks_form_replica_groups_of_shards(two_by_two):
 @pytest.mark.parametrize(
     ("ranks", "words"),
     [
-        (RanksConfig(replicas=3), "must divide the number of ranks"),
-        (RanksConfig(exchange="copy_engine"), "take ranks.exchange=host or collectives"),
+        (ParallelConfig(replicas=3), "must divide the number of ranks"),
+        (ParallelConfig(exchange="copy_engine"), "take ranks.exchange=host or collectives"),
     ],
 )
 def test_what_the_ranks_cannot_do_is_an_error(pools, ranks, words):

@@ -3,15 +3,15 @@
 import pytest
 from schedule_jobs import Job, train_until_refused
 
-from nestrec.distributed.topology import RanksConfig
+from nestrec.distributed.topology import ParallelConfig
 from nestrec.embedding.routing.replica_key_union import ReplicaSyncConfig
 from nestrec.pipeline import SCHEDULES
 
 WORDS = "feature 'item' = 4000: is not a key of table 'items', which holds 0 to 3999 (found on rank 1)"
 GROUPS = {
     "one group": {},
-    "gradients": {"ranks": RanksConfig(replicas=2)},
-    "weights": {"ranks": RanksConfig(replicas=2), "replica_sync": ReplicaSyncConfig(mode="weights", every=3)},
+    "gradients": {"ranks": ParallelConfig(replicas=2)},
+    "weights": {"ranks": ParallelConfig(replicas=2), "replica_sync": ReplicaSyncConfig(mode="weights", every=3)},
 }
 
 

@@ -8,13 +8,13 @@ import torch
 from schedule_jobs import Job, same, train
 
 from nestrec.distributed import Topology
-from nestrec.distributed.topology import RanksConfig
+from nestrec.distributed.topology import ParallelConfig
 from nestrec.embedding.routing import replica_reduction
 
 EXACT = ["dual_buffer", "frozen_window", "nested", "priority"]
 GROUPS = {
-    2: RanksConfig(replicas=2),
-    4: RanksConfig(replicas=2, placement="replicas_contiguous"),
+    2: ParallelConfig(replicas=2),
+    4: ParallelConfig(replicas=2, placement="replicas_contiguous"),
 }
 CASES = [
     # Every optimiser, exact schedule, number of ranks and cache setting occurs; the full grid is slow.
@@ -71,7 +71,7 @@ OF_FOUR = (4, 4, Job(stream="distance_two", admission={"admission_count": 2, "ev
     ],
 )
 def test_exact_schedules_equal_serial_with_replica_groups(pools, world, replicas, job, schedules):
-    job = replace(job, ranks=RanksConfig(replicas=replicas), num_steps=10)
+    job = replace(job, ranks=ParallelConfig(replicas=replicas), num_steps=10)
     serial = pools[world].run(train, "serial", job)
     assert len({tuple(result["tables"]) for result in serial}) == 1
     for schedule in schedules:
@@ -81,7 +81,7 @@ def test_exact_schedules_equal_serial_with_replica_groups(pools, world, replicas
 
 
 def test_a_gradient_crosses_once_and_only_for_touched_rows(pools):
-    job = Job(stream="no_overlap", num_steps=8, ranks=RanksConfig(replicas=2))
+    job = Job(stream="no_overlap", num_steps=8, ranks=ParallelConfig(replicas=2))
     for result in pools[2].run(train, "serial", job):
         sent = result["statistics"]
         # One shard a group: the owner is asked for each distinct key of its own batch, and nothing else crosses.
@@ -103,7 +103,7 @@ def replica_bytes(topology: Topology, job: Job, *, is_direct: bool) -> tuple[lis
 
 @pytest.mark.parametrize("window_cache", [False, True])
 def test_sums_that_are_scattered_over_holders_have_the_same_bits_and_fewer_bytes(pools, window_cache):
-    ranks = RanksConfig(replicas=4)
+    ranks = ParallelConfig(replicas=4)
     job = Job(
         num_steps=8, num_samples=96, num_micro_batches=2, ranks=ranks, window_cache=window_cache, stream="distance_two"
     )

@@ -9,11 +9,11 @@ from schedule_jobs import Job, regrouped, same, train
 
 from nestrec.base.errors import UserError
 from nestrec.distributed import Topology
-from nestrec.distributed.topology import RanksConfig
+from nestrec.distributed.topology import ParallelConfig
 from nestrec.embedding import EmbeddingEngine, InitConfig, RowOptimizerConfig, StoreConfig, TableConfig
 from nestrec.embedding.routing.replica_key_union import ReplicaSyncConfig, check_tables_can_differ
 
-TWO = RanksConfig(replicas=2)
+TWO = ParallelConfig(replicas=2)
 EVERY = ["serial", "dual_buffer", "frozen_window", "nested", "priority"]
 
 

@@ -7,9 +7,9 @@ import pytest
 from numpy.typing import NDArray
 
 from nestrec.balance import POLICIES, BalanceConfig, CostModel, balance
-from nestrec.balance.sample_exchange import Exchanged, exchange_samples
+from nestrec.balance.sample_exchange import SampleExchange, exchange_samples
 from nestrec.data.batch_order import contiguous_shares
-from nestrec.data.dataset import Rows
+from nestrec.data.dataset import DatasetRows
 from nestrec.data.flat_arrays import offsets_of_lengths
 from nestrec.data.synthetic.synthetic_logs import lengths as draw_lengths
 from nestrec.distributed.topology import Communicator, Topology
@@ -23,13 +23,13 @@ def ranks(pools, request: pytest.FixtureRequest) -> tuple[RankPool, int]:
     return pools[request.param], request.param
 
 
-def sample_rows(ids: NDArray[np.int64], lengths: NDArray[np.int64]) -> Rows:
+def sample_rows(ids: NDArray[np.int64], lengths: NDArray[np.int64]) -> DatasetRows:
     """Every value tells its sample and its place; columns of different widths and of different lengths."""
     offsets = offsets_of_lengths(lengths)
     places = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
     items = np.repeat(ids, lengths) * 100_000 + places
     extras = np.repeat(ids, ids % 3).astype(np.int16)
-    return Rows(
+    return DatasetRows(
         indices=ids,
         scalars={"label": (ids % 2).astype(bool), "score": ids / 7.0},
         lists={"items": (items, offsets), "extras": (extras, offsets_of_lengths(ids % 3))},
@@ -41,7 +41,7 @@ def global_batch(num_samples: int) -> tuple[NDArray[np.int64], NDArray[np.int64]
     return ids, draw_lengths("turbogr-kuai", num_samples, 5).astype(np.int64), ids % 11
 
 
-def trade(topology: Topology, policy: str, num_samples: int, counts: list[int] | None) -> Exchanged:
+def trade(topology: Topology, policy: str, num_samples: int, counts: list[int] | None) -> SampleExchange:
     ids, lengths, candidates = global_batch(num_samples)
     bounds = contiguous_shares(num_samples, topology.world) if counts is None else offsets_of_lengths(np.array(counts))
     part = slice(bounds[topology.rank], bounds[topology.rank + 1])
@@ -50,7 +50,7 @@ def trade(topology: Topology, policy: str, num_samples: int, counts: list[int] |
     return exchange_samples(topology.control, cfg, rows, lengths[part], candidates[part])
 
 
-def assert_rows_equal(found: Rows, expected: Rows) -> None:
+def assert_rows_equal(found: DatasetRows, expected: DatasetRows) -> None:
     assert found.indices.tolist() == expected.indices.tolist()
     for name, values in expected.scalars.items():
         assert found.scalars[name].dtype == values.dtype

@@ -7,7 +7,7 @@ from engine_jobs import LEARNING_RATE, NUM_ROWS, global_batch, sample_loss, tabl
 
 from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine
-from nestrec.pipeline.dense.dense_optimizer import DenseUpdate, OptimizerConfig
+from nestrec.pipeline.dense.dense_optimizer import DenseOptimizer, OptimizerConfig
 
 KINDS = ["sgd", "adagrad", "rowwise_adagrad", "adam", "rowwise_adam"]
 USERS = np.arange(-20, 20) * 2**57
@@ -152,7 +152,7 @@ def clipped(topology: Topology) -> list[list[float]]:
     """Weights after a step in which every rank and micro-batch has a part of the gradient."""
     torch.manual_seed(1)
     model = torch.nn.Linear(3, 2, dtype=torch.float64)
-    dense = DenseUpdate(model, OptimizerConfig(clip_norm=0.5, eps=1.0), topology, torch.device("cpu"))
+    dense = DenseOptimizer(model, OptimizerConfig(clip_norm=0.5, eps=1.0), topology, torch.device("cpu"))
     whole = [
         torch.randn(w.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
         for w in model.parameters()

@@ -14,8 +14,8 @@ from engine_jobs import train
 from nestrec.base.errors import PeerLostError
 from nestrec.distributed import Topology
 from nestrec.distributed.collectives import all_to_all_rows, exchange
-from nestrec.distributed.topology import RanksConfig
-from nestrec.distributed.transports import SharedMemory, Shipment, address, connect
+from nestrec.distributed.topology import ParallelConfig
+from nestrec.distributed.transports import AllToAllPayload, SharedMemoryTransport, address, connect
 
 KINDS = [torch.float32, torch.int64, torch.float16, torch.uint8]
 
@@ -26,9 +26,9 @@ def test_any_elements_arrive_as_over_gloo(pools):
 
 def exchange_by_both(topology: Topology, rounds: int) -> bool:
     """Shipments of several types, of none to many elements, written or ready; sizes go up and down."""
-    gloo = Topology.of_process_group(torch.device("cpu"), RanksConfig(exchange="collectives")).vectors
-    assert isinstance(topology.vectors.transport, SharedMemory)
-    assert not isinstance(gloo.transport, SharedMemory)
+    gloo = Topology.of_process_group(torch.device("cpu"), ParallelConfig(exchange="collectives")).vectors
+    assert isinstance(topology.vectors.transport, SharedMemoryTransport)
+    assert not isinstance(gloo.transport, SharedMemoryTransport)
     everything_equal = True
     for number in range(rounds):
         draw = torch.Generator().manual_seed(number)
@@ -44,14 +44,16 @@ def exchange_by_both(topology: Topology, rounds: int) -> bool:
     return everything_equal
 
 
-def _shipment(topology: Topology, draw: torch.Generator, most: int, dtype: torch.dtype) -> Shipment:
+def _shipment(topology: Topology, draw: torch.Generator, most: int, dtype: torch.dtype) -> AllToAllPayload:
     counts = torch.randint(0, most, (topology.world, topology.world), generator=draw)
     counts[int(torch.randint(0, topology.world, (), generator=draw))] = 0  # a rank that sends nothing
     send, receive = counts[topology.rank].numpy(), counts[:, topology.rank].numpy()
     own = torch.Generator().manual_seed(topology.rank + most)
     sent = torch.randint(0, 100, (int(send.sum()),), generator=own).to(dtype)
     is_ready = bool(sent.sum() % 2)
-    return Shipment(send, receive, sent, None if is_ready else lambda out: out.copy_(sent), sent if is_ready else None)
+    return AllToAllPayload(
+        send, receive, sent, None if is_ready else lambda out: out.copy_(sent), sent if is_ready else None
+    )
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
@@ -63,7 +65,7 @@ def test_training_gives_the_same_bits_through_shared_memory_and_through_gloo(poo
 
 
 def train_by_both(topology: Topology, num_micro_batches: int) -> list[dict]:
-    gloo = Topology.of_process_group(torch.device("cpu"), RanksConfig(exchange="collectives"))
+    gloo = Topology.of_process_group(torch.device("cpu"), ParallelConfig(exchange="collectives"))
     return [train(where, "rowwise_adagrad", 20, num_micro_batches, "float32") for where in (topology, gloo)]
 
 
@@ -89,12 +91,12 @@ def _anonymous_files() -> int:
 
 
 def test_shared_memory_can_be_asked_for_and_declined(pools):
-    assert pools[2].run(kinds_of_transport, "shared_memory") == [["SharedMemory"] * 3] * 2
+    assert pools[2].run(kinds_of_transport, "shared_memory") == [["SharedMemoryTransport"] * 3] * 2
     assert pools[2].run(kinds_of_transport, "collectives") == [["Collectives"] * 3] * 2
 
 
 def kinds_of_transport(topology: Topology, exchange: str) -> list[str]:
-    made = Topology.of_process_group(torch.device("cpu"), RanksConfig(exchange=exchange))
+    made = Topology.of_process_group(torch.device("cpu"), ParallelConfig(exchange=exchange))
     return [type(c.transport).__name__ for c in (made.keys, made.vectors, made.samples)]
 
 
@@ -127,9 +129,9 @@ _kept: list[Topology] = []
 
 def lose_a_peer(topology: Topology) -> str:
     """Rank 3 hangs up on rank 0 alone; what each rank of an exchange hears then."""
-    _kept[:] = [Topology.of_process_group(torch.device("cpu"), RanksConfig(), timeout_s=60.0)]
+    _kept[:] = [Topology.of_process_group(torch.device("cpu"), ParallelConfig(), timeout_s=60.0)]
     vectors = _kept[0].vectors
-    assert isinstance(vectors.transport, SharedMemory)
+    assert isinstance(vectors.transport, SharedMemoryTransport)
     if topology.rank == 3:
         vectors.transport._peers[0].hang_up()
     for _ in range(2):  # whoever got through the first has to hear of it in the second

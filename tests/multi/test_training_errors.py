@@ -11,11 +11,11 @@ import pytest
 from training_jobs import fill_disk_of_one_rank, no_data, other_width_on_last_rank, train, train_on_full_disk
 
 from nestrec.base import errors
-from nestrec.checkpoint import Checkpoints, verify
+from nestrec.checkpoint import CheckpointManager, verify
 from nestrec.checkpoint.checkpoint_manifest import committed_steps
 from nestrec.serving.fleet.readiness_probes import free_port
 from nestrec.training.state import run_digest
-from support.command_runner import Started, start
+from support.command_runner import RunningProcess, start
 from support.rank_pool import RankFailure
 from support.tiny_runs import command_of, make_datasets
 
@@ -62,9 +62,9 @@ def test_a_full_disk_of_one_rank_ends_all_and_leaves_the_last_checkpoint(
         fill_disk_of_one_rank, train_on_full_disk, "hstu", data, str(tmp_path / "cut"), {**more, **saving}
     )
     words = "the checkpoint of step 8 could not be written"
-    check_same_error_everywhere(outcomes, "SaveError", words)
+    check_same_error_everywhere(outcomes, "CheckpointSaveError", words)
     assert "rank 1: OSError: [Errno 27] File too large" in outcomes[0].text
-    assert Checkpoints(tmp_path / "cut" / "checkpoints").steps() == [4]
+    assert CheckpointManager(tmp_path / "cut" / "checkpoints").steps() == [4]
     assert verify(tmp_path / "cut" / "checkpoints" / "step-00000004") == []
     pools[2].run(train, "hstu", data, str(tmp_path / "cut"), more)
     assert run_digest(tmp_path / "cut") == run_digest(tmp_path / "whole")
@@ -83,7 +83,7 @@ def test_a_run_folder_on_a_full_disk_is_said_by_every_rank(pools, data: str, tmp
     assert f"RUN = '{tmp_path}" in outcomes[1].text
 
 
-def start_ranks(command: list[str], world: int, log: Path) -> list[Started]:
+def start_ranks(command: list[str], world: int, log: Path) -> list[RunningProcess]:
     """The ranks of a run without a launcher, which would end the survivors itself."""
     common = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     places = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)} for rank in range(world)]
@@ -113,4 +113,4 @@ def test_a_rank_that_dies_ends_the_others_with_their_own_exit_code(data: str, tm
     assert "error: a peer was lost in " in said
     assert "remedy: restart all ranks from the last checkpoint" in said
     assert "Traceback" not in said
-    assert Checkpoints(run / "checkpoints").restore_latest() is not None
+    assert CheckpointManager(run / "checkpoints").restore_latest() is not None

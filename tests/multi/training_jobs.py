@@ -14,10 +14,10 @@ from unittest.mock import patch
 import torch
 from schedule_jobs import regrouped
 
-from nestrec.checkpoint import Checkpoints
+from nestrec.checkpoint import CheckpointManager
 from nestrec.checkpoint.checkpoint_manifest import committed_steps
 from nestrec.distributed import Topology
-from nestrec.training.run_checkpointer import Interrupted
+from nestrec.training.run_checkpointer import RunInterruptedError
 from nestrec.training.trainer import Trainer
 from support.fail_points import armed
 from support.tiny_runs import config_of
@@ -152,7 +152,7 @@ def save_again(  # noqa: PLR0917
 ) -> dict[str, str]:
     """Load another run's checkpoint, written by any number of ranks, and save it from here; digests of the tables."""
     trainer = trainer_of(topology, family, data, target, more)
-    restored = Checkpoints(Path(source) / "checkpoints").restore_latest()
+    restored = CheckpointManager(Path(source) / "checkpoints").restore_latest()
     assert restored is not None
     trainer.saving.save(trainer.session.restore(restored))
     trainer.saving.close()
@@ -180,7 +180,7 @@ def terminate_one_rank(topology: Topology, family: str, data: str, run: str, mor
     try:
         with armed("train.step", terminate, at=4):
             trainer.train()
-    except Interrupted:
+    except RunInterruptedError:
         return trainer.state.step
     raise AssertionError("did not stop")
 

@@ -8,7 +8,7 @@ from featured_runs import Runs
 from small_recipes import LENGTH, Exported, ranking_recipe, train_and_export
 
 from nestrec.data.synthetic.synthetic_logs import generate, preset
-from nestrec.tasks.table_overrides import TableOptions
+from nestrec.tasks.table_overrides import TableOverrides
 from nestrec.training.recipes import recipe
 from nestrec.training.run_config import DataConfig
 
@@ -37,7 +37,7 @@ def ranking(tmp_path_factory, dataset_folder) -> Exported:
 @pytest.fixture(scope="session")
 def half_ranking(tmp_path_factory, dataset_folder) -> Exported:
     """Rows of 16 bits, of both kinds."""
-    tables = {"items": TableOptions(dtype="bfloat16"), "item_topic": TableOptions(dtype="float16")}
+    tables = {"items": TableOverrides(dtype="bfloat16"), "item_topic": TableOverrides(dtype="float16")}
     cfg = replace(ranking_recipe(dataset_folder), tables=tables)
     return train_and_export(cfg, tmp_path_factory.mktemp("half_ranking"))
 

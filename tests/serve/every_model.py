@@ -16,7 +16,7 @@ from nestrec.serving.core.request_limits import LimitsConfig
 from nestrec.serving.engine.batch_scheduler import EngineConfig
 from nestrec.serving.http.http_app import App
 from nestrec.serving.kv_cache.preinfer_trigger import TriggerConfig
-from nestrec.serving.kv_cache.tiered_prefix_cache import TiersConfig
+from nestrec.serving.kv_cache.tiered_prefix_cache import PrefixCacheConfig
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.service.inference_service import Service, ServiceConfig
 from nestrec.training.recipes import recipe
@@ -31,7 +31,7 @@ ENCODERS = {
     "sasrec": SASRecConfig(**SIZES, ffn_dim=24),
 }
 TASKS = ("ranking", "retrieval")
-TIERS = TiersConfig(cache_bytes=1 << 17, page_tokens=4, spill_above=0.0, reload="always")
+TIERS = PrefixCacheConfig(cache_bytes=1 << 17, page_tokens=4, spill_above=0.0, reload="always")
 SERVICE = ServiceConfig(
     engine=EngineConfig(tiers=TIERS, max_queue_s=1e9, trigger=TriggerConfig(policy="all", burst_s=1e9)), slide_events=4
 )

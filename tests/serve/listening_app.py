@@ -8,7 +8,7 @@ from uvicorn.server import ServerState
 from nestrec.serving.fleet.gateway import Gateway
 from nestrec.serving.http.http_app import App
 from nestrec.serving.http.serve_config import safety_of, uvicorn_config
-from nestrec.serving.http.sockets import WithHealthPort
+from nestrec.serving.http.sockets import HealthPortMiddleware
 
 
 @contextlib.asynccontextmanager
@@ -18,7 +18,7 @@ async def listening(app, cfg):
     config = uvicorn_config(app, cfg, app if isinstance(app, App | Gateway) else None, safety)
     config.load()
     state = ServerState()
-    with_health = config.app if isinstance(config.app, WithHealthPort) else None
+    with_health = config.app if isinstance(config.app, HealthPortMiddleware) else None
     if with_health is not None:
         await with_health._listen()
     server = await asyncio.get_running_loop().create_server(

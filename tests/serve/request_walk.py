@@ -17,7 +17,7 @@ import nestrec
 from nestrec.exporters.servable_writer import write_servable
 from nestrec.models import HSTUConfig
 from nestrec.serving.http.serve_config import ServeConfig
-from nestrec.serving.http.signals import Signals
+from nestrec.serving.http.signals import SignalHandler
 from nestrec.serving.server import serve
 from nestrec_bench.harness.random_model import random_ranking
 from support.command_runner import piped
@@ -115,7 +115,7 @@ def serve_and_trace(folder, output):
     tracer = CallTracer()
     threading.setprofile(tracer)  # the engine's thread starts with the server
     sys.setprofile(tracer)
-    signals = Signals.installed()
+    signals = SignalHandler.installed()
 
     def ask(path, body):
         response = exchange(port_of.result(), post(path, body))

@@ -7,7 +7,7 @@ import numpy as np
 
 from nestrec.serving.core.rejections import UnavailableError
 from nestrec.serving.model.request_inputs import Candidates, History
-from nestrec_bench.harness.clocks import SimulatedClock
+from nestrec_bench.harness.clocks import ManualClock
 
 TIMEOUT_S = 60.0
 
@@ -44,7 +44,7 @@ class Sequences:
 
     def __init__(self, seed):
         self.rng, self.py = np.random.default_rng(seed), random.Random(seed)
-        self.clock = SimulatedClock()
+        self.clock = ManualClock()
         self.current = 0
         self.engine = self.make_engine()
         self.history = [draw_history(self.rng, int(self.rng.integers(0, 20))) for _ in range(6)]

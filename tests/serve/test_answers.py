@@ -15,7 +15,7 @@ from nestrec.serving.http.http_app import App
 from nestrec.serving.model.servable_spec import InputDefaults
 from nestrec.serving.service.inference_service import Service, ServiceConfig
 from nestrec_bench.harness.random_model import random_ranking, random_retrieval
-from nestrec_bench.load_test.load_test import ReplayConfig, made_up_request, reads_from
+from nestrec_bench.load_test.load_test import LoadTestConfig, made_up_request, reads_from
 
 ENCODER = HSTUConfig(dim=16, num_layers=1, num_heads=2, head_dim=8, max_length=64, time_bias=True)
 NUM_ITEMS = 60
@@ -272,7 +272,7 @@ class TestWhatAModelReads:
 
 @pytest.mark.parametrize("name", ["cascade", "retrieval"])
 def test_a_made_up_load_tells_what_the_model_reads(fronts, name):
-    cfg = ReplayConfig(candidates=5)
+    cfg = LoadTestConfig(candidates=5)
     reads = reads_from(models_of(fronts[name]))
     signal, request = made_up_request(3, 7, cfg, np.random.default_rng(0), reads, items=range(1, NUM_ITEMS + 1))
     for path, body in (("/v1/preinfer", signal), ("/v1/rank", request)):

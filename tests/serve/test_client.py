@@ -12,8 +12,8 @@ import httpx
 import pytest
 from test_gateway import listening
 
-from nestrec.client import AskError, AsyncClient, BusyError, Client
-from nestrec.client.attempts import Attempts
+from nestrec.client import AsyncClient, Client, RequestError, ServerBusyError
+from nestrec.client.attempts import RetryState
 from nestrec.serving.core.request_limits import LimitsConfig
 from nestrec.serving.fleet.readiness_probes import free_port
 from nestrec.serving.http.http_app import App
@@ -45,7 +45,7 @@ def _ask(url):
         told += [len(client.recommend("a b", k=3)["items"])]
         client.forget_cache("a b")
         client.forget_events("a b")
-        with pytest.raises(AskError) as refused:
+        with pytest.raises(RequestError) as refused:
             client.recommend("a b")
         return [*told, refused.value.field, refused.value.status]
 
@@ -58,7 +58,7 @@ async def _ask_without_waiting(url):
         told += [len((await client.recommend("a b", k=3))["items"])]
         await client.forget_cache("a b")
         await client.forget_events("a b")
-        with pytest.raises(AskError) as refused:
+        with pytest.raises(RequestError) as refused:
             await client.recommend("a b")
         return [*told, refused.value.field, refused.value.status]
 
@@ -123,7 +123,7 @@ def test_unknown_user_message_says_what_to_do(service):
         refused = []
         with Client(url) as client:
             for given in ({}, {"items": []}, {"items": ["nobody knows it"]}):
-                with pytest.raises(AskError) as error:
+                with pytest.raises(RequestError) as error:
                     client.recommend("new", times_ms=[1] * len(given.get("items", ())) or None, **given)
                 refused.append(error.value)
         return refused
@@ -175,7 +175,7 @@ def test_refusals_are_asked_again_when_the_server_says_within_the_deadline(waits
     assert left == [4000, 3000, 1000], "the server is told what is left"
     assert len({request.headers["x-nestrec-user"] for request in server.requests}) == 1
     waits.clear()
-    with pytest.raises(BusyError) as busy:
+    with pytest.raises(ServerBusyError) as busy:
         Scripted((503, {"retry-after": "3"})).client(deadline_s=2.0).rank(7, ["1"])
     assert (busy.value.status, busy.value.retry_after_s, waits) == (503, 3.0, []), "it does not wait in vain"
 
@@ -185,9 +185,9 @@ def test_a_server_that_is_not_reached_is_tried_until_the_deadline(waits):
     Scripted(*gone, (200, {})).client().recommend("a")
     assert len(waits) == 3
     assert waits[0] < waits[2]
-    with pytest.raises(BusyError, match="not reached"):
+    with pytest.raises(ServerBusyError, match="not reached"):
         Scripted(*[httpx.ConnectError("refused")] * 99).client(deadline_s=1.0).recommend("a")
-    with Client(f"http://127.0.0.1:{free_port()}", deadline_s=0.05) as client, pytest.raises(BusyError):
+    with Client(f"http://127.0.0.1:{free_port()}", deadline_s=0.05) as client, pytest.raises(ServerBusyError):
         client.models()
 
 
@@ -195,7 +195,7 @@ def test_events_are_not_sent_twice_unless_that_is_wanted(waits):
     unknown = ((503, {"retry-after": "1"}), httpx.ReadError("reset"))
     for answer in unknown:
         server = Scripted(answer, (202, {}))
-        with pytest.raises(BusyError):
+        with pytest.raises(ServerBusyError):
             server.client().events("a", HISTORY)
         server.client().events("a", HISTORY, at_least_once=True)
         server = Scripted(answer, (202, {}))
@@ -206,11 +206,11 @@ def test_events_are_not_sent_twice_unless_that_is_wanted(waits):
 
 
 def test_what_is_wrong_with_a_request_is_said_at_once(waits):
-    attempts = Attempts(5.0, is_repeatable=True, now_s=lambda: 0.0)
-    with pytest.raises(AskError, match="history: is needed") as wrong:
+    attempts = RetryState(5.0, is_repeatable=True, now_s=lambda: 0.0)
+    with pytest.raises(RequestError, match="history: is needed") as wrong:
         attempts.answered(400, {}, {"error": {"message": "is needed", "field": "history"}})
-    assert not isinstance(wrong.value, BusyError)
-    with pytest.raises(AskError, match="status 502"):
+    assert not isinstance(wrong.value, ServerBusyError)
+    with pytest.raises(RequestError, match="status 502"):
         attempts.answered(502, {}, None)
     assert Scripted((200, {})).client(key="secret").models() is not None
     server = Scripted((200, {}))

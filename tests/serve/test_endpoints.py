@@ -19,7 +19,7 @@ from nestrec.base.errors import UserError
 from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.core.request_limits import BadRequestError, LimitsConfig
 from nestrec.serving.engine.batch_scheduler import EngineConfig
-from nestrec.serving.http.endpoint_spec import Endpoint
+from nestrec.serving.http.endpoint_spec import EndpointSpec
 from nestrec.serving.http.http_app import App, handled
 from nestrec.serving.http.routes import ENDPOINTS, all_endpoints, endpoint_seam
 from nestrec.serving.inputs.request_schema import reader
@@ -302,7 +302,7 @@ def _at_once(front: object, request: None) -> dict[str, int]:
     ],
 )
 def test_an_answer_that_is_not_as_its_endpoint_says_is_never_sent(handle, said):
-    endpoint = Endpoint(method="GET", path="/v1/two", summary="two", handle=handle, answer=Two)
+    endpoint = EndpointSpec(method="GET", path="/v1/two", summary="two", handle=handle, answer=Two)
     with pytest.raises(TypeError, match=rf"nestrec.endpoints: GET /v1/two: `handle` \({handle.__name__}\) {said}"):
         asyncio.run(handled(endpoint, None, None))
 
@@ -325,7 +325,7 @@ class Unheard:
     ],
 )
 def test_an_endpoint_that_cannot_be_described_is_named_when_a_server_starts(monkeypatch, changes, said):
-    endpoint = Endpoint(**{"method": "GET", "path": "/v1/two", "summary": "two", "handle": _half, **changes})
+    endpoint = EndpointSpec(**{"method": "GET", "path": "/v1/two", "summary": "two", "handle": _half, **changes})
     seam = endpoint_seam()
     monkeypatch.setitem(seam._loaded, "two", endpoint)
     seam.__dict__["_foreign"] = {"two": EntryPoint("two", "theirs:TWO", seam.group)}

@@ -13,24 +13,24 @@ from serving_sequences import draw_candidates, draw_history
 from nestrec.models import HSTUConfig
 from nestrec.serving.core.cost_model import EngineCostModel, Histogram
 from nestrec.serving.core.rejections import UnavailableError
-from nestrec.serving.core.request_limits import Sender
-from nestrec.serving.engine.admission import Backlog
-from nestrec.serving.engine.batch_pacer import EnginePace
-from nestrec.serving.engine.batch_scheduler import EngineConfig, EngineStep, Planner, RankPlanner
+from nestrec.serving.core.request_limits import RequestSource
+from nestrec.serving.engine.admission import QueueEstimate
+from nestrec.serving.engine.batch_pacer import BatchPacer
+from nestrec.serving.engine.batch_scheduler import BatchScheduler, EngineConfig, RankScheduler, ScheduledChunk
 from nestrec.serving.engine.fair_queue import FairQueue
-from nestrec.serving.engine.reference_runner import Launched, Runner
+from nestrec.serving.engine.reference_runner import InFlightBatch, ReferenceRunner
 from nestrec.serving.engine.serving_engine import Engine, RecentRequests
-from nestrec.serving.kv_cache.host_prefix_cache import Expander, HostPages
+from nestrec.serving.kv_cache.host_prefix_cache import HostPages, HostPrefixCache
 from nestrec.serving.kv_cache.kv_page_pool import pool_for
 from nestrec.serving.kv_cache.prefix_cache import PrefixCache
 from nestrec.serving.kv_cache.preinfer_trigger import Trigger, TriggerConfig
-from nestrec.serving.kv_cache.tiered_prefix_cache import Copier, PrefixTiers, TiersConfig
+from nestrec.serving.kv_cache.tiered_prefix_cache import Copier, PrefixCacheConfig, TieredPrefixCache
 from nestrec.serving.model.model_adapter import make_form
 from nestrec_bench.harness.random_model import random_ranking
 from support.fail_points import armed
 
 ENCODER = HSTUConfig(dim=16, num_layers=2, num_heads=2, max_length=32, head_dim=8, time_bias=True)
-TIERS = TiersConfig(
+TIERS = PrefixCacheConfig(
     cache_bytes=3 << 13, dram_bytes=1 << 15, page_tokens=4, spill_above=0.0, reload="always", keeps_on_device=False
 )
 MOST_REQUESTS = 4
@@ -42,26 +42,26 @@ TIMEOUT_S = 60.0
 
 POINTS = {
     "mailbox": (Engine, "admit"),
-    "waiting for work": (EnginePace, "stay_awake"),
-    "arrival": (Planner, "add"),
-    "superseded signal": (Planner, "drop_signal"),
-    "plan": (Planner, "plan"),
-    "plan of rankings": (RankPlanner, "_take"),
-    "plan of signals": (Planner, "_plan_signals"),
-    "start of a ranking": (RankPlanner, "_begins"),
+    "waiting for work": (BatchPacer, "stay_awake"),
+    "arrival": (BatchScheduler, "add"),
+    "superseded signal": (BatchScheduler, "drop_signal"),
+    "plan": (BatchScheduler, "plan"),
+    "plan of rankings": (RankScheduler, "_take"),
+    "plan of signals": (BatchScheduler, "_plan_signals"),
+    "start of a ranking": (RankScheduler, "_begins"),
     "queue push": (FairQueue, "push"),
     "queue pop": (FairQueue, "pop"),
     "queue charge": (FairQueue, "charge"),
     "queue settle": (FairQueue, "settle"),
     "prediction": (EngineCostModel, "predict_s"),
     "observation": (EngineCostModel, "observe"),
-    "step": (EngineStep, "make"),
-    "lookup": (PrefixTiers, "find"),
-    "reservation": (PrefixTiers, "reserve"),
-    "reload": (PrefixTiers, "reload"),
-    "end of a reload": (PrefixTiers, "_reloaded"),
-    "spill": (PrefixTiers, "spill"),
-    "end of a spill": (PrefixTiers, "_spilled"),
+    "step": (ScheduledChunk, "make"),
+    "lookup": (TieredPrefixCache, "find"),
+    "reservation": (TieredPrefixCache, "reserve"),
+    "reload": (TieredPrefixCache, "reload"),
+    "end of a reload": (TieredPrefixCache, "_reloaded"),
+    "spill": (TieredPrefixCache, "spill"),
+    "end of a spill": (TieredPrefixCache, "_spilled"),
     "cache create": (PrefixCache, "create"),
     "cache grow": (PrefixCache, "grow"),
     "cache commit": (PrefixCache, "commit"),
@@ -69,18 +69,18 @@ POINTS = {
     "cache unpin": (PrefixCache, "unpin"),
     "cache hold": (PrefixCache, "hold"),
     "host pages": (HostPages, "take"),
-    "DRAM entry": (Expander, "begin_spill"),
+    "DRAM entry": (HostPrefixCache, "begin_spill"),
     "copier queue": (Copier, "submit"),
     "copy": (Copier, "_make"),
-    "launch": (Runner, "launch"),
-    "after the launch": (Planner, "launched"),
+    "launch": (ReferenceRunner, "launch"),
+    "after the launch": (BatchScheduler, "launched"),
     "completion": (Engine, "complete"),
-    "pace": (EnginePace, "ended"),
+    "pace": (BatchPacer, "ended"),
     "end of a signal": (Engine, "_signal_done"),
     "trigger": (Trigger, "consumed"),
     "histogram": (Histogram, "observe"),
     "recent requests": (RecentRequests, "ranked"),
-    "backlog": (Backlog, "remove"),
+    "backlog": (QueueEstimate, "remove"),
     "future": (Future, "set_result"),
 }
 
@@ -138,7 +138,8 @@ def ask_together(engine, asked, users):
             engine.preinfer(user, asked[user][0], 0, 8, timeout_s=TIMEOUT_S)
     with engine._condition:
         return {
-            user: engine.rank(user, *asked[user][:2], timeout_s=TIMEOUT_S, sender=Sender(user[-1])) for user in users
+            user: engine.rank(user, *asked[user][:2], timeout_s=TIMEOUT_S, sender=RequestSource(user[-1]))
+            for user in users
         }
 
 
@@ -192,13 +193,13 @@ def test_engine_answers_after_an_exception(servable, asked, monkeypatch, point, 
 
 
 def test_engine_answers_in_flight_batch_if_the_next_plan_fails(servable, asked, monkeypatch):
-    class LateRunner(Runner):
+    class LateRunner(ReferenceRunner):
         depth = 2
 
         def launch(self, parts):
             results = self.run(parts)
             looks = itertools.count()
-            return Launched(lambda: (results, 1e-3), lambda: next(looks) > 3)
+            return InFlightBatch(lambda: (results, 1e-3), lambda: next(looks) > 3)
 
     form = make_form(servable)
     engine = Engine(form, CONFIG, runner=LateRunner(form, pool_for(servable, cache_bytes=3 << 13, page_tokens=4)))
@@ -210,8 +211,8 @@ def test_engine_answers_in_flight_batch_if_the_next_plan_fails(servable, asked, 
             raise ArithmeticError("planted")
         return plan(planner, handled)
 
-    plan = Planner.plan
-    monkeypatch.setattr(Planner, "plan", fail_beside_a_batch)
+    plan = BatchScheduler.plan
+    monkeypatch.setattr(BatchScheduler, "plan", fail_beside_a_batch)
     assert check_answers(ask_together(engine, asked, list(asked)), asked) == 0
     assert planted == [1]
     check_nothing_leaks(engine)

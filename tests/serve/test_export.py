@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from nestrec.base.config import dumps
-from nestrec.base.errors import DamagedError, UserError
+from nestrec.base.errors import CorruptFileError, UserError
 from nestrec.data.samples.retrieval_collator import RetrievalQueries
 from nestrec.data.samples.time_windows import held_out_slices
 from nestrec.exporters.export_checks import check_defaults
 from nestrec.exporters.servable_writer import export_run
 from nestrec.models import FuXiConfig, HSTUConfig, SASRecConfig
-from nestrec.serving.engine.reference_runner import Part, Runner
+from nestrec.serving.engine.reference_runner import BatchItem, ReferenceRunner
 from nestrec.serving.kv_cache.kv_page_pool import PagePool
 from nestrec.serving.model.model_adapter import make_form
 from nestrec.serving.model.request_inputs import Candidates, History
@@ -34,14 +34,14 @@ def make_runner(folder):
     form = make_form(Servable.load(folder), slide_events=1)
     dtype = form.encoder.position.dtype
     pool = PagePool(form.encoder.cfg, num_pages=1, page_tokens=1, device=torch.device("cpu"), dtype=dtype)
-    return Runner(form, pool)
+    return ReferenceRunner(form, pool)
 
 
 def full_scores(runner, histories, candidates):
     parts = []
     for history, asked in zip(histories, candidates, strict=True):
         tokens = runner.form.tokens(history, asked.now_ms)
-        parts.append(Part(tokens=tokens, first=0, end=tokens.length, pages=[], store_until=0, candidates=asked))
+        parts.append(BatchItem(tokens=tokens, first=0, end=tokens.length, pages=[], store_until=0, candidates=asked))
     return runner.run(parts)
 
 
@@ -136,10 +136,10 @@ def test_every_changed_folder_is_refused(retrieval, tmp_path):
         else:
             (copy / "extra.py").write_text("print()")
         if damage == "flip" and victim.name == "manifest.json":
-            with contextlib.suppress(DamagedError):  # a changed blank leaves the manifest what it was
+            with contextlib.suppress(CorruptFileError):  # a changed blank leaves the manifest what it was
                 assert Servable.load(copy).version == Servable.load(retrieval.folder).version
         else:
-            with pytest.raises(DamagedError):
+            with pytest.raises(CorruptFileError):
                 Servable.load(copy)
 
 

@@ -15,15 +15,15 @@ from serving_sequences import draw_candidates, draw_history
 from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.core.cost_model import EngineCostModel
 from nestrec.serving.core.rejections import OverloadedError, UnavailableError
-from nestrec.serving.core.request_limits import Sender
+from nestrec.serving.core.request_limits import RequestSource
 from nestrec.serving.engine import batch_scheduler
-from nestrec.serving.engine.batch_pacer import EnginePace
+from nestrec.serving.engine.batch_pacer import BatchPacer
 from nestrec.serving.engine.batch_scheduler import EngineConfig
-from nestrec.serving.engine.reference_runner import Launched, Runner
+from nestrec.serving.engine.reference_runner import InFlightBatch, ReferenceRunner
 from nestrec.serving.engine.serving_engine import Engine
 from nestrec.serving.kv_cache.kv_page_pool import PagePool
 from nestrec.serving.kv_cache.preinfer_trigger import TriggerConfig
-from nestrec.serving.kv_cache.tiered_prefix_cache import TiersConfig
+from nestrec.serving.kv_cache.tiered_prefix_cache import PrefixCacheConfig
 from nestrec.serving.model.model_adapter import make_form
 from nestrec_bench.harness.random_model import random_ranking, random_retrieval
 
@@ -31,12 +31,12 @@ ENCODER = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=25
 MODELS = {"retrieval": random_retrieval, "ranking": random_ranking}
 TOKEN_S, PAGE_BYTES = 1e-5, 256
 CONFIG = EngineConfig(
-    tiers=TiersConfig(cache_bytes=PAGE_BYTES << 8, dram_bytes=0, page_tokens=4), chunk_ms=0.2, max_queue_s=0.1
+    tiers=PrefixCacheConfig(cache_bytes=PAGE_BYTES << 8, dram_bytes=0, page_tokens=4), chunk_ms=0.2, max_queue_s=0.1
 )
 TIMEOUT_S = 60.0
 
 
-class Recording(Runner):
+class Recording(ReferenceRunner):
     """Remembers the rows of its batches."""
 
     def __init__(self, form, pool):
@@ -66,7 +66,7 @@ class Late(Recording):
 
     def launch(self, parts):
         launched, looks = super().launch(parts), itertools.count()
-        return Launched(launched.wait, lambda: next(looks) >= 20)
+        return InFlightBatch(launched.wait, lambda: next(looks) >= 20)
 
 
 def make_engine(servable, cfg=CONFIG, kind=Recording):
@@ -131,11 +131,13 @@ def test_short_requests_are_admitted_beside_long_ones_and_answered_before_them(s
     rng, done = np.random.default_rng(2), []
     long, short = draw_history(rng, 60), draw_history(rng, 3)
     with engine._condition:  # nothing is computed meanwhile
-        works = [engine.rank("hog", long, draw_candidates(rng, long, 150), timeout_s=TIMEOUT_S, sender=Sender("h"))]
+        works = [
+            engine.rank("hog", long, draw_candidates(rng, long, 150), timeout_s=TIMEOUT_S, sender=RequestSource("h"))
+        ]
         with pytest.raises(OverloadedError):
-            engine.rank("hog2", long, draw_candidates(rng, long, 900), timeout_s=TIMEOUT_S, sender=Sender("h"))
+            engine.rank("hog2", long, draw_candidates(rng, long, 900), timeout_s=TIMEOUT_S, sender=RequestSource("h"))
         for number in range(10):
-            sender = Sender("h" if is_one_client else f"s{number % 4}")
+            sender = RequestSource("h" if is_one_client else f"s{number % 4}")
             work = engine.rank(f"{number}", short, draw_candidates(rng, short), timeout_s=TIMEOUT_S, sender=sender)
             works.append(work)
         for number, work in enumerate(works):
@@ -163,7 +165,7 @@ def test_one_request_may_wait_behind_a_batch_that_is_longer_than_the_queue(serva
     def rank(user, timeout_s=TIMEOUT_S):
         return engine.rank(user, history, draw_candidates(rng, history, 8), timeout_s=timeout_s, sender=sender)
 
-    runner.launch, sender = launch_slowly, Sender("", 1000)
+    runner.launch, sender = launch_slowly, RequestSource("", 1000)
     works = [rank("a")]
     assert begun.wait(TIMEOUT_S)
     assert not engine.is_full_for(sender)
@@ -181,7 +183,7 @@ def test_one_request_may_wait_behind_a_batch_that_is_longer_than_the_queue(serva
 @pytest.mark.parametrize("busy_share", [0.1, 1.0])
 def test_the_next_batch_waits_for_the_last_one_where_the_host_is_what_is_slow(servable, busy_share, monkeypatch):
     """Then it holds more requests. A device that is busy gets its next batch before the one before it has ended."""
-    monkeypatch.setattr(EnginePace, "worked", lambda *_: None)
+    monkeypatch.setattr(BatchPacer, "worked", lambda *_: None)
     engine, runner = make_engine(servable, replace(CONFIG, max_batch_requests=1), kind=Late)
     engine.pace.busy_share = busy_share
     rng, launch, under_way = np.random.default_rng(5), runner.launch, []
@@ -251,7 +253,7 @@ def test_requests_in_pieces_are_exact_whoever_else_asks(servable, kind):
     for _ in range(30):
         history = py.choice(histories)
         candidates = draw_candidates(rng, history, py.choice([1, 8, 20]))
-        sender = Sender(py.choice("ab"))
+        sender = RequestSource(py.choice("ab"))
         asked.append(
             (history, candidates, engine.rank(py.choice("uv"), history, candidates, timeout_s=1e9, sender=sender))
         )

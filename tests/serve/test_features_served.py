@@ -28,13 +28,13 @@ from nestrec.serving.history_store.history_store import HistoryStoreConfig
 from nestrec.serving.history_store.memory_store import MemoryHistoryStore
 from nestrec.serving.http.endpoints.status_endpoints import _model
 from nestrec.serving.http.http_app import App
-from nestrec.serving.inputs.request_resolver import Notes, Reader
+from nestrec.serving.inputs.request_resolver import RequestNotes, RequestResolver
 from nestrec.serving.inputs.request_schema import RankRequest, reader
 from nestrec.serving.model.model_adapter import make_form
 from nestrec.serving.model.request_inputs import Candidates, History, number_bits
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.servable_spec import ColumnSpec, InputDefaults
-from nestrec.serving.service.cold_start_items import Growth, NewItem
+from nestrec.serving.service.cold_start_items import NewItem, NewItemInsertion
 from nestrec.serving.service.inference_service import Service, ServiceConfig
 from nestrec_bench.harness.random_model import random_ranking, random_retrieval
 from support.featured_log import ITEM_FEATURES
@@ -79,7 +79,9 @@ def test_served_scores_of_retrieval_are_those_of_the_model_that_was_trained(runs
         best = served.recommend(history, 5, exclude_seen=False, context=context)
         assert best.items[0] == keys[int(offline.argmax())]
         if role == "retrieval, prefix":
-            asked = Reader(served.servable, LimitsConfig(), Notes()).user(asked_request(history, (), context))
+            asked = RequestResolver(served.servable, LimitsConfig(), RequestNotes()).user(
+                asked_request(history, (), context)
+            )
             (queried,) = user_queries(served._form, [(asked.history, asked.now_ms)])
             together = (compared @ queried.double()).numpy()
             np.testing.assert_allclose(together, offline, rtol=1e-4, atol=1e-4)
@@ -152,12 +154,12 @@ def test_lists_texts_and_vectors_that_a_model_cannot_read_are_refused_by_name(ru
     servable = Servable.load(runs.folder("ranking, every kind"))
     history, context, item = request_of(runs, 8, 4)
 
-    def read(**changes) -> tuple[History, Notes]:
+    def read(**changes) -> tuple[History, RequestNotes]:
         told = {**history, "user_features": {**history["user_features"], **changes.pop("user", {})}}
         told["features"] = {**history["features"], **changes.pop("events", {})}
-        notes = Notes()
+        notes = RequestNotes()
         request = asked_request(told, [item], {**context, **changes})
-        reading = Reader(servable, LimitsConfig(), notes)
+        reading = RequestResolver(servable, LimitsConfig(), notes)
         reading.candidate_features(request, 1)
         return reading.user(request).history, notes
 
@@ -279,14 +281,14 @@ def asked_about_kept(asking: Asking, features: dict, limits: LimitsConfig = LIMI
 
 
 def test_kept_values_are_read_once_and_again_only_without_those_that_cannot_be(asking, monkeypatch):
-    read, values = [], Reader.values
+    read, values = [], RequestResolver.values
 
     def counted(self, given, count, column, field, *, is_each):
         if field.startswith("history.features.") or not field:
             read.append(column.name)
         return values(self, given, count, column, field, is_each=is_each)
 
-    monkeypatch.setattr(Reader, "values", counted)
+    monkeypatch.setattr(RequestResolver, "values", counted)
     features = asking.body["history"]["features"]
     assert asked_about_kept(asking, features).status_code == 200
     assert sorted(read) == sorted(set(read)), "numbers, lists, texts and vectors as well"
@@ -340,14 +342,14 @@ def test_texts_may_be_longer_than_ids(length, is_read):
 def test_what_a_front_reads_of_every_kind_is_what_the_engine_gets(runs):
     servable = Servable.load(runs.folder("ranking, every kind"))
     history, context, item = request_of(runs, 8, 4)
-    reading = Reader(servable, LimitsConfig(), Notes())
+    reading = RequestResolver(servable, LimitsConfig(), RequestNotes())
     request = asked_request(history, [item], context)
     asked, features = reading.user(request), reading.candidate_features(request, 1)
     candidates = Candidates(items=servable.ids_of([item]), now_ms=asked.now_ms, features=features)
-    asking = wire_format.Asking(
+    asking = wire_format.RankFrame(
         fleet=1, by="name", user="u", sender=NOBODY, timeout_s=1.0, history=asked.history, candidates=candidates
     )
-    again = wire_format.Asking.unpacked(asking.packed())
+    again = wire_format.RankFrame.unpacked(asking.packed())
     assert set(again.history.features) == set(servable.given_fields)
     for name, values in asked.history.features.items():
         assert np.array_equal(again.history.features[name], values)
@@ -362,17 +364,17 @@ def test_a_wide_vector_of_a_user_is_not_held_for_each_event(make):
     taste = ColumnSpec(name="user_taste", keys=None, num_rows=0, kind="vector", width=1536)
     defaults = InputDefaults(features={"tab": None}, actions=()) if plain.event_features else InputDefaults()
     servable = replace(plain, spec=replace(plain.spec, columns=(*plain.spec.columns, taste), defaults=defaults))
-    form, reading = make_form(servable), Reader(servable, LimitsConfig(), Notes())
+    form, reading = make_form(servable), RequestResolver(servable, LimitsConfig(), RequestNotes())
     told, contents = {"items": ["1"] * 2000, "times_ms": [7] * 2000, "now_ms": 8}, []
     for vector in ([0.5] * 1536, [0.5] * 1535 + [0.25]):
         request = asked_request({**told, "user_features": {"taste": vector}}, ["1"] * 500, None)
         tracemalloc.start()
         asked, features = reading.user(request), reading.candidate_features(request, 500)
         candidates = Candidates(items=servable.ids_of(request.candidates), now_ms=8, features=features).copied()
-        sent = wire_format.Asking(
+        sent = wire_format.RankFrame(
             fleet=1, by="name", user="u", sender=NOBODY, timeout_s=1.0, history=asked.history, candidates=candidates
         ).packed()
-        found = wire_format.Asking.unpacked(sent)
+        found = wire_format.RankFrame.unpacked(sent)
         contents.append(form.tokens(found.history, asked.now_ms).content(2000))
         assert tracemalloc.get_traced_memory()[1] < 6 << 20
         tracemalloc.stop()
@@ -389,11 +391,11 @@ def test_features_of_any_width_come_through_a_front():
     wide = {f"event_picture/{place}": np.full(2, place) for place in range(6000)}
     nothing = np.zeros(2, np.int64)
     history = History(items=nothing, times_ms=nothing, actions=nothing, features=wide, asked=dict.fromkeys(wide, 3))
-    asking = wire_format.Asking(
+    asking = wire_format.RankFrame(
         fleet=1, by="name", user="ü", sender=NOBODY, timeout_s=1.0, history=history,
         candidates=Candidates(items=nothing, now_ms=1, features=wide),
     )  # fmt: skip
-    again = wire_format.Asking.unpacked(asking.packed())
+    again = wire_format.RankFrame.unpacked(asking.packed())
     assert again.user == "ü"
     assert again.history.asked == history.asked
     for found in (again.history.features, again.candidates.features):
@@ -403,7 +405,7 @@ def test_features_of_any_width_come_through_a_front():
 def test_a_new_item_has_its_features_apart_where_a_head_reads_their_products(runs):
     servable = Servable.load(runs.folder("ranking, dlrm"))
     new = [NewItem(key="fresh", features=told_of(runs.log, "n0"))]
-    grown = Growth(Growth(servable, new).roomy(), new)
+    grown = NewItemInsertion(NewItemInsertion(servable, new).roomy(), new)
     grown.apply()
     ids = torch.tensor([servable.spec.num_items + 1, int(servable.ids_of(["n0"])[0]), 0])
     fresh, twin, unknown = grown.after.tables["items"].rows(ids).split(1)

@@ -7,12 +7,12 @@ import numpy as np
 import orjson
 import pytest
 
-from nestrec.serving.core.request_limits import LimitsConfig, Sender
-from nestrec.serving.frontend.frontend_app import FrontApp, FrontCounts
-from nestrec.serving.frontend.frontend_hub import FrontHub, _Ended
-from nestrec.serving.frontend.remote_service import RemoteService
+from nestrec.serving.core.request_limits import LimitsConfig, RequestSource
+from nestrec.serving.frontend.frontend_app import FrontendApp, WorkerCounters
+from nestrec.serving.frontend.frontend_hub import FrontendHub, _Ended
+from nestrec.serving.frontend.remote_service import RemoteScoringService
 from nestrec.serving.frontend.wire_format import OK, SWAPPED, Channel, FrameKind
-from nestrec.serving.frontend.worker_pool import FrontProcess
+from nestrec.serving.frontend.worker_pool import FrontendWorker
 from nestrec.serving.history_store.history_store import HistoryStoreConfig
 from nestrec.serving.history_store.memory_store import MemoryHistoryStore
 from nestrec.serving.http.http_app import App
@@ -37,8 +37,8 @@ class BusyStore(MemoryHistoryStore):
 
 def hub_of(app):
     """(hub, a front of it)"""
-    hub = FrontHub(app, None, list, count=1, config=b"", drain_s=1.0, refusals={})
-    front = FrontProcess(0, hub.names())
+    hub = FrontendHub(app, None, list, count=1, config=b"", drain_s=1.0, refusals={})
+    front = FrontendWorker(0, hub.names())
     front.channel = Channel(lambda *_: None, lambda: None)
     return hub, front
 
@@ -79,9 +79,9 @@ def test_a_front_is_told_of_each_request_that_comes():
     called, replies = [], []
 
     async def run():
-        remote = RemoteService(ServiceConfig(), dict, lambda: None)
-        app = FrontApp(
-            remote, LimitsConfig(), all_endpoints(), FrontCounts(), connect=None, called=lambda: called.append(True)
+        remote = RemoteScoringService(ServiceConfig(), dict, lambda: None)
+        app = FrontendApp(
+            remote, LimitsConfig(), all_endpoints(), WorkerCounters(), connect=None, called=lambda: called.append(True)
         )
         for body in (b"{", b"[]"):
             await app.serve("/v1/rank", "c", body, replies.append)
@@ -96,7 +96,7 @@ def test_an_answer_by_a_later_version_that_knows_more_items_sends_its_front_back
     service, has_grown
 ):
     """An item that it took for unknown may be one of those."""
-    now, sender = service.fleet("retrieval"), Sender("c")
+    now, sender = service.fleet("retrieval"), RequestSource("c")
     keys = now.servable.item_keys[:-1] if has_grown else now.servable.item_keys
     before = replace(now, servable=replace(now.servable, version="before", item_keys=keys))
     hub, front = hub_of(App(service, LimitsConfig(default_timeout_ms=10_000)))

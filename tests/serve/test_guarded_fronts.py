@@ -22,7 +22,7 @@ from server_process import running_server
 
 from nestrec.distributed import Topology
 from nestrec.inference.recommender import Recommender
-from nestrec.serving.security.auth import KeyEntry, add_entry, digest_of, new_key
+from nestrec.serving.security.auth import ApiKeyEntry, add_entry, digest_of, new_key
 from support.tiny_runs import make_datasets
 
 LIMIT_S = 300.0
@@ -77,7 +77,7 @@ def keys(tmp_path_factory):
         "slow": {"requests_per_s": 0.001, "burst": BURST},
     }.items():
         keys[name] = new_key()
-        add_entry(path, KeyEntry(name=name, sha256=digest_of(keys[name].encode()).hex(), **options))
+        add_entry(path, ApiKeyEntry(name=name, sha256=digest_of(keys[name].encode()).hex(), **options))
     return path, keys
 
 

@@ -10,11 +10,11 @@ from redis_server import running_redis
 
 from nestrec.base.errors import UserError
 from nestrec.serving.core.request_limits import LimitsConfig
-from nestrec.serving.history_store.history_store import HistoryStoreConfig, StoreAwayError
+from nestrec.serving.history_store.history_store import HistoryStoreConfig, HistoryStoreUnavailableError
 from nestrec.serving.history_store.memory_store import MemoryHistoryStore, make_store
 from nestrec.serving.history_store.redis_store import CircuitBreaker, RedisHistoryStore
 from nestrec.serving.http.http_app import App
-from nestrec_bench.harness.clocks import SimulatedClock
+from nestrec_bench.harness.clocks import ManualClock
 
 PATIENCE_S = 60.0
 LIMITS = LimitsConfig(default_timeout_ms=10_000)
@@ -150,7 +150,7 @@ def test_a_history_of_another_user_is_refused(cfg, server):
     async def use(store):
         await store.append("a", events(1), PATIENCE_S)
         server.command("COPY", "nestrec:events:a", "nestrec:events:b")
-        with pytest.raises(StoreAwayError, match="cannot be read"):
+        with pytest.raises(HistoryStoreUnavailableError, match="cannot be read"):
             await store.get("b", PATIENCE_S)
 
     using(cfg, use=use)
@@ -179,7 +179,7 @@ def test_instances_share_what_they_are_told_and_an_id_is_enough(cfg, service):
 def test_requests_without_the_store_are_rejected_in_time(cfg, server, service, end):
     # The clock stands still, so that no pause of the circuit breaker ends by itself: a store that is paused executes
     # later what it was sent.
-    clock = SimulatedClock()
+    clock = ManualClock()
     stores = [RedisHistoryStore(each, clock) for each in (cfg, replace(cfg, timeout_ms=100.0))]
     short = {"candidates": ["4", "5"], "now_ms": 9}
 
@@ -219,7 +219,7 @@ def test_an_answer_that_comes_late_is_not_taken_for_that_of_another(cfg, server)
         for _ in range(2):  # fewer than make the store seem gone
             server.pause()
             store._timeout_s = 0.1
-            with pytest.raises(StoreAwayError, match="in time"):
+            with pytest.raises(HistoryStoreUnavailableError, match="in time"):
                 await store.get("a", PATIENCE_S)
             store._timeout_s = PATIENCE_S
             reading = asyncio.create_task(store.get("b", PATIENCE_S))
@@ -283,7 +283,7 @@ def test_store_refusal_is_logged_with_its_reason(cfg, server, ttl_s, caplog):
     async def use(store):
         server.command("CONFIG", "SET", "min-replicas-to-write", "1")
         try:
-            with pytest.raises(StoreAwayError, match="takes nothing now"):
+            with pytest.raises(HistoryStoreUnavailableError, match="takes nothing now"):
                 await store.append("somebody", events(1), PATIENCE_S)
         finally:
             server.command("CONFIG", "SET", "min-replicas-to-write", "0")
@@ -330,19 +330,19 @@ def test_redis_store_closes_while_requests_are_in_flight(cfg, server):
         server.resume()
         ends = await asyncio.gather(*requests, return_exceptions=True)
         assert isinstance(ends[0], asyncio.CancelledError)
-        assert isinstance(ends[1], StoreAwayError)
+        assert isinstance(ends[1], HistoryStoreUnavailableError)
 
     using(cfg, use=use)
 
 
 def test_circuit_breaker_opens_probes_and_closes():
-    clock = SimulatedClock()
+    clock = ManualClock()
     breaker = CircuitBreaker(clock, probe_timeout_s=5.0)
 
     def is_rejected():
         try:
             breaker.check()
-        except StoreAwayError:
+        except HistoryStoreUnavailableError:
             return True
         return False
 

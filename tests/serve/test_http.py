@@ -19,10 +19,10 @@ from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.core.rejections import OverloadedError
 from nestrec.serving.core.request_limits import LimitsConfig
 from nestrec.serving.engine.batch_scheduler import EngineConfig
-from nestrec.serving.engine.reference_runner import Launched
+from nestrec.serving.engine.reference_runner import InFlightBatch
 from nestrec.serving.http.http_app import App
 from nestrec.serving.kv_cache.preinfer_trigger import TriggerConfig
-from nestrec.serving.kv_cache.tiered_prefix_cache import TiersConfig
+from nestrec.serving.kv_cache.tiered_prefix_cache import PrefixCacheConfig
 from nestrec.serving.model.request_inputs import Candidates, History
 from nestrec.serving.service.inference_service import Service, ServiceConfig
 from nestrec_bench.harness.random_model import random_ranking, random_retrieval
@@ -39,7 +39,7 @@ LIMITS = LimitsConfig(
 )
 CONFIG = ServiceConfig(
     engine=EngineConfig(
-        tiers=TiersConfig(cache_bytes=1 << 20, page_tokens=4),
+        tiers=PrefixCacheConfig(cache_bytes=1 << 20, page_tokens=4),
         max_queue_s=1e9,
         trigger=TriggerConfig(policy="all", burst_s=1e9),
     ),
@@ -454,7 +454,7 @@ def test_times_of_answers_are_apart_from_refusals_and_queue_from_compute(front, 
             results, seconds = launched.wait()
             return results, seconds + 0.05
 
-        return Launched(wait)
+        return InFlightBatch(wait)
 
     monkeypatch.setattr(runner, "launch", launch_slowly)
     call(front, "POST", "/v1/rank", rank_body())

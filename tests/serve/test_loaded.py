@@ -14,10 +14,10 @@ import nestrec
 from nestrec.exporters.servable_writer import export_run
 from nestrec.inference.recommender import Recommender
 from nestrec.models import FuXiConfig, HSTUConfig
-from nestrec.models.backbone_spec import AttentionReach
+from nestrec.models.backbone_spec import AttentionSpanConfig
 from nestrec.models.sequence import whole_forward
 from nestrec.serving.core.request_limits import LimitsConfig
-from nestrec.serving.engine.reference_runner import Part, Runner
+from nestrec.serving.engine.reference_runner import BatchItem, ReferenceRunner
 from nestrec.serving.http.http_app import App
 from nestrec.serving.model.item_search import SearchConfig
 from nestrec.serving.service.inference_service import Service, ServiceConfig
@@ -104,7 +104,7 @@ def test_whole_passes_are_the_twin_of_the_cached_forward(request, kind):
     """Backbones without a cached forward are computed so."""
     model = nestrec.load(request.getfixturevalue(kind).folder)
     twin = Recommender(model.servable)
-    twin._runner = Runner(twin._form, twin._runner.pool, whole_forward)
+    twin._runner = ReferenceRunner(twin._form, twin._runner.pool, whole_forward)
     for history in ACTED:
         empty = {**history, "items": [], "times_ms": [], "actions": []}
         for asked in [history] if kind == "retrieval" else [history, empty]:
@@ -115,7 +115,7 @@ def test_whole_passes_are_the_twin_of_the_cached_forward(request, kind):
 
 @pytest.mark.parametrize("make_model", [random_retrieval, random_ranking])
 def test_a_model_that_cuts_histories_and_cannot_be_served_scores_as_in_training(make_model):
-    reach = AttentionReach(window=9, prefix=2, keep_last=8, keep_step=6)
+    reach = AttentionSpanConfig(window=9, prefix=2, keep_last=8, keep_step=6)
     encoder = FuXiConfig(dim=16, num_layers=3, num_heads=2, head_dim=8, ffn_dim=8, max_length=32, attention=reach)
     servable = make_model(encoder, num_items=200)
     model, rng = Recommender(servable), np.random.default_rng(1)
@@ -123,7 +123,7 @@ def test_a_model_that_cuts_histories_and_cannot_be_served_scores_as_in_training(
         history = draw_history(rng, length)
         candidates = draw_candidates(rng, history)
         tokens = model._form.tokens(history, candidates.now_ms)
-        part = Part(tokens=tokens, first=0, end=tokens.length, pages=[], store_until=0, candidates=candidates)
+        part = BatchItem(tokens=tokens, first=0, end=tokens.length, pages=[], store_until=0, candidates=candidates)
         (found,) = model._runner.run([part])
         np.testing.assert_allclose(found.scores, oracle_scores(servable, history, candidates, 1), rtol=1e-4, atol=1e-5)
 

@@ -15,7 +15,7 @@ from server_process import exchange, post, running_server, status_of
 
 from nestrec.exporters.servable_writer import write_servable
 from nestrec.models.hstu import HSTUConfig
-from nestrec.serving.security.auth import KeyEntry, add_entry, digest_of, new_key
+from nestrec.serving.security.auth import ApiKeyEntry, add_entry, digest_of, new_key
 from nestrec_bench.harness.random_model import random_ranking, random_retrieval
 
 LOOKS = {
@@ -96,7 +96,7 @@ async def load(port, key, num_visits, rate):
 def test_the_page_shows_how_a_server_fares_and_lets_people_try_it(folders, tmp_path):
     keys, path = {role: new_key() for role in ("admin", "public")}, tmp_path / "keys.toml"
     for role, key in keys.items():
-        add_entry(path, KeyEntry(name=role, role=role, sha256=digest_of(key.encode()).hex()))
+        add_entry(path, ApiKeyEntry(name=role, role=role, sha256=digest_of(key.encode()).hex()))
     options = (
         "--model",
         str(folders / "ranking"),

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from nestrec.models import FuXiConfig, HSTUConfig, SASRecConfig
-from nestrec.models.backbone_spec import AttentionReach
+from nestrec.models.backbone_spec import AttentionSpanConfig
 from nestrec.ops.kernel_op import IS_INTERPRETED
-from nestrec.serving.engine.reference_runner import Part, Runner, found_by_states
+from nestrec.serving.engine.reference_runner import BatchItem, ReferenceRunner, found_by_states
 from nestrec.serving.kv_cache.kv_page_pool import PagePool
 from nestrec.serving.model.model_adapter import make_form
 from nestrec.serving.model.request_inputs import Candidates, History, number_bits
@@ -49,7 +49,7 @@ def make_parts(form, rng, shapes):
         )
         pages = list(range(page, page + -(-end // 64)))[::-1]
         page += len(pages)
-        part = Part(
+        part = BatchItem(
             tokens=form.tokens(history, candidates.now_ms),
             first=first,
             end=end,
@@ -69,13 +69,13 @@ SIZES = {"dim": 32, "num_layers": 2, "num_heads": 2, "max_length": 402}
 TIMES = {"time_bias": True}
 ENCODERS = {
     "plain": HSTUConfig(**SIZES, head_dim=16, position_bias=False),
-    "local": HSTUConfig(**SIZES, head_dim=16, position_bias=False, attention=AttentionReach(window=30, prefix=70)),
+    "local": HSTUConfig(**SIZES, head_dim=16, position_bias=False, attention=AttentionSpanConfig(window=30, prefix=70)),
     "tables": HSTUConfig(**SIZES, head_dim=12, **TIMES),
     "function": HSTUConfig(**SIZES, head_dim=16, **TIMES, time_encoding="functional"),
     "layers differ": HSTUConfig(
         **SIZES | {"num_layers": 4},
         head_dim=16,
-        attention=AttentionReach(window=40, full_layers=1, keep_last=50, keep_from=3),
+        attention=AttentionSpanConfig(window=40, full_layers=1, keep_last=50, keep_from=3),
     ),
     "fuxi": FuXiConfig(**SIZES, head_dim=16, ffn_dim=24),
     "sasrec": SASRecConfig(**SIZES, ffn_dim=24),
@@ -89,9 +89,9 @@ RARE = ("plain", "function")
 def run_both(make_model, encoder, shapes, num_candidates, *, is_cached=False, prefix_dtype="model", is_searched=False):
     """(scores or states, pool) sequence by sequence and over pages. is_searched: the pass ends with what was found."""
     from nestrec.base.lazy import import_attribute
-    from nestrec.serving.engine.batch_layout import Extent, PartRows, Room, Sections, lay_out
+    from nestrec.serving.engine.batch_layout import BatchBuffer, Extent, RequestRows, Sections, lay_out
     from nestrec.serving.engine.graph_runner import (
-        Captured,
+        CapturedGraph,
         GraphBest,
         are_found_inside,
         found_of,
@@ -129,13 +129,13 @@ def run_both(make_model, encoder, shapes, num_candidates, *, is_cached=False, pr
         if servable.reads_times and part.first:
             slots = torch.from_numpy(pools[1].slots(part.pages, 0, part.first))
             pools[1].kept_pages.times[slots] = part.tokens.time_T[: part.first]
-    expected = Runner(form, pools[0]).run(parts)
+    expected = ReferenceRunner(form, pools[0]).run(parts)
     encoder = import_attribute(servable.cached.paged)(form.encoder, pools[1].kept_pages)
-    rows = PartRows.of(form, parts)
+    rows = RequestRows.of(form, parts)
     extent = Extent.of(rows, pools[1].page_tokens)
-    room = Room(512, num_candidates, 16, layout_of(form, encoder), 256 if is_searched else 0)
+    room = BatchBuffer(512, num_candidates, 16, layout_of(form, encoder), 256 if is_searched else 0)
     best = GraphBest(form) if is_searched else None
-    captured = Captured(form, encoder, room, room_for_content(form, room.num_records), best)
+    captured = CapturedGraph(form, encoder, room, room_for_content(form, room.num_records), best)
     assert room.holds(extent)
     packed = torch.full((room.num_indices,), 10**6, dtype=torch.int32)  # of a batch before: nothing of it may be read
     sections = Sections(room, packed.numpy())

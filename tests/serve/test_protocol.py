@@ -17,11 +17,11 @@ from nestrec.base.errors import UserError
 from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.core.request_limits import LimitsConfig
 from nestrec.serving.engine.batch_scheduler import EngineConfig
-from nestrec.serving.http.fast_request import PlainCycle
+from nestrec.serving.http.fast_request import FastRequestCycle
 from nestrec.serving.http.http_app import App
 from nestrec.serving.http.limited_http import LimitedProtocol
 from nestrec.serving.http.serve_config import ServeConfig, uvicorn_config
-from nestrec.serving.kv_cache.tiered_prefix_cache import TiersConfig
+from nestrec.serving.kv_cache.tiered_prefix_cache import PrefixCacheConfig
 from nestrec.serving.service.inference_service import Service, ServiceConfig
 from nestrec_bench.harness.random_model import random_retrieval
 
@@ -36,7 +36,7 @@ LIMITS = LimitsConfig(
 )
 BODY = {"user": "u", "history": {"items": [1, 2], "times_ms": [1, 2]}, "candidates": [3, 4], "now_ms": 9}
 JSON_TYPE = b"content-type: application/json\r\n"
-CONFIG = ServiceConfig(engine=EngineConfig(max_queue_s=1e9, tiers=TiersConfig(keeps_prefix=False)))
+CONFIG = ServiceConfig(engine=EngineConfig(max_queue_s=1e9, tiers=PrefixCacheConfig(keeps_prefix=False)))
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +54,8 @@ def front(service):
 @pytest.fixture
 def short(monkeypatch):
     """Targets of requests that took the short way."""
-    taken, begin = [], PlainCycle._begin
-    monkeypatch.setattr(PlainCycle, "_begin", lambda self: taken.append(self._route) or begin(self))
+    taken, begin = [], FastRequestCycle._begin
+    monkeypatch.setattr(FastRequestCycle, "_begin", lambda self: taken.append(self._route) or begin(self))
     return taken
 
 
@@ -300,7 +300,7 @@ def test_a_client_that_goes_away_takes_its_request_along(front):
             linger = struct.pack("ii", 1, 0)  # so that its end is a reset; whoever only says no more may still listen
             writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
             writer.write(request(ends=False))
-            while not any(isinstance(c.cycle, PlainCycle) for c in state.connections):
+            while not any(isinstance(c.cycle, FastRequestCycle) for c in state.connections):
                 await asyncio.sleep(0.001)
             writer.transport.abort()
             while state.connections:
@@ -324,7 +324,7 @@ def test_a_server_that_ends_answers_and_closes(front):
 
             front._posts._handlers["/v1/rank"] = later
             writer.write(request(ends=False))
-            while not any(isinstance(c.cycle, PlainCycle) for c in state.connections):
+            while not any(isinstance(c.cycle, FastRequestCycle) for c in state.connections):
                 await asyncio.sleep(0.001)
             for connection in state.connections:
                 connection.shutdown()

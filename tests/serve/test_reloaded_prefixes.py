@@ -8,13 +8,13 @@ import pytest
 from serving_sequences import TIMEOUT_S, appended, draw_candidates, draw_history
 
 from nestrec.models import HSTUConfig
-from nestrec.serving.core.request_limits import Sender
+from nestrec.serving.core.request_limits import RequestSource
 from nestrec.serving.engine.batch_scheduler import EngineConfig
 from nestrec.serving.engine.serving_engine import Engine
 from nestrec.serving.kv_cache.preinfer_trigger import TriggerConfig
-from nestrec.serving.kv_cache.tiered_prefix_cache import TiersConfig
+from nestrec.serving.kv_cache.tiered_prefix_cache import PrefixCacheConfig
 from nestrec.serving.model.model_adapter import make_form
-from nestrec_bench.harness.clocks import SimulatedClock
+from nestrec_bench.harness.clocks import ManualClock
 from nestrec_bench.harness.random_model import random_ranking
 
 ENCODER = HSTUConfig(dim=16, num_layers=2, num_heads=2, max_length=32, head_dim=8, time_bias=True)
@@ -27,9 +27,11 @@ def servable():
 
 
 def make_engine(servable, cache_bytes):
-    tiers = TiersConfig(cache_bytes=cache_bytes, dram_bytes=1 << 15, page_tokens=4, spill_above=0.0, reload="always")
+    tiers = PrefixCacheConfig(
+        cache_bytes=cache_bytes, dram_bytes=1 << 15, page_tokens=4, spill_above=0.0, reload="always"
+    )
     cfg = EngineConfig(tiers=tiers, max_queue_s=1e9, trigger=TriggerConfig(policy="all", burst_s=1e9))
-    return Engine(make_form(servable), cfg, clock=SimulatedClock())
+    return Engine(make_form(servable), cfg, clock=ManualClock())
 
 
 class Bursts:
@@ -53,7 +55,7 @@ class Bursts:
     def ask(self, user):
         history = self.histories[user] = appended(self.rng, self.histories[user], self.py.choice([0, 0, 1, 2]))
         candidates = draw_candidates(self.rng, history)
-        return self.engine.rank(str(user), history, candidates, timeout_s=1e9, sender=Sender(str(user)))
+        return self.engine.rank(str(user), history, candidates, timeout_s=1e9, sender=RequestSource(str(user)))
 
     def wait_for_copies(self):
         end_s = time.perf_counter() + TIMEOUT_S

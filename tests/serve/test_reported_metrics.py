@@ -18,7 +18,7 @@ from nestrec.data.formats.criteo import CATEGORY_NAMES, DENSE_NAMES
 from nestrec.data.samples.split import split_of
 from nestrec.data.synthetic.synthetic_logs import generate, preset
 from nestrec.inference.batch_inference import BatchJobConfig
-from nestrec.models.backbone_spec import AttentionReach
+from nestrec.models.backbone_spec import AttentionSpanConfig
 from nestrec.serving.core.request_limits import LimitsConfig
 from nestrec.serving.http.http_app import App
 from nestrec.serving.service.inference_service import Service, ServiceConfig
@@ -87,7 +87,7 @@ def ranking_run(log: Path, root: Path, **changes: Any) -> tuple[Exported, RunCon
     return train_and_export(cfg, root), cfg
 
 
-REACHES = {"full": AttentionReach(), "cut": AttentionReach(keep_last=12, keep_step=6)}
+REACHES = {"full": AttentionSpanConfig(), "cut": AttentionSpanConfig(keep_last=12, keep_step=6)}
 
 
 @pytest.mark.parametrize("reach", REACHES)

@@ -18,7 +18,7 @@ from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.core.request_limits import LimitsConfig
 from nestrec.serving.engine.batch_scheduler import EngineConfig
 from nestrec.serving.fleet.gateway import Gateway
-from nestrec.serving.fleet.rolling_update import Rollout
+from nestrec.serving.fleet.rolling_update import RollingUpdate
 from nestrec.serving.http.http_app import App
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.served_tables import TablesConfig
@@ -246,7 +246,7 @@ class Remembers:
 
 @pytest.mark.parametrize("supervisor", [None, Remembers()])
 def test_a_front_that_does_not_start_its_instances_does_not_scale_them(supervisor):
-    answer = asyncio.run(Rollout([], None, supervisor, probe=None).scale(3, 0.0))
+    answer = asyncio.run(RollingUpdate([], None, supervisor, probe=None).scale(3, 0.0))
     assert answer.status == 409
     assert b"does not start its instances" in answer.body
 

@@ -24,24 +24,24 @@ from server_process import exchange, status_of
 
 from nestrec.base.errors import UserError
 from nestrec.cli.fleet_output import check_health
-from nestrec.serving.core.asgi import Answered
+from nestrec.serving.core.asgi import HttpResponse
 from nestrec.serving.core.request_limits import LimitsConfig
 from nestrec.serving.fleet.fleet_start import instance_arguments, serve_many
 from nestrec.serving.fleet.gateway import Gateway
 from nestrec.serving.fleet.readiness_probes import free_port
-from nestrec.serving.http.endpoint_spec import Endpoint
+from nestrec.serving.http.endpoint_spec import EndpointSpec
 from nestrec.serving.http.http_app import App
 from nestrec.serving.http.routes import all_endpoints
 from nestrec.serving.http.serve_config import ServeConfig, safety_of, uvicorn_config
-from nestrec.serving.http.server_logging import JsonLogLines, LogConfig, TextLogLines
-from nestrec.serving.http.signals import Signals
+from nestrec.serving.http.server_logging import JsonLogFormatter, LogConfig, TextLogFormatter
+from nestrec.serving.http.signals import SignalHandler
 from nestrec.serving.http.sockets import Server, bound_sockets, port_of
 from nestrec.serving.security import security_config
-from nestrec.serving.security.auth import KeyEntry, add_entry, digest_of, new_key
-from nestrec.serving.security.security_config import SafetyConfig
-from nestrec.serving.security.server_security import Certificates, Safety
+from nestrec.serving.security.auth import ApiKeyEntry, add_entry, digest_of, new_key
+from nestrec.serving.security.security_config import SecurityConfig
+from nestrec.serving.security.server_security import CertificateReloader, ServerSecurity
 from nestrec.serving.server import serve
-from nestrec_bench.load_test.load_test import ReplayConfig, chosen_items, replay
+from nestrec_bench.load_test.load_test import LoadTestConfig, chosen_items, replay
 
 LIMITS = LimitsConfig(default_timeout_ms=10_000)
 PATIENCE_S = 60.0
@@ -73,9 +73,9 @@ async def _fail(front, request):
 
 ENDPOINTS = {
     **all_endpoints(),
-    "swap": Endpoint(method="POST", path="/v1/admin/probe", summary="-", handle=_say_done, admin=True),
-    "quiet": Endpoint(method="GET", path="/v1/probe", summary="-", handle=_say_done, admin=True),
-    "fails": Endpoint(method="GET", path="/v1/fails", summary="-", handle=_fail),
+    "swap": EndpointSpec(method="POST", path="/v1/admin/probe", summary="-", handle=_say_done, admin=True),
+    "quiet": EndpointSpec(method="GET", path="/v1/probe", summary="-", handle=_say_done, admin=True),
+    "fails": EndpointSpec(method="GET", path="/v1/fails", summary="-", handle=_fail),
 }
 
 
@@ -89,12 +89,12 @@ def ring(tmp_path):
             "expires": "2020-01-01T00:00:00Z" if name == "expired" else "2900-01-01T00:00:00+01:00",
             "requests_per_s": 0.001 if name == "slow" else None,
         }
-        add_entry(path, KeyEntry(name=name, sha256=digest_of(key.encode()).hex(), **entry))
+        add_entry(path, ApiKeyEntry(name=name, sha256=digest_of(key.encode()).hex(), **entry))
     return path, {**keys, "wrong": new_key(), "none": ""}
 
 
 def with_keys(path, **named):
-    return ServeConfig(limits=LIMITS, safety=SafetyConfig(keys=str(path)), **named)
+    return ServeConfig(limits=LIMITS, safety=SecurityConfig(keys=str(path)), **named)
 
 
 @contextlib.asynccontextmanager
@@ -106,7 +106,7 @@ async def single(service, cfg):
 @contextlib.asynccontextmanager
 async def behind_gateway(service, cfg):
     """Two instances that answer their front alone."""
-    inner = ServeConfig(limits=LIMITS, safety=SafetyConfig(behind="gateway"), log=LogConfig(requests=True))
+    inner = ServeConfig(limits=LIMITS, safety=SecurityConfig(behind="gateway"), log=LogConfig(requests=True))
     async with contextlib.AsyncExitStack() as made:
         apps = [App(service, LIMITS, endpoints=ENDPOINTS) for _ in range(2)]
         ports = [await made.enter_async_context(listening(app, inner)) for app in apps]
@@ -233,7 +233,7 @@ def test_keys_come_and_go_while_the_server_runs(service, ring):
 
         fresh, before = new_key(), path.read_text()
         await until(fresh, 401)
-        add_entry(path, KeyEntry(name="fresh", sha256=digest_of(fresh.encode()).hex()))
+        add_entry(path, ApiKeyEntry(name="fresh", sha256=digest_of(fresh.encode()).hex()))
         await asyncio.wait_for(until(fresh, 200), PATIENCE_S)
         path.write_text(before)
         await asyncio.wait_for(until(fresh, 401), PATIENCE_S)
@@ -269,7 +269,7 @@ def test_a_key_has_its_rate_and_others_do_not_wait_for_it(service, ring):
 
 def test_a_load_is_sent_with_the_key_of_the_environment(service, ring, monkeypatch):
     path, keys = ring
-    cfg = ReplayConfig(rate=20.0, duration_s=0.2, history=3, candidates=2)
+    cfg = LoadTestConfig(rate=20.0, duration_s=0.2, history=3, candidates=2)
 
     async def use(client, port):
         url = f"http://127.0.0.1:{port}"
@@ -288,8 +288,8 @@ def test_an_instance_answers_nobody_but_its_front(service):
         guess = {"x-nestrec-front": "0" * 64, "x-nestrec-client": "me"}
         assert (await client.post("/v1/rank", json=BODIES["/v1/rank"], headers=guess)).status_code == 403
 
-    asking(single, service, ServeConfig(limits=LIMITS, safety=SafetyConfig(behind="gateway")), use)
-    cfg = ServeConfig(front="gateway", instances=2, safety=SafetyConfig(keys="k", certificate="c", private_key="p"))
+    asking(single, service, ServeConfig(limits=LIMITS, safety=SecurityConfig(behind="gateway")), use)
+    cfg = ServeConfig(front="gateway", instances=2, safety=SecurityConfig(keys="k", certificate="c", private_key="p"))
     typed = {"safety.keys": "k", "safety.certificate": "c", "safety.private_key": "p", "insecure": "true", "port": "1"}
     words = instance_arguments(cfg, typed)
     assert words[words.index("--safety.behind") + 1] == "gateway"
@@ -301,13 +301,13 @@ def test_other_machines_are_let_in_by_keys_tls_or_an_explicit_word(front, tmp_pa
     cfg = ServeConfig(host="0.0.0.0", port=0, front=front)
     start = serve if front == "none" else lambda folders, cfg, *rest: serve_many(folders, cfg, {}, *rest)
     with pytest.raises(UserError, match=r"host = '0\.0\.0\.0': lets other machines ask(.|\n)*--insecure"):
-        start([tmp_path], cfg, Signals(), print)
+        start([tmp_path], cfg, SignalHandler(), print)
 
 
 def test_admin_endpoints_can_be_had_on_the_health_port_alone(service, ring):
     path, keys = ring
     health_port = free_port()
-    safety = SafetyConfig(keys=str(path), admin_on_health_port=True)
+    safety = SecurityConfig(keys=str(path), admin_on_health_port=True)
 
     async def use(client, port):
         async def asked(where, who, route="/v1/admin/probe"):
@@ -346,7 +346,7 @@ def test_tls_is_spoken_and_a_new_certificate_is_taken_without_a_restart(place, s
     certificate, private_key = tmp_path / "now.pem", tmp_path / "now.key"
     for source, target in zip(first, (certificate, private_key), strict=True):
         target.write_bytes(source.read_bytes())
-    cfg = ServeConfig(limits=LIMITS, safety=SafetyConfig(certificate=str(certificate), private_key=str(private_key)))
+    cfg = ServeConfig(limits=LIMITS, safety=SecurityConfig(certificate=str(certificate), private_key=str(private_key)))
 
     async def status_with(port, trusted):
         context = ssl.create_default_context(cafile=trusted)
@@ -404,7 +404,7 @@ def certificates(tmp_path):
         return ssl.PEM_cert_to_DER_cert(pair[0].read_text())
 
     put(5)
-    found = Certificates(tmp_path / "now.pem", tmp_path / "now.key", lambda: clock[0])
+    found = CertificateReloader(tmp_path / "now.pem", tmp_path / "now.key", lambda: clock[0])
     return found, clock, put
 
 
@@ -453,8 +453,8 @@ def test_certificate_expiry_is_read_from_the_file(tmp_path, days):
     printed = subprocess.run(
         ["openssl", "x509", "-in", certificate, "-noout", "-enddate"], check=True, capture_output=True, text=True
     ).stdout
-    cfg = SafetyConfig(certificate=str(certificate), private_key=str(private_key))
-    safety = Safety(cfg, "127.0.0.1")
+    cfg = SecurityConfig(certificate=str(certificate), private_key=str(private_key))
+    safety = ServerSecurity(cfg, "127.0.0.1")
     safety.close()
     assert safety.certificate_expiry_s == ssl.cert_time_to_seconds(printed.strip().removeprefix("notAfter="))
     assert safety.file_ages_s.keys() == {"certificate"}
@@ -466,7 +466,7 @@ def test_certificate_expiry_is_read_from_the_file(tmp_path, days):
 def test_tls_server_restarts_at_once_despite_idle_clients(kind, loop, service, tmp_path):
     """Idle clients do not read, so they do not answer the server's end of the connection."""
     certificate, private_key = make_certificate(tmp_path, "server")
-    cfg = ServeConfig(limits=LIMITS, safety=SafetyConfig(certificate=str(certificate), private_key=str(private_key)))
+    cfg = ServeConfig(limits=LIMITS, safety=SecurityConfig(certificate=str(certificate), private_key=str(private_key)))
     context = ssl.create_default_context(cafile=certificate)
 
     def idle_client(port):
@@ -508,11 +508,11 @@ def test_tls_server_restarts_at_once_despite_idle_clients(kind, loop, service, t
 def test_tls_server_that_stops_sends_slow_clients_all(loop, tmp_path):
     """The client begins to read after the server would have ended an idle connection."""
     certificate, private_key = make_certificate(tmp_path, "server")
-    cfg = ServeConfig(limits=LIMITS, safety=SafetyConfig(certificate=str(certificate), private_key=str(private_key)))
+    cfg = ServeConfig(limits=LIMITS, safety=SecurityConfig(certificate=str(certificate), private_key=str(private_key)))
     content = bytes(200_000)
 
     async def large(scope, receive, send):
-        await Answered(200, content).send(send)
+        await HttpResponse(200, content).send(send)
 
     def slow_client(port):
         client = socket.socket()
@@ -548,8 +548,8 @@ def test_tls_server_that_stops_sends_slow_clients_all(loop, tmp_path):
 @pytest.mark.parametrize("place", [single, behind_gateway])
 def test_replay_sends_known_items_to_a_tls_server(place, service, tmp_path, monkeypatch):
     certificate, private_key = make_certificate(tmp_path, "server")
-    cfg = ServeConfig(limits=LIMITS, safety=SafetyConfig(certificate=str(certificate), private_key=str(private_key)))
-    load = ReplayConfig(rate=20.0, duration_s=0.2, history=3, candidates=2)
+    cfg = ServeConfig(limits=LIMITS, safety=SecurityConfig(certificate=str(certificate), private_key=str(private_key)))
+    load = LoadTestConfig(rate=20.0, duration_s=0.2, history=3, candidates=2)
     said = []
 
     async def run():
@@ -569,12 +569,12 @@ def test_replay_sends_known_items_to_a_tls_server(place, service, tmp_path, monk
 
 def test_half_a_pair_and_what_is_no_certificate_are_told_at_the_start(tmp_path):
     with pytest.raises(UserError, match=r"one half of a pair(.|\n)*--safety.private_key"):
-        SafetyConfig(certificate="a.pem")
+        SecurityConfig(certificate="a.pem")
     for name in ("a.pem", "a.key"):
         (tmp_path / name).write_text("nothing")
-    cfg = SafetyConfig(certificate=str(tmp_path / "a.pem"), private_key=str(tmp_path / "a.key"))
+    cfg = SecurityConfig(certificate=str(tmp_path / "a.pem"), private_key=str(tmp_path / "a.key"))
     with pytest.raises(UserError, match=r"safety.certificate = .*a\.pem': cannot be used"):
-        serve([tmp_path], ServeConfig(port=0, safety=cfg), Signals(), print)
+        serve([tmp_path], ServeConfig(port=0, safety=cfg), SignalHandler(), print)
 
 
 # Names of requests, and the log.
@@ -618,7 +618,7 @@ def test_every_answer_names_its_request(place, service):
         for broken in (b"no request\r\n\r\n", b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 9000):
             assert len(named(await asyncio.to_thread(exchange, port, broken))) == 16
 
-    with heard(JsonLogLines()) as text:
+    with heard(JsonLogFormatter()) as text:
         asking(place, service, ServeConfig(limits=LIMITS), use)
     if place is behind_gateway:
         told = [json.loads(line) for line in text.getvalue().splitlines() if "answered" in line]
@@ -626,14 +626,14 @@ def test_every_answer_names_its_request(place, service):
 
 
 def test_instance_log_leaves_out_health_checks_of_its_front(service):
-    cfg = ServeConfig(limits=LIMITS, safety=SafetyConfig(behind="gateway"), log=LogConfig(requests=True))
+    cfg = ServeConfig(limits=LIMITS, safety=SecurityConfig(behind="gateway"), log=LogConfig(requests=True))
 
     async def use(client, _):
         client.headers[security_config.HEADER.decode()] = security_config.front_secret()
         for path in ("/health/live", "/health/ready", "/v1/models"):
             assert (await client.get(path)).status_code == 200
 
-    with heard(JsonLogLines()) as text:
+    with heard(JsonLogFormatter()) as text:
         asking(single, service, cfg, use)
     routes = [json.loads(line)["route"] for line in text.getvalue().splitlines() if "answered" in line]
     assert routes == ["/v1/models"]
@@ -653,11 +653,11 @@ def test_lines_of_the_log_name_requests_and_hold_nothing_of_what_was_asked(servi
         await client.get(f"/v1/users/{secrets[0]}/nothing", headers=headers)
         await client.get("/v1/models", headers={"x-api-key": secrets[0]})
 
-    for formatter in (JsonLogLines(), TextLogLines()):
+    for formatter in (JsonLogFormatter(), TextLogFormatter()):
         with heard(formatter) as text:
             asking(single, service, with_keys(path, log=LogConfig(requests=True)), use)
         assert not any(secret in text.getvalue() for secret in secrets)
-        if isinstance(formatter, JsonLogLines):
+        if isinstance(formatter, JsonLogFormatter):
             lines = [json.loads(line) for line in text.getvalue().splitlines() if "nestrec" in line]
             answers = [line for line in lines if line["logger"] == "nestrec.requests"]
             shown = [(line["status"], line["route"], line.get("key")) for line in answers]

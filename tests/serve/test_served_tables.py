@@ -9,7 +9,7 @@ import torch
 
 from nestrec.serving.core.request_limits import LimitsConfig
 from nestrec.serving.engine.batch_scheduler import EngineConfig
-from nestrec.serving.engine.reference_runner import Part, Runner, plain_runner
+from nestrec.serving.engine.reference_runner import BatchItem, ReferenceRunner, plain_runner
 from nestrec.serving.http.http_app import App
 from nestrec.serving.kv_cache.kv_page_pool import PagePool
 from nestrec.serving.model.model_adapter import make_form
@@ -25,7 +25,7 @@ def runner_of(folder, store, cache_rows):
     form = make_form(Servable.load(folder, tables=TablesConfig(store=store, cache_rows=cache_rows)))
     dtype = form.encoder.position.dtype
     pool = PagePool(form.encoder.cfg, num_pages=1, page_tokens=1, device=torch.device("cpu"), dtype=dtype)
-    return Runner(form, pool)
+    return ReferenceRunner(form, pool)
 
 
 def draw_parts(form, *, num_best=0):
@@ -41,7 +41,7 @@ def draw_parts(form, *, num_best=0):
         items = np.zeros(0, np.int64) if num_best else rng.integers(0, NUM_ITEMS + 1, 50)
         asked = Candidates(items=items, now_ms=2 * 10**10, num_best=num_best, excluded=np.unique(history.items))
         tokens = form.tokens(history, asked.now_ms)
-        parts.append(Part(tokens=tokens, first=0, end=tokens.length, pages=[], store_until=0, candidates=asked))
+        parts.append(BatchItem(tokens=tokens, first=0, end=tokens.length, pages=[], store_until=0, candidates=asked))
     return parts
 
 

@@ -13,32 +13,32 @@ from serving_oracle import oracle_scores
 from serving_sequences import Sequences, appended, draw_candidates, draw_history
 
 from nestrec.models import FuXiConfig, HSTUConfig, SASRecConfig
-from nestrec.models.backbone_spec import AttentionReach
+from nestrec.models.backbone_spec import AttentionSpanConfig
 from nestrec.serving.core.background_tasks import Failures
 from nestrec.serving.core.cost_model import EngineCostModel
 from nestrec.serving.core.rejections import OverloadedError, UnavailableError
-from nestrec.serving.core.request_limits import Sender
+from nestrec.serving.core.request_limits import RequestSource
 from nestrec.serving.engine.batch_scheduler import EngineConfig
-from nestrec.serving.engine.reference_runner import Launched, Runner
+from nestrec.serving.engine.reference_runner import InFlightBatch, ReferenceRunner
 from nestrec.serving.engine.serving_engine import Engine
 from nestrec.serving.kv_cache.host_prefix_cache import HostPages
 from nestrec.serving.kv_cache.kv_page_pool import PagePool
 from nestrec.serving.kv_cache.preinfer_trigger import TriggerConfig
-from nestrec.serving.kv_cache.tiered_prefix_cache import TiersConfig
+from nestrec.serving.kv_cache.tiered_prefix_cache import PrefixCacheConfig
 from nestrec.serving.model.model_adapter import make_form
-from nestrec_bench.harness.clocks import SimulatedClock
+from nestrec_bench.harness.clocks import ManualClock
 from nestrec_bench.harness.random_model import random_ranking, random_retrieval
 
 SIZES = {"dim": 16, "num_layers": 2, "num_heads": 2, "max_length": 32}
 ENCODER = HSTUConfig(**SIZES, head_dim=8, time_bias=True)
 ENCODERS = (
     ENCODER,
-    replace(ENCODER, time_encoding="functional", attention=AttentionReach(window=7, prefix=3)),
-    replace(ENCODER, num_layers=3, attention=AttentionReach(window=9, keep_last=8, keep_step=6)),
-    FuXiConfig(**SIZES, head_dim=8, ffn_dim=16, attention=AttentionReach(window=9)),
+    replace(ENCODER, time_encoding="functional", attention=AttentionSpanConfig(window=7, prefix=3)),
+    replace(ENCODER, num_layers=3, attention=AttentionSpanConfig(window=9, keep_last=8, keep_step=6)),
+    FuXiConfig(**SIZES, head_dim=8, ffn_dim=16, attention=AttentionSpanConfig(window=9)),
     SASRecConfig(**SIZES, ffn_dim=16),
 )
-TIERS = TiersConfig(
+TIERS = PrefixCacheConfig(
     cache_bytes=3 << 13, dram_bytes=1 << 15, page_tokens=4, spill_above=0.0, cache_ttl_s=90.0, reload="always"
 )
 CONFIG = EngineConfig(tiers=TIERS, max_queue_s=1e9, trigger=TriggerConfig(policy="all", burst_s=1e9))
@@ -171,7 +171,7 @@ def test_many_requests_at_once_are_batched_and_all_answered(servable):
     engine.close()
 
 
-class LateDevice(Runner):
+class LateDevice(ReferenceRunner):
     """Batches end a while after they were launched."""
 
     depth = 2
@@ -183,7 +183,7 @@ class LateDevice(Runner):
             time.sleep(max(0.0, ends_s - time.perf_counter()))
             return results, 0.01
 
-        return Launched(wait, lambda: time.perf_counter() >= ends_s)
+        return InFlightBatch(wait, lambda: time.perf_counter() >= ends_s)
 
 
 def test_an_answer_comes_when_its_batch_ends_however_late_it_was_expected(monkeypatch):
@@ -263,7 +263,7 @@ def know_costs(monkeypatch):
     )
 
 
-class InSteps(Runner):
+class InSteps(ReferenceRunner):
     """Remembers how many rows its batches had."""
 
     def __init__(self, form, pool, row_step):
@@ -487,7 +487,7 @@ def test_the_trigger_hears_what_requests_take_beside_the_device(servable):
     engine, history = make_engine(servable), draw_history(np.random.default_rng(20), 9)
     candidates = draw_candidates(np.random.default_rng(20), history)
     for number in range(16):
-        sender = Sender("a", 1000, time.perf_counter() - 5.0, 2.0)
+        sender = RequestSource("a", 1000, time.perf_counter() - 5.0, 2.0)
         engine.rank(f"{number}", history, candidates, timeout_s=TIMEOUT_S, sender=sender).future.result(TIMEOUT_S)
     is_quiet = threading.Event()
     engine._post(is_quiet.set)  # all of the last batch is done before it
@@ -529,7 +529,7 @@ def test_a_full_queue_refuses_and_says_when_to_come_back(servable):
 
 def test_cancelled_and_late_requests_are_not_computed(servable):
     rng = np.random.default_rng(4)
-    clock = SimulatedClock()
+    clock = ManualClock()
     engine = make_engine(servable, clock=clock)
     history = draw_history(rng, 10)
     with engine._condition:  # nothing is planned meanwhile

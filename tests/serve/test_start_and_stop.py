@@ -18,7 +18,7 @@ from nestrec.exporters.servable_writer import write_servable
 from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.fleet.readiness_probes import free_port
 from nestrec.serving.http.serve_config import ServeConfig
-from nestrec.serving.http.signals import Signals
+from nestrec.serving.http.signals import SignalHandler
 from nestrec.serving.http.sockets import bound_sockets, close_all, port_of, run_server
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.served_tables import TablesConfig
@@ -89,16 +89,16 @@ def test_a_port_in_use_is_one_clear_error_before_anything_is_said_to_serve(folde
         other.listen()
         port, said = other.getsockname()[1], []
         with pytest.raises(UserError, match=f"port = {port}: is in use"):
-            serve([folder], ServeConfig(port=port), Signals(), said.append)
+            serve([folder], ServeConfig(port=port), SignalHandler(), said.append)
         with pytest.raises(UserError, match=r"host = '192\.0\.2\.1'"):
-            serve([folder], ServeConfig(host="192.0.2.1", port=0, insecure=True), Signals(), said.append)
+            serve([folder], ServeConfig(host="192.0.2.1", port=0, insecure=True), SignalHandler(), said.append)
     assert said == []
 
 
 def test_nothing_is_said_to_serve_where_the_model_is_not_there(tmp_path):
     said, port = [], free_port()
     with pytest.raises(UserError, match="holds no exported model"):
-        serve([tmp_path], ServeConfig(port=port), Signals(), said.append)
+        serve([tmp_path], ServeConfig(port=port), SignalHandler(), said.append)
     assert said == []
     with socket.socket() as other:
         other.bind(("127.0.0.1", port))  # nobody holds it any longer
@@ -118,7 +118,9 @@ def test_two_that_bind_at_once_are_told_apart_when_they_listen():
         second = bound_sockets("127.0.0.1", port)
         first[0].listen()
         with pytest.raises(UserError, match=f"port = {port}: is in use"):
-            run_server(uvicorn.Config(None, lifespan="off", log_level="critical"), second, Signals(), lambda: None)
+            run_server(
+                uvicorn.Config(None, lifespan="off", log_level="critical"), second, SignalHandler(), lambda: None
+            )
     finally:
         close_all([*first, *second])
 

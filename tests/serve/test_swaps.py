@@ -70,7 +70,7 @@ def test_models_are_swapped_and_rolled_back_together(folders, caplog):
                 assert refused.status_code == 409, models
                 assert (await client.get("/health/ready")).json()["models"] == old, "all or nothing"
             swapped = await client.post("/v1/admin/swap", json={"models": [folder, str(folders / "retrieval2")]})
-            check_schema(swapped.json(), {"$ref": "#/components/schemas/FleetAnswer"}, described)
+            check_schema(swapped.json(), {"$ref": "#/components/schemas/DeploymentResponse"}, described)
             assert {role: model["version"] for role, model in swapped.json()["models"].items()} == new
             assert {role: model["version"] for role, model in swapped.json()["previous"].items()} == old
             assert (await client.get("/health/ready")).json()["models"] == new

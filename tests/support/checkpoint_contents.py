@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import torch
 
-from nestrec.checkpoint import Checkpoints, Chunk, Content, Restored
+from nestrec.checkpoint import CheckpointManager, Chunk, LoadedCheckpoint, RankCheckpoint
 
 
 def make_rows(keys: Iterable[int], value: float, dim: int = 4) -> Chunk:
@@ -17,12 +17,12 @@ def make_rows(keys: Iterable[int], value: float, dim: int = 4) -> Chunk:
     }
 
 
-def make_content(step: int, *, num_chunks: int = 3, rows_per_chunk: int = 5) -> Content:
+def make_content(step: int, *, num_chunks: int = 3, rows_per_chunk: int = 5) -> RankCheckpoint:
     generator = torch.Generator().manual_seed(step)
     chunks = [
         make_rows(range(part * rows_per_chunk, (part + 1) * rows_per_chunk), float(step)) for part in range(num_chunks)
     ]
-    return Content(
+    return RankCheckpoint(
         tensors={
             "model/weight": torch.randn(7, 3, generator=generator),
             "model/mask": torch.tensor([True, False, True]),
@@ -34,7 +34,7 @@ def make_content(step: int, *, num_chunks: int = 3, rows_per_chunk: int = 5) -> 
     )
 
 
-def values_of(restored: Restored, table: str) -> dict[int, tuple[float, ...]]:
+def values_of(restored: LoadedCheckpoint, table: str) -> dict[int, tuple[float, ...]]:
     """Key to (weights, state) of all rows; fails where a key comes twice."""
     found: dict[int, tuple[float, ...]] = {}
     for chunk in restored.rows(table):
@@ -52,7 +52,7 @@ def table_values(chunks: Iterable[Chunk]) -> dict[int, tuple[float, ...]]:
     }
 
 
-def assert_same(restored: Restored, content: Content) -> None:
+def assert_same(restored: LoadedCheckpoint, content: RankCheckpoint) -> None:
     assert dict(restored.state) == dict(content.state)
     assert set(restored.tensors) == set(content.tensors)
     for name, tensor in content.tensors.items():
@@ -65,7 +65,7 @@ def assert_same(restored: Restored, content: Content) -> None:
 
 def save_steps(folder: str, way: str) -> None:
     """Save steps up to 4 by the named method, from where the folder stands, keeping one checkpoint."""
-    checkpoints = Checkpoints(folder, keep=1)
+    checkpoints = CheckpointManager(folder, keep=1)
     restored = checkpoints.restore_latest()
     for step in range(restored.step + 1 if restored else 1, 5):
         getattr(checkpoints, way)(step, make_content(step))

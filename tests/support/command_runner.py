@@ -22,7 +22,7 @@ from support.fail_points import arm_from_environment
 from support.rank_pool import loaded_context
 
 
-class Started(Protocol):
+class RunningProcess(Protocol):
     """What the runner of faults asks of a process."""
 
     pid: int
@@ -79,12 +79,12 @@ class ForkedCommand:
 
 def start(
     command: Sequence[str], *, is_forked: bool, env: Mapping[str, str], cwd: Path | None, output: Path
-) -> Started:
+) -> RunningProcess:
     """is_forked: of a command of Python, unless ranks are interpreters of their own."""
     if is_forked and isinstance(context := loaded_context(), ForkServerContext):
         return ForkedCommand(command, context, env, cwd, output)
     with output.open("wb") as sink:
-        started: Started = psutil.Popen(command, env=dict(env), cwd=cwd, stdout=sink, stderr=subprocess.STDOUT)
+        started: RunningProcess = psutil.Popen(command, env=dict(env), cwd=cwd, stdout=sink, stderr=subprocess.STDOUT)
     return started
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from nestrec.data.dataset_card import Card, Counts, length_statistics, log_histogram, popularity_statistics
+from nestrec.data.dataset_card import Counts, DatasetCard, length_statistics, log_histogram, popularity_statistics
 from nestrec.trace import Span, save_spans
 
 STEPS_AN_EPOCH = 40
@@ -81,11 +81,11 @@ def make_versions() -> dict[str, Any]:
     }
 
 
-def make_card() -> Card:
+def make_card() -> DatasetCard:
     generator = np.random.default_rng(0)
     lengths = np.clip(generator.lognormal(4.6, 1.0, 6040), 5, 2000).astype(np.int64)
     popularity = np.clip(generator.lognormal(4.4, 1.7, 3706), 1, 4000).astype(np.int64)
-    return Card(
+    return DatasetCard(
         kind="sequences",
         name="ML-1M like",
         source_format="synthetic",

@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from nestrec.checkpoint.checkpoint_manifest import committed_steps
-from support.command_runner import Started, start
+from support.command_runner import RunningProcess, start
 from support.fail_points import fail_variables
 
 _POLL_S = 0.005
@@ -28,7 +28,7 @@ _TAIL_CHARACTERS, _STACKS_CHARACTERS = 4000, 40_000
 _ABORT_S = 10.0
 """for stacks to be written"""
 
-Victim = Callable[[Started], int | None]
+Victim = Callable[[RunningProcess], int | None]
 """Given the started process, the id of the one to kill, or None while it does not exist."""
 
 
@@ -141,7 +141,7 @@ def random_kills(
 def rank_of(rank: int) -> Victim:
     """The process of a rank below a launcher such as torchrun."""
 
-    def find(process: Started) -> int | None:
+    def find(process: RunningProcess) -> int | None:
         for child in process.children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 if child.environ().get("RANK") == str(rank):
@@ -152,7 +152,7 @@ def rank_of(rank: int) -> Victim:
 
 
 def _attempt(
-    starting: Callable[..., Started],
+    starting: Callable[..., RunningProcess],
     faults: Sequence[Fault],
     *,
     env: Mapping[str, str],
@@ -187,7 +187,7 @@ def _points_of(fault: Fault) -> str:
     return f"{fault.held_at}=wait" if fault.held_at else ""
 
 
-def _watch(process: Started, faults: Sequence[Fault], deadline_s: float) -> int | None:
+def _watch(process: RunningProcess, faults: Sequence[Fault], deadline_s: float) -> int | None:
     """Wait for the end of the process, sending signals when they are due; how many hit, or None at the deadline."""
     kills = list(itertools.takewhile(lambda fault: isinstance(fault, KillWhen), faults))
     hit: list[int] = []
@@ -202,7 +202,7 @@ def _watch(process: Started, faults: Sequence[Fault], deadline_s: float) -> int 
     return None
 
 
-def _send_when_due(process: Started, fault: Fault, hit: Sequence[int]) -> int | None:
+def _send_when_due(process: RunningProcess, fault: Fault, hit: Sequence[int]) -> int | None:
     assert isinstance(fault, KillWhen)
     pid = fault.victim(process) if fault.is_due() else None
     if pid is not None and pid not in hit:  # one that is dying already would count as two faults
@@ -212,7 +212,7 @@ def _send_when_due(process: Started, fault: Fault, hit: Sequence[int]) -> int | 
     return None
 
 
-def _abort(process: Started, fail_log: Path) -> None:
+def _abort(process: RunningProcess, fail_log: Path) -> None:
     """What is not over in time says where it stands: faulthandler writes the stacks of all threads at SIGABRT."""
     others = [other for other in _of_attempt(fail_log) if other.pid != process.pid]
     for pid in (process.pid, *(other.pid for other in others)):
@@ -223,7 +223,7 @@ def _abort(process: Started, fail_log: Path) -> None:
         process.wait(timeout=_ABORT_S)
 
 
-def _end(process: Started, fail_log: Path) -> None:
+def _end(process: RunningProcess, fail_log: Path) -> None:
     """Nothing of the attempt survives it, not even ranks whose launcher was killed: they carry the name of its log."""
     if process.returncode is None:  # a process that was forked has the environment of its server for all who look
         with contextlib.suppress(ProcessLookupError):

@@ -16,7 +16,7 @@ class LogEvent(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedDataset:
     """Users in order, each with events in order; item keys in order of their ids from 1; exact duplicates found."""
 
     users: list[tuple[str, list[LogEvent]]]
@@ -33,7 +33,7 @@ def expected_dataset(
     item_core: int = 0,
     is_iterated: bool = True,
     min_user_events: int = 0,
-) -> Expected:
+) -> ExpectedDataset:
     """Filters in the order rating, duplicates, cores, shortest users."""
     rated = [event for event in log if event.rating >= min_rating]
     user_order, item_order = dict.fromkeys(e.user for e in rated), dict.fromkeys(e.item for e in rated)
@@ -47,7 +47,7 @@ def expected_dataset(
         by_user[event.user].append(event)
     users = [(user, sorted(own, key=lambda e: e.time)) for user, own in by_user.items() if own]
     left = {e.item for e in events}
-    return Expected(users, [item for item in item_order if item in left], num_duplicates)
+    return ExpectedDataset(users, [item for item in item_order if item in left], num_duplicates)
 
 
 def _core(events: list[LogEvent], user_core: int, item_core: int, is_iterated: bool) -> list[LogEvent]:

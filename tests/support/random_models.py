@@ -9,7 +9,7 @@ import torch
 from nestrec.models.backbone_registry import EncoderConfig
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.servable_spec import ColumnSpec
-from nestrec.serving.model.served_tables import ResidentTable
+from nestrec.serving.model.served_tables import DeviceTable
 
 FEATURES = ("country", "age", "city")
 """of users: an odd number of tokens; a list, a number and a vector"""
@@ -31,7 +31,7 @@ def with_users_before(make_model: Callable[..., Servable]) -> Callable[..., Serv
         ]
         spec = replace(servable.spec, task=task, columns=(*servable.spec.columns, *columns))
         tables = {c.name: torch.randn(3, encoder.dim) * 0.05 for c in columns if c.has_table}
-        served = {name: ResidentTable(rows.to(servable.device, servable.dtype)) for name, rows in tables.items()}
+        served = {name: DeviceTable(rows.to(servable.device, servable.dtype)) for name, rows in tables.items()}
         model = servable.serving.model(spec).to(servable.device, servable.dtype).eval().requires_grad_(False)
         return replace(servable, spec=spec, model=model, tables={**servable.tables, **served})
 

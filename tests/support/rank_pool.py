@@ -27,8 +27,8 @@ from numba.core.dispatcher import Dispatcher
 
 import nestrec.embedding.optimizers
 import nestrec.pipeline.schedules
-from nestrec.checkpoint import Peers
-from nestrec.distributed.topology import RanksConfig, Topology
+from nestrec.checkpoint import CheckpointGroup
+from nestrec.distributed.topology import ParallelConfig, Topology
 from nestrec_bench.harness.local_ranks import rank_context
 
 CHOSEN_BY_NAME = (nestrec.embedding.optimizers, nestrec.pipeline.schedules)
@@ -79,7 +79,7 @@ class RankPool:
     """`world` processes; `run` calls a picklable function on each as `function(topology, *args)`."""
 
     def __init__(
-        self, world: int, ranks: RanksConfig | None = None, *, timeout_s: float = 60.0, device: str = "cpu"
+        self, world: int, ranks: ParallelConfig | None = None, *, timeout_s: float = 60.0, device: str = "cpu"
     ) -> None:
         """device: `cuda` where the ranks share the GPUs of this machine."""
         self._folder = tempfile.TemporaryDirectory(prefix="nestrec-ranks-")
@@ -142,7 +142,7 @@ class RankPool:
 
 
 def _serve(  # noqa: PLR0917
-    rank: int, world: int, ranks: RanksConfig | None, timeout_s: float, device: str, meeting: str, pipe: Connection
+    rank: int, world: int, ranks: ParallelConfig | None, timeout_s: float, device: str, meeting: str, pipe: Connection
 ) -> None:
     import torch.distributed as dist
 
@@ -174,7 +174,7 @@ def _call(rank: int, function: Callable[..., Any], topology: Topology, args: tup
 T = TypeVar("T")
 
 
-def run_ranks(world: int, work: Callable[[Peers], T]) -> list[T | Exception]:
+def run_ranks(world: int, work: Callable[[CheckpointGroup], T]) -> list[T | Exception]:
     """Run `work` once for every rank at the same time; what each returned or raised."""
     barrier = threading.Barrier(world)
     mailbox: list[Any] = [None] * world
@@ -189,7 +189,7 @@ def run_ranks(world: int, work: Callable[[Peers], T]) -> list[T | Exception]:
             return values
 
         try:
-            results[rank] = work(Peers(rank=rank, world=world, gather=gather))
+            results[rank] = work(CheckpointGroup(rank=rank, world=world, gather=gather))
         except Exception as error:
             results[rank] = error
 

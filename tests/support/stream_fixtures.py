@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from nestrec.base.config_overrides import with_overrides
-from nestrec.data.dataset_card import Card
+from nestrec.data.dataset_card import DatasetCard
 from nestrec.data.synthetic.synthetic_logs import SPAN_MS, START_MS
 from nestrec.distributed import Topology
 from nestrec.exporters.version_publisher import open_publishing
-from nestrec.training.stream_trainer import StreamConfig, StreamFollower
+from nestrec.training.stream_trainer import StreamConfig, StreamTrainer
 from support.tiny_runs import NUM_ITEMS, NUM_USERS
 
 COLUMNS = {
@@ -37,15 +37,15 @@ def crash() -> None:
     raise Crash
 
 
-def follow(source: str, run: Path, options: Mapping[str, Any], **given: Any) -> StreamFollower:
+def follow(source: str, run: Path, options: Mapping[str, Any], **given: Any) -> StreamTrainer:
     """A run has followed a source until that was idle."""
     given.setdefault("open_publishing", open_publishing)
-    follower = StreamFollower(source, run, Topology.single(), follow_options(options), **given)
+    follower = StreamTrainer(source, run, Topology.single(), follow_options(options), **given)
     follower.follow()
     return follower
 
 
-def without_times(card: Card) -> list[Any]:
+def without_times(card: DatasetCard) -> list[Any]:
     """The generations of a dataset, but for when they were made."""
     return [(g.number, g.digest, g.events, g.stream.get("position")) for g in card.generations]
 

@@ -19,8 +19,8 @@ from nestrec.distributed import Topology
 from nestrec.exporters.servable_writer import descriptions, servable_of_session
 from nestrec.exporters.version_publisher import Publisher
 from nestrec.serving.model.servable import Servable
-from nestrec.serving.versions.live_version import Followed
-from nestrec.serving.versions.version_store import Versions
+from nestrec.serving.versions.live_version import LiveModelVersion
+from nestrec.serving.versions.version_store import VersionStore
 from nestrec.training.run_config import PublishConfig
 from nestrec.training.training_session import Session
 from support.tiny_runs import config_of
@@ -116,7 +116,7 @@ def publish_versions(topology: Topology, data: Path, scratch: Path, kind: tuple[
     many rows were removed on the way. kind: family of the model, and store of its tables."""
     address = str(scratch / "published")
     run = ChangingRun.begin(topology, data, address, family=kind[0], store=kind[1], seed=count)
-    versions, followed, removed = Versions(storage_of(address)), None, 0
+    versions, followed, removed = VersionStore(storage_of(address)), None, 0
     for number in range(count):
         for _ in range(int(run.random.integers(1, 4))):
             run.change()
@@ -130,7 +130,7 @@ def publish_versions(topology: Topology, data: Path, scratch: Path, kind: tuple[
         assert newest.number == number + 1
         target = (newest.folder, newest.version)
         if followed is None:
-            followed = Followed.open(versions, versions.way_from_full(target))
+            followed = LiveModelVersion.open(versions, versions.way_from_full(target))
         else:
             (step,) = versions.way(target, followed.step.manifest.version)
             removed += sum(len(versions.removed(step, table)) for table in step.manifest.tables)
@@ -139,7 +139,7 @@ def publish_versions(topology: Topology, data: Path, scratch: Path, kind: tuple[
             followed = staged.after
         assert_same(followed.servable, exported)
         if number % 5 == 4:  # who begins now comes to the same
-            assert_same(Followed.open(versions, versions.way_from_full(target)).servable, exported)
+            assert_same(LiveModelVersion.open(versions, versions.way_from_full(target)).servable, exported)
     return removed
 
 

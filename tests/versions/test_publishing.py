@@ -15,8 +15,8 @@ from nestrec.base.errors import UserError
 from nestrec.distributed import Topology
 from nestrec.exporters.servable_writer import restored_session, servable_of_session
 from nestrec.exporters.version_publisher import publish_run
-from nestrec.serving.versions.live_version import Followed, Source, open_source
-from nestrec.serving.versions.version_store import Versions
+from nestrec.serving.versions.live_version import LiveModelVersion, ModelAddress, open_source
+from nestrec.serving.versions.version_store import VersionStore
 from support.fail_points import armed
 from support.tiny_runs import config_of, make_datasets
 
@@ -35,16 +35,16 @@ def data(tmp_path_factory):
 
 
 def followed_at(address):
-    versions = Versions(storage_of(address))
+    versions = VersionStore(storage_of(address))
     newest = versions.newest()
-    return Followed.open(versions, versions.way_from_full((newest.folder, newest.version)))
+    return LiveModelVersion.open(versions, versions.way_from_full((newest.folder, newest.version)))
 
 
 def test_training_publishes_deltas_and_goes_on_with_them_when_started_again(data, tmp_path):
     address = str(tmp_path / "published")
     options = {"publish.address": address, "publish.every_steps": 2, "training.max_steps": 5}
     train(config_of("hstu", data, options), output=tmp_path / "run")
-    versions = Versions(storage_of(address))
+    versions = VersionStore(storage_of(address))
     assert [versions.told(*at).step for at in versions.history()] == [5, 4, 2]
     train(config_of("hstu", data, {**options, "training.max_steps": 7}), output=tmp_path / "run")
     told = [versions.told(*at) for at in versions.history()]
@@ -70,7 +70,7 @@ def test_a_run_that_was_killed_after_a_version_begins_with_a_full_one(data, tmp_
     for thread in threading.enumerate():  # what a killed process would not have gone on writing is written here
         if thread.name == "nestrec-checkpoint":
             thread.join()
-    versions = Versions(storage_of(address))
+    versions = VersionStore(storage_of(address))
     assert versions.told(*next(versions.history())).step == 5  # the last checkpoint is of step 4
     train(config_of("hstu", data, more), output=tmp_path / "run")
     steps = [versions.told(*at) for at in versions.history()]
@@ -120,7 +120,7 @@ def test_a_full_disk_is_not_filled_further_by_versions_that_do_not_fit(data, tmp
     publish()
     with armed("publish.full.between_files", fail):
         publish()
-    versions = Versions(storage_of(address))
+    versions = VersionStore(storage_of(address))
     folders = sorted((tmp_path / "published" / "versions").iterdir())
     assert [folder.name for folder in folders] == sorted(folder for folder, _ in versions.history())
     for folder in folders:
@@ -175,19 +175,19 @@ def test_old_versions_go_and_those_that_newer_ones_build_on_stay(data, tmp_path)
         run.change()
         run.publisher.publish(run.session, run.step)
         run.publisher.close()
-    versions = Versions(storage_of(address))
+    versions = VersionStore(storage_of(address))
     kept = sorted(int(name.partition("-")[0]) for name in versions.storage.list_folders("versions"))
     assert kept == list(range(kept[0], 15))
     assert 14 - kept[0] + 1 <= 6 + 3
     for at in versions.history():  # a server can be pinned to any of the newest six
         if versions.told(*at).number >= 9:
-            Followed.open(versions, versions.way_from_full(at))
+            LiveModelVersion.open(versions, versions.way_from_full(at))
 
 
 def test_versions_of_earlier_starts_can_be_gone_back_to_and_go_in_their_turn(data, tmp_path):
     """Each start that does not know what changed publishes in full: its versions build on none of those before."""
     address = str(tmp_path / "published")
-    versions, exported = Versions(storage_of(address)), {}
+    versions, exported = VersionStore(storage_of(address)), {}
     for start in range(6):
         run = ChangingRun.begin(
             Topology.single(), data, address, family="hstu", store="lru", seed=start, snapshot_every=1
@@ -201,7 +201,7 @@ def test_versions_of_earlier_starts_can_be_gone_back_to_and_go_in_their_turn(dat
     assert [version for _, version in kept] == list(exported)[:-5:-1]
     assert sorted(versions.storage.list_folders("versions")) == sorted(folder for folder, _ in kept)
     for _, version in kept:
-        assert_same(open_source(Source(address, version[:12])).servable, exported[version])
+        assert_same(open_source(ModelAddress(address, version[:12])).servable, exported[version])
 
 
 def test_a_run_without_a_form_for_serving_does_not_begin_to_publish(data, tmp_path):

@@ -21,15 +21,15 @@ from nestrec.distributed import Topology
 from nestrec.exporters.servable_writer import write_servable
 from nestrec.inference.recommender import Recommender
 from nestrec.serving.core.request_limits import LimitsConfig
-from nestrec.serving.fleet.rolling_update import FrontFollower
+from nestrec.serving.fleet.rolling_update import FleetVersionFollower
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.servable_spec import shown_version
 from nestrec.serving.model.served_tables import TablesConfig
-from nestrec.serving.service.cold_start_items import Growth, NewItem, add_items
+from nestrec.serving.service.cold_start_items import NewItem, NewItemInsertion, add_items
 from nestrec.serving.service.inference_service import Service, ServiceConfig
 from nestrec.serving.service.model_reloader import Reloader
 from nestrec.serving.service.version_follower import VersionFollowConfig
-from nestrec.serving.versions.live_version import Source, Staged, open_source
+from nestrec.serving.versions.live_version import ModelAddress, StagedVersion, open_source
 from nestrec.serving.versions.version_manifest import Times
 from support.fail_points import armed
 from support.tiny_runs import make_datasets
@@ -192,8 +192,8 @@ def test_a_delta_that_fails_half_way_leaves_no_trace(data, tmp_path, point):
 @pytest.mark.parametrize("family", ["ranking", "hstu"])
 def test_what_a_first_version_needs_is_there_before_it_comes(data, tmp_path, monkeypatch, family):
     rehearsed = []
-    apply = Staged.apply
-    monkeypatch.setattr(Staged, "apply", lambda staged: (rehearsed.append(staged), apply(staged)))
+    apply = StagedVersion.apply
+    monkeypatch.setattr(StagedVersion, "apply", lambda staged: (rehearsed.append(staged), apply(staged)))
     with serving(data, tmp_path, family, tables=TablesConfig(store="dram", cache_rows=8)) as served:
         (staged,) = rehearsed
         assert {id(put.table) for put in staged.puts} >= {id(table) for table in served.servable.tables.values()}
@@ -281,7 +281,7 @@ def test_a_swap_is_not_undone_by_what_was_on_its_way_to_the_model_before(data, t
             swap.join(0.2)  # it waits for who is here
 
         if meanwhile == "items":
-            monkeypatch.setattr(Growth, "has_room", property(swapped))
+            monkeypatch.setattr(NewItemInsertion, "has_room", property(swapped))
             add_items(served.service, [NewItem(key="told")])
         else:
             with armed("follow.before_apply", swapped):
@@ -386,7 +386,7 @@ def test_a_fleet_that_moves_together_stays_where_it_is_told_to(data, tmp_path):
         def move(models):
             return asyncio.run_coroutine_threadsafe(rollout.follow(models), loop).result().status == 200
 
-        front = FrontFollower([served.address], 1.0, move, rollout.followed)
+        front = FleetVersionFollower([served.address], 1.0, move, rollout.followed)
 
         async def told(path, *models):
             answer = await client.post(f"/v1/admin/{path}", json={"models": list(models)} if models else {})
@@ -439,7 +439,7 @@ def test_a_fleet_moves_together_by_deltas(data, tmp_path):
                 reloader.swap(models)
             return True
 
-        front = FrontFollower([served.address], 1.0, swap)
+        front = FleetVersionFollower([served.address], 1.0, swap)
         for number in range(4):
             version = served.publish()
             assert front.look()
@@ -552,7 +552,7 @@ def test_version_has_one_name_and_is_found_by_any_unique_prefix(data, tmp_path):
             assert (status, problem in message) == (409, True)
             assert all(name in message for name in names)
             with pytest.raises(UserError, match=problem) as caught:
-                open_source(Source(served.address, prefix))
+                open_source(ModelAddress(served.address, prefix))
             assert all(name in str(caught.value) for name in names)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nestrec.balance import POLICIES, TOKENS, CostModel, hstu_cost, micro_partition, partition
-from nestrec.balance.balance_metrics import Evenness, evenness, noise_floor, noise_gaussian, noise_uniform
+from nestrec.balance.balance_metrics import BalanceMetrics, evenness, noise_floor, noise_gaussian, noise_uniform
 from nestrec.balance.partition_tools import Groups, loads_of
 from nestrec.balance.policies import window_imbalance
 from nestrec.base.config import config
@@ -158,7 +158,7 @@ def _evaluate(  # noqa: PLR0917
 ) -> list[Row]:
     """One row for each kind of noise."""
     partition(policy, model.of(tokens[0]), ranks, lengths=tokens[0])  # compiles
-    found: dict[str, list[Evenness]] = {noise: [] for noise in NOISES}
+    found: dict[str, list[BalanceMetrics]] = {noise: [] for noise in NOISES}
     partition_ms, cpu_ms, windows = [], [], []
     for number, lengths in enumerate(tokens):
         cost = model.of(lengths)
@@ -178,7 +178,7 @@ def _evaluate(  # noqa: PLR0917
     return [{"noise": noise, **_means(steps), **common, "measured": False} for noise, steps in found.items()]
 
 
-def _means(steps: list[Evenness]) -> Row:
+def _means(steps: list[BalanceMetrics]) -> Row:
     return {
         "imbalance": float(np.mean([step.imbalance for step in steps])),
         "worst_imbalance": max(step.imbalance for step in steps),

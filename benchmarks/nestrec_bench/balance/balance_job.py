@@ -22,13 +22,13 @@ from numpy.typing import NDArray
 
 from nestrec.balance import BalanceConfig, CostModel
 from nestrec.balance.balance_metrics import imbalance, straggler, waiting
-from nestrec.balance.cost import CostSchedule, fit_sums
+from nestrec.balance.cost import CostModelHistory, fit_sums
 from nestrec.balance.sample_exchange import make_dealer
 from nestrec.base.config import config, to_plain
 from nestrec.base.config_values import from_plain
 from nestrec.base.thread_team import usable_cores
-from nestrec.data.batch_loader import BatchConfig, Batches, MicroBatch
-from nestrec.data.batch_order import GlobalBatches, Position
+from nestrec.data.batch_loader import BatchConfig, BatchLoader, MicroBatch
+from nestrec.data.batch_order import BatchPosition, GlobalBatchSampler
 from nestrec.data.dataset import Dataset
 from nestrec.data.samples.retrieval_collator import HistoryConfig
 from nestrec.data.synthetic.synthetic_logs import generate, preset
@@ -36,7 +36,7 @@ from nestrec.distributed import Topology
 from nestrec.distributed.collectives import all_gather_json, barrier
 from nestrec.distributed.topology import Communicator
 from nestrec.models import HSTUConfig
-from nestrec.pipeline import Compute, Coupling, Feed, PipelineCore, Rates, Step
+from nestrec.pipeline import Coupling, LearningRates, LookaheadIterator, ModelCompute, PipelineCore, TrainingStep
 from nestrec.tasks.retrieval_task import RetrievalTaskConfig
 from nestrec.tasks.task import compute_of
 from nestrec.trace import Span, Tracer
@@ -80,7 +80,7 @@ class MeasuredBench:
 class TimedCompute:
     """Forward and backward passes with their wall and processor time."""
 
-    def __init__(self, inner: Compute):
+    def __init__(self, inner: ModelCompute):
         self._inner = inner
         self.wall_s = self.cpu_s = 0.0
 
@@ -110,7 +110,7 @@ def measure_rank(topology: Topology, plain: Mapping[str, Any], data: str) -> dic
     """What one rank saw: for each policy and step its times and the durations of its collectives."""
     bench = from_plain(MeasuredBench, plain)
     job = BalanceJob.open(bench, topology, data)
-    warm = job.feed(BalanceConfig(policy=bench.policies[0]), CostModel(), Position(), Tracer())
+    warm = job.feed(BalanceConfig(policy=bench.policies[0]), CostModel(), BatchPosition(), Tracer())
     found = [job.step(warm) for _ in range(bench.fit_rounds)]
     warm.close()
     cost = job.fitted(found[len(found) // 3 :])
@@ -136,9 +136,9 @@ class BalanceJob:
     compute: TimedCompute
     pipeline: PipelineCore
     number: int = 0
-    position: Position = field(default_factory=Position)
+    position: BatchPosition = field(default_factory=BatchPosition)
     """behind the last batch that was trained on"""
-    order: GlobalBatches | None = None
+    order: GlobalBatchSampler | None = None
 
     @staticmethod
     def open(bench: MeasuredBench, topology: Topology, data: str) -> "BalanceJob":
@@ -160,14 +160,14 @@ class BalanceJob:
         pipeline = PipelineCore.build(compute, session.engine, session.dense, tracer=Tracer())
         return BalanceJob(bench, session, compute, pipeline)
 
-    def feed(self, cfg: BalanceConfig, cost: CostModel, start: Position, tracer: Tracer) -> Feed:
+    def feed(self, cfg: BalanceConfig, cost: CostModel, start: BatchPosition, tracer: Tracer) -> LookaheadIterator:
         session = self.session
-        dealer = make_dealer(cfg, CostSchedule(cost), own_communicator(session.topology), tracer)
-        batches = Batches(session.task.assembler, session.cfg.batch, seed=self.bench.seed, dealer=dealer)
+        dealer = make_dealer(cfg, CostModelHistory(cost), own_communicator(session.topology), tracer)
+        batches = BatchLoader(session.task.assembler, session.cfg.batch, seed=self.bench.seed, dealer=dealer)
         self.order = batches.order
-        return Feed(batches.starting_at(start))
+        return LookaheadIterator(batches.starting_at(start))
 
-    def step(self, feed: Feed) -> dict[str, Any]:
+    def step(self, feed: LookaheadIterator) -> dict[str, Any]:
         """One step, begun by all ranks together."""
         topology = self.session.topology
         before_s = time.perf_counter()
@@ -179,7 +179,7 @@ class BalanceJob:
         self.number += 1
         assert self.order is not None
         self.position = self.order.after(batch.position)
-        step = Step(number=self.number, batch=batch, rates=Rates(dense=1e-3, tables=1e-3))
+        step = TrainingStep(number=self.number, batch=batch, rates=LearningRates(dense=1e-3, tables=1e-3))
         start_s = time.perf_counter()
         self.pipeline.schedule.advance(step, feed)
         step_s = time.perf_counter() - start_s

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from nestrec.balance import POLICIES, TOKENS, micro_partition, partition
 from nestrec.data.batch_order import contiguous, epoch_order
-from nestrec.data.dataset import Dataset, Rows
+from nestrec.data.dataset import Dataset, DatasetRows
 from nestrec.data.synthetic.synthetic_logs import generate, preset
 from nestrec.data.synthetic.synthetic_logs import lengths as draw_lengths
 from nestrec.pipeline.key_clustering import Clustering, SampleKeys, cluster
@@ -63,7 +63,7 @@ def with_unique_keys(rows: Sequence[Row], found: Sequence[Row]) -> list[Row]:
     return merged
 
 
-def _counts(rows: Rows, policy: str, ranks: int, micro_batches: int) -> tuple[int, ...]:
+def _counts(rows: DatasetRows, policy: str, ranks: int, micro_batches: int) -> tuple[int, ...]:
     """Unique keys: of the batch, summed over ranks, over micro-batches in order, of equal cost, clustered by key."""
     tokens = np.diff(rows.lists["item_ids"][1])
     groups = partition(policy, TOKENS.of(tokens), ranks, lengths=tokens)
@@ -74,14 +74,14 @@ def _counts(rows: Rows, policy: str, ranks: int, micro_batches: int) -> tuple[in
     return tuple(_unique(rows, parts) for parts in (whole, groups, in_order, equal, clustered))
 
 
-def _clustered(rows: Rows, group: NDArray[np.int64], micro_batches: int) -> list[NDArray[np.int64]]:
+def _clustered(rows: DatasetRows, group: NDArray[np.int64], micro_batches: int) -> list[NDArray[np.int64]]:
     """Micro-batches of a rank by the clustering that training uses, near equal in cost too."""
     values, offsets = rows.take(group).lists["item_ids"]
     keys = SampleKeys(values.astype(np.int64), offsets)
     return cluster(CLUSTERING, keys, TOKENS.of(np.diff(offsets)), micro_batches)
 
 
-def _unique(rows: Rows, parts: Sequence[NDArray[np.int64]]) -> int:
+def _unique(rows: DatasetRows, parts: Sequence[NDArray[np.int64]]) -> int:
     return sum(int(np.unique(rows.take(part).lists["item_ids"][0]).size) for part in parts)
 
 

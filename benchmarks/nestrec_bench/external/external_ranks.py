@@ -18,7 +18,7 @@ import torch
 
 from nestrec.distributed import Topology
 from nestrec.distributed.collectives import all_gather_json, all_reduce_sum, barrier
-from nestrec.distributed.topology import RanksConfig
+from nestrec.distributed.topology import ParallelConfig
 from nestrec_bench.external.external_workload import PeersWorkload, WorkloadConfig
 from nestrec_bench.external.torchrec_job import TorchRecJob
 from nestrec_bench.external.training_job import DENSE_KINDS, OUR_MODES, DenseKind, Job, NestrecJob
@@ -49,7 +49,7 @@ def build(dense: DenseKind, modes: list[str], torchrec_modes: list[str], topolog
 
 def _ranks(topology: Topology, mode: str) -> Topology:
     """The ranks as they exchange in one of our modes. Collective."""
-    gloo = RanksConfig(exchange="collectives")
+    gloo = ParallelConfig(exchange="collectives")
     return Topology.of_process_group(topology.device, gloo) if mode == "serial_gloo" else topology
 
 

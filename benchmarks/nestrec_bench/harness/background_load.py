@@ -10,7 +10,7 @@ from nestrec.distributed.collectives import all_gather_json
 _STAT = Path("/proc/stat")
 
 
-class OtherLoad:
+class BackgroundLoadMeter:
     """From its making on. All ranks of a machine make it, and ask it, at the same time."""
 
     def __init__(self, topology: Topology) -> None:

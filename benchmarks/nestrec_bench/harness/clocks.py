@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 
 
-class SimulatedClock:
+class ManualClock:
     """Stands still until told to move; `sleep` moves it."""
 
     def __init__(self, start_s: float = 0.0):
@@ -18,7 +18,7 @@ class SimulatedClock:
         self._now_s += seconds
 
 
-class AgendaClock:
+class EventClock:
     """Stands still until somebody sleeps; what is due meanwhile happens at its moment, in order."""
 
     def __init__(self) -> None:

@@ -11,10 +11,10 @@ import torch
 
 from nestrec.base.config import config
 from nestrec.distributed import Topology
-from nestrec.embedding import EmbeddingEngine, Routed, TableConfig, WorkingSet
+from nestrec.embedding import EmbeddingEngine, RoutedKeys, TableConfig, WorkingSet
 from nestrec.embedding.routing.batch_overlap import Overlap
-from nestrec.embedding.routing.deduplicated_keys import FeatureKeys, SourceKeys
-from nestrec.embedding.routing.key_routing import AskedKeys
+from nestrec.embedding.routing.deduplicated_keys import DeduplicatedKeys, FeatureKeys
+from nestrec.embedding.routing.key_routing import RequestedKeys
 from nestrec.embedding.routing.replica_key_union import ReplicaSyncConfig
 from nestrec.embedding.routing.working_set import RowBuffers
 
@@ -46,22 +46,22 @@ class PacedEngine(EmbeddingEngine):
         super().__init__(tables, topology, topology.device, replica_sync)
         self._pace = pace
 
-    def deduplicate(self, *micro_batches: FeatureKeys, window_cache: bool = False) -> SourceKeys:
+    def deduplicate(self, *micro_batches: FeatureKeys, window_cache: bool = False) -> DeduplicatedKeys:
         found = super().deduplicate(*micro_batches, window_cache=window_cache)
         self._wait(self._pace.load_ms)
         return found
 
-    def exchange_keys(self, source: SourceKeys, *, step: int = 0) -> AskedKeys:
+    def exchange_keys(self, source: DeduplicatedKeys, *, step: int = 0) -> RequestedKeys:
         asked = super().exchange_keys(source, step=step)
         self._wait(self._pace.route_ms)
         return asked
 
-    def fetch(self, routed: Routed, *, step: int, buffers: RowBuffers | None = None) -> WorkingSet:
+    def fetch(self, routed: RoutedKeys, *, step: int, buffers: RowBuffers | None = None) -> WorkingSet:
         working = super().fetch(routed, step=step, buffers=buffers)
         self._wait(self._pace.fetch_ms)
         return working
 
-    def read_ahead(self, routed: Routed, *, step: int) -> WorkingSet:
+    def read_ahead(self, routed: RoutedKeys, *, step: int) -> WorkingSet:
         working = super().read_ahead(routed, step=step)
         self._wait(self._pace.fetch_ms)
         return working

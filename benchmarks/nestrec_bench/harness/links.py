@@ -36,7 +36,7 @@ import torch
 
 from nestrec.base.errors import UserError
 from nestrec.distributed.topology import Communicator, Topology
-from nestrec.distributed.transports import Shipment, Sizes, Transport
+from nestrec.distributed.transports import AllToAllPayload, Sizes, Transport
 
 
 def wait_in_order(duration_s: float, device: torch.device) -> None:
@@ -87,7 +87,7 @@ class EmulatedTransport(Transport):
         self._inner.all_to_all(into, sent, receive, send)
         self._hold(receive, send, into.device)
 
-    def exchange(self, shipment: Shipment) -> list[torch.Tensor]:
+    def exchange(self, shipment: AllToAllPayload) -> list[torch.Tensor]:
         pieces = self._inner.exchange(shipment)
         size = shipment.like.element_size()
         self._hold((shipment.receive * size).tolist(), (shipment.send * size).tolist(), shipment.like.device)
@@ -158,7 +158,7 @@ _INSIDE = "link0"
 
 
 @dataclass(frozen=True, slots=True)
-class LimitedLinks:
+class RankNamespaces:
     """Namespaces that exist, one for each rank."""
 
     namespaces: tuple[str, ...]
@@ -188,7 +188,7 @@ def bytes_on_link() -> int:
 
 
 @contextlib.contextmanager
-def limited_links(num_ranks: int, link_mbit: float) -> Iterator[LimitedLinks]:
+def limited_links(num_ranks: int, link_mbit: float) -> Iterator[RankNamespaces]:
     """Namespaces of `num_ranks` ranks, joined by links of `link_mbit` megabits a second each way."""
     if not can_limit():
         remedy = "run as root where `ip` and `tc` exist, or measure without limits (link_mbit=0)"
@@ -202,7 +202,7 @@ def limited_links(num_ranks: int, link_mbit: float) -> Iterator[LimitedLinks]:
         _run(f"ip link set {bridge} up")
         for rank, name in enumerate(names):
             _join(name, bridge, f"nr{tag}.{rank}", rank, link_mbit)
-        yield LimitedLinks(names)
+        yield RankNamespaces(names)
     finally:
         for rank, name in enumerate(names):
             _run(f"ip link del nr{tag}.{rank}", must_work=False)

@@ -10,7 +10,7 @@ from nestrec.models.backbone_registry import EncoderConfig
 from nestrec.models.heads import RankingModel, RetrievalModel
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.servable_spec import ColumnSpec, ServableSpec
-from nestrec.serving.model.served_tables import ResidentTable
+from nestrec.serving.model.served_tables import DeviceTable
 from nestrec.tasks.ranking_task import RankingTaskConfig
 from nestrec.tasks.retrieval_task import RetrievalTaskConfig
 
@@ -35,9 +35,9 @@ def random_retrieval(
         spec=spec,
         version=_version(spec, seed),
         model=_ready(model, device).to(dtype),
-        tables={"items": ResidentTable(items)},
+        tables={"items": DeviceTable(items)},
         item_keys=_keys(num_items),
-        index=ResidentTable(model.item_vectors(items[1:])),
+        index=DeviceTable(model.item_vectors(items[1:])),
         item_columns={},
     )
 
@@ -58,7 +58,7 @@ def random_ranking(
     columns = (ColumnSpec(name="event_tab", keys=("home", "search"), num_rows=3),)
     spec = ServableSpec(name="random", step=0, task=task, num_items=num_items, action_bits=ACTION_BITS, columns=columns)
     tables = {
-        name: ResidentTable(_table(num_rows, encoder.dim, device).to(dtype))
+        name: DeviceTable(_table(num_rows, encoder.dim, device).to(dtype))
         for name, num_rows in (("items", num_items + 1), ("event_tab", 3))
     }
     return Servable(

@@ -5,7 +5,7 @@ import torch
 
 from nestrec.base.thread_team import for_parts
 from nestrec.embedding.initial import initial_vectors
-from nestrec.embedding.key_index import StaticResidency
+from nestrec.embedding.key_index import StaticKeyIndex
 from nestrec.embedding.stores.host_store import HostStore
 from nestrec.embedding.table_shard import Keys, TableShard
 
@@ -15,7 +15,7 @@ _CHUNK_ROWS = 512
 def create_all_rows(shard: TableShard, num_threads: int = 0) -> int:
     """Rows of all keys of this shard, as they begin; the shard has none before. Their bytes."""
     residency, store = shard.residency, shard.store
-    assert isinstance(residency, StaticResidency), "a dynamic table has no list of keys"
+    assert isinstance(residency, StaticKeyIndex), "a dynamic table has no list of keys"
     assert isinstance(store, HostStore), "meant for tables in host memory"
     keys = residency.owned()
     slots = residency.restore(keys, None, None)

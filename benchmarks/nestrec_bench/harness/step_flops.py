@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nestrec.models.backbone_registry import flops_of
-from nestrec.models.backbone_spec import SequenceConfig
+from nestrec.models.backbone_spec import BackboneConfig
 
 PEAK_TFLOPS = 989.0
 """dense bf16 of H100 and H200 (SXM), by their datasheet"""
@@ -47,7 +47,7 @@ class StepFlops:
         return self.tflops(seconds) / PEAK_TFLOPS
 
 
-def step_flops(encoder: SequenceConfig, lengths: NDArray[np.int64]) -> StepFlops:
+def step_flops(encoder: BackboneConfig, lengths: NDArray[np.int64]) -> StepFlops:
     """Of the encoder's layers on sequences of these lengths."""
     forward = flops_of(encoder)
     return StepFlops(

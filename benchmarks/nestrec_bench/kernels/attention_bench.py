@@ -30,7 +30,7 @@ from nestrec.ops.attention.hstu_attention import (
     hstu_attention_reference,
 )
 from nestrec.ops.attention.hstu_op import batch_buckets
-from nestrec.ops.attention.mask_and_bias import PLAIN, AttentionRules, RelativeBias, causal_pairs, semi_local
+from nestrec.ops.attention.mask_and_bias import PLAIN, AttentionMask, RelativeBias, causal_pairs, semi_local
 from nestrec.ops.padding import from_blocks, padded_places, to_blocks
 from nestrec_bench.bench import Bench
 from nestrec_bench.harness.length_shapes import LENGTH_SHAPES, lengths_of, whole_shapes
@@ -86,10 +86,10 @@ class Attention:
 class Implementation:
     prepare: Callable[[AttentionBatch], Attention]
     is_softmax: bool
-    rules: AttentionRules = PLAIN
+    rules: AttentionMask = PLAIN
 
 
-def _ours(batch: AttentionBatch, *, position: bool = False, time: str = "", rules: AttentionRules = PLAIN) -> Attention:
+def _ours(batch: AttentionBatch, *, position: bool = False, time: str = "", rules: AttentionMask = PLAIN) -> Attention:
     bias = _bias(batch, position, time)
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

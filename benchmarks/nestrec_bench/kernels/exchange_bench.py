@@ -21,8 +21,8 @@ from nestrec.base.config import config
 from nestrec.base.errors import PeerLostError
 from nestrec.distributed import Topology
 from nestrec.distributed.collectives import all_gather_json, all_to_all_rows, barrier
-from nestrec.distributed.topology import Communicator, RanksConfig
-from nestrec.distributed.transports import CopyEngine
+from nestrec.distributed.topology import Communicator, ParallelConfig
+from nestrec.distributed.transports import CopyEngineTransport
 from nestrec_bench.bench import Bench
 from nestrec_bench.harness.local_ranks import run_on_ranks
 
@@ -79,7 +79,7 @@ def ways_to_copy(transport: str, vectors: Communicator, bench: _PaceOptions) -> 
 
 def _own_way(transport: str, vectors: Communicator, local: torch.Tensor, target: torch.Tensor) -> dict[str, Copy]:
     if transport == "copy_engine":
-        assert isinstance(vectors.transport, CopyEngine)
+        assert isinstance(vectors.transport, CopyEngineTransport)
         peer = vectors.transport.memory_of(1)[:_CHUNK_BYTES]
         return {"copy_engine": lambda: _nothing(target[: len(peer)].copy_(peer, non_blocking=True))}
     host = torch.empty(_CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
@@ -168,7 +168,7 @@ def _device_work(copy: Copy) -> list[str]:
 
 
 _SMALL_BYTES = 4096
-_NAMES = {"HostStaged": "host", "CopyEngine": "copy_engine", "SharedMemory": "shared_memory"}
+_NAMES = {"HostStagedTransport": "host", "CopyEngineTransport": "copy_engine", "SharedMemoryTransport": "shared_memory"}
 _ONLY_ON = {"copy_engine": "cuda", "shared_memory": "cpu"}
 
 
@@ -230,7 +230,7 @@ def _rank(hosts: Topology, bench: ExchangeBench) -> dict[str, list[dict[str, Any
         if _ONLY_ON.get(transport, device.type) != device.type:
             continue
         for ranks in bench.ranks:
-            groups = RanksConfig(replicas=hosts.world // ranks, exchange=transport)  # type: ignore[arg-type]
+            groups = ParallelConfig(replicas=hosts.world // ranks, exchange=transport)  # type: ignore[arg-type]
             under_test = Topology.of_process_group(device, groups, timeout_s=bench.timeout_s)
             try:
                 rows += _rows(hosts, under_test, bench)
@@ -244,7 +244,7 @@ def _rank(hosts: Topology, bench: ExchangeBench) -> dict[str, list[dict[str, Any
 
 def _rows(hosts: Topology, under_test: Topology, bench: ExchangeBench) -> list[dict[str, Any]]:
     reference = Topology.of_process_group(
-        torch.device("cpu"), RanksConfig(replicas=under_test.num_replicas, exchange="collectives")
+        torch.device("cpu"), ParallelConfig(replicas=under_test.num_replicas, exchange="collectives")
     )
     transport = type(under_test.vectors.transport).__name__
     common: dict[str, Any] = {

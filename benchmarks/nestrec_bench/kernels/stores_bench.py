@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from nestrec.base.config import config
 from nestrec.distributed.topology import check_device
-from nestrec.embedding.key_hash_table import KeySlots
+from nestrec.embedding.key_hash_table import KeyHashTable
 from nestrec.embedding.stores import Store
 from nestrec.embedding.stores.device_store import DeviceStore
 from nestrec.embedding.stores.disk_store import DiskStore
@@ -122,7 +122,7 @@ def _check(store: Store, dense: torch.Tensor, slots: NDArray[np.int64], device: 
 def _baselines(dense: torch.Tensor, slots: NDArray[np.int64]) -> list[_Operation]:
     index, out = torch.from_numpy(slots), torch.empty(len(slots), dense.shape[1], dtype=torch.int32)
     other, row_bytes = torch.empty_like(out), 4 * dense.shape[1]
-    keys = KeySlots()
+    keys = KeyHashTable()
     ones = np.ones(len(dense), np.int64)
     keys.insert(np.arange(len(dense)) * _KEY_STRIDE, ones, ones)
     wanted = slots * _KEY_STRIDE

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from nestrec.serving.core.rejections import RefusedError
-from nestrec.serving.core.request_limits import Sender
+from nestrec.serving.core.rejections import RequestRejectedError
+from nestrec.serving.core.request_limits import RequestSource
 from nestrec.serving.engine.batch_pacer import Spin
 from nestrec.serving.engine.serving_engine import Engine
-from nestrec.serving.inputs.engine_request import Answer, Work
+from nestrec.serving.inputs.engine_request import EngineRequest, RankResult
 from nestrec.serving.model.request_inputs import Candidates, History
-from nestrec_bench.harness.clocks import AgendaClock
+from nestrec_bench.harness.clocks import EventClock
 from nestrec_bench.load_test.open_loop import Trial
 
 NUM_ITEMS = 10_000
@@ -158,7 +158,7 @@ def run_trial(
 
 
 def simulate_trial(
-    engine: Engine, clock: AgendaClock, load: RelayLoad, rate: float, *, sends_signals: bool, way_s: float = 0.0
+    engine: Engine, clock: EventClock, load: RelayLoad, rate: float, *, sends_signals: bool, way_s: float = 0.0
 ) -> RelayOutcome:
     """The same in simulated time, by an engine without a thread. way_s: from the sender to the engine and back."""
     sent = _Sent(engine, load, rate, way_s=way_s)
@@ -169,7 +169,7 @@ def simulate_trial(
     return sent.outcome()
 
 
-def take_turns(engine: Engine, clock: AgendaClock) -> None:
+def take_turns(engine: Engine, clock: EventClock) -> None:
     """Until nothing is left to do, now or later."""
     while engine.has_something_to_do or clock.next_s < math.inf:
         if engine.has_something_to_do:
@@ -191,7 +191,7 @@ class _Sent:
             np.full(len(self._at_s), np.inf) for _ in range(4)
         )
         # Works on their way: kept longer, their memory would have to be new each time.
-        self._works: dict[int, Work] = {}
+        self._works: dict[int, EngineRequest] = {}
 
     def agenda(self, *, sends_signals: bool) -> list[tuple[float, Callable[[], None]]]:
         """What is to be sent, and when after the start, in order."""
@@ -217,7 +217,7 @@ class _Sent:
 
     def _signal(self, number: int) -> None:
         history, candidates = self._requests[number]
-        with contextlib.suppress(RefusedError):
+        with contextlib.suppress(RequestRejectedError):
             self._engine.preinfer(self._user(number), history, candidates.now_ms, len(candidates), timeout_s=_TIMEOUT_S)
 
     def _rank(self, number: int) -> None:
@@ -226,11 +226,11 @@ class _Sent:
         name = self._user(number)
         if self._is_stray[number]:  # whoever comes by chance finds nothing of theirs
             name = f"{name}.{number}"
-        sender = Sender(num_bytes=self._load.body_bytes, began_s=now_s - self._way_s if self._way_s else 0.0)
+        sender = RequestSource(num_bytes=self._load.body_bytes, began_s=now_s - self._way_s if self._way_s else 0.0)
         if self._load.body_bytes and self._engine.is_full_for(sender):
             self._engine.refuse()
             return
-        with contextlib.suppress(RefusedError):
+        with contextlib.suppress(RequestRejectedError):
             work = self._engine.rank(name, history, candidates, timeout_s=self._load.timeout_s, sender=sender)
             self._works[number] = work
             work.future.add_done_callback(functools.partial(self._answered, number))
@@ -238,7 +238,7 @@ class _Sent:
     def _user(self, number: int) -> str:
         return f"{self._visits[number][0]}"
 
-    def _answered(self, number: int, future: "Future[Answer]") -> None:
+    def _answered(self, number: int, future: "Future[RankResult]") -> None:
         work = self._works.pop(number)
         if future.exception() is None:
             self._ended_s[number] = self._engine.clock.now_s()

@@ -31,7 +31,7 @@ KEY_VARIABLE = "NESTREC_KEY"
 
 
 @config
-class ReplayConfig:
+class LoadTestConfig:
     rate: Positive = 20.0
     """requests a second (made-up load), or where the search starts"""
     duration_s: Positive = 10.0
@@ -60,7 +60,7 @@ class ReplayConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class RequestSchedule:
     """Requests with their intended moments."""
 
     at_s: list[float]
@@ -71,7 +71,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reads:
+class RequiredInputs:
     """What a model must be told beside items and times."""
 
     actions: tuple[str, ...] = ()
@@ -82,7 +82,7 @@ class Reads:
     """categories of users"""
 
 
-def reads_of(url: str) -> Reads:
+def reads_of(url: str) -> RequiredInputs:
     """What the model that ranks on a server reads."""
     try:
         return reads_from(_asked(url, "/v1/models")["models"])
@@ -101,7 +101,7 @@ def items_of(url: str) -> list[str]:
 
 
 def chosen_items(url: str, items: str) -> Sequence[str | int]:
-    """Return the items of synthetic requests, as `ReplayConfig.items` chooses them."""
+    """Return the items of synthetic requests, as `LoadTestConfig.items` chooses them."""
     remedy = "give a file with one item id per line, a number of items from 1, or nothing for items of the server"
     if not items:
         found = items_of(url)
@@ -149,17 +149,17 @@ def key_in_environment() -> str:
     return os.environ.get(KEY_VARIABLE, "")
 
 
-def reads_from(models: Mapping[str, Any]) -> Reads:
+def reads_from(models: Mapping[str, Any]) -> RequiredInputs:
     """What the model that ranks reads, of those that a server describes."""
     model = models.get("ranking") or models["retrieval"]
-    return Reads(**{name: tuple(model[name]) for name in ("actions", "features", "user_features")})
+    return RequiredInputs(**{name: tuple(model[name]) for name in ("actions", "features", "user_features")})
 
 
-def replay(url: str, cfg: ReplayConfig, announce: Callable[[str], None] = lambda _: None) -> list[dict[str, Any]]:
+def replay(url: str, cfg: LoadTestConfig, announce: Callable[[str], None] = lambda _: None) -> list[dict[str, Any]]:
     """Measure one trial, or those of a search with the best one last; return a row of each. announce: called with one
     line about the requests that are sent."""
     check_server(url)
-    reads = Reads() if cfg.recorded else reads_of(url)
+    reads = RequiredInputs() if cfg.recorded else reads_of(url)
     items = [] if cfg.recorded else chosen_items(url, cfg.items)
     announce(_sent_in_words(cfg, items))
     trials: list[dict[str, Any]] = []
@@ -181,7 +181,7 @@ def replay(url: str, cfg: ReplayConfig, announce: Callable[[str], None] = lambda
     return trials
 
 
-def _sent_in_words(cfg: ReplayConfig, items: Sequence[str | int]) -> str:
+def _sent_in_words(cfg: LoadTestConfig, items: Sequence[str | int]) -> str:
     if cfg.recorded:
         return f"sending the recorded requests of {cfg.recorded}"
     named = "that the server named" if not cfg.items else f"of --items {cfg.items}"
@@ -209,7 +209,9 @@ def check_server(url: str) -> None:
         connection.close()
 
 
-def make_load(cfg: ReplayConfig, rate: float, length: int, reads: Reads, items: Sequence[str | int] = ()) -> Load:
+def make_load(
+    cfg: LoadTestConfig, rate: float, length: int, reads: RequiredInputs, items: Sequence[str | int] = ()
+) -> RequestSchedule:
     """items: of synthetic requests."""
     if cfg.recorded:
         return recorded_load(Path(cfg.recorded))
@@ -224,11 +226,17 @@ def make_load(cfg: ReplayConfig, rate: float, length: int, reads: Reads, items: 
         signal, body = made_up_request(user, length, cfg, rng, reads, items=items)
         signals.append(json.dumps(signal).encode())
         bodies.append(json.dumps(body).encode())
-    return Load(at_s.tolist(), ["/v1/rank"] * len(bodies), bodies, signals if cfg.signal_ms else [])
+    return RequestSchedule(at_s.tolist(), ["/v1/rank"] * len(bodies), bodies, signals if cfg.signal_ms else [])
 
 
 def made_up_request(
-    user: int, length: int, cfg: ReplayConfig, rng: np.random.Generator, reads: Reads, *, items: Sequence[str | int]
+    user: int,
+    length: int,
+    cfg: LoadTestConfig,
+    rng: np.random.Generator,
+    reads: RequiredInputs,
+    *,
+    items: Sequence[str | int],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """(signal, ranking request); a user's history is a function of the user."""
     own = np.random.default_rng((cfg.seed, user))
@@ -252,18 +260,18 @@ def _drawn(items: Sequence[str | int], rng: np.random.Generator, count: int) -> 
     return [items[index] for index in rng.integers(len(items), size=count).tolist()]
 
 
-def recorded_load(path: Path) -> Load:
+def recorded_load(path: Path) -> RequestSchedule:
     try:
         lines = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
         at_s = [float(line["at_s"]) for line in lines]
         bodies = [json.dumps(line["body"]).encode() for line in lines]
-        return Load(at_s, [str(line["path"]) for line in lines], bodies, [])
+        return RequestSchedule(at_s, [str(line["path"]) for line in lines], bodies, [])
     except (OSError, ValueError, KeyError, TypeError) as error:
         remedy = 'give JSON lines with "at_s", "path" and "body"'
         raise UserError("is no recorded load", field="recorded", value=str(path), remedy=remedy) from error
 
 
-async def send_load(url: str, load: Load, signal_s: float) -> Trial:
+async def send_load(url: str, load: RequestSchedule, signal_s: float) -> Trial:
     """Send a load and wait for its answers."""
     parts = urlsplit(url)
     context = ssl.create_default_context() if parts.scheme == "https" else None
@@ -281,7 +289,7 @@ async def send_load(url: str, load: Load, signal_s: float) -> Trial:
     return trial
 
 
-def row_of(trial: Trial, cfg: ReplayConfig, length: int) -> dict[str, Any]:
+def row_of(trial: Trial, cfg: LoadTestConfig, length: int) -> dict[str, Any]:
     percentiles = {f"p{q}_ms": _rounded(trial.percentile_ms(q)) for q in (50, 90, 99)}
     return {
         "rate": round(trial.rate, 2),

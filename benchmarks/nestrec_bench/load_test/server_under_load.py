@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from nestrec.base.errors import UserError
 from nestrec.base.process import uncollected
 from nestrec.serving.fleet.readiness_probes import free_port, listens
-from nestrec_bench.load_test.load_test import Reads, ReplayConfig, made_up_request
+from nestrec_bench.load_test.load_test import LoadTestConfig, RequiredInputs, made_up_request
 from nestrec_bench.load_test.open_loop import Trial, nearest_rank, poisson_arrivals
 from nestrec_bench.load_test.socket_load import LoadOutcome, SocketLoad, post
 
@@ -26,7 +26,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedLoadResult:
     """A load and its answers."""
 
     at_s: Floats
@@ -79,7 +79,7 @@ def serve_load(
     *,
     polls: bool = False,
     path: str = "/v1/rank",
-) -> Served:
+) -> ServedLoadResult:
     """Send requests at their moments and wait for all answers. polls: with a client that never sleeps."""
     requests = [post(path, body) for body in bodies]
     before, cpu_s, start_s = process.memory_info().rss, _cpu_s(process), time.perf_counter()
@@ -87,7 +87,7 @@ def serve_load(
         outcome = SocketLoad(port, polls=polls).run(at_s, requests)
     cores = (_cpu_s(process) - cpu_s) / (time.perf_counter() - start_s)
     is_refused = np.isin(outcome.status, (429, 503))
-    return Served(
+    return ServedLoadResult(
         at_s=at_s,
         trial=_trial(at_s, outcome),
         rss_before=before,
@@ -115,12 +115,12 @@ def made_up_load(
     items: int,
     timeout_ms: int,
     seed: int,
-    reads: Reads,
+    reads: RequiredInputs,
     k: int = 0,
 ) -> tuple[Floats, list[bytes]]:
     """Poisson arrivals of users of whom none returns. k: they ask for so many items instead of scores of candidates."""
     at_s = poisson_arrivals(rate, duration_s, seed)
-    cfg = ReplayConfig(candidates=candidates, seed=seed)
+    cfg = LoadTestConfig(candidates=candidates, seed=seed)
     bodies = []
     for user in range(first_user, first_user + len(at_s)):
         _, body = made_up_request(user, history, cfg, np.random.default_rng(user), reads, items=range(1, items + 1))

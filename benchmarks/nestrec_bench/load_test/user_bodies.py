@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from nestrec_bench.load_test.load_test import Reads
+from nestrec_bench.load_test.load_test import RequiredInputs
 
 _BANK = 1 << 16
 _EVERY_MS, _NOW_MS = 60_000, 1_700_000_000_000
@@ -19,7 +19,7 @@ _EVERY_MS, _NOW_MS = 60_000, 1_700_000_000_000
 class UserBodies:
     """For a model that reads so much. new_events: of a user between two visits."""
 
-    def __init__(self, items: Sequence[str], reads: Reads, *, new_events: int, seed: int):
+    def __init__(self, items: Sequence[str], reads: RequiredInputs, *, new_events: int, seed: int):
         rng = np.random.default_rng(seed)
         self._reads, self._new_events = reads, new_events
         self._items = _Written([items[i] for i in rng.integers(0, len(items), _BANK)])

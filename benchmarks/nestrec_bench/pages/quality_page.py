@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nestrec.base.errors import DamagedError, UserError
+from nestrec.base.errors import CorruptFileError, UserError
 from nestrec.report.formatting import mean_of_metric
 from nestrec.report.run_records import load_run
 from nestrec.tasks.metrics import Values, bootstrap, ranking_metrics
@@ -145,8 +145,8 @@ def _load_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _damaged(path: Path, problem: str) -> DamagedError:
-    return DamagedError(problem, field="file", value=str(path), remedy="repeat the evaluation")
+def _damaged(path: Path, problem: str) -> CorruptFileError:
+    return CorruptFileError(problem, field="file", value=str(path), remedy="repeat the evaluation")
 
 
 METRICS = {

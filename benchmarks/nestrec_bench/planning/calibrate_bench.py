@@ -23,10 +23,10 @@ from nestrec.distributed import Topology
 from nestrec.distributed.collectives import all_reduce_sum, all_to_all_rows, barrier
 from nestrec.models import HSTU, HSTUConfig, SequenceInfo
 from nestrec.pipeline import PipelineConfig
-from nestrec.planning.hardware_profile import ComputeRates, Profile, Rate
+from nestrec.planning.hardware_profile import ComputeRates, LinearCost, Profile
 from nestrec_bench.bench import Bench, More, Row
 from nestrec_bench.harness.local_ranks import run_on_ranks
-from nestrec_bench.planning.shared_fit import Observed, counted_loads, fit_line, fit_profile, stage_times
+from nestrec_bench.planning.shared_fit import StageObservations, counted_loads, fit_line, fit_profile, stage_times
 from nestrec_bench.schedules.schedules_job import Contestant, JobConfig, make_batches, make_engine
 
 _UNITS = {"deduplicate": "key", "arrange": "key", "intersect": "row", "compute": "operation", "exchange": "byte"}
@@ -60,8 +60,8 @@ def calibrate(bench: CalibrateBench) -> tuple[list[dict[str, Any]], Profile]:
         store = profile.store("device" if kind == "device" else "dram")
         rows += [_row(f"fetch, {kind}", store.fetch), _row(f"write_back, {kind}", store.write_back)]
     compute = profile.compute
-    rows.append(_row("compute", Rate(fixed_s=compute.fixed_s, unit_s=compute.flop_s)))
-    rows.append(_row("compute, attention", Rate(unit_s=compute.attention_flop_s)))
+    rows.append(_row("compute", LinearCost(fixed_s=compute.fixed_s, unit_s=compute.flop_s)))
+    rows.append(_row("compute, attention", LinearCost(unit_s=compute.attention_flop_s)))
     return [*rows, *exchange, *copies], profile
 
 
@@ -77,7 +77,7 @@ _RATES = (
 )
 
 
-def _row(name: str, rate: Rate) -> dict[str, Any]:
+def _row(name: str, rate: LinearCost) -> dict[str, Any]:
     unit = _UNITS.get(name.split(",", maxsplit=1)[0], "byte")
     speed = {"gb_per_s": round(1e-9 / rate.unit_s, 3)} if unit == "byte" and rate.unit_s > 0 else {}
     return {
@@ -105,7 +105,7 @@ def _stages(bench: CalibrateBench) -> Profile:
     return profile
 
 
-def _observed(bench: CalibrateBench, samples: int, store: str, schedule: str) -> Observed:
+def _observed(bench: CalibrateBench, samples: int, store: str, schedule: str) -> StageObservations:
     job = replace(bench.job, samples=samples, store=store)
     topology = Topology.single()
     batches = make_batches(job, topology, bench.steps + 1, 2)
@@ -122,7 +122,7 @@ def _observed(bench: CalibrateBench, samples: int, store: str, schedule: str) ->
 
     # Steps count from one, and the batches of the warm-up come first.
     aligned = [batches[(p - 1) % len(batches)] for p in range(len(batches))]
-    return Observed(counted_loads([aligned], tables, flops, dense_bytes=dense), stage_times(spans))
+    return StageObservations(counted_loads([aligned], tables, flops, dense_bytes=dense), stage_times(spans))
 
 
 def token_flops(job: JobConfig) -> float:
@@ -130,14 +130,14 @@ def token_flops(job: JobConfig) -> float:
     return 6.0 * (job.dim * job.hidden + (job.layers - 1) * job.hidden * job.hidden + job.hidden)
 
 
-def _line(observed: Sequence[Observed], stage: str) -> Rate:
+def _line(observed: Sequence[StageObservations], stage: str) -> LinearCost:
     """Putting vectors together, or adding gradients up, for each byte; alone, nothing crosses."""
     medians = []
     for one in observed:
         sizes = one.loads.received_bytes
         pairs = [(s, sizes[one.loads.place(step), rank, n]) for (step, rank, n), s in one.stages[stage].items()]
         medians.append(tuple(np.median(pairs, axis=0)))
-    return fit_line(medians) or Rate()
+    return fit_line(medians) or LinearCost()
 
 
 def _compute(bench: CalibrateBench) -> ComputeRates:
@@ -194,7 +194,7 @@ def _exchange(bench: CalibrateBench) -> list[dict[str, Any]]:
     answers = run_on_ranks(2, _exchange_rank, bench)[0]
     rows = []
     for name, pairs in answers.items():
-        rows.append(_row(f"exchange, {name}, 2 ranks", fit_line(pairs) or Rate()))
+        rows.append(_row(f"exchange, {name}, 2 ranks", fit_line(pairs) or LinearCost()))
     return rows
 
 
@@ -221,7 +221,7 @@ def _host_copies(repeats: int) -> list[dict[str, Any]]:
         remote = pinned.to(device)
         copies["host to device"] = (_timed(lambda: remote.copy_(pinned, non_blocking=True), repeats, device), source)
         copies["device to host"] = (_timed(lambda: pinned.copy_(remote, non_blocking=True), repeats, device), source)
-    return [_row(name, Rate(unit_s=seconds / tensor.numel())) for name, (seconds, tensor) in copies.items()]
+    return [_row(name, LinearCost(unit_s=seconds / tensor.numel())) for name, (seconds, tensor) in copies.items()]
 
 
 def _measure(bench: CalibrateBench) -> Generator[Row, None, More]:

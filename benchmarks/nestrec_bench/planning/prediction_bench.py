@@ -25,13 +25,13 @@ from nestrec.planning.hardware_profile import Profile
 from nestrec.planning.simulator.program_replay import Mesh, replay
 from nestrec.planning.simulator.rehearsal import rehearse
 from nestrec.planning.simulator.shared_cores import Hosts, replay_shared
-from nestrec.planning.simulator.step_costs import Spreads, StepCosts, Varied
+from nestrec.planning.simulator.step_costs import RandomizedCosts, Spreads, StepCosts
 from nestrec.planning.workload import Loads
 from nestrec.report.result_file import load_frame
 from nestrec_bench.bench import Bench, More, Row, Shown
 from nestrec_bench.harness.links import BURST_BYTES, can_limit
 from nestrec_bench.planning.calibrate_bench import token_flops
-from nestrec_bench.planning.papers.comparison import SameOnEveryRank
+from nestrec_bench.planning.papers.comparison import UniformCosts
 from nestrec_bench.planning.prediction_job import (
     Bed,
     BedOptions,
@@ -43,7 +43,7 @@ from nestrec_bench.planning.prediction_job import (
     to_plain_bed,
 )
 from nestrec_bench.planning.shared_fit import (
-    Observed,
+    StageObservations,
     WorldFit,
     compute_spread,
     counted_loads,
@@ -194,12 +194,12 @@ def fit_model(cases: Sequence[_Case], steps: int) -> Model:
     return replace(model, crowding=_best_crowding(cases, model, steps))
 
 
-def _observed(case: _Case) -> Observed:
+def _observed(case: _Case) -> StageObservations:
     stages: dict[str, dict[tuple[int, int, int], float]] = {}
     for turn in case.rounds:
         for name, times in turn["stages"].items():
             stages.setdefault(name, {}).update(times)
-    return Observed(case.loads, stages, case.bed.link_mbit / 8e3, case.burst_bytes)
+    return StageObservations(case.loads, stages, case.bed.link_mbit / 8e3, case.burst_bytes)
 
 
 def _best_crowding(cases: Sequence[_Case], model: Model, steps: int) -> float:
@@ -235,13 +235,13 @@ def _simulated(case: _Case, model: Model, steps: int, first: int) -> float:
     ranks = case.bed.ranks
     options = PipelineConfig(schedule=case.entry.schedule)
     program = rehearse(options, micro_batches=case.entry.micro_batches, steps=steps)
-    mesh, links = Mesh(1, ranks), Observed(case.loads, {}, case.bed.link_mbit / 8e3, case.burst_bytes).links()
+    mesh, links = Mesh(1, ranks), StageObservations(case.loads, {}, case.bed.link_mbit / 8e3, case.burst_bytes).links()
     hands_over = any("train.embedding.copy" in stage.operations for stage in program.stages)
     loads = case.loads.starting_at(first - 1)
     costs = StepCosts(loads, model.profiles[ranks], links, mesh, store="dram", hands_over=hands_over)
     hosts = Hosts(ranks=ranks, cores=usable_cores(), crowding=model.crowding)
     speed = case.bed.link_mbit / 8e3 * 1e9
-    varied = Varied(costs, model.spreads[ranks], ranks, wire_speed=speed, seed=first)
+    varied = RandomizedCosts(costs, model.spreads[ranks], ranks, wire_speed=speed, seed=first)
     return float(replay_shared(program, varied, mesh, hosts).step_s().max()) * 1e3
 
 
@@ -375,4 +375,4 @@ def _predicted_ms(row: Mapping[str, Any], serial: Mapping[str, Any]) -> float:
     }
     options = PipelineConfig(schedule=row["schedule"], window_cache=bool(row.get("window_cache")))
     program = rehearse(options, micro_batches=parts, steps=_STEPS)
-    return float(replay(program, SameOnEveryRank(seconds), Mesh(1, max(1, row["ranks"]))).step_s()[0])
+    return float(replay(program, UniformCosts(seconds), Mesh(1, max(1, row["ranks"]))).step_s()[0])

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from nestrec.base.config import config, to_plain
 from nestrec.base.config_values import from_plain
 from nestrec.data.batch_loader import Batch, MicroBatch
-from nestrec.data.batch_order import Position
+from nestrec.data.batch_order import BatchPosition
 from nestrec.distributed import Topology
 from nestrec.distributed.collectives import barrier
 from nestrec.pipeline import PipelineConfig
 from nestrec.trace import Span, Timeline
-from nestrec_bench.harness.background_load import OtherLoad
+from nestrec_bench.harness.background_load import BackgroundLoadMeter
 from nestrec_bench.harness.links import EmulatedLink, can_limit, limited_links, with_emulated_links
 from nestrec_bench.harness.local_ranks import run_on_ranks
 from nestrec_bench.planning.shared_fit import stage_times
@@ -103,7 +103,7 @@ def _rank(
             if sum(others <= options.undisturbed for others, _ in kept) >= options.rounds:
                 continue
             barrier(topology.control)
-            load = OtherLoad(topology)
+            load = BackgroundLoadMeter(topology)
             taken = contestant.round(options.steps)
             others = load.cores()
             if turn >= _WARM_UP_ROUNDS:
@@ -149,7 +149,7 @@ def _batch(bed: Bed, num_micro_batches: int, job: JobConfig, rank: int, step: in
         parts.append(MicroBatch(mine, {TABLE: keys}, {"label": label}, tokens, keys.size))
     weight = float(job.samples * bed.ranks)
     counts = np.concatenate([np.full(len(part.sample_ids), part.max_length) for part in parts])
-    return Batch(Position(0, step), weight, np.arange(job.samples * bed.ranks), tuple(parts), tokens=counts)
+    return Batch(BatchPosition(0, step), weight, np.arange(job.samples * bed.ranks), tuple(parts), tokens=counts)
 
 
 def _tokens(shape: Shape, job: JobConfig, groups: Sequence[NDArray[np.int64]], draw: np.random.Generator) -> list[int]:

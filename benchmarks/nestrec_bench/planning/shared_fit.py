@@ -25,7 +25,7 @@ from nestrec.embedding import TableConfig
 from nestrec.embedding.hashing import owner_of
 from nestrec.embedding.table_config import layout_of
 from nestrec.ops.embedding.dedup_host import dedup
-from nestrec.planning.hardware_profile import ComputeRates, Group, Link, Links, Profile, Rate, StoreRates
+from nestrec.planning.hardware_profile import ComputeRates, Group, LinearCost, Link, Links, Profile, StoreRates
 from nestrec.planning.simulator.step_costs import Spread
 from nestrec.planning.workload import KEY_BYTES, Amounts, Loads
 from nestrec.trace import Span
@@ -121,7 +121,7 @@ StageTimes = Mapping[str, Mapping[tuple[int, int, int], float]]
 
 
 @dataclass(frozen=True, slots=True)
-class Observed:
+class StageObservations:
     """Measured stages of one configuration, the amounts that they had, and the links that they crossed."""
 
     loads: Loads
@@ -151,14 +151,14 @@ def stage_times(spans: Iterable[Span]) -> dict[str, dict[tuple[int, int, int], f
     return found
 
 
-def fit_profile(observed: Sequence[Observed], base: Profile, *, by_medians: bool = False) -> Profile:
+def fit_profile(observed: Sequence[StageObservations], base: Profile, *, by_medians: bool = False) -> Profile:
     """Rates of the stages that were observed; the others as in `base`.
 
     by_medians: each configuration counts with its medians, so that what disturbed a few stages does not; for
     configurations whose stages all have about the same amount.
     """
 
-    def line(stage: str, amount: str) -> Rate | None:
+    def line(stage: str, amount: str) -> LinearCost | None:
         of_each = [_pairs(one, stage, amount) for one in observed]
         if by_medians:
             of_each = [[tuple(np.median(pairs, axis=0))] for pairs in of_each if pairs]
@@ -176,29 +176,29 @@ def fit_profile(observed: Sequence[Observed], base: Profile, *, by_medians: bool
     }
     found = replace(base, **{name: rate for name, rate in rates.items() if rate is not None})
     if fetch is not None:
-        found = replace(found, dram=StoreRates(fetch=fetch, write_back=written or Rate()))
+        found = replace(found, dram=StoreRates(fetch=fetch, write_back=written or LinearCost()))
     if compute is not None:
         found = replace(found, compute=ComputeRates(fixed_s=compute.fixed_s, flop_s=compute.unit_s))
     return found
 
 
-def fit_line(pairs: Sequence[tuple[float, float]]) -> Rate | None:
+def fit_line(pairs: Sequence[tuple[float, float]]) -> LinearCost | None:
     """Through (seconds, amount), no coefficient negative; none without pairs."""
     if not pairs:
         return None
     seconds, amounts = np.array(pairs).T
     fixed, unit = non_negative_least_squares(np.stack([np.ones_like(amounts), amounts], axis=1), seconds)
-    return Rate(fixed_s=fixed, unit_s=unit)
+    return LinearCost(fixed_s=fixed, unit_s=unit)
 
 
-def ratios_of(observed: Sequence[Observed], stage: str, amount: str, rate: Rate) -> NDArray[np.float64]:
+def ratios_of(observed: Sequence[StageObservations], stage: str, amount: str, rate: LinearCost) -> NDArray[np.float64]:
     """Measured times of a stage over its line."""
     pairs = np.array([pair for one in observed for pair in _pairs(one, stage, amount)])
     found: NDArray[np.float64] = pairs[:, 0] / (rate.fixed_s + rate.unit_s * pairs[:, 1])
     return found
 
 
-def _pairs(one: Observed, stage: str, amount: str) -> list[tuple[float, float]]:
+def _pairs(one: StageObservations, stage: str, amount: str) -> list[tuple[float, float]]:
     """(seconds, amount) of every run of a stage."""
     pairs = []
     values = getattr(one.loads, amount)
@@ -238,13 +238,13 @@ class TimedExchange:
 class WorldFit:
     """What exchanges between so many ranks are like."""
 
-    work: dict[str, Rate]
+    work: dict[str, LinearCost]
     """of each kind"""
     spread: Spread
     """time of bytes over what the link promises, by bytes"""
 
 
-def exchanges_of(observed: Observed) -> Iterable[TimedExchange]:
+def exchanges_of(observed: StageObservations) -> Iterable[TimedExchange]:
     """All exchanges of a serial run, each rank in its own order."""
     world, parts = observed.loads.world, observed.loads.num_micro_batches
     links, burst_s = observed.links(), observed.burst_bytes / (observed.gb_per_s * 1e9)
@@ -280,7 +280,7 @@ def _order(parts: int) -> list[tuple[str, int, str]]:
     ]
 
 
-def _bytes_s(observed: Observed, links: Links, kind: str, place: tuple[int, int, int]) -> float:
+def _bytes_s(observed: StageObservations, links: Links, kind: str, place: tuple[int, int, int]) -> float:
     step, rank, part = place
     loads, p, everyone = observed.loads, observed.loads.place(step), Group(observed.loads.world)
     if kind == "dense":
@@ -291,11 +291,11 @@ def _bytes_s(observed: Observed, links: Links, kind: str, place: tuple[int, int,
     return float(links.all_to_all_s(everyone, max(float(amount[p][rank, part]) for amount in amounts)))
 
 
-def fit_world(observed: Sequence[Observed], cores: int) -> WorldFit:
+def fit_world(observed: Sequence[StageObservations], cores: int) -> WorldFit:
     """From the serial runs of one number of ranks. All ranks work at once before they exchange, so cores are shared."""
     found = [exchange for one in observed for exchange in exchanges_of(one)]
     share = min(1.0, cores / observed[0].loads.world)
-    work = {kind: Rate(fixed_s=share * _work(found, kind)) for kind in ("keys", "vectors", "gradients", "dense")}
+    work = {kind: LinearCost(fixed_s=share * _work(found, kind)) for kind in ("keys", "vectors", "gradients", "dense")}
     pairs = [
         (e.num_bytes, (e.measured_s - work[e.kind].fixed_s / share + e.bytes_s - e.waited_s) / e.bytes_s)
         for e in found
@@ -312,7 +312,7 @@ def _work(found: Sequence[TimedExchange], kind: str) -> float:
     return max(0.0, statistics.median(e.measured_s - e.waited_s for e in small))
 
 
-def profile_of(plain: Sequence[Observed], world: WorldFit) -> Profile:
+def profile_of(plain: Sequence[StageObservations], world: WorldFit) -> Profile:
     """Lines of the stages of ranks with cores of their own, and the work of exchanges between so many ranks.
 
     Deduplication and assembly are inside the serial key exchange, and stay there.
@@ -326,9 +326,9 @@ def profile_of(plain: Sequence[Observed], world: WorldFit) -> Profile:
     )
 
 
-def compute_spread(plain: Sequence[Observed], profile: Profile) -> Spread:
+def compute_spread(plain: Sequence[StageObservations], profile: Profile) -> Spread:
     """How computation varies, whatever its amount."""
-    rate = Rate(fixed_s=profile.compute.fixed_s, unit_s=profile.compute.flop_s)
+    rate = LinearCost(fixed_s=profile.compute.fixed_s, unit_s=profile.compute.flop_s)
     ratios = ratios_of(plain, "train.compute", "linear_flops", rate)
     shuffled = np.random.default_rng(0).permutation(ratios)
     return Spread(np.zeros(len(ratios)), shuffled)

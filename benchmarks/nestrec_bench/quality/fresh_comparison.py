@@ -22,7 +22,7 @@ from nestrec.base.config import config
 from nestrec.base.config_values import Count, Decay, Positive, iso_moment
 from nestrec.base.errors import UserError
 from nestrec.data.samples.time_windows import TimeWindow
-from nestrec.tasks.metrics import Interval, bootstrap
+from nestrec.tasks.metrics import ConfidenceInterval, bootstrap
 from nestrec.training.trainer import Trainer
 
 Row = dict[str, Any]
@@ -175,11 +175,11 @@ class WaysToKeepFresh:
 
     def _followed(self, in_time: dict[str, object]) -> Iterator[Row]:
         ended_s: list[float] = []
-        predicted: list[tuple[TimeWindow, dict[str, Interval], float]] = []
+        predicted: list[tuple[TimeWindow, dict[str, ConfidenceInterval], float]] = []
         with closing(self._trainer("followed", in_time, self._folder / "first")) as trainer:
             predict = trainer.session.task.predict
 
-            def timed(engine: object, window: TimeWindow) -> dict[str, Interval]:
+            def timed(engine: object, window: TimeWindow) -> dict[str, ConfidenceInterval]:
                 began_s = time.perf_counter()
                 found = predict(engine, window)  # type: ignore[arg-type]
                 predicted.append((window, found, time.perf_counter() - began_s))
@@ -199,7 +199,7 @@ class WaysToKeepFresh:
         later = sum(other.num_events for other in self._windows if other.number >= window.number)
         return self._bench.epochs * (self._num_events - later)
 
-    def _train(self, name: str, until: str, window: TimeWindow | None) -> tuple[dict[str, Interval], float]:
+    def _train(self, name: str, until: str, window: TimeWindow | None) -> tuple[dict[str, ConfidenceInterval], float]:
         """Train from scratch on what came before, then predict a window; the seconds of training."""
         more = {**self._until(until), "training.epochs": self._bench.epochs}
         with closing(self._trainer(name, more, None)) as trainer:
@@ -219,7 +219,9 @@ class WaysToKeepFresh:
     def _until(self, moment: str) -> dict[str, object]:
         return {"task.split.valid_from": moment, "task.split.test_from": moment}
 
-    def _row(self, way: str, window: TimeWindow, found: dict[str, Interval], took_s: float, trained: int) -> Row:
+    def _row(
+        self, way: str, window: TimeWindow, found: dict[str, ConfidenceInterval], took_s: float, trained: int
+    ) -> Row:
         value = found[self._bench.metric]
         return {
             **{"what": "quality", "recipe": self._bench.recipe, "replay_share": self._bench.replay_share},

@@ -14,7 +14,7 @@ import torch
 from nestrec.data.batch_loader import Batch
 from nestrec.distributed import Topology
 from nestrec.distributed.collectives import barrier, broadcast_json
-from nestrec.distributed.topology import RanksConfig
+from nestrec.distributed.topology import ParallelConfig
 from nestrec.embedding.routing.replica_key_union import ReplicaSyncConfig
 from nestrec.pipeline import PipelineConfig
 from nestrec.trace import Span, Timeline
@@ -49,7 +49,7 @@ class Conditions:
     pace: Pace
     shares_table: bool
     """one table for all contestants"""
-    groups: RanksConfig
+    groups: ParallelConfig
     """replica groups of the ranks"""
     replica_sync: ReplicaSyncConfig
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from nestrec.base.config import config
 from nestrec.base.errors import UserError
-from nestrec.distributed.topology import RanksConfig
+from nestrec.distributed.topology import ParallelConfig
 from nestrec.embedding.routing.replica_key_union import ReplicaSyncConfig
 from nestrec.pipeline.micro_batch_tuner import CANDIDATES, FEW, MANY
 from nestrec.pipeline.window_cost_model import MeasuredWindow, choose_window, fit_window, overlapped_ms
@@ -268,7 +268,7 @@ def _conditions(bench: SchedulesBench, link_mbit: float, added_ms: float) -> Con
     pace = Pace(**dict(zip(_PACED, (s * added_ms for s in bench.lookup_stages), strict=True)))
     link = EmulatedLink(link_mbit, bench.latency_us, bench.fabric_ranks)
     is_timed = is_emulated(bench)
-    groups = RanksConfig(replicas=bench.replicas)
+    groups = ParallelConfig(replicas=bench.replicas)
     return Conditions(
         bench.job, bench.ranks, bench.device, link, is_timed, pace, bench.shares_table, groups, bench.replica_sync
     )

@@ -11,13 +11,13 @@ from torch import nn
 
 from nestrec.base.config import config
 from nestrec.data.batch_loader import Batch, MicroBatch
-from nestrec.data.batch_order import Position
+from nestrec.data.batch_order import BatchPosition
 from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine, RowOptimizerConfig, StoreConfig, TableConfig
 from nestrec.embedding.routing.replica_key_union import ReplicaSyncConfig
 from nestrec.ops.embedding.row_gather import gather_rows
-from nestrec.pipeline import Feed, PipelineConfig, PipelineCore, Rates, Step
-from nestrec.pipeline.dense.dense_optimizer import DenseUpdate, OptimizerConfig
+from nestrec.pipeline import LearningRates, LookaheadIterator, PipelineConfig, PipelineCore, TrainingStep
+from nestrec.pipeline.dense.dense_optimizer import DenseOptimizer, OptimizerConfig
 from nestrec.pipeline.exchange_window import Loss, LossCompute
 from nestrec.trace import Span
 from nestrec_bench.harness.delayed_engine import Pace, PacedEngine
@@ -25,7 +25,7 @@ from nestrec_bench.harness.row_initialization import create_all_rows
 
 TABLE = "items"
 _CLASSES = 16
-RATES = Rates(dense=1e-3, tables=0.05)
+RATES = LearningRates(dense=1e-3, tables=0.05)
 
 
 @config
@@ -101,7 +101,7 @@ def _batch(cfg: JobConfig, topology: Topology, step: int, num_micro_batches: int
         parts.append(MicroBatch(mine, {TABLE: keys[mine]}, tensors, cfg.tokens, len(mine) * cfg.tokens))
     samples = np.arange(cfg.samples * topology.world)
     tokens = np.full(cfg.samples, cfg.tokens)
-    return Batch(Position(0, step), float(len(samples)), samples, tuple(parts), tokens=tokens)
+    return Batch(BatchPosition(0, step), float(len(samples)), samples, tuple(parts), tokens=tokens)
 
 
 def _hot_keys(cfg: JobConfig, topology: Topology, num_steps: int) -> Iterator[NDArray[np.int64]]:
@@ -153,7 +153,7 @@ class Contestant:
         self.engine, topology = engine, engine.topology
         with engine.device:  # large ones are slow to draw on a host
             network = TokenNetwork(cfg)
-        self.dense = DenseUpdate(network, OptimizerConfig(), topology, engine.device)
+        self.dense = DenseOptimizer(network, OptimizerConfig(), topology, engine.device)
         compute = LossCompute(token_loss(network), engine.device, cfg.precision)
         self.pipeline = PipelineCore.build(compute, engine, self.dense, options)
         self._batches, self._done = batches, 0
@@ -165,11 +165,11 @@ class Contestant:
         first_step: its number; none: the next of this contestant.
         """
         first_step = self._done + 1 if first_step is None else first_step
-        feed = Feed(self._upcoming(num_steps))
+        feed = LookaheadIterator(self._upcoming(num_steps))
         before = self._crossed()
         for i in range(num_steps):
             self._done += 1
-            step = Step(number=first_step + i, batch=next(feed), rates=RATES, is_fence=i + 1 == num_steps)
+            step = TrainingStep(number=first_step + i, batch=next(feed), rates=RATES, is_fence=i + 1 == num_steps)
             self.pipeline.schedule.advance(step, feed)
         after = self._crossed()
         self._rows_sent += after[0] - before[0]

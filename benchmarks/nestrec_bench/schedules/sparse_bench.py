@@ -13,7 +13,7 @@ from typing import Any
 
 from nestrec.base.config import config
 from nestrec.distributed import Topology
-from nestrec.distributed.topology import RanksConfig
+from nestrec.distributed.topology import ParallelConfig
 from nestrec.embedding.routing.replica_key_union import ReplicaSyncConfig
 from nestrec.embedding.row_optimizer import RowLayout
 from nestrec_bench.bench import Bench, Shown
@@ -146,7 +146,7 @@ def _memory(bench: SparseBench) -> Iterator[dict[str, Any]]:
 
 
 def _bytes_held(topology: Topology, job: JobConfig, replicas: int) -> int:
-    groups = Topology.of_process_group(topology.device, RanksConfig(replicas=replicas))
+    groups = Topology.of_process_group(topology.device, ParallelConfig(replicas=replicas))
     engine = make_engine(job, groups)
     shard = engine.shards[TABLE]
     shard.store.reserve(shard.residency.num_slots)

@@ -15,7 +15,7 @@ from nestrec.base.config import config
 from nestrec.models import FuXiConfig, HSTUConfig, SASRecConfig
 from nestrec.models.backbone_registry import EncoderConfig
 from nestrec.serving.engine.batch_scheduler import EngineConfig
-from nestrec.serving.engine.reference_runner import BatchRunner, Part
+from nestrec.serving.engine.reference_runner import BatchItem, BatchRunner
 from nestrec.serving.engine.serving_engine import make_runner
 from nestrec.serving.kv_cache.kv_page_pool import pool_for
 from nestrec.serving.model.model_adapter import make_form
@@ -83,14 +83,14 @@ def _runner(bench: EngineBench, name: str) -> BatchRunner:
     return make_runner(form, pool, EngineConfig(max_batch_tokens=256))
 
 
-def _part(runner: BatchRunner, tokens: int, first: int, asked: int) -> Part:
+def _part(runner: BatchRunner, tokens: int, first: int, asked: int) -> BatchItem:
     rng, events = np.random.default_rng(0), tokens // 2
     tab = {"event_tab": rng.integers(0, 3, events)}
     times, items = np.sort(rng.integers(0, _NOW_MS, events)), rng.integers(1, _ITEMS, events)
     history = History(items=items, times_ms=times, actions=rng.integers(0, 4, events), features=tab)
     shown = {"event_tab": rng.integers(0, 3, asked)}
     candidates = Candidates(items=rng.integers(1, _ITEMS, asked), now_ms=_NOW_MS, features=shown) if asked else None
-    return Part(tokens=runner.form.tokens(history, _NOW_MS), first=first, end=tokens, candidates=candidates,
+    return BatchItem(tokens=runner.form.tokens(history, _NOW_MS), first=first, end=tokens, candidates=candidates,
                 pages=list(range(-(-tokens // 64))), store_until=tokens)  # fmt: skip
 
 

@@ -17,8 +17,8 @@ from nestrec.exporters.servable_writer import write_servable
 from nestrec.models.hstu import HSTUConfig
 from nestrec_bench.bench import Bench
 from nestrec_bench.harness.random_model import random_retrieval
-from nestrec_bench.load_test.load_test import Reads
-from nestrec_bench.load_test.server_under_load import Served, made_up_load, quantile, serve_load, server
+from nestrec_bench.load_test.load_test import RequiredInputs
+from nestrec_bench.load_test.server_under_load import ServedLoadResult, made_up_load, quantile, serve_load, server
 
 _NUM_ITEMS = 1000
 _WARM_S = 2.0
@@ -78,15 +78,15 @@ def _cpu_s(process: psutil.Process) -> float:
 
 def _served(
     port: int, process: psutil.Process, bench: FrontBench, duration_s: float, number: int, *, polls: bool
-) -> Served:
+) -> ServedLoadResult:
     load = made_up_load(
         bench.rate, duration_s, first_user=number << 32, history=bench.history, candidates=bench.candidates,
-        items=_NUM_ITEMS, timeout_ms=1000, seed=bench.seed + number, reads=Reads(),
+        items=_NUM_ITEMS, timeout_ms=1000, seed=bench.seed + number, reads=RequiredInputs(),
     )  # fmt: skip
     return serve_load(port, process, *load, polls=polls)
 
 
-def _row(client: str, number: int, served: Served, bench: FrontBench) -> dict[str, Any]:
+def _row(client: str, number: int, served: ServedLoadResult, bench: FrontBench) -> dict[str, Any]:
     ordered = served.answered_ms
     return {
         "client": client, "round": number, "rate": bench.rate, "candidates": bench.candidates,

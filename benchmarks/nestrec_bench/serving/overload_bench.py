@@ -25,9 +25,9 @@ from nestrec.exporters.servable_writer import write_servable
 from nestrec.models.hstu import HSTUConfig
 from nestrec_bench.bench import Bench
 from nestrec_bench.harness.random_model import random_ranking
-from nestrec_bench.load_test.load_test import ReplayConfig, made_up_request, reads_of
+from nestrec_bench.load_test.load_test import LoadTestConfig, made_up_request, reads_of
 from nestrec_bench.load_test.open_loop import HttpClient
-from nestrec_bench.load_test.server_under_load import Served, made_up_load, quantile, serve_load, server
+from nestrec_bench.load_test.server_under_load import ServedLoadResult, made_up_load, quantile, serve_load, server
 
 _NUM_ITEMS = 1000
 _WORKERS = 4
@@ -77,9 +77,9 @@ def measure_overload(bench: OverloadBench) -> Iterator[dict[str, Any]]:
             yield row | {"normal_after_s": normal_after_s(after, 2.0 * float(quantile(half.answered_ms, 99) or 0.0))}
 
 
-def _run(port: int, load: Callable[..., Served], bench: OverloadBench, run: int) -> list[dict[str, Any]]:
+def _run(port: int, load: Callable[..., ServedLoadResult], bench: OverloadBench, run: int) -> list[dict[str, Any]]:
     """All loads up and back, and what each is of the best of them."""
-    capacities, loads = list[float](), {m: list[Served]() for m in bench.multiples}
+    capacities, loads = list[float](), {m: list[ServedLoadResult]() for m in bench.multiples}
     for way, multiples in enumerate((bench.multiples, bench.multiples[::-1])):
         seconds = min(_MOST_CAPACITY_S, bench.duration_s) / 2
         capacities.append(asyncio.run(_capacity(port, bench, 2 * run + way, seconds)))
@@ -92,7 +92,7 @@ def _run(port: int, load: Callable[..., Served], bench: OverloadBench, run: int)
     return [row | {"capacity": round(capacity, 1), "of_peak": round(row["goodput"] / peak, 3)} for row in rows]
 
 
-def normal_after_s(served: Served, usual_ms: float) -> int | None:
+def normal_after_s(served: ServedLoadResult, usual_ms: float) -> int | None:
     """The second from which on 99% of all later requests were answered as fast as usual; none where that never was."""
     is_usual = served.trial.latency_ms <= usual_ms
     for second in range(math.ceil(served.at_s[-1]) if len(served.at_s) else 0):
@@ -112,7 +112,7 @@ def _engine_options(bench: OverloadBench) -> list[str]:
 async def _capacity(port: int, bench: OverloadBench, number: int, seconds: float) -> float:
     """Answers a second with a few requests always under way."""
     client, ends_s, start_s = HttpClient("127.0.0.1", port), list[float](), time.perf_counter()
-    cfg = ReplayConfig(candidates=bench.candidates, seed=bench.seed)
+    cfg = LoadTestConfig(candidates=bench.candidates, seed=bench.seed)
     reads = reads_of(f"http://127.0.0.1:{port}")
 
     async def worker(place: int) -> None:
@@ -133,7 +133,7 @@ async def _capacity(port: int, bench: OverloadBench, number: int, seconds: float
 
 def _load(
     port: int, process: psutil.Process, bench: OverloadBench, load: str, *, rate: float, duration_s: float
-) -> Served:
+) -> ServedLoadResult:
     arrivals = made_up_load(
         rate, duration_s, first_user=zlib.crc32(load.encode()) << 32, history=bench.history,
         candidates=bench.candidates, items=_NUM_ITEMS, timeout_ms=round(bench.slo_ms), seed=bench.seed,
@@ -142,7 +142,7 @@ def _load(
     return serve_load(port, process, *arrivals)
 
 
-def _row(load: str, parts: list[Served], bench: OverloadBench) -> dict[str, Any]:
+def _row(load: str, parts: list[ServedLoadResult], bench: OverloadBench) -> dict[str, Any]:
     """Of a load that came in parts. Its seconds end with the last answer: until then the server was at work."""
     latency_ms = np.concatenate([part.trial.latency_ms for part in parts])
     answered, refused = (np.sort(np.concatenate([getattr(p, f"{name}_ms") for p in parts]))

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from nestrec.base.errors import UserError, did_you_mean
-from nestrec.serving.engine.reference_runner import BatchRunner, Part
+from nestrec.serving.engine.reference_runner import BatchItem, BatchRunner
 from nestrec.serving.kv_cache.host_prefix_cache import HostPages
 from nestrec_bench.load_test.engine_load import RelayLoad, bank_of
 
@@ -107,7 +107,7 @@ def measure_costs(runner: BatchRunner, load: RelayLoad) -> RequestCosts:
     pages = list(range(-(-tokens.length // pool.page_tokens)))
 
     def milliseconds(first: int, end: int, *, ranks: bool, batch: int = 1) -> float:
-        part = Part(
+        part = BatchItem(
             tokens=tokens,
             first=first,
             end=end,

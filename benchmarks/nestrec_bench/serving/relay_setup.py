@@ -16,8 +16,8 @@ from nestrec.serving.engine.batch_scheduler import EngineConfig
 from nestrec.serving.engine.serving_engine import Engine, make_runner
 from nestrec.serving.kv_cache.kv_page_pool import PrefixDtype, pool_for
 from nestrec.serving.kv_cache.preinfer_trigger import TriggerConfig
-from nestrec.serving.kv_cache.tiered_prefix_cache import Copier, TiersConfig
-from nestrec.serving.model.model_adapter import Form, make_form
+from nestrec.serving.kv_cache.tiered_prefix_cache import Copier, PrefixCacheConfig
+from nestrec.serving.model.model_adapter import ModelAdapter, make_form
 from nestrec_bench.harness.random_model import random_ranking
 from nestrec_bench.load_test.engine_load import NUM_ITEMS, RelayLoad, RelayOutcome, run_in_turn, run_trial
 from nestrec_bench.serving.relay_modes import MODES, Mode, RequestCosts, measure_costs
@@ -156,7 +156,7 @@ class RelayBed:
         self.form = form_of(bench)
         servable = self.form.servable
         pool = pool_for(
-            servable, cache_bytes=bench.cache_bytes, page_tokens=TiersConfig().page_tokens,
+            servable, cache_bytes=bench.cache_bytes, page_tokens=PrefixCacheConfig().page_tokens,
             prefix_dtype=bench.prefix_dtype,
         )  # fmt: skip
         self.runner = make_runner(self.form, pool, EngineConfig(max_batch_tokens=bench.max_batch_tokens))
@@ -192,7 +192,7 @@ def copier_of(mode: Mode) -> Callable[[torch.device], Copier]:
     return partial(SlowCopier, gb_per_s=mode.fetch_gb_per_s) if mode.fetch_gb_per_s else Copier
 
 
-def form_of(bench: RelayBench) -> Form:
+def form_of(bench: RelayBench) -> ModelAdapter:
     """The model of a bench, with room for its longest histories."""
     events = max((*bench.history, *bench.lengths)) * (LONGEST if bench.longest else 1)
     events += _MOST_VISITS * bench.new_events
@@ -212,7 +212,7 @@ def load_of(bench: RelayBench, history: int, candidates: int, returning: float) 
 
 def engine_config(mode: Mode, bench: RelayBench, slo_ms: float) -> EngineConfig:
     """The engine of a mode."""
-    tiers = TiersConfig(
+    tiers = PrefixCacheConfig(
         cache_bytes=bench.cache_bytes, dram_bytes=bench.dram_bytes if mode.uses_dram else 0,
         keeps_prefix=mode.keeps_prefix, keeps_on_device=mode.keeps_on_device,
         reload="always" if mode.fetches_always else "worth",

@@ -12,8 +12,8 @@ import numpy as np
 
 from nestrec.base.errors import UserError
 from nestrec.serving.engine.serving_engine import Engine
-from nestrec.serving.kv_cache.tiered_prefix_cache import TiersConfig
-from nestrec_bench.harness.clocks import AgendaClock
+from nestrec.serving.kv_cache.tiered_prefix_cache import PrefixCacheConfig
+from nestrec_bench.harness.clocks import EventClock
 from nestrec_bench.load_test.engine_load import RelayLoad, RelayOutcome, simulate_trial
 from nestrec_bench.serving.relay_modes import BATCH, MODES, Mode, RequestCosts, mode_named
 from nestrec_bench.serving.relay_setup import RelayBench, engine_config, form_of, load_of
@@ -41,7 +41,7 @@ class SimulatedBed:
 
     def costs(self, load: RelayLoad) -> RequestCosts:
         history, new = (events * self._form.tokens_an_event for events in (load.history, load.new_events))
-        runner = self._runner(AgendaClock())
+        runner = self._runner(EventClock())
         return RequestCosts(
             full_ms=self._milliseconds((0, history, load.candidates)),
             prefix_ms=self._milliseconds((0, history, 0)),
@@ -56,7 +56,7 @@ class SimulatedBed:
         return float(np.median(self.trial(MODES["full"], few, _ALONE_RATE, 1e3).trial.latency_ms))
 
     def trial(self, mode: Mode, load: RelayLoad, rate: float, slo_ms: float) -> RelayOutcome:
-        clock = AgendaClock()
+        clock = EventClock()
         engine = Engine(
             self._form,
             engine_config(mode, self.bench, slo_ms),
@@ -74,10 +74,10 @@ class SimulatedBed:
         """Of one, in a batch of so many."""
         return round(self._device.milliseconds([extent] * batch) / batch, 4)
 
-    def _runner(self, clock: AgendaClock) -> SimulatedRunner:
+    def _runner(self, clock: EventClock) -> SimulatedRunner:
         bench = self.bench
         return SimulatedRunner(
-            self._form, self._device, clock, cache_bytes=bench.cache_bytes, page_tokens=TiersConfig().page_tokens,
+            self._form, self._device, clock, cache_bytes=bench.cache_bytes, page_tokens=PrefixCacheConfig().page_tokens,
             host_ms=bench.host_ms,
         )  # fmt: skip
 

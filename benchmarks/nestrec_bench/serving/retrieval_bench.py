@@ -30,7 +30,7 @@ from nestrec.inference.recommender import load
 from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.model.item_search import SPARE, ExactSearch, Excluded, ItemSearch, SearchConfig, best_of_part
 from nestrec.serving.model.servable import Servable
-from nestrec.serving.model.served_tables import ResidentTable
+from nestrec.serving.model.served_tables import DeviceTable
 from nestrec_bench.bench import Bench
 from nestrec_bench.harness.random_model import random_retrieval
 from nestrec_bench.kernels.kernel_timing import medians_ms
@@ -189,9 +189,9 @@ def _search(bench: RetrievalBench, kind: str, rows: torch.Tensor) -> ItemSearch:
     if kind == "exact" and rows.is_cuda:
         from nestrec.serving.model.item_search import GraphSearch
 
-        return GraphSearch(ResidentTable(rows))
+        return GraphSearch(DeviceTable(rows))
     if kind == "exact":
-        return ExactSearch(ResidentTable(rows))
+        return ExactSearch(DeviceTable(rows))
     from nestrec.serving.model.faiss_search import FaissSearch, built
 
     cfg = replace(bench.search, kind=kind)  # type: ignore[arg-type]

@@ -18,9 +18,9 @@ import torch
 from nestrec.base.clock import Clock
 from nestrec.base.errors import UserError
 from nestrec.serving.core.cost_model import work_of
-from nestrec.serving.engine.reference_runner import Launched, Part, Scored
+from nestrec.serving.engine.reference_runner import BatchItem, BatchItemScores, InFlightBatch
 from nestrec.serving.kv_cache.kv_page_pool import pool_for
-from nestrec.serving.model.model_adapter import Form
+from nestrec.serving.model.model_adapter import ModelAdapter
 
 _SWEEPS = 2000
 Extent = tuple[int, int, int]
@@ -74,7 +74,14 @@ class SimulatedRunner:
     spins: bool = False
 
     def __init__(
-        self, form: Form, costs: DeviceCosts, clock: Clock, *, cache_bytes: int, page_tokens: int, host_ms: float
+        self,
+        form: ModelAdapter,
+        costs: DeviceCosts,
+        clock: Clock,
+        *,
+        cache_bytes: int,
+        page_tokens: int,
+        host_ms: float,
     ):
         """form: the model's; a prefix has its bytes. host_ms: from the plan of a batch until it is on its way."""
         self.form, self._costs, self._clock, self._host_s = form, costs, clock, host_ms / 1e3
@@ -82,23 +89,23 @@ class SimulatedRunner:
         meta = torch.device("meta")  # no memory is allocated for the pages
         self.pool = pool_for(form.servable, cache_bytes=cache_bytes, page_tokens=page_tokens, device=meta)
 
-    def launch(self, parts: Sequence[Part]) -> Launched:
+    def launch(self, parts: Sequence[BatchItem]) -> InFlightBatch:
         self._clock.sleep(self._host_s)
         seconds = self._costs.milliseconds([part.extent for part in parts]) / 1e3
         self._busy_until_s = end_s = max(self._busy_until_s, self._clock.now_s()) + seconds
         outputs = len(self.form.outputs)
         scored = [
-            Scored(part.candidates.items, np.zeros((part.num_candidates, outputs), np.float32))
+            BatchItemScores(part.candidates.items, np.zeros((part.num_candidates, outputs), np.float32))
             if part.candidates is not None
             else None
             for part in parts
         ]
 
-        def wait() -> tuple[list[Scored | None], float]:
+        def wait() -> tuple[list[BatchItemScores | None], float]:
             self._clock.sleep(max(0.0, end_s - self._clock.now_s()))
             return scored, seconds
 
-        return Launched(wait, lambda: self._clock.now_s() >= end_s)
+        return InFlightBatch(wait, lambda: self._clock.now_s() >= end_s)
 
     def weights_changed(self) -> None:
         """It has none."""

@@ -25,14 +25,22 @@ from numpy.typing import NDArray
 from nestrec.base.config import config
 from nestrec.base.config_values import Count
 from nestrec.data.batch_loader import Batch, MicroBatch
-from nestrec.data.batch_order import Position
+from nestrec.data.batch_order import BatchPosition
 from nestrec.distributed import Topology
 from nestrec.distributed.transports import Transport
 from nestrec.embedding import EmbeddingEngine, TableConfig
 from nestrec.embedding.hashing import owner_of
 from nestrec.embedding.routing.deduplicated_keys import ERROR_WORDS
 from nestrec.ops.embedding.dedup_host import dedup_segments
-from nestrec.pipeline import Coupling, Feed, PipelineConfig, PipelineCore, Rates, Step, Totals
+from nestrec.pipeline import (
+    Coupling,
+    LearningRates,
+    LookaheadIterator,
+    PipelineConfig,
+    PipelineCore,
+    StepTotals,
+    TrainingStep,
+)
 from nestrec_bench.bench import Bench, More, Row, Shown
 
 Model = Literal["retrieval", "tables"]
@@ -139,11 +147,13 @@ class _Rank:
         self._step += 1
         keys, before = self._prepared(), self._topology.log.count
         parts = tuple(MicroBatch(np.arange(1), k, {}, 1, 1) for k in keys)
-        batch = Batch(Position(0, self._step), 1.0, np.arange(len(parts)), parts, tokens=np.ones(len(parts), np.int64))
-        step = Step(number=self._step, batch=batch, rates=Rates(dense=0.1, tables=0.1))
+        batch = Batch(
+            BatchPosition(0, self._step), 1.0, np.arange(len(parts)), parts, tokens=np.ones(len(parts), np.int64)
+        )
+        step = TrainingStep(number=self._step, batch=batch, rates=LearningRates(dense=0.1, tables=0.1))
         self._spent.update(dict.fromkeys(PARTS, 0.0))
         start = time.thread_time() - self._loopback.seconds - self._compute.seconds
-        (watch or _plainly)(lambda: self._pipeline.schedule.advance(step, Feed(iter(()))))
+        (watch or _plainly)(lambda: self._pipeline.schedule.advance(step, LookaheadIterator(iter(()))))
         total = time.thread_time() - self._loopback.seconds - self._compute.seconds - start
         self.rounds.append({**self._spent, OTHER: total - sum(self._spent.values())})
         self.exchanges = self._topology.log.count - before
@@ -212,8 +222,8 @@ class _Dense:
     def reduce(self, loss: torch.Tensor, wants_stop: bool) -> torch.Tensor:
         return torch.zeros(2)
 
-    def apply(self, sums: torch.Tensor, learning_rate: float) -> Totals:
-        return Totals(loss=sums[0], gradient_norm=sums[0], wants_stop=sums[1])
+    def apply(self, sums: torch.Tensor, learning_rate: float) -> StepTotals:
+        return StepTotals(loss=sums[0], gradient_norm=sums[0], wants_stop=sums[1])
 
 
 def _plainly(step: Callable[[], object]) -> None:

@@ -30,7 +30,7 @@ from nestrec.ops.losses.sampled_losses import VARIANTS, Variant
 from nestrec.pipeline import PipelineConfig
 from nestrec.tasks.loss_options import LossShape, loss_milliseconds
 from nestrec.tasks.retrieval_task import RetrievalTask, RetrievalTaskConfig
-from nestrec.tasks.table_overrides import TableOptions
+from nestrec.tasks.table_overrides import TableOverrides
 from nestrec.training.run_config import DataConfig, RunConfig, TrainingConfig
 from nestrec_bench.bench import Bench
 from nestrec_bench.harness.local_ranks import run_on_ranks
@@ -240,7 +240,7 @@ def _run_config(bench: NegativesBench, data: Path, lookup: Lookup) -> RunConfig:
             similarity=SimilarityConfig(normalise=False, temperature=1.0), num_negatives=max(bench.negatives),
             item_optimizer=RowOptimizerConfig(kind="rowwise_adagrad"),
         ),
-        tables={"items": TableOptions(dtype=bench.rows)},
+        tables={"items": TableOverrides(dtype=bench.rows)},
         data=DataConfig(folder=str(data)),
         pipeline=PipelineConfig(schedule=bench.schedule),
         training=TrainingConfig(precision=bench.precision, device=bench.device),

@@ -25,18 +25,18 @@ from nestrec.base.config_values import OneOf
 from nestrec.base.errors import UserError
 from nestrec.base.files import replaced_folder
 from nestrec.data import dataset_schema
-from nestrec.data.batch_loader import Assembler, Batch
-from nestrec.data.batch_order import Position
-from nestrec.data.dataset_card import CARD_FILE, Card, Counts
+from nestrec.data.batch_loader import Batch, Collator
+from nestrec.data.batch_order import BatchPosition
+from nestrec.data.dataset_card import CARD_FILE, Counts, DatasetCard
 from nestrec.data.prepare.dataset_writer import UserBlock, UsersWriter, finish_sequences, write_items
 from nestrec.data.samples.retrieval_collator import HistoryConfig
 from nestrec.distributed import Topology
 from nestrec.embedding.row_optimizer import ROW_OPTIMIZERS, RowOptimizerConfig
 from nestrec.models import HSTUConfig
 from nestrec.models.backbone_registry import BACKBONES
-from nestrec.models.backbone_spec import SequenceConfig
+from nestrec.models.backbone_spec import BackboneConfig
 from nestrec.models.heads import NegativesConfig
-from nestrec.pipeline import Feed, PipelineConfig, PipelineCore, Rates, Step
+from nestrec.pipeline import LearningRates, LookaheadIterator, PipelineConfig, PipelineCore, TrainingStep
 from nestrec.pipeline.schedule_spec import ScheduleName
 from nestrec.tasks.retrieval_task import RetrievalTaskConfig
 from nestrec.tasks.task import compute_of
@@ -92,7 +92,7 @@ def write_step_data(folder: Path, lengths: NDArray[np.int64], *, num_batches: in
             }
         )
         files = [*writer.close(), write_items(made, iter([table]))]
-        card = Card(
+        card = DatasetCard(
             kind="sequences",
             name="step",
             source_format="synthetic",
@@ -103,12 +103,12 @@ def write_step_data(folder: Path, lengths: NDArray[np.int64], *, num_batches: in
         finish_sequences(made, card, events.astype(np.int32), counts[1:], files)
 
 
-def fixed_batch(assembler: Assembler, number: int, batch_samples: int) -> Batch:
+def fixed_batch(assembler: Collator, number: int, batch_samples: int) -> Batch:
     """The samples `number * batch_samples` and on, as one micro-batch."""
     samples = np.arange(number * batch_samples, (number + 1) * batch_samples)
     part = assembler.assemble(samples, assembler.read(samples), number)
     return Batch(
-        position=Position(number, 0),
+        position=BatchPosition(number, 0),
         weight=assembler.weight(samples, number),
         global_samples=samples,
         micro_batches=(part,),
@@ -171,7 +171,7 @@ class StepBench:
     """longest sequence of the comparison of memory, jagged against padded; 0 leaves it out"""
 
 
-def encoder_of(bench: StepBench, case: str, biases: Biases = "none") -> tuple[SequenceConfig, NDArray[np.int64]]:
+def encoder_of(bench: StepBench, case: str, biases: Biases = "none") -> tuple[BackboneConfig, NDArray[np.int64]]:
     """The model and the lengths that a case names."""
     model, _, rest = case.partition("-")
     heads, _, shape = rest.partition("-")
@@ -203,7 +203,7 @@ def measure_steps(bench: StepBench) -> Iterator[dict[str, Any]]:
         yield from measure_memory(replace(cast(HSTUConfig, encoder), max_length=bench.memory_length), bench.device)
 
 
-def _biases_of(encoder: SequenceConfig) -> Biases:
+def _biases_of(encoder: BackboneConfig) -> Biases:
     """What a model has, whatever was asked for."""
     has_time = getattr(encoder, "time_bias", getattr(encoder, "time_channel", False))
     if has_time and getattr(encoder, "time_encoding", "") == "functional":
@@ -211,7 +211,7 @@ def _biases_of(encoder: SequenceConfig) -> Biases:
     return "tables" if has_time or getattr(encoder, "position_bias", False) else "none"
 
 
-def _case(bench: StepBench, encoder: SequenceConfig, lengths: NDArray[np.int64]) -> dict[str, Any]:
+def _case(bench: StepBench, encoder: BackboneConfig, lengths: NDArray[np.int64]) -> dict[str, Any]:
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder, "data")
@@ -224,7 +224,7 @@ def _case(bench: StepBench, encoder: SequenceConfig, lengths: NDArray[np.int64])
             runner.close()
 
 
-def run_config(bench: StepBench, encoder: SequenceConfig, data: Path) -> RunConfig:
+def run_config(bench: StepBench, encoder: BackboneConfig, data: Path) -> RunConfig:
     """What `nestrec train` would be given."""
     return RunConfig(
         name="step",
@@ -253,15 +253,17 @@ class StepRunner:
         self._batch_samples, self._number = batch_samples, 0
         self.take_from(self.session.task.assembler)
 
-    def take_from(self, assembler: Assembler) -> None:
+    def take_from(self, assembler: Collator) -> None:
         """Batches of this assembler from here on; before the first step, or after a last one."""
         made = [fixed_batch(assembler, b, self._batch_samples) for b in range(NUM_BATCHES)]
-        self._feed = Feed(_endless(made))
+        self._feed = LookaheadIterator(_endless(made))
 
     def step(self, *, is_last: bool = False) -> torch.Tensor:
         """One step; its loss, still on the device. The last one is a fence: nothing is in flight after it."""
         self._number += 1
-        step = Step(number=self._number, batch=next(self._feed), rates=Rates(1e-4, 1e-2), is_fence=is_last)
+        step = TrainingStep(
+            number=self._number, batch=next(self._feed), rates=LearningRates(1e-4, 1e-2), is_fence=is_last
+        )
         return self._pipeline.schedule.advance(step, self._feed).loss
 
     def seconds(self, steps: int) -> float:
@@ -284,11 +286,11 @@ class StepRunner:
 
 def _endless(batches: list[Batch]) -> Iterator[Batch]:
     for number, batch in enumerate(itertools.cycle(batches)):
-        yield replace(batch, position=Position(number, 0))
+        yield replace(batch, position=BatchPosition(number, 0))
 
 
 def _measured(
-    bench: StepBench, encoder: SequenceConfig, lengths: NDArray[np.int64], runner: StepRunner
+    bench: StepBench, encoder: BackboneConfig, lengths: NDArray[np.int64], runner: StepRunner
 ) -> dict[str, Any]:
     with ClockLog() as clocks:
         warm_up_s = runner.seconds(bench.warm_up) * bench.warm_up

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.nn.functional import elu, layer_norm
 
-from nestrec import Backbone, CachedForward, ForwardFlops, SequenceInfo, config
+from nestrec import BackboneSpec, CachedForward, ForwardFlops, SequenceInfo, config
 from nestrec.base.config_values import Count, Natural
-from nestrec.models.sequence import KeysAndValues, PrefixReader, Segment
+from nestrec.models.sequence import KeysAndValues, NewTokenSegment, PrefixReader
 from nestrec.ops.embedding.row_gather import gather_rows
 from nestrec.ops.padding import from_blocks, padded_places, to_blocks
 
@@ -78,7 +78,7 @@ class Linear(nn.Module):
 
 
 def cached_forward(
-    model: Linear, x_TD: torch.Tensor, segments: Sequence[Segment], prefix: PrefixReader
+    model: Linear, x_TD: torch.Tensor, segments: Sequence[NewTokenSegment], prefix: PrefixReader
 ) -> tuple[torch.Tensor, list[KeysAndValues]]:
     """New tokens against the kept keys and values of their prefixes: states, and what to keep of the new tokens."""
     x_TD = x_TD + model.position[torch.cat([_positions(segment) for segment in segments]).to(x_TD.device)]
@@ -96,7 +96,7 @@ def cached_forward(
     return x_TD, kept
 
 
-def _positions(segment: Segment) -> torch.Tensor:
+def _positions(segment: NewTokenSegment) -> torch.Tensor:
     own = torch.arange(segment.prefix_length, segment.length)
     return torch.cat([own, own.new_full((segment.num_candidates,), segment.length)])
 
@@ -118,7 +118,7 @@ def _flops(cfg: LinearConfig) -> ForwardFlops:
     return ForwardFlops(token=2.0 * 5 * cfg.dim * width * cfg.num_layers, pair=4.0 * width * cfg.num_layers)
 
 
-LINEAR = Backbone(
+LINEAR = BackboneSpec(
     config=LinearConfig,
     build=Linear,
     flops=_flops,

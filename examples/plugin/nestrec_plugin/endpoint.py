@@ -6,8 +6,8 @@ from typing import Annotated, TypedDict
 import torch
 
 from nestrec.serving.core.request_limits import BadRequestError
-from nestrec.serving.http.endpoint_spec import Endpoint, Front
-from nestrec.serving.inputs.request_schema import ItemId, Least, Most
+from nestrec.serving.http.endpoint_spec import EndpointSpec, HandlerContext
+from nestrec.serving.inputs.request_schema import AtLeast, AtMost, ItemId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +16,7 @@ class SimilarRequest:
 
     item: ItemId
     """source id"""
-    k: Annotated[int, Least(1), Most("max_k")] = 10
+    k: Annotated[int, AtLeast(1), AtMost("max_k")] = 10
     """how many"""
 
 
@@ -29,7 +29,7 @@ class SimilarAnswer(TypedDict):
     """products of their vectors with that of the item"""
 
 
-async def similar(front: Front, request: SimilarRequest) -> SimilarAnswer:
+async def similar(front: HandlerContext, request: SimilarRequest) -> SimilarAnswer:
     servable = front.service.fleet("retrieval").servable
     [item] = servable.ids_of([request.item])
     if item == 0 or servable.index is None:
@@ -41,7 +41,7 @@ async def similar(front: Front, request: SimilarRequest) -> SimilarAnswer:
     return {"items": [servable.item_keys[i] for i in best.indices.tolist()], "scores": best.values.tolist()}
 
 
-SIMILAR = Endpoint(
+SIMILAR = EndpointSpec(
     method="POST",
     path="/v1/similar",
     summary="Items like an item, the nearest first",

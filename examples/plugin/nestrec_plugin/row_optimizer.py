@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from nestrec import RowOptimizer
+from nestrec import RowOptimizerSpec
 from nestrec.embedding.row_optimizer import RowStep, StateColumn
 
 
@@ -19,7 +19,7 @@ def _formula(states: Sequence[torch.Tensor], grad: torch.Tensor, step: RowStep) 
     return change
 
 
-LION = RowOptimizer(
+LION = RowOptimizerSpec(
     state=(StateColumn("state_momentum", is_row_wise=False),),
     formula=_formula,
     options={"beta1": 0.9, "beta2": 0.99},

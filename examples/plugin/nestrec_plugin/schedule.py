@@ -8,12 +8,12 @@ compute                          F1 F2 ... update rows, update dense
 """
 
 from nestrec import ScheduleSpec
-from nestrec.pipeline.schedule_types import Feed, Step, Totals
-from nestrec.pipeline.schedules.dual_buffer import Pipelined
+from nestrec.pipeline.schedule_types import LookaheadIterator, StepTotals, TrainingStep
+from nestrec.pipeline.schedules.dual_buffer import PipelinedSchedule
 
 
-class Lanes(Pipelined):
-    def advance(self, step: Step, feed: Feed) -> Totals:
+class Lanes(PipelinedSchedule):
+    def advance(self, step: TrainingStep, feed: LookaheadIterator) -> StepTotals:
         machine = self._machine
         with machine.step(step):
             now = machine.fetch(machine.route(machine.load(step.number, step.batch)))

@@ -68,13 +68,13 @@ def append(
     refused.
     """
     from nestrec.cli.data_output import show_card
-    from nestrec.data.dataset_card import Card
+    from nestrec.data.dataset_card import DatasetCard
     from nestrec.data.incremental.append import append as append_to
     from nestrec.data.incremental.append import items_without_features
     from nestrec.report import progress_for
 
     overrides = parse_overrides(context.args, ("format",))
-    before = Card.load(dataset)
+    before = DatasetCard.load(dataset)
     with progress_for(f"append to {dataset}") as progress:
         card = append_to(events, dataset, format=format, overrides=overrides, progress=progress)
     show_card(card, dataset)

@@ -44,9 +44,9 @@ def serve(
       publishes are taken as they come.
     """
     from nestrec.base.config_overrides import with_overrides
-    from nestrec.serving.http.signals import Signals
+    from nestrec.serving.http.signals import SignalHandler
 
-    signals = Signals.installed()  # before what takes its time: a signal that comes meanwhile is not lost
+    signals = SignalHandler.installed()  # before what takes its time: a signal that comes meanwhile is not lost
     with loading():
         import_extra("nestrec.serving.server", "serve", "is needed to serve")
         from nestrec.serving.http.serve_config import ServeConfig
@@ -174,11 +174,11 @@ def key(
     """
     from nestrec.base.config import to_plain
     from nestrec.base.config_overrides import with_overrides
-    from nestrec.serving.security.auth import KeyEntry, KeyOptions, add_entry, digest_of, new_key
+    from nestrec.serving.security.auth import ApiKeyEntry, ApiKeyOptions, add_entry, digest_of, new_key
 
     made = new_key()
-    options = with_overrides(KeyOptions(), parse_overrides(context.args, ("file",)))
-    add_entry(file, KeyEntry(name=name, sha256=digest_of(made.encode()).hex(), **to_plain(options)))
+    options = with_overrides(ApiKeyOptions(), parse_overrides(context.args, ("file",)))
+    add_entry(file, ApiKeyEntry(name=name, sha256=digest_of(made.encode()).hex(), **to_plain(options)))
     typer.echo(made)
     typer.echo(f"a key for {name}, {options.role}; only its digest is kept in {file}", err=True)
 

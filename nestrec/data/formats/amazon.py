@@ -14,7 +14,7 @@ from nestrec.data.formats.format_spec import log_format
 from nestrec.data.prepare.event_parser import EventColumns
 from nestrec.data.prepare.log_source import LogSource, delimited_files, over_files, plain_name, require_input
 from nestrec.data.prepare.prepare_options import LogColumns, PrepareOptions, TimeUnit
-from nestrec.data.prepare.raw_rows import BadRow, Delimited, RawBatch, first_line, header_names, read_lines
+from nestrec.data.prepare.raw_rows import BadRow, DelimitedFormat, RawBatch, first_line, header_names, read_lines
 from nestrec.data.prepare.text_encoding import check_unicode
 
 NAMES_OF = {
@@ -53,8 +53,8 @@ def open_amazon(path: Path, options: AmazonOptions) -> LogSource:
     return LogSource(plain_name(path), "amazon_csv", columns, batches, files=(path,))
 
 
-def _csv_columns(path: Path, first: str, options: AmazonOptions) -> tuple[Delimited, LogColumns]:
-    cells = header_names(first, Delimited())
+def _csv_columns(path: Path, first: str, options: AmazonOptions) -> tuple[DelimitedFormat, LogColumns]:
+    cells = header_names(first, DelimitedFormat())
     known = {name for names in NAMES_OF.values() for name in names}
     has_header = bool(known & set(cells))
     names = cells if has_header else options.review_columns
@@ -68,7 +68,7 @@ def _csv_columns(path: Path, first: str, options: AmazonOptions) -> tuple[Delimi
             raise DataError(f"has no {what} column", field="input", value=str(path), remedy=remedy)
     position = list(names).index(str(found["timestamp"]))
     second = _second_line(path) if has_header else first
-    unit = _time_unit(header_names(second, Delimited())[position] if second.count(",") >= position else "")
+    unit = _time_unit(header_names(second, DelimitedFormat())[position] if second.count(",") >= position else "")
     log = LogColumns(
         user=str(found["user"]),
         item=str(found["item"]),
@@ -76,7 +76,7 @@ def _csv_columns(path: Path, first: str, options: AmazonOptions) -> tuple[Delimi
         time=found["timestamp"],
         time_unit=unit,
     )
-    return Delimited(names=() if has_header else names), log
+    return DelimitedFormat(names=() if has_header else names), log
 
 
 def _time_unit(first_time: str) -> TimeUnit:

@@ -12,20 +12,20 @@ from nestrec.base.config_values import Share
 from nestrec.base.errors import DataError
 from nestrec.base.files import replaced_folder
 from nestrec.data import dataset_schema
-from nestrec.data.dataset_card import CARD_FILE, Card, Counts, DataFile
-from nestrec.data.formats.format_spec import Format
+from nestrec.data.dataset_card import CARD_FILE, Counts, DataFile, DatasetCard
+from nestrec.data.formats.format_spec import FormatSpec
 from nestrec.data.prepare.dataset_writer import UserBlock, UsersWriter
 from nestrec.data.prepare.list_cells import category_keys, row_signatures
 from nestrec.data.prepare.log_source import delimited_files, plain_name, require_input
 from nestrec.data.prepare.parse import BAD, GOOD, parse_integers, parse_numbers
 from nestrec.data.prepare.prepare_options import Progress
-from nestrec.data.prepare.raw_rows import BadRow, Delimited, Quarantine, RawBatch
+from nestrec.data.prepare.raw_rows import BadRow, DelimitedFormat, Quarantine, RawBatch
 from nestrec.data.prepare.spill_files import DuplicateCounter
 
 NUM_DENSE, NUM_CATEGORIES = 13, 26
 DENSE_NAMES = tuple(f"I{i}" for i in range(1, NUM_DENSE + 1))
 CATEGORY_NAMES = tuple(f"C{i}" for i in range(1, NUM_CATEGORIES + 1))
-HOW = Delimited(separator="\t", names=("label", *DENSE_NAMES, *CATEGORY_NAMES), has_quotes=False)
+HOW = DelimitedFormat(separator="\t", names=("label", *DENSE_NAMES, *CATEGORY_NAMES), has_quotes=False)
 HASH_KEY = 0x43726974656F
 """of the first category; those after it have the numbers after it"""
 
@@ -42,12 +42,12 @@ class CriteoOptions:
     """Replace the dataset that is in the folder already; without it that is an error."""
 
 
-def _prepare(input: str, output: Path, options: CriteoOptions, progress: Progress) -> Card:
+def _prepare(input: str, output: Path, options: CriteoOptions, progress: Progress) -> DatasetCard:
     with replaced_folder(output, marker=CARD_FILE, force=options.force) as folder:
         return write_criteo(folder, Path(input), options, progress)
 
 
-def write_criteo(folder: Path, path: Path, options: CriteoOptions, progress: Progress) -> Card:
+def write_criteo(folder: Path, path: Path, options: CriteoOptions, progress: Progress) -> DatasetCard:
     """Write the dataset of rows into `folder`. Exact duplicates are counted and kept."""
     sizes = {dataset_schema.DENSE: NUM_DENSE, dataset_schema.CATEGORIES: NUM_CATEGORIES}
     writer, quarantine = UsersWriter(folder, dataset_schema.row_fields(), sizes), Quarantine(folder)
@@ -76,8 +76,8 @@ def write_criteo(folder: Path, path: Path, options: CriteoOptions, progress: Pro
     return _finish(folder, path, counts, files, options)
 
 
-def _finish(folder: Path, path: Path, counts: Counts, files: list[DataFile], options: CriteoOptions) -> Card:
-    card = Card(
+def _finish(folder: Path, path: Path, counts: Counts, files: list[DataFile], options: CriteoOptions) -> DatasetCard:
+    card = DatasetCard(
         kind="rows",
         name=plain_name(path),
         source_format="criteo",
@@ -111,4 +111,4 @@ def _parse(batch: RawBatch) -> tuple[UserBlock, list[BadRow], NDArray[np.uint64]
     return UserBlock(np.ones(int(good.sum()), dtype=np.int32), scalars, lists), bad, signatures
 
 
-FORMAT = Format("Criteo display ads: label, 13 numbers and 26 categories, tab separated.", CriteoOptions, _prepare)
+FORMAT = FormatSpec("Criteo display ads: label, 13 numbers and 26 categories, tab separated.", CriteoOptions, _prepare)

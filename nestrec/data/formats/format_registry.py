@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from nestrec.base.config_overrides import override_texts, with_overrides
-from nestrec.base.errors import Mistakes, UserError
+from nestrec.base.errors import ErrorCollector, UserError
 from nestrec.base.files import given_path
-from nestrec.base.plugins import Seam
-from nestrec.data.dataset_card import Card
-from nestrec.data.formats.format_spec import Format
+from nestrec.base.plugins import PluginRegistry
+from nestrec.data.dataset_card import DatasetCard
+from nestrec.data.formats.format_spec import FormatSpec
 from nestrec.data.prepare.log_source import ArrowTable, given_input
 from nestrec.data.prepare.prepare_options import Progress, silent
 
-FORMATS: Seam[Format] = Seam(
+FORMATS: PluginRegistry[FormatSpec] = PluginRegistry(
     "nestrec.formats",
     "format",
     {
@@ -30,7 +30,7 @@ FORMATS: Seam[Format] = Seam(
         "user_lines": "nestrec.data.formats.user_lines:USER_LINES_FORMAT",
         "synthetic": "nestrec.data.formats.synthetic_format:FORMAT",
     },
-    of=Format,
+    of=FormatSpec,
 )
 
 
@@ -48,7 +48,7 @@ def given_options(name: str, given: Mapping[str, Any]) -> Any:
 def _check_names(name: str, given: Mapping[str, str]) -> None:
     """Options of other formats are refused: ignored in silence they would look obeyed."""
     known = _names_of(FORMATS.find(name))
-    mistakes = Mistakes()
+    mistakes = ErrorCollector()
     for path, value in given.items():
         first = path.partition(".")[0]
         takers = [other for other in FORMATS if first in _names_of(FORMATS.find(other))] if first not in known else []
@@ -59,7 +59,7 @@ def _check_names(name: str, given: Mapping[str, str]) -> None:
     mistakes.raise_all()
 
 
-def _names_of(format: Format) -> set[str]:
+def _names_of(format: FormatSpec) -> set[str]:
     return {field.name for field in dataclasses.fields(format.options)}
 
 
@@ -71,7 +71,7 @@ def prepare(
     options: Any = None,
     progress: Progress = silent,
     **given: Any,
-) -> Card:
+) -> DatasetCard:
     """Write the dataset of `input` to the folder `output`; its card.
 
     `input` is a path, for `synthetic` a preset's name, or for `log` an Arrow table or a DataFrame: anything that gives
@@ -91,6 +91,6 @@ def prepare(
     options = options or given_options(format, given)
     with given_input(input, "input") as source:
         card = found.prepare(str(source), folder, options, progress)
-    if not isinstance(card, Card):
+    if not isinstance(card, DatasetCard):
         raise FORMATS.broken(format, "prepare", f"gives {card!r} and no card of what it wrote")
     return card

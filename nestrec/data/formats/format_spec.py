@@ -1,6 +1,6 @@
 """What a format of input is: options of its own, and how to make a dataset of it.
 
-A new format is a file with a `Format`, and one entry: here in registry.py, or elsewhere an entry point of the group
+A new format is a file with a `FormatSpec`, and one entry: here in registry.py, or elsewhere an entry point of the group
 `nestrec.formats`.
 
 Tables of items or users beside a log: which of their columns become features, and of which kind.
@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 
 from nestrec.base.config import config
 from nestrec.base.config_values import Count
-from nestrec.base.errors import DataError, Mistakes, UserError, did_you_mean
+from nestrec.base.errors import DataError, ErrorCollector, UserError, did_you_mean
 from nestrec.base.files import replaced_folder
-from nestrec.data.dataset_card import CARD_FILE, Card, Owner
+from nestrec.data.dataset_card import CARD_FILE, DatasetCard, Owner
 from nestrec.data.dataset_schema import COUNTS_SUFFIX
 from nestrec.data.prepare.id_encoder import as_texts
-from nestrec.data.prepare.input_files import LogFiles, column_names, find_files, notes_on_skipped
+from nestrec.data.prepare.input_files import LogReader, column_names, find_files, notes_on_skipped
 from nestrec.data.prepare.list_cells import MARK, has_marks, vectors, with_marks
 from nestrec.data.prepare.log_source import LogSource, require_input
 from nestrec.data.prepare.parse import BAD, BLANK, parse_numbers
@@ -37,35 +37,35 @@ from nestrec.data.prepare.prepare_options import (
     check_separator,
 )
 from nestrec.data.prepare.prepare_sequences import write_dataset
-from nestrec.data.prepare.raw_rows import Delimited, RawBatch, read_lines, unreadable
+from nestrec.data.prepare.raw_rows import DelimitedFormat, RawBatch, read_lines, unreadable
 from nestrec.data.prepare.side_tables import SideColumn, SideKind, SideSource
 
 OptionsT = TypeVar("OptionsT", bound=PrepareOptions)
 
 
 @dataclass(frozen=True, slots=True)
-class Format:
+class FormatSpec:
     """A kind of input that `nestrec prepare` reads."""
 
     description: str
     """in a line, for `nestrec formats`"""
     options: type[Any]
     """a config whose fields, all with defaults, are the dotted options of `nestrec prepare FORMAT`"""
-    prepare: Callable[[str, Path, Any, Progress], Card]
+    prepare: Callable[[str, Path, Any, Progress], DatasetCard]
     """(input, output, options, progress): writes the dataset to the folder `output`, whole or not at all; its card"""
     open: Callable[[Path, Any], LogSource] | None = None
     """(input, options): where the rows of an event log are and what they mean; none: nothing can be appended from it"""
 
 
-def log_format(description: str, options: type[OptionsT], open: Callable[[Path, OptionsT], LogSource]) -> Format:
+def log_format(description: str, options: type[OptionsT], open: Callable[[Path, OptionsT], LogSource]) -> FormatSpec:
     """A format of event logs: `open` says where the rows are and what their columns mean."""
 
-    def prepare(input: str, output: Path, options: OptionsT, progress: Progress) -> Card:
+    def prepare(input: str, output: Path, options: OptionsT, progress: Progress) -> DatasetCard:
         source = checked_source(open(Path(input), options), description)
         with replaced_folder(output, marker=CARD_FILE, force=options.force) as folder:
             return write_dataset(folder, source, options, progress)
 
-    return Format(description, options, prepare, open)
+    return FormatSpec(description, options, prepare, open)
 
 
 def checked_source(source: Any, format: str) -> LogSource:
@@ -156,7 +156,7 @@ class TableColumns:
         return tuple(columns)
 
 
-def open_table(path: Path, key: str, columns: TableColumns, how: Delimited, what: str) -> SideSource:
+def open_table(path: Path, key: str, columns: TableColumns, how: DelimitedFormat, what: str) -> SideSource:
     """`what` is the option that names the table, for messages."""
     _, files = find_files(path)
     if columns.separator:
@@ -166,7 +166,7 @@ def open_table(path: Path, key: str, columns: TableColumns, how: Delimited, what
     wanted = [name for name in names if name != key and name not in columns.left_out]
 
     def batches() -> Iterator[RawBatch]:
-        reader = LogFiles(how, [key, *wanted])
+        reader = LogReader(how, [key, *wanted])
         for file in files:
             yield from reader.read(file)
 
@@ -181,7 +181,7 @@ def check_features(owner: Owner, sources: Sequence[SideSource]) -> None:
     """Refuse features whose columns would be those of the ids, or of each other, in the dataset."""
     names = [column.feature for source in sources for column in source.columns]
     lists = {c.feature + COUNTS_SUFFIX for source in sources for c in source.columns if c.kind in ("categories", "bag")}
-    mistakes = Mistakes()
+    mistakes = ErrorCollector()
     for name in dict.fromkeys(names):
         problem = ""
         if name in _OF_IDS:
@@ -199,7 +199,7 @@ def check_features(owner: Owner, sources: Sequence[SideSource]) -> None:
 
 def _check(names: tuple[str, ...], key: str, columns: TableColumns, file: Path, what: str) -> None:
     option = f"{what.removesuffix('s')}_columns"
-    mistakes = Mistakes()
+    mistakes = ErrorCollector()
     wanted = {
         "key": (key,),
         "left_out": columns.left_out,

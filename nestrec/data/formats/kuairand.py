@@ -15,7 +15,7 @@ from nestrec.data.formats.format_spec import log_format
 from nestrec.data.prepare.event_parser import EventColumns
 from nestrec.data.prepare.log_source import LogSource, delimited_files, plain_name, require_input, side_files
 from nestrec.data.prepare.prepare_options import LogColumns, NumberTransform, PrepareOptions
-from nestrec.data.prepare.raw_rows import Delimited, first_line, header_names
+from nestrec.data.prepare.raw_rows import DelimitedFormat, first_line, header_names
 from nestrec.data.prepare.side_tables import SideColumn, SideKind, SideSource
 
 ACTIONS = {
@@ -82,7 +82,7 @@ def open_kuairand(path: Path, options: KuaiRandOptions) -> LogSource:
         path.name,
         "kuairand",
         EventColumns(LOG, dict(KUAIRAND_BITS)),
-        delimited_files(logs, Delimited()),
+        delimited_files(logs, DelimitedFormat()),
         drops_duplicates=True,
         users=_side(_files(folder, "user_features"), "user_id", _user_kinds(folder)) + _earlier(folder),
         items=items,
@@ -117,13 +117,13 @@ def _side(files: Sequence[Path], key: str, kinds: dict[str, SideKind]) -> tuple[
         )
         for n, kind in ((n, kinds.get(n, "number")) for n in names)
     )
-    return (SideSource(side_files(files, Delimited()), key, columns),)
+    return (SideSource(side_files(files, DelimitedFormat()), key, columns),)
 
 
 def _earlier(folder: Path) -> tuple[SideSource, ...]:
     """What users saw before the log begins, where a cut of the data has that in a file of its own: lists of videos."""
     files = sorted(p for p in folder.iterdir() if plain_name(p).startswith("user_history") and ".tsv" in p.name)
-    how = Delimited(separator="\t", has_quotes=False)
+    how = DelimitedFormat(separator="\t", has_quotes=False)
     names = header_names(first_line(files[0]), how) if files else ()
     lists = tuple(SideColumn(n, "categories", f"earlier_{n}", separator=" ") for n in names if n.endswith("_seq"))
     numbers = tuple(SideColumn(n, "number", f"earlier_{n}", transform="log") for n in names if n == "history_len")
@@ -131,7 +131,7 @@ def _earlier(folder: Path) -> tuple[SideSource, ...]:
 
 
 def _columns(files: Sequence[Path]) -> tuple[str, ...]:
-    return header_names(first_line(files[0]), Delimited())
+    return header_names(first_line(files[0]), DelimitedFormat())
 
 
 FORMAT = log_format("KuaiRand (Pure, 1K, 27K): its folder of native files.", KuaiRandOptions, open_kuairand)

@@ -9,10 +9,10 @@ from nestrec.base.errors import DataError, UserError, did_you_mean
 from nestrec.data.dataset_card import Owner
 from nestrec.data.formats.format_spec import TableColumns, check_features, log_format, open_table, open_vectors
 from nestrec.data.prepare.event_parser import EventColumns
-from nestrec.data.prepare.input_files import LogFiles, find_files, notes_on_skipped
+from nestrec.data.prepare.input_files import LogReader, find_files, notes_on_skipped
 from nestrec.data.prepare.log_source import Batches, LogSource, over_files
 from nestrec.data.prepare.prepare_options import LogColumns, PrepareOptions
-from nestrec.data.prepare.raw_rows import Delimited, RawBatch
+from nestrec.data.prepare.raw_rows import DelimitedFormat, RawBatch
 from nestrec.data.prepare.side_tables import SideSource
 
 
@@ -63,7 +63,7 @@ class LogOptions(PrepareOptions):
 def open_log(path: Path, options: LogOptions) -> LogSource:
     """A file, all files of a folder, or those that a pattern fits, in order of name."""
     log = options.log
-    how = Delimited(
+    how = DelimitedFormat(
         separator=log.separator.replace("\\t", "\t"),
         names=log.names,
         has_quotes=log.has_quotes,
@@ -97,20 +97,20 @@ def open_log(path: Path, options: LogOptions) -> LogSource:
     )
 
 
-def _batches(files: list[Path], how: Delimited, columns: EventColumns) -> Batches:
+def _batches(files: list[Path], how: DelimitedFormat, columns: EventColumns) -> Batches:
     def batches() -> Iterator[tuple[RawBatch, float]]:
-        reader = LogFiles(how, columns.wanted(), signs_rows=True)
+        reader = LogReader(how, columns.wanted(), signs_rows=True)
         yield from over_files(files, reader.read)()
         reader.check()
 
     return batches
 
 
-def _of_log(files: list[Path], key: str, columns: TableColumns, how: Delimited) -> SideSource:
+def _of_log(files: list[Path], key: str, columns: TableColumns, how: DelimitedFormat) -> SideSource:
     """Columns of the log itself that tell of the item or user of each event."""
 
     def batches() -> Iterator[RawBatch]:
-        reader = LogFiles(how, [key, *columns.kinds()])
+        reader = LogReader(how, [key, *columns.kinds()])
         for file in files:
             for batch in reader.read(file):
                 for name in columns.kinds():
@@ -124,9 +124,9 @@ def _of_log(files: list[Path], key: str, columns: TableColumns, how: Delimited) 
     return SideSource(batches, key, columns.sides(columns.kinds()))
 
 
-def _with_header(how: Delimited) -> Delimited:
+def _with_header(how: DelimitedFormat) -> DelimitedFormat:
     """The log may have no header; a table has names of its own."""
-    return Delimited(separator=how.separator, has_quotes=how.has_quotes, encoding=how.encoding)
+    return DelimitedFormat(separator=how.separator, has_quotes=how.has_quotes, encoding=how.encoding)
 
 
 FORMAT = log_format("Your own log: CSV, Parquet or JSON lines, with tables of items and users.", LogOptions, open_log)

@@ -14,7 +14,7 @@ from nestrec.data.formats.format_spec import log_format
 from nestrec.data.prepare.event_parser import EventColumns
 from nestrec.data.prepare.log_source import LogSource, delimited_files, find_file, plain_name, require_input, side_files
 from nestrec.data.prepare.prepare_options import LogColumns, PrepareOptions
-from nestrec.data.prepare.raw_rows import Delimited, RawBatch, first_line, read_delimited
+from nestrec.data.prepare.raw_rows import DelimitedFormat, RawBatch, first_line, read_delimited
 from nestrec.data.prepare.side_tables import SideColumn, SideKind, SideSource
 
 KINDS: dict[str, SideKind] = {"token": "category", "token_seq": "categories", "float": "number"}
@@ -52,8 +52,8 @@ def _side(file: Path | None, key: str) -> tuple[SideSource, ...]:
     return (SideSource(side_files([file], _how(types)), key, columns),)
 
 
-def _how(types: dict[str, str]) -> Delimited:
-    return Delimited(separator="\t", names=tuple(types), has_quotes=False, skip_lines=1)
+def _how(types: dict[str, str]) -> DelimitedFormat:
+    return DelimitedFormat(separator="\t", names=tuple(types), has_quotes=False, skip_lines=1)
 
 
 def _types(file: Path, *required: str) -> dict[str, str]:
@@ -91,13 +91,15 @@ def open_movielens(path: Path, options: MovieLensOptions) -> LogSource:
             file, format="movielens", min_rating=options.min_rating, positive_rating=options.positive_rating
         )
     if first.count("::") == 3:
-        return _source(file, options, Delimited(separator="::", names=NAMES, has_quotes=False), _users_1m, _movies_1m)
+        return _source(
+            file, options, DelimitedFormat(separator="::", names=NAMES, has_quotes=False), _users_1m, _movies_1m
+        )
     if first.count("\t") == 3:
         return _source(
-            file, options, Delimited(separator="\t", names=NAMES, has_quotes=False), _users_100k, _movies_100k
+            file, options, DelimitedFormat(separator="\t", names=NAMES, has_quotes=False), _users_100k, _movies_100k
         )
     if first.startswith("userId,movieId,rating,timestamp"):
-        return _source(file, options, Delimited(), _no_users, _movies_20m, user="userId", item="movieId")
+        return _source(file, options, DelimitedFormat(), _no_users, _movies_20m, user="userId", item="movieId")
     remedy = "name u.data, ratings.dat, ratings.csv or a .inter file; use the format `log` for others"
     raise DataError("is no file of MovieLens ratings", field="input", value=str(file), remedy=remedy)
 
@@ -116,7 +118,7 @@ def _ratings_file(path: Path) -> Path:
 def _source(
     file: Path,
     options: MovieLensOptions,
-    how: Delimited,
+    how: DelimitedFormat,
     users: Callable[[Path], SideSource | None],
     movies: Callable[[Path], SideSource | None],
     *,
@@ -148,7 +150,9 @@ def _users_1m(folder: Path) -> SideSource | None:
     return (
         None
         if file is None
-        else SideSource(side_files([file], Delimited(separator="::", names=names, has_quotes=False)), "user", columns)
+        else SideSource(
+            side_files([file], DelimitedFormat(separator="::", names=names, has_quotes=False)), "user", columns
+        )
     )
 
 
@@ -159,13 +163,15 @@ def _users_100k(folder: Path) -> SideSource | None:
     return (
         None
         if file is None
-        else SideSource(side_files([file], Delimited(separator="|", names=names, has_quotes=False)), "user", columns)
+        else SideSource(
+            side_files([file], DelimitedFormat(separator="|", names=names, has_quotes=False)), "user", columns
+        )
     )
 
 
 def _movies_1m(folder: Path) -> SideSource | None:
     file = find_file(folder, "movies.dat")
-    how = Delimited(separator="::", names=("item", "title", "genres"), has_quotes=False, encoding="latin-1")
+    how = DelimitedFormat(separator="::", names=("item", "title", "genres"), has_quotes=False, encoding="latin-1")
     columns = (SideColumn("title", "text"), SideColumn("genres", "categories", separator="|"))
     return None if file is None else SideSource(side_files([file], how), "item", columns)
 
@@ -173,7 +179,7 @@ def _movies_1m(folder: Path) -> SideSource | None:
 def _movies_20m(folder: Path) -> SideSource | None:
     file = find_file(folder, "movies.csv")
     columns = (SideColumn("title", "text"), SideColumn("genres", "categories", separator="|"))
-    return None if file is None else SideSource(side_files([file], Delimited()), "movieId", columns)
+    return None if file is None else SideSource(side_files([file], DelimitedFormat()), "movieId", columns)
 
 
 def _movies_100k(folder: Path) -> SideSource | None:
@@ -185,7 +191,7 @@ def _movies_100k(folder: Path) -> SideSource | None:
 def _read_u_item(file: Path) -> Iterator[RawBatch]:
     """One flag a genre becomes a list of genres."""
     names = ("item", "title", "released", "released_video", "url", *GENRES_100K)
-    how = Delimited(separator="|", names=names, has_quotes=False, encoding="latin-1")
+    how = DelimitedFormat(separator="|", names=names, has_quotes=False, encoding="latin-1")
     for batch in read_delimited(file, how):
         flags = zip(*(batch.columns[genre].to_pylist() for genre in GENRES_100K), strict=True)
         genres = ["|".join(g for g, flag in zip(GENRES_100K, row, strict=True) if flag == "1") for row in flags]

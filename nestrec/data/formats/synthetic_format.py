@@ -4,8 +4,8 @@ from pathlib import Path
 
 from nestrec.base.config import config
 from nestrec.base.config_values import Count
-from nestrec.data.dataset_card import Card
-from nestrec.data.formats.format_spec import Format
+from nestrec.data.dataset_card import DatasetCard
+from nestrec.data.formats.format_spec import FormatSpec
 from nestrec.data.prepare.prepare_options import Progress
 from nestrec.data.synthetic.synthetic_logs import generate, preset
 
@@ -24,9 +24,9 @@ class SyntheticOptions:
     """Replace the dataset that is in the folder already; without it that is an error."""
 
 
-def _prepare(input: str, output: Path, options: SyntheticOptions, progress: Progress) -> Card:
+def _prepare(input: str, output: Path, options: SyntheticOptions, progress: Progress) -> DatasetCard:
     shape = preset(input, num_users=options.num_users, num_items=options.num_items, seed=options.seed)
     return generate(shape, output, force=options.force, progress=progress)
 
 
-FORMAT = Format("Logs drawn at random from a preset, for tests and demonstrations.", SyntheticOptions, _prepare)
+FORMAT = FormatSpec("Logs drawn at random from a preset, for tests and demonstrations.", SyntheticOptions, _prepare)

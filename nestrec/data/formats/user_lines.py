@@ -18,7 +18,7 @@ from nestrec.data.formats.format_spec import log_format
 from nestrec.data.prepare.event_parser import EventColumns
 from nestrec.data.prepare.log_source import LogSource, delimited_files, find_file, over_files, plain_name, require_input
 from nestrec.data.prepare.prepare_options import LogColumns, PrepareOptions
-from nestrec.data.prepare.raw_rows import BadRow, Delimited, RawBatch, first_line, read_lines, unreadable
+from nestrec.data.prepare.raw_rows import BadRow, DelimitedFormat, RawBatch, first_line, read_lines, unreadable
 from nestrec.data.prepare.side_tables import SideColumn, SideSource
 from nestrec.data.prepare.text_encoding import check_unicode
 
@@ -26,7 +26,7 @@ from nestrec.data.prepare.text_encoding import check_unicode
 def open_pairs(path: Path, options: PrepareOptions) -> LogSource:
     """Fields are separated by a space or a tab; events keep the order of the file."""
     separator = "\t" if "\t" in first_line(require_input(path)) else " "
-    how = Delimited(separator=separator, names=("user", "item"), has_quotes=False)
+    how = DelimitedFormat(separator=separator, names=("user", "item"), has_quotes=False)
     columns, batches = EventColumns.of(LogColumns()), delimited_files([path], how)
     return LogSource(plain_name(path), "sasrec_pairs", columns, batches, files=(path,))
 

@@ -23,9 +23,9 @@ from nestrec.base.files import given_path
 from nestrec.data import dataset_schema
 from nestrec.data.dataset import Dataset
 from nestrec.data.dataset_card import (
-    Card,
     Counts,
     DataFile,
+    DatasetCard,
     Feature,
     Generation,
     LayerEntry,
@@ -55,7 +55,7 @@ from nestrec.data.prepare.event_parser import EventColumns, EventParser
 from nestrec.data.prepare.log_source import ArrowTable, LogSource, given_input
 from nestrec.data.prepare.prepare_options import PrepareOptions, Progress, silent
 from nestrec.data.prepare.prepare_sequences import (
-    Assembly,
+    PreparationJob,
     event_fields,
     read_events,
     side_table,
@@ -65,7 +65,7 @@ from nestrec.data.prepare.prepare_sequences import (
 )
 from nestrec.data.prepare.raw_rows import QUARANTINE_FILE, Quarantine
 from nestrec.data.prepare.side_tables import Keyed, SideSource, SideTable
-from nestrec.data.prepare.spill_files import Partitions, even_bounds
+from nestrec.data.prepare.spill_files import KeyPartitions, even_bounds
 
 _NOT_AGAIN = (
     "user_core", "item_core", "min_user_events", "new_items", "force", "items", "users", "item_vectors", "user_vectors",
@@ -83,7 +83,7 @@ def append(
     format: str | None = None,
     overrides: Mapping[str, Any] | None = None,
     progress: Progress = silent,
-) -> Card:
+) -> DatasetCard:
     """Add the events of `events`, a path or a table as for `prepare`, to a dataset; its new card.
 
     Columns mean what they meant when it was prepared, unless `overrides` say otherwise (`{"items": "more.csv"}` names a
@@ -91,7 +91,7 @@ def append(
     dataset was prepared from.
     """
     folder = given_path(dataset, "dataset")
-    card = Card.load(folder)
+    card = DatasetCard.load(folder)
     name = format or card.source_format
     found = FORMATS.find(name, field="format")
     if found.open is None:
@@ -114,7 +114,7 @@ def append_source(
     stream: Mapping[str, Any] | None = None,
     beside: Callable[[Path], list[DataFile]] | None = None,
     progress: Progress = silent,
-) -> Card:
+) -> DatasetCard:
     """The same for events from anywhere. inputs: names and digests of what they came from; none: of the files.
 
     stream: how far a stream was read, to be kept with the events. beside: writes further files into the layer's folder.
@@ -156,7 +156,7 @@ class _Growth:
     def __init__(  # noqa: PLR0917
         self,
         folder: Path,
-        card: Card,
+        card: DatasetCard,
         source: LogSource,
         options: PrepareOptions,
         partial: Path,
@@ -176,11 +176,13 @@ class _Growth:
             table.encode(self._vocabulary(f"{dataset_schema.EVENT_PREFIX}{name}"))
         parser.transforms = {f.name: f.transform for f in card.event_features if f.name in source.columns.log.numbers}
         self._item_counts = items.column("count").to_numpy().astype(np.int64)
-        self._work = Assembly(partial, source, options, progress, parser, self.quarantine, notes=list(source.notes))
+        self._work = PreparationJob(
+            partial, source, options, progress, parser, self.quarantine, notes=list(source.notes)
+        )
         self.last_ms_before = self.dataset.last_ms() if not card.generations else 0
         self.last_ms = 0
 
-    def write(self, *, may_be_empty: bool = False) -> tuple[list[DataFile], Card]:
+    def write(self, *, may_be_empty: bool = False) -> tuple[list[DataFile], DatasetCard]:
         """The files of the layer, and the card of the dataset with them, but for its layers and files. may_be_empty:
         a stream goes on behind rows that are all bad."""
         work, parser = self._work, self._work.parser
@@ -248,7 +250,7 @@ class _Growth:
                     )
         return tables
 
-    def _drop_repeats(self, partitions: Partitions) -> None:
+    def _drop_repeats(self, partitions: KeyPartitions) -> None:
         """Events that the dataset has already; compared by all that it keeps of an event."""
         num_old = self.card.counts.users
         for p in range(len(partitions)):
@@ -263,7 +265,7 @@ class _Growth:
 
     def _write_users(
         self,
-        partitions: Partitions,
+        partitions: KeyPartitions,
         sides: list[SideTable],
         lengths: NDArray[np.int64],
         counts: NDArray[np.int64],
@@ -366,7 +368,7 @@ class _Growth:
         counts: NDArray[np.int64],
         user_sides: list[SideTable],
         item_sides: list[SideTable],
-    ) -> Card:
+    ) -> DatasetCard:
         card, work = self.card, self._work
         before, num_new = card.counts, int(counts.sum())
         dropped = work.num_duplicates if work.drops_duplicates else 0
@@ -413,7 +415,7 @@ def _as_prepared(source: SideSource, known: Mapping[str, Feature]) -> SideSource
     return dataclasses.replace(source, columns=tuple(columns))
 
 
-def items_without_features(folder: Path, before: Card, after: Card) -> str:
+def items_without_features(folder: Path, before: DatasetCard, after: DatasetCard) -> str:
     """Return a warning if items that came with the newest events have no features, though items of the dataset do.
 
     Args:
@@ -450,7 +452,7 @@ def _grown_features(before: tuple[Feature, ...], now: Any) -> tuple[Feature, ...
     return tuple(dataclasses.replace(f, vocabulary_size=max(f.vocabulary_size, sizes.get(f.name, 0))) for f in before)
 
 
-def _check_kind(card: Card, source: LogSource, folder: Path) -> None:
+def _check_kind(card: DatasetCard, source: LogSource, folder: Path) -> None:
     if card.kind != "sequences":
         remedy = "prepare all rows again: labelled examples have no users to append to"
         raise DataError("holds labelled rows", field="dataset", value=str(folder), remedy=remedy)
@@ -460,7 +462,7 @@ def _check_kind(card: Card, source: LogSource, folder: Path) -> None:
         raise DataError(f"the dataset {has}, the events do not agree", field="log.time", value="", remedy=remedy)
 
 
-def _check_same_events(card: Card, columns: EventColumns) -> None:
+def _check_same_events(card: DatasetCard, columns: EventColumns) -> None:
     if set(card.action_bits) != set(columns.action_bits):
         raise DataError(
             f"the dataset has actions {', '.join(card.action_bits) or 'none'}",
@@ -479,7 +481,7 @@ def _check_same_events(card: Card, columns: EventColumns) -> None:
         )
 
 
-def _check_new(card: Card, digests: Mapping[str, str]) -> None:
+def _check_new(card: DatasetCard, digests: Mapping[str, str]) -> None:
     known = card.all_inputs
     for name, digest in digests.items():
         if digest in known:

@@ -17,8 +17,8 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from nestrec.base.random import fold_array
-from nestrec.data.dataset import Dataset, Rows
-from nestrec.data.dataset_card import Card, DataFile, LayerEntry, describe_file
+from nestrec.data.dataset import Dataset, DatasetRows
+from nestrec.data.dataset_card import DataFile, DatasetCard, LayerEntry, describe_file
 from nestrec.data.dataset_schema import ACTIONS, COUNTS_SUFFIX, ITEM_IDS, TIMESTAMPS_MS, USER_ID
 from nestrec.data.event_layers import (
     COUNTS_FILE,
@@ -51,7 +51,7 @@ _EVENTS_A_BLOCK = 1 << 19
 
 
 def merge_small_layers(
-    folder: Path, card: Card, new_events: int
+    folder: Path, card: DatasetCard, new_events: int
 ) -> tuple[tuple[LayerEntry, ...], tuple[DataFile, ...]]:
     """Layers and files below a new layer of so many events: the last ones become one where they are not larger."""
     layers = card.all_layers
@@ -67,7 +67,7 @@ def merge_small_layers(
     return (*layers[:first], entry), (*kept, *files)
 
 
-def compact(folder: Path | str) -> Card:
+def compact(folder: Path | str) -> DatasetCard:
     """Put all layers of a dataset together; a generation of its own, with the same events."""
     folder = Path(folder)
     with growing(folder) as card:
@@ -82,7 +82,7 @@ def compact(folder: Path | str) -> Card:
         return commit(folder, card, dataclasses.replace(after, generations=followed_by(before, new)))
 
 
-def _merged_layer(folder: Path, card: Card, entries: Sequence[LayerEntry]) -> tuple[LayerEntry, list[DataFile]]:
+def _merged_layer(folder: Path, card: DatasetCard, entries: Sequence[LayerEntry]) -> tuple[LayerEntry, list[DataFile]]:
     is_base = entries[0] == card.all_layers[0]
     first, last = entries[0].name.partition("-")[0] or "000000", entries[-1].name.rpartition("-")[2]
     entry = LayerEntry(name=f"{first}-{last}", events=sum(layer.events for layer in entries))
@@ -98,7 +98,7 @@ def _merged_layer(folder: Path, card: Card, entries: Sequence[LayerEntry]) -> tu
     return entry, moved(files, entry)
 
 
-def _write_users(partial: Path, folder: Path, card: Card, layers: list[EventLayer]) -> list[DataFile]:
+def _write_users(partial: Path, folder: Path, card: DatasetCard, layers: list[EventLayer]) -> list[DataFile]:
     columns = [field.name for field in layers[0].parts[0].metadata.schema.to_arrow_schema()]
     fields = list(layers[0].parts[0].metadata.schema.to_arrow_schema())
     reader = Dataset(folder, card, layers, columns, cache_bytes=256 << 20)
@@ -116,7 +116,7 @@ def _write_users(partial: Path, folder: Path, card: Card, layers: list[EventLaye
     return writer.close()
 
 
-def _block(rows: Rows, ragged: frozenset[str]) -> UserBlock:
+def _block(rows: DatasetRows, ragged: frozenset[str]) -> UserBlock:
     """Rows that were read, as they are written."""
     offsets = rows.lists[ITEM_IDS][1]
     scalars: dict[str, Any] = {
@@ -172,7 +172,7 @@ def _write_vocabularies(partial: Path, layers: list[EventLayer]) -> list[DataFil
     return files
 
 
-def _write_vectors(partial: Path, card: Card, layers: list[EventLayer], *, is_base: bool) -> list[DataFile]:
+def _write_vectors(partial: Path, card: DatasetCard, layers: list[EventLayer], *, is_base: bool) -> list[DataFile]:
     files = []
     for feature in card.features:
         holding = [layer for layer in layers if feature.file in layer.names]
@@ -209,7 +209,7 @@ def _rows_above(layers: list[EventLayer], file: str) -> NDArray[Any]:
 Hashes = NDArray[np.uint64]
 
 
-def is_repeated(records: Records, parser: EventParser, old: Rows) -> NDArray[np.bool_]:
+def is_repeated(records: Records, parser: EventParser, old: DatasetRows) -> NDArray[np.bool_]:
     """Which of the records are events of the same user in `old`."""
     rows = records.rows
     names = list(event_types(parser))

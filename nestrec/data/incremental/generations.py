@@ -28,8 +28,8 @@ from nestrec.base.files import check_folder, fsync_path, remove_partials, write_
 from nestrec.data.dataset_card import (
     CARD_FILE,
     PENDING,
-    Card,
     DataFile,
+    DatasetCard,
     Feature,
     Generation,
     LayerEntry,
@@ -40,30 +40,30 @@ KEPT_GENERATIONS = 8
 """Files of so many generations stay: runs may still read them, and go back to them."""
 
 
-class DataBusyError(DataError):
+class DatasetLockedError(DataError):
     """Another process changes a dataset now."""
 
 
 @contextlib.contextmanager
-def growing(folder: Path) -> Iterator[Card]:
+def growing(folder: Path) -> Iterator[DatasetCard]:
     """The card of a dataset that nobody else changes while the block lasts; leftovers of a killed append are gone."""
-    card = Card.load(folder)
+    card = DatasetCard.load(folder)
     check_folder(folder, "dataset")
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         remove_unused(folder, card)
-        yield Card.load(folder)
+        yield DatasetCard.load(folder)
     except BlockingIOError:
         remedy = "wait for the other process to end"
-        raise DataBusyError(
+        raise DatasetLockedError(
             "is being changed by another process", field="dataset", value=str(folder), remedy=remedy
         ) from None
     finally:
         os.close(descriptor)
 
 
-def commit(folder: Path, before: Card, after: Card) -> Card:
+def commit(folder: Path, before: DatasetCard, after: DatasetCard) -> DatasetCard:
     """Make a generation the one in force: its files are on the disk, and its card takes the place of the old one."""
     kept = folder / card_of_generation(before.generation)
     if not kept.exists():
@@ -76,7 +76,7 @@ def commit(folder: Path, before: Card, after: Card) -> Card:
     return after
 
 
-def restore(folder: Path, generation: int) -> Card:
+def restore(folder: Path, generation: int) -> DatasetCard:
     """Put an earlier generation in force again; what came after it is removed by the next append."""
     with growing(folder) as card:
         if card.generation == generation:
@@ -85,7 +85,7 @@ def restore(folder: Path, generation: int) -> Card:
         if generation not in kept:
             remedy = f"take one of {', '.join(map(str, [*kept, card.generation]))}"
             raise DataError("is no generation that is kept", field="generation", value=generation, remedy=remedy)
-        earlier = Card.load(folder, generation)
+        earlier = DatasetCard.load(folder, generation)
         write_atomic(folder / CARD_FILE, dumps(earlier) + "\n")
         return earlier
 
@@ -94,7 +94,7 @@ def _is_kept(folder: Path, generation: int) -> bool:
     """An earlier one, with all of its files: cards outlive those."""
     if not (folder / card_of_generation(generation)).exists():
         return False
-    return all((folder / file.path).exists() for file in Card.load(folder, generation).files)
+    return all((folder / file.path).exists() for file in DatasetCard.load(folder, generation).files)
 
 
 def place_layer(folder: Path, partial: Path, name: str) -> None:
@@ -123,7 +123,7 @@ def moved(files: list[DataFile], layer: LayerEntry) -> list[DataFile]:
     return [dataclasses.replace(file, path=layer.folder + file.path) for file in files]
 
 
-def carried_on(folder: Path, card: Card, partial: Path) -> list[DataFile]:
+def carried_on(folder: Path, card: DatasetCard, partial: Path) -> list[DataFile]:
     """Rows of a stream that wait for their window: they lie in the newest layer, and go into the one after it."""
     layer = card.all_layers[-1]
     files = []
@@ -135,7 +135,7 @@ def carried_on(folder: Path, card: Card, partial: Path) -> list[DataFile]:
     return files
 
 
-def first_generation(card: Card, last_ms: int) -> tuple[Generation, ...]:
+def first_generation(card: DatasetCard, last_ms: int) -> tuple[Generation, ...]:
     """The generations of a card; one where nothing was appended yet."""
     counts = card.counts
     prepared = Generation(
@@ -156,10 +156,10 @@ def followed_by(generations: tuple[Generation, ...], new: Generation) -> tuple[G
     return (*(dataclasses.replace(generation, stream={}) for generation in generations), new)
 
 
-def remove_unused(folder: Path, card: Card) -> None:
+def remove_unused(folder: Path, card: DatasetCard) -> None:
     """Delete what no generation of the last few names; a generation after the one in force was never in force."""
     numbers = [g.number for g in card.generations][-KEPT_GENERATIONS:]
-    cards = [card, *(Card.load(folder, n) for n in numbers if (folder / card_of_generation(n)).exists())]
+    cards = [card, *(DatasetCard.load(folder, n) for n in numbers if (folder / card_of_generation(n)).exists())]
     named = {file.path for each in cards for file in each.files}
     layers = folder / "layers"
     for path in layers.iterdir() if layers.exists() else ():

@@ -15,8 +15,8 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from nestrec.data.dataset_card import (
-    Card,
     DataFile,
+    DatasetCard,
     describe_file,
     length_statistics,
     log_histogram,
@@ -41,8 +41,8 @@ def write_items(folder: Path, batches: Iterable[pa.Table]) -> DataFile:
 
 
 def finish_sequences(
-    folder: Path, card: Card, lengths: NDArray[Any], item_counts: NDArray[np.int64], files: list[DataFile]
-) -> Card:
+    folder: Path, card: DatasetCard, lengths: NDArray[Any], item_counts: NDArray[np.int64], files: list[DataFile]
+) -> DatasetCard:
     """Complete the card of a dataset of sequences with statistics and files, and save it."""
     complete = dataclasses.replace(
         card,

@@ -14,11 +14,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from nestrec.base.errors import DataError, Mistakes, UserError, did_you_mean
-from nestrec.data.dataset_card import Feature, FeatureKind, Fit
+from nestrec.base.errors import DataError, ErrorCollector, UserError, did_you_mean
+from nestrec.data.dataset_card import Feature, FeatureKind, TransformFit
 from nestrec.data.dataset_schema import COUNTS_SUFFIX, EVENT_PREFIX, LATEST_TIME_MS
 from nestrec.data.flat_arrays import offsets_of_lengths
-from nestrec.data.prepare.id_encoder import FilterResult, KeyTable, as_texts
+from nestrec.data.prepare.id_encoder import FilterResult, IdEncoder, as_texts
 from nestrec.data.prepare.json_lines import parse_line
 from nestrec.data.prepare.list_cells import MARK as LIST_MARK
 from nestrec.data.prepare.list_cells import encode_lists, event_signatures, has_marks, joined, signatures_of_objects
@@ -39,8 +39,8 @@ from nestrec.data.prepare.parse import (
 )
 from nestrec.data.prepare.prepare_options import LogColumns, PrepareOptions, TimeUnit
 from nestrec.data.prepare.raw_rows import SIGNATURE, WHOLE_LINE, BadRow, RawBatch
-from nestrec.data.prepare.spill_files import Partitions, Records
-from nestrec.data.prepare.transform_fitting import Fitting, ValueSample, bucket_labels
+from nestrec.data.prepare.spill_files import KeyPartitions, Records
+from nestrec.data.prepare.transform_fitting import TransformFitter, ValueSample, bucket_labels
 from nestrec.data.transform import Transform
 
 POSITIVE = "positive"
@@ -169,8 +169,8 @@ class EventParser:
         self.columns = columns
         self.dtype = columns.dtype()
         self.field_names = self.dtype.names or ()
-        self.users, self.items = KeyTable(), KeyTable()
-        self.vocabularies = {name: KeyTable() for name in (*columns.log.categories, *columns.log.lists)}
+        self.users, self.items = IdEncoder(), IdEncoder()
+        self.vocabularies = {name: IdEncoder() for name in (*columns.log.categories, *columns.log.lists)}
         self.transforms: dict[str, Transform] = {}
         """Of the numbers, as soon as they are fitted."""
         self._ngrams = columns.log.hashing.transform()
@@ -204,10 +204,10 @@ class EventParser:
         keep = verdict.good() & self._is_rated_enough(records, verdict.good())
         return self._encode(batch, records, keep), verdict.bad_rows(batch)
 
-    def fittings(self) -> dict[str, Fitting]:
+    def fittings(self) -> dict[str, TransformFitter]:
         """What is to be learnt of the numbers that models may read."""
         log = self.columns.log
-        return {name: Fitting(log.transforms.get(name, "quantiles"), log.num_buckets) for name in log.numbers}
+        return {name: TransformFitter(log.transforms.get(name, "quantiles"), log.num_buckets) for name in log.numbers}
 
     def features(self) -> tuple[Feature, ...]:
         """Descriptions of the event features, for the card."""
@@ -249,7 +249,7 @@ class EventParser:
         return self.transforms[name.removeprefix(EVENT_PREFIX)].bucket_ids(values) if self.is_cut(name) else None
 
     def _check_names(self, batch: RawBatch) -> None:
-        log, mistakes = self.columns.log, Mistakes()
+        log, mistakes = self.columns.log, ErrorCollector()
         for name in self.columns.wanted(batch.columns):
             with mistakes.noted():
                 if name not in batch.columns:
@@ -358,7 +358,7 @@ class EventParser:
     def check_actions(self) -> None:
         """After a whole log: refuse an action by a value that no row of it has, which nothing else would tell from a
         rare one."""
-        mistakes = Mistakes()
+        mistakes = ErrorCollector()
         for name, text in self.columns.log.actions.items():
             column = next((column for column in self._values if text.startswith((f"{column}:", f"{column}="))), None)
             with mistakes.noted():
@@ -425,7 +425,7 @@ def _check_type(batch: RawBatch, name: str, *, is_time: bool) -> None:
         )
 
 
-def encode_category(table: KeyTable, column: pa.Array) -> NDArray[np.int64]:
+def encode_category(table: IdEncoder, column: pa.Array) -> NDArray[np.int64]:
     """Ids from 1 in order of first appearance; 0 for a blank or a null."""
     missing = is_missing(column)
     if not missing.any():
@@ -469,23 +469,23 @@ HELD_OUT = 2
 
 
 @dataclass(frozen=True, slots=True)
-class TrainingPart:
+class TrainingSubset:
     """Flags by code of the users and items that have events there."""
 
     users: NDArray[np.bool_]
     items: NDArray[np.bool_]
-    fit: Fit
+    fit: TransformFit
 
 
 def find_training_part(
-    parser: EventParser, partitions: Partitions, kept: FilterResult, options: PrepareOptions, *, is_asked: bool
-) -> TrainingPart:
+    parser: EventParser, partitions: KeyPartitions, kept: FilterResult, options: PrepareOptions, *, is_asked: bool
+) -> TrainingSubset:
     """Learn the transforms of the events' numbers, and find whose features may be learnt from: a pass or two.
 
     is_asked: whether side tables have something to learn, too; no pass is made where there is nothing.
     """
     if not is_asked and not parser.columns.log.numbers:
-        return TrainingPart(kept.users, kept.items, Fit())
+        return TrainingSubset(kept.users, kept.items, TransformFit())
     until_ms = _until_ms(parser, partitions, kept, options)
     users, items = np.zeros(kept.users.size, np.bool_), np.zeros(kept.items.size, np.bool_)
     fittings, num_events = parser.fittings(), 0
@@ -509,10 +509,12 @@ def find_training_part(
         remedy = "give a later date, or leave it out"
         raise DataError("leaves no event to learn from", field="fit_until", value=options.fit_until, remedy=remedy)
     parser.transforms = {name: fitting.result() for name, fitting in fittings.items()}
-    return TrainingPart(users, items, Fit(until_ms=until_ms or 0, events=num_events))
+    return TrainingSubset(users, items, TransformFit(until_ms=until_ms or 0, events=num_events))
 
 
-def _until_ms(parser: EventParser, partitions: Partitions, kept: FilterResult, options: PrepareOptions) -> int | None:
+def _until_ms(
+    parser: EventParser, partitions: KeyPartitions, kept: FilterResult, options: PrepareOptions
+) -> int | None:
     """The moment before which the share of events lies; none where the log has no times."""
     if "time" not in parser.field_names:
         return None
@@ -526,7 +528,7 @@ def _until_ms(parser: EventParser, partitions: Partitions, kept: FilterResult, o
     return int(ordered[place]) if place < ordered.size else int(ordered[-1]) + 1
 
 
-def _kept_rows(partitions: Partitions, kept: FilterResult) -> Iterator[NDArray[Any]]:
+def _kept_rows(partitions: KeyPartitions, kept: FilterResult) -> Iterator[NDArray[Any]]:
     """Records of the events that stay, all of a user together, users and their events in order."""
     for p in range(len(partitions)):
         rows = partitions[p].load_rows()

@@ -83,7 +83,7 @@ _TEXT = -(2**63)
 """Stands for a text id among numbers, which have at most 18 digits."""
 
 
-class KeyTable:
+class IdEncoder:
     """Maps ids to codes 0, 1, ... in order of first appearance, and back."""
 
     def __init__(self) -> None:

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from nestrec.base.errors import DataError
-from nestrec.data.prepare.json_lines import JSON_LINES_SUFFIXES, JsonLines, field_names, is_json
+from nestrec.data.prepare.json_lines import JSON_LINES_SUFFIXES, JsonLinesReader, field_names, is_json
 from nestrec.data.prepare.log_source import plain_name, require_input
 from nestrec.data.prepare.raw_rows import (
-    Delimited,
+    DelimitedFormat,
     RawBatch,
     first_line,
     header_names,
@@ -119,12 +119,12 @@ def check_text(file: Path, encoding: str) -> None:
             raise DataError(f"{what}, not a log as text", field="input", value=str(file), remedy=remedy)
 
 
-class LogFiles:
+class LogReader:
     """Reads files of any kind; JSON lines give the wanted columns, the others all that they have."""
 
-    def __init__(self, how: Delimited, wanted: Sequence[str], *, signs_rows: bool = False):
+    def __init__(self, how: DelimitedFormat, wanted: Sequence[str], *, signs_rows: bool = False):
         """signs_rows: whether duplicates are looked for, among files of all kinds."""
-        self._how, self._wanted, self._json = how, tuple(wanted), JsonLines(wanted, how.encoding)
+        self._how, self._wanted, self._json = how, tuple(wanted), JsonLinesReader(wanted, how.encoding)
         self._signs_rows = signs_rows
 
     def read(self, file: Path) -> Iterator[RawBatch]:
@@ -140,7 +140,7 @@ class LogFiles:
         self._json.check()
 
 
-def column_names(file: Path, how: Delimited) -> tuple[str, ...]:
+def column_names(file: Path, how: DelimitedFormat) -> tuple[str, ...]:
     """Of a file of any kind."""
     if file.suffix == ".parquet":
         return tuple(next((batch.columns for batch in read_parquet(file)), {}))
@@ -150,11 +150,11 @@ def column_names(file: Path, how: Delimited) -> tuple[str, ...]:
     return how.names or header_names(first_line(file, how.encoding), delimited(file, how))
 
 
-def delimited(file: Path, how: Delimited) -> Delimited:
+def delimited(file: Path, how: DelimitedFormat) -> DelimitedFormat:
     """`how`, with a tab for a .tsv file where nothing else was said."""
     if how.separator != "," or not plain_name(file).endswith(".tsv"):
         return how
-    return Delimited("\t", how.names, how.has_quotes, how.encoding, how.skip_lines)
+    return DelimitedFormat("\t", how.names, how.has_quotes, how.encoding, how.skip_lines)
 
 
 def _some(path: Path, files: list[Path], remedy: str) -> list[Path]:

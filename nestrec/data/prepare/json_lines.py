@@ -17,7 +17,7 @@ from nestrec.data.prepare.text_encoding import check_unicode
 JSON_LINES_SUFFIXES = (".jsonl", ".ndjson", ".json")
 
 
-class JsonLines:
+class JsonLinesReader:
     """Reads files one after another; `check` then tells of columns that no line of any of them had."""
 
     def __init__(self, wanted: Sequence[str], encoding: str = "utf-8"):

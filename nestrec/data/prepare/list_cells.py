@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from nestrec.base.random import mix64
 from nestrec.base.random import mix64_jit as compiled_mix64
-from nestrec.data.prepare.id_encoder import KeyTable, as_texts, text_buffers, text_of_id
+from nestrec.data.prepare.id_encoder import IdEncoder, as_texts, text_buffers, text_of_id
 from nestrec.data.prepare.parse import parse_numbers
 
 MARK = "\x1f"
@@ -93,7 +93,7 @@ def text_of(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def encode_lists(table: KeyTable, column: pa.Array, separator: str) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+def encode_lists(table: IdEncoder, column: pa.Array, separator: str) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
     """Ids from 1 of the values of all cells, in order of first appearance, and how many each cell has."""
     values, counts = split_cells(column, separator)
     ids = table.encode(values) + 1 if len(values) else np.zeros(0, np.int64)

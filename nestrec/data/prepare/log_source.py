@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from nestrec.base.errors import DataError, UserError
 from nestrec.base.files import given_path
 from nestrec.data.prepare.event_parser import EventColumns
-from nestrec.data.prepare.raw_rows import Delimited, RawBatch, read_delimited, read_parquet
+from nestrec.data.prepare.raw_rows import DelimitedFormat, RawBatch, read_delimited, read_parquet
 from nestrec.data.prepare.side_tables import SideSource
 
 Batches = Callable[[], Iterator[tuple[RawBatch, float]]]
@@ -105,12 +105,12 @@ def over_files(files: Sequence[Path], read: Callable[[Path], Iterator[RawBatch]]
     return batches
 
 
-def delimited_files(files: Sequence[Path], how: Delimited) -> Batches:
+def delimited_files(files: Sequence[Path], how: DelimitedFormat) -> Batches:
     """A pass over delimited text files."""
     return over_files(files, lambda path: read_delimited(path, how))
 
 
-def side_files(files: Sequence[Path], how: Delimited) -> Callable[[], Iterator[RawBatch]]:
+def side_files(files: Sequence[Path], how: DelimitedFormat) -> Callable[[], Iterator[RawBatch]]:
     """The rows of the files of a side table."""
 
     def batches() -> Iterator[RawBatch]:

@@ -8,7 +8,7 @@ from dataclasses import field
 from typing import Annotated, Literal, Protocol
 
 from nestrec.base.config import config
-from nestrec.base.config_values import Bound, Count, Natural, NonNegative, Share, moment_ms
+from nestrec.base.config_values import Count, Natural, NonNegative, NumberRange, Share, moment_ms
 from nestrec.base.errors import UserError
 from nestrec.data.prepare.text_encoding import is_encoding
 from nestrec.data.transform import Transform
@@ -30,7 +30,7 @@ def check_separator(separator: str, field: str) -> None:
 class HashingConfig:
     """How a text becomes ids: its words, runs of words and pieces of words, hashed."""
 
-    buckets: Annotated[int, Bound(2, 2**31 - 1)] = 1 << 14
+    buckets: Annotated[int, NumberRange(2, 2**31 - 1)] = 1 << 14
     """Rows of the table that they share; two words in one bucket cannot be told apart."""
     words: tuple[Count, ...] = (1, 2)
     """How many words in a row make an id."""
@@ -128,7 +128,7 @@ class PrepareOptions:
     new_items: Share = 0.0
     """Make this share of the items new, chosen by hashes: of their events only the last ones of users stay, which a
     split by last events tests on. So it can be measured how items are found that nothing was trained on."""
-    fit_share: Annotated[float, Bound(0, 1, above=True)] = 0.8
+    fit_share: Annotated[float, NumberRange(0, 1, above=True)] = 0.8
     """What is learnt of numbers comes from this share of the events, the first in time, without the
     last two of each user."""
     fit_until: str | None = None

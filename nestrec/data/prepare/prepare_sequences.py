@@ -26,17 +26,17 @@ from nestrec.base.errors import DataError
 from nestrec.base.failpoints import fail_point
 from nestrec.base.random import fold_array
 from nestrec.data import dataset_schema
-from nestrec.data.dataset_card import Card, Counts, DataFile, Feature, Fit, describe_file
+from nestrec.data.dataset_card import Counts, DataFile, DatasetCard, Feature, TransformFit, describe_file
 from nestrec.data.flat_arrays import add_counts, is_duplicate, order_events
 from nestrec.data.prepare.dataset_writer import UserBlock, UsersWriter, finish_sequences, write_items
-from nestrec.data.prepare.event_parser import EventParser, TrainingPart, find_training_part
+from nestrec.data.prepare.event_parser import EventParser, TrainingSubset, find_training_part
 from nestrec.data.prepare.id_encoder import CoreFilter, FilterResult, apply_filter
 from nestrec.data.prepare.log_source import LogSource
 from nestrec.data.prepare.parse import BLANK_WORDS
 from nestrec.data.prepare.prepare_options import LogColumns, PrepareOptions, Progress
 from nestrec.data.prepare.raw_rows import Quarantine
 from nestrec.data.prepare.side_tables import Keyed, SideSource, SideTable
-from nestrec.data.prepare.spill_files import ListedFile, Partitions, Records, balanced_bounds, even_bounds
+from nestrec.data.prepare.spill_files import KeyPartitions, RaggedRecordFile, Records, balanced_bounds, even_bounds
 
 ITEMS_A_PARTITION = 1 << 17
 MAX_PARTITIONS = 512
@@ -47,7 +47,7 @@ _MADE_NEW = 0x4E
 
 
 @dataclass(slots=True)
-class Assembly:
+class PreparationJob:
     """The state of one preparation, in a folder of its own."""
 
     folder: Path
@@ -71,10 +71,10 @@ class Assembly:
         )
 
 
-def write_dataset(folder: Path, source: LogSource, options: PrepareOptions, progress: Progress) -> Card:
+def write_dataset(folder: Path, source: LogSource, options: PrepareOptions, progress: Progress) -> DatasetCard:
     """Write the dataset of a log into `folder`."""
     parser = EventParser(source.columns)
-    work = Assembly(folder, source, options, progress, parser, Quarantine(folder), notes=list(source.notes))
+    work = PreparationJob(folder, source, options, progress, parser, Quarantine(folder), notes=list(source.notes))
     spilled, user_counts = read_events(work)
     work.quarantine.check(work.num_rows_read, options.max_bad_share, time_hint=parser.time_hint)
     work.num_bad_events = work.quarantine.num_rows
@@ -91,9 +91,9 @@ def write_dataset(folder: Path, source: LogSource, options: PrepareOptions, prog
     return _write(work, partitions, kept, part)
 
 
-def read_events(work: Assembly) -> tuple[ListedFile, NDArray[np.int64]]:
+def read_events(work: PreparationJob) -> tuple[RaggedRecordFile, NDArray[np.int64]]:
     """Records of all events in a file, and the number of each user's."""
-    spilled = ListedFile(work.folder / "events.bin", work.parser.dtype, work.source.columns.lists())
+    spilled = RaggedRecordFile(work.folder / "events.bin", work.parser.dtype, work.source.columns.lists())
     user_counts = np.zeros(1024, dtype=np.int64)
     for batch, done in work.source.checked_batches():
         records, bad = work.parser.parse(batch)
@@ -106,13 +106,13 @@ def read_events(work: Assembly) -> tuple[ListedFile, NDArray[np.int64]]:
     return spilled, user_counts[: len(work.parser.users)]
 
 
-def split_events(work: Assembly, spilled: ListedFile, user_counts: NDArray[np.int64]) -> Partitions:
+def split_events(work: PreparationJob, spilled: RaggedRecordFile, user_counts: NDArray[np.int64]) -> KeyPartitions:
     """The records by ranges of users, in the order of the input."""
     by_memory = work.options.memory_bytes * spilled.num_records // (WORK_FACTOR * max(1, spilled.num_bytes))
     max_events = max(1, by_memory, spilled.num_records // MAX_PARTITIONS)
     bounds = balanced_bounds(user_counts, max_events)
     lists = work.source.columns.lists()
-    partitions = Partitions(work.folder, "events", work.parser.dtype, "user", bounds, lists)
+    partitions = KeyPartitions(work.folder, "events", work.parser.dtype, "user", bounds, lists)
     num_done = 0
     for chunk in spilled.chunks():
         partitions.append(chunk)
@@ -122,7 +122,7 @@ def split_events(work: Assembly, spilled: ListedFile, user_counts: NDArray[np.in
     return partitions
 
 
-def sort_events(work: Assembly, partitions: Partitions) -> None:
+def sort_events(work: PreparationJob, partitions: KeyPartitions) -> None:
     """Put each range into order, in place; exact duplicates are counted, and dropped where that is asked for."""
     for p in range(len(partitions)):
         records = partitions[p].load()
@@ -153,7 +153,7 @@ def is_made_new(items: NDArray[Any], share: float) -> NDArray[np.bool_]:
     return chosen
 
 
-def _filter(work: Assembly, partitions: Partitions) -> FilterResult:
+def _filter(work: PreparationJob, partitions: KeyPartitions) -> FilterResult:
     def pairs() -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
         for p in range(len(partitions)):
             for chunk in partitions[p].rows():
@@ -173,7 +173,7 @@ def _filter(work: Assembly, partitions: Partitions) -> FilterResult:
     return kept
 
 
-def _write(work: Assembly, partitions: Partitions, kept: FilterResult, part: TrainingPart) -> Card:
+def _write(work: PreparationJob, partitions: KeyPartitions, kept: FilterResult, part: TrainingSubset) -> DatasetCard:
     parser, num_users, num_items = work.parser, int(kept.users.sum()), int(kept.items.sum())
     user_rows = np.where(kept.users, np.cumsum(kept.users) - 1, -1)
     item_rows = np.where(kept.items, np.cumsum(kept.items), -1)
@@ -194,7 +194,9 @@ def _write(work: Assembly, partitions: Partitions, kept: FilterResult, part: Tra
     return finish_sequences(work.folder, card, kept.user_counts[kept.users], kept.item_counts[kept.items], files)
 
 
-def _write_users(work: Assembly, partitions: Partitions, kept: FilterResult, sides: list[SideTable]) -> list[DataFile]:
+def _write_users(
+    work: PreparationJob, partitions: KeyPartitions, kept: FilterResult, sides: list[SideTable]
+) -> list[DataFile]:
     id_of_item = np.cumsum(kept.items, dtype=np.int64)
     user_types = {name: column.type for side in sides for name, column in side.load(0).items()}
     fields = event_fields(work.parser) + [pa.field(dataset_schema.USER_PREFIX + n, t) for n, t in user_types.items()]
@@ -268,7 +270,7 @@ def event_fields(parser: EventParser) -> list[pa.Field]:
 
 
 def _item_tables(
-    work: Assembly, kept: FilterResult, bounds: NDArray[np.int64], sides: list[SideTable]
+    work: PreparationJob, kept: FilterResult, bounds: NDArray[np.int64], sides: list[SideTable]
 ) -> Iterator[pa.Table]:
     next_id = 1
     for p in range(bounds.size - 1):
@@ -285,7 +287,7 @@ def _item_tables(
         yield pa.table(columns)
 
 
-def side_table(work: Assembly, source: SideSource, of: Keyed, name: str, bounds: NDArray[np.int64]) -> SideTable:
+def side_table(work: PreparationJob, source: SideSource, of: Keyed, name: str, bounds: NDArray[np.int64]) -> SideTable:
     """Features of users or items, read."""
     table = SideTable(source, of, work.folder, name, bounds)
     table.read(work.quarantine, work.options.max_bad_share)
@@ -297,7 +299,9 @@ def _features(sides: list[SideTable]) -> tuple[Feature, ...]:
     return tuple(feature for side in sides for feature in side.features())
 
 
-def write_vocabularies(work: Assembly, user_sides: list[SideTable], item_sides: list[SideTable]) -> list[DataFile]:
+def write_vocabularies(
+    work: PreparationJob, user_sides: list[SideTable], item_sides: list[SideTable]
+) -> list[DataFile]:
     """One file for each category column: `id` from 1 and `key`."""
     tables = {dataset_schema.EVENT_PREFIX + name: keys for name, keys in work.parser.category_keys().items()}
     for prefix, sides in ((dataset_schema.USER_PREFIX, user_sides), (dataset_schema.ITEM_PREFIX, item_sides)):
@@ -314,19 +318,19 @@ def write_vocabularies(work: Assembly, user_sides: list[SideTable], item_sides: 
 
 
 def _card(
-    work: Assembly,
+    work: PreparationJob,
     kept: FilterResult,
-    fit: Fit,
+    fit: TransformFit,
     user_features: tuple[Feature, ...],
     item_features: tuple[Feature, ...],
-) -> Card:
+) -> DatasetCard:
     num_events = int(kept.user_counts[kept.users].sum())
     num_dropped = work.num_duplicates if work.drops_duplicates else 0
     num_below = work.parser.num_below_rating
     num_new = work.num_of_new_items
     num_rare = work.num_rows_read - work.num_bad_events - num_below - num_dropped - num_new - num_events
     filtered = {"min_rating": num_below, "made new": num_new, "rare users and items": num_rare}
-    return Card(
+    return DatasetCard(
         kind="sequences",
         name=work.source.name,
         source_format=work.source.format,

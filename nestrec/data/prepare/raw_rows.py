@@ -218,7 +218,7 @@ class RawBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Delimited:
+class DelimitedFormat:
     """How a delimited text file is written."""
 
     separator: str = ","
@@ -254,7 +254,7 @@ class _Lines:
         return lines
 
 
-def read_delimited(path: Path, how: Delimited) -> Iterator[RawBatch]:
+def read_delimited(path: Path, how: DelimitedFormat) -> Iterator[RawBatch]:
     """Rows of a delimited text file, plain or gzip. Rows with a wrong number of fields are bad, blank lines skipped."""
     names = how.names or header_names(first_line(path, how.encoding), how)
     _check_unique(path, names)
@@ -340,7 +340,7 @@ def first_line(path: Path, encoding: str = "utf-8") -> str:
     return ""
 
 
-def header_names(line: str, how: Delimited) -> tuple[str, ...]:
+def header_names(line: str, how: DelimitedFormat) -> tuple[str, ...]:
     """Column names of a header line."""
     if how.separator == "::" or not how.has_quotes:
         return tuple(line.split(how.separator))
@@ -365,7 +365,7 @@ def unreadable(path: Path, error: Exception) -> DataError:
     return DataError(f"cannot be read: {error}", field="input", value=str(path), remedy=remedy)
 
 
-def _read_split(path: Path, names: tuple[str, ...], how: Delimited) -> Iterator[RawBatch]:
+def _read_split(path: Path, names: tuple[str, ...], how: DelimitedFormat) -> Iterator[RawBatch]:
     """Rows of a file whose separator has several characters, line by line; `a::b: c` has two fields."""
     skip = how.num_header_lines
     for lines, first, done in read_lines(path, how.encoding):
@@ -390,7 +390,7 @@ def _csv_batches(  # noqa: PLR0917
     path: Path,
     stream: Any,
     fields: Sequence[str],
-    how: Delimited,
+    how: DelimitedFormat,
     reject: Callable[[pyarrow.csv.InvalidRow], str],
     quotes: QuoteWatch | None,
 ) -> Iterator[pa.RecordBatch]:
@@ -424,7 +424,7 @@ def _has_no_text(columns: dict[str, pa.Array]) -> NDArray[np.bool_]:
     return np.asarray(num_bytes == 0, dtype=np.bool_)
 
 
-def _blank_lines(path: Path, how: Delimited) -> NDArray[np.int64]:
+def _blank_lines(path: Path, how: DelimitedFormat) -> NDArray[np.int64]:
     """Returns the lines without a character, by reading the file again: Arrow gives them as rows of empty cells."""
     blank = BlankLines(how.separator, how.num_header_lines, has_quotes=how.has_quotes)
     with pa.OSFile(str(path)) as file:

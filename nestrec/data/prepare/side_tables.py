@@ -15,13 +15,13 @@ from nestrec.data.dataset_card import DataFile, Feature, FeatureKind, Owner
 from nestrec.data.dataset_schema import COUNTS_SUFFIX, list_of
 from nestrec.data.flat_arrays import offsets_of_lengths
 from nestrec.data.prepare.event_parser import encode_category, is_missing
-from nestrec.data.prepare.id_encoder import KeyTable
+from nestrec.data.prepare.id_encoder import IdEncoder
 from nestrec.data.prepare.list_cells import encode_lists, joined, vectors
 from nestrec.data.prepare.parse import BAD, NOT_A_NUMBER, parse_days, parse_numbers
 from nestrec.data.prepare.prepare_options import HashingConfig, NumberTransform
 from nestrec.data.prepare.raw_rows import BadRow, Quarantine, RawBatch
-from nestrec.data.prepare.spill_files import Partitions, Records
-from nestrec.data.prepare.transform_fitting import Fitting, VectorFile, bucket_labels
+from nestrec.data.prepare.spill_files import KeyPartitions, Records
+from nestrec.data.prepare.transform_fitting import TransformFitter, VectorFile, bucket_labels
 from nestrec.data.transform import Transform
 
 SideKind = Literal["category", "number", "text", "categories", "date", "range", "bag", "vector"]
@@ -89,7 +89,7 @@ class Keyed:
     """Whose features a side table holds."""
 
     owner: Owner
-    keys: KeyTable
+    keys: IdEncoder
     row_of_code: NDArray[np.int64]
     """Row in the table of users or items; -1 for keys that were removed."""
     is_fit: NDArray[np.bool_]
@@ -107,9 +107,9 @@ class SideTable:
 
     def __init__(self, source: SideSource, of: Keyed, folder: Path, name: str, bounds: NDArray[np.int64]):
         self._source, self._of, self._folder = source, of, folder
-        self._tables = {c.feature: KeyTable() for c in source.columns if c.kind in ("category", "categories", "text")}
+        self._tables = {c.feature: IdEncoder() for c in source.columns if c.kind in ("category", "categories", "text")}
         self._fittings = {
-            c.feature: Fitting("quantiles" if c.kind == "range" else c.transform, c.num_buckets)
+            c.feature: TransformFitter("quantiles" if c.kind == "range" else c.transform, c.num_buckets)
             for c in source.columns
             if c.kind in _NUMERIC
         }
@@ -131,7 +131,7 @@ class SideTable:
         self._dtype = np.dtype(fields)
         self._lists = [c.feature for c in source.columns if c.kind in _LISTS]
         lists = dict.fromkeys(self._lists, np.dtype(np.int32))
-        self._partitions = Partitions(folder, name, self._dtype, "key", bounds, lists)
+        self._partitions = KeyPartitions(folder, name, self._dtype, "key", bounds, lists)
 
     def read(self, quarantine: Quarantine, max_bad_share: float) -> None:
         """Read all files; rows of keys that have no events only add to the vocabularies."""

@@ -86,7 +86,7 @@ class RecordFile:
         self.path.unlink(missing_ok=True)
 
 
-class ListedFile:
+class RaggedRecordFile:
     """A file of records, and one for each of their lists."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any], lists: Mapping[str, np.dtype[Any]]):
@@ -142,7 +142,7 @@ class ListedFile:
             file.delete()
 
 
-class Partitions:
+class KeyPartitions:
     """Records split by ranges of a key: partition p holds the keys from bounds[p] to bounds[p + 1], in input order."""
 
     def __init__(  # noqa: PLR0917
@@ -156,7 +156,7 @@ class Partitions:
     ):
         self.bounds = bounds
         self._key = key
-        self._files = [ListedFile(folder / f"{name}-{p:05d}.bin", dtype, lists) for p in range(bounds.size - 1)]
+        self._files = [RaggedRecordFile(folder / f"{name}-{p:05d}.bin", dtype, lists) for p in range(bounds.size - 1)]
 
     def __len__(self) -> int:
         return len(self._files)
@@ -172,7 +172,7 @@ class Partitions:
             if end > start:
                 self._files[p].append(records.take(order[start:end]))
 
-    def __getitem__(self, partition: int) -> ListedFile:
+    def __getitem__(self, partition: int) -> RaggedRecordFile:
         return self._files[partition]
 
     def delete(self) -> None:

@@ -54,7 +54,7 @@ class ValueSample:
             self._num_kept += int(is_kept.sum())
 
 
-class Fitting:
+class TransformFitter:
     """Learns one transform: add the raw values of the training part, then ask for it."""
 
     def __init__(self, kind: TransformKind, num_buckets: int):

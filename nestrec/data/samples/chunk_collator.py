@@ -11,30 +11,30 @@ import torch
 from numpy.typing import NDArray
 
 from nestrec.base.random import as_int64, fold_array
-from nestrec.data.batch_loader import Assembler, KeysOfSamples, MicroBatch
-from nestrec.data.dataset import Dataset, Rows
+from nestrec.data.batch_loader import Collator, KeysOfSamples, MicroBatch
+from nestrec.data.dataset import Dataset, DatasetRows
 from nestrec.data.flat_arrays import offsets_of_lengths, sample_keys, slice_index, token_keys
-from nestrec.data.samples.negative_sampling import Sampler, negatives_of
+from nestrec.data.samples.negative_sampling import NegativeSampler, negatives_of
 from nestrec.data.samples.ranking_collator import RankingInputs
 from nestrec.data.samples.retrieval_collator import HistoryConfig, sequence_tensors, time_tensors
 from nestrec.data.samples.retrieval_inputs import RetrievalInputs
-from nestrec.data.samples.time_windows import Slices
+from nestrec.data.samples.time_windows import TrainingChunks
 from nestrec.jagged import Jagged
 
 
-def assemble_rows(rows: Rows) -> MicroBatch:
+def assemble_rows(rows: DatasetRows) -> MicroBatch:
     """Keys `category` (B, C); tensors dense (B, N) with NaN where missing, and label (B,)."""
     dense, categories = (_columns(rows, name) for name in ("dense", "categories"))
     tensors = {"dense": torch.from_numpy(dense), "label": torch.from_numpy(rows.scalars["label"].astype(np.int64))}
     return MicroBatch(rows.indices, {"category": categories}, tensors, max_length=1, num_tokens=rows.num_rows)
 
 
-def _columns(rows: Rows, name: str) -> NDArray[Any]:
+def _columns(rows: DatasetRows, name: str) -> NDArray[Any]:
     """(B, N) values of a list column; (0, 0) without rows, which then have no width."""
     return rows.lists[name][0].reshape(rows.num_rows, -1 if rows.num_rows else 0)
 
 
-class RowsAssembler(Assembler):
+class CTRCollator(Collator):
     """Training rows."""
 
     def __init__(self, dataset: Dataset, indices: NDArray[np.int64]):
@@ -43,24 +43,24 @@ class RowsAssembler(Assembler):
         self.tokens = np.ones(len(indices), dtype=np.int64)
         self.shuffle_block = dataset.shuffle_block(len(indices))
 
-    def read(self, samples: NDArray[np.int64]) -> Rows:
+    def read(self, samples: NDArray[np.int64]) -> DatasetRows:
         return self._dataset.rows(self._indices[samples])
 
-    def sample_keys(self, samples: NDArray[np.int64], rows: Rows, epoch: int) -> KeysOfSamples:
+    def sample_keys(self, samples: NDArray[np.int64], rows: DatasetRows, epoch: int) -> KeysOfSamples:
         values, offsets = rows.lists["categories"]
         return values.astype(np.int64), offsets
 
-    def assemble(self, samples: NDArray[np.int64], rows: Rows, epoch: int) -> MicroBatch:
+    def assemble(self, samples: NDArray[np.int64], rows: DatasetRows, epoch: int) -> MicroBatch:
         return assemble_rows(rows)
 
 
 Ints = NDArray[np.int64]
 
 
-class SliceAssembler(Assembler):
+class ChunkCollator(Collator):
     """Samples in the order in which they are trained on."""
 
-    def __init__(self, slices: Slices, seed: int):
+    def __init__(self, slices: TrainingChunks, seed: int):
         self.window_bounds = slices.bounds
         self._seed = seed
         self._user, self._first, self._end, self._scored = slices.rows.T
@@ -80,7 +80,7 @@ class SliceAssembler(Assembler):
         """Index into the concatenated rows of every event of the slices, and the offsets of the slices."""
         return slice_index(row_offsets[:-1] + self._first[samples], row_offsets[:-1] + self._end[samples])
 
-    def sample_keys(self, samples: Ints, rows: Rows, epoch: int) -> KeysOfSamples:
+    def sample_keys(self, samples: Ints, rows: DatasetRows, epoch: int) -> KeysOfSamples:
         items, row_offsets = rows.lists["item_ids"]
         index, offsets = self.events_of(samples, row_offsets)
         return items[index], offsets
@@ -92,20 +92,20 @@ class SliceAssembler(Assembler):
         return scored
 
 
-class RankingSlices(SliceAssembler):
+class RankingChunkCollator(ChunkCollator):
     """Slices of multi-task ranking."""
 
-    def __init__(self, inputs: RankingInputs, slices: Slices, seed: int):
+    def __init__(self, inputs: RankingInputs, slices: TrainingChunks, seed: int):
         super().__init__(slices, seed)
         self._inputs = inputs
         self.tokens = 2 * (self._end - self._first)
         if slices.bounds is None:
             self.shuffle_block = inputs.shuffle_block(len(self.tokens))
 
-    def read(self, samples: Ints) -> Rows:
+    def read(self, samples: Ints) -> DatasetRows:
         return self._inputs.read(self._user[samples])
 
-    def assemble(self, samples: Ints, rows: Rows, epoch: int) -> MicroBatch:
+    def assemble(self, samples: Ints, rows: DatasetRows, epoch: int) -> MicroBatch:
         """As the inputs make them, and `scored` (E,): whether an event's labels are learnt from."""
         batch = self._inputs.slices(rows, self._first[samples], self._end[samples], epoch)
         offsets = 2 * offsets_of_lengths(self._end[samples] - self._first[samples])
@@ -116,32 +116,32 @@ class RankingSlices(SliceAssembler):
         return replace(batch, tensors={**batch.tensors, **more})
 
 
-class RetrievalSlices(SliceAssembler):
+class RetrievalChunkCollator(ChunkCollator):
     """Slices of next-item retrieval: every scored event is the target of the token before it."""
 
     def __init__(
         self,
         dataset: Dataset,
-        slices: Slices,
+        slices: TrainingChunks,
         history: HistoryConfig,
         *,
         seed: int,
-        sampler: Sampler | None,
+        sampler: NegativeSampler | None,
         sharing: int = 1,
         use_times: bool,
         inputs: RetrievalInputs | None = None,
     ):
-        """As of `RetrievalAssembler`."""
+        """As of `RetrievalCollator`."""
         super().__init__(slices, seed)
         self._inputs = inputs
         self._dataset, self._history = dataset, history
         self._sampler, self._sharing, self._use_times = sampler, sharing, use_times
         self.tokens = self._end - self._first - 1
 
-    def read(self, samples: Ints) -> Rows:
+    def read(self, samples: Ints) -> DatasetRows:
         return self._dataset.rows(self._user[samples])
 
-    def assemble(self, samples: Ints, rows: Rows, epoch: int) -> MicroBatch:
+    def assemble(self, samples: Ints, rows: DatasetRows, epoch: int) -> MicroBatch:
         """Tensors also hold `scored` (S,): the tokens that have a target, and `target` (S,) theirs."""
         batch, key_T = self.queries(samples, rows, epoch)
         key_S, target = key_T[batch.tensors["scored"].numpy()], batch.tensors["target"].numpy()
@@ -152,7 +152,7 @@ class RetrievalSlices(SliceAssembler):
         batch = replace(batch, keys=keys, tensors=tensors)
         return batch if self._inputs is None else self._inputs.with_items(batch, key_S, epoch)
 
-    def queries(self, samples: Ints, rows: Rows, epoch: int = 0) -> tuple[MicroBatch, NDArray[np.uint64]]:
+    def queries(self, samples: Ints, rows: DatasetRows, epoch: int = 0) -> tuple[MicroBatch, NDArray[np.uint64]]:
         """The same without negatives, and the keys of all tokens."""
         items, row_offsets = rows.lists["item_ids"]
         index, offsets = self.events_of(samples, row_offsets)
@@ -177,7 +177,7 @@ class RetrievalSlices(SliceAssembler):
             batch = self._inputs.with_tokens(batch, rows, index[is_input], index[is_target], np.diff(offsets))
         return batch, key_T
 
-    def before_targets(self, samples: Ints, rows: Rows, *, of_input: bool) -> Jagged:
+    def before_targets(self, samples: Ints, rows: DatasetRows, *, of_input: bool) -> Jagged:
         """Items of the user before each target: those of the model's input alone, or all of them."""
         items, row_offsets = rows.lists["item_ids"]
         place, offsets = slice_index(self._scored[samples], self._end[samples])

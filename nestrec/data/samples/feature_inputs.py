@@ -17,10 +17,10 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
-from nestrec.base.errors import Mistakes, UserError, did_you_mean
+from nestrec.base.errors import ErrorCollector, UserError, did_you_mean
 from nestrec.data.batch_loader import OFFSETS
-from nestrec.data.dataset import Dataset, Rows
-from nestrec.data.dataset_card import Card, Feature
+from nestrec.data.dataset import Dataset, DatasetRows
+from nestrec.data.dataset_card import DatasetCard, Feature
 from nestrec.data.flat_arrays import offsets_of_lengths, slice_index
 
 NUMBER_WIDTH = 2
@@ -70,7 +70,7 @@ def column_of(feature: Feature) -> Column:
 def chosen_features(known: Sequence[Feature], wanted: Iterable[str], field_name: str) -> list[Feature]:
     """The features of these names that a model can read, or an error that tells which there are."""
     usable = {feature.name: feature for feature in known if feature.kind in _READ and feature.known == "before"}
-    mistakes, found = Mistakes(), []
+    mistakes, found = ErrorCollector(), []
     for name in wanted:
         with mistakes.noted():
             if name not in usable:
@@ -130,7 +130,7 @@ class EventFeatures:
         counts = [f.counts_column for f in named if f.is_list and f.owner == "event"]
         return [*(f.column for f in named), *counts]
 
-    def of(self, rows: Rows, index: Ints, events: Ints) -> Inputs:
+    def of(self, rows: DatasetRows, index: Ints, events: Ints) -> Inputs:
         """index: of events in the concatenated rows; events: how many of them are of each row."""
         found = Inputs()
         for feature in self._features:
@@ -140,7 +140,7 @@ class EventFeatures:
                 self._of_user(feature, rows, events, found)
         return found
 
-    def _of_user(self, feature: Feature, rows: Rows, events: Ints, found: Inputs) -> None:
+    def _of_user(self, feature: Feature, rows: DatasetRows, events: Ints, found: Inputs) -> None:
         name = feature.column
         if feature.kind == "vector":
             vectors = np.asarray(self._vectors[name][rows.indices], np.float32)
@@ -156,7 +156,7 @@ class EventFeatures:
             found.keys[name] = np.repeat(rows.scalars[name].astype(np.int64), events)
 
 
-def _of_event(feature: Feature, rows: Rows, index: Ints, found: Inputs) -> None:
+def _of_event(feature: Feature, rows: DatasetRows, index: Ints, found: Inputs) -> None:
     name = feature.column
     if feature.is_list:
         counts = rows.lists[feature.counts_column][0].astype(np.int64)
@@ -184,10 +184,10 @@ def item_column(items: pa.Table, name: str) -> Ints:
     return np.concatenate([[0], values])
 
 
-def columns_of(card: Card, wanted: dict[str, tuple[str, ...]], section: str) -> dict[str, list[Feature]]:
+def columns_of(card: DatasetCard, wanted: dict[str, tuple[str, ...]], section: str) -> dict[str, list[Feature]]:
     """Of each owner the features that a config asks for; an error that names all that the dataset does not have."""
     known = {"event": card.event_features, "user": card.user_features, "item": card.item_features}
-    mistakes, found = Mistakes(), dict[str, list[Feature]]()
+    mistakes, found = ErrorCollector(), dict[str, list[Feature]]()
     for owner, names in wanted.items():
         with mistakes.noted():
             found[owner] = chosen_features(known[owner], names, f"{section}.{owner}_features")

@@ -29,7 +29,7 @@ _IN_BATCH, _SHARED = 0x1B, 0x5A
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class SampledNegatives:
     """The negatives of a micro-batch."""
 
     keys: Mapping[str, NDArray[np.int64]]
@@ -40,27 +40,27 @@ class Drawn:
     Of groups: `group_token` (G, R + 1) int32, -1 behind the last, and `target_bias` (T,) float32."""
 
 
-class Sampler(Protocol):
+class NegativeSampler(Protocol):
     """Draws negatives; no state between calls."""
 
-    def draw(self, key_T: Keys, target_T: NDArray[np.int64]) -> Drawn:
+    def draw(self, key_T: Keys, target_T: NDArray[np.int64]) -> SampledNegatives:
         """For tokens with these keys and targets."""
 
 
 @dataclass(frozen=True, slots=True)
-class Uniform:
+class UniformSampler:
     num_negatives: int
     num_items: int
     items: NDArray[np.int64] | None = None
     """(num_items,) ids to draw from; none: 1 to num_items"""
 
-    def draw(self, key_T: Keys, target_T: NDArray[np.int64]) -> Drawn:
+    def draw(self, key_T: Keys, target_T: NDArray[np.int64]) -> SampledNegatives:
         ids = uniform_negatives(key_T, self.num_negatives, self.num_items)
-        return Drawn({"negative": ids if self.items is None else self.items[ids - 1]}, {})
+        return SampledNegatives({"negative": ids if self.items is None else self.items[ids - 1]}, {})
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class FullCatalogSampler:
     """All items that have training events, for a loss over the whole catalogue.
 
     An item that is only known by its content is never a target: met as a negative in every step, what it is would be
@@ -70,12 +70,12 @@ class Known:
     items: NDArray[np.int64]
     """ids, ascending"""
 
-    def draw(self, key_T: Keys, target_T: NDArray[np.int64]) -> Drawn:
+    def draw(self, key_T: Keys, target_T: NDArray[np.int64]) -> SampledNegatives:
         target_at = np.searchsorted(self.items, target_T)
-        return Drawn({"catalogue": self.items}, {"target_at": torch.from_numpy(target_at)})
+        return SampledNegatives({"catalogue": self.items}, {"target_at": torch.from_numpy(target_at)})
 
 
-class ByPopularity:
+class PopularitySampler:
     """By counts of events; items that were never seen are never drawn."""
 
     def __init__(self, counts_N: NDArray[np.int64], num_negatives: int, *, power: float, log_q: bool) -> None:
@@ -85,13 +85,13 @@ class ByPopularity:
         self._accept_N, self._alias_N = _alias_table(weight_N / weight_N.sum())
         self._bias = log_q_bias(weight_N) if log_q else None
 
-    def draw(self, key_T: Keys, target_T: NDArray[np.int64]) -> Drawn:
+    def draw(self, key_T: Keys, target_T: NDArray[np.int64]) -> SampledNegatives:
         ids = 1 + _by_alias(key_T, self._num_negatives, self._accept_N, self._alias_N)
         bias = {} if self._bias is None else {"negative_bias": torch.from_numpy(self._bias[ids - 1])}
-        return Drawn({"negative": ids}, bias)
+        return SampledNegatives({"negative": ids}, bias)
 
 
-class InBatch:
+class InBatchSampler:
     """Targets of other tokens. Popular items come more often, which log-Q corrects by their counts."""
 
     def __init__(self, counts_N: NDArray[np.int64] | None, num_negatives: int) -> None:
@@ -99,15 +99,15 @@ class InBatch:
         self._num_negatives = num_negatives
         self._bias = None if counts_N is None else log_q_bias(counts_N.astype(np.float64))
 
-    def draw(self, key_T: Keys, target_T: NDArray[np.int64]) -> Drawn:
+    def draw(self, key_T: Keys, target_T: NDArray[np.int64]) -> SampledNegatives:
         token = other_tokens(fold_array(key_T, np.full(len(key_T), _IN_BATCH)), self._num_negatives, distinct=False)
         tensors = {"negative_token": torch.from_numpy(token)}
         if self._bias is not None:
             tensors["negative_bias"] = torch.from_numpy(self._bias[target_T - 1][token])
-        return Drawn({}, tensors)
+        return SampledNegatives({}, tensors)
 
 
-class Groups:
+class GroupSampler:
     """Targets of the other tokens of a group of at most `num_negatives` + 1. Groups follow the order of token keys."""
 
     def __init__(self, counts_N: NDArray[np.int64] | None, num_negatives: int) -> None:
@@ -115,7 +115,7 @@ class Groups:
         self._size = num_negatives + 1
         self._bias = None if counts_N is None else log_q_bias(counts_N.astype(np.float64))
 
-    def draw(self, key_T: Keys, target_T: NDArray[np.int64]) -> Drawn:
+    def draw(self, key_T: Keys, target_T: NDArray[np.int64]) -> SampledNegatives:
         num_groups = -(-len(key_T) // self._size)
         token_SG = np.full((self._size, num_groups), -1, np.int32)
         # Dealt like cards, so that groups differ by one token at the most.
@@ -123,7 +123,7 @@ class Groups:
         tensors = {"group_token": torch.from_numpy(np.ascontiguousarray(token_SG.T))}
         if self._bias is not None:
             tensors["target_bias"] = torch.from_numpy(self._bias[target_T - 1])
-        return Drawn({}, tensors)
+        return SampledNegatives({}, tensors)
 
 
 def shared_tokens(key_T: Keys, num_others: int) -> NDArray[np.int32]:
@@ -232,12 +232,14 @@ def _others(key_T, count, distinct):  # type: ignore[no-untyped-def]
 
 
 def negatives_of(
-    sampler: Sampler | None, key_T: Keys, target_T: NDArray[np.int64], *, num_items: int, sharing: int
-) -> Drawn:
+    sampler: NegativeSampler | None, key_T: Keys, target_T: NDArray[np.int64], *, num_items: int, sharing: int
+) -> SampledNegatives:
     """What tokens meet beside their targets: what is drawn, and whose draws they share; all items without a sampler."""
     if sampler is None:
-        return Drawn({"catalogue": np.arange(1, num_items + 1)}, {})
+        return SampledNegatives({"catalogue": np.arange(1, num_items + 1)}, {})
     drawn = sampler.draw(key_T, target_T)
     if sharing == 1:
         return drawn
-    return Drawn(drawn.keys, {**drawn.tensors, "shared_token": torch.from_numpy(shared_tokens(key_T, sharing - 1))})
+    return SampledNegatives(
+        drawn.keys, {**drawn.tensors, "shared_token": torch.from_numpy(shared_tokens(key_T, sharing - 1))}
+    )

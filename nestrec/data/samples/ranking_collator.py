@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from nestrec.base.config import config
 from nestrec.base.config_values import Count
-from nestrec.base.errors import Mistakes, UserError, did_you_mean
-from nestrec.data.batch_loader import Assembler, KeysOfSamples, MicroBatch
-from nestrec.data.dataset import Dataset, Rows
-from nestrec.data.dataset_card import Card, Feature
+from nestrec.base.errors import ErrorCollector, UserError, did_you_mean
+from nestrec.data.batch_loader import Collator, KeysOfSamples, MicroBatch
+from nestrec.data.dataset import Dataset, DatasetRows
+from nestrec.data.dataset_card import DatasetCard, Feature
 from nestrec.data.dataset_schema import ACTIONS, ITEM_IDS, TIMESTAMPS_MS
 from nestrec.data.flat_arrays import check_slide, sample_keys, slice_index, token_keys
 from nestrec.data.samples.feature_inputs import (
@@ -77,15 +77,15 @@ class RankingInputs:
         """See `Dataset.shuffle_block`."""
         return self._dataset.shuffle_block(num_samples)
 
-    def read(self, users: NDArray[np.int64]) -> Rows:
+    def read(self, users: NDArray[np.int64]) -> DatasetRows:
         return self._dataset.rows(users)
 
-    def slices(self, rows: Rows, first: NDArray[np.int64], end: NDArray[np.int64], epoch: int) -> MicroBatch:
+    def slices(self, rows: DatasetRows, first: NDArray[np.int64], end: NDArray[np.int64], epoch: int) -> MicroBatch:
         """Events [first, end) of each user. Tensors: action (E,), label (E, K), and the layout of the 2E tokens."""
         start = rows.lists["item_ids"][1][:-1]
         return self._of_events_at(rows, *slice_index(start + first, start + end), epoch)
 
-    def asked(self, rows: Rows, first: Ints, end: Ints, at: Ints) -> MicroBatch:
+    def asked(self, rows: DatasetRows, first: Ints, end: Ints, at: Ints) -> MicroBatch:
         """Events [first, end) of each user, and the event `at` behind them, whatever came in between."""
         start = rows.lists["item_ids"][1][:-1]
         before, offsets = slice_index(start + first, start + end)
@@ -93,7 +93,7 @@ class RankingInputs:
             rows, np.insert(before, offsets[1:], start + at), offsets + np.arange(len(offsets)), 0
         )
 
-    def _of_events_at(self, rows: Rows, index: Ints, offsets: Ints, epoch: int) -> MicroBatch:
+    def _of_events_at(self, rows: DatasetRows, index: Ints, offsets: Ints, epoch: int) -> MicroBatch:
         """index: places in the concatenated rows; offsets: of the users among them."""
         users, items = rows.indices, rows.lists["item_ids"][0]
         token_offsets = 2 * offsets
@@ -119,7 +119,7 @@ class RankingInputs:
         return MicroBatch(items, {"item": items, **found.keys}, found.tensors, max_length=1, num_tokens=len(items))
 
 
-class RankingAssembler(Assembler):
+class RankingCollator(Collator):
     """Training samples: the last events of each user's training part, all of them predicted."""
 
     def __init__(self, inputs: RankingInputs, split: Split, max_events: int):
@@ -131,32 +131,32 @@ class RankingAssembler(Assembler):
         self.tokens = 2 * (self._end - self._first)
         self.shuffle_block = inputs.shuffle_block(len(self._users))
 
-    def read(self, samples: NDArray[np.int64]) -> Rows:
+    def read(self, samples: NDArray[np.int64]) -> DatasetRows:
         return self._inputs.read(self._users[samples])
 
-    def sample_keys(self, samples: NDArray[np.int64], rows: Rows, epoch: int) -> KeysOfSamples:
+    def sample_keys(self, samples: NDArray[np.int64], rows: DatasetRows, epoch: int) -> KeysOfSamples:
         items, row_offsets = rows.lists["item_ids"]
         index, offsets = slice_index(row_offsets[:-1] + self._first[samples], row_offsets[:-1] + self._end[samples])
         return items[index], offsets
 
-    def assemble(self, samples: NDArray[np.int64], rows: Rows, epoch: int) -> MicroBatch:
+    def assemble(self, samples: NDArray[np.int64], rows: DatasetRows, epoch: int) -> MicroBatch:
         return self._inputs.slices(rows, self._first[samples], self._end[samples], epoch)
 
 
-def features_of(card: Card, cfg: RankingInputConfig) -> dict[str, list[Feature]]:
+def features_of(card: DatasetCard, cfg: RankingInputConfig) -> dict[str, list[Feature]]:
     """The features that the config asks for, by owner, or an error that names what the dataset has."""
     wanted = {"event": cfg.event_features, "user": cfg.user_features, "item": cfg.item_features}
     return columns_of(card, wanted, "task.inputs")
 
 
-def checked_columns(card: Card, cfg: RankingInputConfig) -> tuple[Column, ...]:
+def checked_columns(card: DatasetCard, cfg: RankingInputConfig) -> tuple[Column, ...]:
     """The same as columns, in the order in which their vectors are summed."""
     return tuple(column_of(feature) for features in features_of(card, cfg).values() for feature in features)
 
 
-def label_bits(card: Card, cfg: RankingInputConfig) -> list[int]:
+def label_bits(card: DatasetCard, cfg: RankingInputConfig) -> list[int]:
     """The place in the mask of actions of each label, or an error that names those that the dataset has."""
-    mistakes, bits = Mistakes(), []
+    mistakes, bits = ErrorCollector(), []
     for label in cfg.labels:
         with mistakes.noted():
             bits.append(_bit(card, label))
@@ -164,7 +164,7 @@ def label_bits(card: Card, cfg: RankingInputConfig) -> list[int]:
     return bits
 
 
-def _bit(card: Card, label: str) -> int:
+def _bit(card: DatasetCard, label: str) -> int:
     if label not in card.action_bits:
         remedy = did_you_mean(label, card.action_bits)
         raise UserError("is no action of this dataset", field="task.inputs.labels", value=label, remedy=remedy)

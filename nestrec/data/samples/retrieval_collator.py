@@ -7,10 +7,10 @@ import torch
 from numpy.typing import NDArray
 
 from nestrec.base.config import config
-from nestrec.base.config_values import Bound, Count
+from nestrec.base.config_values import Count, NumberRange
 from nestrec.base.random import as_int64
-from nestrec.data.batch_loader import Assembler, KeysOfSamples, MicroBatch
-from nestrec.data.dataset import Dataset, Rows
+from nestrec.data.batch_loader import Collator, KeysOfSamples, MicroBatch
+from nestrec.data.dataset import Dataset, DatasetRows
 from nestrec.data.flat_arrays import (
     check_slide,
     history_start,
@@ -20,7 +20,7 @@ from nestrec.data.flat_arrays import (
     slide_of,
     token_keys,
 )
-from nestrec.data.samples.negative_sampling import Sampler, negatives_of
+from nestrec.data.samples.negative_sampling import NegativeSampler, negatives_of
 from nestrec.data.samples.retrieval_inputs import RetrievalInputs
 from nestrec.data.samples.split import Part, Split, kept_events, kept_length, target_weights
 
@@ -34,14 +34,14 @@ class HistoryConfig:
     slide_events: Count | None = None
     """events by which a history of more than max_length events slides, in evaluation and serving alike; none: an eighth
     of max_length, so that cached prefixes live longer; 1: exactly the newest events"""
-    stochastic_length_alpha: Annotated[float, Bound(1, 2, above=True)] | None = None
+    stochastic_length_alpha: Annotated[float, NumberRange(1, 2, above=True)] | None = None
     """cost exponent of stochastic length in (1, 2]; none keeps every event"""
 
     def __post_init__(self) -> None:
         check_slide(self.slide_events, self.max_length, "task.history.slide_events", "task.history.max_length")
 
 
-class RetrievalAssembler(Assembler):
+class RetrievalCollator(Collator):
     """Training samples. Sample numbers count the users that have something to predict."""
 
     def __init__(
@@ -51,7 +51,7 @@ class RetrievalAssembler(Assembler):
         history: HistoryConfig,
         *,
         seed: int,
-        sampler: Sampler | None,
+        sampler: NegativeSampler | None,
         sharing: int = 1,
         use_times: bool,
         inputs: RetrievalInputs | None = None,
@@ -79,15 +79,15 @@ class RetrievalAssembler(Assembler):
             return float(self.weights[samples].sum())
         return float(self.tokens_in(samples, epoch).sum())
 
-    def read(self, samples: NDArray[np.int64]) -> Rows:
+    def read(self, samples: NDArray[np.int64]) -> DatasetRows:
         return self._dataset.rows(self._users[samples])
 
-    def sample_keys(self, samples: NDArray[np.int64], rows: Rows, epoch: int) -> KeysOfSamples:
+    def sample_keys(self, samples: NDArray[np.int64], rows: DatasetRows, epoch: int) -> KeysOfSamples:
         items, row_offsets = rows.lists["item_ids"]
         index, offsets = self._event_index(rows.indices, row_offsets, epoch)
         return items[index], offsets
 
-    def assemble(self, samples: NDArray[np.int64], rows: Rows, epoch: int) -> MicroBatch:
+    def assemble(self, samples: NDArray[np.int64], rows: DatasetRows, epoch: int) -> MicroBatch:
         users = rows.indices
         items, row_offsets = rows.lists["item_ids"]
         index, offsets = self._event_index(users, row_offsets, epoch)

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from nestrec.base.config import config
 from nestrec.base.config_values import Decay
-from nestrec.base.errors import Mistakes, UserError, did_you_mean
+from nestrec.base.errors import ErrorCollector, UserError, did_you_mean
 from nestrec.base.random import fold, fold_array
 from nestrec.data.batch_loader import MicroBatch
-from nestrec.data.dataset import Dataset, Rows
-from nestrec.data.dataset_card import Card, Feature
+from nestrec.data.dataset import Dataset, DatasetRows
+from nestrec.data.dataset_card import DatasetCard, Feature
 from nestrec.data.dataset_schema import ACTIONS, EVENT_PREFIX
 from nestrec.data.samples.feature_inputs import (
     Column,
@@ -118,14 +118,14 @@ class RetrievalInputs:
             found.append((masks[offsets[users[start:end] - first] + places[start:end]] & wanted) > 0)
         return np.concatenate(found)
 
-    def with_weights(self, batch: MicroBatch, rows: Rows, targets: Ints) -> MicroBatch:
+    def with_weights(self, batch: MicroBatch, rows: DatasetRows, targets: Ints) -> MicroBatch:
         """The micro-batch with what each target counts. targets: places in the concatenated rows."""
         if self._weight_of_mask is None:
             return batch
         weights = torch.from_numpy(self.weights_of_masks(rows.lists["actions"][0][targets].astype(np.int64)))
         return replace(batch, tensors={**batch.tensors, "target_weight": weights})
 
-    def with_tokens(self, batch: MicroBatch, rows: Rows, own: Ints, asked: Ints, events: Ints) -> MicroBatch:
+    def with_tokens(self, batch: MicroBatch, rows: DatasetRows, own: Ints, asked: Ints, events: Ints) -> MicroBatch:
         """The micro-batch with the features of its tokens. own, asked: the event of each token and the one that it asks
         for, as places in the concatenated rows; events: tokens of each row."""
         if not self.has_token_features:
@@ -180,10 +180,10 @@ class RetrievalInputs:
         return of_token if ids.ndim == 1 else fold_array(of_token[:, None], np.arange(ids.shape[1])[None, :])
 
 
-def features_of(card: Card, cfg: RetrievalInputConfig) -> dict[str, list[Feature]]:
+def features_of(card: DatasetCard, cfg: RetrievalInputConfig) -> dict[str, list[Feature]]:
     """The features that the config asks for, by owner and `context`."""
     wanted = {"event": cfg.event_features, "user": cfg.user_features, "item": cfg.item_features}
-    found, mistakes = dict[str, list[Feature]](), Mistakes()
+    found, mistakes = dict[str, list[Feature]](), ErrorCollector()
     with mistakes.noted():
         found |= columns_of(card, wanted, "task.inputs")
     with mistakes.noted():
@@ -203,11 +203,11 @@ def _with(batch: MicroBatch, *found: Inputs) -> MicroBatch:
     return replace(batch, keys={**batch.keys, **keys}, tensors={**batch.tensors, **tensors})
 
 
-def _weights_of_masks(card: Card, cfg: RetrievalInputConfig) -> NDArray[np.float64] | None:
+def _weights_of_masks(card: DatasetCard, cfg: RetrievalInputConfig) -> NDArray[np.float64] | None:
     """By mask of actions, what an event counts; none where all count 1."""
     if not cfg.actions and not cfg.action_weights:
         return None
-    mistakes = Mistakes()
+    mistakes = ErrorCollector()
     for name, where in [*((a, "actions") for a in cfg.actions), *((a, "action_weights") for a in cfg.action_weights)]:
         with mistakes.noted():
             if name not in card.action_bits:

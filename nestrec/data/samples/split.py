@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from nestrec.base.config import config
 from nestrec.base.config_values import Share, iso_moment, moment_ms
-from nestrec.base.errors import Mistakes, UserError
+from nestrec.base.errors import ErrorCollector, UserError
 from nestrec.base.random import fold, fold_array
 from nestrec.data.dataset import Dataset
 from nestrec.data.dataset_schema import ACTIONS, ITEM_IDS, TIMESTAMPS_MS
@@ -53,7 +53,7 @@ class SplitConfig:
     """share of all events, the last ones"""
 
     def __post_init__(self) -> None:
-        mistakes = Mistakes()
+        mistakes = ErrorCollector()
         for name in ("valid_from", "test_from"):
             with mistakes.noted():
                 moment_ms(getattr(self, name), f"task.split.{name}")

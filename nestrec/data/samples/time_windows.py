@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nestrec.base.config import config
-from nestrec.base.config_values import Bound, Count, Positive, moment_ms
+from nestrec.base.config_values import Count, NumberRange, Positive, moment_ms
 from nestrec.base.errors import UserError
 from nestrec.base.random import fold, fold_array
 from nestrec.data.flat_arrays import history_start, offsets_of_lengths, slice_index
@@ -24,7 +24,7 @@ _REPLAYED_USER, _REPLAYED_END = 0x71, 0x72
 """Tell apart the draws that are made for one replayed sample."""
 
 
-ReplayShare = Annotated[float, Bound(0, 0.9)]
+ReplayShare = Annotated[float, NumberRange(0, 0.9)]
 
 
 @config
@@ -73,7 +73,7 @@ class TimeWindow:
 
 
 @dataclass(frozen=True, slots=True)
-class Slices:
+class TrainingChunks:
     """What is trained on, in order: (S, 4) rows (user, first, end, scored from), and the bounds of the windows."""
 
     rows: Ints
@@ -82,7 +82,7 @@ class Slices:
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
+class SampleLimits:
     """How far a sample of a task goes."""
 
     max_events: int
@@ -122,7 +122,7 @@ def held_out_slices(
         max_events: The most events of a slice, the scored one included.
         slide_events: Number of events by which a full history slides.
         cut_of: Maps numbers of events, the scored one included, to the cut that the model makes in such a history
-            (`AttentionReach`). Events share a slice only if their cuts are equal.
+            (`AttentionSpanConfig`). Events share a slice only if their cuts are equal.
     """
     users = split.users_with(part)
     first, end = split.held_out(part)
@@ -183,7 +183,7 @@ def window_of_events(number: int, user: Ints, place: Ints, times_ms: Ints) -> Ti
 
 
 @dataclass(frozen=True, slots=True)
-class Past:
+class EventIndex:
     """What windows ask of the events around them."""
 
     time_of: Callable[[Ints, Ints], Ints]
@@ -192,7 +192,7 @@ class Past:
     """the number of events of each user before those of a window"""
 
 
-def past_of(times_ms: Ints, offsets: Ints) -> Past:
+def past_of(times_ms: Ints, offsets: Ints) -> EventIndex:
     """Of a dataset whose times are all in memory, sorted inside a user."""
 
     def older_than(window: TimeWindow) -> Ints:
@@ -204,12 +204,12 @@ def past_of(times_ms: Ints, offsets: Ints) -> Past:
         counts: Ints = before[offsets[1:]] - before[offsets[:-1]]
         return counts
 
-    return Past(lambda user, place: times_ms[offsets[user] + place], older_than)
+    return EventIndex(lambda user, place: times_ms[offsets[user] + place], older_than)
 
 
 def training_slices(
-    windows: Sequence[TimeWindow], reach: Reach, past: Past, *, seed: int, replay_share: float
-) -> Slices:
+    windows: Sequence[TimeWindow], reach: SampleLimits, past: EventIndex, *, seed: int, replay_share: float
+) -> TrainingChunks:
     """Samples of all windows in order of time; replayed ones are spread evenly among those of their window."""
     rows, sizes = [], []
     for window in windows:
@@ -222,16 +222,18 @@ def training_slices(
         at = np.concatenate([np.arange(len(fresh)) + 0.5, (np.arange(len(old)) + 0.5) * len(fresh) / max(1, len(old))])
         rows.append(np.concatenate([fresh, old])[np.argsort(at, kind="stable")])
         sizes.append(len(fresh) + len(old))
-    return Slices(np.concatenate([np.zeros((0, 4), np.int64), *rows]), offsets_of_lengths(np.array(sizes, np.int64)))
+    return TrainingChunks(
+        np.concatenate([np.zeros((0, 4), np.int64), *rows]), offsets_of_lengths(np.array(sizes, np.int64))
+    )
 
 
-def scored_runs(runs: Ints, reach: Reach) -> Ints:
+def scored_runs(runs: Ints, reach: SampleLimits) -> Ints:
     """Without the events that nothing comes before, where those cannot be predicted."""
     first = np.maximum(runs[:, 1], reach.first_scored)
     return np.stack([runs[:, 0], first, runs[:, 2]], axis=1)[runs[:, 2] > first]
 
 
-def _replayed(window: TimeWindow, number: int, reach: Reach, older: Ints, seed: int) -> Ints:
+def _replayed(window: TimeWindow, number: int, reach: SampleLimits, older: Ints, seed: int) -> Ints:
     """Slices of older events: user and end by a hash, and as many scored events as a run of the window has."""
     users = np.flatnonzero(older > reach.first_scored)
     if not len(users):

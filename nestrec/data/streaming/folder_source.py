@@ -12,16 +12,16 @@ from pathlib import Path
 import numpy as np
 
 from nestrec.base.errors import DataError, UserError
-from nestrec.data.prepare.input_files import SUFFIXES, LogFiles, is_log_file, skipped_name
+from nestrec.data.prepare.input_files import SUFFIXES, LogReader, is_log_file, skipped_name
 from nestrec.data.prepare.log_source import plain_name
 from nestrec.data.prepare.prepare_options import LogColumns
-from nestrec.data.prepare.raw_rows import Delimited, RawBatch
+from nestrec.data.prepare.raw_rows import DelimitedFormat, RawBatch
 from nestrec.data.streaming.stream_source import (
-    SourceSpec,
-    StreamPiece,
+    StreamChunk,
     StreamPosition,
     StreamRows,
     StreamSource,
+    StreamSourceSpec,
     no_rows,
 )
 
@@ -69,7 +69,7 @@ class FolderSource(StreamSource):
 
     def __init__(self, folder: Path, log: LogColumns, wanted: tuple[str, ...]):
         self._folder, self._wanted = folder, wanted
-        self._how = Delimited(
+        self._how = DelimitedFormat(
             separator=log.separator.replace("\\t", "\t"),
             names=log.names,
             has_quotes=log.has_quotes,
@@ -85,9 +85,9 @@ class FolderSource(StreamSource):
             position = rows.position
         return None
 
-    def pieces(self, position: StreamPosition, max_rows: int, number: int) -> list[StreamPiece]:
+    def pieces(self, position: StreamPosition, max_rows: int, number: int) -> list[StreamChunk]:
         done, row = list(position.get("done", ())), int(position.get("row", 0))
-        waiting, found = self._waiting(done), list[StreamPiece]()
+        waiting, found = self._waiting(done), list[StreamChunk]()
         if (current := position.get("file")) is not None:  # whatever has come before it by name
             waiting = [current, *(name for name in waiting if name != current)]
         sizes = self._checked(position.get("sizes", {}))
@@ -96,11 +96,11 @@ class FolderSource(StreamSource):
                 sizes = _newest({**sizes, name: (self._folder / name).stat().st_size})
             at = row if name == current else 0
             where = {"done": done, "sizes": sizes, "file": name, "row": at, "max_rows": max_rows}
-            found.append(StreamPiece(len(done), where))
+            found.append(StreamChunk(len(done), where))
             done = sorted([*done, name])
         return found
 
-    def fetch(self, piece: StreamPiece) -> StreamRows:
+    def fetch(self, piece: StreamChunk) -> StreamRows:
         done, sizes, name, row = (piece.what[part] for part in ("done", "sizes", "file", "row"))
         with self._told():
             batch, came = self._next(name, row, piece.what["max_rows"]), (self._folder / name).stat()
@@ -183,7 +183,7 @@ class FolderSource(StreamSource):
         """At most so many rows of a file behind the first `row`, with the bad ones before them; none at its end, where
         bad ones may be left."""
         if self._open is None or (self._open.name, self._open.row) != (name, row):
-            batches = LogFiles(self._how, self._wanted, signs_rows=True).read(self._folder / name)
+            batches = LogReader(self._how, self._wanted, signs_rows=True).read(self._folder / name)
             self._open = _OpenFile(name, row, batches)
             _skip(self._open, row)
         file = self._open
@@ -232,4 +232,4 @@ def _open_folder(address: str, log: LogColumns, wanted: tuple[str, ...]) -> Stre
     return FolderSource(Path(address), log, wanted)
 
 
-SOURCE = SourceSpec("a folder into which files are dropped", lambda address: Path(address).is_dir(), _open_folder)
+SOURCE = StreamSourceSpec("a folder into which files are dropped", lambda address: Path(address).is_dir(), _open_folder)

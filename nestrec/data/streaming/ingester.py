@@ -13,17 +13,17 @@ from nestrec.base.config import to_plain
 from nestrec.base.config_values import from_plain
 from nestrec.base.errors import DataError, UserError, did_you_mean
 from nestrec.base.failpoints import fail_point
-from nestrec.data.dataset_card import Card, Owner
+from nestrec.data.dataset_card import DatasetCard, Owner
 from nestrec.data.formats.format_spec import TableColumns, check_features, open_table
 from nestrec.data.formats.log_format import LogOptions
 from nestrec.data.incremental.append import append_source, kept_options
-from nestrec.data.incremental.generations import DataBusyError
+from nestrec.data.incremental.generations import DatasetLockedError
 from nestrec.data.prepare.event_parser import EventColumns, is_missing
 from nestrec.data.prepare.log_source import LogSource
 from nestrec.data.prepare.prepare_options import LogColumns, TimeUnit
-from nestrec.data.prepare.raw_rows import Delimited, RawBatch
+from nestrec.data.prepare.raw_rows import DelimitedFormat, RawBatch
 from nestrec.data.prepare.side_tables import SideSource
-from nestrec.data.streaming.stream_source import ChangedSource, SavedPosition, StreamSource, open_source
+from nestrec.data.streaming.stream_source import ChangedSource, StreamOffset, StreamSource, open_source
 from nestrec.data.streaming.window_policy import ClosedWindow, OpenWindow, WindowRule, read_waiting, write_waiting
 
 ROWS_AT_A_TIME = 1 << 14
@@ -39,7 +39,7 @@ class WindowTimes:
     closed_at_s: float
 
 
-def options_of(card: Card, log: LogColumns | None, max_bad_share: float) -> LogOptions:
+def options_of(card: DatasetCard, log: LogColumns | None, max_bad_share: float) -> LogOptions:
     """What the columns of a stream mean, and what is kept of it: as the data was prepared, but for a log that is named.
 
     Columns of the log that told of items and users tell of new ones here.
@@ -60,7 +60,7 @@ def options_of(card: Card, log: LogColumns | None, max_bad_share: float) -> LogO
     return replace(options, max_bad_share=max_bad_share)
 
 
-def _time_unit_of(card: Card) -> TimeUnit:
+def _time_unit_of(card: DatasetCard) -> TimeUnit:
     """Returns the unit of the prepared data: windows of one stream must not be read in units inferred one by one."""
     unit: TimeUnit = card.options.get("log", {}).get("time_unit", "auto")
     if unit == "auto":
@@ -83,7 +83,7 @@ def _told_columns(options: LogOptions) -> list[str]:
     return [*options.item_columns.kinds(), *options.user_columns.kinds()]
 
 
-def table_of(card: Card, options: LogOptions, owner: Owner, file: str) -> SideSource:
+def table_of(card: DatasetCard, options: LogOptions, owner: Owner, file: str) -> SideSource:
     """Open a table of features of new items or users, which may lack some of them.
 
     Args:
@@ -96,7 +96,7 @@ def table_of(card: Card, options: LogOptions, owner: Owner, file: str) -> SideSo
     had_table = card.options.get(f"{owner}s") is not None
     columns = from_plain(TableColumns, card.options[f"{owner}_columns"]) if had_table else TableColumns()
     key = columns.key or (options.log.item if owner == "item" else options.log.user)
-    how = Delimited(
+    how = DelimitedFormat(
         separator=options.log.separator.replace("\\t", "\t"),
         has_quotes=options.log.has_quotes,
         encoding=options.log.encoding,
@@ -104,12 +104,12 @@ def table_of(card: Card, options: LogOptions, owner: Owner, file: str) -> SideSo
     return replace(open_table(Path(file), key, columns, how, f"{owner}s"), must_match="")
 
 
-class OvertakenError(Exception):
+class StreamConflictError(Exception):
     """Another run has read the stream into the same data meanwhile, or the data was put back: the window that was read
     is not the next one any more."""
 
 
-class Stream:
+class StreamIngester:
     """Reads a source into a dataset."""
 
     def __init__(
@@ -135,7 +135,7 @@ class Stream:
         """Rows that were read into a window that has not closed; they are read again by the next start."""
         self._skipped = set[str]()
         self._identity, self._changed = source.identity() or address, changed_source
-        card = Card.load(folder)
+        card = DatasetCard.load(folder)
         self._saved(card)  # raises before anything is read or trained on
         for owner, file in self._tables.items():  # likewise
             table_of(card, options, owner, file)
@@ -143,13 +143,13 @@ class Stream:
             self._log, min_rating=options.min_rating, positive_rating=options.positive_rating
         )
 
-    def next_window(self, wants_end: Callable[[], bool]) -> tuple[Card, WindowTimes] | None:
+    def next_window(self, wants_end: Callable[[], bool]) -> tuple[DatasetCard, WindowTimes] | None:
         """Wait until a window closes and append it; none where `wants_end` says so before that.
 
-        `wants_end` is asked whenever there is nothing to read, or another process changes the data. An `OvertakenError`
-        where nothing was appended, and what the data holds now is to be looked at.
+        `wants_end` is asked whenever there is nothing to read, or another process changes the data. An
+        `StreamConflictError` where nothing was appended, and what the data holds now is to be looked at.
         """
-        card = Card.load(self._folder)
+        card = DatasetCard.load(self._folder)
         before = card.generations[-1].stream if card.generations else {}
         saved = self._saved(card)
         position = saved.position
@@ -170,24 +170,24 @@ class Stream:
         self._tell_of_blank(closed.batches)
         times = WindowTimes(closed.first_at_s, closed.mean_at_s, closed.newest_at_s, time.time())
         while True:
-            now = Card.load(self._folder)
+            now = DatasetCard.load(self._folder)
             if (now.generations[-1].stream if now.generations else {}) != before:
-                raise OvertakenError
+                raise StreamConflictError
             try:
                 after = self._append(closed, saved.at(position))
                 self.num_open = 0
                 return after, times
-            except DataBusyError:
+            except DatasetLockedError:
                 if wants_end():
                     return None
 
-    def lag(self, card: Card) -> dict[str, float]:
+    def lag(self, card: DatasetCard) -> dict[str, float]:
         """What the source has beyond a generation."""
         return self._source.lag(self._saved(card).position)
 
-    def _saved(self, card: Card) -> SavedPosition:
+    def _saved(self, card: DatasetCard) -> StreamOffset:
         state = card.generations[-1].stream if card.generations else {}
-        return SavedPosition.of(state).of_source(self._identity, self._name, self._changed)
+        return StreamOffset.of(state).of_source(self._identity, self._name, self._changed)
 
     def _tell_of_bad(self, batch: RawBatch) -> None:
         """Of the first bad rows at once: where all are bad, no window may close for long."""
@@ -214,7 +214,7 @@ class Stream:
                 self._blank.add(name)
                 self._tell(f"no event of this window has anything in {name!r}: is the field still called so?")
 
-    def _append(self, window: ClosedWindow, position: SavedPosition) -> Card:
+    def _append(self, window: ClosedWindow, position: StreamOffset) -> DatasetCard:
         def batches() -> Iterator[tuple[RawBatch, float]]:
             for batch in window.batches:
                 yield batch, 1.0
@@ -235,7 +235,7 @@ class Stream:
         of_events = _sides(window.batches, key, columns)
         if owner not in self._tables:
             return of_events
-        sides = (*of_events, table_of(Card.load(self._folder), self._options, owner, self._tables[owner]))
+        sides = (*of_events, table_of(DatasetCard.load(self._folder), self._options, owner, self._tables[owner]))
         check_features(owner, sides)
         return sides
 

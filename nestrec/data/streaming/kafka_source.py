@@ -14,14 +14,14 @@ import numpy as np
 
 from nestrec.base.errors import UserError
 from nestrec.base.lazy import import_extra
-from nestrec.data.prepare.json_lines import JsonLines
+from nestrec.data.prepare.json_lines import JsonLinesReader
 from nestrec.data.prepare.prepare_options import LogColumns
 from nestrec.data.streaming.stream_source import (
-    SourceSpec,
-    StreamPiece,
+    StreamChunk,
     StreamPosition,
     StreamRows,
     StreamSource,
+    StreamSourceSpec,
     no_rows,
 )
 
@@ -51,7 +51,7 @@ class KafkaSource(StreamSource):
             **dict(parse_qsl(parts.query)),
         }
         self._kafka = import_extra("confluent_kafka", "kafka", "needs confluent-kafka", field="SOURCE", value="kafka")
-        self._lines = JsonLines(wanted)
+        self._lines = JsonLinesReader(wanted)
         self._consumers: dict[int, tuple[Any, int]] = {}
         self._known: list[int] = []
         # Questions go past those who fetch: brokers answer a connection in order, and a fetch that finds nothing new
@@ -68,9 +68,9 @@ class KafkaSource(StreamSource):
         found = (self.fetch(piece) for piece in self.pieces(position, max_rows, 1))
         return next((rows for rows in found if not rows.is_empty), None)
 
-    def pieces(self, position: StreamPosition, max_rows: int, number: int) -> list[StreamPiece]:
+    def pieces(self, position: StreamPosition, max_rows: int, number: int) -> list[StreamChunk]:
         offsets, turn = dict(position.get("offsets", {})), int(position.get("turn", 0))
-        taken, found, num_empty = int(position.get("taken", 0)), list[StreamPiece](), 0
+        taken, found, num_empty = int(position.get("taken", 0)), list[StreamChunk](), 0
         bounds, partitions = functools.cache(self._bounds), self._partitions_behind(offsets)
         while max_rows > 0 and num_empty <= len(partitions):
             partition = partitions[turn % len(partitions)]
@@ -84,10 +84,10 @@ class KafkaSource(StreamSource):
             offsets[str(partition)] = offset + wanted
             behind = {"offsets": dict(offsets), "turn": turn, "taken": taken}
             what = {"partition": partition, "from": offset, "to": offset + wanted, "behind": behind}
-            found.append(StreamPiece(partitions.index(partition), what))
+            found.append(StreamChunk(partitions.index(partition), what))
         return found
 
-    def fetch(self, piece: StreamPiece) -> StreamRows:
+    def fetch(self, piece: StreamChunk) -> StreamRows:
         partition, first, end = (int(piece.what[name]) for name in ("partition", "from", "to"))
         messages = self._messages(partition, first, end)
         if not messages:
@@ -213,4 +213,4 @@ def _open_topic(address: str, log: LogColumns, wanted: tuple[str, ...]) -> Strea
     return KafkaSource(address, wanted)
 
 
-SOURCE = SourceSpec("a topic of Kafka", lambda address: address.startswith("kafka://"), _open_topic)
+SOURCE = StreamSourceSpec("a topic of Kafka", lambda address: address.startswith("kafka://"), _open_topic)

@@ -5,7 +5,7 @@ is the same stream at another place or another stream.
 
 What a source of a stream is: rows that can be read from a position, and positions that can be saved.
 
-A new source is a file with a `SourceSpec`, and one entry: here, or elsewhere an entry point of `nestrec.sources`.
+A new source is a file with a `StreamSourceSpec`, and one entry: here, or elsewhere an entry point of `nestrec.sources`.
 """
 
 import json
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nestrec.base.errors import UserError
-from nestrec.base.plugins import Seam
+from nestrec.base.plugins import PluginRegistry
 from nestrec.data.prepare.event_parser import EventColumns
 from nestrec.data.prepare.prepare_options import LogColumns
 from nestrec.data.prepare.raw_rows import RawBatch
@@ -51,7 +51,7 @@ class StreamRows:
 
 
 @dataclass(frozen=True, slots=True)
-class StreamPiece:
+class StreamChunk:
     """Rows of a stream that can be read without those before them."""
 
     share: int
@@ -70,12 +70,12 @@ class StreamSource(ABC):
         What is behind a position does not change: read again, the same rows come.
         """
 
-    def pieces(self, position: StreamPosition, max_rows: int, number: int) -> list[StreamPiece]:
+    def pieces(self, position: StreamPosition, max_rows: int, number: int) -> list[StreamChunk]:
         """What is behind a position, in order, for ranks that read together: each `fetch` gives at most so many rows.
         number: of ranks. Of a source that does not divide what it has, one rank reads all."""
-        return [StreamPiece(0, {"position": dict(position), "max_rows": max_rows})]
+        return [StreamChunk(0, {"position": dict(position), "max_rows": max_rows})]
 
-    def fetch(self, piece: StreamPiece) -> StreamRows | None:
+    def fetch(self, piece: StreamChunk) -> StreamRows | None:
         """The rows of a piece; none where there is nothing now."""
         return self.read(piece.what["position"], piece.what["max_rows"])
 
@@ -96,7 +96,7 @@ class StreamSource(ABC):
         """Give back connections."""
 
 
-class CheckedSource(StreamSource):
+class ValidatedSource(StreamSource):
     """A source of another package, of which what it gives is looked at: a position that does not move, or goes back,
     would have the same rows trained on for ever."""
 
@@ -111,10 +111,10 @@ class CheckedSource(StreamSource):
         rows = self._source.read(position, max_rows)
         return None if rows is None else self._checked("read", rows, position, max_rows)
 
-    def pieces(self, position: StreamPosition, max_rows: int, number: int) -> list[StreamPiece]:
+    def pieces(self, position: StreamPosition, max_rows: int, number: int) -> list[StreamChunk]:
         return self._source.pieces(position, max_rows, number)
 
-    def fetch(self, piece: StreamPiece) -> StreamRows | None:
+    def fetch(self, piece: StreamChunk) -> StreamRows | None:
         rows = self._source.fetch(piece)
         asked = piece.what.get("position")
         return None if rows is None else self._checked("fetch", rows, asked, piece.what.get("max_rows"))
@@ -176,7 +176,7 @@ def no_rows(file: str) -> RawBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class SourceSpec:
+class StreamSourceSpec:
     """A kind of source."""
 
     description: str
@@ -187,11 +187,11 @@ class SourceSpec:
     """(address, how files are written, columns that are wanted)"""
 
 
-SOURCES: Seam[SourceSpec] = Seam(
+SOURCES: PluginRegistry[StreamSourceSpec] = PluginRegistry(
     "nestrec.sources",
     "source",
     {"kafka": "nestrec.data.streaming.kafka_source:SOURCE", "folder": "nestrec.data.streaming.folder_source:SOURCE"},
-    of=SourceSpec,
+    of=StreamSourceSpec,
 )
 
 
@@ -210,7 +210,7 @@ def open_source(address: str, log: LogColumns, more: Collection[str] = ()) -> St
             return (
                 source
                 if name in SOURCES.own
-                else CheckedSource(source, EventColumns.of(log).needed(), partial(SOURCES.broken, name))
+                else ValidatedSource(source, EventColumns.of(log).needed(), partial(SOURCES.broken, name))
             )
     problem = "is no source: it is a file" if Path(address).is_file() else "is no source, and no folder that there is"
     remedy = f"name a folder that exists, or an address of {', '.join(SOURCES)} (kafka://localhost:9092/events)"
@@ -221,7 +221,7 @@ ChangedSource = Literal["refuse", "begin", "moved"]
 
 
 @dataclass(frozen=True, slots=True)
-class SavedPosition:
+class StreamOffset:
     """How far sources were read, as it lies on the card."""
 
     source: str
@@ -231,26 +231,26 @@ class SavedPosition:
     """of those that were read before, by identity"""
 
     @staticmethod
-    def of(state: Mapping[str, Any]) -> "SavedPosition":
+    def of(state: Mapping[str, Any]) -> "StreamOffset":
         """That of a stream's state on a card."""
-        return SavedPosition(state.get("source", ""), state.get("position", {}), state.get("others", {}))
+        return StreamOffset(state.get("source", ""), state.get("position", {}), state.get("others", {}))
 
     def to_plain(self) -> dict[str, Any]:
         return {"source": self.source, "position": self.position, "others": dict(self.others)}
 
-    def at(self, position: StreamPosition) -> "SavedPosition":
+    def at(self, position: StreamPosition) -> "StreamOffset":
         """The same source, read further."""
-        return SavedPosition(self.source, position, self.others)
+        return StreamOffset(self.source, position, self.others)
 
-    def of_source(self, identity: str, address: str, changed: ChangedSource) -> "SavedPosition":
+    def of_source(self, identity: str, address: str, changed: ChangedSource) -> "StreamOffset":
         """Where to go on in a source; a UserError where it is not the one that was read, and nothing is said of it."""
         if identity == self.source or not self.source:
-            return SavedPosition(identity, self.position, self.others)
+            return StreamOffset(identity, self.position, self.others)
         if changed == "begin":
             others = {name: where for name, where in self.others.items() if name != identity}
-            return SavedPosition(identity, self.others.get(identity, {}), {**others, self.source: self.position})
+            return StreamOffset(identity, self.others.get(identity, {}), {**others, self.source: self.position})
         if changed == "moved" and _kind(identity) == _kind(self.source):
-            return SavedPosition(identity, self.position, self.others)
+            return StreamOffset(identity, self.position, self.others)
         if changed == "moved":
             raise UserError(
                 f"is of another kind than {self.source}, which was read so far: no position of that holds here",

@@ -21,7 +21,7 @@ from nestrec.base.errors import UserError, did_you_mean
 from nestrec.base.files import replaced_folder
 from nestrec.base.random import fold, fold_array
 from nestrec.data import dataset_schema
-from nestrec.data.dataset_card import CARD_FILE, Card, Counts, Feature
+from nestrec.data.dataset_card import CARD_FILE, Counts, DatasetCard, Feature
 from nestrec.data.flat_arrays import add_counts, offsets_of_lengths
 from nestrec.data.prepare.dataset_writer import UserBlock, UsersWriter, finish_sequences, write_items
 from nestrec.data.prepare.prepare_options import Progress, silent
@@ -228,7 +228,7 @@ def blocks(shape: SyntheticConfig) -> Iterator[EventBlock]:
         start = end
 
 
-def generate(shape: SyntheticConfig, output: Path, *, force: bool = False, progress: Progress = silent) -> Card:
+def generate(shape: SyntheticConfig, output: Path, *, force: bool = False, progress: Progress = silent) -> DatasetCard:
     """Write a synthetic dataset."""
     check(shape)
     fields = dataset_schema.sequence_fields(has_timestamps=True, has_actions=True, features={})
@@ -240,7 +240,7 @@ def generate(shape: SyntheticConfig, output: Path, *, force: bool = False, progr
             add_counts(block.item_ids, counts)
             progress("draw users", (block.first_user + block.lengths.size) / shape.num_users)
         files = [*writer.close(), write_items(folder, _item_batches(shape, counts))]
-        card = Card(
+        card = DatasetCard(
             kind="sequences",
             name=shape.name,
             source_format="synthetic",

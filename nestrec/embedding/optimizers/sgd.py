@@ -10,7 +10,7 @@ import torch
 from numba import njit
 from numpy.typing import NDArray
 
-from nestrec.embedding.row_optimizer import HostLoop, RowOptimizer, RowStep, StateColumn
+from nestrec.embedding.row_optimizer import HostLoop, RowOptimizerSpec, RowStep, StateColumn
 from nestrec.ops.embedding import row_update as ops
 from nestrec.ops.embedding.row_update import RowRule
 
@@ -19,7 +19,7 @@ Rule = Callable[[RowStep], ops.RowRule]
 
 def built_in(
     state: tuple[StateColumn, ...], rule: Rule, host_loop: HostLoop, *, reads: Iterable[str] = ()
-) -> RowOptimizer:
+) -> RowOptimizerSpec:
     """A member of ours. rule: which of the operator's kinds it is, with the numbers of a step."""
 
     def formula(states: Sequence[torch.Tensor], grad: torch.Tensor, step: RowStep) -> torch.Tensor:
@@ -34,7 +34,7 @@ def built_in(
     ) -> None:
         ops.update_rows(weight, states, grad, rule(step), places, draw_P=step.draws)
 
-    return RowOptimizer(
+    return RowOptimizerSpec(
         state=state, formula=formula, host_loop=host_loop, kernel=kernel, kernel_rounds=True, reads=frozenset(reads)
     )
 

@@ -31,12 +31,12 @@ from nestrec.base.thread_team import for_parts
 from nestrec.distributed.collectives import all_to_all_rows
 from nestrec.distributed.topology import Communicator, Topology
 from nestrec.embedding.routing.deduplicated_keys import KeyRows
-from nestrec.embedding.routing.hierarchical_exchange import Relay, flags_within, within_legs
-from nestrec.embedding.routing.key_routing import Routed
+from nestrec.embedding.routing.hierarchical_exchange import HierarchicalExchange, flags_within, within_legs
+from nestrec.embedding.routing.key_routing import RoutedKeys
 from nestrec.embedding.routing.replica_reduction import crossing_rows
-from nestrec.embedding.routing.replicated_routing import Crossings, spread_rows
-from nestrec.embedding.routing.row_exchange import Side, by_micro_batch, gradient_legs, vector_leg
-from nestrec.embedding.routing.working_set import ChosenRows, WorkingSet
+from nestrec.embedding.routing.replicated_routing import RemoteKeys, spread_rows
+from nestrec.embedding.routing.row_exchange import ExchangeSide, by_micro_batch, gradient_legs, vector_leg
+from nestrec.embedding.routing.working_set import RowSelection, WorkingSet
 from nestrec.embedding.table_config import RowShapes
 from nestrec.embedding.table_shard import FetchedRows
 from nestrec.ops.embedding.row_copy import move_rows
@@ -83,7 +83,7 @@ def copy_shared(older: WorkingSet, newer: WorkingSet, shared: Overlap) -> int:
     return shared.num_rows
 
 
-def num_common_rows(older: Routed, newer: WorkingSet) -> int:
+def num_common_rows(older: RoutedKeys, newer: WorkingSet) -> int:
     """Keys of this shard in both."""
     keys = {name: table.fetched.keys for name, table in newer.tables.items()}
     return sum(int((matching_places(owned, keys[name]) >= 0).sum()) for name, owned in older.owned.items())
@@ -149,9 +149,9 @@ Flags = NDArray[np.bool_]
 class Portion:
     """One portion of the exchanges of a batch."""
 
-    routed: Routed
+    routed: RoutedKeys
     """Of it, only what crosses in the portion's direction."""
-    owned: dict[str, ChosenRows]
+    owned: dict[str, RowSelection]
     """Table to its rows in the working set."""
 
 
@@ -191,7 +191,7 @@ class _Shared:
     """Where exchanges go by hosts: the same inside the host, own and asked."""
 
 
-def find_collisions(older: Routed, newer: Routed, topology: Topology, shapes: RowShapes) -> Collisions:
+def find_collisions(older: RoutedKeys, newer: RoutedKeys, topology: Topology, shapes: RowShapes) -> Collisions:
     """Detection on the owner, one exchange of a byte a key back to the sources (one more inside a host). Collective."""
     in_newer, in_older = {}, {}
     for name, keys in older.owned.items():
@@ -209,7 +209,7 @@ def find_collisions(older: Routed, newer: Routed, topology: Topology, shapes: Ro
     )
 
 
-def _tell_sources(batches: Sequence[tuple[Routed, dict[str, Flags]]], topology: Topology) -> list[_Shared]:
+def _tell_sources(batches: Sequence[tuple[RoutedKeys, dict[str, Flags]]], topology: Topology) -> list[_Shared]:
     """What owners have found, told to those who asked, for both batches. Collective."""
     hosts, found = topology.hosts, [_of_asked(routed, flags) for routed, flags in batches]
     rows = [(routed.own, routed.asked) for routed, _ in batches]
@@ -234,7 +234,7 @@ def _tell(rows: Sequence[tuple[KeyRows, KeyRows]], found: Sequence[Flags], ranks
     return np.split(own, [int(rows[0][0].counts.sum())])
 
 
-def _of_asked(routed: Routed, of_owned: dict[str, Flags]) -> Flags:
+def _of_asked(routed: RoutedKeys, of_owned: dict[str, Flags]) -> Flags:
     tables, places = routed.asked.tables, routed.asked.places
     before = np.concatenate([[0], np.cumsum([len(flags) for flags in of_owned.values()])])
     found: Flags = np.concatenate(list(of_owned.values()))[before[tables] + places]
@@ -247,7 +247,9 @@ def _by_rank(counts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
     return np.argsort(ranks, kind="stable")
 
 
-def _vectors(routed: Routed, shared: _Shared, shapes: RowShapes, device: torch.device, *, is_shared: bool) -> Portion:
+def _vectors(
+    routed: RoutedKeys, shared: _Shared, shapes: RowShapes, device: torch.device, *, is_shared: bool
+) -> Portion:
     sides = [(micro_batch.vectors.own, micro_batch.vectors.asked) for micro_batch in routed.micro_batches]
     both = _crossing(routed, shared, None if routed.everywhere is None else routed.everywhere.vectors)
     cut = _cut(sides, *both, is_shared=is_shared, by_last=False)
@@ -261,7 +263,7 @@ def _vectors(routed: Routed, shared: _Shared, shapes: RowShapes, device: torch.d
 
 
 def _gradients(
-    routed: Routed, shared: _Shared, shapes: RowShapes, device: torch.device, holder: int, *, is_shared: bool
+    routed: RoutedKeys, shared: _Shared, shapes: RowShapes, device: torch.device, holder: int, *, is_shared: bool
 ) -> Portion:
     by_last = routed.cache_rows is not None
     both = _crossing(routed, shared, None if routed.everywhere is None else routed.everywhere.gradients)
@@ -280,7 +282,7 @@ def _gradients(
 
 
 def _crossing(
-    routed: Routed, shared: _Shared, only: Crossings | None
+    routed: RoutedKeys, shared: _Shared, only: RemoteKeys | None
 ) -> tuple[tuple[KeyRows, KeyRows], tuple[Flags, Flags]]:
     """Keys, own and asked, that cross in a direction, and what is known of them."""
     if only is None:
@@ -290,13 +292,13 @@ def _crossing(
 
 
 def _cut(
-    sides: Sequence[tuple[Side, Side]],
+    sides: Sequence[tuple[ExchangeSide, ExchangeSide]],
     rows: tuple[KeyRows, KeyRows],
     flags: tuple[Flags, Flags],
     *,
     is_shared: bool,
     by_last: bool,
-) -> list[tuple[Side, Side]]:
+) -> list[tuple[ExchangeSide, ExchangeSide]]:
     """Of the sides of each micro-batch, own and asked, what is in the portion."""
     chosen = []
     for of_rows, shared in zip(rows, flags, strict=True):
@@ -307,8 +309,8 @@ def _cut(
 
 
 def _cut_relay(
-    routed: Routed, shared: _Shared, shapes: RowShapes, device: torch.device, *, is_shared: bool, of_vectors: bool
-) -> Relay | None:
+    routed: RoutedKeys, shared: _Shared, shapes: RowShapes, device: torch.device, *, is_shared: bool, of_vectors: bool
+) -> HierarchicalExchange | None:
     """What crosses inside the host in the portion; rows between stay those of the batch."""
     relay = routed.relay
     if relay is None or shared.within is None:
@@ -321,23 +323,23 @@ def _cut_relay(
     return relay.portion(legs)
 
 
-def _cut_crossing(side: Side, shared: _Shared, is_shared: bool) -> Side:
+def _cut_crossing(side: ExchangeSide, shared: _Shared, is_shared: bool) -> ExchangeSide:
     before = np.concatenate([[0], np.cumsum([len(flags) for flags in shared.owned.values()])])
     flags = np.concatenate(list(shared.owned.values()))[before[side.tables] + side.places]
     return side.only(flags == is_shared)
 
 
-def _owned(routed: Routed, shared: _Shared, device: torch.device, is_shared: bool) -> dict[str, ChosenRows]:
+def _owned(routed: RoutedKeys, shared: _Shared, device: torch.device, is_shared: bool) -> dict[str, RowSelection]:
     """Of the rows that the batch updates."""
     touched = {name: flags[: routed.num_touched[name]] for name, flags in shared.owned.items()}
-    return {name: ChosenRows.of(np.flatnonzero(flags == is_shared), device) for name, flags in touched.items()}
+    return {name: RowSelection.of(np.flatnonzero(flags == is_shared), device) for name, flags in touched.items()}
 
 
 Vectors = tuple[NDArray[np.int64], torch.Tensor]
 """(n,) keys and their (n, dim) vectors."""
 
 
-class ReadsAhead:
+class PrefetchedRows:
     """By step of the batch that will use them. Used by the lane that reads rows, or while no lane is busy."""
 
     def __init__(self) -> None:

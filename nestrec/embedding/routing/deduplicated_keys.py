@@ -27,10 +27,10 @@ from numpy.typing import NDArray
 
 from nestrec.base.cuda import on_stream, pinned_empty, side_stream, to_device, to_host
 from nestrec.embedding.hashing import owner_of
-from nestrec.embedding.routing.row_exchange import Flags, Side, by_micro_batch, flags_of_cache, flags_of_segment
+from nestrec.embedding.routing.row_exchange import ExchangeSide, Flags, by_micro_batch, flags_of_cache, flags_of_segment
 from nestrec.embedding.routing.window_cache_plan import WindowPlan, plan_window
 from nestrec.embedding.table_config import TableSpecs
-from nestrec.ops.embedding.dedup_host import Deduplicated, Segments, dedup_segments
+from nestrec.ops.embedding.dedup_host import Segments, UniqueKeys, dedup_segments
 from nestrec.ops.embedding.dedup_keys import dedup_keys
 from nestrec.ops.embedding.row_copy import Int32, Int64
 
@@ -46,7 +46,7 @@ def dedup_on_device(
     num_rows: int | None,
     *,
     num_on_host: int = 0,
-) -> Deduplicated | None:
+) -> UniqueKeys | None:
     """Distinct keys of all pieces, one after the other, as `dedup` of them; `index` takes the place of `inverse`.
 
     num_rows: keys are 0 to num_rows - 1, and none is returned where one is not; none: any key. num_on_host: of so many
@@ -63,19 +63,17 @@ def dedup_on_device(
         keys = to_host(found.keys_P[:count].long()).wait().numpy()
         inverse = to_host(index[:num_on_host].int()).wait().numpy() if num_on_host else np.empty(0, np.int32)
         if num_shards == 1:
-            return Deduplicated(keys, inverse, np.array([count]), index)
+            return UniqueKeys(keys, inverse, np.array([count]), index)
         return _by_owner(keys, inverse, index, num_shards)
 
 
-def _by_owner(
-    keys: NDArray[np.int64], inverse: NDArray[np.int32], index: torch.Tensor, num_shards: int
-) -> Deduplicated:
+def _by_owner(keys: NDArray[np.int64], inverse: NDArray[np.int32], index: torch.Tensor, num_shards: int) -> UniqueKeys:
     owner = owner_of(keys, num_shards)
     order = np.argsort(owner, kind="stable")
     place = np.empty(len(keys), np.int32)
     place[order] = np.arange(len(keys), dtype=np.int32)
     counts = np.bincount(owner, minlength=num_shards).astype(np.int64)
-    return Deduplicated(keys[order], place[inverse], counts, to_device(place, index.device)[index])
+    return UniqueKeys(keys[order], place[inverse], counts, to_device(place, index.device)[index])
 
 
 def _send(pieces: Sequence[NDArray[np.int64]], device: torch.device) -> torch.Tensor:
@@ -108,7 +106,7 @@ ERROR_WORDS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class SourceKeys:
+class DeduplicatedKeys:
     """The keys of a batch before the exchange. Segment p * num_tables + t: micro-batch p, table t."""
 
     shapes: list[dict[str, tuple[int, ...]]]
@@ -154,7 +152,7 @@ def deduplicate(
     device: torch.device,
     *,
     window_cache: bool,
-) -> SourceKeys:
+) -> DeduplicatedKeys:
     """Local; a mistake is not raised here but told to all ranks by the exchange.
 
     device: where the index of the keys will be used; large batches are deduplicated there, without the window cache.
@@ -173,13 +171,13 @@ def deduplicate(
         asked, plans = planned(keys, bounds, num_tables, num_shards)
         half = None if num_whole is None else flags_of_cache(specs, plans, num_whole)
         everywhere = _everywhere(asked, specs, num_shards)
-        return SourceKeys(shapes, num_tables, asked, asked.owners(num_shards), {}, plans, half, error, everywhere)
+        return DeduplicatedKeys(shapes, num_tables, asked, asked.owners(num_shards), {}, plans, half, error, everywhere)
     asked, index = _distinct(keys, bounds, num_whole, specs, num_shards, device)
     half = None
     if num_whole is not None:
         half = np.concatenate([flags_of_segment(specs, asked, s, int(n)) for s, n in enumerate(num_whole.reshape(-1))])
     everywhere = _everywhere(asked, specs, num_shards)
-    return SourceKeys(shapes, num_tables, asked, asked.owners(num_shards), index, None, half, error, everywhere)
+    return DeduplicatedKeys(shapes, num_tables, asked, asked.owners(num_shards), index, None, half, error, everywhere)
 
 
 def _everywhere(asked: Segments, specs: TableSpecs, num_shards: int) -> NDArray[np.bool_] | None:
@@ -189,12 +187,12 @@ def _everywhere(asked: Segments, specs: TableSpecs, num_shards: int) -> NDArray[
     return np.repeat(np.tile(specs.is_replicated_T, len(counts) // specs.num_tables), counts)
 
 
-def _nothing(shapes: list[dict[str, tuple[int, ...]]], num_tables: int, error: list[int]) -> SourceKeys:
+def _nothing(shapes: list[dict[str, tuple[int, ...]]], num_tables: int, error: list[int]) -> DeduplicatedKeys:
     """A batch with a mistake, which the exchange will raise, asks for nothing."""
     nobody = np.empty(0, np.int32)
     bounds = np.zeros(len(shapes) * num_tables + 1, np.int64)
     none = Segments(np.empty(0, np.int64), bounds, nobody, bounds)
-    return SourceKeys(shapes, num_tables, none, nobody, {}, None, None, error)
+    return DeduplicatedKeys(shapes, num_tables, none, nobody, {}, None, None, error)
 
 
 def _distinct(  # noqa: PLR0917
@@ -284,7 +282,7 @@ def _first_outside(keys, sizes, rows):  # type: ignore[no-untyped-def]
 
 
 @dataclass(frozen=True, slots=True)
-class Counted:
+class KeyCounts:
     """Keys of one exchange, before they cross."""
 
     order: Int64
@@ -319,7 +317,7 @@ class KeyRows:
         arrays = self.micro_batches[chosen], self.lasts[chosen], self.tables[chosen], self.places[chosen]
         return KeyRows(*arrays, half, counts)
 
-    def sides(self, num_micro_batches: int, *, by_last: bool) -> list[Side]:
+    def sides(self, num_micro_batches: int, *, by_last: bool) -> list[ExchangeSide]:
         """For each micro-batch those that cross with it."""
         steps = self.lasts if by_last else self.micro_batches
         order, bounds, of_ranks = by_micro_batch(steps, self.counts, num_micro_batches)
@@ -328,11 +326,11 @@ class KeyRows:
         found = []
         for p in range(num_micro_batches):
             here = slice(bounds[p], bounds[p + 1])
-            found.append(Side(tables[here], places[here], of_ranks[p], None if half is None else half[here]))
+            found.append(ExchangeSide(tables[here], places[here], of_ranks[p], None if half is None else half[here]))
         return found
 
 
-def key_records(source: SourceKeys, order: Int64) -> NDArray[Any]:
+def key_records(source: DeduplicatedKeys, order: Int64) -> NDArray[Any]:
     """What is sent of the keys, in this order; only what a batch of this kind needs, the same on every rank."""
     num_segments = len(source.asked.bounds) - 1
     columns: list[tuple[str, str, NDArray[Any]]] = [("key", "<i8", source.asked.keys)]
@@ -360,7 +358,7 @@ def segments_of(records: NDArray[Any]) -> NDArray[np.int32]:
     return np.zeros(len(records), np.int32) if found is None else found.astype(np.int32)
 
 
-def own_rows(source: SourceKeys, counted: Counted) -> KeyRows:
+def own_rows(source: DeduplicatedKeys, counted: KeyCounts) -> KeyRows:
     """Keys that a rank asks for. Places: among the distinct keys of the micro-batch, or in the window cache."""
     bounds, num_tables = source.asked.bounds, source.num_tables
     first = bounds[:-1].copy()
@@ -390,7 +388,7 @@ def asked_rows(records: NDArray[Any], places: Int32, counts: Int64, num_tables: 
     return KeyRows(micro_batches, lasts, segments % num_tables, places, field_of(records, "half"), counts)
 
 
-def num_rows_of(source: SourceKeys) -> NDArray[np.int64]:
+def num_rows_of(source: DeduplicatedKeys) -> NDArray[np.int64]:
     """(micro-batch, table) distinct keys."""
     if source.windows is None:
         return np.diff(source.asked.bounds).reshape(-1, source.num_tables)

@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from nestrec.base.errors import UserError
 from nestrec.embedding.routing.deduplicated_keys import (
     ERROR_WORDS,
-    Counted,
+    DeduplicatedKeys,
+    KeyCounts,
     KeyRows,
-    SourceKeys,
     asked_rows,
     field_of,
     num_rows_of,
@@ -33,9 +33,9 @@ from nestrec.embedding.routing.deduplicated_keys import (
     segments_of,
 )
 from nestrec.embedding.routing.row_exchange import (
-    RowLeg,
-    RowRun,
-    Side,
+    ConcatRows,
+    ExchangeSide,
+    RowExchange,
     by_piece,
     by_value,
     gradient_legs,
@@ -49,10 +49,10 @@ from nestrec.ops.embedding.row_copy import Int32, Int64, add_spans
 
 
 @dataclass(frozen=True, slots=True)
-class WithinHost:
+class IntraHostKeys:
     """Keys of a batch inside a host."""
 
-    source: SourceKeys
+    source: DeduplicatedKeys
     """What this rank asks of its kind on other hosts, on behalf of this one."""
     own: KeyRows
     """Every key that this rank asks for, as it asks."""
@@ -61,28 +61,28 @@ class WithinHost:
 
 
 @dataclass(frozen=True, slots=True)
-class WithinLegs:
+class IntraHostExchange:
     """What crosses inside a host with a micro-batch."""
 
-    vectors: RowLeg
-    gradients: dict[torch.dtype, RowLeg]
+    vectors: RowExchange
+    gradients: dict[torch.dtype, RowExchange]
 
 
 @dataclass(slots=True)
 class _Between:
     """Rows that lie on the rank between, made when they are needed."""
 
-    vectors: RowRun | None = None
-    sums: dict[torch.dtype, RowRun] = field(default_factory=dict)
+    vectors: ConcatRows | None = None
+    sums: dict[torch.dtype, ConcatRows] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Relay:
+class HierarchicalExchange:
     """A batch between the ranks of a host and other hosts: what crosses inside, and what lies on the rank between."""
 
-    keys: WithinHost
-    micro_batches: tuple[WithinLegs, ...]
-    gradient_sides: list[tuple[Side, Side]]
+    keys: IntraHostKeys
+    micro_batches: tuple[IntraHostExchange, ...]
+    gradient_sides: list[tuple[ExchangeSide, ExchangeSide]]
     """For each micro-batch the gradients that leave after it, own and asked, of all types."""
     num_rows: NDArray[np.int64]
     """(micro-batch, table) rows between; with the window cache the same in all, which use one place for a row."""
@@ -93,18 +93,20 @@ class Relay:
         """Rows stay from micro-batch to micro-batch."""
         return self.keys.source.windows is not None
 
-    def portion(self, micro_batches: tuple[WithinLegs, ...]) -> "Relay":
+    def portion(self, micro_batches: tuple[IntraHostExchange, ...]) -> "HierarchicalExchange":
         """Some of what crosses; the rows between are the same."""
         return replace(self, micro_batches=micro_batches)
 
-    def vectors(self, micro_batch: int, shapes: RowShapes, device: torch.device) -> RowRun:
+    def vectors(self, micro_batch: int, shapes: RowShapes, device: torch.device) -> ConcatRows:
         """Where the vectors of a micro-batch lie."""
         run = self._between.vectors if self.is_kept else None
         if run is None:
             run = self._between.vectors = vector_run(self.num_rows[micro_batch], shapes, device)
         return run
 
-    def add(self, micro_batch: int, dtype: torch.dtype, pieces: Sequence[torch.Tensor], shapes: RowShapes) -> RowRun:
+    def add(
+        self, micro_batch: int, dtype: torch.dtype, pieces: Sequence[torch.Tensor], shapes: RowShapes
+    ) -> ConcatRows:
         """Sums of gradients, with those that have come from the ranks of this host, in their order."""
         leg = self.micro_batches[micro_batch].gradients[dtype]
         sums = self._between.sums.get(dtype) if self.is_kept else None
@@ -129,8 +131,8 @@ def check_rows_are_whole(tables: Sequence[TableConfig]) -> None:
 
 
 def on_behalf(
-    source: SourceKeys, records: NDArray[Any], counted: Counted, num_shards: int, ranks_of_host: int
-) -> WithinHost:
+    source: DeduplicatedKeys, records: NDArray[Any], counted: KeyCounts, num_shards: int, ranks_of_host: int
+) -> IntraHostKeys:
     """What a rank asks other hosts for, of what ranks of its own have told it. Local.
 
     source: of this rank. records, counted: of the exchange inside the host.
@@ -152,9 +154,9 @@ def on_behalf(
         places[order] = np.concatenate(kept)
     owners = distinct.owners(num_shards) // np.int32(ranks_of_host)
     none: list[dict[str, tuple[int, ...]]] = [{} for _ in range(num_micro_batches)]
-    between = SourceKeys(none, num_tables, distinct, owners, {}, plans, None, [0] * ERROR_WORDS)
+    between = DeduplicatedKeys(none, num_tables, distinct, owners, {}, plans, None, [0] * ERROR_WORDS)
     asked = asked_rows(records, places[: len(records)], counted.comes, num_tables)
-    return WithinHost(between, own_rows(source, counted), asked)
+    return IntraHostKeys(between, own_rows(source, counted), asked)
 
 
 def _used_last(last: NDArray[np.int16], segments: Int32, num_tables: int) -> Int32:
@@ -162,7 +164,7 @@ def _used_last(last: NDArray[np.int16], segments: Int32, num_tables: int) -> Int
     return last.astype(np.int32) * num_tables + segments % num_tables
 
 
-def relay(keys: WithinHost, shapes: RowShapes, device: torch.device) -> Relay:
+def relay(keys: IntraHostKeys, shapes: RowShapes, device: torch.device) -> HierarchicalExchange:
     """What crosses inside the host with each micro-batch. Local."""
     num_micro_batches, windows = keys.source.num_micro_batches, keys.source.windows
     num_rows = num_rows_of(keys.source)
@@ -171,23 +173,27 @@ def relay(keys: WithinHost, shapes: RowShapes, device: torch.device) -> Relay:
     coming = _sides(keys, by_last=False)
     going = coming if windows is None else _sides(keys, by_last=True)
     legs = tuple(within_legs(coming[p], going[p], num_rows[p], shapes, device) for p in range(num_micro_batches))
-    return Relay(keys, legs, going, num_rows)
+    return HierarchicalExchange(keys, legs, going, num_rows)
 
 
-def _sides(keys: WithinHost, *, by_last: bool) -> list[tuple[Side, Side]]:
+def _sides(keys: IntraHostKeys, *, by_last: bool) -> list[tuple[ExchangeSide, ExchangeSide]]:
     both = (rows.sides(keys.source.num_micro_batches, by_last=by_last) for rows in (keys.own, keys.asked))
     return list(zip(*both, strict=True))
 
 
 def within_legs(
-    coming: tuple[Side, Side], going: tuple[Side, Side], num_rows: Int64, shapes: RowShapes, device: torch.device
-) -> WithinLegs:
+    coming: tuple[ExchangeSide, ExchangeSide],
+    going: tuple[ExchangeSide, ExchangeSide],
+    num_rows: Int64,
+    shapes: RowShapes,
+    device: torch.device,
+) -> IntraHostExchange:
     """Own and asked rows whose vectors come and whose gradients go. num_rows: of each table between."""
     vectors = vector_leg(*coming, shapes, device, is_in_order=False)
-    return WithinLegs(vectors, gradient_legs(*going, shapes, num_rows, device, is_in_order=False))
+    return IntraHostExchange(vectors, gradient_legs(*going, shapes, num_rows, device, is_in_order=False))
 
 
-def flags_within(relayed: Relay, between: KeyRows, flags: NDArray[np.bool_]) -> NDArray[np.bool_]:
+def flags_within(relayed: HierarchicalExchange, between: KeyRows, flags: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Of each key asked through this rank, what is known of its row. flags: of the rows as this rank asks for them."""
     asked, num_tables = relayed.keys.asked, relayed.num_rows.shape[1]
     first = np.concatenate([[0], np.cumsum(relayed.num_rows.reshape(-1))])

@@ -23,10 +23,10 @@ from nestrec.distributed.collectives import all_gather_equal, all_to_all_fixed, 
 from nestrec.distributed.topology import Communicator, Topology
 from nestrec.embedding.routing.deduplicated_keys import (
     ERROR_WORDS,
-    Counted,
+    DeduplicatedKeys,
     FeatureKeys,
+    KeyCounts,
     KeyRows,
-    SourceKeys,
     asked_rows,
     deduplicate,
     field_of,
@@ -35,18 +35,18 @@ from nestrec.embedding.routing.deduplicated_keys import (
     own_rows,
     segments_of,
 )
-from nestrec.embedding.routing.hierarchical_exchange import Relay, WithinHost, on_behalf, relay
-from nestrec.embedding.routing.replica_key_union import Joined, ReplicaKeys
+from nestrec.embedding.routing.hierarchical_exchange import HierarchicalExchange, IntraHostKeys, on_behalf, relay
+from nestrec.embedding.routing.replica_key_union import JoinedKeys, ReplicaKeyUnion
 from nestrec.embedding.routing.replica_reduction import Crossing, crossing_rows
 from nestrec.embedding.routing.replicated_routing import (
-    Crossings,
-    Everywhere,
+    RemoteKeys,
+    ReplicatedRouting,
     destinations,
     spread_rows,
     spread_sides,
     told_everywhere,
 )
-from nestrec.embedding.routing.row_exchange import RowLeg, Side, by_value, gradient_legs, vector_leg
+from nestrec.embedding.routing.row_exchange import ExchangeSide, RowExchange, by_value, gradient_legs, vector_leg
 from nestrec.embedding.table_config import RowShapes, TableSpecs
 from nestrec.ops.embedding.dedup_host import dedup_segments
 from nestrec.ops.embedding.row_copy import Int32, Int64, RowList
@@ -60,22 +60,22 @@ class RoutedMicroBatch:
     """Feature to int32 tensor of the keys' shape: places among the distinct keys of the micro-batch."""
     num_rows: Int64
     """Distinct keys of each table."""
-    vectors: RowLeg
+    vectors: RowExchange
     """Vectors that come for this micro-batch: those of all its distinct keys, or of the new ones with the window
     cache."""
-    gradients: dict[torch.dtype, RowLeg]
+    gradients: dict[torch.dtype, RowExchange]
     """Gradients that leave after this micro-batch."""
     used: tuple[RowList, dict[torch.dtype, RowList]] | None
     """Window cache: its distinct keys, table by table, at their places in the cache: as vectors, and as gradients of
     each type."""
     crossing: Crossing
     """What crosses between holders after this micro-batch. Empty where gradients are not summed over holders."""
-    crossing_sides: tuple[Side, ...] = ()
+    crossing_sides: tuple[ExchangeSide, ...] = ()
     """The same before it is sorted by type."""
 
 
 @dataclass(frozen=True, slots=True)
-class Routed:
+class RoutedKeys:
     """The keys of a batch, in one or more micro-batches."""
 
     micro_batches: tuple[RoutedMicroBatch, ...]
@@ -91,13 +91,13 @@ class Routed:
     """Every key that this rank asks of owners, in the order in which it asks."""
     asked: KeyRows
     """Every key asked from this shard, in the order in which they came."""
-    gradient_sides: list[tuple[Side, Side]]
+    gradient_sides: list[tuple[ExchangeSide, ExchangeSide]]
     """For each micro-batch the gradients that leave after it, own and asked, of all types."""
     is_plain: bool
     """Nothing but one micro-batch of this rank: its rows are those of the working set, in the same order."""
-    relay: Relay | None = None
+    relay: HierarchicalExchange | None = None
     """Where exchanges go by hosts: what crosses inside. `own` and the legs of micro-batches are then of the host."""
-    everywhere: Everywhere | None = None
+    everywhere: ReplicatedRouting | None = None
     """Where tables are replicated: which keys of `own` and `asked` cross as vectors, and which as gradients."""
 
     @property
@@ -108,20 +108,20 @@ class Routed:
 
 
 @dataclass(frozen=True, slots=True)
-class AskedKeys:
+class RequestedKeys:
     """What all sources ask from this shard, in order of (source, segment)."""
 
     records: NDArray[Any]
     """As they travel: key, segment and, where they are needed, last micro-batch and whether the row crosses half."""
-    counted: Counted
+    counted: KeyCounts
     """Own keys as they were sent, and keys of each source."""
     owned: list[NDArray[np.int64]]
     """For each table its distinct keys."""
     places: Int32
     """Of each record among the distinct keys of its table."""
-    joined: list[Joined] | None = None
+    joined: list[JoinedKeys] | None = None
     """For each table, where other ranks hold copies of this shard."""
-    within: WithinHost | None = None
+    within: IntraHostKeys | None = None
     """Where exchanges go by hosts: what ranks of this host ask this one to ask for. The own keys are then those of the
     host."""
 
@@ -132,7 +132,7 @@ def route(
     shapes: RowShapes,
     topology: Topology,
     device: torch.device,
-) -> Routed:
+) -> RoutedKeys:
     """Route keys that are only read. A mistake in any rank's keys raises the same UserError on every rank."""
     source = deduplicate(micro_batches, specs, topology.num_shards, device, window_cache=False)
     if source.everywhere is not None:  # nobody else need know
@@ -142,8 +142,8 @@ def route(
 
 
 def exchange_keys(
-    source: SourceKeys, specs: TableSpecs, topology: Topology, holders: Communicator | None = None
-) -> AskedKeys:
+    source: DeduplicatedKeys, specs: TableSpecs, topology: Topology, holders: Communicator | None = None
+) -> RequestedKeys:
     """Ask the owners. Collective; raises on every rank of the group what any rank's keys have wrong.
 
     holders: those whom the mistake is told besides, so that every group knows of it.
@@ -165,12 +165,12 @@ def exchange_keys(
         raise _out_of_range(specs, mistake)
     records = _told(source, told, topology.keys if hosts is None else hosts.keys_between)
     owned, places = _owned_keys(records, source.num_tables, is_distinct=len(told.comes) * source.num_micro_batches == 1)
-    return AskedKeys(records, told, owned, places, within=within)
+    return RequestedKeys(records, told, owned, places, within=within)
 
 
 def _count(
     owners: Int32, mistake: list[int], ranks: Communicator, everywhere: NDArray[np.bool_] | None = None
-) -> tuple[Counted, list[int]]:
+) -> tuple[KeyCounts, list[int]]:
     """How many keys go to, and come from, each rank; the mistake that any of them reports. Collective."""
     if everywhere is None:
         order, sent = by_value(owners, ranks.size)
@@ -180,10 +180,10 @@ def _count(
     message[:, :ERROR_WORDS] = mistake
     message[:, ERROR_WORDS] = sent
     received = all_to_all_fixed(ranks, torch.from_numpy(message)).numpy()
-    return Counted(order, sent, received[:, ERROR_WORDS].copy()), _first_mistake(received[:, :ERROR_WORDS])
+    return KeyCounts(order, sent, received[:, ERROR_WORDS].copy()), _first_mistake(received[:, :ERROR_WORDS])
 
 
-def _told(source: SourceKeys, counted: Counted, ranks: Communicator) -> NDArray[Any]:
+def _told(source: DeduplicatedKeys, counted: KeyCounts, ranks: Communicator) -> NDArray[Any]:
     """What others ask this rank for, in order of (rank, segment). Collective."""
     records = key_records(source, counted.order)
     rows = torch.from_numpy(records.view(np.uint8).reshape(len(records), records.dtype.itemsize))
@@ -208,7 +208,7 @@ def _owned_keys(
     return np.split(found.keys, found.bounds[1:-1]), places
 
 
-def join_holders(asked: AskedKeys, replicas: ReplicaKeys, num_micro_batches: int, step: int) -> AskedKeys:
+def join_holders(asked: RequestedKeys, replicas: ReplicaKeyUnion, num_micro_batches: int, step: int) -> RequestedKeys:
     """The same, with the keys that other holders of this shard bring. Collective over the holders."""
     num_tables = len(asked.owned)
     segments, last = segments_of(asked.records), field_of(asked.records, "last")
@@ -221,14 +221,14 @@ def join_holders(asked: AskedKeys, replicas: ReplicaKeys, num_micro_batches: int
 
 
 def arrange(  # noqa: PLR0917
-    source: SourceKeys,
-    asked: AskedKeys,
+    source: DeduplicatedKeys,
+    asked: RequestedKeys,
     specs: TableSpecs,
     shapes: RowShapes,
     device: torch.device,
     holder: int = 0,
     rank: int = 0,
-) -> Routed:
+) -> RoutedKeys:
     """Put together what is asked by this rank and from this rank. holder: which of its shard's it is. rank: of those
     that are asked. Local."""
     num_micro_batches = source.num_micro_batches
@@ -270,7 +270,7 @@ def arrange(  # noqa: PLR0917
     joined = asked.joined or []
     touched = {n: j.num_touched for n, j in zip(names, joined, strict=bool(joined)) if j.num_touched is not None}
     averaged = {n: j.averaged for n, j in zip(names, joined, strict=bool(joined)) if j.averaged is not None}
-    return Routed(
+    return RoutedKeys(
         micro_batches=tuple(micro_batches),
         owned=dict(zip(names, owned, strict=True)),
         cache_rows=None if source.windows is None else np.array([plan.num_rows for plan in source.windows]),
@@ -285,22 +285,22 @@ def arrange(  # noqa: PLR0917
     )
 
 
-def key_bytes_sent(asked: AskedKeys, rank: int) -> int:
+def key_bytes_sent(asked: RequestedKeys, rank: int) -> int:
     """Bytes of keys that left this rank for others."""
     sent = asked.counted.sent
     return asked.records.dtype.itemsize * int(sent.sum() - sent[rank])
 
 
 def _sides(
-    own: KeyRows, theirs: KeyRows, num_micro_batches: int, *, by_last: bool, only: Crossings | None
-) -> list[tuple[Side, Side]]:
+    own: KeyRows, theirs: KeyRows, num_micro_batches: int, *, by_last: bool, only: RemoteKeys | None
+) -> list[tuple[ExchangeSide, ExchangeSide]]:
     if only is not None:
         own, theirs = own.only(only.own), theirs.only(only.asked)
     both = (rows.sides(num_micro_batches, by_last=by_last) for rows in (own, theirs))
     return list(zip(*both, strict=True))
 
 
-def _working_places(asked: AskedKeys, num_tables: int) -> tuple[list[NDArray[np.int64]], Int32]:
+def _working_places(asked: RequestedKeys, num_tables: int) -> tuple[list[NDArray[np.int64]], Int32]:
     """The keys of the working set of each table, and the place of each record among them."""
     if asked.joined is None:
         return asked.owned, asked.places
@@ -310,12 +310,12 @@ def _working_places(asked: AskedKeys, num_tables: int) -> tuple[list[NDArray[np.
     return [joined.keys for joined in asked.joined], places
 
 
-def _joined(asked: AskedKeys) -> list[tuple[Joined, NDArray[np.int64]]]:
+def _joined(asked: RequestedKeys) -> list[tuple[JoinedKeys, NDArray[np.int64]]]:
     return list(zip(asked.joined or [], asked.owned, strict=True))
 
 
 def _used(
-    source: SourceKeys, micro_batch: int, shapes: RowShapes, device: torch.device
+    source: DeduplicatedKeys, micro_batch: int, shapes: RowShapes, device: torch.device
 ) -> tuple[RowList, dict[torch.dtype, RowList]] | None:
     if source.windows is None:
         return None
@@ -328,7 +328,9 @@ def _used(
     return RowList.of(tables, flat, shapes.words, device), gradients
 
 
-def _crossing(joined: list[Joined] | None, num_micro_batches: int, num_tables: int) -> list[tuple[Side, ...]]:
+def _crossing(
+    joined: list[JoinedKeys] | None, num_micro_batches: int, num_tables: int
+) -> list[tuple[ExchangeSide, ...]]:
     """For each micro-batch and holder the rows whose gradient then crosses, table by table."""
     if not joined or joined[0].crossing is None:
         return [()] * num_micro_batches
@@ -339,12 +341,14 @@ def _crossing(joined: list[Joined] | None, num_micro_batches: int, num_tables: i
         for holder in range(len(of_tables[0])):
             places = [of_table[holder] for of_table in of_tables]
             tables = np.repeat(np.arange(num_tables, dtype=np.int32), [len(rows) for rows in places])
-            sides.append(Side(tables, np.concatenate(places), np.array([len(tables)])))
+            sides.append(ExchangeSide(tables, np.concatenate(places), np.array([len(tables)])))
         found.append(tuple(sides))
     return found
 
 
-def _crossing_rows(sides: tuple[Side, ...], shapes: RowShapes, device: torch.device, holder: int | None) -> Crossing:
+def _crossing_rows(
+    sides: tuple[ExchangeSide, ...], shapes: RowShapes, device: torch.device, holder: int | None
+) -> Crossing:
     """holder: of a shard that others hold too; none: the rows are those of replicated tables."""
     if not sides:
         return {}
@@ -367,7 +371,7 @@ def _out_of_range(specs: TableSpecs, mistake: list[int]) -> BatchError:
     return BatchError(where, field=f"feature {feature!r}", value=key, remedy=remedy)
 
 
-def _indices(source: SourceKeys, specs: TableSpecs, device: torch.device) -> list[dict[str, torch.Tensor]]:
+def _indices(source: DeduplicatedKeys, specs: TableSpecs, device: torch.device) -> list[dict[str, torch.Tensor]]:
     """For each micro-batch, feature to the places of its keys."""
     features = specs.features_F
     shapes = [shape[f] for shape in source.shapes for f in features]
@@ -381,7 +385,7 @@ def _indices(source: SourceKeys, specs: TableSpecs, device: torch.device) -> lis
 
 
 def _mixed_indices(
-    source: SourceKeys, specs: TableSpecs, sizes: Sequence[int], device: torch.device
+    source: DeduplicatedKeys, specs: TableSpecs, sizes: Sequence[int], device: torch.device
 ) -> list[torch.Tensor]:
     """Where some segments were deduplicated on the device."""
     used_here(source.index.values())

@@ -31,7 +31,7 @@ from nestrec.base.errors import UserError
 from nestrec.distributed.collectives import all_gather_equal, all_to_all_rows, gather_rows_from_all
 from nestrec.distributed.topology import Communicator
 from nestrec.embedding.table_config import TableConfig
-from nestrec.ops.embedding.dedup_host import Deduplicated, dedup
+from nestrec.ops.embedding.dedup_host import UniqueKeys, dedup
 
 Averaged = Literal["weights", "rows"]
 """What holders replace by its mean: weights, or weights and moments."""
@@ -112,7 +112,7 @@ _STEPS_AHEAD = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class JoinedKeys:
     """The keys of a batch and table that this shard owns, with those of the other holders."""
 
     keys: Keys
@@ -127,7 +127,7 @@ class Joined:
     """Places of the rows that are averaged after the update, in the same order on every holder."""
 
 
-class ReplicaKeys:
+class ReplicaKeyUnion:
     """The keys that the holders of a shard use, step by step. Used by the one thread that issues collectives."""
 
     def __init__(self, sync: ReplicaSyncConfig, holders: Communicator) -> None:
@@ -136,7 +136,7 @@ class ReplicaKeys:
 
     def join(
         self, owned: list[Keys], last_micro_batches: list[Places], num_micro_batches: int, step: int
-    ) -> list[Joined]:
+    ) -> list[JoinedKeys]:
         """What the working sets of a step hold, for each table. Collective.
 
         owned: what this rank's own group asks for. last_micro_batches: for each table and key the micro-batch that
@@ -147,7 +147,7 @@ class ReplicaKeys:
         assert step >= 1, "the step of a batch must be known where weights are averaged"
         self._remember(step, owned)
         if self._sync.averaged_at(step) is None:
-            return [Joined(keys) for keys in owned]
+            return [JoinedKeys(keys) for keys in owned]
         older = [s for s in self._sync.averaged_steps(step) if s != step]
         unions = self._unions([self._first(keys, t, older) for t, keys in enumerate(owned)])
         joined = []
@@ -173,7 +173,7 @@ class ReplicaKeys:
 
     def _joined_gradients(
         self, owned: list[Keys], last_micro_batches: list[Places], num_micro_batches: int
-    ) -> list[Joined]:
+    ) -> list[JoinedKeys]:
         unions = self._unions(owned)
         counts = [np.diff(starts) for _, starts in unions]
         lasts = self._gathered(last_micro_batches, counts) if num_micro_batches > 1 else None
@@ -184,10 +184,10 @@ class ReplicaKeys:
             crossing = (
                 [held] if lasts is None else _by_micro_batch(held, [rank[t] for rank in lasts], num_micro_batches)
             )
-            joined.append(Joined(union.keys, mine, crossing))
+            joined.append(JoinedKeys(union.keys, mine, crossing))
         return joined
 
-    def _unions(self, keys: list[Keys]) -> list[tuple[Deduplicated, NDArray[np.int64]]]:
+    def _unions(self, keys: list[Keys]) -> list[tuple[UniqueKeys, NDArray[np.int64]]]:
         """For each table the distinct keys of all holders, and where each holder's begin in the sequence."""
         mine = torch.tensor([len(k) for k in keys])
         counts = torch.stack(all_gather_equal(self._holders, mine)).numpy()
@@ -227,10 +227,10 @@ def _by_micro_batch(held: list[Places], lasts: list[Places], num_micro_batches: 
     return [[places[last == p] for places, last in zip(held, lasts, strict=True)] for p in range(num_micro_batches)]
 
 
-def _with_averaged(owned: Keys, union: Keys, mine: Places) -> Joined:
+def _with_averaged(owned: Keys, union: Keys, mine: Places) -> JoinedKeys:
     """The batch's own keys first, then the others of the union; mine: places of the own keys in the union."""
     place = np.full(len(union), -1, np.int64)
     place[mine] = np.arange(len(mine))
     others = np.flatnonzero(place < 0)
     place[others] = np.arange(len(mine), len(union))
-    return Joined(np.concatenate([owned, union[others]]), num_touched=len(mine), averaged=place)
+    return JoinedKeys(np.concatenate([owned, union[others]]), num_touched=len(mine), averaged=place)

@@ -17,7 +17,7 @@ import torch
 
 from nestrec.distributed.collectives import all_to_all_rows, gather_rows_from_all
 from nestrec.distributed.topology import Communicator
-from nestrec.embedding.routing.row_exchange import RowRun, Side
+from nestrec.embedding.routing.row_exchange import ConcatRows, ExchangeSide
 from nestrec.embedding.table_config import RowShapes
 from nestrec.ops.embedding.row_copy import Int64, RowList, add_spans, gather_spans, scatter_spans
 
@@ -25,7 +25,7 @@ _FEWEST_HOLDERS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Direct:
+class DirectReduction:
     """The rows of each holder, which all others receive."""
 
     rows: tuple[RowList, ...]
@@ -35,7 +35,7 @@ class Direct:
 
 
 @dataclass(frozen=True, slots=True)
-class Scattered:
+class ScatteredReduction:
     """Rows as one holder sends and receives them."""
 
     sent: RowList
@@ -51,12 +51,12 @@ class Scattered:
         return len(self.sent)
 
 
-HolderRows = Direct | Scattered
+HolderRows = DirectReduction | ScatteredReduction
 """The rows of the holders of a shard whose gradient crosses to the others."""
 
 
 @dataclass(frozen=True, slots=True)
-class SpreadSums:
+class GradientBroadcast:
     """For each shard the rows of replicated tables whose sums it has, which all others receive (`everywhere`)."""
 
     rows: tuple[RowList, ...]
@@ -65,11 +65,11 @@ class SpreadSums:
         return len(self.rows[shard])
 
 
-Crossing = dict[torch.dtype, HolderRows] | dict[torch.dtype, SpreadSums]
+Crossing = dict[torch.dtype, HolderRows] | dict[torch.dtype, GradientBroadcast]
 """By type of the gradients: between holders of a shard, or from the owners of rows that all ranks hold."""
 
 
-def crossing_rows(sides: tuple[Side, ...], shapes: RowShapes, device: torch.device, holder: int) -> Crossing:
+def crossing_rows(sides: tuple[ExchangeSide, ...], shapes: RowShapes, device: torch.device, holder: int) -> Crossing:
     """The rows of each holder, by type of their gradients; holder: this one."""
     found: dict[torch.dtype, HolderRows] = {}
     for dtype in shapes.gradient_types if sides else ():
@@ -79,19 +79,19 @@ def crossing_rows(sides: tuple[Side, ...], shapes: RowShapes, device: torch.devi
         if distinct and _scattered_is_less(mine, distinct, shapes.dims):
             found[dtype] = _scattered(mine, distinct, shapes.dims, device, holder)
         else:
-            found[dtype] = Direct(tuple(side.rows(shapes.dims, device)[0] for side in mine))
+            found[dtype] = DirectReduction(tuple(side.rows(shapes.dims, device)[0] for side in mine))
     return found
 
 
-def _distinct(sides: Sequence[Side]) -> list[Side]:
+def _distinct(sides: Sequence[ExchangeSide]) -> list[ExchangeSide]:
     """For each holder the distinct rows that it adds up."""
     numbers = np.unique(np.concatenate([(s.tables.astype(np.int64) << 32) | s.places for s in sides]))
     places = (numbers & 0xFFFFFFFF).astype(np.int32)
-    everything = Side((numbers >> 32).astype(np.int32), places, np.array([len(places)]))
+    everything = ExchangeSide((numbers >> 32).astype(np.int32), places, np.array([len(places)]))
     return [everything.only(places % len(sides) == r) for r in range(len(sides))]
 
 
-def _scattered_is_less(sides: Sequence[Side], distinct: Sequence[Side], widths: Int64) -> bool:
+def _scattered_is_less(sides: Sequence[ExchangeSide], distinct: Sequence[ExchangeSide], widths: Int64) -> bool:
     num_holders = len(sides)
     direct = (num_holders - 1) * sum(int(widths[side.tables].sum()) for side in sides)
     to_others = sum(int(widths[s.tables[s.places % num_holders != r]].sum()) for r, s in enumerate(sides))
@@ -100,21 +100,21 @@ def _scattered_is_less(sides: Sequence[Side], distinct: Sequence[Side], widths: 
 
 
 def _scattered(
-    sides: Sequence[Side], distinct: Sequence[Side], widths: Int64, device: torch.device, holder: int
-) -> Scattered:
+    sides: Sequence[ExchangeSide], distinct: Sequence[ExchangeSide], widths: Int64, device: torch.device, holder: int
+) -> ScatteredReduction:
     own, num_holders = sides[holder], len(sides)
     adds = own.places % num_holders
     order = np.argsort(adds, kind="stable")
     counts = np.bincount(adds, minlength=num_holders)
-    sent, sizes = Side(own.tables[order], own.places[order], counts).rows(widths, device)
+    sent, sizes = ExchangeSide(own.tables[order], own.places[order], counts).rows(widths, device)
     added = tuple(side.only(side.places % num_holders == holder).rows(widths, device)[0] for side in sides)
     sums = tuple(side.rows(widths, device)[0] for side in distinct)
-    return Scattered(sent, sizes.tolist(), added, sums)
+    return ScatteredReduction(sent, sizes.tolist(), added, sums)
 
 
-def sum_over_holders(holders: Communicator, rows: HolderRows, sums: RowRun, totals: RowRun) -> int:
+def sum_over_holders(holders: Communicator, rows: HolderRows, sums: ConcatRows, totals: ConcatRows) -> int:
     """Add the sums of every holder to the totals of all, in order of holder; bytes sent from here. Collective."""
-    if isinstance(rows, Scattered):
+    if isinstance(rows, ScatteredReduction):
         return _sum_scattered(holders, rows, sums, totals)
     mine = packed(sums, rows.rows[holders.rank])
     received = gather_rows_from_all(holders, mine, [of_holder.num_elements for of_holder in rows.rows])
@@ -123,7 +123,7 @@ def sum_over_holders(holders: Communicator, rows: HolderRows, sums: RowRun, tota
     return (holders.size - 1) * mine.numel() * mine.element_size()
 
 
-def _sum_scattered(holders: Communicator, rows: Scattered, sums: RowRun, totals: RowRun) -> int:
+def _sum_scattered(holders: Communicator, rows: ScatteredReduction, sums: ConcatRows, totals: ConcatRows) -> int:
     sizes = [of_holder.num_elements for of_holder in rows.added]
     received = all_to_all_rows(holders, packed(sums, rows.sent), rows.sent_sizes, sizes)
     for of_holder, values in zip(rows.added, received.split(sizes), strict=True):
@@ -137,7 +137,7 @@ def _sum_scattered(holders: Communicator, rows: Scattered, sums: RowRun, totals:
     return sent * mine.element_size()
 
 
-def packed(run: RowRun, rows: RowList) -> torch.Tensor:
+def packed(run: ConcatRows, rows: RowList) -> torch.Tensor:
     """Some rows of a run, one behind the other."""
     found = run.elements.new_empty(rows.num_elements)
     gather_spans(run.elements, run.spans, rows, found)

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from nestrec.distributed.collectives import gather_rows_from_all
 from nestrec.distributed.topology import Communicator
 from nestrec.embedding.hashing import owner_of
-from nestrec.embedding.routing.deduplicated_keys import Counted, SourceKeys, segments_of
-from nestrec.embedding.routing.replica_reduction import SpreadSums, packed
-from nestrec.embedding.routing.row_exchange import RowRun, Side
+from nestrec.embedding.routing.deduplicated_keys import DeduplicatedKeys, KeyCounts, segments_of
+from nestrec.embedding.routing.replica_reduction import GradientBroadcast, packed
+from nestrec.embedding.routing.row_exchange import ConcatRows, ExchangeSide
 from nestrec.embedding.table_config import RowShapes, TableSpecs
 from nestrec.ops.embedding.row_copy import Int32, Int64, scatter_spans
 
@@ -39,7 +39,7 @@ def destinations(owners: Int32, everywhere: Flags, num_ranks: int) -> tuple[Int6
 
 
 @dataclass(frozen=True, slots=True)
-class Crossings:
+class RemoteKeys:
     """Of the keys that a rank asks for, and of those asked from it: those that cross in one direction."""
 
     own: Flags
@@ -47,18 +47,18 @@ class Crossings:
 
 
 @dataclass(frozen=True, slots=True)
-class Everywhere:
+class ReplicatedRouting:
     """What crosses of keys that all ranks were told."""
 
-    vectors: Crossings
+    vectors: RemoteKeys
     """From a rank to itself, of replicated tables."""
-    gradients: Crossings
+    gradients: RemoteKeys
     """To the owner."""
 
 
 def told_everywhere(
-    source: SourceKeys, counted: Counted, records: NDArray[Any], specs: TableSpecs, rank: int
-) -> Everywhere:
+    source: DeduplicatedKeys, counted: KeyCounts, records: NDArray[Any], specs: TableSpecs, rank: int
+) -> ReplicatedRouting:
     """Of a batch with keys of replicated tables. records: those asked from this rank."""
     assert source.everywhere is not None
     num_ranks = len(counted.sent)
@@ -67,13 +67,13 @@ def told_everywhere(
     own_sharded = ~source.everywhere[counted.order]
     asked_sharded = ~specs.is_replicated_T[segments_of(records) % specs.num_tables]
     owners = owner_of(np.ascontiguousarray(records["key"]), num_ranks)
-    return Everywhere(
-        vectors=Crossings(own_sharded | (to == rank), asked_sharded | (by == rank)),
-        gradients=Crossings(own_sharded | (to == source.owners[counted.order]), asked_sharded | (owners == rank)),
+    return ReplicatedRouting(
+        vectors=RemoteKeys(own_sharded | (to == rank), asked_sharded | (by == rank)),
+        gradients=RemoteKeys(own_sharded | (to == source.owners[counted.order]), asked_sharded | (owners == rank)),
     )
 
 
-def spread_sides(owned: Sequence[NDArray[np.int64]], specs: TableSpecs, num_ranks: int) -> tuple[Side, ...]:
+def spread_sides(owned: Sequence[NDArray[np.int64]], specs: TableSpecs, num_ranks: int) -> tuple[ExchangeSide, ...]:
     """For each rank the rows of replicated tables whose sums it has. owned: keys of the working set of each table."""
     numbers = np.flatnonzero(specs.is_replicated_T).tolist()
     owners = {t: owner_of(owned[t], num_ranks) for t in numbers}
@@ -81,20 +81,22 @@ def spread_sides(owned: Sequence[NDArray[np.int64]], specs: TableSpecs, num_rank
     for rank in range(num_ranks):
         places = [np.flatnonzero(owners[t] == rank).astype(np.int32) for t in numbers]
         of_table = np.repeat(np.array(numbers, np.int32), [len(rows) for rows in places])
-        sides.append(Side(of_table, np.concatenate(places), np.array([len(of_table)])))
+        sides.append(ExchangeSide(of_table, np.concatenate(places), np.array([len(of_table)])))
     return tuple(sides)
 
 
-def spread_rows(sides: tuple[Side, ...], shapes: RowShapes, device: torch.device) -> dict[torch.dtype, SpreadSums]:
+def spread_rows(
+    sides: tuple[ExchangeSide, ...], shapes: RowShapes, device: torch.device
+) -> dict[torch.dtype, GradientBroadcast]:
     """The same by type of the gradients."""
     found = {}
     for dtype in shapes.gradient_types if sides else ():
         chosen = shapes.has_type[dtype]
-        found[dtype] = SpreadSums(tuple(s.only(chosen[s.tables]).rows(shapes.dims, device)[0] for s in sides))
+        found[dtype] = GradientBroadcast(tuple(s.only(chosen[s.tables]).rows(shapes.dims, device)[0] for s in sides))
     return found
 
 
-def spread_sums(ranks: Communicator, rows: SpreadSums, sums: RowRun) -> int:
+def spread_sums(ranks: Communicator, rows: GradientBroadcast, sums: ConcatRows) -> int:
     """Sums of rows from the ranks that have them to all; bytes sent from here. Collective."""
     mine = packed(sums, rows.rows[ranks.rank])
     received = gather_rows_from_all(ranks, mine, [of_rank.num_elements for of_rank in rows.rows])

@@ -28,7 +28,7 @@ from nestrec.base.cuda import to_device, used_here
 from nestrec.embedding.routing.window_cache_plan import WindowPlan
 from nestrec.embedding.table_config import RowShapes, TableSpecs
 from nestrec.ops.embedding.dedup_host import Segments
-from nestrec.ops.embedding.row_copy import Int32, Int64, PlaceGroups, RowList, Spans, scatter_spans
+from nestrec.ops.embedding.row_copy import Int32, Int64, RowList, Spans, TargetGroups, scatter_spans
 
 Flags = NDArray[np.uint8]
 """1 for a key whose row crosses in half precision."""
@@ -61,7 +61,7 @@ _ALIGNMENT = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class ExchangeSide:
     """Rows on one side of an exchange, in the order in which they cross."""
 
     tables: Int32
@@ -72,12 +72,12 @@ class Side:
     half: Flags | None = None
     """Which cross in half precision."""
 
-    def only(self, chosen: NDArray[np.bool_]) -> "Side":
+    def only(self, chosen: NDArray[np.bool_]) -> "ExchangeSide":
         """Some of the rows, in the same order."""
         before = np.concatenate([[0], np.cumsum(chosen)])
         counts = np.diff(before[self._bounds])
         half = None if self.half is None else self.half[chosen]
-        return Side(self.tables[chosen], self.places[chosen], counts, half)
+        return ExchangeSide(self.tables[chosen], self.places[chosen], counts, half)
 
     @property
     def _bounds(self) -> Int64:
@@ -100,12 +100,12 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True)
-class RowLeg:
+class RowExchange:
     """One exchange in one direction, or in both."""
 
-    own: Side
+    own: ExchangeSide
     """Rows that this rank asks for, and whose gradients it sends."""
-    asked: Side
+    asked: ExchangeSide
     """Rows of this shard that others ask for."""
     own_rows: RowList
     own_sizes: Int64
@@ -114,31 +114,33 @@ class RowLeg:
     asked_sizes: Int64
     half_places: tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]
     """Table to the places of rows that cross in half precision, own and asked."""
-    groups: PlaceGroups | None
+    groups: TargetGroups | None
     """Of gradients on a device: contributions to one row."""
     is_in_order: bool
     """The own rows lie packed just as they cross."""
 
 
-def vector_leg(own: Side, asked: Side, shapes: RowShapes, device: torch.device, *, is_in_order: bool) -> RowLeg:
+def vector_leg(
+    own: ExchangeSide, asked: ExchangeSide, shapes: RowShapes, device: torch.device, *, is_in_order: bool
+) -> RowExchange:
     """Vectors, from the owners to those who ask."""
     halves = [t for t, half in enumerate(shapes.halves) if half is not None]
     places = tuple({t: side.half_places(t, device) for t in halves} for side in (own, asked))
     in_order = is_in_order and not halves
     own_rows, asked_rows = own.rows(shapes.words, device), asked.rows(shapes.words, device)
-    return RowLeg(own, asked, *own_rows, *asked_rows, (places[0], places[1]), None, in_order)
+    return RowExchange(own, asked, *own_rows, *asked_rows, (places[0], places[1]), None, in_order)
 
 
 def gradient_legs(
-    own: Side,
-    asked: Side,
+    own: ExchangeSide,
+    asked: ExchangeSide,
     shapes: RowShapes,
     num_owned: Int64,
     device: torch.device,
     *,
     is_in_order: bool,
-    vectors: RowLeg | None = None,
-) -> dict[torch.dtype, RowLeg]:
+    vectors: RowExchange | None = None,
+) -> dict[torch.dtype, RowExchange]:
     """Gradients, from those who asked to the owners; one leg for each of their types. num_owned: rows of each table.
 
     vectors: a leg of the same rows, of which what is the same for gradients is taken.
@@ -148,20 +150,20 @@ def gradient_legs(
         return {shapes.states[0]: replace(vectors, groups=groups, is_in_order=is_in_order)}
     legs = {}
     for dtype in shapes.gradient_types:
-        mine, theirs = (Side(s.tables, s.places, s.counts) for s in (own, asked))
+        mine, theirs = (ExchangeSide(s.tables, s.places, s.counts) for s in (own, asked))
         if len(shapes.gradient_types) > 1:
             chosen = shapes.has_type[dtype]
             mine, theirs = mine.only(chosen[mine.tables]), theirs.only(chosen[theirs.tables])
         asked_rows, asked_sizes = theirs.rows(shapes.dims, device)
         groups = _groups(asked_rows, theirs, num_owned, device)
         own_rows = mine.rows(shapes.dims, device)
-        legs[dtype] = RowLeg(mine, theirs, *own_rows, asked_rows, asked_sizes, ({}, {}), groups, is_in_order)
+        legs[dtype] = RowExchange(mine, theirs, *own_rows, asked_rows, asked_sizes, ({}, {}), groups, is_in_order)
     return legs
 
 
-def _groups(rows: RowList, asked: Side, num_owned: Int64, device: torch.device) -> PlaceGroups | None:
+def _groups(rows: RowList, asked: ExchangeSide, num_owned: Int64, device: torch.device) -> TargetGroups | None:
     """One source asks for a row once: then there is nothing to group."""
-    return None if len(asked.counts) == 1 else PlaceGroups.of(rows, num_owned, device)
+    return None if len(asked.counts) == 1 else TargetGroups.of(rows, num_owned, device)
 
 
 @njit(cache=True, nogil=True)
@@ -215,7 +217,7 @@ def by_value(values, num_values):  # type: ignore[no-untyped-def]
 
 
 @dataclass(frozen=True, slots=True)
-class RowRun:
+class ConcatRows:
     """Rows of some tables, one table behind the other."""
 
     elements: torch.Tensor
@@ -233,15 +235,15 @@ class RowRun:
 
 def vector_run(
     num_rows: Int64, shapes: RowShapes, device: torch.device, elements: torch.Tensor | None = None
-) -> RowRun:
+) -> ConcatRows:
     """Memory for so many vectors of each table. elements: vectors that lie so already."""
     spans, size = _laid_out(num_rows, shapes.words[: shapes.num_tables], device, len(shapes.words))
-    return RowRun(
+    return ConcatRows(
         torch.empty(size, dtype=torch.int32, device=device) if elements is None else elements, spans, num_rows
     )
 
 
-def vectors_of(run: RowRun, shapes: RowShapes, names: Sequence[str]) -> dict[str, torch.Tensor]:
+def vectors_of(run: ConcatRows, shapes: RowShapes, names: Sequence[str]) -> dict[str, torch.Tensor]:
     """Table to its (n, dim) vectors, where they lie."""
     typed = {dtype: run.elements.view(dtype) for dtype in set(shapes.weights)}
     begin = {dtype: elements.storage_offset() for dtype, elements in typed.items()}
@@ -254,24 +256,26 @@ def vectors_of(run: RowRun, shapes: RowShapes, names: Sequence[str]) -> dict[str
     return found
 
 
-def gradient_run(dtype: torch.dtype, num_rows: Int64, shapes: RowShapes, device: torch.device) -> RowRun:
+def gradient_run(dtype: torch.dtype, num_rows: Int64, shapes: RowShapes, device: torch.device) -> ConcatRows:
     """Zeros for the gradients of this type."""
     spans, size = _laid_out(np.where(shapes.has_type[dtype], num_rows, 0), shapes.dims, device)
-    return RowRun(torch.zeros(size, dtype=dtype, device=device), spans, num_rows)
+    return ConcatRows(torch.zeros(size, dtype=dtype, device=device), spans, num_rows)
 
 
 def joined_gradients(
-    gradients: Mapping[str, torch.Tensor] | Mapping[torch.dtype, RowRun],
+    gradients: Mapping[str, torch.Tensor] | Mapping[torch.dtype, ConcatRows],
     num_rows: Int64,
     shapes: RowShapes,
     device: torch.device,
-) -> dict[torch.dtype, RowRun]:
+) -> dict[torch.dtype, ConcatRows]:
     """Gradients of all tables, for each of their types, one table behind the other; without a copy where there is one
     table. num_rows: of each table. Runs stay as they are."""
     given, runs = [value for value in gradients.values() if isinstance(value, torch.Tensor)], {}
     if not given:
         return {
-            dtype: run for dtype, run in gradients.items() if isinstance(run, RowRun) and isinstance(dtype, torch.dtype)
+            dtype: run
+            for dtype, run in gradients.items()
+            if isinstance(run, ConcatRows) and isinstance(dtype, torch.dtype)
         }
     for dtype in shapes.gradient_types:
         mine = shapes.has_type[dtype]
@@ -279,7 +283,7 @@ def joined_gradients(
         parts = [_plain(value, dtype) for value in (given if is_all else itertools.compress(given, mine.tolist()))]
         flat = parts[0].reshape(-1) if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts])
         spans, _ = Spans.packed(num_rows if is_all else np.where(mine, num_rows, 0), shapes.dims, device)
-        runs[dtype] = RowRun(flat, spans, num_rows)
+        runs[dtype] = ConcatRows(flat, spans, num_rows)
     return runs
 
 
@@ -302,8 +306,8 @@ def _laid_out(num_rows: Int64, widths: Int64, device: torch.device, num_spans: i
 
 
 def arrived_vectors(
-    leg: RowLeg, pieces: Sequence[torch.Tensor], num_rows: Int64, shapes: RowShapes, into: RowRun | None = None
-) -> RowRun:
+    leg: RowExchange, pieces: Sequence[torch.Tensor], num_rows: Int64, shapes: RowShapes, into: ConcatRows | None = None
+) -> ConcatRows:
     """Vectors that have come, each at its place; where they lie so already, as they came. num_rows: of each table.
 
     into: where they are put; none: in memory of their own.
@@ -328,7 +332,7 @@ def by_piece(pieces: Sequence[torch.Tensor], rows: RowList, counts: Int64) -> li
     return [(piece, rows.part(*bound)) for piece, bound in zip(pieces, bounds, strict=True) if len(piece)]
 
 
-def _place_halves(leg: RowLeg, pieces: Sequence[torch.Tensor], run: RowRun, shapes: RowShapes) -> None:
+def _place_halves(leg: RowExchange, pieces: Sequence[torch.Tensor], run: ConcatRows, shapes: RowShapes) -> None:
     """Rows that came in half precision, to their places in the type of their table."""
     places, spans = leg.half_places[0], half_spans(leg.half_places[0], shapes, run.elements.device)
     sizes = [len(rows) * int(shapes.words[shapes.num_tables + t]) for t, rows in places.items()]

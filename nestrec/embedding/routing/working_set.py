@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from nestrec.base.cuda import to_device, used_here
-from nestrec.embedding.routing.row_exchange import RowLeg, RowRun, as_words, by_piece, gradient_run, half_spans
+from nestrec.embedding.routing.row_exchange import ConcatRows, RowExchange, as_words, by_piece, gradient_run, half_spans
 from nestrec.embedding.row_optimizer import RowLayout
 from nestrec.embedding.table_config import RowShapes
 from nestrec.embedding.table_shard import FetchedRows, TableOptimizer
@@ -42,7 +42,7 @@ class WorkingTable:
     gradient_scale: int = 1
     """What gradients are multiplied with before the update."""
 
-    def update_some(self, chosen: "ChosenRows", step: int, learning_rate: float) -> torch.Tensor | None:
+    def update_some(self, chosen: "RowSelection", step: int, learning_rate: float) -> torch.Tensor | None:
         """One step of the row optimiser on the chosen rows; the gradients of the others wait.
 
         Those rows, or none where there was nothing to do.
@@ -83,15 +83,15 @@ class WorkingTable:
 
 
 @dataclass(frozen=True, slots=True)
-class ChosenRows:
+class RowSelection:
     """Some rows of a table. The host is told beside the device: nobody waits to ask."""
 
     on_host: NDArray[np.int64]
     places: torch.Tensor
 
     @staticmethod
-    def of(places: NDArray[np.int64], device: torch.device) -> "ChosenRows":
-        return ChosenRows(places, to_device(places, device))
+    def of(places: NDArray[np.int64], device: torch.device) -> "RowSelection":
+        return RowSelection(places, to_device(places, device))
 
 
 @dataclass(slots=True)
@@ -108,8 +108,8 @@ class WorkingSet:
     num_rows: Int64
     """Of each table."""
     tables: dict[str, WorkingTable] = field(default_factory=dict)
-    _sums: dict[torch.dtype, RowRun] = field(default_factory=dict)
-    _totals: dict[torch.dtype, RowRun] = field(default_factory=dict)
+    _sums: dict[torch.dtype, ConcatRows] = field(default_factory=dict)
+    _totals: dict[torch.dtype, ConcatRows] = field(default_factory=dict)
 
     @staticmethod
     def of(
@@ -130,7 +130,7 @@ class WorkingSet:
         start, words = int(self.spans.starts[table]), int(self.spans.strides[table])
         return self.words[start : start + num_rows * words].view(num_rows, words)
 
-    def vector_writer(self, leg: RowLeg) -> Callable[[torch.Tensor], None]:
+    def vector_writer(self, leg: RowExchange) -> Callable[[torch.Tensor], None]:
         """Writes the vectors that a leg takes to others, in the order in which they cross."""
         write = partial(gather_spans, self.words, self.spans, leg.asked_rows)
         if not leg.half_places[1]:
@@ -143,7 +143,7 @@ class WorkingSet:
 
         return write_both
 
-    def _halves(self, leg: RowLeg) -> torch.Tensor:
+    def _halves(self, leg: RowExchange) -> torch.Tensor:
         """Rows that cross in half precision, rounded, table behind table."""
         tables, parts = list(self.tables.values()), []
         for t, places in leg.half_places[1].items():
@@ -151,7 +151,7 @@ class WorkingSet:
             parts.append(as_words(take_rows(vectors, places).to(self.shapes.halves[t])).reshape(-1))
         return torch.cat(parts)
 
-    def add(self, leg: RowLeg, pieces: Sequence[torch.Tensor], dtype: torch.dtype, *, is_all: bool) -> None:
+    def add(self, leg: RowExchange, pieces: Sequence[torch.Tensor], dtype: torch.dtype, *, is_all: bool) -> None:
         """Add gradients that have come to the sums, source by source (order of sums).
 
         is_all: they are those of all rows, in order, and no others will come.
@@ -159,24 +159,24 @@ class WorkingSet:
         if is_all and not any(table.gradient is not None for _, table in self._of_type(dtype)):
             mine = np.where(self.shapes.has_type[dtype], self.num_rows, 0)
             spans, _ = Spans.packed(mine, self.shapes.dims, self.words.device)
-            self._take_sums(dtype, RowRun(pieces[0], spans, self.num_rows))
+            self._take_sums(dtype, ConcatRows(pieces[0], spans, self.num_rows))
             return
         sums = self.sums(dtype)
         for piece, rows in by_piece(pieces, leg.asked_rows, leg.asked.counts):
             add_spans(piece, rows, sums.elements, sums.spans, leg.groups if len(pieces) == 1 else None)
 
-    def sums(self, dtype: torch.dtype) -> RowRun:
+    def sums(self, dtype: torch.dtype) -> ConcatRows:
         """Sums of gradients of a type; zeros where none has come since the last update."""
         if dtype not in self._sums or any(table.gradient is None for _, table in self._of_type(dtype)):
             self._take_sums(dtype, gradient_run(dtype, self.num_rows, self.shapes, self.words.device))
         return self._sums[dtype]
 
-    def _take_sums(self, dtype: torch.dtype, run: RowRun) -> None:
+    def _take_sums(self, dtype: torch.dtype, run: ConcatRows) -> None:
         self._sums[dtype] = run
         for t, table in self._of_type(dtype):
             table.gradient = run.of_table(t)
 
-    def totals(self, dtype: torch.dtype) -> RowRun:
+    def totals(self, dtype: torch.dtype) -> ConcatRows:
         """Sums over the holders of these rows."""
         mine = self._of_type(dtype)
         if dtype not in self._totals or any(table.total is None for _, table in mine):
@@ -213,7 +213,7 @@ class RowBuffers:
         return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
 
 
-class RowWatch:
+class FiniteRowCheck:
     """Are the rows still finite? Asked of every updated row on the device, answered whenever somebody reads the device.
 
     On a device sums of updated rows times zero add up to zero, or to NaN for ever once a row held an infinity or a NaN.

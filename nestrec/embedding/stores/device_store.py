@@ -6,11 +6,11 @@ from numpy.typing import NDArray
 
 from nestrec.base.cuda import to_device, used_here
 from nestrec.embedding.stores.row_snapshot import (
-    Aside,
+    CopyOnWriteRing,
     DeviceRows,
-    Freezable,
-    FrozenRows,
     MemoryRows,
+    RowSnapshot,
+    SnapshotStore,
     State,
     host_memory,
     pinned_memory,
@@ -20,7 +20,7 @@ from nestrec.ops.embedding.host_loops import gather_rows_host, scatter_rows_host
 from nestrec.ops.embedding.row_copy import move_rows
 
 
-class DeviceStore(Freezable):
+class DeviceStore(SnapshotStore):
     """One (capacity, num_words) tensor; when it is full it is replaced by one half as large again."""
 
     def __init__(self, num_words: int, device: torch.device, num_threads: int = 0) -> None:
@@ -54,10 +54,10 @@ class DeviceStore(Freezable):
     def read(self, slots: Slots, out: NDArray[np.int32]) -> None:
         gather_rows_host(self._slab.numpy(), slots, out, self._num_threads)
 
-    def _freeze(self, state: State, num_words: int, max_bytes: int) -> FrozenRows:
+    def _freeze(self, state: State, num_words: int, max_bytes: int) -> RowSnapshot:
         if self._slab.device.type == "cpu":
-            return MemoryRows(self._slab_now, state, Aside(num_words, max_bytes, host_memory))
-        return DeviceRows(self.gather, self._slab.device, state, Aside(num_words, max_bytes, pinned_memory))
+            return MemoryRows(self._slab_now, state, CopyOnWriteRing(num_words, max_bytes, host_memory))
+        return DeviceRows(self.gather, self._slab.device, state, CopyOnWriteRing(num_words, max_bytes, pinned_memory))
 
     def _slab_now(self) -> NDArray[np.int32]:
         return self._slab.numpy()

@@ -22,7 +22,7 @@ from nestrec.base.errors import UserError
 from nestrec.base.random import mix64_jit
 from nestrec.base.thread_team import for_parts
 from nestrec.embedding.stores.host_store import HostStore
-from nestrec.embedding.stores.row_snapshot import Aside, ExclusiveRows, FrozenRows, State, host_memory
+from nestrec.embedding.stores.row_snapshot import CopyOnWriteRing, ExclusiveRows, RowSnapshot, State, host_memory
 from nestrec.embedding.stores.row_store import Slots
 
 _GROWTH = 1.5
@@ -125,8 +125,8 @@ class DiskStore(HostStore):
     def write(self, slots: Slots, rows: NDArray[np.int32]) -> None:
         self._pass(slots, rows, is_write=True)
 
-    def _freeze(self, state: State, num_words: int, max_bytes: int) -> FrozenRows:
-        return ExclusiveRows(self.read, state, Aside(num_words, max_bytes, host_memory))
+    def _freeze(self, state: State, num_words: int, max_bytes: int) -> RowSnapshot:
+        return ExclusiveRows(self.read, state, CopyOnWriteRing(num_words, max_bytes, host_memory))
 
     def statistics(self) -> dict[str, int]:
         arrays = (self._cache, self._tags, self._stamps, self._is_dirty)

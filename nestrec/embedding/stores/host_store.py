@@ -10,12 +10,19 @@ import torch
 from numpy.typing import NDArray
 
 from nestrec.embedding.stores.pinned_staging import staging_of_process
-from nestrec.embedding.stores.row_snapshot import Aside, Freezable, FrozenRows, MemoryRows, State, host_memory
+from nestrec.embedding.stores.row_snapshot import (
+    CopyOnWriteRing,
+    MemoryRows,
+    RowSnapshot,
+    SnapshotStore,
+    State,
+    host_memory,
+)
 from nestrec.embedding.stores.row_store import Slab, Slots
 from nestrec.ops.embedding.host_loops import gather_rows_host, scatter_rows_host
 
 
-class HostStore(Freezable, ABC):
+class HostStore(SnapshotStore, ABC):
     """A store that reads and writes host arrays."""
 
     def __init__(self, device: torch.device, *, num_lanes: int) -> None:
@@ -82,8 +89,8 @@ class DramStore(HostStore):
     def write_chunk(self, slots: Slots, rows: NDArray[np.int32]) -> None:
         scatter_rows_host(self._slab.rows, slots, rows, num_threads=1)
 
-    def _freeze(self, state: State, num_words: int, max_bytes: int) -> FrozenRows:
-        return MemoryRows(lambda: self._slab.rows, state, Aside(num_words, max_bytes, host_memory))
+    def _freeze(self, state: State, num_words: int, max_bytes: int) -> RowSnapshot:
+        return MemoryRows(lambda: self._slab.rows, state, CopyOnWriteRing(num_words, max_bytes, host_memory))
 
     def statistics(self) -> dict[str, int]:
         return {"host_bytes": self._slab.num_bytes, "device_bytes": 0}

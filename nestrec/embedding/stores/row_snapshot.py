@@ -30,7 +30,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from nestrec.base.cuda import on_stream, pinned_empty, side_stream
-from nestrec.base.thread_team import Team, niceness
+from nestrec.base.thread_team import ThreadTeam, niceness
 from nestrec.embedding.stores.row_store import Slab, Slots
 from nestrec.ops.embedding.host_loops import AHEAD, exchange_if, prefetch_row
 
@@ -39,7 +39,7 @@ Memory = Callable[[int, int], NDArray[np.int32]]
 _PAGE_WORDS = 1024
 
 
-class Aside:
+class CopyOnWriteRing:
     """A ring of rows and of the slots that they are of."""
 
     def __init__(self, num_words: int, max_bytes: int, memory: Memory) -> None:
@@ -122,16 +122,16 @@ WAITS, GONE = 1, 2
 """Of a slot: its row is still to be claimed; it was. 0: it is of no interest."""
 
 
-class FrozenRows(ABC):
+class RowSnapshot(ABC):
     """The rows of some slots of a store. One thread takes them, others write to the store meanwhile."""
 
     _has_memory_aside = False
     """The system has given what is kept for rows aside; else it does when that is first written."""
 
-    def __init__(self, state: State, aside: Aside) -> None:
+    def __init__(self, state: State, aside: CopyOnWriteRing) -> None:
         """state: by slot, `WAITS` where its row is wanted; it is changed here."""
         self._state, self.aside = state, aside
-        self._readers: Team | None = None
+        self._readers: ThreadTeam | None = None
         self._niceness = 0
         self.waited_s = 0.0
         """What writers have waited for room, and for their turn, and what putting aside took."""
@@ -154,7 +154,7 @@ class FrozenRows(ABC):
     def begin(self) -> None:
         """Called by the thread that reads."""
         if self._readers is None:
-            self._readers, self._niceness = Team.of_thread(), niceness(threading.get_native_id())
+            self._readers, self._niceness = ThreadTeam.of_thread(), niceness(threading.get_native_id())
             if not self._has_memory_aside:
                 self.aside.touch()
 
@@ -199,7 +199,7 @@ class FrozenRows(ABC):
         """Held by a writer; is_whole: while it changes the store itself, and not rows alone."""
 
 
-class Turns:
+class WriterPriorityLock:
     """A lock of a reader and of writers: the reader, who takes it again and again, lets all writers go first."""
 
     def __init__(self) -> None:
@@ -224,13 +224,13 @@ class Turns:
             self._num_coming += number
 
 
-class MemoryRows(FrozenRows):
+class MemoryRows(RowSnapshot):
     """Of a store in host memory that is read and written row by row."""
 
-    def __init__(self, rows: Callable[[], Words], state: State, aside: Aside) -> None:
+    def __init__(self, rows: Callable[[], Words], state: State, aside: CopyOnWriteRing) -> None:
         """rows: those of the store by slot, which may lie elsewhere after each change of the store itself."""
         super().__init__(state, aside)
-        self._rows, self._moves = rows, Turns()
+        self._rows, self._moves = rows, WriterPriorityLock()
 
     def take(self, slots: Slots, out: Words) -> Slots:
         kept = np.empty(len(slots), np.int64)
@@ -245,12 +245,12 @@ class MemoryRows(FrozenRows):
         return self._moves.of_writer() if is_whole else contextlib.nullcontext()
 
 
-class ExclusiveRows(FrozenRows):
+class ExclusiveRows(RowSnapshot):
     """Of a store that only one thread at a time may use."""
 
-    def __init__(self, read: Callable[[Slots, Words], None], state: State, aside: Aside) -> None:
+    def __init__(self, read: Callable[[Slots, Words], None], state: State, aside: CopyOnWriteRing) -> None:
         super().__init__(state, aside)
-        self._read, self._turns = read, Turns()
+        self._read, self._turns = read, WriterPriorityLock()
 
     def take(self, slots: Slots, out: Words) -> Slots:
         with self._turns.of_reader():
@@ -266,17 +266,17 @@ class ExclusiveRows(FrozenRows):
         return self._turns.of_writer()
 
 
-class Freezable(ABC):
+class SnapshotStore(ABC):
     """A store that can be read as it was while it is written to."""
 
-    _frozen: FrozenRows | None = None
+    _frozen: RowSnapshot | None = None
     _changing: Callable[..., contextlib.AbstractContextManager[object]] = staticmethod(contextlib.nullcontext)
     """To be held while rows of some slots, or the store itself, are changed."""
 
-    def freeze(self, state: State, num_words: int, max_bytes: int) -> FrozenRows:
+    def freeze(self, state: State, num_words: int, max_bytes: int) -> RowSnapshot:
         """The rows of the slots that are to wait, as they are now, until `thaw`; while nobody writes.
 
-        state: see `FrozenRows`. max_bytes: of rows that are put aside.
+        state: see `RowSnapshot`. max_bytes: of rows that are put aside.
         """
         assert self._frozen is None, "one reader at a time"
         self._frozen = self._freeze(state, num_words, min(max_bytes, 4 * num_words * int(np.count_nonzero(state))))
@@ -290,11 +290,11 @@ class Freezable(ABC):
             frozen.close()
 
     @abstractmethod
-    def _freeze(self, state: State, num_words: int, max_bytes: int) -> FrozenRows: ...
+    def _freeze(self, state: State, num_words: int, max_bytes: int) -> RowSnapshot: ...
 
 
 def host_memory(num_rows: int, num_words: int) -> Words:
-    """Memory of the host, which is taken when it is first written; a `Memory` of `Aside`."""
+    """Memory of the host, which is taken when it is first written; a `Memory` of `CopyOnWriteRing`."""
     slab = Slab(num_words)
     slab.reserve(num_rows)
     return slab.rows
@@ -343,13 +343,13 @@ def _claim(rows, slots, state, out, kept):  # type: ignore[no-untyped-def]
     return num_kept
 
 
-class DeviceRows(FrozenRows):
+class DeviceRows(RowSnapshot):
     """Of a store in the memory of a device; on a CPU, where launched is done, the same without streams."""
 
     _has_memory_aside = True  # pinned
 
     def __init__(
-        self, gather: Callable[[Slots, torch.Tensor], None], device: torch.device, state: State, aside: Aside
+        self, gather: Callable[[Slots, torch.Tensor], None], device: torch.device, state: State, aside: CopyOnWriteRing
     ) -> None:
         """gather: rows of the store into a tensor of the device, launched on the current stream."""
         super().__init__(state, aside)

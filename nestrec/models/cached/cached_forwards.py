@@ -23,13 +23,8 @@ from nestrec.models.encoder_parts import ResidualEncoder, TimeEncoding
 from nestrec.models.fuxi import FUXI_NORM_EPS, FuXi, FuXiBlock
 from nestrec.models.hstu import HSTU, NORM_EPS, HSTULayer
 from nestrec.models.sasrec import SASRec, SASRecConfig, SASRecLayer
-from nestrec.models.sequence import CachedForward, KeysAndValues, PrefixReader, Segment, new_positions
-from nestrec.ops.attention.cached_attention import (
-    BiasRows,
-    cached_attention,
-    cached_channel,
-    cached_softmax_attention,
-)
+from nestrec.models.sequence import CachedForward, KeysAndValues, NewTokenSegment, PrefixReader, new_positions
+from nestrec.ops.attention.cached_attention import BiasRows, cached_attention, cached_channel, cached_softmax_attention
 from nestrec.ops.attention.mask_and_bias import log_seconds, time_bucket, time_function_values
 from nestrec.ops.layers.fused_layers import Dropout, feed_forward_reference
 
@@ -37,7 +32,7 @@ Layer = HSTULayer | FuXiBlock
 Biases = tuple[BiasRows, torch.Tensor]
 """of the history rows, block by block, and the one row that all candidates share"""
 LayerPass = Callable[
-    [Any, torch.Tensor, Sequence[Segment], "Sequence[_SegmentTimes | None]", Callable[[int], KeysAndValues]],
+    [Any, torch.Tensor, Sequence[NewTokenSegment], "Sequence[_SegmentTimes | None]", Callable[[int], KeysAndValues]],
     tuple[torch.Tensor, KeysAndValues],
 ]
 """(layer, (T, D), segments, their times where the layer reads them, prefix of a sequence) to states, keys and values"""
@@ -46,7 +41,7 @@ LayerPass = Callable[
 def _residual_forward(
     model: ResidualEncoder,
     x_TD: torch.Tensor,
-    segments: Sequence[Segment],
+    segments: Sequence[NewTokenSegment],
     prefix: PrefixReader,
     *,
     layer_pass: LayerPass,
@@ -57,7 +52,9 @@ def _residual_forward(
     x_TD = x_TD * cfg.dim**0.5 + model.position[new_positions(segments, x_TD.device)]
     layers, made = range(len(model.layers)), list[KeysAndValues]()
 
-    def through(numbers: Sequence[int], x: torch.Tensor, some: Sequence[Segment], reader: PrefixReader) -> torch.Tensor:
+    def through(
+        numbers: Sequence[int], x: torch.Tensor, some: Sequence[NewTokenSegment], reader: PrefixReader
+    ) -> torch.Tensor:
         """States behind some layers; their keys and values are added to `made`."""
         times = [_SegmentTimes(s, cfg.time_encoding, cfg.num_time_buckets) if reads_times else None for s in some]
         for number in numbers:
@@ -81,7 +78,7 @@ def _residual_forward(
     return x_TD.index_copy(0, rows, left), made
 
 
-def _rows_behind_cuts(segments: Sequence[Segment], device: torch.device) -> torch.Tensor:
+def _rows_behind_cuts(segments: Sequence[NewTokenSegment], device: torch.device) -> torch.Tensor:
     first, rows = 0, list[torch.Tensor]()
     for segment in segments:
         rows.append(torch.arange(first + segment.num_cut, first + segment.num_tokens, device=device))
@@ -97,7 +94,7 @@ def _placed(some: torch.Tensor, rows: torch.Tensor, num_rows: int) -> torch.Tens
 class _SegmentTimes:
     """What layers read of a segment's time differences, computed once: their buckets, or their logarithms."""
 
-    def __init__(self, segment: Segment, encoding: TimeEncoding, num_buckets: int):
+    def __init__(self, segment: NewTokenSegment, encoding: TimeEncoding, num_buckets: int):
         self._segment, self._encoding, self._num_buckets = segment, encoding, num_buckets
         self._blocks: dict[tuple[int, int, int], torch.Tensor] = {}
         delta_K = segment.candidate_time_s - segment.time_K
@@ -133,7 +130,7 @@ def _time_biases(layer: Layer, times: _SegmentTimes, dtype: torch.dtype) -> Bias
     return lambda first, end, keys: times.rows(layer, first, end, keys).to(dtype), times.candidate(layer).to(dtype)
 
 
-def _position_biases(table: torch.Tensor, segment: Segment, dtype: torch.dtype) -> Biases:
+def _position_biases(table: torch.Tensor, segment: NewTokenSegment, dtype: torch.dtype) -> Biases:
     """What a layer has learned of the distance between tokens."""
     centre = (table.numel() - 1) // 2
 
@@ -147,7 +144,7 @@ def _position_biases(table: torch.Tensor, segment: Segment, dtype: torch.dtype) 
 
 
 def _hstu_forward(
-    model: HSTU, x_TD: torch.Tensor, segments: Sequence[Segment], prefix: PrefixReader
+    model: HSTU, x_TD: torch.Tensor, segments: Sequence[NewTokenSegment], prefix: PrefixReader
 ) -> tuple[torch.Tensor, list[KeysAndValues]]:
     """(T, D) states of the new tokens, and for each layer their keys and values, each (T, H, D)."""
     return _residual_forward(model, x_TD, segments, prefix, layer_pass=_hstu_layer, reads_times=model.cfg.time_bias)
@@ -156,7 +153,7 @@ def _hstu_forward(
 def _hstu_layer(
     layer: HSTULayer,
     x_TD: torch.Tensor,
-    segments: Sequence[Segment],
+    segments: Sequence[NewTokenSegment],
     times: Sequence[_SegmentTimes | None],
     prefix: Callable[[int], KeysAndValues],
 ) -> tuple[torch.Tensor, KeysAndValues]:
@@ -188,7 +185,7 @@ def _hstu_layer(
 
 
 def _hstu_biases(
-    layer: HSTULayer, segment: Segment, times: _SegmentTimes | None, dtype: torch.dtype
+    layer: HSTULayer, segment: NewTokenSegment, times: _SegmentTimes | None, dtype: torch.dtype
 ) -> tuple[BiasRows | None, torch.Tensor | None]:
     """The sum of what a layer has learned of distance and time; none where it has neither."""
     full = torch.promote_types(dtype, torch.float32)
@@ -214,7 +211,7 @@ HSTU_CACHED = CachedForward(
 
 
 def _fuxi_forward(
-    model: FuXi, x_TD: torch.Tensor, segments: Sequence[Segment], prefix: PrefixReader
+    model: FuXi, x_TD: torch.Tensor, segments: Sequence[NewTokenSegment], prefix: PrefixReader
 ) -> tuple[torch.Tensor, list[KeysAndValues]]:
     """(T, D) states of the new tokens, and for each block their keys and values, each (T, H, D)."""
     return _residual_forward(model, x_TD, segments, prefix, layer_pass=_fuxi_block, reads_times=model.cfg.time_channel)
@@ -223,7 +220,7 @@ def _fuxi_forward(
 def _fuxi_block(
     block: FuXiBlock,
     x_TD: torch.Tensor,
-    segments: Sequence[Segment],
+    segments: Sequence[NewTokenSegment],
     times: Sequence[_SegmentTimes | None],
     prefix: Callable[[int], KeysAndValues],
 ) -> tuple[torch.Tensor, KeysAndValues]:
@@ -271,7 +268,7 @@ FUXI_CACHED = CachedForward(
 
 
 def _sasrec_forward(
-    model: SASRec, x_TD: torch.Tensor, segments: Sequence[Segment], prefix: PrefixReader
+    model: SASRec, x_TD: torch.Tensor, segments: Sequence[NewTokenSegment], prefix: PrefixReader
 ) -> tuple[torch.Tensor, list[KeysAndValues]]:
     """(T, D) states of the new tokens, and for each layer their keys and values, each (T, H, D)."""
     x_TD = x_TD * model.cfg.dim**0.5 + model.position[new_positions(segments, x_TD.device)]
@@ -295,14 +292,14 @@ def _sasrec_forward(
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _SASRecCacheSpec:
     num_layers: int
     num_heads: int
     head_dim: int
 
 
-def _sasrec_kept(cfg: SASRecConfig) -> _Kept:
-    return _Kept(cfg.num_layers, cfg.num_heads, cfg.dim // cfg.num_heads)
+def _sasrec_kept(cfg: SASRecConfig) -> _SASRecCacheSpec:
+    return _SASRecCacheSpec(cfg.num_layers, cfg.num_heads, cfg.dim // cfg.num_heads)
 
 
 SASREC_CACHED = CachedForward(

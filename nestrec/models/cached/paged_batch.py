@@ -25,14 +25,20 @@ from typing import Protocol
 
 import torch
 
-from nestrec.models.backbone_spec import AttentionReach
+from nestrec.models.backbone_spec import AttentionSpanConfig
 from nestrec.models.fuxi import FUXI_NORM_EPS, FuXi, FuXiBlock
 from nestrec.models.hstu import HSTU, NORM_EPS, HSTULayer
 from nestrec.models.sasrec import SASRec, SASRecLayer
-from nestrec.models.sequence import KeptPages
-from nestrec.ops.attention.paged.paged_attention import KeptLayer, Weights, Workspace, paged_attention, store_in_pages
+from nestrec.models.sequence import PagedKVCache
+from nestrec.ops.attention.paged.paged_attention import (
+    PagedLayerKV,
+    Weights,
+    Workspace,
+    paged_attention,
+    store_in_pages,
+)
 from nestrec.ops.attention.paged.paged_bias import PairPlan, PairTimes, find_buckets, store_times, write_biases
-from nestrec.ops.attention.paged.query_blocks import Seen, most_tiles
+from nestrec.ops.attention.paged.query_blocks import VisibleRange, most_tiles
 from nestrec.ops.layers.fused_layers import Dropout, feed_forward, gated_output, norm_projection
 
 
@@ -55,7 +61,7 @@ class PagedBatch:
     query_time_T: torch.Tensor | None = None
 
 
-class Learned(Protocol):
+class LearnedBiases(Protocol):
     """What a layer has learned of distance and time; each may be absent."""
 
     @property
@@ -76,7 +82,7 @@ class PairSource:
         if num_buckets is not None and times is not None:
             self._buckets = find_buckets(plan, times, num_buckets)
 
-    def of(self, layer: Learned, *, by_distance: bool = True, by_time: bool = True) -> torch.Tensor:
+    def of(self, layer: LearnedBiases, *, by_distance: bool = True, by_time: bool = True) -> torch.Tensor:
         """The sum of what is asked for; valid until the next one is."""
         write_biases(
             self._memory,
@@ -90,16 +96,16 @@ class PairSource:
         return self._memory
 
 
-class Pages:
+class PagedLayers:
     """The pages of all layers, and how their attention is computed."""
 
-    def __init__(self, kept: KeptPages, *, seen: Sequence[Seen], max_length: int):
+    def __init__(self, kept: PagedKVCache, *, seen: Sequence[VisibleRange], max_length: int):
         """seen: of each layer."""
         self._kept, self._of_layer, self._max_length = kept, list(seen), max_length
         _, _, num_heads, _, dim = kept.pool.shape
         self._workspace = Workspace.make(num_heads, dim, kept.pool.device)
-        self.seen = tuple(dict.fromkeys(seen)) or (Seen(),)
-        self.last_seen = self._of_layer[-1] if seen else Seen()
+        self.seen = tuple(dict.fromkeys(seen)) or (VisibleRange(),)
+        self.last_seen = self._of_layer[-1] if seen else VisibleRange()
 
     def store_times(self, batch: PagedBatch) -> None:
         """Those of new tokens beside the pages that keep them, where the model reads times."""
@@ -152,29 +158,31 @@ class Pages:
         made = {seen: PairSource(plan, times, num_buckets, memory) for seen, plan in plans.items()}
         return [*(made[seen] for seen in self._of_layer[:-1]), PairSource(last, times, num_buckets, memory)]
 
-    def _plan(self, blocks: torch.Tensor, pages: torch.Tensor, seen: Seen) -> PairPlan:
+    def _plan(self, blocks: torch.Tensor, pages: torch.Tensor, seen: VisibleRange) -> PairPlan:
         num_tiles = most_tiles(len(blocks), self._max_length)
         return PairPlan(blocks=blocks, pages=pages, page_tokens=self._kept.page_tokens, num_tiles=num_tiles, seen=seen)
 
-    def _layer(self, layer: int) -> KeptLayer:
-        return KeptLayer(self._kept.pool[layer], None if self._kept.scales is None else self._kept.scales[layer])
+    def _layer(self, layer: int) -> PagedLayerKV:
+        return PagedLayerKV(self._kept.pool[layer], None if self._kept.scales is None else self._kept.scales[layer])
 
 
-def seen_by_layers(reach: AttentionReach, num_layers: int) -> list[Seen]:
+def seen_by_layers(reach: AttentionSpanConfig, num_layers: int) -> list[VisibleRange]:
     """What the blocks of each layer see."""
     rules = [reach.rules(layer) for layer in range(num_layers)]
-    return [Seen(r.max_attention_length or 0, r.num_context, reach.cuts(n)) for n, r in enumerate(rules)]
+    return [VisibleRange(r.max_attention_length or 0, r.num_context, reach.cuts(n)) for n, r in enumerate(rules)]
 
 
 class PagedFuXi:
     """A model over the pages of a pool, with the weights of its last block in the order in which they are used."""
 
-    def __init__(self, model: FuXi, kept: KeptPages):
+    def __init__(self, model: FuXi, kept: PagedKVCache):
         cfg = model.cfg
         self._blocks = [block for block in model.layers if isinstance(block, FuXiBlock)]
         self._width, self._has_time = cfg.num_heads * cfg.head_dim, cfg.time_channel
         self._num_buckets = cfg.num_time_buckets if cfg.time_channel and cfg.time_encoding == "buckets" else None
-        self.pages = Pages(kept, seen=seen_by_layers(cfg.attention, cfg.num_layers), max_length=len(model.position))
+        self.pages = PagedLayers(
+            kept, seen=seen_by_layers(cfg.attention, cfg.num_layers), max_length=len(model.position)
+        )
         if self._blocks:
             self._last_vk, self._last_uq = self._last_weights()
 
@@ -257,13 +265,15 @@ _State = tuple[torch.Tensor, torch.Tensor | None]
 class PagedHSTU:
     """A model over the pages of a pool, with the weights of its last layer in the order in which they are used."""
 
-    def __init__(self, model: HSTU, kept: KeptPages):
+    def __init__(self, model: HSTU, kept: PagedKVCache):
         cfg = model.cfg
         self._layers = [layer for layer in model.layers if isinstance(layer, HSTULayer)]
         self._width = cfg.num_heads * cfg.head_dim
         self._has_bias = cfg.position_bias or cfg.time_bias
         self._num_buckets = cfg.num_time_buckets if cfg.time_bias and cfg.time_encoding == "buckets" else None
-        self.pages = Pages(kept, seen=seen_by_layers(cfg.attention, cfg.num_layers), max_length=len(model.position))
+        self.pages = PagedLayers(
+            kept, seen=seen_by_layers(cfg.attention, cfg.num_layers), max_length=len(model.position)
+        )
         if self._layers:
             self._last_vk, self._last_uq = self._last_weights()
 
@@ -332,11 +342,11 @@ def _gated(layer: HSTULayer, attended: torch.Tensor, gate: torch.Tensor) -> torc
 class PagedSASRec:
     """A model over the pages of a pool."""
 
-    def __init__(self, model: SASRec, kept: KeptPages):
+    def __init__(self, model: SASRec, kept: PagedKVCache):
         cfg = model.cfg
         self._layers = [layer for layer in model.layers if isinstance(layer, SASRecLayer)]
         self._final_norm, self._scale = model.final_norm, (cfg.dim // cfg.num_heads) ** -0.5
-        self.pages = Pages(kept, seen=[Seen()] * cfg.num_layers, max_length=cfg.max_length)
+        self.pages = PagedLayers(kept, seen=[VisibleRange()] * cfg.num_layers, max_length=cfg.max_length)
 
     def weights_changed(self) -> None:
         """Nothing was copied of them."""

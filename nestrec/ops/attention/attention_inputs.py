@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nestrec.ops.attention.mask_and_bias import AttentionRules, RelativeBias, bucket_edges
+from nestrec.ops.attention.mask_and_bias import AttentionMask, RelativeBias, bucket_edges
 
 LARGEST_HEAD = 256
 """columns of a head that kernels take"""
@@ -47,8 +47,8 @@ class AttentionOptions(NamedTuple):
         )
 
     @property
-    def rules(self) -> AttentionRules:
-        return AttentionRules(
+    def rules(self) -> AttentionMask:
+        return AttentionMask(
             num_targets_B=self.num_targets_B,
             num_context=self.num_context,
             max_attention_length=self.max_attention_length,
@@ -63,7 +63,7 @@ OPTIONS_SCHEMA = (
 """Arguments of `AttentionOptions` in the schema of an operator."""
 
 
-def attention_options(bias: RelativeBias, rules: AttentionRules) -> AttentionOptions:
+def attention_options(bias: RelativeBias, rules: AttentionMask) -> AttentionOptions:
     """Returns the fields of biases and rules as flat arguments."""
     return AttentionOptions(
         position_table=bias.position_table,
@@ -87,7 +87,7 @@ class AttentionInputs(NamedTuple):
     """the longest sequence of the batch or more, known on the host"""
     normaliser: float
     bias: RelativeBias
-    rules: AttentionRules
+    rules: AttentionMask
 
     @property
     def is_square(self) -> bool:

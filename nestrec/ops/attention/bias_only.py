@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 
 from nestrec.ops.attention.mask_and_bias import (
     PLAIN,
-    AttentionRules,
+    AttentionMask,
     RelativeBias,
     bucket_edges,
     function_gradient,
@@ -349,7 +349,7 @@ def _precision() -> str:
 
 
 def bias_attention_reference(
-    v_TW: torch.Tensor, offsets: torch.Tensor, bias: RelativeBias, rules: AttentionRules = PLAIN
+    v_TW: torch.Tensor, offsets: torch.Tensor, bias: RelativeBias, rules: AttentionMask = PLAIN
 ) -> list[torch.Tensor]:
     """The definition: (positional, and temporal where the bias has a time), a loop over sequences."""
     found = []
@@ -365,14 +365,14 @@ def bias_attention_reference(
 
 
 def bias_attention_padded(
-    v_TW: torch.Tensor, offsets: torch.Tensor, bias: RelativeBias, *, max_length: int, rules: AttentionRules = PLAIN
+    v_TW: torch.Tensor, offsets: torch.Tensor, bias: RelativeBias, *, max_length: int, rules: AttentionMask = PLAIN
 ) -> list[torch.Tensor]:
     """The same on padded blocks."""
     return [_channel_padded(v_TW, offsets, channel, max_length, rules) for channel in _channels(bias)]
 
 
 def _channel_padded(
-    v_TW: torch.Tensor, offsets: torch.Tensor, channel: RelativeBias, max_length: int, rules: AttentionRules = PLAIN
+    v_TW: torch.Tensor, offsets: torch.Tensor, channel: RelativeBias, max_length: int, rules: AttentionMask = PLAIN
 ) -> torch.Tensor:
     place_T, shape = padded_places(offsets, len(v_TW), max_length), (offsets.numel() - 1, max_length, v_TW.shape[1])
     flat = v_TW.new_zeros(shape[0] * shape[1], shape[2]).index_copy(0, place_T, v_TW)
@@ -381,7 +381,7 @@ def _channel_padded(
 
 
 def bias_attention(
-    v_TW: torch.Tensor, offsets: torch.Tensor, bias: RelativeBias, *, max_length: int, rules: AttentionRules = PLAIN
+    v_TW: torch.Tensor, offsets: torch.Tensor, bias: RelativeBias, *, max_length: int, rules: AttentionMask = PLAIN
 ) -> list[torch.Tensor]:
     """(positional, and temporal where the bias has a time), by kernels where there are any.
 

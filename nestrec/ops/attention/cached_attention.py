@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import silu
 
-from nestrec.ops.attention.mask_and_bias import PLAIN, AttentionRules, seen_mask
+from nestrec.ops.attention.mask_and_bias import PLAIN, AttentionMask, seen_mask
 
 BLOCK_ROWS = 256
 
@@ -35,7 +35,7 @@ def cached_attention_reference(
     num_candidates: int,
     normaliser: float,
     bias_NK: torch.Tensor | None = None,
-    rules: AttentionRules = PLAIN,
+    rules: AttentionMask = PLAIN,
 ) -> torch.Tensor:
     """The definition. bias_NK: (N, P + N), of new tokens against prefix and new tokens."""
     keys, values = (torch.cat(pair, dim=1) for pair in zip(prefix_HPD, (k_HND, v_HND), strict=True))
@@ -59,7 +59,7 @@ def cached_attention(
     normaliser: float,
     history_bias: BiasRows | None = None,
     candidate_bias_K: torch.Tensor | None = None,
-    rules: AttentionRules = PLAIN,
+    rules: AttentionMask = PLAIN,
 ) -> torch.Tensor:
     """(H, N, D). candidate_bias_K: (P + S + 1,), one for all candidates, since they share position and time; the last
     value is that of a candidate with itself."""
@@ -83,7 +83,7 @@ def cached_channel(
     num_candidates: int,
     history_weights: BiasRows,
     candidate_weights_K: torch.Tensor,
-    rules: AttentionRules = PLAIN,
+    rules: AttentionMask = PLAIN,
 ) -> torch.Tensor:
     """(H, N, D) sums of values whose weights are those of distance or time alone (FuXi's further channels)."""
 
@@ -137,7 +137,7 @@ class _Weigher(NamedTuple):
 
 
 def _weighted_sum(
-    v_HND: torch.Tensor, prefix_HPD: torch.Tensor, num_candidates: int, weigher: _Weigher, rules: AttentionRules
+    v_HND: torch.Tensor, prefix_HPD: torch.Tensor, num_candidates: int, weigher: _Weigher, rules: AttentionMask
 ) -> torch.Tensor:
     """(H, N, D), block by block of rows."""
     assert not rules.is_square, "a prefix that looks ahead changes with what comes after it"
@@ -179,7 +179,7 @@ def _weights(q_HRD: torch.Tensor, keys_HKD: torch.Tensor, bias_RK: torch.Tensor 
     return silu(scores, inplace=True)
 
 
-def seen_spans(place: int, end: int, rules: AttentionRules) -> list[slice]:
+def seen_spans(place: int, end: int, rules: AttentionMask) -> list[slice]:
     """Keys before `end` that some query from `place` on may see: a part of the prefix, and what no window has left."""
     window = rules.max_attention_length
     low = 0 if window is None else max(0, place - window + 1)
@@ -187,7 +187,7 @@ def seen_spans(place: int, end: int, rules: AttentionRules) -> list[slice]:
     return [slice(0, context), slice(low, end)] if context else [slice(low, end)]
 
 
-def _hide_far(weights_HRK: torch.Tensor, place: int, spans: Sequence[slice], rules: AttentionRules) -> None:
+def _hide_far(weights_HRK: torch.Tensor, place: int, spans: Sequence[slice], rules: AttentionMask) -> None:
     """Zeros where a key has left the window of a later row of a block that begins at `place`."""
     assert rules.max_attention_length is not None
     near = spans[-1]

@@ -20,7 +20,7 @@ from nestrec.base.errors import UserError
 from nestrec.jagged import offsets_of
 from nestrec.ops.attention.attention_inputs import AttentionInputs
 from nestrec.ops.attention.hstu_op import has_kernel, hstu_attention_kernel
-from nestrec.ops.attention.mask_and_bias import PLAIN, AttentionRules, RelativeBias, rules_of_sequences, seen_weights
+from nestrec.ops.attention.mask_and_bias import PLAIN, AttentionMask, RelativeBias, rules_of_sequences, seen_weights
 from nestrec.ops.kernel_op import runs_triton
 from nestrec.ops.padding import from_blocks, padded_places, to_blocks
 
@@ -38,7 +38,7 @@ def hstu_attention(
     max_length: int,
     normaliser: float,
     bias: RelativeBias = NO_BIAS,
-    rules: AttentionRules = PLAIN,
+    rules: AttentionMask = PLAIN,
 ) -> torch.Tensor:
     """(T, H, D) attention of every token.
 
@@ -67,7 +67,7 @@ def hstu_attention_reference(
     *,
     normaliser: float,
     bias: RelativeBias = NO_BIAS,
-    rules: AttentionRules = PLAIN,
+    rules: AttentionMask = PLAIN,
 ) -> torch.Tensor:
     """The definition: a loop over sequences."""
     outputs = []
@@ -91,7 +91,7 @@ def hstu_attention_padded(
     max_length: int,
     normaliser: float,
     bias: RelativeBias = NO_BIAS,
-    rules: AttentionRules = PLAIN,
+    rules: AttentionMask = PLAIN,
 ) -> torch.Tensor:
     """The same on padded blocks of `max_length`.
 
@@ -114,7 +114,7 @@ def hstu_attention_by_length(
     *,
     normaliser: float,
     bias: RelativeBias = NO_BIAS,
-    rules: AttentionRules = PLAIN,
+    rules: AttentionMask = PLAIN,
 ) -> torch.Tensor:
     """The same on blocks of at most `BLOCK_PAIRS`, each padded to its own longest sequence; on a CPU."""
     order_B = offsets.diff().argsort(stable=True)

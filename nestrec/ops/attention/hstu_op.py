@@ -15,7 +15,7 @@ from nestrec.ops.attention.attention_inputs import (
     AttentionOptions,
     attention_options,
 )
-from nestrec.ops.attention.mask_and_bias import AttentionRules, RelativeBias
+from nestrec.ops.attention.mask_and_bias import AttentionMask, RelativeBias
 from nestrec.ops.kernel_op import compute_type, kernel_op, runs_triton
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -59,7 +59,7 @@ def hstu_attention_kernel(
     max_length: int,
     normaliser: float,
     bias: RelativeBias,
-    rules: AttentionRules,
+    rules: AttentionMask,
 ) -> torch.Tensor:
     """What `hstu_attention` computes, by kernels; on a GPU, or anywhere under Triton's interpreter."""
     options = attention_options(bias, rules)

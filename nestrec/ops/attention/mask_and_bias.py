@@ -47,7 +47,7 @@ from nestrec.ops.padding import padded_places
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionRules:
+class AttentionMask:
     """What is seen besides plain causality."""
 
     num_targets_B: torch.Tensor | None = None
@@ -81,12 +81,12 @@ class AttentionRules:
         return self.num_context > 0 and self.looks_ahead
 
 
-PLAIN = AttentionRules()
+PLAIN = AttentionMask()
 
 
-def semi_local(window: int | None, prefix: int = 0) -> AttentionRules:
+def semi_local(window: int | None, prefix: int = 0) -> AttentionMask:
     """Causal attention to the last `window` tokens, itself included, and to the first `prefix` ones."""
-    return AttentionRules(max_attention_length=window, num_context=prefix if window else 0, looks_ahead=False)
+    return AttentionMask(max_attention_length=window, num_context=prefix if window else 0, looks_ahead=False)
 
 
 def causal_pairs(lengths: NDArray[np.int64], window: int | None = None, prefix: int = 0) -> float:
@@ -102,19 +102,19 @@ def _sum_of_least(counts: NDArray[np.int64], most: int) -> float:
     return float((rising * (rising + 1) / 2 + (counts - rising) * most).sum())
 
 
-def history_lengths(offsets: torch.Tensor, rules: AttentionRules) -> torch.Tensor:
+def history_lengths(offsets: torch.Tensor, rules: AttentionMask) -> torch.Tensor:
     """(B,) int64 tokens before the targets."""
     lengths_B = offsets.diff()
     return lengths_B if rules.num_targets_B is None else (lengths_B - rules.num_targets_B).clamp(min=0)
 
 
-def places(offsets: torch.Tensor, max_length: int, rules: AttentionRules) -> torch.Tensor:
+def places(offsets: torch.Tensor, max_length: int, rules: AttentionMask) -> torch.Tensor:
     """(B, N) int64 places in the sequence; targets share the first one after the history."""
     token_N = torch.arange(max_length, device=offsets.device)
     return torch.minimum(token_N[None], history_lengths(offsets, rules)[:, None])
 
 
-def seen_mask(offsets: torch.Tensor, max_length: int, rules: AttentionRules) -> torch.Tensor:
+def seen_mask(offsets: torch.Tensor, max_length: int, rules: AttentionMask) -> torch.Tensor:
     """(B, N, N) bool: query i (dim 1) sees key j (dim 2). Rows behind the end of a sequence mean nothing."""
     token_N = torch.arange(max_length, device=offsets.device)
     history_B11 = history_lengths(offsets, rules)[:, None, None]
@@ -127,7 +127,7 @@ def seen_mask(offsets: torch.Tensor, max_length: int, rules: AttentionRules) -> 
     return by_history | (i == j)
 
 
-def seen_weights(weights: torch.Tensor, offsets: torch.Tensor, rules: AttentionRules) -> torch.Tensor:
+def seen_weights(weights: torch.Tensor, offsets: torch.Tensor, rules: AttentionMask) -> torch.Tensor:
     """Weights, zero where a query does not look. (H, N, N) of one sequence, (B or 1, N, N) or (B, H, N, N)."""
     if rules.is_plain:
         return weights.tril()
@@ -135,7 +135,7 @@ def seen_weights(weights: torch.Tensor, offsets: torch.Tensor, rules: AttentionR
     return torch.where(seen_BNN if weights.dim() == 3 else seen_BNN[:, None], weights, 0.0)
 
 
-def rules_of_sequences(rules: AttentionRules, chosen: slice | torch.Tensor) -> AttentionRules:
+def rules_of_sequences(rules: AttentionMask, chosen: slice | torch.Tensor) -> AttentionMask:
     """Of some sequences of a batch."""
     return rules if rules.num_targets_B is None else replace(rules, num_targets_B=rules.num_targets_B[chosen])
 
@@ -294,7 +294,7 @@ class RelativeBias:
     def has_time(self) -> bool:
         return self.time_table is not None or self.time_function is not None
 
-    def dense(self, offsets: torch.Tensor, max_length: int, rules: AttentionRules = PLAIN) -> torch.Tensor:
+    def dense(self, offsets: torch.Tensor, max_length: int, rules: AttentionMask = PLAIN) -> torch.Tensor:
         """(B or 1, N, N) sum of the biases: the definition."""
         total: torch.Tensor | None = None
         if self.position_table is not None and rules.num_targets_B is None:

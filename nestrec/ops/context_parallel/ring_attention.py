@@ -20,13 +20,13 @@ from nestrec.base.errors import UserError
 from nestrec.ops.attention.hstu_attention import NO_BIAS
 from nestrec.ops.attention.mask_and_bias import (
     PLAIN,
-    AttentionRules,
+    AttentionMask,
     RelativeBias,
     functional_time_bias,
     table_values,
     time_bias,
 )
-from nestrec.ops.context_parallel.ring_sum import Context, Tokens, ring_sum, ring_walk
+from nestrec.ops.context_parallel.ring_sum import ContextParallelGroup, Tokens, ring_sum, ring_walk
 from nestrec.ops.context_parallel.token_partition import Block, blocks_of
 
 _TIMES = frozenset({"time", "query_time"})
@@ -36,11 +36,11 @@ def hstu_attention_in_context(
     q_THD: torch.Tensor,
     k_THD: torch.Tensor,
     v_THD: torch.Tensor,
-    context: Context,
+    context: ContextParallelGroup,
     *,
     normaliser: float,
     bias: RelativeBias = NO_BIAS,
-    rules: AttentionRules = PLAIN,
+    rules: AttentionMask = PLAIN,
 ) -> torch.Tensor:
     """(T, H, D) what `hstu_attention` computes for this part of the tokens. Collective."""
     _check(q_THD, context, bias, rules)
@@ -52,11 +52,11 @@ def fuxi_attention_in_context(
     q_THD: torch.Tensor,
     k_THD: torch.Tensor,
     v_THD: torch.Tensor,
-    context: Context,
+    context: ContextParallelGroup,
     *,
     normaliser: float,
     bias: RelativeBias,
-    rules: AttentionRules = PLAIN,
+    rules: AttentionMask = PLAIN,
 ) -> tuple[torch.Tensor, ...]:
     """(T, W) semantic, positional and, where the bias has a time, temporal channel of this part. Collective."""
     _check(q_THD, context, bias, rules)
@@ -66,7 +66,7 @@ def fuxi_attention_in_context(
 
 
 def softmax_attention_in_context(
-    q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, context: Context
+    q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, context: ContextParallelGroup
 ) -> torch.Tensor:
     """(T, H, D) what `softmax_attention` computes for this part of the tokens. Collective."""
     _check(q_THD, context, NO_BIAS, PLAIN)
@@ -81,7 +81,7 @@ class SiluSum:
     """HSTU: (H, D) for a query."""
 
     normaliser: float
-    rules: AttentionRules = PLAIN
+    rules: AttentionMask = PLAIN
     fixed: frozenset[str] = _TIMES
 
     def width(self, queries: Tokens, keys: Tokens) -> Sequence[int]:
@@ -100,7 +100,7 @@ class ChannelSums:
     """FuXi: (channels, W) for a query."""
 
     normaliser: float
-    rules: AttentionRules
+    rules: AttentionMask
     num_channels: int
     fixed: frozenset[str] = _TIMES
 
@@ -121,7 +121,7 @@ class ChannelSums:
 class ExponentialSums:
     """SASRec: (H, D + 1) for a query, the sum of weighted values and the sum of weights."""
 
-    rules: AttentionRules = PLAIN
+    rules: AttentionMask = PLAIN
     fixed: frozenset[str] = frozenset({"top"})
 
     def width(self, queries: Tokens, keys: Tokens) -> Sequence[int]:
@@ -140,7 +140,7 @@ def _scores(queries: Tokens, keys: Tokens, block: Block) -> torch.Tensor:
     return scores.masked_fill(~block.seen(PLAIN)[:, None], -torch.inf)
 
 
-def _largest_scores(q_THD: torch.Tensor, k_THD: torch.Tensor, context: Context) -> torch.Tensor:
+def _largest_scores(q_THD: torch.Tensor, k_THD: torch.Tensor, context: ContextParallelGroup) -> torch.Tensor:
     """(T, H) over all keys that a query sees. Collective."""
     top_TH = torch.full_like(q_THD[:, :, 0], -torch.inf, memory_format=torch.contiguous_format)
     with torch.autocast(q_THD.device.type, enabled=False):
@@ -181,7 +181,7 @@ def _parameters(bias: RelativeBias) -> Tokens:
     return {name: table for name, table in named.items() if table is not None}
 
 
-def _check(q_THD: torch.Tensor, context: Context, bias: RelativeBias, rules: AttentionRules) -> None:
+def _check(q_THD: torch.Tensor, context: ContextParallelGroup, bias: RelativeBias, rules: AttentionMask) -> None:
     if rules.num_targets_B is not None or rules.is_square:
         raise UserError(
             "candidates and prefixes that look ahead are computed with whole sequences only",

@@ -22,14 +22,14 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from nestrec.ops.attention.mask_and_bias import AttentionRules
-from nestrec.ops.context_parallel.token_partition import Block, BlockSide, TokenParts, blocks_of
+from nestrec.ops.attention.mask_and_bias import AttentionMask
+from nestrec.ops.context_parallel.token_partition import Block, BlockSide, TokenPartition, blocks_of
 
 Tokens = Mapping[str, torch.Tensor]
 """What tokens have, by name: (T, ...) each, in a block (G, N, ...)."""
 
 
-class PartRing(Protocol):
+class RingCommunicator(Protocol):
     """The ranks of a context group, one after the other and round again."""
 
     @property
@@ -42,11 +42,11 @@ class PartRing(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
+class ContextParallelGroup:
     """Sequences of which this rank holds a part, and who holds the others."""
 
-    parts: TokenParts
-    ring: PartRing
+    parts: TokenPartition
+    ring: RingCommunicator
 
     @property
     def part(self) -> int:
@@ -58,7 +58,7 @@ class PairFunction(Protocol):
     """f of a block: a sum over its keys for each query."""
 
     @property
-    def rules(self) -> AttentionRules:
+    def rules(self) -> AttentionMask:
         """Who sees whom; no candidates, and nobody looks ahead."""
 
     @property
@@ -73,7 +73,12 @@ class PairFunction(Protocol):
 
 
 def pair_sum(  # noqa: PLR0917
-    function: PairFunction, parts: TokenParts, pair: tuple[int, int], queries: Tokens, keys: Tokens, parameters: Tokens
+    function: PairFunction,
+    parts: TokenPartition,
+    pair: tuple[int, int],
+    queries: Tokens,
+    keys: Tokens,
+    parameters: Tokens,
 ) -> torch.Tensor:
     """(T, *width) what the queries of part `pair[0]` find among the keys of part `pair[1]`."""
     some = next(iter(queries.values()))
@@ -95,7 +100,7 @@ class PairGradients(NamedTuple):
 
 def pair_gradients(  # noqa: PLR0917
     function: PairFunction,
-    parts: TokenParts,
+    parts: TokenPartition,
     pair: tuple[int, int],
     queries: Tokens,
     keys: Tokens,
@@ -123,7 +128,7 @@ def pair_gradients(  # noqa: PLR0917
 
 def ring_sum_reference(  # noqa: PLR0917
     function: PairFunction,
-    parts: TokenParts,
+    parts: TokenPartition,
     queries: Sequence[Tokens],
     keys: Sequence[Tokens],
     parameters: Tokens,
@@ -148,7 +153,7 @@ def ring_sum_reference(  # noqa: PLR0917
 
 
 def ring_sum(
-    function: PairFunction, context: Context, queries: Tokens, keys: Tokens, parameters: Tokens
+    function: PairFunction, context: ContextParallelGroup, queries: Tokens, keys: Tokens, parameters: Tokens
 ) -> torch.Tensor:
     """(T, *width) sums of this part's queries over the keys of all parts. Collective, and so is its backward pass."""
     names = tuple(tuple(given) for given in (queries, keys, parameters))
@@ -158,7 +163,7 @@ def ring_sum(
         return _RingSum.apply(job, *queries.values(), *keys.values(), *parameters.values())  # type: ignore[no-any-return]
 
 
-def ring_walk(context: Context, keys: Tokens) -> Iterator[tuple[int, Tokens]]:
+def ring_walk(context: ContextParallelGroup, keys: Tokens) -> Iterator[tuple[int, Tokens]]:
     """Each part and its keys, the own ones first, as they pass by. Collective."""
     held, num = keys, context.ring.size
     for step in range(num):
@@ -171,7 +176,7 @@ def ring_walk(context: Context, keys: Tokens) -> Iterator[tuple[int, Tokens]]:
 @dataclass(frozen=True, slots=True)
 class _Job:
     function: PairFunction
-    context: Context
+    context: ContextParallelGroup
     names: tuple[tuple[str, ...], ...]
 
     def unpacked(self, tensors: Sequence[torch.Tensor]) -> tuple[Tokens, Tokens, Tokens]:

@@ -27,12 +27,12 @@ import torch
 from numpy.typing import NDArray
 
 from nestrec.base.errors import UserError
-from nestrec.ops.attention.mask_and_bias import AttentionRules
+from nestrec.ops.attention.mask_and_bias import AttentionMask
 
 Ints = NDArray[np.int64]
 
 
-class TokenParts:
+class TokenPartition:
     """Which tokens of a batch of sequences each of `size` ranks holds; known on the host, the same on all of them."""
 
     def __init__(self, lengths: Ints, size: int) -> None:
@@ -85,7 +85,7 @@ class TokenParts:
         return self._found[part]
 
 
-def causal_pairs_of(parts: TokenParts) -> list[int]:
+def causal_pairs_of(parts: TokenPartition) -> list[int]:
     """For each part the pairs of one of its tokens and one that it sees, where everything before a token is seen."""
     return [int((parts.positions(part) + 1).sum()) for part in range(parts.size)]
 
@@ -148,7 +148,7 @@ class Block:
     queries: BlockSide
     keys: BlockSide
 
-    def seen(self, rules: AttentionRules) -> torch.Tensor:
+    def seen(self, rules: AttentionMask) -> torch.Tensor:
         """(G, N, M) bool: which query sees which key."""
         i, j = self.queries.position_GN[:, :, None], self.keys.position_GN[:, None, :]
         is_seen: torch.Tensor = j <= i
@@ -167,7 +167,7 @@ class Block:
 
 
 def blocks_of(
-    parts: TokenParts, queries: int, keys: int, rules: AttentionRules, device: torch.device | str = "cpu"
+    parts: TokenPartition, queries: int, keys: int, rules: AttentionMask, device: torch.device | str = "cpu"
 ) -> list[Block]:
     """Of the queries of one part and the keys of another; found once for all layers of a batch."""
     name = (queries, keys, rules.max_attention_length, rules.num_context, str(device))
@@ -176,7 +176,9 @@ def blocks_of(
     return cast(list[Block], parts.kept[name])
 
 
-def _blocks(parts: TokenParts, queries: int, keys: int, rules: AttentionRules, device: torch.device) -> Iterator[Block]:
+def _blocks(
+    parts: TokenPartition, queries: int, keys: int, rules: AttentionMask, device: torch.device
+) -> Iterator[Block]:
     counts = np.stack([parts.lengths_of(part).sum(axis=1) for part in (queries, keys)])
     left = np.flatnonzero(counts.min(axis=0) > 0)
     while len(left) > 0:
@@ -201,7 +203,7 @@ def _num_together(counts_2B: Ints) -> int:
     return len(fits_B) if fits_B.all() else max(1, int(np.argmin(fits_B)))
 
 
-def _padded(parts: TokenParts, part: int, sequences: Ints, outside: int, device: torch.device) -> BlockSide:
+def _padded(parts: TokenPartition, part: int, sequences: Ints, outside: int, device: torch.device) -> BlockSide:
     first_G, length_G = parts.offsets(part)[sequences], parts.lengths_of(part).sum(axis=1)[sequences]
     column_N = np.arange(length_G.max())
     is_real_GN = column_N < length_G[:, None]
@@ -216,7 +218,7 @@ def _padded(parts: TokenParts, part: int, sequences: Ints, outside: int, device:
 
 
 def _of_rows(  # noqa: PLR0917
-    parts: TokenParts, queries: int, keys: int, sequence: int, rules: AttentionRules, device: torch.device
+    parts: TokenPartition, queries: int, keys: int, sequence: int, rules: AttentionMask, device: torch.device
 ) -> Iterator[Block]:
     """Of one long sequence."""
     (first_q, end_q), (first_k, end_k) = (parts.offsets(part)[sequence : sequence + 2] for part in (queries, keys))
@@ -236,7 +238,7 @@ def _of_rows(  # noqa: PLR0917
         )
 
 
-def _seen_keys(position_k: Ints, first: int, last: int, rules: AttentionRules) -> Ints:
+def _seen_keys(position_k: Ints, first: int, last: int, rules: AttentionMask) -> Ints:
     """Those that some query from position `first` to `last` sees."""
     end = int(np.searchsorted(position_k, last, side="right"))
     if rules.max_attention_length is None:

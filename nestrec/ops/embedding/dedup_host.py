@@ -22,7 +22,7 @@ _HALF = np.uint64(32)
 
 
 @dataclass(frozen=True, slots=True)
-class Deduplicated:
+class UniqueKeys:
     """Distinct keys grouped by owner, and for each original key its place among them."""
 
     keys: NDArray[np.int64]
@@ -34,14 +34,14 @@ class Deduplicated:
     was asked for."""
 
 
-def dedup(keys: NDArray[np.int64], num_shards: int = 1) -> Deduplicated:
+def dedup(keys: NDArray[np.int64], num_shards: int = 1) -> UniqueKeys:
     """Distinct keys of a sequence; `result.keys[result.inverse]` gives the sequence back."""
     wanted = min(_MAX_BUCKETS, len(keys) // _BUCKET_KEYS) // num_shards
     bits = max(0, wanted.bit_length() - 1)
     inverse, counts = np.empty(len(keys), np.int32), np.zeros(num_shards, np.int64)
     scratch = _scratch.of(len(keys))
     num_unique = _dedup(keys, np.uint64(bits), inverse, counts, scratch)
-    return Deduplicated(scratch[0][:num_unique].copy(), inverse, counts)
+    return UniqueKeys(scratch[0][:num_unique].copy(), inverse, counts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -240,7 +240,7 @@ class RowList:
 
 
 @dataclass(frozen=True, slots=True)
-class PlaceGroups:
+class TargetGroups:
     """The rows of a list by what they are added to: rows of one place, in the order of the list."""
 
     order: torch.Tensor
@@ -249,13 +249,13 @@ class PlaceGroups:
     """(number of places + 1,) int32 where those of each place begin."""
 
     @staticmethod
-    def of(rows: RowList, num_rows: Int64, device: torch.device) -> "PlaceGroups | None":
+    def of(rows: RowList, num_rows: Int64, device: torch.device) -> "TargetGroups | None":
         """num_rows: (T,) rows of each table. None on the host, which adds one row after the other."""
         if device.type == "cpu":
             return None
         before = np.concatenate([[0], np.cumsum(num_rows)])
         order, starts = group(rows.tables, rows.places, before)
-        return PlaceGroups(*all_to_device([order, starts], device))
+        return TargetGroups(*all_to_device([order, starts], device))
 
 
 def gather_spans(run: torch.Tensor, spans: Spans, rows: RowList, packed: torch.Tensor) -> None:
@@ -275,7 +275,7 @@ def scatter_spans(packed: torch.Tensor, rows: RowList, run: torch.Tensor, spans:
 
 
 def add_spans(
-    packed: torch.Tensor, rows: RowList, run: torch.Tensor, spans: Spans, groups: PlaceGroups | None = None
+    packed: torch.Tensor, rows: RowList, run: torch.Tensor, spans: Spans, groups: TargetGroups | None = None
 ) -> None:
     """Packed rows added to their places in a run, in the order of the list.
 
@@ -372,7 +372,7 @@ def _launch_spans(
     spans: Spans,
     rows: RowList,
     packed: torch.Tensor,
-    groups: PlaceGroups | None,
+    groups: TargetGroups | None,
     *,
     gathers: bool,
     adds: bool,

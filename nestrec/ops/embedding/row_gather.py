@@ -12,7 +12,7 @@ Rows of 16 bits as a loss reads them: gathered or scaled as they are stored, wit
 
 autograd gives a tensor a gradient of its own type, so rows of 16 bits would have rounded ones, and a float32 leaf would
 be a copy of all rows, twice as large as they are. So the leaf is an anchor: a float32 tensor of the rows' shape that is
-one number in memory. Operators that know `StoredRows` read the values and give their gradient to the anchor.
+one number in memory. Operators that know `HalfPrecisionRows` read the values and give their gradient to the anchor.
 
 Sums of rows by segment (bags): a lookup and a sum in one pass, without the looked-up rows in memory.
 
@@ -41,7 +41,7 @@ from nestrec.ops.kernel_op import kernel_op, runs_triton
 
 
 @dataclass(frozen=True, slots=True)
-class StoredRows:
+class HalfPrecisionRows:
     """(U, D) rows; what is computed from them is float32."""
 
     values: torch.Tensor
@@ -50,23 +50,23 @@ class StoredRows:
     """float32 of the same shape; nothing but its gradient means anything"""
 
     @staticmethod
-    def of(values: torch.Tensor) -> "StoredRows":
+    def of(values: torch.Tensor) -> "HalfPrecisionRows":
         """A leaf on these values."""
         anchor = torch.zeros((), dtype=torch.float32, device=values.device).expand(values.shape)
-        return StoredRows(values.detach(), anchor.detach().requires_grad_())
+        return HalfPrecisionRows(values.detach(), anchor.detach().requires_grad_())
 
     def whole(self) -> torch.Tensor:
         """All rows as float32: for whoever needs more of them than `gather_rows` and `unit_rows` give."""
         return _Widened.apply(self.anchor, self.values)  # type: ignore[no-any-return]
 
 
-TableRows = torch.Tensor | StoredRows
+TableRows = torch.Tensor | HalfPrecisionRows
 """Distinct rows of a table."""
 
 
 def leaf_and_values(rows: TableRows) -> tuple[torch.Tensor, torch.Tensor]:
     """What the gradient is of, and what is read: the same tensor, or anchor and values."""
-    return (rows.anchor, rows.values) if isinstance(rows, StoredRows) else (rows, rows)
+    return (rows.anchor, rows.values) if isinstance(rows, HalfPrecisionRows) else (rows, rows)
 
 
 class _Widened(torch.autograd.Function):
@@ -84,7 +84,7 @@ _WORD_BYTES = 4
 
 def gather_rows(rows_UD: TableRows, index_P: torch.Tensor) -> torch.Tensor:
     """rows_UD[index_P] of shape (*index_P.shape, D); the gradient is summed in a fixed order."""
-    if isinstance(rows_UD, StoredRows):
+    if isinstance(rows_UD, HalfPrecisionRows):
         return _GatherRows.apply(rows_UD.anchor, index_P, rows_UD.values)  # type: ignore[no-any-return]
     return _GatherRows.apply(rows_UD, index_P, None)  # type: ignore[no-any-return]
 
@@ -121,7 +121,7 @@ def _has_words(rows_UD: torch.Tensor) -> bool:
 class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_UD: torch.Tensor, index_P: torch.Tensor, stored_UD: torch.Tensor | None) -> torch.Tensor:
-        """stored: the values, where `rows` is the anchor of `StoredRows`."""
+        """stored: the values, where `rows` is the anchor of `HalfPrecisionRows`."""
         ctx.save_for_backward(index_P)
         ctx.num_rows, ctx.dtype = rows_UD.shape[0], rows_UD.dtype
         read_UD = rows_UD if stored_UD is None else stored_UD
@@ -163,7 +163,7 @@ def pool_bags(
     rows_UD: TableRows, index_P: torch.Tensor, offsets: torch.Tensor, how: Pooling, weight_P: torch.Tensor | None = None
 ) -> torch.Tensor:
     """(B, D) vectors of bags. weight_P: of each position, for `weighted` alone."""
-    whole_UD = rows_UD.whole() if isinstance(rows_UD, StoredRows) else rows_UD
+    whole_UD = rows_UD.whole() if isinstance(rows_UD, HalfPrecisionRows) else rows_UD
     pooled_BD = pool_rows(whole_UD, index_P, offsets, weight_P if how == "weighted" else None)
     return pooled_BD / offsets.diff().clamp(min=1)[:, None] if how == "mean" else pooled_BD
 

@@ -127,7 +127,7 @@ class PackedGradient:
         return buffer
 
 
-class Parts:
+class RecomputedProjection:
     """The parts of a projection, made again from z in the backward pass, once for all who saved them."""
 
     def __init__(self) -> None:
@@ -156,7 +156,7 @@ class Projection:
     parts: tuple[torch.Tensor, ...]
     """after their SiLU, one for each further width; strided views"""
     packed: PackedGradient | None = None
-    forgotten: Parts | None = None
+    forgotten: RecomputedProjection | None = None
     """where the parts are not to be kept"""
 
 
@@ -207,7 +207,7 @@ def norm_projection(
         return norm_projection_reference(x_TD, delta_TD, weight_DZ, widths, norm=norm, eps=eps)
     is_eager = not torch.compiler.is_compiling()
     packed = PackedGradient(sum(widths)) if is_eager else None
-    forgotten = Parts() if recompute and is_eager else None
+    forgotten = RecomputedProjection() if recompute and is_eager else None
     fp8 = takes_fp8(x_TD)
     options = _NormProjectionOptions(
         tuple(widths), norm == "layer", eps, recompute, compute_type(x_TD), fp8, packed, forgotten
@@ -238,7 +238,7 @@ class _NormProjectionOptions:
     dtype: torch.dtype
     fp8: bool
     packed: PackedGradient | None
-    forgotten: Parts | None
+    forgotten: RecomputedProjection | None
 
 
 class _NormProjection(torch.autograd.Function):

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.nn.functional import normalize
 
-from nestrec.ops.embedding.row_gather import StoredRows, TableRows
+from nestrec.ops.embedding.row_gather import HalfPrecisionRows, TableRows
 from nestrec.ops.kernel_op import compute_type, kernel_op, power_of_two, runs_kernels
 from nestrec.ops.layers.fused_layers import Dropout
 from nestrec.ops.layers.row_ops import check_rows, column, like, row_grid, row_tile
@@ -237,7 +237,7 @@ def unit_rows_reference(x_TD: torch.Tensor, factor: float, eps: float) -> torch.
 
 def unit_rows(x_TD: TableRows, factor: float, eps: float) -> torch.Tensor:
     """The same by kernels, where there are any; under autocast the result has autocast's type."""
-    if isinstance(x_TD, StoredRows):
+    if isinstance(x_TD, HalfPrecisionRows):
         if not runs_kernels(x_TD.values):
             return unit_rows_reference(x_TD.whole(), factor, eps)
         leaf_TD, stored_TD = x_TD.anchor, x_TD.values.contiguous()
@@ -252,7 +252,7 @@ class _UnitRows(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, stored: torch.Tensor | None, dtype: torch.dtype, factor: float, eps: float
     ) -> torch.Tensor:
-        """stored: the values, where `x` is the anchor of `StoredRows`."""
+        """stored: the values, where `x` is the anchor of `HalfPrecisionRows`."""
         read = x if stored is None else stored
         out, inverse = scale_rows(read, dtype, factor, eps)
         ctx.factor, ctx.eps, ctx.dtype = factor, eps, x.dtype

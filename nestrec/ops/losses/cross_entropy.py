@@ -35,10 +35,10 @@ def kept_cross_entropy(query_TD: torch.Tensor, row_ID: torch.Tensor, target_T: t
     """(T,) losses: `full_cross_entropy` (its definition) in less time and memory on a CPU; that itself elsewhere."""
     if query_TD.is_cuda or query_TD.dtype not in (torch.float32, torch.float64):
         return full_cross_entropy(query_TD, row_ID, target_T)
-    return _Kept.apply(query_TD, row_ID, target_T, max(16, TILE_ELEMENTS // max(1, len(row_ID))))  # type: ignore[no-any-return]
+    return _InPlaceCrossEntropy.apply(query_TD, row_ID, target_T, max(16, TILE_ELEMENTS // max(1, len(row_ID))))  # type: ignore[no-any-return]
 
 
-class _Kept(torch.autograd.Function):
+class _InPlaceCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, query_TD: torch.Tensor, row_ID: torch.Tensor, target_T: torch.Tensor, tile_tokens: int

@@ -54,7 +54,7 @@ from numba import njit
 from numpy.typing import NDArray
 from torch.nn.functional import softplus
 
-from nestrec.ops.embedding.row_gather import StoredRows, TableRows, deal_rows, gather_rows, leaf_and_values
+from nestrec.ops.embedding.row_gather import HalfPrecisionRows, TableRows, deal_rows, gather_rows, leaf_and_values
 from nestrec.ops.embedding.row_sum import sum_by_index_reference, sum_by_runs
 from nestrec.ops.kernel_op import kernel_op, runs_triton
 from nestrec.ops.losses.item_losses import (
@@ -388,7 +388,7 @@ def sampled_loss(
     """(T,) losses of tokens over their candidates. All variants but `plain` compute in the type of the rows, and read
     those of 16 bits as they are stored."""
     if variant == "plain":
-        whole_UD = row_UD.whole() if isinstance(row_UD, StoredRows) else row_UD
+        whole_UD = row_UD.whole() if isinstance(row_UD, HalfPrecisionRows) else row_UD
         return plain_sampled_loss(query_TD, whole_UD, candidates, kind)
     with torch.autocast(query_TD.device.type, enabled=False):
         if variant == "fused":

@@ -23,10 +23,10 @@ from nestrec.base.config_values import Decay, Natural, NonNegative, Positive, Sh
 from nestrec.base.cuda import used_here
 from nestrec.base.errors import UserError
 from nestrec.distributed import Topology
-from nestrec.distributed.collectives import DenseSync, Sum, agree
-from nestrec.embedding.routing.working_set import RowWatch
-from nestrec.pipeline.dense.fsdp_layers import ShardedLayers
-from nestrec.pipeline.schedule_types import Rates, Totals
+from nestrec.distributed.collectives import GradientReducer, Sum, agree
+from nestrec.embedding.routing.working_set import FiniteRowCheck
+from nestrec.pipeline.dense.fsdp_layers import FSDPLayers
+from nestrec.pipeline.schedule_types import LearningRates, StepTotals
 
 
 @config
@@ -69,20 +69,20 @@ class OptimizerConfig:
                 remedy="give both a decay (linear, cosine) and its decay_steps, or neither",
             )
 
-    def rates(self, step: int) -> Rates:
+    def rates(self, step: int) -> LearningRates:
         """Learning rates of a step, from 1."""
         part = min(1.0, step / self.warmup_steps) if self.warmup_steps else 1.0
         if self.decay != "none":
             part *= self._left(min(1.0, max(0, step - self.warmup_steps) / self.decay_steps))
         tables = self.learning_rate if self.table_learning_rate is None else self.table_learning_rate
-        return Rates(dense=self.learning_rate * part, tables=tables * part)
+        return LearningRates(dense=self.learning_rate * part, tables=tables * part)
 
     def _left(self, progress: float) -> float:
         falling = 1.0 - progress if self.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
         return self.final_rate + (1.0 - self.final_rate) * falling
 
 
-class TorchOptimizer:
+class TorchOptimizerAdapter:
     """Wraps a `torch.optim.Optimizer` over the weights of a model; its learning rates are its own."""
 
     def __init__(self, named: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
@@ -230,7 +230,7 @@ class AdamW:
         return torch.device("cpu") if part == "step" and not self._is_fused else weight.device
 
 
-class DenseUpdate:
+class DenseOptimizer:
     """Dense weights, their optimiser and their synchronisation."""
 
     def __init__(
@@ -239,10 +239,10 @@ class DenseUpdate:
         optimizer: OptimizerConfig | torch.optim.Optimizer,
         topology: Topology,
         device: torch.device,
-        row_watch: RowWatch | None = None,
+        row_watch: FiniteRowCheck | None = None,
     ):
         """row_watch: of the rows on this rank; what all ranks have seen travels with the sums."""
-        self.sharded = ShardedLayers.of(model, topology)
+        self.sharded = FSDPLayers.of(model, topology)
         """Layers of which this rank holds a slice; none where it holds everything."""
         sharded = {} if self.sharded is None else self.sharded.held
         # What this rank updates: slices where there are some.
@@ -257,7 +257,7 @@ class DenseUpdate:
         )
         ranks = topology.options
         # Beside backward passes that are collective themselves no other sums may begin.
-        self._sync = DenseSync(
+        self._sync = GradientReducer(
             [weight for name, weight in self._named.items() if name not in sharded],
             topology.dense,
             int(ranks.dense_bucket_mib * (1 << 20)),
@@ -267,7 +267,7 @@ class DenseUpdate:
         self._clip_norm, self._mean_part = cfg.clip_norm, cfg.ema
         self._means = {} if self._mean_part is None else {n: p.detach().clone() for n, p in self._named.items()}
 
-    def _torch_optimizer(self, optimizer: torch.optim.Optimizer) -> TorchOptimizer:
+    def _torch_optimizer(self, optimizer: torch.optim.Optimizer) -> TorchOptimizerAdapter:
         if self.sharded is not None:
             raise UserError(
                 "an optimiser of torch's would have to be made over the slices of this rank",
@@ -275,7 +275,7 @@ class DenseUpdate:
                 value="fsdp",
                 remedy="give an OptimizerConfig, or set ranks.dense=replicated",
             )
-        return TorchOptimizer(self._named, optimizer)
+        return TorchOptimizerAdapter(self._named, optimizer)
 
     def share_first(self) -> None:
         """Every rank takes the weights and buffers of the first. Collective."""
@@ -357,7 +357,7 @@ class DenseUpdate:
                 "takes the state over), or set its learning rate to 0",
             )
 
-    def apply(self, sums: torch.Tensor, learning_rate: float) -> Totals:
+    def apply(self, sums: torch.Tensor, learning_rate: float) -> StepTotals:
         """Update once with what `reduce` has summed, and clear the gradients."""
         gradients = [p.grad for p in self._named.values() if p.grad is not None]
         used_here(gradients)  # the lane of collectives has made them
@@ -370,7 +370,7 @@ class DenseUpdate:
         if self._mean_part is not None:
             with torch.no_grad():
                 foreach_lerp_(list(self._means.values()), list(self._named.values()), 1.0 - self._mean_part)
-        return Totals(loss=sums[0], gradient_norm=norm, wants_stop=sums[1], rows=sums[figures:])
+        return StepTotals(loss=sums[0], gradient_norm=norm, wants_stop=sums[1], rows=sums[figures:])
 
     def _norm(self, sums: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Of all gradients, and how many of the sums stand before those of rows."""

@@ -62,7 +62,7 @@ class _ReduceScatter(_Watched):
         return cast(dist.Work | None, work)
 
 
-class ShardedLayers:
+class FSDPLayers:
     """Of the encoder of a model. What else the model has is held by every rank."""
 
     def __init__(self, model: nn.Module, topology: Topology) -> None:
@@ -93,11 +93,11 @@ class ShardedLayers:
         """By name of the weight, this rank's slice: the memory is that of the model."""
 
     @staticmethod
-    def of(model: nn.Module, topology: Topology) -> "ShardedLayers | None":
+    def of(model: nn.Module, topology: Topology) -> "FSDPLayers | None":
         """None where every rank holds everything: as asked for, or alone."""
         if topology.options.dense == "replicated" or topology.dense.group is None:
             return None
-        return ShardedLayers(model, topology)
+        return FSDPLayers(model, topology)
 
     def take_gradients(self) -> None:
         """What backward passes have left, to the slices; zero where there was none."""

@@ -14,22 +14,22 @@ from typing import TypeVar
 
 from nestrec.embedding import EmbeddingEngine
 from nestrec.pipeline.schedule_spec import PipelineConfig, ScheduleSpec
-from nestrec.pipeline.schedule_types import Compute, Dense, Feed, Step, Totals
-from nestrec.pipeline.stage_runner import LookupAhead, Machine
+from nestrec.pipeline.schedule_types import DenseSide, LookaheadIterator, ModelCompute, StepTotals, TrainingStep
+from nestrec.pipeline.stage_runner import RowPrefetcher, StageRunner
 from nestrec.pipeline.window_cost_model import in_turn_ms
 from nestrec.trace import Tracer
 
 T = TypeVar("T")
 
 
-class Pipelined:
+class PipelinedSchedule:
     """A machine, and the end of it."""
 
-    machine_type: type[Machine] = Machine
+    machine_type: type[StageRunner] = StageRunner
     """whose stages it arranges"""
 
     def __init__(
-        self, engine: EmbeddingEngine, compute: Compute, dense: Dense, tracer: Tracer, options: PipelineConfig
+        self, engine: EmbeddingEngine, compute: ModelCompute, dense: DenseSide, tracer: Tracer, options: PipelineConfig
     ) -> None:
         self._machine = self.machine_type(engine, compute, dense, tracer, window_cache=options.window_cache)
 
@@ -46,19 +46,19 @@ class Pipelined:
         self._machine.lanes.abandon(error)
 
 
-class DualBuffer(Pipelined):
+class DualBufferSchedule(PipelinedSchedule):
     """Lookup hidden, exchanges not."""
 
-    lookup_type: type[LookupAhead] = LookupAhead
+    lookup_type: type[RowPrefetcher] = RowPrefetcher
     """who looks ahead"""
 
     def __init__(
-        self, engine: EmbeddingEngine, compute: Compute, dense: Dense, tracer: Tracer, options: PipelineConfig
+        self, engine: EmbeddingEngine, compute: ModelCompute, dense: DenseSide, tracer: Tracer, options: PipelineConfig
     ) -> None:
         super().__init__(engine, compute, dense, tracer, options)
         self._lookup = self.lookup_type(self._machine)
 
-    def advance(self, step: Step, feed: Feed) -> Totals:
+    def advance(self, step: TrainingStep, feed: LookaheadIterator) -> StepTotals:
         machine, lookup = self._machine, self._lookup
         with machine.step(step):
             now = lookup.rows_of(step)
@@ -71,5 +71,10 @@ class DualBuffer(Pipelined):
 
 
 DUAL_BUFFER = ScheduleSpec(
-    name="dual_buffer", build=DualBuffer, is_exact=True, splits=False, rows_outlive_step=True, window_ms=in_turn_ms
+    name="dual_buffer",
+    build=DualBufferSchedule,
+    is_exact=True,
+    splits=False,
+    rows_outlive_step=True,
+    window_ms=in_turn_ms,
 )

@@ -8,15 +8,15 @@ compute                          F1 F2 F3 ... update rows, update dense
 """
 
 from nestrec.pipeline.schedule_spec import ScheduleSpec
-from nestrec.pipeline.schedule_types import Feed, Step, Totals
-from nestrec.pipeline.schedules.dual_buffer import Pipelined
+from nestrec.pipeline.schedule_types import LookaheadIterator, StepTotals, TrainingStep
+from nestrec.pipeline.schedules.dual_buffer import PipelinedSchedule
 from nestrec.pipeline.window_cost_model import overlapped_ms
 
 
-class FrozenWindow(Pipelined):
+class FrozenWindowSchedule(PipelinedSchedule):
     """Exchanges hidden, lookup not."""
 
-    def advance(self, step: Step, feed: Feed) -> Totals:
+    def advance(self, step: TrainingStep, feed: LookaheadIterator) -> StepTotals:
         machine = self._machine
         with machine.step(step):
             now = machine.fetch(machine.route(machine.load(step.number, step.batch)))
@@ -31,5 +31,5 @@ class FrozenWindow(Pipelined):
 
 
 FROZEN_WINDOW = ScheduleSpec(
-    name="frozen_window", build=FrozenWindow, is_exact=True, splits=True, window_ms=overlapped_ms
+    name="frozen_window", build=FrozenWindowSchedule, is_exact=True, splits=True, window_ms=overlapped_ms
 )

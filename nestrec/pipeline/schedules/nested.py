@@ -10,12 +10,19 @@ compute             F1    F2    ... update rows, update dense     copy shared ro
 from dataclasses import dataclass
 
 from nestrec.embedding import EmbeddingEngine
-from nestrec.pipeline.exchange_window import Window
-from nestrec.pipeline.lanes import Ticket
+from nestrec.pipeline.exchange_window import ExchangeWindow
+from nestrec.pipeline.lanes import Future
 from nestrec.pipeline.schedule_spec import PipelineConfig, ScheduleSpec
-from nestrec.pipeline.schedule_types import Compute, Dense, Feed, FetchedBatch, Step, Totals
-from nestrec.pipeline.schedules.dual_buffer import Pipelined
-from nestrec.pipeline.stage_runner import LookupAhead
+from nestrec.pipeline.schedule_types import (
+    DenseSide,
+    FetchedBatch,
+    LookaheadIterator,
+    ModelCompute,
+    StepTotals,
+    TrainingStep,
+)
+from nestrec.pipeline.schedules.dual_buffer import PipelinedSchedule
+from nestrec.pipeline.stage_runner import RowPrefetcher
 from nestrec.pipeline.window_cost_model import overlapped_ms
 from nestrec.trace import Tracer
 
@@ -24,24 +31,24 @@ from nestrec.trace import Tracer
 class _First:
     """The first exchange of a batch, submitted ahead of its step."""
 
-    batch: FetchedBatch[Window]
-    vectors: Ticket[None]
+    batch: FetchedBatch[ExchangeWindow]
+    vectors: Future[None]
 
 
-class Nested(Pipelined):
+class NestedSchedule(PipelinedSchedule):
     """Lookup and exchanges hidden."""
 
-    lookup_type: type[LookupAhead] = LookupAhead
+    lookup_type: type[RowPrefetcher] = RowPrefetcher
     """who looks ahead"""
 
     def __init__(
-        self, engine: EmbeddingEngine, compute: Compute, dense: Dense, tracer: Tracer, options: PipelineConfig
+        self, engine: EmbeddingEngine, compute: ModelCompute, dense: DenseSide, tracer: Tracer, options: PipelineConfig
     ) -> None:
         super().__init__(engine, compute, dense, tracer, options)
         self._lookup = self.lookup_type(self._machine)
         self._first: _First | None = None
 
-    def advance(self, step: Step, feed: Feed) -> Totals:
+    def advance(self, step: TrainingStep, feed: LookaheadIterator) -> StepTotals:
         machine, lookup = self._machine, self._lookup
         with machine.step(step):
             now = lookup.rows_of(step)
@@ -57,5 +64,5 @@ class Nested(Pipelined):
 
 
 NESTED = ScheduleSpec(
-    name="nested", build=Nested, is_exact=True, splits=True, rows_outlive_step=True, window_ms=overlapped_ms
+    name="nested", build=NestedSchedule, is_exact=True, splits=True, rows_outlive_step=True, window_ms=overlapped_ms
 )

@@ -20,13 +20,21 @@ from dataclasses import dataclass
 from nestrec.embedding import EmbeddingEngine
 from nestrec.embedding.routing.batch_overlap import Overlap
 from nestrec.embedding.routing.working_set import RowBuffers
-from nestrec.pipeline.collision_stages import CollisionStages, Neighbours
-from nestrec.pipeline.exchange_window import SplitWindow
-from nestrec.pipeline.lanes import Ticket
+from nestrec.pipeline.collision_stages import AdjacentBatches, CollisionStages
+from nestrec.pipeline.exchange_window import SplitExchangeWindow
+from nestrec.pipeline.lanes import Future
 from nestrec.pipeline.schedule_spec import PipelineConfig, ScheduleSpec
-from nestrec.pipeline.schedule_types import Compute, Dense, Feed, FetchedBatch, Rates, Step, Totals
-from nestrec.pipeline.schedules.dual_buffer import Pipelined
-from nestrec.pipeline.stage_runner import KeysAhead
+from nestrec.pipeline.schedule_types import (
+    DenseSide,
+    FetchedBatch,
+    LearningRates,
+    LookaheadIterator,
+    ModelCompute,
+    StepTotals,
+    TrainingStep,
+)
+from nestrec.pipeline.schedules.dual_buffer import PipelinedSchedule
+from nestrec.pipeline.stage_runner import KeyPrefetcher
 from nestrec.pipeline.window_cost_model import vectors_first_ms
 from nestrec.trace import Tracer
 
@@ -37,33 +45,33 @@ _KEYS_AHEAD = 2
 class _Deferred:
     """Neighbours of which the older one's exclusive rows are not updated yet."""
 
-    pair: Neighbours
-    rates: Rates
+    pair: AdjacentBatches
+    rates: LearningRates
     shared: Overlap
 
 
 @dataclass(frozen=True, slots=True)
-class _Begun:
+class _StartedBatch:
     """A batch with the exchanges of its vectors."""
 
-    batch: FetchedBatch[SplitWindow]
-    vectors: list[Ticket[None]]
+    batch: FetchedBatch[SplitExchangeWindow]
+    vectors: list[Future[None]]
     """of each micro-batch"""
 
 
-class Priority(Pipelined):
+class PrioritySchedule(PipelinedSchedule):
     """Lookup hidden, and the exchanges of all rows that the next batch does not use."""
 
     def __init__(
-        self, engine: EmbeddingEngine, compute: Compute, dense: Dense, tracer: Tracer, options: PipelineConfig
+        self, engine: EmbeddingEngine, compute: ModelCompute, dense: DenseSide, tracer: Tracer, options: PipelineConfig
     ) -> None:
         super().__init__(engine, compute, dense, tracer, options)
         self._stages = CollisionStages(self._machine)
-        self._keys, self._buffers = KeysAhead(self._machine, _KEYS_AHEAD), RowBuffers(turns=2)
+        self._keys, self._buffers = KeyPrefetcher(self._machine, _KEYS_AHEAD), RowBuffers(turns=2)
         self._deferred: _Deferred | None = None
-        self._begun: _Begun | None = None
+        self._begun: _StartedBatch | None = None
 
-    def advance(self, step: Step, feed: Feed) -> Totals:
+    def advance(self, step: TrainingStep, feed: LookaheadIterator) -> StepTotals:
         machine = self._machine
         with machine.step(step):
             begun = self._begin(step)
@@ -85,18 +93,20 @@ class Priority(Pipelined):
             self._hand_over(now, pair, step, defers=deferred is not None)
             return machine.apply_dense(step, sums)
 
-    def look_beside(self, now: FetchedBatch[SplitWindow], step: Step, feed: Feed) -> Neighbours | None:
+    def look_beside(
+        self, now: FetchedBatch[SplitExchangeWindow], step: TrainingStep, feed: LookaheadIterator
+    ) -> AdjacentBatches | None:
         """Submit what may run beside this step; this batch and the next, where the rows of that are being read."""
         self._finish_deferred()
         return self._read_ahead(now, step, feed)
 
-    def _begin(self, step: Step) -> _Begun:
+    def _begin(self, step: TrainingStep) -> _StartedBatch:
         """The batch of this step and the exchanges of its vectors, all of them now where none was begun before."""
         keys = self._keys.begun(step.number, step.batch)
         begun, self._begun = self._begun, None
         if begun is None or begun.batch.keys is not keys:
-            batch = self._machine.fetch_for(SplitWindow, keys, self._buffers)
-            begun = _Begun(batch, [self._machine.vectors(batch, i) for i in range(batch.num_micro_batches)])
+            batch = self._machine.fetch_for(SplitExchangeWindow, keys, self._buffers)
+            begun = _StartedBatch(batch, [self._machine.vectors(batch, i) for i in range(batch.num_micro_batches)])
         self._machine.keep(begun.batch)
         return begun
 
@@ -105,19 +115,23 @@ class Priority(Pipelined):
         if deferred is not None:
             self._stages.finish(deferred.pair, deferred.rates, deferred.shared)
 
-    def _read_ahead(self, now: FetchedBatch[SplitWindow], step: Step, feed: Feed) -> Neighbours | None:
+    def _read_ahead(
+        self, now: FetchedBatch[SplitExchangeWindow], step: TrainingStep, feed: LookaheadIterator
+    ) -> AdjacentBatches | None:
         """Rows of the next batch from the store, and the exclusive ones to those who use them."""
         self._keys.look_ahead(step, feed)
         keys = self._keys.get(step.number + 1)
         if keys is None or step.is_fence:  # a fetch creates rows, so none may pass a fence
             return None
-        following = self._machine.find_shared(now, self._machine.fetch_for(SplitWindow, keys, self._buffers))
+        following = self._machine.find_shared(now, self._machine.fetch_for(SplitExchangeWindow, keys, self._buffers))
         pair = self._stages.find(now, following)
         for i in range(keys.num_micro_batches):
             self._stages.vectors(pair, i, "exclusive")
         return pair
 
-    def _hand_over(self, now: FetchedBatch[SplitWindow], pair: Neighbours | None, step: Step, *, defers: bool) -> None:
+    def _hand_over(
+        self, now: FetchedBatch[SplitExchangeWindow], pair: AdjacentBatches | None, step: TrainingStep, *, defers: bool
+    ) -> None:
         """After the update: shared rows to the next batch, and on their way to those who use them."""
         self._keys.pop(step.number)
         if pair is None:
@@ -129,9 +143,14 @@ class Priority(Pipelined):
         else:
             self._machine.write_back(now, shared)
         vectors = [self._stages.vectors(pair, i, "shared") for i in range(newer.num_micro_batches)]
-        self._begun = _Begun(newer, vectors)
+        self._begun = _StartedBatch(newer, vectors)
 
 
 PRIORITY = ScheduleSpec(
-    name="priority", build=Priority, is_exact=True, splits=False, rows_outlive_step=True, window_ms=vectors_first_ms
+    name="priority",
+    build=PrioritySchedule,
+    is_exact=True,
+    splits=False,
+    rows_outlive_step=True,
+    window_ms=vectors_first_ms,
 )

@@ -18,12 +18,21 @@ run that was resumed there is the run that was not interrupted. A stop between f
 from dataclasses import dataclass
 
 from nestrec.embedding import EmbeddingEngine
-from nestrec.pipeline.exchange_window import Window
-from nestrec.pipeline.lanes import Ticket
+from nestrec.pipeline.exchange_window import ExchangeWindow
+from nestrec.pipeline.lanes import Future
 from nestrec.pipeline.schedule_spec import PipelineConfig, ScheduleSpec
-from nestrec.pipeline.schedule_types import Compute, Dense, Feed, FetchedBatch, Rates, RoutedBatch, Step, Totals
-from nestrec.pipeline.schedules.dual_buffer import Pipelined
-from nestrec.pipeline.stage_runner import KeysAhead
+from nestrec.pipeline.schedule_types import (
+    DenseSide,
+    FetchedBatch,
+    LearningRates,
+    LookaheadIterator,
+    ModelCompute,
+    RoutedBatch,
+    StepTotals,
+    TrainingStep,
+)
+from nestrec.pipeline.schedules.dual_buffer import PipelinedSchedule
+from nestrec.pipeline.stage_runner import KeyPrefetcher
 from nestrec.pipeline.window_cost_model import apart_ms
 from nestrec.trace import Tracer
 
@@ -36,31 +45,31 @@ _MOST_LATE = 1
 class _Deferred:
     """A batch whose gradients have not left yet."""
 
-    batch: FetchedBatch[Window]
-    rates: Rates
+    batch: FetchedBatch[ExchangeWindow]
+    rates: LearningRates
 
 
 @dataclass(frozen=True, slots=True)
-class _Read:
+class _SentBatch:
     """A batch whose rows were read, and are on their way to those who use them."""
 
-    batch: FetchedBatch[Window]
-    vectors: list[Ticket[None]]
+    batch: FetchedBatch[ExchangeWindow]
+    vectors: list[Future[None]]
     """of each micro-batch"""
 
 
-class SemiAsync(Pipelined):
+class SemiAsyncSchedule(PipelinedSchedule):
     """Lookup and exchanges hidden by using some rows one step late."""
 
     def __init__(
-        self, engine: EmbeddingEngine, compute: Compute, dense: Dense, tracer: Tracer, options: PipelineConfig
+        self, engine: EmbeddingEngine, compute: ModelCompute, dense: DenseSide, tracer: Tracer, options: PipelineConfig
     ) -> None:
         super().__init__(engine, compute, dense, tracer, options)
-        self._keys = KeysAhead(self._machine, _KEYS_AHEAD)
+        self._keys = KeyPrefetcher(self._machine, _KEYS_AHEAD)
         self._deferred: _Deferred | None = None
-        self._following: _Read | None = None
+        self._following: _SentBatch | None = None
 
-    def advance(self, step: Step, feed: Feed) -> Totals:
+    def advance(self, step: TrainingStep, feed: LookaheadIterator) -> StepTotals:
         machine = self._machine
         with machine.step(step):
             keys = self._keys.begun(step.number, step.batch)
@@ -83,12 +92,12 @@ class SemiAsync(Pipelined):
                 self._send_deferred()
             return machine.apply_dense(step, sums)
 
-    def _read(self, keys: RoutedBatch) -> _Read:
+    def _read(self, keys: RoutedBatch) -> _SentBatch:
         """Rows of a batch as the store holds them now, on their way to those who use them."""
         before = [self._keys.get(keys.number - 1), None if self._deferred is None else self._deferred.batch.keys]
         earlier = [batch for batch in before if batch is not None]
         batch = self._machine.read_late(keys, earlier, most_late=_MOST_LATE)
-        return _Read(batch, [self._machine.vectors_ahead(batch, i) for i in range(keys.num_micro_batches)])
+        return _SentBatch(batch, [self._machine.vectors_ahead(batch, i) for i in range(keys.num_micro_batches)])
 
     def _send_deferred(self) -> None:
         """Gradients of the batch before go, and its rows are updated."""
@@ -100,4 +109,4 @@ class SemiAsync(Pipelined):
         self._machine.update_in_store(deferred.batch, deferred.rates, gone)
 
 
-SEMI_ASYNC = ScheduleSpec(name="semi_async", build=SemiAsync, is_exact=False, splits=False, window_ms=apart_ms)
+SEMI_ASYNC = ScheduleSpec(name="semi_async", build=SemiAsyncSchedule, is_exact=False, splits=False, window_ms=apart_ms)

@@ -19,25 +19,33 @@ import torch
 
 from nestrec.data.batch_loader import MicroBatch
 from nestrec.embedding import EmbeddingEngine
-from nestrec.pipeline.exchange_window import Window
+from nestrec.pipeline.exchange_window import ExchangeWindow
 from nestrec.pipeline.schedule_spec import PipelineConfig, ScheduleSpec
-from nestrec.pipeline.schedule_types import Compute, Dense, Feed, Step, Totals, check_can_cache, check_can_cut
+from nestrec.pipeline.schedule_types import (
+    DenseSide,
+    LookaheadIterator,
+    ModelCompute,
+    StepTotals,
+    TrainingStep,
+    check_can_cache,
+    check_can_cut,
+)
 from nestrec.pipeline.window_cost_model import in_turn_ms
 from nestrec.trace import Kind, OpenSpan, Tracer
 
 T = TypeVar("T")
 
 
-class Serial:
+class SerialSchedule:
     """One step at a time, nothing overlapped."""
 
     def __init__(
-        self, engine: EmbeddingEngine, compute: Compute, dense: Dense, tracer: Tracer, options: PipelineConfig
+        self, engine: EmbeddingEngine, compute: ModelCompute, dense: DenseSide, tracer: Tracer, options: PipelineConfig
     ) -> None:
         self._engine, self._compute, self._dense, self._tracer = engine, compute, dense, tracer
         self._window_cache = options.window_cache
 
-    def advance(self, step: Step, feed: Feed) -> Totals:
+    def advance(self, step: TrainingStep, feed: LookaheadIterator) -> StepTotals:
         """Train on one batch; returns the loss of the global batch, not yet read from the device."""
         engine, micro_batches = self._engine, step.batch.micro_batches
         check_can_cut(self._compute.couples_samples, len(micro_batches))
@@ -49,7 +57,7 @@ class Serial:
                 routed = engine.route(*keys, step=step.number, window_cache=self._window_cache)
             with self._span("train.embedding.fetch", "lookup"):
                 working = engine.fetch(routed, step=step.number)
-            window = Window(engine, routed, working)
+            window = ExchangeWindow(engine, routed, working)
             loss = torch.zeros((), device=engine.device)
             for i, micro_batch in enumerate(micro_batches):
                 with self._tracer.context(micro_batch=i):
@@ -78,7 +86,7 @@ class Serial:
     def abandon(self, error: BaseException) -> None:
         """Nothing was begun."""
 
-    def _micro_batch(self, micro_batch: MicroBatch, i: int, window: Window, weight: float) -> torch.Tensor:
+    def _micro_batch(self, micro_batch: MicroBatch, i: int, window: ExchangeWindow, weight: float) -> torch.Tensor:
         with self._span("train.embedding.vectors", "communication", is_collective=True):
             window.receive(i)
         with self._span("train.compute", "compute"):
@@ -98,4 +106,4 @@ class Serial:
         return self._tracer.span(name, kind=kind, is_collective=is_collective)
 
 
-SERIAL = ScheduleSpec(name="serial", build=Serial, is_exact=True, splits=False, window_ms=in_turn_ms)
+SERIAL = ScheduleSpec(name="serial", build=SerialSchedule, is_exact=True, splits=False, window_ms=in_turn_ms)

@@ -11,27 +11,34 @@ compute          F1 F2 ... update dense
 
 from nestrec.data.batch_loader import Batch
 from nestrec.embedding import EmbeddingEngine
-from nestrec.pipeline.exchange_window import Window
+from nestrec.pipeline.exchange_window import ExchangeWindow
 from nestrec.pipeline.schedule_spec import PipelineConfig, ScheduleSpec
-from nestrec.pipeline.schedule_types import Compute, Dense, Feed, FetchedBatch, Step, Totals
-from nestrec.pipeline.schedules.dual_buffer import Pipelined
-from nestrec.pipeline.stage_runner import KeysAhead
+from nestrec.pipeline.schedule_types import (
+    DenseSide,
+    FetchedBatch,
+    LookaheadIterator,
+    ModelCompute,
+    StepTotals,
+    TrainingStep,
+)
+from nestrec.pipeline.schedules.dual_buffer import PipelinedSchedule
+from nestrec.pipeline.stage_runner import KeyPrefetcher
 from nestrec.pipeline.window_cost_model import in_turn_ms
 from nestrec.trace import Tracer
 
 
-class Stale(Pipelined):
+class StaleSchedule(PipelinedSchedule):
     """Lookup hidden by using old rows."""
 
     def __init__(
-        self, engine: EmbeddingEngine, compute: Compute, dense: Dense, tracer: Tracer, options: PipelineConfig
+        self, engine: EmbeddingEngine, compute: ModelCompute, dense: DenseSide, tracer: Tracer, options: PipelineConfig
     ) -> None:
         super().__init__(engine, compute, dense, tracer, options)
         self._ahead = options.stale_steps
-        self._keys = KeysAhead(self._machine, self._ahead + 1)
-        self._read: dict[int, FetchedBatch[Window]] = {}
+        self._keys = KeyPrefetcher(self._machine, self._ahead + 1)
+        self._read: dict[int, FetchedBatch[ExchangeWindow]] = {}
 
-    def advance(self, step: Step, feed: Feed) -> Totals:
+    def advance(self, step: TrainingStep, feed: LookaheadIterator) -> StepTotals:
         machine = self._machine
         with machine.step(step):
             now = self._rows_of(step.number, step.batch)
@@ -44,7 +51,7 @@ class Stale(Pipelined):
                 self._read.clear()
             return machine.apply_dense(step, sums)
 
-    def _look_ahead(self, step: Step, feed: Feed) -> None:
+    def _look_ahead(self, step: TrainingStep, feed: LookaheadIterator) -> None:
         """Read rows of the batches that follow, before this one's update is in the store."""
         self._keys.look_ahead(step, feed)
         for ahead in range(1, self._ahead + 1):
@@ -52,7 +59,7 @@ class Stale(Pipelined):
             if batch is not None:
                 self._rows_of(step.number + ahead, batch)
 
-    def _rows_of(self, number: int, batch: Batch) -> FetchedBatch[Window]:
+    def _rows_of(self, number: int, batch: Batch) -> FetchedBatch[ExchangeWindow]:
         """The batch with its rows, read now unless they were before."""
         keys, read = self._keys.begun(number, batch), self._read.get(number)
         if read is None or read.keys is not keys:
@@ -61,5 +68,5 @@ class Stale(Pipelined):
 
 
 STALE = ScheduleSpec(
-    name="stale", build=Stale, is_exact=False, splits=False, options=("stale_steps",), window_ms=in_turn_ms
+    name="stale", build=StaleSchedule, is_exact=False, splits=False, options=("stale_steps",), window_ms=in_turn_ms
 )

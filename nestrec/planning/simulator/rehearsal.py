@@ -14,11 +14,19 @@ import numpy as np
 import torch
 
 from nestrec.data.batch_loader import Batch, MicroBatch
-from nestrec.data.batch_order import Position
+from nestrec.data.batch_order import BatchPosition
 from nestrec.distributed import Topology
-from nestrec.embedding import EmbeddingEngine, Routed, TableConfig, WorkingSet
+from nestrec.embedding import EmbeddingEngine, RoutedKeys, TableConfig, WorkingSet
 from nestrec.embedding.routing.replica_key_union import ReplicaSyncConfig
-from nestrec.pipeline import Coupling, Feed, PipelineConfig, PipelineCore, Rates, Step, Totals
+from nestrec.pipeline import (
+    Coupling,
+    LearningRates,
+    LookaheadIterator,
+    PipelineConfig,
+    PipelineCore,
+    StepTotals,
+    TrainingStep,
+)
 from nestrec.planning.simulator.program import Program, Recorder
 
 ENGINE_OPERATIONS = (
@@ -48,9 +56,11 @@ def rehearse(
         setattr(engine, name, recorder.noting(name, getattr(engine, name), _PORTIONS.get(name)))
     core = PipelineCore.build(_Compute(recorder), engine, _Dense(recorder), options, tracer=recorder)
     batches = [_batch(number, micro_batches) for number in range(1, steps + 1)]
-    feed = Feed(iter(batches))
+    feed = LookaheadIterator(iter(batches))
     for number in range(1, steps + 1):
-        step = Step(number=number, batch=next(feed), rates=Rates(dense=0.1, tables=0.1), is_fence=number == steps)
+        step = TrainingStep(
+            number=number, batch=next(feed), rates=LearningRates(dense=0.1, tables=0.1), is_fence=number == steps
+        )
         core.schedule.advance(step, feed)
     core.close()
     return recorder.program(options.schedule, micro_batches)
@@ -64,16 +74,16 @@ def _portion(keys: Iterable[int]) -> str:
     return SHARED if is_shared[0] else EXCLUSIVE
 
 
-def _portion_of_vectors(routed: Routed, working: WorkingSet, micro_batch: int = 0, into: Any = None) -> str:
+def _portion_of_vectors(routed: RoutedKeys, working: WorkingSet, micro_batch: int = 0, into: Any = None) -> str:
     return _portion(routed.owned["toy"][routed.micro_batches[micro_batch].vectors.asked.places].tolist())
 
 
-def _portion_of_gradients(routed: Routed, gradients: Any, micro_batch: int) -> str:
+def _portion_of_gradients(routed: RoutedKeys, gradients: Any, micro_batch: int) -> str:
     (leg,) = routed.micro_batches[micro_batch].gradients.values()
     return _portion(routed.owned["toy"][leg.asked.places].tolist())
 
 
-def _portion_of_sums(routed: Routed, working: WorkingSet, received: Any, micro_batch: int) -> str:
+def _portion_of_sums(routed: RoutedKeys, working: WorkingSet, received: Any, micro_batch: int) -> str:
     return _portion_of_gradients(routed, received, micro_batch)
 
 
@@ -95,7 +105,9 @@ def _batch(number: int, micro_batches: int) -> Batch:
     keys = np.array([[0, 1 + number % (_ROWS - 1)]])
     parts = [MicroBatch(np.array([i]), {"toy": keys}, {}, 2, 2) for i in range(micro_batches)]
     samples = np.arange(micro_batches)
-    return Batch(Position(0, number), float(micro_batches), samples, tuple(parts), tokens=np.full(micro_batches, 2))
+    return Batch(
+        BatchPosition(0, number), float(micro_batches), samples, tuple(parts), tokens=np.full(micro_batches, 2)
+    )
 
 
 class _Compute:
@@ -133,6 +145,6 @@ class _Dense:
         self._recorder.note("dense_reduce")
         return torch.zeros(2)
 
-    def apply(self, sums: torch.Tensor, learning_rate: float) -> Totals:
+    def apply(self, sums: torch.Tensor, learning_rate: float) -> StepTotals:
         self._recorder.note("dense_apply")
-        return Totals(loss=sums[0], gradient_norm=sums[0], wants_stop=sums[1])
+        return StepTotals(loss=sums[0], gradient_norm=sums[0], wants_stop=sums[1])

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nestrec.planning.hardware_profile import Crossing, Group, Links, Profile, Rate, StoreKind
+from nestrec.planning.hardware_profile import Group, LinearCost, Links, Profile, StoreKind, TransferTime
 from nestrec.planning.simulator.program_replay import Cost, Costs, Mesh, Scope
 from nestrec.planning.workload import KEY_BYTES, Loads
 
@@ -77,7 +77,7 @@ class StepCosts:
         return replace(cost, busy_s=cost.busy_s * share, wire_s=cost.wire_s * share)
 
     @staticmethod
-    def _work(rate: Rate, amount: Any) -> Cost:
+    def _work(rate: LinearCost, amount: Any) -> Cost:
         return Cost(rate.fixed_s + rate.unit_s * amount)
 
     def _exchange_keys(self, p: int, n: int | None) -> Cost:
@@ -107,13 +107,13 @@ class StepCosts:
         returned, summed = self._loads.returned_bytes[p][:, n], self._loads.summed_bytes[p][:, n]
         return self._exchange(self._profile.exchange_gradients, returned, summed)
 
-    def _exchange(self, rate: Rate, sent: Any, received: Any) -> Cost:
+    def _exchange(self, rate: LinearCost, sent: Any, received: Any) -> Cost:
         """A rank is through when the larger of what it sends and what it receives is."""
         crossing = self._links.all_to_all(self._sizes.shards, np.maximum(sent, received))
         return self._crossing(rate.fixed_s + rate.unit_s * sent + self._peers_s, crossing, "shards")
 
     @staticmethod
-    def _crossing(busy_s: Any, crossing: Crossing, scope: Scope) -> Cost:
+    def _crossing(busy_s: Any, crossing: TransferTime, scope: Scope) -> Cost:
         return Cost(busy_s, crossing.wire_s, scope, crossing.latency_s, crossing.burst_s)
 
     def _forward_backward(self, p: int, n: int | None) -> Cost:
@@ -166,7 +166,7 @@ Spreads = Mapping[str, Spread]
 """By operation."""
 
 
-class Varied:
+class RandomizedCosts:
     """`costs` with chance. Work varies rank by rank; what crosses varies for the whole group at once."""
 
     def __init__(self, costs: Costs, spreads: Spreads, world: int, *, wire_speed: float, seed: int) -> None:
@@ -187,7 +187,7 @@ class Varied:
         return replace(cost, wire_s=cost.wire_s * float(spread.draw(amount, draw, 1)[0]))
 
 
-class Slowed:
+class ScaledCosts:
     """`costs` whose work takes `factor` times as long."""
 
     def __init__(self, costs: Costs, factor: float) -> None:

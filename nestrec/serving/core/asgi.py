@@ -26,7 +26,7 @@ from nestrec.serving.core.request_limits import BadRequestError, LimitsConfig
 _MOST_REMEMBERED = 1024
 
 
-class HostNames:
+class AllowedHosts:
     """Names that may stand in the header Host. Addresses may always: nobody can make them point elsewhere."""
 
     def __init__(self, listens_on: str, names: Sequence[str] = ()):
@@ -79,11 +79,11 @@ _LONGEST_RETRY_S = 86_400.0
 _STATUS_LINES = {s.value: f"HTTP/1.1 {s.value} {s.phrase}\r\n".encode() for s in http.HTTPStatus}
 
 
-class DisconnectedError(Exception):
+class ClientDisconnectedError(Exception):
     """The client has gone; nobody waits for the answer."""
 
 
-class Answered:
+class HttpResponse:
     """Status, body and headers of an answer."""
 
     __slots__ = ("body", "headers", "is_counted", "status")
@@ -118,16 +118,16 @@ def parse_json(body: bytes, loads: Callable[[bytes], Any] = orjson.loads) -> dic
     return data
 
 
-def as_json(value: Any, status: int = 200, *headers: Header) -> Answered:
-    return Answered(status, orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY), JSON, *headers)
+def as_json(value: Any, status: int = 200, *headers: Header) -> HttpResponse:
+    return HttpResponse(status, orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY), JSON, *headers)
 
 
-def problem(status: int, message: str, field: str = "", *headers: Header, remedy: str = "") -> Answered:
+def problem(status: int, message: str, field: str = "", *headers: Header, remedy: str = "") -> HttpResponse:
     error = {"message": message, **({"field": field} if field else {}), **({"remedy": remedy} if remedy else {})}
     return as_json({"error": error}, status, *headers)
 
 
-def problem_of(error: BadRequestError) -> Answered:
+def problem_of(error: BadRequestError) -> HttpResponse:
     return problem(error.status, error.message, error.field, remedy=error.remedy)
 
 
@@ -190,7 +190,7 @@ async def _read(receive: Receive, most: int) -> bytes:
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise DisconnectedError
+            raise ClientDisconnectedError
         parts.append(message.get("body", b""))
         size += len(parts[-1])
         if size > most:
@@ -216,7 +216,7 @@ async def unless_disconnected(work: Coroutine[Any, Any, Result], receive: Receiv
         return await work
     except asyncio.CancelledError:
         if is_gone and task.uncancel() == 0:
-            raise DisconnectedError from None
+            raise ClientDisconnectedError from None
         raise
     finally:
         watcher.cancel()

@@ -1,4 +1,4 @@
-class RefusedError(Exception):
+class RequestRejectedError(Exception):
     """A request that is not served now; the caller may come back after a while."""
 
     def __init__(self, reason: str, retry_after_s: float):
@@ -6,9 +6,9 @@ class RefusedError(Exception):
         self.reason, self.retry_after_s = reason, retry_after_s
 
 
-class OverloadedError(RefusedError):
+class OverloadedError(RequestRejectedError):
     """More work waits than can be done in time."""
 
 
-class UnavailableError(RefusedError):
+class UnavailableError(RequestRejectedError):
     """The engine is stopping or has failed, or the deadline passed before the work began."""

@@ -69,7 +69,7 @@ class BadRequestError(Exception):
         self.remedy = remedy
 
 
-class NotToldError(BadRequestError):
+class MissingInputError(BadRequestError):
     """The model reads something that nobody told, and its export names no default."""
 
     def __init__(self, field: str):
@@ -77,7 +77,7 @@ class NotToldError(BadRequestError):
 
 
 @dataclass(frozen=True, slots=True)
-class Sender:
+class RequestSource:
     """Of one request."""
 
     client: str = ""
@@ -89,8 +89,8 @@ class Sender:
     """for which the last answer that its front has got was on its way back from an engine"""
 
 
-NOBODY = Sender()
-current_sender: ContextVar[Sender] = ContextVar("nestrec_sender", default=NOBODY)
+NOBODY = RequestSource()
+current_sender: ContextVar[RequestSource] = ContextVar("nestrec_sender", default=NOBODY)
 """of the request that this task serves"""
 current_request_id: ContextVar[str] = ContextVar("nestrec_request_id", default="")
 """of the request that this task serves"""

@@ -12,7 +12,7 @@ KINDS: tuple[Kind, ...] = ("numbers", "texts", "words")
 """whole numbers; texts of whole numbers, as `str` writes them; a few words, and null, repeated"""
 
 
-class PlainList(Sequence[Any]):
+class TypedList(Sequence[Any]):
     """Reads as the list that JSON has there; `values` are its numbers, or for words their places among `words`."""
 
     __slots__ = ("kind", "values", "words")
@@ -40,8 +40,8 @@ class PlainList(Sequence[Any]):
         ends = int(self.values.min()), int(self.values.max())
         return ends if self.kind == "numbers" else tuple(map(str, ends))
 
-    def where(self, is_kept: NDArray[np.bool_]) -> "PlainList":
-        return PlainList(self.kind, self.values[is_kept], self.words)
+    def where(self, is_kept: NDArray[np.bool_]) -> "TypedList":
+        return TypedList(self.kind, self.values[is_kept], self.words)
 
     def numbered(self, of: Callable[[Any], int]) -> Ids:
         """A number of each value; asked once for each word."""
@@ -55,11 +55,11 @@ class PlainList(Sequence[Any]):
     @overload
     def __getitem__(self, place: int) -> Any: ...
     @overload
-    def __getitem__(self, place: slice) -> "PlainList": ...
+    def __getitem__(self, place: slice) -> "TypedList": ...
     def __getitem__(self, place: int | slice) -> Any:
         if isinstance(place, slice):
-            return PlainList(self.kind, self.values[place], self.words)
-        return next(iter(PlainList(self.kind, self.values[place : place + 1], self.words)))
+            return TypedList(self.kind, self.values[place], self.words)
+        return next(iter(TypedList(self.kind, self.values[place : place + 1], self.words)))
 
     def __iter__(self) -> Iterator[Any]:
         values = self.values.tolist()
@@ -73,4 +73,4 @@ class PlainList(Sequence[Any]):
 
 
 def types_of(values: Sequence[Any]) -> set[type]:
-    return values.types if isinstance(values, PlainList) else set(map(type, values))
+    return values.types if isinstance(values, TypedList) else set(map(type, values))

@@ -14,8 +14,8 @@ import math
 from dataclasses import dataclass, field
 
 from nestrec.serving.core.cost_model import EngineCostModel
-from nestrec.serving.core.request_limits import Sender
-from nestrec.serving.engine.batch_pacer import EnginePace
+from nestrec.serving.core.request_limits import RequestSource
+from nestrec.serving.engine.batch_pacer import BatchPacer
 
 
 @dataclass(slots=True)
@@ -25,7 +25,7 @@ class _Client:
     """seconds and number of works of each"""
 
 
-class Backlog:
+class QueueEstimate:
     """Estimated device seconds of the work that waits or runs. Changed under a lock of the caller; any thread asks."""
 
     def __init__(self, most_signals_s: float = math.inf) -> None:
@@ -102,10 +102,10 @@ _BUSY = 0.5
 """share of its time that a device works where work waits for it rather than for the host"""
 
 
-class Outlook:
+class AdmissionEstimator:
     """Any thread asks; one at a time tells."""
 
-    def __init__(self, costs: EngineCostModel, pace: EnginePace, backlog: Backlog):
+    def __init__(self, costs: EngineCostModel, pace: BatchPacer, backlog: QueueEstimate):
         self._costs, self._pace, self._backlog = costs, pace, backlog
         self._byte_s = 0.0  # device seconds of a byte of a request
 
@@ -116,16 +116,16 @@ class Outlook:
         """Against a prefix of so many tokens."""
         return self._costs.predict_s(*self._costs.work(cached, length - cached, num_candidates))
 
-    def ends_in_s(self, sender: Sender, user: str, seconds: float) -> float:
+    def ends_in_s(self, sender: RequestSource, user: str, seconds: float) -> float:
         """Until a request that came now and takes so long would be answered."""
         return self._pace.slowness * self._backlog.expected_s(sender.client, user, seconds)
 
-    def unread_ends_in_s(self, sender: Sender) -> float:
+    def unread_ends_in_s(self, sender: RequestSource) -> float:
         """The same of one that nobody has looked into, by its size."""
         seconds = self._byte_s * sender.num_bytes
         return self._pace.slowness * self._backlog.expected_s(sender.client, None, seconds)
 
-    def told(self, sender: Sender, seconds: float) -> None:
+    def told(self, sender: RequestSource, seconds: float) -> None:
         """A request of this size takes so long. What a byte takes goes quickly down and slowly up, towards requests
         that have a prefix here: unread, they would be refused for what others cost."""
         if not sender.num_bytes:

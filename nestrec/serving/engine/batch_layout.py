@@ -13,10 +13,17 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from nestrec.ops.attention.paged.query_blocks import BLOCK_ROWS, FIELDS, PagedSegment, Seen, segment_array, write_blocks
-from nestrec.serving.engine.reference_runner import Part
+from nestrec.ops.attention.paged.query_blocks import (
+    BLOCK_ROWS,
+    FIELDS,
+    PagedSegment,
+    VisibleRange,
+    segment_array,
+    write_blocks,
+)
+from nestrec.serving.engine.reference_runner import BatchItem
 from nestrec.serving.kv_cache.kv_page_pool import PagePool
-from nestrec.serving.model.model_adapter import AskedRows, PagedForm, Tokens
+from nestrec.serving.model.model_adapter import HistoryTokens, PagedModelAdapter, QueryRows
 
 Indices = NDArray[np.int32]
 _SPARE_BLOCKS = 64
@@ -24,17 +31,17 @@ _SPARE_BLOCKS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class PartRows:
+class RequestRows:
     """The rows of a part."""
 
-    tokens: Tokens
+    tokens: HistoryTokens
     first: int
     end: int
     """of the history; the last event of a user who asks is none of it where it is asked for"""
     stored: int
     """tokens that will be in the pages"""
     pages: list[int]
-    asked: AskedRows | None
+    asked: QueryRows | None
 
     @property
     def num_asked(self) -> int:
@@ -56,13 +63,13 @@ class PartRows:
         return len(self.before) + tokens.events_within(self.end) - tokens.events_within(self.first)
 
     @staticmethod
-    def of(form: PagedForm, parts: Sequence[Part]) -> "list[PartRows]":
+    def of(form: PagedModelAdapter, parts: Sequence[BatchItem]) -> "list[RequestRows]":
         found = []
         for part in parts:
             asked = None if part.candidates is None else form.asked(part.tokens, part.candidates)
             end = part.end - (1 if asked is not None and asked.is_last_event else 0)
             stored = max(part.first, min(part.store_until, end))
-            found.append(PartRows(part.tokens, part.first, end, stored, part.pages, asked))
+            found.append(RequestRows(part.tokens, part.first, end, stored, part.pages, asked))
         return found
 
 
@@ -86,7 +93,7 @@ class Extent:
         return self.num_history + self.num_candidates
 
     @staticmethod
-    def of(rows: Sequence[PartRows], page_tokens: int) -> "Extent":
+    def of(rows: Sequence[RequestRows], page_tokens: int) -> "Extent":
         history = [part.end - part.first for part in rows]
         asked = [part.num_asked for part in rows]
         last = sum(-(-count // BLOCK_ROWS) for count in asked)
@@ -103,9 +110,9 @@ class Layout:
     num_fields: int
     """of a record"""
     tokens_an_event: int
-    seen: tuple[Seen, ...]
+    seen: tuple[VisibleRange, ...]
     """what layers see, each kind once: a table of blocks for each"""
-    last_seen: Seen
+    last_seen: VisibleRange
     """what the last layer sees"""
     num_heads: int
     has_times: bool
@@ -114,7 +121,7 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class BatchBuffer:
     """Where the arrays of a batch lie in one piece of memory, of which one copy is enough.
 
     Legend: T rows, C candidates, R records, F fields of a record.
@@ -176,18 +183,18 @@ class Room:
         )
 
     @staticmethod
-    def for_extent(extent: Extent, layout: Layout) -> "Room":
+    def for_extent(extent: Extent, layout: Layout) -> "BatchBuffer":
         """As large as one batch needs it."""
         rows_for_blocks = max(0, extent.num_blocks - _SPARE_BLOCKS) * BLOCK_ROWS
         asked_for_blocks = max(0, extent.num_last_blocks - _SPARE_BLOCKS) * BLOCK_ROWS
         candidates = max(extent.num_candidates, asked_for_blocks)
-        return Room(max(extent.num_rows, rows_for_blocks, candidates), candidates, extent.num_pages, layout)
+        return BatchBuffer(max(extent.num_rows, rows_for_blocks, candidates), candidates, extent.num_pages, layout)
 
 
 class Sections:
-    """The arrays of a batch inside one array; see `Room.sizes`."""
+    """The arrays of a batch inside one array; see `BatchBuffer.sizes`."""
 
-    def __init__(self, room: Room, array: Indices):
+    def __init__(self, room: BatchBuffer, array: Indices):
         parts = [array[first:end] for first, end in _bounds(room)]
         self.layout = room.layout
         self.time_T, self.query_time_T = (part.view(np.float64) for part in parts[:2])
@@ -199,7 +206,7 @@ class Sections:
         self.pairs_2P = parts[11].reshape(2, -1)
 
 
-def lay_out(pool: PagePool, parts: Sequence[PartRows], to: Sections) -> None:
+def lay_out(pool: PagePool, parts: Sequence[RequestRows], to: Sections) -> None:
     """Write a batch. What is left of its room names row 0, and nothing of it is kept."""
     rows, segments, pages = [], [], list[int]()
     row, candidate_row, prefix_pages = 0, sum(part.end - part.first for part in parts), 0
@@ -231,7 +238,7 @@ def lay_out(pool: PagePool, parts: Sequence[PartRows], to: Sections) -> None:
         _fill_times(parts, to)
 
 
-def _fill_records(parts: Sequence[PartRows], to: Sections) -> None:
+def _fill_records(parts: Sequence[RequestRows], to: Sections) -> None:
     places = [(part.tokens.columns, part.before, part.events) for part in parts]
     for field, column in enumerate(to.records_FR):
         of_history = list[NDArray[np.int64]]()
@@ -242,7 +249,7 @@ def _fill_records(parts: Sequence[PartRows], to: Sections) -> None:
         _fill(column, *of_history, *(part.asked.columns[field] for part in parts if part.asked is not None))
 
 
-def _fill_times(parts: Sequence[PartRows], to: Sections) -> None:
+def _fill_times(parts: Sequence[RequestRows], to: Sections) -> None:
     row = 0
     for part in parts:
         tokens, rows = part.tokens, slice(row, row + part.end - part.first)
@@ -323,5 +330,5 @@ def _write_rows(  # noqa: PLR0917 - compiled functions take their arguments by p
 
 
 @functools.lru_cache(maxsize=1024)
-def _bounds(room: Room) -> tuple[tuple[int, int], ...]:
+def _bounds(room: BatchBuffer) -> tuple[tuple[int, int], ...]:
     return tuple(itertools.pairwise(itertools.accumulate(room.sizes, initial=0)))

@@ -106,7 +106,7 @@ _MOST_SURPRISE, _LEAST_SURPRISE_S = 4.0, 1e-3
 _SLOWNESS_WINDOW_S, _SLOWNESS_SMOOTH, _MOST_SLOWNESS = 0.2, 0.3, 10.0
 
 
-class EnginePace:
+class BatchPacer:
     """Used on the engine's thread."""
 
     def __init__(self, *, spins: bool, clock: Clock | None = None):

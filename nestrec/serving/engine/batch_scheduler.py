@@ -28,18 +28,18 @@ from nestrec.base.failpoints import fail_point
 from nestrec.serving.core.cost_model import EngineCostModel
 from nestrec.serving.core.rejections import UnavailableError
 from nestrec.serving.engine.fair_queue import FairQueue
-from nestrec.serving.engine.reference_runner import Part
-from nestrec.serving.inputs.engine_request import Answer, CacheKey, Work
+from nestrec.serving.engine.reference_runner import BatchItem
+from nestrec.serving.inputs.engine_request import CacheKey, EngineRequest, RankResult
 from nestrec.serving.kv_cache.kv_page_pool import PrefixDtype
 from nestrec.serving.kv_cache.prefix_cache import Entry
 from nestrec.serving.kv_cache.preinfer_trigger import TriggerConfig
-from nestrec.serving.kv_cache.tiered_prefix_cache import PrefixTiers, TiersConfig
+from nestrec.serving.kv_cache.tiered_prefix_cache import PrefixCacheConfig, TieredPrefixCache
 from nestrec.serving.model.request_inputs import Candidates
 
 
 @config
 class EngineConfig:
-    tiers: TiersConfig = TiersConfig()
+    tiers: PrefixCacheConfig = PrefixCacheConfig()
     """where prefixes are kept"""
     prefix_dtype: PrefixDtype = "model"
     """of the keys and values of prefixes: that of the model, bfloat16, or fp8 (half of that: twice the users in as many
@@ -62,27 +62,33 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineStep:
+class ScheduledChunk:
     """Its entry is pinned until the batch has ended."""
 
-    work: Work
-    part: Part
+    work: EngineRequest
+    part: BatchItem
     entry: Entry | None
     is_last: bool
     """nothing is left of the work after this step"""
 
     @staticmethod
     def make(
-        tiers: PrefixTiers, work: Work, entry: Entry | None, *, end: int, candidates: Candidates | None, is_last: bool
-    ) -> "EngineStep":
+        tiers: TieredPrefixCache,
+        work: EngineRequest,
+        entry: Entry | None,
+        *,
+        end: int,
+        candidates: Candidates | None,
+        is_last: bool,
+    ) -> "ScheduledChunk":
         """Pin or make the user's entry, with room for what can be kept of the tokens before `end`."""
         first = entry.length if entry is not None else 0
         entry, store_until = tiers.reserve(work, entry, min(work.tokens.num_cacheable, end))
         pages = list(entry.pages) if entry is not None else []
-        part = Part(
+        part = BatchItem(
             tokens=work.tokens, first=first, end=end, pages=pages, store_until=store_until, candidates=candidates
         )
-        return EngineStep(work, part, entry, is_last)
+        return ScheduledChunk(work, part, entry, is_last)
 
     @property
     def is_kept(self) -> bool:
@@ -104,11 +110,11 @@ class _Batch:
     """tokens"""
     left_s: float
     """until it is as long as a batch may be"""
-    steps: list[EngineStep] = field(default_factory=list)
+    steps: list[ScheduledChunk] = field(default_factory=list)
     keys: set[CacheKey] = field(default_factory=set)
     has_piece: bool = False
 
-    def add(self, step: EngineStep, seconds: float) -> None:
+    def add(self, step: ScheduledChunk, seconds: float) -> None:
         self.steps.append(step)
         self.keys.add(step.work.key)
         self.budget -= step.part.num_new
@@ -116,7 +122,7 @@ class _Batch:
         self.has_piece |= not step.is_last
 
 
-class RankPlanner:
+class RankScheduler:
     """Used on the engine's thread.
 
     chunk_s, cut_s: of a piece, and of the longest request that is not cut. is_wanted: False for a work that was given
@@ -126,26 +132,26 @@ class RankPlanner:
     def __init__(
         self,
         cfg: EngineConfig,
-        tiers: PrefixTiers,
+        tiers: TieredPrefixCache,
         *,
         costs: EngineCostModel,
         chunk_s: float,
         cut_s: float,
         tokens_an_event: int,
         appends_candidates: bool,
-        is_wanted: Callable[[Work], bool],
-        resume: Callable[[Work], None],
+        is_wanted: Callable[[EngineRequest], bool],
+        resume: Callable[[EngineRequest], None],
     ):
         self._cfg, self._tiers, self._costs, self._chunk_s, self._cut_s = cfg, tiers, costs, chunk_s, cut_s
         self._tokens_an_event, self._appends_candidates = tokens_an_event, appends_candidates
         self._is_wanted, self._resume = is_wanted, resume
-        self._begun: dict[CacheKey, Work] = {}
+        self._begun: dict[CacheKey, EngineRequest] = {}
         self.clear()
 
-    def plan(self) -> tuple[list[EngineStep], bool]:
+    def plan(self) -> tuple[list[ScheduledChunk], bool]:
         """The steps, and whether requests are left that there was no room for."""
         batch = _Batch(self._cfg.max_batch_tokens, self._chunk_s)
-        taken: list[tuple[Work, bool]] = []
+        taken: list[tuple[EngineRequest, bool]] = []
         while self.queue and batch.budget > 0 and len(batch.steps) < self._cfg.max_batch_requests:
             work = self.queue.pop()
             is_left, seconds = self._take(work, batch)
@@ -167,12 +173,12 @@ class RankPlanner:
         for work in self.queue:
             work.begin_again(version)
 
-    def forget(self, work: Work) -> None:
+    def forget(self, work: EngineRequest) -> None:
         """It has ended, however."""
         if self._begun.get(work.key) is work:
             del self._begun[work.key]
 
-    def _take(self, work: Work, batch: _Batch) -> tuple[bool, float]:
+    def _take(self, work: EngineRequest, batch: _Batch) -> tuple[bool, float]:
         """Add a request, or a piece of it; whether something of it is left here, and the device seconds it gets."""
         if not self._is_wanted(work):
             self._give_up(work)
@@ -197,7 +203,7 @@ class RankPlanner:
         batch.add(step, seconds)
         return not step.is_last, seconds
 
-    def _begins(self, step: EngineStep) -> None:
+    def _begins(self, step: ScheduledChunk) -> None:
         work = step.work
         if not work.is_begun:
             work.is_begun, work.num_cached = True, step.part.first
@@ -209,29 +215,29 @@ class RankPlanner:
         if step.entry is not None:
             self._tiers.device.hold(step.entry, work.deadline_s)
 
-    def _give_up(self, work: Work) -> None:
+    def _give_up(self, work: EngineRequest) -> None:
         self.forget(work)
         self._tiers.let_go(work)
 
-    def _seconds(self, work: Work, entry: Entry | None) -> float:
+    def _seconds(self, work: EngineRequest, entry: Entry | None) -> float:
         """Of all that is left of a request."""
         first, candidates = entry.length if entry is not None else 0, work.candidates_left
         num_candidates = 0 if candidates is None else len(candidates)
         return self._costs.predict_s(*self._costs.work(first, work.tokens.length - first, num_candidates), steps=0.0)
 
-    def _rest(self, work: Work, entry: Entry | None) -> EngineStep:
-        return EngineStep.make(
+    def _rest(self, work: EngineRequest, entry: Entry | None) -> ScheduledChunk:
+        return ScheduledChunk.make(
             self._tiers, work, entry, end=work.tokens.length, candidates=work.candidates_left, is_last=True
         )
 
-    def _piece(self, work: Work, entry: Entry | None, budget: int, left_s: float) -> EngineStep:
+    def _piece(self, work: EngineRequest, entry: Entry | None, budget: int, left_s: float) -> ScheduledChunk:
         """As much of a long request as is done in so many seconds."""
         first = entry.length if entry is not None else 0
         in_time = self._costs.tokens_within(left_s, first) // FEWEST_TOKENS * FEWEST_TOKENS
         chunk = max(FEWEST_TOKENS, min(in_time, budget)) // self._tokens_an_event * self._tokens_an_event
         if work.tokens.num_cacheable - first > chunk:
             end = work.tokens.uncut(first + chunk)
-            step = EngineStep.make(self._tiers, work, entry, end=end, candidates=None, is_last=False)
+            step = ScheduledChunk.make(self._tiers, work, entry, end=end, candidates=None, is_last=False)
             return step if step.is_kept else self._whole(step)
         history_s = self._costs.predict_s(*self._costs.work(first, work.tokens.length - first, 0), steps=0.0)
         candidates = work.candidates_left
@@ -240,14 +246,14 @@ class RankPlanner:
         if not self._appends_candidates or count >= len(candidates):
             return self._rest(work, entry)
         some = candidates.part(0, count)
-        step = EngineStep.make(self._tiers, work, entry, end=work.tokens.length, candidates=some, is_last=False)
+        step = ScheduledChunk.make(self._tiers, work, entry, end=work.tokens.length, candidates=some, is_last=False)
         return step if step.is_kept else self._whole(step)
 
-    def _candidates_within(self, work: Work, seconds: float) -> int:
+    def _candidates_within(self, work: EngineRequest, seconds: float) -> int:
         each_s = self._costs.predict_s(*self._costs.work(work.tokens.length, 0, 1), steps=0.0)
         return max(_FEWEST_CANDIDATES, int(seconds / each_s))
 
-    def _whole(self, step: EngineStep) -> EngineStep:
+    def _whole(self, step: ScheduledChunk) -> ScheduledChunk:
         """Without room to keep a piece: all that is left, with the entry that is pinned already."""
         part = replace(step.part, end=step.work.tokens.length, candidates=step.work.candidates_left)
         return replace(step, part=part, is_last=True)
@@ -260,10 +266,10 @@ _CUT_SHARE = 0.5
 """of the budget of ranking: a longer request is computed in pieces, lest others wait too long behind it. Pieces cost
 more than the whole, so what is shorter is not cut: then requests take no longer than where nothing is kept"""
 
-End = Callable[[Work, Answer | None, Exception | None], None]
+End = Callable[[EngineRequest, RankResult | None, Exception | None], None]
 
 
-class Planner:
+class BatchScheduler:
     """The queues of an engine, used on its thread.
 
     end: answers a work. queued_s: device seconds of everything that waits or runs.
@@ -272,7 +278,7 @@ class Planner:
     def __init__(
         self,
         cfg: EngineConfig,
-        tiers: PrefixTiers,
+        tiers: TieredPrefixCache,
         clock: Clock,
         *,
         costs: EngineCostModel,
@@ -280,7 +286,7 @@ class Planner:
         appends_candidates: bool,
         row_step: int,
         end: End,
-        signal_done: Callable[[Work, Entry], None],
+        signal_done: Callable[[EngineRequest, Entry], None],
         count: Callable[[str], None],
         queued_s: Callable[[], float],
     ):
@@ -290,7 +296,7 @@ class Planner:
         self.chunk_s = chunk_ms / 1e3 or math.inf
         """of a batch, up to which signals fill it"""
         self._end, self._signal_done, self._count, self._queued_s = end, signal_done, count, queued_s
-        self._ranks = RankPlanner(
+        self._ranks = RankScheduler(
             cfg,
             tiers,
             costs=costs,
@@ -301,8 +307,8 @@ class Planner:
             is_wanted=self._is_wanted,
             resume=self._resume,
         )
-        self._signals: OrderedDict[CacheKey, Work] = OrderedDict()
-        self._handled: list[Work] = []
+        self._signals: OrderedDict[CacheKey, EngineRequest] = OrderedDict()
+        self._handled: list[EngineRequest] = []
 
     @property
     def has_work(self) -> bool:
@@ -313,7 +319,7 @@ class Planner:
         """Requests that no batch has all of; any thread asks."""
         return len(self._ranks.queue)
 
-    def add(self, work: Work) -> None:
+    def add(self, work: EngineRequest) -> None:
         """A signal is of no use once a later request of the user is here; what it has computed so far stays."""
         self.drop_signal(work.key)
         if work.is_rank:
@@ -328,7 +334,7 @@ class Planner:
             self._count("signal_superseded")
             self._end(signal, None, UnavailableError("a later request took over", 0.0))
 
-    def plan(self, handled: list[Work]) -> list[EngineStep]:
+    def plan(self, handled: list[EngineRequest]) -> list[ScheduledChunk]:
         """Return the next batch, which is empty if all that is left waits for copies.
 
         Every work that is considered for it is added to `handled`, also if an exception ends the call.
@@ -338,12 +344,12 @@ class Planner:
         ranked, is_full = self._ranks.plan()
         return ranked if is_full else ranked + self._plan_signals(ranked)
 
-    def launched(self, step: EngineStep) -> None:
+    def launched(self, step: ScheduledChunk) -> None:
         """The batch is on its way: a signal whose last chunk it holds needs no further one."""
         if not step.work.is_rank and step.is_last:
             self._signals.pop(step.work.key, None)
 
-    def drop(self, work: Work) -> None:
+    def drop(self, work: EngineRequest) -> None:
         """Forget a work that failed."""
         self._ranks.forget(work)
         if self._signals.get(work.key) is work:
@@ -362,7 +368,7 @@ class Planner:
         self._ranks.clear()
         self._signals.clear()
 
-    def _is_wanted(self, work: Work) -> bool:
+    def _is_wanted(self, work: EngineRequest) -> bool:
         self._handled.append(work)
         if work.is_finished:  # a piece of it failed
             return False
@@ -376,10 +382,10 @@ class Planner:
             return False
         return True
 
-    def _plan_signals(self, ranked: list[EngineStep]) -> list[EngineStep]:
+    def _plan_signals(self, ranked: list[ScheduledChunk]) -> list[ScheduledChunk]:
         """Chunks that fill a batch up: the more requests it ranks, the less, so that all batches are about as long."""
         busy = {step.work.key for step in ranked}
-        steps: list[EngineStep] = []
+        steps: list[ScheduledChunk] = []
         budget, rows = self._cfg.max_batch_tokens, sum(step.part.num_new for step in ranked)
         ranked_s = sum(self._costs.predict_s(*self._costs.work(*step.part.extent), steps=0.0) for step in ranked)
         left_s = max(self.chunk_s - ranked_s, LEAST_SHARE * self.chunk_s)
@@ -397,14 +403,14 @@ class Planner:
                 left_s -= self._costs.predict_s(*self._costs.work(*step.part.extent), steps=0.0)
         return steps
 
-    def _has_time(self, work: Work, left_s: float, rows: int) -> bool:
+    def _has_time(self, work: EngineRequest, left_s: float, rows: int) -> bool:
         """Whether another chunk is worth beginning: all of it, or as much as keeps the device busy."""
         missing = work.tokens.num_cacheable - self._tiers.device.length_of(work.key)
         in_time = self._costs.tokens_within(left_s, 0)
         least = self._row_step if rows % self._row_step == 0 else 1
         return in_time >= max(least, min(FEWEST_TOKENS, missing))
 
-    def _plan_signal(self, work: Work, budget: int, left_s: float, rows: int) -> EngineStep | None:
+    def _plan_signal(self, work: EngineRequest, budget: int, left_s: float, rows: int) -> ScheduledChunk | None:
         """The next chunk of a signal in a batch of so many rows; none where there is nothing to compute."""
         if not self._is_wanted(work):
             self._tiers.let_go(work)
@@ -421,7 +427,7 @@ class Planner:
         chunk = max(1, budget // self._tokens_an_event) * self._tokens_an_event
         end = self._cut(first, min(work.tokens.num_cacheable, work.tokens.uncut(first + chunk)), rows)
         is_last = end >= work.tokens.num_cacheable
-        step = EngineStep.make(self._tiers, work, entry, end=end, candidates=None, is_last=is_last)
+        step = ScheduledChunk.make(self._tiers, work, entry, end=end, candidates=None, is_last=is_last)
         if not step.is_kept:  # no room to keep it: nothing to compute ahead
             if step.entry is not None:
                 self._tiers.device.unpin(step.entry)
@@ -435,7 +441,7 @@ class Planner:
         beyond = (rows + end - first) % self._row_step // self._tokens_an_event * self._tokens_an_event
         return end - beyond if end - first - beyond >= FEWEST_TOKENS else end
 
-    def _resume(self, work: Work) -> None:
+    def _resume(self, work: EngineRequest) -> None:
         """The copy that a work waited for has ended."""
         if work.is_rank:
             self._ranks.queue.push_first(work)

@@ -15,13 +15,13 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from nestrec.serving.inputs.engine_request import Work
+from nestrec.serving.inputs.engine_request import EngineRequest
 
 _MOST_ENDS = 1024
 """remembered of those who do not wait, before the past ones are looked for"""
 
 
-class _Turns:
+class _VirtualTime:
     """Virtual time among some names, and who of them is next."""
 
     def __init__(self) -> None:
@@ -60,8 +60,8 @@ class _Turns:
 
 class _Client:
     def __init__(self) -> None:
-        self.turns = _Turns()
-        self.users: dict[str, deque[Work]] = {}
+        self.turns = _VirtualTime()
+        self.users: dict[str, deque[EngineRequest]] = {}
         self.starts_s: dict[str, float] = {}
         """of those who wait or are computed"""
         self.had_s: dict[str, float] = {}
@@ -72,9 +72,11 @@ class FairQueue:
     """Works that wait. What is popped is charged for, with 0 where it is given nothing, and later settled: until then
     its user is passed over."""
 
-    def __init__(self, next_s: Callable[[Work], float], whole_s: Callable[[Work], float] | None = None):
+    def __init__(
+        self, next_s: Callable[[EngineRequest], float], whole_s: Callable[[EngineRequest], float] | None = None
+    ):
         """next_s: device seconds of a work's next piece. whole_s: of all of it."""
-        self._next_s, self._whole_s, self._turns = next_s, whole_s or next_s, _Turns()
+        self._next_s, self._whole_s, self._turns = next_s, whole_s or next_s, _VirtualTime()
         self._clients: dict[str, _Client] = {}
         self._num_works = 0
 
@@ -85,26 +87,26 @@ class FairQueue:
     def __len__(self) -> int:
         return self._num_works
 
-    def __iter__(self) -> Iterator[Work]:
+    def __iter__(self) -> Iterator[EngineRequest]:
         for client in self._clients.values():
             for works in client.users.values():
                 yield from works
 
-    def push(self, work: Work) -> None:
+    def push(self, work: EngineRequest) -> None:
         self._works_of(work).append(work)
         self._join(work)
 
-    def push_first(self, work: Work) -> None:
+    def push_first(self, work: EngineRequest) -> None:
         """Before the others of its user."""
         self._works_of(work).appendleft(work)
         self._join(work)
 
-    def pop(self) -> Work:
+    def pop(self) -> EngineRequest:
         client = self._clients[self._turns.leave()]
         self._num_works -= 1
         return client.users[client.turns.leave()].popleft()
 
-    def charge(self, work: Work, seconds: float) -> None:
+    def charge(self, work: EngineRequest, seconds: float) -> None:
         """A work that was popped gets so many seconds of the device."""
         client = self._clients[work.client]
         client.turns.charge(work.key.user, seconds, len(client.users))
@@ -113,7 +115,7 @@ class FairQueue:
         if client.turns:
             self._turns.join(work.client, 0.0)
 
-    def settle(self, work: Work, *, is_left: bool) -> None:
+    def settle(self, work: EngineRequest, *, is_left: bool) -> None:
         """What was popped waits again before the others of its user, or is gone."""
         client = self._clients[work.client]
         works = client.users[work.key.user]
@@ -130,13 +132,13 @@ class FairQueue:
         if not client.users:
             del self._clients[work.client]
 
-    def _works_of(self, work: Work) -> deque[Work]:
+    def _works_of(self, work: EngineRequest) -> deque[EngineRequest]:
         """One more is added to them."""
         self._num_works += 1
         client = self._clients.setdefault(work.client, _Client())
         return client.users.setdefault(work.key.user, deque())
 
-    def _join(self, work: Work) -> None:
+    def _join(self, work: EngineRequest) -> None:
         client = self._clients[work.client]
         first = client.users[work.key.user][0]
         user = work.key.user

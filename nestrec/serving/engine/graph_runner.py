@@ -2,8 +2,8 @@
 
 Batches are padded to one of a few numbers of rows and of candidates, and for each pair of them everything from ids to
 scores is captured once; of a retrieval model, everything from ids to the items that were found (`graph_best`), and for
-requests that are answered otherwise everything to the states. Nothing here waits for the device: `Launched.wait` does.
-All of it runs on one stream, so batches keep their order and may share buffers.
+requests that are answered otherwise everything to the states. Nothing here waits for the device: `InFlightBatch.wait`
+does. All of it runs on one stream, so batches keep their order and may share buffers.
 
 Legend: T rows of the batch, C candidates, R records, D model width, F fields of a record, K best, P excluded pairs.
 
@@ -28,19 +28,19 @@ from numba import njit
 from numpy.typing import NDArray
 
 from nestrec.base.cuda import capturing, pinned_empty
-from nestrec.models.cached.paged_batch import PagedBatch, Pages
-from nestrec.models.sequence import KeptShape
+from nestrec.models.cached.paged_batch import PagedBatch, PagedLayers
+from nestrec.models.sequence import KVCacheSpec
 from nestrec.ops.attention.paged.query_blocks import FIELDS
 from nestrec.ops.embedding.top_k_search import ExcludedPairs, scores_and_rows
 from nestrec.ops.layers.token_rows import token_rows
-from nestrec.serving.engine.batch_layout import Extent, Layout, PartRows, Room, Sections, lay_out
-from nestrec.serving.engine.reference_runner import Launched, Part, Scored, found_by_states
+from nestrec.serving.engine.batch_layout import BatchBuffer, Extent, Layout, RequestRows, Sections, lay_out
+from nestrec.serving.engine.reference_runner import BatchItem, BatchItemScores, InFlightBatch, found_by_states
 from nestrec.serving.kv_cache.kv_page_pool import PagePool
 from nestrec.serving.model.item_search import ExactSearch
-from nestrec.serving.model.model_adapter import PagedForm
+from nestrec.serving.model.model_adapter import PagedModelAdapter
 from nestrec.serving.model.request_inputs import Candidates
-from nestrec.serving.model.retrieval_adapter import RetrievalForm, shortened
-from nestrec.serving.model.served_tables import ResidentTable
+from nestrec.serving.model.retrieval_adapter import RetrievalAdapter, shortened
+from nestrec.serving.model.served_tables import DeviceTable
 
 MOST_BEST, MOST_PAIRS = 128, 8192
 """of a request, and of a batch"""
@@ -49,8 +49,8 @@ MOST_BEST, MOST_PAIRS = 128, 8192
 class GraphBest:
     """Of an index that lies whole on the device of its model."""
 
-    def __init__(self, form: RetrievalForm):
-        assert isinstance(form.servable.index, ResidentTable)
+    def __init__(self, form: RetrievalAdapter):
+        assert isinstance(form.servable.index, DeviceTable)
         self._form, self._table = form, form.servable.index
         self._num_rows, self._search = self._table.num_rows, ExactSearch(self._table)
 
@@ -70,7 +70,7 @@ class GraphBest:
         return self._search.best_keys(self._form.query(state_CD), self.num_best, pairs)
 
 
-def are_found_inside(parts: Sequence[Part]) -> bool:
+def are_found_inside(parts: Sequence[BatchItem]) -> bool:
     """Whether a batch can end with the search."""
     asked = [part.candidates for part in parts if part.candidates is not None]
     return (
@@ -99,16 +99,16 @@ def _write_pairs(counts: NDArray[np.int64], items: NDArray[np.int64], pairs: NDA
     pairs[:, count:] = -1
 
 
-def found_of(parts: Sequence[Part], keys_CK: torch.Tensor) -> list[Scored | None]:
+def found_of(parts: Sequence[BatchItem], keys_CK: torch.Tensor) -> list[BatchItemScores | None]:
     """What requests have found, by keys on the host."""
     scores_CK, rows_CK = (found.numpy() for found in scores_and_rows(keys_CK))
-    results: list[Scored | None] = []
+    results: list[BatchItemScores | None] = []
     place = 0
     for part in parts:
         if part.candidates is None:
             results.append(None)
             continue
-        results.append(Scored(*shortened(rows_CK[place], scores_CK[place], part.candidates.num_best)))
+        results.append(BatchItemScores(*shortened(rows_CK[place], scores_CK[place], part.candidates.num_best)))
         place += 1
     return results
 
@@ -128,7 +128,7 @@ _MOST_ROW_STEP = 1024
 class PagedEncoder(Protocol):
     """A backbone over pages (`nestrec.models.cached.paged_batch`)."""
 
-    pages: Pages
+    pages: PagedLayers
 
     def weights_changed(self) -> None:
         """Those of the model have other values; what was captured reads them where they were."""
@@ -139,7 +139,7 @@ class PagedEncoder(Protocol):
         ...
 
 
-def layout_of(form: PagedForm, encoder: PagedEncoder) -> Layout:
+def layout_of(form: PagedModelAdapter, encoder: PagedEncoder) -> Layout:
     """Of all batches of a model."""
     return Layout(
         num_fields=form.num_fields,
@@ -152,14 +152,14 @@ def layout_of(form: PagedForm, encoder: PagedEncoder) -> Layout:
     )
 
 
-class Captured:
+class CapturedGraph:
     """The pass of one number of rows and candidates."""
 
     def __init__(
         self,
-        form: PagedForm,
+        form: PagedModelAdapter,
         encoder: PagedEncoder,
-        room: Room,
+        room: BatchBuffer,
         content_RW: torch.Tensor | None = None,
         best: GraphBest | None = None,
     ):
@@ -228,15 +228,15 @@ class Captured:
 class _Slot:
     """Host memory and events of a batch on its way."""
 
-    def __init__(self, room: Room, num_outcomes: int, dtype: torch.dtype):
+    def __init__(self, room: BatchBuffer, num_outcomes: int, dtype: torch.dtype):
         """num_outcomes: of each row that is asked for."""
         gpu = torch.device("cuda")
         self.indices = pinned_empty([room.num_indices], torch.int32, gpu)
         self.outcome = pinned_empty([room.num_candidates, num_outcomes], dtype, gpu)
         self.begin, self.end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        self._views: dict[Room, _Views] = {}
+        self._views: dict[BatchBuffer, _Views] = {}
 
-    def views(self, room: Room) -> "_Views":
+    def views(self, room: BatchBuffer) -> "_Views":
         """Made once for each room: on the way of a request they would cost more than the copies."""
         if room not in self._views:
             indices = self.indices[: room.num_indices]
@@ -258,22 +258,22 @@ class GraphRunner:
     warm_events: int = 4096
     spins: bool = True
 
-    def __init__(self, form: PagedForm, encoder: PagedEncoder, pool: PagePool, *, max_tokens: int):
+    def __init__(self, form: PagedModelAdapter, encoder: PagedEncoder, pool: PagePool, *, max_tokens: int):
         self.form, self.pool, self._encoder = form, pool, encoder
         self.row_step = rows_a_wave(form.servable.kept, pool.tensor.device)
         self._layout = layout_of(form, encoder)
         self._most_pages = 32 * -(-form.servable.encoder_config.max_length // pool.page_tokens)
         self._sizes = row_counts(max_tokens)
-        self._captured: dict[int, list[Captured]] = {}
-        self._searching: dict[tuple[int, int], Captured] = {}
+        self._captured: dict[int, list[CapturedGraph]] = {}
+        self._searching: dict[tuple[int, int], CapturedGraph] = {}
         self._memory: Any = torch.cuda.graph_pool_handle()
         with torch.inference_mode():
             self._best = _search_of(form)
             self._content_RW = room_for_content(form, self._sizes[-1])
             for size in reversed(self._sizes):  # the largest first: the others fit into its memory
                 counts = candidate_counts(size) if form.appends_candidates else _FEW_ASKED
-                rooms = [Room(size, count, self._most_pages, self._layout) for count in counts]
-                self._captured[size] = [Captured(form, encoder, room, self._content_RW) for room in rooms]
+                rooms = [BatchBuffer(size, count, self._most_pages, self._layout) for count in counts]
+                self._captured[size] = [CapturedGraph(form, encoder, room, self._content_RW) for room in rooms]
                 for captured in reversed(self._captured[size]):
                     captured.capture(self._memory)
                 if self._best is not None:
@@ -288,8 +288,8 @@ class GraphRunner:
         self._encoder.weights_changed()
 
     @torch.inference_mode()
-    def launch(self, parts: Sequence[Part]) -> Launched:
-        rows = PartRows.of(self.form, parts)
+    def launch(self, parts: Sequence[BatchItem]) -> InFlightBatch:
+        rows = RequestRows.of(self.form, parts)
         extent = Extent.of(rows, self.pool.page_tokens)
         searching = self._searching_for(extent) if are_found_inside(parts) else None
         captured = searching or self._captured_for(extent)
@@ -308,7 +308,7 @@ class GraphRunner:
             found = found.clone()  # the next batch writes over it
         slot.end.record()
 
-        def wait() -> tuple[list[Scored | None], float]:
+        def wait() -> tuple[list[BatchItemScores | None], float]:
             slot.end.synchronize()
             seconds = slot.begin.elapsed_time(slot.end) / 1e3
             if self.form.appends_candidates:
@@ -317,36 +317,38 @@ class GraphRunner:
                 return found_of(parts, views.outcome[: extent.num_candidates]), seconds
             return self._searched(parts, rows, found), seconds
 
-        return Launched(wait, slot.end.query)
+        return InFlightBatch(wait, slot.end.query)
 
     @torch.inference_mode()
-    def _searched(self, parts: Sequence[Part], rows: Sequence[PartRows], states: torch.Tensor) -> list[Scored | None]:
+    def _searched(
+        self, parts: Sequence[BatchItem], rows: Sequence[RequestRows], states: torch.Tensor
+    ) -> list[BatchItemScores | None]:
         """What users are nearest to, by the states of their last events."""
         places = itertools.accumulate((part.num_asked for part in rows), initial=0)
         last = [states[place] if part.num_asked else None for place, part in zip(places, rows, strict=False)]
         return found_by_states(self.form, parts, last)
 
-    def _next_slot(self, room: Room) -> _Slot:
+    def _next_slot(self, room: BatchBuffer) -> _Slot:
         if room.num_indices > self._most.num_indices or room.num_candidates > self._most.num_candidates:
             return self._slot(room)
         self._slots.rotate()  # the one of a batch that has ended, where at most `depth` are on their way
         self._slots[0].end.synchronize()  # whoever launches more waits: its indices may not be written over
         return self._slots[0]
 
-    def _slot(self, room: Room) -> _Slot:
+    def _slot(self, room: BatchBuffer) -> _Slot:
         if self.form.appends_candidates:
             return _Slot(room, len(self.form.outputs), torch.float32)
         return _Slot(room, 0 if self._best is None else MOST_BEST, torch.int64)
 
-    def _captured_for(self, extent: Extent) -> Captured:
+    def _captured_for(self, extent: Extent) -> CapturedGraph:
         for size in self._sizes[bisect.bisect_left(self._sizes, extent.num_rows) :]:
             for captured in self._captured[size]:
                 if captured.room.holds(extent):
                     return captured
-        room = Room.for_extent(extent, self._layout)
-        return Captured(self.form, self._encoder, room, room_for_content(self.form, room.num_records))
+        room = BatchBuffer.for_extent(extent, self._layout)
+        return CapturedGraph(self.form, self._encoder, room, room_for_content(self.form, room.num_records))
 
-    def _searching_for(self, extent: Extent) -> Captured | None:
+    def _searching_for(self, extent: Extent) -> CapturedGraph | None:
         """The pass that ends with the search; none where that is not captured."""
         if self._best is not None and not self._best.is_current:
             self._searching.clear()
@@ -359,27 +361,27 @@ class GraphRunner:
                     return self._searches(self._best, size, count)
         return None
 
-    def _searches(self, best: GraphBest, num_rows: int, num_asked: int) -> Captured:
+    def _searches(self, best: GraphBest, num_rows: int, num_asked: int) -> CapturedGraph:
         """Captured where it is not yet: after the index has changed its size."""
         if (num_rows, num_asked) not in self._searching:
             room = self._room(num_rows, num_asked)
-            captured = Captured(self.form, self._encoder, room, self._content_RW, best)
+            captured = CapturedGraph(self.form, self._encoder, room, self._content_RW, best)
             captured.capture(self._memory)
             self._searching[num_rows, num_asked] = captured
         return self._searching[num_rows, num_asked]
 
-    def _room(self, num_rows: int, num_asked: int) -> Room:
-        return Room(num_rows, num_asked, self._most_pages, self._layout, MOST_PAIRS)
+    def _room(self, num_rows: int, num_asked: int) -> BatchBuffer:
+        return BatchBuffer(num_rows, num_asked, self._most_pages, self._layout, MOST_PAIRS)
 
 
-def _search_of(form: PagedForm) -> GraphBest | None:
+def _search_of(form: PagedModelAdapter) -> GraphBest | None:
     """None where parts of the index lie elsewhere, or it is small."""
     index = form.servable.index
-    is_there = isinstance(index, ResidentTable) and index.num_rows >= MOST_BEST
-    return GraphBest(form) if isinstance(form, RetrievalForm) and is_there else None
+    is_there = isinstance(index, DeviceTable) and index.num_rows >= MOST_BEST
+    return GraphBest(form) if isinstance(form, RetrievalAdapter) and is_there else None
 
 
-def room_for_content(form: PagedForm, num_records: int) -> torch.Tensor | None:
+def room_for_content(form: PagedModelAdapter, num_records: int) -> torch.Tensor | None:
     """(R, D) where a table is behind a cache, which the host asks; none where the graph looks rows up itself."""
     if form.servable.is_resident:
         return None
@@ -393,7 +395,7 @@ def row_counts(max_tokens: int) -> list[int]:
     return [count for count in counts if count < max_tokens + 2048]
 
 
-def rows_a_wave(kept: KeptShape, device: torch.device) -> int:
+def rows_a_wave(kept: KVCacheSpec, device: torch.device) -> int:
     """Rows for which every multiprocessor has one tile of the widest product of a layer: those are as fast as fewer."""
     tiles = -(-4 * kept.num_heads * kept.head_dim // _TILE_COLUMNS)
     waves = torch.cuda.get_device_properties(device).multi_processor_count // tiles
@@ -405,13 +407,13 @@ def candidate_counts(num_rows: int) -> list[int]:
     return [*(count for count in _CANDIDATES if count < num_rows), num_rows]
 
 
-def _split(parts: Sequence[Part], scores: NDArray[np.float32]) -> list[Scored | None]:
-    results: list[Scored | None] = []
+def _split(parts: Sequence[BatchItem], scores: NDArray[np.float32]) -> list[BatchItemScores | None]:
+    results: list[BatchItemScores | None] = []
     first = 0
     for part in parts:
         if part.candidates is None:
             results.append(None)
             continue
-        results.append(Scored(part.candidates.items, scores[first : first + part.num_candidates].copy()))
+        results.append(BatchItemScores(part.candidates.items, scores[first : first + part.num_candidates].copy()))
         first += part.num_candidates
     return results

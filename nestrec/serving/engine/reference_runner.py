@@ -20,20 +20,20 @@ import torch
 from numpy.typing import NDArray
 
 from nestrec.base.cuda import to_device
-from nestrec.models.sequence import Forward, KeysAndValues, Segment, SequenceInfo
+from nestrec.models.sequence import Forward, KeysAndValues, NewTokenSegment, SequenceInfo
 from nestrec.serving.core.cost_model import EngineCostModel
 from nestrec.serving.kv_cache.kv_page_pool import PagePool
-from nestrec.serving.model.model_adapter import Form, Tokens, make_form
+from nestrec.serving.model.model_adapter import HistoryTokens, ModelAdapter, make_form
 from nestrec.serving.model.request_inputs import Candidates, History
-from nestrec.serving.model.retrieval_adapter import RetrievalForm
+from nestrec.serving.model.retrieval_adapter import RetrievalAdapter
 from nestrec.serving.model.servable import Servable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class BatchItem:
     """What is computed for one user in a batch."""
 
-    tokens: Tokens
+    tokens: HistoryTokens
     first: int
     """tokens that the pages hold already"""
     end: int
@@ -60,7 +60,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class BatchItemScores:
     """Scores of a part's candidates, on the host."""
 
     items: NDArray[np.int64]
@@ -69,10 +69,10 @@ class Scored:
 
 
 @dataclass(frozen=True, slots=True)
-class Launched:
+class InFlightBatch:
     """A batch on its way."""
 
-    wait: Callable[[], tuple[list[Scored | None], float]]
+    wait: Callable[[], tuple[list[BatchItemScores | None], float]]
     """its results, once the device is done with it, and the seconds that it took there"""
     is_done: Callable[[], bool] = lambda: True
     """whether `wait` would return at once"""
@@ -82,7 +82,7 @@ class BatchRunner(Protocol):
     """Runs batches one after the other."""
 
     @property
-    def form(self) -> Form: ...
+    def form(self) -> ModelAdapter: ...
 
     @property
     def pool(self) -> PagePool: ...
@@ -96,14 +96,14 @@ class BatchRunner(Protocol):
     spins: bool
     """whether a thread that waits for batches keeps its core busy"""
 
-    def launch(self, parts: Sequence[Part]) -> Launched: ...
+    def launch(self, parts: Sequence[BatchItem]) -> InFlightBatch: ...
 
     def weights_changed(self) -> None:
         """The dense weights have other values, in the same places."""
         ...
 
 
-class Runner:
+class ReferenceRunner:
     """Runs any model anywhere, sequence by sequence inside a batch: the twin of the faster runners."""
 
     depth: int = 1
@@ -111,23 +111,23 @@ class Runner:
     row_step: int = 1
     spins: bool = False
 
-    def __init__(self, form: Form, pool: PagePool, forward: Forward | None = None):
+    def __init__(self, form: ModelAdapter, pool: PagePool, forward: Forward | None = None):
         """forward: instead of the backbone's cached forward."""
         self.form, self.pool, self._forward = form, pool, forward or form.servable.cached.forward
 
-    def launch(self, parts: Sequence[Part]) -> Launched:
+    def launch(self, parts: Sequence[BatchItem]) -> InFlightBatch:
         start_s = time.perf_counter()
         results = self.run(parts)
         if self.form.servable.device.type == "cuda":  # a batch of signals returns before the device is done
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start_s
-        return Launched(lambda: (results, seconds))
+        return InFlightBatch(lambda: (results, seconds))
 
     def weights_changed(self) -> None:
         """It holds nothing that was made of them."""
 
     @torch.inference_mode()
-    def run(self, parts: Sequence[Part]) -> list[Scored | None]:
+    def run(self, parts: Sequence[BatchItem]) -> list[BatchItemScores | None]:
         """Scores of each part with candidates; none for the others."""
         states = self.states(parts)
         counts = [part.end - part.first for part in parts]
@@ -136,7 +136,7 @@ class Runner:
         return found_by_states(self.form, parts, last, behind)
 
     @torch.inference_mode()
-    def states(self, parts: Sequence[Part]) -> list[torch.Tensor]:
+    def states(self, parts: Sequence[BatchItem]) -> list[torch.Tensor]:
         """(new tokens, D) of each part: of its history, then of its candidates where they are tokens."""
         appended = int(self.form.appends_candidates)
         counts = [part.end - part.first + appended * part.num_candidates for part in parts]
@@ -155,16 +155,16 @@ class Runner:
             self._store(part, start, made)
         return [state_TD[start:end] for start, end in itertools.pairwise(bounds)]
 
-    def _vectors(self, part: Part) -> torch.Tensor:
+    def _vectors(self, part: BatchItem) -> torch.Tensor:
         history = self.form.vectors(part.tokens, part.first, part.end)
         if part.candidates is None:
             return history
         return torch.cat([history, self.form.candidate_tokens(part.candidates)])
 
-    def _segment(self, part: Part, num_tokens: int) -> Segment:
+    def _segment(self, part: BatchItem, num_tokens: int) -> NewTokenSegment:
         device = self.form.servable.device
         num_history = part.end - part.first
-        return Segment(
+        return NewTokenSegment(
             prefix_length=part.first,
             num_history=num_history,
             num_candidates=num_tokens - num_history,
@@ -174,7 +174,7 @@ class Runner:
             cut=part.tokens.cut,
         )
 
-    def _store(self, part: Part, start: int, made: list[KeysAndValues]) -> None:
+    def _store(self, part: BatchItem, start: int, made: list[KeysAndValues]) -> None:
         count = min(part.store_until, part.end) - part.first
         if count > 0:
             for layer, (keys, values) in enumerate(made):
@@ -184,11 +184,11 @@ class Runner:
 
 
 def found_by_states(
-    form: Form,
-    parts: Sequence[Part],
+    form: ModelAdapter,
+    parts: Sequence[BatchItem],
     last: Sequence[torch.Tensor | None],
     candidates: Sequence[torch.Tensor] | None = None,
-) -> list[Scored | None]:
+) -> list[BatchItemScores | None]:
     """Scores of each part with candidates, and the best of the catalogue for all who ask for them at once.
 
     last: (D,) state of a user's last token. candidates: (C, D) of those that are tokens of their own.
@@ -196,27 +196,27 @@ def found_by_states(
     asking = [b for b, part in enumerate(parts) if part.candidates is not None and part.candidates.num_best]
     wanted = [asked for b in asking if (asked := parts[b].candidates) is not None]
     best = dict(zip(asking, form.best(wanted, [last[b] for b in asking]) if asking else [], strict=True))
-    results = list[Scored | None]()
+    results = list[BatchItemScores | None]()
     for b, part in enumerate(parts):
         if part.candidates is None:
             results.append(None)
         elif b in best:
-            results.append(Scored(*best[b]))
+            results.append(BatchItemScores(*best[b]))
         else:
             state_CD = torch.zeros(0) if candidates is None else candidates[b]
             scores = form.scores(part.candidates, last[b], state_CD)
-            results.append(Scored(part.candidates.items, scores.cpu().numpy()))
+            results.append(BatchItemScores(part.candidates.items, scores.cpu().numpy()))
     return results
 
 
-def plain_runner(servable: Servable, slide_events: int | None = None) -> Runner:
+def plain_runner(servable: Servable, slide_events: int | None = None) -> ReferenceRunner:
     """slide_events: events by which a full history slides; none takes what the model was measured with."""
     pool = PagePool(servable.kept, num_pages=1, page_tokens=1, device=servable.device, dtype=servable.dtype)
-    return Runner(make_form(servable, slide_events), pool)
+    return ReferenceRunner(make_form(servable, slide_events), pool)
 
 
 @torch.inference_mode()
-def user_queries(form: RetrievalForm, users: Sequence[tuple[History, int]]) -> torch.Tensor:
+def user_queries(form: RetrievalAdapter, users: Sequence[tuple[History, int]]) -> torch.Tensor:
     """(B, D) for each (history, moment): its product with an item's vector is the item's score. Zeros for those
     without events."""
     device, tokens = form.servable.device, [form.tokens(history, now_ms) for history, now_ms in users]
@@ -235,13 +235,13 @@ def user_queries(form: RetrievalForm, users: Sequence[tuple[History, int]]) -> t
     return queries_BD
 
 
-def _field(tokens: Tokens, field: int) -> NDArray[np.int64]:
+def _field(tokens: HistoryTokens, field: int) -> NDArray[np.int64]:
     """Of what stands before a history, and of its events."""
     own = tokens.columns[field]
     return np.concatenate([tokens.before[:, field], own]) if len(tokens.before) else own
 
 
-def _info(tokens: Sequence[Tokens], lengths: NDArray[np.int64], device: torch.device) -> SequenceInfo:
+def _info(tokens: Sequence[HistoryTokens], lengths: NDArray[np.int64], device: torch.device) -> SequenceInfo:
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     position_T = to_device(np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths), device)
     return SequenceInfo(
@@ -277,7 +277,7 @@ def compute_one(runner: BatchRunner) -> None:
     runner.launch([_part(runner.form, 1, 1)]).wait()
 
 
-def _part(form: Form, num_events: int, num_candidates: int) -> Part:
+def _part(form: ModelAdapter, num_events: int, num_candidates: int) -> BatchItem:
     zeros, asked = np.zeros(num_events, np.int64), np.zeros(num_candidates, np.int64)
     servable = form.servable
     fields = servable.given_fields
@@ -286,4 +286,4 @@ def _part(form: Form, num_events: int, num_candidates: int) -> Part:
     candidates = Candidates(items=asked, now_ms=0, features=dict.fromkeys(fields, asked))
     if servable.index is not None and servable.device.type == "cuda":  # what it costs to find items is in their graph
         candidates = Candidates(items=asked[:0], now_ms=0, num_best=num_candidates)
-    return Part(tokens=tokens, first=0, end=tokens.length, pages=[], store_until=0, candidates=candidates)
+    return BatchItem(tokens=tokens, first=0, end=tokens.length, pages=[], store_until=0, candidates=candidates)

@@ -31,22 +31,29 @@ from nestrec.base.lazy import import_attribute
 from nestrec.ops.attention.paged.query_blocks import can_be_paged
 from nestrec.serving.core.cost_model import EngineCostModel, Histogram
 from nestrec.serving.core.rejections import OverloadedError, UnavailableError
-from nestrec.serving.core.request_limits import NOBODY, Sender
+from nestrec.serving.core.request_limits import NOBODY, RequestSource
 from nestrec.serving.core.slot_router import KeyedHash
-from nestrec.serving.engine.admission import Backlog, Outlook
-from nestrec.serving.engine.batch_pacer import EnginePace
-from nestrec.serving.engine.batch_scheduler import EngineConfig, EngineStep, Planner
+from nestrec.serving.engine.admission import AdmissionEstimator, QueueEstimate
+from nestrec.serving.engine.batch_pacer import BatchPacer
+from nestrec.serving.engine.batch_scheduler import BatchScheduler, EngineConfig, ScheduledChunk
 from nestrec.serving.engine.golden_request import check_probe
-from nestrec.serving.engine.reference_runner import BatchRunner, Launched, Runner, Scored, compute_one, warm_up
-from nestrec.serving.inputs.engine_request import Answer, CacheKey, Work
+from nestrec.serving.engine.reference_runner import (
+    BatchItemScores,
+    BatchRunner,
+    InFlightBatch,
+    ReferenceRunner,
+    compute_one,
+    warm_up,
+)
+from nestrec.serving.inputs.engine_request import CacheKey, EngineRequest, RankResult
 from nestrec.serving.kv_cache.kv_page_pool import PagePool
 from nestrec.serving.kv_cache.prefix_cache import Entry
 from nestrec.serving.kv_cache.preinfer_trigger import Decision, Trigger
-from nestrec.serving.kv_cache.tiered_prefix_cache import Copier, PrefixTiers
-from nestrec.serving.model.model_adapter import Form, PagedForm, Tokens, lengths_of
-from nestrec.serving.model.ranking_adapter import RankingForm
+from nestrec.serving.kv_cache.tiered_prefix_cache import Copier, TieredPrefixCache
+from nestrec.serving.model.model_adapter import HistoryTokens, ModelAdapter, PagedModelAdapter, lengths_of
+from nestrec.serving.model.ranking_adapter import RankingAdapter
 from nestrec.serving.model.request_inputs import Candidates, History
-from nestrec.serving.model.retrieval_adapter import RetrievalForm
+from nestrec.serving.model.retrieval_adapter import RetrievalAdapter
 
 __all__ = ["Engine", "EngineConfig", "RecentRequests", "make_runner"]
 
@@ -60,13 +67,13 @@ _NO_SCORES = np.zeros((0, 0), np.float32)
 
 @dataclass(slots=True, kw_only=True)
 class _Batch:
-    steps: list[EngineStep]
+    steps: list[ScheduledChunk]
     work: tuple[int, int]
     """(tokens, pairs) for the cost model"""
     planned_s: float
     is_alone: bool
     """no other batch was in flight when it was scheduled"""
-    launched: Launched = field(init=False)
+    launched: InFlightBatch = field(init=False)
     """the batch on the device, once it has been launched"""
 
 
@@ -83,7 +90,7 @@ class Engine:
 
     def __init__(
         self,
-        form: Form,
+        form: ModelAdapter,
         cfg: EngineConfig,
         *,
         keyed: KeyedHash | None = None,
@@ -103,7 +110,7 @@ class Engine:
             runner: Runner of an engine that was closed, which is used again with its memory and graphs.
             has_thread: If false, the caller calls `turn` repeatedly, as simulations do.
             on_lost: Called on the engine's thread if the engine cannot continue.
-            make_copier: Makes the copiers between device and host memory, see `PrefixTiers`.
+            make_copier: Makes the copiers between device and host memory, see `TieredPrefixCache`.
         """
         self.form = form
         self.cfg = cfg
@@ -123,12 +130,14 @@ class Engine:
         """Unix seconds of the first ranking response of the version in service"""
 
         self._condition = threading.Condition()
-        self._inbox: deque[Work] = deque()
+        self._inbox: deque[EngineRequest] = deque()
         self._messages: deque[Callable[[], None]] = deque()
         """calls that the copiers and other threads want made on the engine's thread"""
-        self._unfinished: dict[Work, None] = {}  # all accepted works in order of arrival, under the condition's lock
+        self._unfinished: dict[
+            EngineRequest, None
+        ] = {}  # all accepted works in order of arrival, under the condition's lock
         self._in_flight: deque[_Batch] = deque()
-        self._handled: list[Work] = []
+        self._handled: list[EngineRequest] = []
         """works that the current turn deals with: an exception fails them"""
         self._num_failures = 0
         self._failure: BaseException | None = None
@@ -146,7 +155,7 @@ class Engine:
         """Make the parts that know one another: cache, runner, scheduler and estimates."""
         form = self.form
         self.costs = EngineCostModel(most_seen=form.servable.cached.most_seen(form.servable.encoder_config))
-        self.tiers = PrefixTiers(
+        self.tiers = TieredPrefixCache(
             form,
             self.cfg.tiers,
             keyed=self.keyed,
@@ -160,7 +169,7 @@ class Engine:
         )
         self._runner = runner or make_runner(form, self.tiers.pool, self.cfg)
         self.trigger = Trigger(self.cfg.trigger, self.clock, cache_bytes=self.tiers.num_bytes)
-        self._planner = Planner(
+        self._planner = BatchScheduler(
             self.cfg,
             self.tiers,
             self.clock,
@@ -173,9 +182,9 @@ class Engine:
             count=self._count,
             queued_s=lambda: self.queued_s,
         )
-        self.pace = EnginePace(spins=self._runner.spins, clock=self.clock)
-        self._backlog = Backlog(self._planner.chunk_s)
-        self._outlook = Outlook(self.costs, self.pace, self._backlog)
+        self.pace = BatchPacer(spins=self._runner.spins, clock=self.clock)
+        self._backlog = QueueEstimate(self._planner.chunk_s)
+        self._outlook = AdmissionEstimator(self.costs, self.pace, self._backlog)
 
     def _start(self, *, has_thread: bool) -> None:
         if has_thread:
@@ -191,8 +200,8 @@ class Engine:
     # Submit: called by any thread.
 
     def rank(
-        self, user: str, history: History, candidates: Candidates, *, timeout_s: float, sender: Sender = NOBODY
-    ) -> Work:
+        self, user: str, history: History, candidates: Candidates, *, timeout_s: float, sender: RequestSource = NOBODY
+    ) -> EngineRequest:
         """Queue a ranking request, whose result will be that of `work.future`.
 
         Raises:
@@ -216,7 +225,7 @@ class Engine:
             self._enqueue(work)
         return work
 
-    def is_full_for(self, sender: Sender) -> bool:
+    def is_full_for(self, sender: RequestSource) -> bool:
         """A request of so many bytes, whatever is in them, would be refused."""
         return self._does_any_wait and self._outlook.unread_ends_in_s(sender) > self.cfg.max_queue_s
 
@@ -237,8 +246,8 @@ class Engine:
         num_candidates: int,
         *,
         timeout_s: float,
-        sender: Sender = NOBODY,
-    ) -> tuple[Decision, Work | None]:
+        sender: RequestSource = NOBODY,
+    ) -> tuple[Decision, EngineRequest | None]:
         """Decide on a signal, and queue it where it is admitted. The history is not looked into before that."""
         key, (length, cached) = self._key(user), lengths_of(self.form, len(history))
         there = min(self.tiers.device.length_of(key), cached) if cached else 0
@@ -300,13 +309,15 @@ class Engine:
         if self._is_draining or self._is_closed:
             raise UnavailableError("the engine is stopping", 1.0)
 
-    def _work(self, user: str, tokens: Tokens, candidates: Candidates | None, timeout_s: float, sender: Sender) -> Work:
+    def _work(
+        self, user: str, tokens: HistoryTokens, candidates: Candidates | None, timeout_s: float, sender: RequestSource
+    ) -> EngineRequest:
         key = self._key(user)
         prefix = min(self.tiers.device.length_of(key), tokens.num_cacheable) if tokens.num_cacheable else 0
         end = tokens.num_cacheable if candidates is None else tokens.length
         num_candidates = 0 if candidates is None else len(candidates)
         now_s = self.clock.now_s()
-        return Work(
+        return EngineRequest(
             key=key,
             tokens=tokens,
             candidates=candidates,
@@ -319,19 +330,19 @@ class Engine:
     def _key(self, user: str) -> CacheKey:
         return CacheKey(user, self._version, self._slide)
 
-    def _enqueue(self, work: Work) -> None:
+    def _enqueue(self, work: EngineRequest) -> None:
         self._add_to_backlog(work)
         self._unfinished[work] = None
         self._inbox.append(work)
         self._wake()
 
-    def _add_to_backlog(self, work: Work) -> None:
+    def _add_to_backlog(self, work: EngineRequest) -> None:
         if work.is_rank:
             self._backlog.add(work.client, work.key.user, work.estimate_s)
         else:
             self._backlog.add_signal(work.estimate_s)
 
-    def _remove_from_backlog(self, work: Work) -> None:
+    def _remove_from_backlog(self, work: EngineRequest) -> None:
         if work.is_rank:
             self._backlog.remove(work.client, work.key.user, work.estimate_s)
         else:
@@ -458,7 +469,7 @@ class Engine:
             return None
         return _Batch(steps=steps, work=self._work_of(steps), planned_s=planned_s, is_alone=not self._in_flight)
 
-    def _work_of(self, steps: Sequence[EngineStep]) -> tuple[int, int]:
+    def _work_of(self, steps: Sequence[ScheduledChunk]) -> tuple[int, int]:
         tokens = 0
         pairs = 0
         for step in steps:
@@ -483,7 +494,7 @@ class Engine:
             self._commit(step)
             self._planner.launched(step)
 
-    def _commit(self, step: EngineStep) -> None:
+    def _commit(self, step: ScheduledChunk) -> None:
         """Count the new tokens as cached. Batches run in order, so none can read their pages too early."""
         if step.entry is not None and not step.entry.is_dropped and step.part.store_until > step.part.first:
             content = step.work.content_of(step.part.store_until)
@@ -512,7 +523,7 @@ class Engine:
         self._observe_pace(batch, ended_s, seconds)
         self._num_failures = 0
 
-    def _complete_step(self, step: EngineStep, scored: Scored | None) -> None:
+    def _complete_step(self, step: ScheduledChunk, scored: BatchItemScores | None) -> None:
         """Answer the request of a step, unless more steps of it follow, and unpin its cache entry."""
         if step.work.candidates is not None and step.is_last and scored is not None:
             self._answer(step, scored)
@@ -521,7 +532,7 @@ class Engine:
             self._signal_done(step.work, step.entry)
         self._unpin(step)
 
-    def _answer(self, step: EngineStep, scored: Scored) -> None:
+    def _answer(self, step: ScheduledChunk, scored: BatchItemScores) -> None:
         work = step.work
         assert work.candidates is not None
         if work.num_cached == 0:  # what came back was forgotten or evicted before it was read, or is another version's
@@ -545,22 +556,22 @@ class Engine:
         if len(work.scored) > 1:  # the candidates were scored in several batches
             items = work.candidates.items
             scores = np.concatenate(work.scored)
-        self._finish(work, Answer(items, scores, work.key.version, work.source, work.num_cached), None)
+        self._finish(work, RankResult(items, scores, work.key.version, work.source, work.num_cached), None)
 
-    def _signal_done(self, work: Work, entry: Entry) -> None:
+    def _signal_done(self, work: EngineRequest, entry: Entry) -> None:
         """End a signal, and hold its prefix for as long as its ranking request may take to come."""
         with self._condition:
             life_s = self.trigger.life_s
         self.tiers.device.hold(entry, self.clock.now_s() + life_s)
         self._count("signal_done")
         self.recent.signalled(work, self.clock.now_s())
-        self._finish(work, Answer(_NO_ITEMS, _NO_SCORES, work.key.version, work.source, entry.length), None)
+        self._finish(work, RankResult(_NO_ITEMS, _NO_SCORES, work.key.version, work.source, entry.length), None)
 
-    def _unpin(self, step: EngineStep) -> None:
+    def _unpin(self, step: ScheduledChunk) -> None:
         if step.entry is not None:
             self.tiers.device.unpin(step.entry)
 
-    def _finish(self, work: Work, answer: Answer | None, error: Exception | None) -> None:
+    def _finish(self, work: EngineRequest, answer: RankResult | None, error: Exception | None) -> None:
         """Answer a work, or fail it. A second call does nothing, unless an exception has ended the first."""
         if work.is_finished and work.future.done():
             return
@@ -636,7 +647,7 @@ class Engine:
 
     # Failures.
 
-    def _fail_batch(self, steps: Sequence[EngineStep]) -> None:
+    def _fail_batch(self, steps: Sequence[ScheduledChunk]) -> None:
         """Fail a batch that the runner did not compute. Queues and cache are intact, so other requests continue."""
         _LOG.exception("a batch failed")
         for step in steps:
@@ -695,7 +706,7 @@ class Engine:
         except Exception as error:
             raise _CannotContinueError("the device does not compute any more") from error
 
-    def _fail_works(self, works: Sequence[Work]) -> None:
+    def _fail_works(self, works: Sequence[EngineRequest]) -> None:
         for work in works:
             if not work.is_finished or not work.future.done():
                 self._count("failed")
@@ -747,7 +758,7 @@ class Engine:
         self.tiers.close()
 
 
-def make_runner(form: Form, pool: PagePool, cfg: EngineConfig) -> BatchRunner:
+def make_runner(form: ModelAdapter, pool: PagePool, cfg: EngineConfig) -> BatchRunner:
     """Captured graphs over pages where a GPU and the model allow it, else sequence by sequence."""
     servable = form.servable
     paged = servable.cached.paged
@@ -756,16 +767,16 @@ def make_runner(form: Form, pool: PagePool, cfg: EngineConfig) -> BatchRunner:
         and servable.device.type == "cuda"
         and can_be_paged(pool.tensor.shape[-1], servable.dtype.itemsize, pool.page_tokens)
     )
-    if has_graphs and paged is not None and isinstance(form, RankingForm | RetrievalForm):
+    if has_graphs and paged is not None and isinstance(form, RankingAdapter | RetrievalAdapter):
         from nestrec.serving.engine.graph_runner import GraphRunner
 
         encoder = import_attribute(paged)(form.encoder, pool.kept_pages)
         max_length = servable.encoder_config.max_length
         max_tokens = 2 * cfg.max_batch_tokens + max_length
-        if isinstance(form, RetrievalForm):  # candidates are not tokens: large graphs would never be filled
+        if isinstance(form, RetrievalAdapter):  # candidates are not tokens: large graphs would never be filled
             max_tokens = min(max_tokens, cfg.max_batch_requests * max_length)
-        return GraphRunner(cast(PagedForm, form), encoder, pool, max_tokens=max_tokens)
-    return Runner(form, pool)
+        return GraphRunner(cast(PagedModelAdapter, form), encoder, pool, max_tokens=max_tokens)
+    return ReferenceRunner(form, pool)
 
 
 _MOST = 64
@@ -784,13 +795,13 @@ class RecentRequests:
         self._signals: OrderedDict[CacheKey, int] = OrderedDict()
         """numbers of those whose ranking request may still come"""
 
-    def signalled(self, work: Work, now_s: float) -> None:
+    def signalled(self, work: EngineRequest, now_s: float) -> None:
         """A prefix was computed ahead."""
         self._signals[work.key] = self._add("signal", work, now_s, None)
         while len(self._signals) > _MOST:
             self._signals.popitem(last=False)
 
-    def ranked(self, work: Work, now_s: float) -> None:
+    def ranked(self, work: EngineRequest, now_s: float) -> None:
         """A request was answered."""
         self._add("rank", work, now_s, self._signals.pop(work.key, None))
 
@@ -801,7 +812,7 @@ class RecentRequests:
             for one in list(self._done)
         ]
 
-    def _add(self, kind: str, work: Work, now_s: float, signal: int | None) -> int:
+    def _add(self, kind: str, work: EngineRequest, now_s: float, signal: int | None) -> int:
         number = next(self._numbers)
         one = {
             "number": number,
@@ -820,7 +831,7 @@ class RecentRequests:
         return number
 
 
-def parts_ms(work: Work, ended_s: float) -> dict[str, float]:
+def parts_ms(work: EngineRequest, ended_s: float) -> dict[str, float]:
     """Returns the milliseconds that a request spent in each part of its way, except on the network.
 
     `in` is from its front, which had read all of it, to the engine; `queue` until its last batch was begun; `launch`

@@ -8,14 +8,14 @@ from nestrec.base.errors import UserError
 from nestrec.serving.core import tracing
 from nestrec.serving.core.asgi import is_loopback
 from nestrec.serving.fleet.gateway import Gateway
-from nestrec.serving.fleet.instance_supervisor import Instances
-from nestrec.serving.fleet.rolling_update import FrontFollower
+from nestrec.serving.fleet.instance_supervisor import LocalSupervisor
+from nestrec.serving.fleet.rolling_update import FleetVersionFollower
 from nestrec.serving.http.serve_config import ServeConfig, safety_of, uvicorn_config
 from nestrec.serving.http.server_logging import log_without_waiting, wait_for_log
-from nestrec.serving.http.signals import Signals
+from nestrec.serving.http.signals import SignalHandler
 from nestrec.serving.http.sockets import allow_open_files, bound_sockets, close_all, port_of, run_server, url_of
 from nestrec.serving.security.security_config import check_exposure
-from nestrec.serving.security.server_security import Safety
+from nestrec.serving.security.server_security import ServerSecurity
 
 _LOG = logging.getLogger(__name__)
 _OF_FRONT = (
@@ -29,7 +29,7 @@ def serve_many(
     folders: Sequence[str],
     cfg: ServeConfig,
     overrides: dict[str, str],
-    signals: Signals,
+    signals: SignalHandler,
     announce: Callable[[str], None],
 ) -> None:
     """Serve until SIGTERM or SIGINT; SIGHUP lets every instance load its models anew, one after the other.
@@ -53,7 +53,7 @@ def serve_many(
     url = url_of(cfg.host, port_of(sockets), is_tls=safety.certificates is not None)
     arguments, models = instance_arguments(cfg, overrides), [str(folder) for folder in folders]
     try:
-        with Instances(models, arguments, cfg.instances, stop_timeout_s=cfg.service.drain_s + 5.0) as instances:
+        with LocalSupervisor(models, arguments, cfg.instances, stop_timeout_s=cfg.service.drain_s + 5.0) as instances:
             if instances.wait_until_up(lambda: signals.is_stopping):
                 _serve_gateway(instances, cfg, safety, sockets=sockets, signals=signals, announce=lambda: announce(url))
     finally:
@@ -77,12 +77,12 @@ def _check_offered(cfg: ServeConfig) -> None:
 
 
 def _serve_gateway(
-    instances: Instances,
+    instances: LocalSupervisor,
     cfg: ServeConfig,
-    safety: Safety,
+    safety: ServerSecurity,
     *,
     sockets: list[socket],
-    signals: Signals,
+    signals: SignalHandler,
     announce: Callable[[], None],
 ) -> None:
     gateway = Gateway(
@@ -95,7 +95,7 @@ def _serve_gateway(
     )
     signals.when_reloaded(gateway.ask_reload)
     models = list(instances.slots[0].models)
-    follower = FrontFollower(models, cfg.follow.poll_s, gateway.moved, gateway.rollout.followed)
+    follower = FleetVersionFollower(models, cfg.follow.poll_s, gateway.moved, gateway.rollout.followed)
     if cfg.follow.on and cfg.follow.moves == "together":
         follower.start()
     run_server(uvicorn_config(gateway, cfg, gateway, safety), sockets, signals, announce)

@@ -20,9 +20,9 @@ import orjson
 
 from nestrec.base.clock import RealClock
 from nestrec.serving.core.asgi import (
-    Answered,
     Body,
-    DisconnectedError,
+    ClientDisconnectedError,
+    HttpResponse,
     Receive,
     Scope,
     Send,
@@ -35,19 +35,19 @@ from nestrec.serving.core.asgi import (
 from nestrec.serving.core.background_tasks import reported
 from nestrec.serving.core.request_limits import BadRequestError, LimitsConfig
 from nestrec.serving.core.slot_router import KeyedHash, Ring, Route, Router
-from nestrec.serving.fleet.gateway_metrics import FleetMetrics
+from nestrec.serving.fleet.gateway_metrics import GatewayMetrics
 from nestrec.serving.fleet.readiness_probes import Probes
-from nestrec.serving.fleet.rolling_update import AllInstances, Change, Operations, Rollout, Supervisor
+from nestrec.serving.fleet.rolling_update import Change, FleetBroadcast, Operations, RollingUpdate, Supervisor
 from nestrec.serving.fleet.upstream_connection import Response, Upstream
 from nestrec.serving.http.fast_request import client_in
 from nestrec.serving.kv_cache.preinfer_trigger import USUAL_CANDIDATES
-from nestrec.serving.security.server_security import Safety
+from nestrec.serving.security.server_security import ServerSecurity
 
 SIGNAL_PATH = "/v1/preinfer"
 
 
 @dataclass(frozen=True, slots=True)
-class Addressed:
+class RoutingInfo:
     user: str
     """as the instance will read it; empty where the request names none, and is refused by any instance"""
     timeout_s: float
@@ -58,7 +58,7 @@ class Addressed:
     """of a signal about as many candidates as usual: of the history that it tells, or tells the length of"""
 
 
-def addressed(path: str, body: bytes, limits: LimitsConfig, *, are_shared: bool = False) -> Addressed:
+def addressed(path: str, body: bytes, limits: LimitsConfig, *, are_shared: bool = False) -> RoutingInfo:
     """Of a POST. What is no request at all may go anywhere and is refused there. are_shared: all instances have the
     events that are kept."""
     try:
@@ -72,7 +72,7 @@ def addressed(path: str, body: bytes, limits: LimitsConfig, *, are_shared: bool 
         timeout_ms = limits.default_timeout_ms
     is_about_kept = path == "/v1/events" or "history" not in data or data.get("prefer_kept") is True
     num_events = _events_in(data) if path == SIGNAL_PATH else None
-    return Addressed(user_in(data), timeout_ms / 1000.0, is_about_kept and not are_shared, num_events)
+    return RoutingInfo(user_in(data), timeout_ms / 1000.0, is_about_kept and not are_shared, num_events)
 
 
 def _events_in(data: dict[str, Any]) -> int | None:
@@ -115,7 +115,7 @@ _GRACE_S = 0.2
 
 class Gateway:
     """An ASGI application over instances on ports of this machine; slot i is whatever listens on ports[i]. Requests of
-    users that arrive whole are asked for without ASGI in between (`Door`)."""
+    users that arrive whole are asked for without ASGI in between (`DirectApp`)."""
 
     plain_routes: Mapping[bytes, str] = {route.encode(): route for route in _REPEATABLE}
 
@@ -139,16 +139,16 @@ class Gateway:
         keyed = KeyedHash()
         self.router = Router(Ring.make(len(ports), keyed), keyed, RealClock(), bound=bound)
         self._probes = Probes(self._upstreams, self.router, lambda: self.rollout.turn)
-        self._all = AllInstances(self._upstreams, self._probes)
+        self._all = FleetBroadcast(self._upstreams, self._probes)
         self._erasing = Change(limits.default_timeout_ms / 1000.0 + _GRACE_S, is_done_by_end=True)
         self._adding = Change(adding_s, is_done_by_end=False)
-        self.rollout = Rollout(self._upstreams, self.router, supervisor, self._probes.is_ready_since)
+        self.rollout = RollingUpdate(self._upstreams, self.router, supervisor, self._probes.is_ready_since)
         self._folders = list(folders)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._reload: asyncio.Task[None] | None = None
         self._is_reload_due = False
         self._operations = Operations(self.rollout, limits, drain_s)
-        self.metrics = FleetMetrics(self.router)
+        self.metrics = GatewayMetrics(self.router)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -157,20 +157,20 @@ class Gateway:
             body = Body(scope, receive, self._limits)
             try:
                 answered = await self._answer(scope, body)
-            except DisconnectedError:
+            except ClientDisconnectedError:
                 return
             except BadRequestError as error:
                 answered = problem_of(error)
             await answered.send(send, is_last=body.is_unread)
 
-    def refused_unread(self, route: str, client: str, num_bytes: int) -> Answered | None:
+    def refused_unread(self, route: str, client: str, num_bytes: int) -> HttpResponse | None:
         """Instances refuse, each for itself."""
         return None
 
     def count_malformed(self, status: int) -> None:
         """It is answered, and nobody here counts it."""
 
-    async def serve(self, route: str, client: str, body: bytes, reply: Callable[[Answered], None]) -> None:
+    async def serve(self, route: str, client: str, body: bytes, reply: Callable[[HttpResponse], None]) -> None:
         """Answer a request of a user."""
         try:
             answered = await self._routed("POST", route, route.encode(), body, client)
@@ -181,7 +181,7 @@ class Gateway:
             answered = problem(500, "the request failed here")
         reply(answered)
 
-    async def _answer(self, scope: Scope, unread: Body) -> Answered:
+    async def _answer(self, scope: Scope, unread: Body) -> HttpResponse:
         check_head(scope, self._limits)
         # What HEAD leaves out of an answer is left out by the server.
         method, path = "GET" if scope["method"] == "HEAD" else scope["method"], scope["path"]
@@ -200,7 +200,7 @@ class Gateway:
         """What is kept of a user there is in one place: any one instance, but a living one, can erase it."""
         return self._shares_histories and raw_path.endswith(_EVENTS_OF_USER)
 
-    async def _of_front(self, method: str, path: str, query: bytes) -> Answered | None:
+    async def _of_front(self, method: str, path: str, query: bytes) -> HttpResponse | None:
         """What this front says of itself and of its instances; none where a request is for one of them."""
         match path:
             case "/health/live":
@@ -243,22 +243,22 @@ class Gateway:
     def count_refusals_of(self, refusals: Mapping[str, int]) -> None:
         self.metrics.refusals = refusals
 
-    def report_files_of(self, safety: Safety) -> None:
+    def report_files_of(self, safety: ServerSecurity) -> None:
         self.metrics.safety = safety
 
-    async def _exposition(self) -> Answered:
+    async def _exposition(self) -> HttpResponse:
         """What every instance counts, beside what this front does."""
         slots = range(len(self._upstreams))
         told = await asyncio.gather(*(self._told(slot, b"/metrics") for slot in slots))
         texts = {slot: one.body for slot, one in zip(slots, told, strict=True) if one is not None}
-        return Answered(200, self.metrics.exposition(texts), _PROMETHEUS)
+        return HttpResponse(200, self.metrics.exposition(texts), _PROMETHEUS)
 
-    async def _live(self, slot: int) -> Answered:
+    async def _live(self, slot: int) -> HttpResponse:
         """How one instance fares."""
         response = await self._told(slot, b"/v1/live") if slot < len(self._upstreams) else None
         if response is None:
             return problem(503, "the instance does not answer", "", retry_after(1.0))
-        return Answered(response.status, response.body, _JSON, (b"x-nestrec-slot", str(slot).encode()))
+        return HttpResponse(response.status, response.body, _JSON, (b"x-nestrec-slot", str(slot).encode()))
 
     async def _told(self, slot: int, target: bytes) -> Response | None:
         try:
@@ -278,8 +278,8 @@ class Gateway:
             "short_signals": self.metrics.num_short_signals,
         }
 
-    async def _routed(self, method: str, path: str, target: bytes, body: bytes, client: str) -> Answered:
-        about = Addressed(unquote(path), self._limits.default_timeout_ms / 1000.0, False)
+    async def _routed(self, method: str, path: str, target: bytes, body: bytes, client: str) -> HttpResponse:
+        about = RoutingInfo(unquote(path), self._limits.default_timeout_ms / 1000.0, False)
         if method == "POST":
             about = addressed(path, body, self._limits, are_shared=self._shares_histories)
         is_repeatable = method in _REPEATABLE_METHODS or path in _REPEATABLE
@@ -313,7 +313,7 @@ class Gateway:
             return problem(503, "the instance that keeps the events of this user is away", "", retry_after(1.0))
         return problem(503, "no instance is alive", "", retry_after(1.0))
 
-    def _not_worth_a_signal(self, slot: int, about: Addressed) -> Answered | None:
+    def _not_worth_a_signal(self, slot: int, about: RoutingInfo) -> HttpResponse | None:
         """The answer to a signal that the user's instance has no use for, as it last said: nothing goes there."""
         if about.num_events is None or about.num_events >= self._probes.signals_from.get(slot, 0) or not about.user:
             return None
@@ -321,7 +321,7 @@ class Gateway:
         answer = {"admitted": False, "reason": "short", "model": "", "unknown": [], "defaults": []}
         return as_json(answer, 202, (b"x-nestrec-slot", str(slot).encode()))
 
-    async def _everywhere(self, change: Change, method: str, target: bytes, body: bytes = b"") -> Answered:
+    async def _everywhere(self, change: Change, method: str, target: bytes, body: bytes = b"") -> HttpResponse:
         """A user may have been served by any of them, and items are known to each by itself."""
         response = await self._all.make(change, method, target, body)
         if response is None:
@@ -360,10 +360,10 @@ def _slot_in(query: bytes) -> int | None:
     return int(value) if name == b"slot" and value.isdigit() and len(value) < 6 else None
 
 
-def _answered(response: Response, route: Route | None) -> Answered:
+def _answered(response: Response, route: Route | None) -> HttpResponse:
     content_type = response.headers.get(b"content-type", b"application/json")
     shown = [(name, value) for name, value in response.headers.items() if name in _FORWARDED]
     if route is not None:
         shown.append((b"x-nestrec-slot", str(route.slot).encode()))
         shown.append((b"x-nestrec-diverted", str(int(route.is_diverted)).encode()))
-    return Answered(response.status, response.body, content_type, *shown)
+    return HttpResponse(response.status, response.body, content_type, *shown)

@@ -9,10 +9,10 @@ from prometheus_client.registry import Collector
 
 from nestrec.serving.core.slot_router import Router
 from nestrec.serving.http.server_metrics import BackgroundCollector, FilesCollector, RefusalCollector
-from nestrec.serving.security.server_security import Safety
+from nestrec.serving.security.server_security import ServerSecurity
 
 
-class FleetMetrics:
+class GatewayMetrics:
     """Put together when it is asked for."""
 
     def __init__(self, router: Router):
@@ -25,7 +25,7 @@ class FleetMetrics:
         self._own = CollectorRegistry()
         self._own.register(_FrontCollector(self, router))
         self._own.register(RefusalCollector(lambda: self.refusals))
-        self.safety: Safety | None = None
+        self.safety: ServerSecurity | None = None
         """Keys and certificates of the front; None until `report_files_of` sets them."""
         self._own.register(FilesCollector(lambda: self.safety))
         self._own.register(BackgroundCollector())
@@ -37,7 +37,7 @@ class FleetMetrics:
 
 
 class _FrontCollector(Collector):
-    def __init__(self, metrics: FleetMetrics, router: Router):
+    def __init__(self, metrics: GatewayMetrics, router: Router):
         self._metrics, self._router = metrics, router
 
     def collect(self) -> Iterable[Metric]:

@@ -19,7 +19,7 @@ from typing import Literal
 from nestrec.base.errors import UserError
 from nestrec.serving.core.background_tasks import FAILURES, BackgroundThread
 from nestrec.serving.fleet.readiness_probes import held_port, listens
-from nestrec.serving.http.signals import Tie
+from nestrec.serving.http.signals import ParentDeathPipe
 from nestrec.serving.security import security_config
 
 _LOG = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class Instance:
         slot: int,
         models: Sequence[str],
         arguments: Sequence[str],
-        tie: Tie,
+        tie: ParentDeathPipe,
         *,
         start_timeout_s: float,
         stop_timeout_s: float,
@@ -146,7 +146,7 @@ class Instance:
             return process.wait()
 
 
-class Instances:
+class LocalSupervisor:
     """Slots of `nestrec serve` processes on ports of this machine. A context: they have all ended after it."""
 
     def __init__(
@@ -159,11 +159,11 @@ class Instances:
         stop_timeout_s: float,
     ):
         """arguments: of `nestrec serve`, without models, host and port."""
-        self._tie, self._arguments = Tie(), arguments
+        self._tie, self._arguments = ParentDeathPipe(), arguments
         self._start_timeout_s, self._stop_timeout_s = start_timeout_s, stop_timeout_s
         self.slots = [self._made(slot, models) for slot in range(count)]
 
-    def __enter__(self) -> "Instances":
+    def __enter__(self) -> "LocalSupervisor":
         for instance in self.slots:
             instance.start()
         return self

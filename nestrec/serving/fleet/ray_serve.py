@@ -16,20 +16,20 @@ from typing import Any
 from nestrec.base.clock import RealClock
 from nestrec.base.cuda import chosen_device
 from nestrec.base.lazy import import_extra
-from nestrec.serving.core.asgi import Answered, Receive, Scope, Send, is_loopback, problem, problem_of, retry_after
+from nestrec.serving.core.asgi import HttpResponse, Receive, Scope, Send, is_loopback, problem, problem_of, retry_after
 from nestrec.serving.core.request_limits import BadRequestError
 from nestrec.serving.core.slot_router import KeyedHash, Ring, Router
 from nestrec.serving.fleet.gateway import user_of
-from nestrec.serving.fleet.rolling_update import FrontFollower, Operations, Rollout, whole_name
+from nestrec.serving.fleet.rolling_update import FleetVersionFollower, Operations, RollingUpdate, whole_name
 from nestrec.serving.fleet.upstream_connection import Response
 from nestrec.serving.history_store.memory_store import make_store
 from nestrec.serving.http.http_app import App
 from nestrec.serving.http.serve_config import ServeConfig
-from nestrec.serving.http.signals import Signals
+from nestrec.serving.http.signals import SignalHandler
 from nestrec.serving.http.sockets import url_of
 from nestrec.serving.server import EngineLoss
 from nestrec.serving.service.inference_service import Service
-from nestrec.serving.service.model_reloader import Reloader, Serially
+from nestrec.serving.service.model_reloader import CoalescingWorker, Reloader
 
 _LOG = logging.getLogger(__name__)
 APPLICATION = "nestrec"
@@ -95,13 +95,13 @@ class RayInstance:
         return sent[0]["status"], [*sent[0]["headers"], *shown], sent[1]["body"]
 
 
-class Gate:
+class RayIngress:
     """The deployment behind HAProxy."""
 
     def __init__(self, instances: Any, cfg: ServeConfig):
-        self._app = GateApp(instances, cfg)
+        self._app = RayIngressApp(instances, cfg)
 
-    def __serve_build_asgi_app__(self) -> "GateApp":
+    def __serve_build_asgi_app__(self) -> "RayIngressApp":
         return self._app
 
     async def swap(self, folders: list[str]) -> int:
@@ -117,7 +117,7 @@ class Gate:
         return self._app.rollout.followed(models)
 
 
-class GateApp:
+class RayIngressApp:
     """Finds out whom a request is about and hands it on. What concerns all replicas is asked of one after the other."""
 
     def __init__(self, instances: Any, cfg: ServeConfig):
@@ -126,7 +126,7 @@ class GateApp:
         replicas: Any = self._replicas
         keyed = KeyedHash()
         router = Router(Ring.make(cfg.instances, keyed), keyed, RealClock())  # Ray has its own: this one is not asked
-        self.rollout = Rollout(replicas, router, RaySupervisor(), lambda _: _is_ready())
+        self.rollout = RollingUpdate(replicas, router, RaySupervisor(), lambda _: _is_ready())
         self._operations = Operations(self.rollout, cfg.limits, cfg.service.drain_s)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -151,16 +151,16 @@ class GateApp:
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": content})
 
-    async def _everywhere(self, target: bytes) -> Answered:
+    async def _everywhere(self, target: bytes) -> HttpResponse:
         """The user may have been served by any of them: all must say that it is done."""
         try:  # one after the other: calls that one request makes at a time are one call to Ray
             heard = [await replica.send("DELETE", target, timeout_s=5.0) for replica in self._replicas]
         except OSError:
             return problem(503, "not every replica has answered; send it again", "", retry_after(1.0))
         worst = max(heard, key=lambda response: response.status)
-        return Answered(worst.status, worst.body)
+        return HttpResponse(worst.status, worst.body)
 
-    async def _operated(self, method: str, path: str, body: bytes) -> Answered:
+    async def _operated(self, method: str, path: str, body: bytes) -> HttpResponse:
         if not self._takes_admin:  # no keys are known here
             return problem(403, "admin endpoints are not answered here; send SIGHUP to the front")
         try:
@@ -215,7 +215,9 @@ async def _is_ready() -> bool:
     return True
 
 
-def serve_on_ray(folders: Sequence[str], cfg: ServeConfig, signals: Signals, announce: Callable[[str], None]) -> None:
+def serve_on_ray(
+    folders: Sequence[str], cfg: ServeConfig, signals: SignalHandler, announce: Callable[[str], None]
+) -> None:
     """Serve until SIGTERM or SIGINT; SIGHUP lets every replica load its models anew, one after the other."""
     gate = start_on_ray(folders, cfg)
     signals.take_over()  # Ray has set its own meanwhile
@@ -224,9 +226,9 @@ def serve_on_ray(folders: Sequence[str], cfg: ServeConfig, signals: Signals, ann
     def roll_all() -> None:
         _roll(lambda: gate.swap.remote(list(folders)))
 
-    rolls = Serially("nestrec-roll", roll_all)
+    rolls = CoalescingWorker("nestrec-roll", roll_all)
     signals.when_reloaded(rolls.ask)
-    follower = FrontFollower(
+    follower = FleetVersionFollower(
         folders,
         cfg.follow.poll_s,
         lambda models: _roll(lambda: gate.follow.remote(models)),
@@ -286,7 +288,7 @@ def start_on_ray(folders: Sequence[str | Path], cfg: ServeConfig) -> Any:
         max_ongoing_requests=1000,
         ray_actor_options={**light, "num_gpus": num_gpus(cfg)},
     ).bind([whole_name(str(folder)) for folder in folders], cfg, secret)
-    gate = serve.deployment(serve.ingress()(Gate), max_ongoing_requests=1000, ray_actor_options=light).bind(
+    gate = serve.deployment(serve.ingress()(RayIngress), max_ongoing_requests=1000, ray_actor_options=light).bind(
         instances, cfg
     )
     return serve.run(gate, name=APPLICATION, route_prefix="/")

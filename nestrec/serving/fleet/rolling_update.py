@@ -26,17 +26,17 @@ from typing import Annotated, Any, Protocol, runtime_checkable
 
 import orjson
 
-from nestrec.base.config_values import Bound
-from nestrec.base.errors import DamagedError
-from nestrec.serving.core.asgi import Answered, as_json, parse_json, problem
+from nestrec.base.config_values import NumberRange
+from nestrec.base.errors import CorruptFileError
+from nestrec.serving.core.asgi import HttpResponse, as_json, parse_json, problem
 from nestrec.serving.core.background_tasks import FAILURES, BackgroundThread
 from nestrec.serving.core.request_limits import LimitsConfig
 from nestrec.serving.core.slot_router import Router
 from nestrec.serving.fleet.readiness_probes import Probes, Turn, version_of
 from nestrec.serving.fleet.upstream_connection import Response, Upstream
-from nestrec.serving.inputs.request_schema import Least, RollbackRequest, SwapRequest, reader
-from nestrec.serving.versions.live_version import Source, source_of
-from nestrec.serving.versions.version_store import Versions
+from nestrec.serving.inputs.request_schema import AtLeast, RollbackRequest, SwapRequest, reader
+from nestrec.serving.versions.live_version import ModelAddress, source_of
+from nestrec.serving.versions.version_store import VersionStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Change:
     process of the instance begins without it"""
 
 
-class AllInstances:
+class FleetBroadcast:
     """All instances of a front."""
 
     def __init__(self, upstreams: Sequence[Upstream], probes: Probes):
@@ -75,7 +75,7 @@ class AllInstances:
             return None
 
 
-class FrontFollower:
+class FleetVersionFollower:
     """Looks on a thread of its own."""
 
     def __init__(
@@ -90,7 +90,7 @@ class FrontFollower:
         self._models, self._followed = list(models), followed
         self._swap, self._poll_s = swap, poll_s
         self._tried: dict[str, str] = {}
-        self._versions: dict[str, Versions] = {}
+        self._versions: dict[str, VersionStore] = {}
         """by address: kept, since a read that never returns keeps a thread"""
         self._is_closed = threading.Event()
         self._thread = BackgroundThread("nestrec-front-follow", self._turn)
@@ -107,8 +107,8 @@ class FrontFollower:
         newer: list[str] = []
         for source in self._sources():
             try:
-                newest = self._versions.setdefault(source.address, Versions(source.storage)).newest()
-            except (OSError, DamagedError) as error:
+                newest = self._versions.setdefault(source.address, VersionStore(source.storage)).newest()
+            except (OSError, CorruptFileError) as error:
                 FAILURES.add("nestrec-front-follow", error, "the instances stay at their version")
                 return False
             if newest is not None and self._tried.get(source.address) != newest.version:
@@ -116,7 +116,7 @@ class FrontFollower:
                 newer.append(str(source.at(newest.folder)))
         return not newer or self._swap(newer)
 
-    def _sources(self) -> list[Source]:
+    def _sources(self) -> list[ModelAddress]:
         found = (source_of(model) for model in self._followed(self._models))
         return [source for source in found if source is not None and source.version is None]
 
@@ -163,7 +163,7 @@ class Scaler(Supervisor, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class InstanceState:
     """What an instance says of itself after a change."""
 
     folders: list[str]
@@ -173,7 +173,7 @@ class Taken:
     """of all its models"""
 
 
-class RefusedByInstanceError(Exception):
+class InstanceRejectedError(Exception):
     """Why an instance does not do what it is asked."""
 
     def __init__(self, message: str, remedy: str = ""):
@@ -181,7 +181,7 @@ class RefusedByInstanceError(Exception):
         self.remedy = remedy
 
 
-class Rollout:
+class RollingUpdate:
     """One change after the other, inside of the front's event loop."""
 
     def __init__(
@@ -207,12 +207,12 @@ class Rollout:
     def turn(self) -> Turn:
         return self._num_turns, self.rolling
 
-    async def swap(self, folders: list[str], *, cause: str = "swap") -> Answered:
+    async def swap(self, folders: list[str], *, cause: str = "swap") -> HttpResponse:
         """Every instance serves the models of these folders, or none does. cause: as the log names it."""
         async with self._lock:
             return await self._told_to([whole_name(folder) for folder in folders], cause)
 
-    async def follow(self, addresses: list[str]) -> Answered:
+    async def follow(self, addresses: list[str]) -> HttpResponse:
         """The same for newer versions that nobody has asked for: those of addresses that are served, unless the
         instances were told to stay at a version."""
         async with self._lock:
@@ -229,32 +229,32 @@ class Rollout:
         is_served = self._served is None or address in map(_address_of, self._served)
         return is_served and self._stays_at.get(address) is None
 
-    async def _told_to(self, folders: list[str], cause: str) -> Answered:
+    async def _told_to(self, folders: list[str], cause: str) -> HttpResponse:
         answer = await self._rolled(folders, cause)
         if answer.status == _OK:
             for source in filter(None, map(source_of, folders)):
                 self._stays_at[source.address] = source.version
         return answer
 
-    async def rollback(self) -> Answered:
+    async def rollback(self) -> HttpResponse:
         """Every instance serves what all of them served before the last swap."""
         async with self._lock:
             if self._previous is None:
                 return problem(_CONFLICT, "the instances have had no other models yet")
             return await self._told_to(self._previous, "rollback")
 
-    async def drain(self, slot: int, drain: bool) -> Answered:
+    async def drain(self, slot: int, drain: bool) -> HttpResponse:
         """An instance is left out, or taken in again; what it has accepted is answered."""
         if not 0 <= slot < len(self._upstreams):
             return problem(400, f"must be one of {len(self._upstreams)} slots", "slot")
         try:
             answer = await self._asked(slot, "POST", b"/v1/admin/drain", {"drain": drain})
-        except (OSError, EOFError, RefusedByInstanceError) as error:
+        except (OSError, EOFError, InstanceRejectedError) as error:
             return problem(_CONFLICT, f"instance {slot}: {error}")
         await self._probe(slot)
         return as_json({"slot": slot, **answer})
 
-    async def scale(self, count: int, drain_s: float) -> Answered:
+    async def scale(self, count: int, drain_s: float) -> HttpResponse:
         """So many instances. Users of those that stay keep their slots, but for the share of new ones."""
         scaler = self._supervisor
         if not isinstance(scaler, Scaler):
@@ -267,7 +267,7 @@ class Rollout:
                 await self._shrunk(scaler, drain_s)
             return as_json({"instances": len(self._upstreams)})
 
-    async def fleet(self) -> Answered:
+    async def fleet(self) -> HttpResponse:
         """What each instance serves; none where it does not answer."""
         told = [await self._told(slot) for slot in range(len(self._upstreams))]
         return as_json({"instances": told, "ready": self._router.is_alive[: len(told)], "rolling": self.rolling})
@@ -276,16 +276,16 @@ class Rollout:
         """One after the other: to Ray, calls that one request makes at a time are one call."""
         try:
             return await self._asked(slot, "GET", b"/v1/admin/fleet")
-        except (OSError, EOFError, RefusedByInstanceError):
+        except (OSError, EOFError, InstanceRejectedError):
             return None
 
-    async def _rolled(self, folders: list[str], cause: str) -> Answered:
-        done: list[tuple[int, Taken]] = []
-        now: Taken | None = None
+    async def _rolled(self, folders: list[str], cause: str) -> HttpResponse:
+        done: list[tuple[int, InstanceState]] = []
+        now: InstanceState | None = None
         for slot in range(len(self._upstreams)):
             try:
                 before, now = await self._changed(slot, folders)
-            except RefusedByInstanceError as error:
+            except InstanceRejectedError as error:
                 told = "%s: instance %d does not take the models, so all instances keep those they had: %s"
                 _LOG.error(told, cause, slot, error)
                 for earlier, had in done:
@@ -305,10 +305,10 @@ class Rollout:
     async def _restored(self, slot: int, folders: list[str]) -> None:
         try:
             await self._changed(slot, folders)
-        except RefusedByInstanceError as error:
+        except InstanceRejectedError as error:
             _LOG.error("instance %d has not taken its old model back: %s", slot, error)
 
-    async def _changed(self, slot: int, folders: list[str]) -> tuple[Taken, Taken]:
+    async def _changed(self, slot: int, folders: list[str]) -> tuple[InstanceState, InstanceState]:
         """What an instance served before, and what it serves now. One that is lost meanwhile is asked again."""
         self._begin_turn(slot)
         try:
@@ -325,7 +325,7 @@ class Rollout:
                 if self._supervisor is not None:
                     self._supervisor.set_models(slot, now.folders)
                 return before, now
-            raise RefusedByInstanceError("it is away")
+            raise InstanceRejectedError("it is away")
         finally:
             self._begin_turn(None)
             await self._probe(slot)  # which tells the router its version
@@ -353,7 +353,7 @@ class Rollout:
         if response.status != 200:
             error = answer.get("error", {})
             message = error.get("message", f"it answers with status {response.status}")
-            raise RefusedByInstanceError(message, error.get("remedy", ""))
+            raise InstanceRejectedError(message, error.get("remedy", ""))
         return dict(answer)
 
     async def _grown(self, scaler: Scaler) -> bool:
@@ -405,9 +405,9 @@ def _at_version(model: str, version: str) -> str:
     return model if source is None or source.version is not None else str(source.at(version))
 
 
-def _taken(answer: dict[str, Any]) -> Taken:
+def _taken(answer: dict[str, Any]) -> InstanceState:
     models = answer["models"]
-    return Taken(
+    return InstanceState(
         [model["folder"] for model in models.values()],
         [_at_version(model["folder"], model["version"]) for model in models.values()],
         version_of({role: model["version"] for role, model in models.items()}),
@@ -422,7 +422,7 @@ _MOST_INSTANCES = 1024
 class SlotDrainRequest:
     """An instance is to be left out, or taken in again."""
 
-    slot: Annotated[int, Least(0)]
+    slot: Annotated[int, AtLeast(0)]
     """which"""
     drain: bool | None = None
     """false takes it in again; true where it is left out"""
@@ -432,20 +432,20 @@ class SlotDrainRequest:
 class ScaleRequest:
     """More or fewer instances."""
 
-    instances: Annotated[int, Bound(1, _MOST_INSTANCES)]
+    instances: Annotated[int, NumberRange(1, _MOST_INSTANCES)]
     """that are to serve"""
 
 
 class Operations:
     """Reads requests and has them done; what was begun goes on where the client does not wait for it."""
 
-    def __init__(self, rollout: Rollout, limits: LimitsConfig, drain_s: float):
+    def __init__(self, rollout: RollingUpdate, limits: LimitsConfig, drain_s: float):
         self._rollout, self._drain_s = rollout, drain_s
         self._read_swap, self._read_rollback = reader(SwapRequest, limits), reader(RollbackRequest, limits)
         self._read_drain, self._read_scale = reader(SlotDrainRequest, limits), reader(ScaleRequest, limits)
-        self.under_way: set[asyncio.Task[Answered]] = set()
+        self.under_way: set[asyncio.Task[HttpResponse]] = set()
 
-    async def answer(self, method: str, path: str, body: bytes) -> Answered:
+    async def answer(self, method: str, path: str, body: bytes) -> HttpResponse:
         """Of a request to /v1/admin/."""
         if (method, path) == ("GET", "/v1/admin/fleet"):
             return await self._rollout.fleet()

@@ -14,11 +14,11 @@ from torch import nn
 
 from nestrec.serving.frontend.wire_format import By
 from nestrec.serving.model.servable import Servable
-from nestrec.serving.service.inference_service import Fleet
+from nestrec.serving.service.inference_service import ModelDeployment
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class NamedFleet(Fleet):
+class RemoteDeployment(ModelDeployment):
     """A fleet of another process."""
 
     number: int = 0
@@ -32,7 +32,7 @@ class NamedFleet(Fleet):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Told:
+class _DeploymentNames:
     """Of one fleet."""
 
     number: int
@@ -50,20 +50,20 @@ class _Told:
 class _Message:
     roles: Mapping[str, int]
     """numbers of the fleets in service"""
-    new: tuple[_Told, ...]
+    new: tuple[_DeploymentNames, ...]
     gone: tuple[int, ...]
 
 
-class FleetNumbers:
+class DeploymentNumbers:
     """Of the fleets of a service, as long as it has them. Any thread asks."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._numbers: WeakKeyDictionary[Fleet, int] = WeakKeyDictionary()
-        self._fleets: WeakValueDictionary[int, Fleet] = WeakValueDictionary()
+        self._numbers: WeakKeyDictionary[ModelDeployment, int] = WeakKeyDictionary()
+        self._fleets: WeakValueDictionary[int, ModelDeployment] = WeakValueDictionary()
         self._last = 0
 
-    def of(self, fleet: Fleet) -> int:
+    def of(self, fleet: ModelDeployment) -> int:
         with self._lock:
             number = self._numbers.get(fleet)
             if number is None:
@@ -72,19 +72,19 @@ class FleetNumbers:
                 self._fleets[number] = fleet
             return number
 
-    def find(self, number: int) -> Fleet | None:
+    def find(self, number: int) -> ModelDeployment | None:
         with self._lock:
             return self._fleets.get(number)
 
 
-class TellNames:
+class NameSender:
     """What one front has been told."""
 
-    def __init__(self, numbers: FleetNumbers):
+    def __init__(self, numbers: DeploymentNumbers):
         self._numbers = numbers
         self._told: dict[int, Servable] = {}
 
-    def message(self, fleets: Mapping[str, Fleet], others: Iterable[Fleet] = ()) -> bytes:
+    def message(self, fleets: Mapping[str, ModelDeployment], others: Iterable[ModelDeployment] = ()) -> bytes:
         """What it does not know yet of the fleets in service, and of others."""
         new = []
         for fleet in (*fleets.values(), *others):
@@ -99,10 +99,10 @@ class TellNames:
         roles = {role: self._numbers.of(fleet) for role, fleet in fleets.items()}
         return pickle.dumps(_Message(roles, tuple(new), gone))
 
-    def _about(self, fleet: Fleet, number: int) -> _Told:
+    def _about(self, fleet: ModelDeployment, number: int) -> _DeploymentNames:
         servable = fleet.servable
         same = max((other for other, told in self._told.items() if _is_grown(told, servable)), default=0)
-        return _Told(
+        return _DeploymentNames(
             number=number,
             role=servable.serving.role,
             version=servable.version,
@@ -113,15 +113,15 @@ class TellNames:
         )
 
 
-class KnownFleets:
+class DeploymentNameCache:
     """What a front has been told."""
 
     def __init__(self) -> None:
-        self.in_service: dict[str, NamedFleet] = {}
+        self.in_service: dict[str, RemoteDeployment] = {}
         """by role"""
         self.last = 0
         """largest number that it was told of"""
-        self._fleets: dict[int, NamedFleet] = {}
+        self._fleets: dict[int, RemoteDeployment] = {}
 
     def take(self, message: bytes) -> None:
         """From whoever computes, and nobody else: it may hold any object."""
@@ -133,16 +133,16 @@ class KnownFleets:
         self.in_service = {role: fleets[number] for role, number in told.roles.items()}
         self.last = max((self.last, *fleets))
 
-    def find(self, number: int) -> NamedFleet | None:
+    def find(self, number: int) -> RemoteDeployment | None:
         return self._fleets.get(number)
 
     @staticmethod
-    def _made(told: _Told, known: Mapping[int, NamedFleet]) -> NamedFleet:
+    def _made(told: _DeploymentNames, known: Mapping[int, RemoteDeployment]) -> RemoteDeployment:
         servable = told.servable
         if servable is None:
             servable = _grown(known[told.same_as].servable, told)
         _ = servable.item_ids  # takes a second for a million names, which the first request would wait for
-        return NamedFleet(servable, (), number=told.number, role=told.role, names_of_outputs=told.outputs)
+        return RemoteDeployment(servable, (), number=told.number, role=told.role, names_of_outputs=told.outputs)
 
 
 def _names_alone(servable: Servable) -> Servable:
@@ -153,7 +153,7 @@ def _names_alone(servable: Servable) -> Servable:
     )  # fmt: skip
 
 
-def _grown(old: Servable, told: _Told) -> Servable:
+def _grown(old: Servable, told: _DeploymentNames) -> Servable:
     """With what has been made of the names: a second's work for a million of them, which requests would wait for."""
     more = told.more_items
     spec = replace(old.spec, num_items=old.spec.num_items + len(more))

@@ -12,17 +12,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nestrec.serving.core.asgi import Answered, Body, Receive, Scope, Send, check_head, unless_disconnected
+from nestrec.serving.core.asgi import Body, HttpResponse, Receive, Scope, Send, check_head, unless_disconnected
 from nestrec.serving.core.background_tasks import FAILURES
-from nestrec.serving.core.request_limits import LimitsConfig, Sender, current_sender
-from nestrec.serving.frontend.remote_service import RemoteService
-from nestrec.serving.http.endpoint_spec import Endpoint
+from nestrec.serving.core.request_limits import LimitsConfig, RequestSource, current_sender
+from nestrec.serving.frontend.remote_service import RemoteScoringService
+from nestrec.serving.http.endpoint_spec import EndpointSpec
 from nestrec.serving.http.fast_request import client_in
-from nestrec.serving.http.http_app import HttpAnswers, Posts
-from nestrec.serving.service.inference_service import SwappedError
+from nestrec.serving.http.http_app import HttpResponder, PostHandler
+from nestrec.serving.service.inference_service import ModelSwappedError
 
 
-class Awake:
+class KeepAwake:
     """An event loop that does not sleep until so many seconds after the last request. Used inside that loop."""
 
     def __init__(self, seconds: float):
@@ -43,7 +43,7 @@ class Awake:
             asyncio.get_running_loop().call_soon(self._turn)
 
 
-class FrontCounts:
+class WorkerCounters:
     """What a front has counted since it was asked last."""
 
     def __init__(self) -> None:
@@ -71,19 +71,19 @@ class FrontCounts:
 class _Hot:
     """What handlers of hot routes work with."""
 
-    service: RemoteService
+    service: RemoteScoringService
     limits: LimitsConfig
 
 
-class FrontApp:
+class FrontendApp:
     """An ASGI application, and a door (`plain_cycle.Door`), over a service in another process."""
 
     def __init__(
         self,
-        service: RemoteService,
+        service: RemoteScoringService,
         limits: LimitsConfig,
-        endpoints: Mapping[str, Endpoint],
-        observed: FrontCounts,
+        endpoints: Mapping[str, EndpointSpec],
+        observed: WorkerCounters,
         *,
         connect: Callable[[], Any],
         called: Callable[[], None],
@@ -92,8 +92,8 @@ class FrontApp:
         self._service, self._limits, self._observed, self._connect = service, limits, observed, connect
         self._called = called
         hot = [endpoint for endpoint in endpoints.values() if endpoint.runs_in_fronts]
-        self._hot = Posts(_Hot(service, limits), hot, observed.observe)
-        self._http = HttpAnswers(
+        self._hot = PostHandler(_Hot(service, limits), hot, observed.observe)
+        self._http = HttpResponder(
             limits=limits,
             routes={endpoint.path for endpoint in endpoints.values()},
             answer=self._answer,
@@ -110,7 +110,7 @@ class FrontApp:
 
     # A request that arrives whole.
 
-    def refused_unread(self, route: str, client: str, num_bytes: int) -> Answered | None:
+    def refused_unread(self, route: str, client: str, num_bytes: int) -> HttpResponse | None:
         return self._hot.refused_unread(route, client, num_bytes) if route in self._hot else None
 
     def count_malformed(self, status: int) -> None:
@@ -119,13 +119,13 @@ class FrontApp:
     def count_refusals_of(self, refusals: Mapping[str, int]) -> None:
         self._observed.refusals = refusals
 
-    async def serve(self, route: str, client: str, body: bytes, reply: Callable[[Answered], None]) -> None:
+    async def serve(self, route: str, client: str, body: bytes, reply: Callable[[HttpResponse], None]) -> None:
         self._called()
         await self._hot.serve(
-            route, Sender(client, len(body), time.perf_counter()), self._posted(route, client, body), reply
+            route, RequestSource(client, len(body), time.perf_counter()), self._posted(route, client, body), reply
         )
 
-    async def _posted(self, route: str, client: str, body: bytes) -> Answered:
+    async def _posted(self, route: str, client: str, body: bytes) -> HttpResponse:
         """What is about events that are kept is for whoever keeps them."""
         if route not in self._hot:
             return await self._service.forward("POST", route, body, client=client)
@@ -135,17 +135,17 @@ class FrontApp:
         while True:
             try:
                 return await self._hot.handle(route, data)
-            except SwappedError:
+            except ModelSwappedError:
                 continue
 
     # Any other.
 
-    async def _answer(self, scope: Scope, receive: Receive, unread: Body) -> tuple[str, Answered]:
+    async def _answer(self, scope: Scope, receive: Receive, unread: Body) -> tuple[str, HttpResponse]:
         method, path, client = scope["method"], scope["path"], client_in(scope)
         check_head(scope, self._limits)
         body = await unread.read() if method == "POST" and path in self._posts else b""
         if method == "POST" and path in self._posts:
-            sender = Sender(client, len(body), time.perf_counter())
+            sender = RequestSource(client, len(body), time.perf_counter())
             current_sender.set(sender)
             if path in self._hot and (refusal := self._hot.refusal(path, sender)) is not None:
                 raise refusal

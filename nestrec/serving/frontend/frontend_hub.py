@@ -19,27 +19,27 @@ import uvicorn
 from nestrec.serving.core import tracing
 from nestrec.serving.core.asgi import Message, Receive, Scope, Send
 from nestrec.serving.core.background_tasks import FAILURES
-from nestrec.serving.core.rejections import OverloadedError, RefusedError, UnavailableError
-from nestrec.serving.core.request_limits import Sender, current_request_id
-from nestrec.serving.frontend.deployment_names import FleetNumbers, TellNames
+from nestrec.serving.core.rejections import OverloadedError, RequestRejectedError, UnavailableError
+from nestrec.serving.core.request_limits import RequestSource, current_request_id
+from nestrec.serving.frontend.deployment_names import DeploymentNumbers, NameSender
 from nestrec.serving.frontend.wire_format import (
     FAILED,
     OK,
     OVERLOADED,
     SWAPPED,
     UNAVAILABLE,
-    Asking,
     FrameKind,
-    Replied,
+    RankFrame,
+    RankReply,
 )
-from nestrec.serving.frontend.worker_pool import FrontProcess, FrontProcesses, Spawner
-from nestrec.serving.http.fast_request import Incoming
+from nestrec.serving.frontend.worker_pool import FrontendWorker, FrontendWorkerPool, Spawner
+from nestrec.serving.http.fast_request import RequestHead
 from nestrec.serving.http.http_app import App
-from nestrec.serving.http.signals import Signals
+from nestrec.serving.http.signals import SignalHandler
 from nestrec.serving.http.sockets import Server, close_all
-from nestrec.serving.inputs.engine_request import Answer, Work
-from nestrec.serving.security.auth import Access
-from nestrec.serving.service.inference_service import Fleet, Service, SwappedError
+from nestrec.serving.inputs.engine_request import EngineRequest, RankResult
+from nestrec.serving.security.auth import AccessRules
+from nestrec.serving.service.inference_service import ModelDeployment, ModelSwappedError, Service
 
 _LOG = logging.getLogger(__name__)
 _TELL_S = 1.0
@@ -51,15 +51,15 @@ _HANG_S = 15.0
 class _Ended:
     """A ranking request whose work has ended."""
 
-    front: FrontProcess
+    front: FrontendWorker
     number: int
     slot: int
-    fleet: Fleet
-    sender: Sender
-    work: Work
+    fleet: ModelDeployment
+    sender: RequestSource
+    work: EngineRequest
 
 
-class FrontHub:
+class FrontendHub:
     """An ASGI application whose requests come through fronts, from its start to its end."""
 
     def __init__(
@@ -75,19 +75,19 @@ class FrontHub:
         awake_s: float = 0.0,
     ):
         """sockets: that one more front is to listen on. config: what a front is told first. refusals: counts of the
-        gates are added to them. awake_s: see `Wires`."""
+        gates are added to them. awake_s: see `EngineSocketLoop`."""
         self._app, self._service, self._refusals = app, app.front.service, refusals
-        self._access = Access(app.front.endpoints.values())
-        self._processes = FrontProcesses(
+        self._access = AccessRules(app.front.endpoints.values())
+        self._processes = FrontendWorkerPool(
             spawner, sockets, self, count=count, config=config, drain_s=drain_s, awake_s=awake_s
         )
-        self._numbers = FleetNumbers()
+        self._numbers = DeploymentNumbers()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tell_number = 0
         app.metrics.gather = self._gather
 
     def run(
-        self, config: uvicorn.Config, sockets: list[socket.socket], signals: Signals, announce: Callable[[], None]
+        self, config: uvicorn.Config, sockets: list[socket.socket], signals: SignalHandler, announce: Callable[[], None]
     ) -> None:
         """Serve until a signal. config: of this application. sockets: hold the port, and nobody listens on them.
         announce: called when all fronts listen."""
@@ -118,13 +118,13 @@ class FrontHub:
 
     # What fronts say.
 
-    def names(self) -> TellNames:
-        return TellNames(self._numbers)
+    def names(self) -> NameSender:
+        return NameSender(self._numbers)
 
-    def opened(self, front: FrontProcess) -> None:
+    def opened(self, front: FrontendWorker) -> None:
         self._tell_names(front)
 
-    def received(self, front: FrontProcess, kind: int, number: int, payload: bytes) -> None:
+    def received(self, front: FrontendWorker, kind: int, number: int, payload: bytes) -> None:
         match kind:
             case FrameKind.CANCEL:
                 if (gone := front.forwarded.get(number)) is not None:
@@ -136,15 +136,15 @@ class FrontHub:
             case FrameKind.LISTENING:
                 self._processes.listens(front, number)
 
-    # What fronts ask of engines: the thread of `Wires`.
+    # What fronts ask of engines: the thread of `EngineSocketLoop`.
 
-    def asked(self, front: FrontProcess, kind: int, number: int, payload: bytes) -> None:
+    def asked(self, front: FrontendWorker, kind: int, number: int, payload: bytes) -> None:
         if kind == FrameKind.CANCEL:
             if (work := front.works.get(number)) is not None:
                 work.future.cancel()
             return
         try:
-            asking = Asking.unpacked(payload)
+            asking = RankFrame.unpacked(payload)
             fleet = self._fleet_of(asking, is_signal=kind == FrameKind.SIGNAL)
             if kind == FrameKind.SIGNAL:
                 self._reply(front, number, self._decided(fleet, asking))
@@ -155,7 +155,7 @@ class FrontHub:
         except Exception as error:
             self._reply(front, number, _refused(error))
 
-    def _fleet_of(self, asking: Asking, *, is_signal: bool) -> Fleet:
+    def _fleet_of(self, asking: RankFrame, *, is_signal: bool) -> ModelDeployment:
         """The one that it was read with, which is the one that is to answer it."""
         service, named = self._service, self._numbers.find(asking.fleet)
         if asking.by == "session":
@@ -166,13 +166,13 @@ class FrontHub:
             raise _OtherFleetError(right)
         return right
 
-    def _begin(self, front: FrontProcess, number: int, fleet: Fleet, asking: Asking) -> None:
+    def _begin(self, front: FrontendWorker, number: int, fleet: ModelDeployment, asking: RankFrame) -> None:
         sender = asking.sender
         try:
             slot, work = self._service.begin_rank(
                 fleet, asking.user, asking.history, asking.candidates, timeout_s=asking.timeout_s, sender=sender
             )
-        except SwappedError:
+        except ModelSwappedError:
             raise _OtherFleetError(_newest(self._service, self._numbers)) from None
         except OverloadedError as error:
             self._reply(front, number, _refused(error, is_full=self._service.is_full(fleet, sender)))
@@ -181,7 +181,7 @@ class FrontHub:
         ended = _Ended(front, number, slot, fleet, sender, work)
         work.future.add_done_callback(lambda _: self._has_ended(ended))
 
-    def _decided(self, fleet: Fleet, asking: Asking) -> Replied:
+    def _decided(self, fleet: ModelDeployment, asking: RankFrame) -> RankReply:
         try:
             decision = self._service.signal(
                 fleet,
@@ -192,9 +192,9 @@ class FrontHub:
                 timeout_s=asking.timeout_s,
                 sender=asking.sender,
             )
-        except SwappedError:
+        except ModelSwappedError:
             raise _OtherFleetError(_newest(self._service, self._numbers)) from None
-        return Replied(outcome=OK, reason=decision.reason)
+        return RankReply(outcome=OK, reason=decision.reason)
 
     # What has been computed: the thread of an engine, or of whoever gives a request up.
 
@@ -204,16 +204,16 @@ class FrontHub:
         if not ended.work.future.cancelled():
             self._reply(ended.front, ended.number, self._outcome(ended))
 
-    def _outcome(self, ended: _Ended) -> Replied:
+    def _outcome(self, ended: _Ended) -> RankReply:
         error = ended.work.future.exception()
         if error is not None:
             return _refused(error)
-        answer: Answer = ended.work.future.result()
+        answer: RankResult = ended.work.future.result()
         try:
             self._service.check_names(ended.fleet, answer)
-        except SwappedError:
+        except ModelSwappedError:
             return self._swapped(ended.front, _newest(self._service, self._numbers))
-        return Replied(
+        return RankReply(
             outcome=OK,
             is_full=self._service.is_full(ended.fleet, ended.sender),
             queued_s=ended.fleet.engines[ended.slot].queued_s,
@@ -221,29 +221,29 @@ class FrontHub:
             times=ended.work.times(),
         )
 
-    def _swapped(self, front: FrontProcess, fleet: Fleet) -> Replied:
+    def _swapped(self, front: FrontendWorker, fleet: ModelDeployment) -> RankReply:
         """Read it again, by the names of this fleet; they are on their way."""
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             self._loop.call_soon_threadsafe(self._tell_names, front, fleet)
-        return Replied(outcome=SWAPPED, fleet=self._numbers.of(fleet))
+        return RankReply(outcome=SWAPPED, fleet=self._numbers.of(fleet))
 
-    def _reply(self, front: FrontProcess, number: int, replied: Replied) -> None:
+    def _reply(self, front: FrontendWorker, number: int, replied: RankReply) -> None:
         front.wire.send(FrameKind.ANSWER, number, replied.packed())
 
-    def _tell_names(self, front: FrontProcess, *others: Fleet) -> None:
+    def _tell_names(self, front: FrontendWorker, *others: ModelDeployment) -> None:
         front.channel.send(FrameKind.NAMES, 0, front.names.message(self._service.fleets, others))
 
     # Everything else.
 
-    async def _forwarded(self, front: FrontProcess, number: int, payload: bytes) -> None:
+    async def _forwarded(self, front: FrontendWorker, number: int, payload: bytes) -> None:
         """A request that the application answers as if it had come here."""
         size = int.from_bytes(payload[:4], "little")
         head, body = orjson.loads(payload[4 : 4 + size]), payload[4 + size :]
         gone = front.forwarded[number] = asyncio.Event()
         answer = _Collected()
         current_request_id.set(head["id"])
-        incoming = Incoming(
+        incoming = RequestHead(
             head["id"],
             head["client"],
             None,
@@ -275,7 +275,7 @@ class FrontHub:
                 _LOG.error("front process %d does not answer", front.slot)
                 front.kill()
 
-    def _told(self, front: FrontProcess, number: int, payload: bytes) -> None:
+    def _told(self, front: FrontendWorker, number: int, payload: bytes) -> None:
         """What a front has counted since it told it last; taken also where nobody waits for it any more."""
         front.heard_s = time.monotonic()
         waiter = front.tells.pop(number, None)
@@ -296,7 +296,7 @@ class FrontHub:
 class _OtherFleetError(Exception):
     """A request was read with other names than those of the fleet that is to answer it."""
 
-    def __init__(self, fleet: Fleet):
+    def __init__(self, fleet: ModelDeployment):
         super().__init__()
         self.fleet = fleet
 
@@ -316,7 +316,7 @@ class _Collected:
             self.body.append(message.get("body", b""))
 
 
-def _scope(head: Mapping[str, str], body: bytes, incoming: Incoming) -> Scope:
+def _scope(head: Mapping[str, str], body: bytes, incoming: RequestHead) -> Scope:
     """A request that a front has let in, with its body already read."""
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     scope: Scope = {
@@ -345,17 +345,17 @@ def _receiver(body: bytes, gone: asyncio.Event) -> Receive:
     return receive
 
 
-def _newest(service: Service, numbers: FleetNumbers) -> Fleet:
+def _newest(service: Service, numbers: DeploymentNumbers) -> ModelDeployment:
     """Of the fleets in service, the one that came last: who knows it knows all of them."""
     return max(service.fleets.values(), key=numbers.of)
 
 
-def _refused(error: BaseException, *, is_full: bool = False) -> Replied:
-    if not isinstance(error, RefusedError):
+def _refused(error: BaseException, *, is_full: bool = False) -> RankReply:
+    if not isinstance(error, RequestRejectedError):
         _LOG.error("a request failed", exc_info=error)
-        return Replied(outcome=FAILED, reason="the request failed here")
+        return RankReply(outcome=FAILED, reason="the request failed here")
     outcome = UNAVAILABLE if isinstance(error, UnavailableError) else OVERLOADED
-    return Replied(
+    return RankReply(
         outcome=outcome,
         is_full=is_full,
         queued_s=error.retry_after_s,

@@ -10,26 +10,26 @@ import numpy as np
 import orjson
 
 from nestrec.serving.core import tracing
-from nestrec.serving.core.asgi import Answered
+from nestrec.serving.core.asgi import HttpResponse
 from nestrec.serving.core.background_tasks import reported
 from nestrec.serving.core.rejections import OverloadedError, UnavailableError
-from nestrec.serving.core.request_limits import Sender, current_request_id, current_sender
-from nestrec.serving.frontend.deployment_names import KnownFleets, NamedFleet
+from nestrec.serving.core.request_limits import RequestSource, current_request_id, current_sender
+from nestrec.serving.frontend.deployment_names import DeploymentNameCache, RemoteDeployment
 from nestrec.serving.frontend.wire_format import (
     OK,
     OVERLOADED,
     SWAPPED,
     UNAVAILABLE,
-    Asking,
     Channel,
     FrameKind,
-    Replied,
+    RankFrame,
+    RankReply,
 )
-from nestrec.serving.inputs.engine_request import Answer
+from nestrec.serving.inputs.engine_request import RankResult
 from nestrec.serving.kv_cache.preinfer_trigger import Decision
 from nestrec.serving.model.request_inputs import Candidates, History
 from nestrec.serving.model.servable_spec import shown_version
-from nestrec.serving.service.inference_service import Fleet, ServiceConfig, SwappedError
+from nestrec.serving.service.inference_service import ModelDeployment, ModelSwappedError, ServiceConfig
 
 _PATIENCE_S = 30.0
 """for what is answered without computing"""
@@ -46,14 +46,14 @@ class _Full:
     until_s: float
 
 
-class RemoteService:
-    """What the endpoints of hot routes ask (`Answering`). Used inside one event loop."""
+class RemoteScoringService:
+    """What the endpoints of hot routes ask (`ScoringService`). Used inside one event loop."""
 
     def __init__(self, cfg: ServiceConfig, tell: Callable[[], Mapping[str, Any]], stop: Callable[[], None]):
         """tell: what has been counted since it was called last. stop: called when this front is to end."""
         self.cfg, self._tell, self._stop = cfg, tell, stop
         self.control, self.quick = (Channel(self._received, self._lost) for _ in range(2))
-        self.known, self._are_known = KnownFleets(), asyncio.Condition()
+        self.known, self._are_known = DeploymentNameCache(), asyncio.Condition()
         self.unread: dict[str, int] = {}
         """by role: requests that were refused without being read"""
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
@@ -67,22 +67,22 @@ class RemoteService:
     # What `Service` has.
 
     @property
-    def fleets(self) -> Mapping[str, Fleet]:
+    def fleets(self) -> Mapping[str, ModelDeployment]:
         return self.known.in_service
 
     @property
     def ranker(self) -> str:
         return "ranking" if "ranking" in self.known.in_service else "retrieval"
 
-    def announced_fleet(self, user: str) -> Fleet:
+    def announced_fleet(self, user: str) -> ModelDeployment:
         return self.ranking_fleet(user)
 
-    def ranking_fleet(self, user: str) -> Fleet:
+    def ranking_fleet(self, user: str) -> ModelDeployment:
         """The one in service, unless the engine has just said that another one is told of this user."""
         told = self.known.find(self._sessions.pop(user, 0))
         return replace(told or self.known.in_service[self.ranker], by="session")
 
-    def refusal(self, role: str, sender: Sender) -> OverloadedError | None:
+    def refusal(self, role: str, sender: RequestSource) -> OverloadedError | None:
         full = self._full.get((role, sender.client))
         if full is None or sender.num_bytes < full.num_bytes or time.monotonic() > full.until_s:
             return None
@@ -90,8 +90,8 @@ class RemoteService:
         return OverloadedError("more work waits than can be done in time", max(0.05, full.queued_s))
 
     async def rank(
-        self, fleet: Fleet, user: str, history: History, candidates: Candidates, *, timeout_s: float
-    ) -> Answer:
+        self, fleet: ModelDeployment, user: str, history: History, candidates: Candidates, *, timeout_s: float
+    ) -> RankResult:
         replied = await self._asked(FrameKind.RANK, fleet, user, history, candidates, timeout_s=timeout_s)
         assert replied.answer is not None
         assert replied.times is not None
@@ -106,13 +106,13 @@ class RemoteService:
         return replied.answer
 
     async def preinfer(
-        self, fleet: Fleet, user: str, history: History, now_ms: int, num_candidates: int, *, timeout_s: float
+        self, fleet: ModelDeployment, user: str, history: History, now_ms: int, num_candidates: int, *, timeout_s: float
     ) -> Decision:
         expected = Candidates(items=_NO_ITEMS, now_ms=now_ms, num_best=num_candidates)
         replied = await self._asked(FrameKind.SIGNAL, fleet, user, history, expected, timeout_s=timeout_s)
         return Decision(replied.reason == "admitted", replied.reason)
 
-    async def foresee(self, user: str, num_events: int, num_candidates: int) -> tuple[Fleet, Decision]:
+    async def foresee(self, user: str, num_events: int, num_candidates: int) -> tuple[ModelDeployment, Decision]:
         body = orjson.dumps({"user": user, "events": num_events, "num_candidates": num_candidates})
         answered = await self.forward("POST", "/v1/preinfer", body, client=current_sender.get().client)
         reason = orjson.loads(answered.body).get("reason", "never")
@@ -122,7 +122,7 @@ class RemoteService:
 
     async def forward(
         self, method: str, path: str, body: bytes = b"", *, raw_path: str = "", query: str = "", client: str = ""
-    ) -> Answered:
+    ) -> HttpResponse:
         """The answer of the process that computes to a request, as it came."""
         with tracing.sending(0) as trace:
             head = {
@@ -138,17 +138,24 @@ class RemoteService:
             payload = await self._exchange(FrameKind.FORWARD, len(told).to_bytes(4, "little") + told + body, None)
         size = int.from_bytes(payload[:4], "little")
         about = orjson.loads(payload[4 : 4 + size])
-        answered = Answered(about["status"], payload[4 + size :])
+        answered = HttpResponse(about["status"], payload[4 + size :])
         answered.is_counted = True
         answered.headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in about["headers"]]
         return answered
 
     async def _asked(
-        self, kind: FrameKind, fleet: Fleet, user: str, history: History, candidates: Candidates, *, timeout_s: float
-    ) -> Replied:
-        assert isinstance(fleet, NamedFleet)
+        self,
+        kind: FrameKind,
+        fleet: ModelDeployment,
+        user: str,
+        history: History,
+        candidates: Candidates,
+        *,
+        timeout_s: float,
+    ) -> RankReply:
+        assert isinstance(fleet, RemoteDeployment)
         sender = current_sender.get()
-        asking = Asking(
+        asking = RankFrame(
             fleet=fleet.number,
             by=fleet.by,
             user=user,
@@ -158,20 +165,20 @@ class RemoteService:
             candidates=candidates,
         )
         patience_s = timeout_s if kind == FrameKind.RANK else _PATIENCE_S
-        replied = Replied.unpacked(await self._exchange(kind, asking.packed(), patience_s))
+        replied = RankReply.unpacked(await self._exchange(kind, asking.packed(), patience_s))
         self._note_load(fleet.role, sender, replied)
         if replied.outcome == SWAPPED:
             await self._until_known(replied.fleet)
             if fleet.by == "session":
                 self._sessions[user] = replied.fleet
-            raise SwappedError
+            raise ModelSwappedError
         if replied.outcome in _REFUSED:
             raise _REFUSED[replied.outcome](replied.reason, replied.retry_after_s)
         if replied.outcome != OK:
             raise RuntimeError(replied.reason)
         return replied
 
-    def _note_load(self, role: str, sender: Sender, replied: Replied) -> None:
+    def _note_load(self, role: str, sender: RequestSource, replied: RankReply) -> None:
         if replied.is_full:
             until_s = time.monotonic() + _FULL_S
             self._full[role, sender.client] = _Full(sender.num_bytes, replied.queued_s, until_s)

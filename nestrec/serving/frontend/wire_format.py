@@ -44,11 +44,11 @@ from numba import njit, types
 from numpy.typing import NDArray
 
 from nestrec.serving.core.background_tasks import FAILURES, BackgroundThread
-from nestrec.serving.core.request_limits import Sender
+from nestrec.serving.core.request_limits import RequestSource
 from nestrec.serving.core.tracing import EngineTimes
 from nestrec.serving.engine.batch_pacer import Spin
 from nestrec.serving.http.sockets import close_all
-from nestrec.serving.inputs.engine_request import Answer, Source
+from nestrec.serving.inputs.engine_request import RankResult, Source
 from nestrec.serving.model.request_inputs import Candidates, History, is_shared
 
 _HEAD = struct.Struct("<IBI")
@@ -153,7 +153,7 @@ OK, SWAPPED, OVERLOADED, UNAVAILABLE, FAILED = range(5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asking:
+class RankFrame:
     """A ranking request, or a signal of one."""
 
     fleet: int
@@ -161,7 +161,7 @@ class Asking:
     by: By
     """name: that model answers it; session: the one that the user's signal went to, where there was one"""
     user: str
-    sender: Sender
+    sender: RequestSource
     timeout_s: float
     history: History
     candidates: Candidates
@@ -186,7 +186,7 @@ class Asking:
         return b"".join((head, *texts, *(np.ascontiguousarray(array, np.int64).tobytes() for array in arrays)))
 
     @staticmethod
-    def unpacked(data: bytes) -> "Asking":
+    def unpacked(data: bytes) -> "RankFrame":
         """The arrays are views of the data, and are not to be changed."""
         fleet, by, timeout_s, now_ms, num_bytes, began_s, back_s, num_best, *rest = _ASK.unpack_from(data)
         num_events, num_candidates, num_excluded, num_allowed, num_asked, *sizes = rest
@@ -219,11 +219,11 @@ class Asking:
             excluded=arrays.next(num_excluded),
             allowed=None if num_allowed == _NOBODY else arrays.next(num_allowed),
         )
-        return Asking(
+        return RankFrame(
             fleet=fleet,
             by=_BY[by],
             user=user,
-            sender=Sender(client, num_bytes, began_s, back_s),
+            sender=RequestSource(client, num_bytes, began_s, back_s),
             timeout_s=timeout_s,
             history=history,
             candidates=candidates,
@@ -255,7 +255,7 @@ def _told(features: Mapping[str, Ids]) -> list[Ids]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replied:
+class RankReply:
     """What became of a request."""
 
     outcome: int
@@ -266,7 +266,7 @@ class Replied:
     """device seconds of the work that waits"""
     fleet: int = 0
     """of SWAPPED: number of the model to read it with"""
-    answer: Answer | None = None
+    answer: RankResult | None = None
     times: EngineTimes | None = None
     reason: str = ""
     """why it was refused, or what was decided about a signal"""
@@ -291,22 +291,22 @@ class Replied:
         return b"".join((head, version, *(array.tobytes() for array in arrays)))
 
     @staticmethod
-    def unpacked(data: bytes) -> "Replied":
+    def unpacked(data: bytes) -> "RankReply":
         outcome, is_full, queued_s, fleet, num_cached, num_tokens, source, size, *rest = _ANSWER.unpack_from(data)
         arrived_s, planned_s, computed_s, ended_s, num_items, num_rows, num_outputs = rest
         place = _ANSWER.size
         text = data[place : place + size].decode()
         if not num_outputs:
-            return Replied(
+            return RankReply(
                 outcome=outcome, is_full=bool(is_full), queued_s=queued_s, fleet=fleet, reason=text,
                 retry_after_s=arrived_s,
             )  # fmt: skip
         place += size
         items = np.frombuffer(data, np.int64, num_items, place)
         scores = np.frombuffer(data, np.float32, num_rows * num_outputs, place + items.nbytes)
-        answer = Answer(items, scores.reshape(num_rows, num_outputs), text, _SOURCES[source], num_cached)
+        answer = RankResult(items, scores.reshape(num_rows, num_outputs), text, _SOURCES[source], num_cached)
         times = EngineTimes(arrived_s, planned_s, computed_s, ended_s, num_tokens)
-        return Replied(
+        return RankReply(
             outcome=outcome, is_full=bool(is_full), queued_s=queued_s, fleet=fleet, answer=answer, times=times
         )
 
@@ -345,10 +345,11 @@ class ReadableSpin(Spin):
 _READ_BYTES = 1 << 18
 
 
-class Wire:
-    """The end of the process that computes. Any thread sends and gives up; the thread of `Wires` does the rest."""
+class EngineSocket:
+    """The end of the process that computes. Any thread sends and gives up; the thread of `EngineSocketLoop` does the
+    rest."""
 
-    def __init__(self, end: socket.socket, received: Received, wires: "Wires"):
+    def __init__(self, end: socket.socket, received: Received, wires: "EngineSocketLoop"):
         end.setblocking(False)
         self._end, self._received, self._wires = end, received, wires
         self._reader = FrameReader()
@@ -374,7 +375,7 @@ class Wire:
             if self._is_open:
                 self._end.shutdown(socket.SHUT_RDWR)  # the thread then reads the end of it, and closes it
 
-    # The thread of `Wires`.
+    # The thread of `EngineSocketLoop`.
 
     def fileno(self) -> int:
         return self._end.fileno()
@@ -417,7 +418,7 @@ class Wire:
             return len(data)
 
 
-class Wires:
+class EngineSocketLoop:
     """All of them, and the thread that reads them."""
 
     def __init__(self, awake_s: float = 0.0):
@@ -427,17 +428,17 @@ class Wires:
         self._calls, self._called = socket.socketpair()
         for one in (self._calls, self._called):
             one.setblocking(False)
-        self._new: deque[Wire] = deque()
-        self._wires: dict[int, Wire] = {}
+        self._new: deque[EngineSocket] = deque()
+        self._wires: dict[int, EngineSocket] = {}
         self._is_closed = False
         self._buffer = memoryview(bytearray(_READ_BYTES))
         self._waiting = select.poll()
         self._watch()
         self._thread = BackgroundThread("nestrec-wires", self._turn).start()
 
-    def add(self, end: socket.socket, received: Received) -> Wire:
+    def add(self, end: socket.socket, received: Received) -> EngineSocket:
         """received: called by the thread, with what a front asks."""
-        wire = Wire(end, received, self)
+        wire = EngineSocket(end, received, self)
         self._new.append(wire)
         self.call()
         return wire
@@ -491,7 +492,7 @@ class Wires:
             while self._called.recv(_READ_BYTES):
                 pass
 
-    def _heed(self, wire: Wire, events: int, buffer: memoryview) -> bool:
+    def _heed(self, wire: EngineSocket, events: int, buffer: memoryview) -> bool:
         """Whether it is to be heeded again."""
         self._awake_until_s = time.monotonic() + self._awake_s
         try:

@@ -32,33 +32,33 @@ from typing import Any, Protocol
 from nestrec.base.errors import UserError
 from nestrec.serving.core import tracing
 from nestrec.serving.core.background_tasks import reported
-from nestrec.serving.frontend.deployment_names import TellNames
-from nestrec.serving.frontend.frontend_app import Awake, FrontApp, FrontCounts
-from nestrec.serving.frontend.remote_service import RemoteService
-from nestrec.serving.frontend.wire_format import Channel, FrameKind, Wire, Wires
+from nestrec.serving.frontend.deployment_names import NameSender
+from nestrec.serving.frontend.frontend_app import FrontendApp, KeepAwake, WorkerCounters
+from nestrec.serving.frontend.remote_service import RemoteScoringService
+from nestrec.serving.frontend.wire_format import Channel, EngineSocket, EngineSocketLoop, FrameKind
 from nestrec.serving.http.routes import all_endpoints
 from nestrec.serving.http.serve_config import ServeConfig, name_of_process, safety_of, uvicorn_config
 from nestrec.serving.http.server_logging import log_without_waiting, wait_for_log
-from nestrec.serving.http.signals import Signals
+from nestrec.serving.http.signals import SignalHandler
 from nestrec.serving.http.sockets import allow_open_files, close_all, run_server
-from nestrec.serving.inputs.engine_request import Work
+from nestrec.serving.inputs.engine_request import EngineRequest
 from nestrec.serving.security import security_config
-from nestrec.serving.security.rate_limiter import RatesOfKeys
+from nestrec.serving.security.rate_limiter import RateLimiter
 
 _HEAD = struct.Struct("<IBI")
 
 
-def run_front(control: socket.socket, quick: socket.socket, sockets: list[socket.socket], rates: RatesOfKeys) -> None:
+def run_front(control: socket.socket, quick: socket.socket, sockets: list[socket.socket], rates: RateLimiter) -> None:
     """Serve until it is told to stop. control, quick: to the process that computes (`frames`). rates: of keys, of all
     fronts together."""
-    signals = Signals.installed()
+    signals = SignalHandler.installed()
     signals.when_reloaded(lambda: None)  # models are loaded by the process that computes
     cfg = _share_of(*pickle.loads(_first_frame(control)))
     log_without_waiting(cfg.log, name_of_process())
     tracing.start(cfg.tracing)
     allow_open_files(cfg.limits.max_connections)
     sys.setswitchinterval(5e-5)
-    safety, observed = safety_of(cfg, rates), FrontCounts()
+    safety, observed = safety_of(cfg, rates), WorkerCounters()
 
     def tell() -> Mapping[str, Any]:
         unread, service.unread = service.unread, {}
@@ -73,9 +73,9 @@ def run_front(control: socket.socket, quick: socket.socket, sockets: list[socket
     def announce() -> None:
         service.control.send(FrameKind.LISTENING, os.getpid())
 
-    service = RemoteService(cfg.service, tell, signals.stop)
-    awake = Awake((cfg.front_awake_ms or 0.0) / 1e3)
-    app = FrontApp(service, cfg.limits, all_endpoints(), observed, connect=connect, called=awake.called)
+    service = RemoteScoringService(cfg.service, tell, signals.stop)
+    awake = KeepAwake((cfg.front_awake_ms or 0.0) / 1e3)
+    app = FrontendApp(service, cfg.limits, all_endpoints(), observed, connect=connect, called=awake.called)
     try:
         run_server(uvicorn_config(app, cfg, app, safety), sockets, signals, announce)
     finally:
@@ -126,18 +126,18 @@ class Spawner(Protocol):
 
 
 @dataclass(eq=False, slots=True)
-class FrontProcess:
+class FrontendWorker:
     """One process, and what it waits for."""
 
     slot: int
-    names: TellNames
+    names: NameSender
     channel: Channel = field(init=False)
-    wire: Wire = field(init=False)
+    wire: EngineSocket = field(init=False)
     started_s: float = field(default_factory=time.monotonic)
     heard_s: float = field(default_factory=time.monotonic)
     pid: int = 0
     """0 until it listens"""
-    works: dict[int, Work] = field(default_factory=dict)
+    works: dict[int, EngineRequest] = field(default_factory=dict)
     forwarded: dict[int, asyncio.Event] = field(default_factory=dict)
     """set when nobody waits any more"""
     tells: dict[int, "asyncio.Future[None]"] = field(default_factory=dict)
@@ -160,39 +160,40 @@ class FrontProcess:
         self.channel.close()  # one that does not listen yet ends by this
 
 
-class FrontListener(Protocol):
+class WorkerListener(Protocol):
     """Whoever talks to fronts."""
 
-    def names(self) -> TellNames:
+    def names(self) -> NameSender:
         """For a front that has been told nothing yet."""
         ...
 
-    def opened(self, front: FrontProcess) -> None:
+    def opened(self, front: FrontendWorker) -> None:
         """It can be told things."""
         ...
 
-    def received(self, front: FrontProcess, kind: int, number: int, payload: bytes) -> None: ...
+    def received(self, front: FrontendWorker, kind: int, number: int, payload: bytes) -> None: ...
 
-    def asked(self, front: FrontProcess, kind: int, number: int, payload: bytes) -> None:
-        """Of an engine; on the thread of `Wires`."""
+    def asked(self, front: FrontendWorker, kind: int, number: int, payload: bytes) -> None:
+        """Of an engine; on the thread of `EngineSocketLoop`."""
         ...
 
 
-class FrontProcesses:
+class FrontendWorkerPool:
     """From `start` to `stop`, inside one event loop."""
 
     def __init__(
         self,
         spawner: Spawner,
         sockets: Callable[[], list[socket.socket]],
-        listener: FrontListener,
+        listener: WorkerListener,
         *,
         count: int,
         config: bytes,
         drain_s: float,
         awake_s: float,
     ):
-        """sockets: that one more front is to listen on. config: what a front is told first. awake_s: see `Wires`."""
+        """sockets: that one more front is to listen on. config: what a front is told first. awake_s: see
+        `EngineSocketLoop`."""
         self._spawner, self._sockets, self._listener, self._awake_s = spawner, sockets, listener, awake_s
         self._count, self._config, self._drain_s = count, config, drain_s
         self.announce: Callable[[], None] = lambda: None
@@ -201,16 +202,16 @@ class FrontProcesses:
         """called when they have ended after `stop`, or where nobody is to wait for that"""
         self.failure: UserError | None = None
         """why they were stopped"""
-        self._fronts: dict[int, FrontProcess] = {}
+        self._fronts: dict[int, FrontendWorker] = {}
         self._failures: dict[int, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_announced = self._is_stopping = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = threading.Lock()
-        self._wires: Wires | None = None
+        self._wires: EngineSocketLoop | None = None
 
     @property
-    def listening(self) -> list[FrontProcess]:
+    def listening(self) -> list[FrontendWorker]:
         return [front for front in self._fronts.values() if front.pid]
 
     def start(self) -> None:
@@ -220,7 +221,7 @@ class FrontProcesses:
         if is_stopping:
             self.end(False)
             return
-        self._wires = Wires(self._awake_s)
+        self._wires = EngineSocketLoop(self._awake_s)
         for slot in range(self._count):
             self._spawn(slot)
 
@@ -243,7 +244,7 @@ class FrontProcesses:
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(reported("nestrec-front-processes"))
 
-    def listens(self, front: FrontProcess, pid: int) -> None:
+    def listens(self, front: FrontendWorker, pid: int) -> None:
         """It has said so."""
         front.pid = pid
         if not self._is_announced and all(f.pid for f in self._fronts.values()):
@@ -279,13 +280,13 @@ class FrontProcesses:
             close_all([*theirs, *sockets])
         (control, _), (quick, _) = pairs
         control.setblocking(False)
-        front = FrontProcess(slot, self._listener.names())
+        front = FrontendWorker(slot, self._listener.names())
         front.wire = self._wires.add(quick, partial(self._listener.asked, front))
         front.channel = Channel(partial(self._listener.received, front), partial(self._lost, front))
         self._fronts[slot] = front
         self.run(self._opened(front, control))
 
-    async def _opened(self, front: FrontProcess, ours: socket.socket) -> None:
+    async def _opened(self, front: FrontendWorker, ours: socket.socket) -> None:
         await asyncio.get_running_loop().create_connection(lambda: front.channel, sock=ours)
         if self._is_stopping:
             front.channel.close()
@@ -293,7 +294,7 @@ class FrontProcesses:
         front.channel.send(FrameKind.CONFIG, 0, self._config)
         self._listener.opened(front)
 
-    def _lost(self, front: FrontProcess) -> None:
+    def _lost(self, front: FrontendWorker) -> None:
         """Its process has ended."""
         front.give_up()
         del self._fronts[front.slot]
@@ -317,7 +318,7 @@ class FrontProcesses:
 _MOST_SOCKETS = 64
 
 
-class Template:
+class ForkServer:
     """The side of whoever wants fronts; the process is started again where it is gone. `close` ends it, not them."""
 
     def __init__(self) -> None:
@@ -350,14 +351,14 @@ class Template:
 
 def _run(control: socket.socket) -> None:
     from nestrec.serving.inputs.json_long_lists import warm_up
-    from nestrec.serving.security.rate_limiter import SharedKeyRates
+    from nestrec.serving.security.rate_limiter import SharedRateLimiter
 
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a front has ended: its sockets tell that it has
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     security_config.front_secret()
     warm_up()
-    rates = SharedKeyRates()
+    rates = SharedRateLimiter()
     gc.collect()
     gc.freeze()
     while True:

@@ -28,7 +28,7 @@ _SPARE = 0.875
 HEAD_BYTES = _HEAD.size
 
 
-class DamagedHistoryError(ValueError):
+class CorruptHistoryError(ValueError):
     """Bytes that are no history of this user."""
 
 
@@ -51,15 +51,15 @@ def packed(user: str, events: RawHistory) -> bytes:
 
 
 def unpacked(user: str, parts: bytes) -> list[RawHistory]:
-    """The parts in the order in which they came. `DamagedHistoryError` where they were not packed for this user."""
+    """The parts in the order in which they came. `CorruptHistoryError` where they were not packed for this user."""
     found, place = [], 0
     while place < len(parts):
         if place + _HEAD.size > len(parts):
-            raise DamagedHistoryError("a history ends in the middle of a part")
+            raise CorruptHistoryError("a history ends in the middle of a part")
         version, length, checksum = _HEAD.unpack_from(parts, place)
         content = parts[place + _HEAD.size : place + _HEAD.size + length]
         if version != _VERSION or len(content) != length or checksum != _checksum(user, content):
-            raise DamagedHistoryError("a history is damaged, or was written by another version")
+            raise CorruptHistoryError("a history is damaged, or was written by another version")
         found.append(_Reading(content).events())
         place += _HEAD.size + length
     return found
@@ -212,7 +212,7 @@ class _Reading:
                 return [listed[code] for code in self._numbers().tolist()]
             case 4:
                 return list(orjson.loads(self._bytes(self._taken(_LENGTH)[0])))
-        raise DamagedHistoryError("a column has a form that is not known here")
+        raise CorruptHistoryError("a column has a form that is not known here")
 
     def _numbers(self) -> NDArray[np.int64]:
         least, width = self._taken(_BASE)

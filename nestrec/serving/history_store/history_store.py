@@ -16,7 +16,7 @@ _SCHEMES = ("redis", "rediss", "unix")
 _FROM_ENVIRONMENT = "env:"
 
 
-class StoreAwayError(UnavailableError):
+class HistoryStoreUnavailableError(UnavailableError):
     """The store does not answer, or not in time, or takes no more: whatever needs it must come back later."""
 
     def __init__(self, reason: str, retry_after_s: float = 1.0):
@@ -69,8 +69,8 @@ class HistoryStoreConfig:
 
 
 class HistoryStore(Protocol):
-    """Used inside one event loop, which it never blocks. Each method raises `StoreAwayError` after `timeout_s`, and
-    sooner where nothing can be expected."""
+    """Used inside one event loop, which it never blocks. Each method raises `HistoryStoreUnavailableError` after
+    `timeout_s`, and sooner where nothing can be expected."""
 
     async def get(self, user: str, timeout_s: float) -> RawHistory | None:
         """The events of a user, oldest first; none where nothing is known."""

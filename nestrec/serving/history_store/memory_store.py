@@ -31,7 +31,7 @@ class MemoryHistoryStore:
 
     def __init__(self, cfg: HistoryStoreConfig, clock: Clock | None = None):
         self._cfg, self._clock = cfg, clock or RealClock()
-        self._users: OrderedDict[str, _Kept] = OrderedDict()
+        self._users: OrderedDict[str, _StoredEvents] = OrderedDict()
         self._num_bytes = 0
         self._lock = threading.Lock()
 
@@ -51,7 +51,7 @@ class MemoryHistoryStore:
 
     async def append(self, user: str, events: RawHistory, timeout_s: float = 0.0) -> int:
         with self._lock:
-            kept = self._found(user) or _Kept()
+            kept = self._found(user) or _StoredEvents()
             self._drop(user)
             kept.add(packed(user, events), len(events["items"]), self._clock.now_s())
             if kept.is_beyond(self._cfg):
@@ -71,7 +71,7 @@ class MemoryHistoryStore:
     async def close(self) -> None:
         """Nothing is open."""
 
-    def _found(self, user: str) -> "_Kept | None":
+    def _found(self, user: str) -> "_StoredEvents | None":
         kept = self._users.get(user)
         if kept is not None and self._cfg.ttl_s is not None and self._clock.now_s() - kept.last_s > self._cfg.ttl_s:
             self._drop(user)
@@ -84,7 +84,7 @@ class MemoryHistoryStore:
             self._num_bytes -= _size(user, kept)
 
 
-class _Kept:
+class _StoredEvents:
     """The events of a user, in parts as they came: adding one need not read the others."""
 
     __slots__ = ("last_s", "num_bytes", "num_events", "parts")
@@ -111,5 +111,5 @@ class _Kept:
         self.parts, self.num_bytes = [part], len(part) + _PART_BYTES
 
 
-def _size(user: str, kept: _Kept) -> int:
+def _size(user: str, kept: _StoredEvents) -> int:
     return _USER_BYTES + 4 * len(user) + kept.num_bytes

@@ -22,8 +22,8 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from nestrec.base.clock import Clock, RealClock
 from nestrec.base.errors import UserError
 from nestrec.serving.core.background_tasks import reported
-from nestrec.serving.history_store.history_codec import DamagedHistoryError, cut, merged, packed, unpacked
-from nestrec.serving.history_store.history_store import HistoryStoreConfig, RawHistory, StoreAwayError
+from nestrec.serving.history_store.history_codec import CorruptHistoryError, cut, merged, packed, unpacked
+from nestrec.serving.history_store.history_store import HistoryStoreConfig, HistoryStoreUnavailableError, RawHistory
 
 _LOG = logging.getLogger(__name__)
 Command = tuple[bytes | str | int, ...]
@@ -63,12 +63,12 @@ class CircuitBreaker:
         self._num_failures = 0
 
     def check(self) -> None:
-        """Raise `StoreAwayError` if the request must not be sent."""
+        """Raise `HistoryStoreUnavailableError` if the request must not be sent."""
         if not self._pause_s:
             return
         now_s = self._clock.now_s()
         if now_s < self._open_until_s:
-            raise StoreAwayError("the store of histories is away")
+            raise HistoryStoreUnavailableError("the store of histories is away")
         self._open_until_s = now_s + self._probe_timeout_s  # half-open: this request is the probe
 
     def record_failure(self, *, is_timeout: bool) -> None:
@@ -127,14 +127,14 @@ class RedisHistoryStore:
             async with asyncio.timeout(min(timeout_s, 2 * self._timeout_s)):
                 parts = await asyncio.shield(future)
         except TimeoutError:
-            raise StoreAwayError("the store of histories does not answer in time") from None
+            raise HistoryStoreUnavailableError("the store of histories does not answer in time") from None
         if parts is None:
             return None
         try:
             return await _computed(self._read, user, parts)
-        except DamagedHistoryError as error:  # never a guess
+        except CorruptHistoryError as error:  # never a guess
             _LOG.error("a history in the store cannot be read: %s", error)
-            raise StoreAwayError(_UNREADABLE) from None
+            raise HistoryStoreUnavailableError(_UNREADABLE) from None
 
     async def append(self, user: str, events: RawHistory, timeout_s: float) -> None:
         key, part = self._key(user), packed(user, events)
@@ -191,20 +191,20 @@ class RedisHistoryStore:
                     await self._pool.release(connection)
         except (TimeoutError, RedisTimeoutError):
             self._breaker.record_failure(is_timeout=True)
-            raise StoreAwayError("the store of histories does not answer in time") from None
+            raise HistoryStoreUnavailableError("the store of histories does not answer in time") from None
         except (RedisError, OSError, EOFError):  # not replies that are errors: `_read_reply` returns them
             self._breaker.record_failure(is_timeout=False)
-            raise StoreAwayError("the store of histories is away") from None
+            raise HistoryStoreUnavailableError("the store of histories is away") from None
         self._breaker.record_success()
         return replies
 
-    def _refused(self, error: ResponseError) -> StoreAwayError:
+    def _refused(self, error: ResponseError) -> HistoryStoreUnavailableError:
         self.counts["refused"] += 1
         reason = _reason(error)
         _LOG.error("the store of histories refuses: %s", reason)
         if reason == "WRONGTYPE":
-            return StoreAwayError(_UNREADABLE)
-        return StoreAwayError("the store of histories takes nothing now", 5.0)
+            return HistoryStoreUnavailableError(_UNREADABLE)
+        return HistoryStoreUnavailableError("the store of histories takes nothing now", 5.0)
 
     async def _read_waiting(self) -> None:
         """Read until every user who waits has a read in flight."""
@@ -220,7 +220,7 @@ class RedisHistoryStore:
                         future.set_exception(self._refused(value))
                     else:
                         future.set_result(value)
-            except StoreAwayError as error:
+            except HistoryStoreUnavailableError as error:
                 for future in futures.values():
                     future.set_exception(error)
             except BaseException:
@@ -242,9 +242,9 @@ class RedisHistoryStore:
             digest = hashlib.sha1(parts, usedforsecurity=False).hexdigest()
             (is_done,) = await self._execute(("EVAL", _REPLACE_FRONT, 1, key, len(parts), digest, part))
             self.counts["tidied"] += is_done
-        except StoreAwayError:
+        except HistoryStoreUnavailableError:
             _LOG.warning("a history was not cut: the store is away; it will be when more comes")
-        except DamagedHistoryError as error:
+        except CorruptHistoryError as error:
             _LOG.error("a history in the store cannot be read: %s", error)
 
     def _tidied(self, user: str, parts: bytes) -> bytes:

@@ -2,7 +2,7 @@
 
 One route of the front: what it is asked, what it answers, and who answers.
 
-A package of its own can add one without a change here: it names an `Endpoint` under the entry-point group
+A package of its own can add one without a change here: it names an `EndpointSpec` under the entry-point group
 `nestrec.endpoints` (see `routes`). Requests are checked against the declared class before the handler sees them, and
 the description in OpenAPI is made from the same class.
 """
@@ -15,45 +15,45 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nestrec.serving.core.rejections import OverloadedError
-from nestrec.serving.core.request_limits import LimitsConfig, Sender
+from nestrec.serving.core.request_limits import LimitsConfig, RequestSource
 from nestrec.serving.history_store.history_store import HistoryStore
 from nestrec.serving.http.server_metrics import Metrics
-from nestrec.serving.inputs.engine_request import Answer
+from nestrec.serving.inputs.engine_request import RankResult
 from nestrec.serving.kv_cache.preinfer_trigger import Decision
 from nestrec.serving.model.request_inputs import Candidates, History
 from nestrec.serving.security.auth import Audience
-from nestrec.serving.service.inference_service import Fleet, Service, ServiceConfig
+from nestrec.serving.service.inference_service import ModelDeployment, Service, ServiceConfig
 from nestrec.serving.service.model_reloader import Reloader
 
 Ids = NDArray[np.int64]
 
 
-class Answering(Protocol):
+class ScoringService(Protocol):
     """As `Service` has it; the sender of a request is the one of the task that asks."""
 
     @property
     def cfg(self) -> ServiceConfig: ...
     @property
-    def fleets(self) -> Mapping[str, Fleet]: ...
+    def fleets(self) -> Mapping[str, ModelDeployment]: ...
     @property
     def ranker(self) -> str: ...
-    def announced_fleet(self, user: str) -> Fleet: ...
-    def ranking_fleet(self, user: str) -> Fleet: ...
-    def refusal(self, role: str, sender: Sender) -> OverloadedError | None: ...
+    def announced_fleet(self, user: str) -> ModelDeployment: ...
+    def ranking_fleet(self, user: str) -> ModelDeployment: ...
+    def refusal(self, role: str, sender: RequestSource) -> OverloadedError | None: ...
     async def rank(
-        self, fleet: Fleet, user: str, history: History, candidates: Candidates, *, timeout_s: float
-    ) -> Answer: ...
+        self, fleet: ModelDeployment, user: str, history: History, candidates: Candidates, *, timeout_s: float
+    ) -> RankResult: ...
     async def preinfer(
-        self, fleet: Fleet, user: str, history: History, now_ms: int, num_candidates: int, *, timeout_s: float
+        self, fleet: ModelDeployment, user: str, history: History, now_ms: int, num_candidates: int, *, timeout_s: float
     ) -> Decision: ...
-    async def foresee(self, user: str, num_events: int, num_candidates: int) -> tuple[Fleet, Decision]: ...
+    async def foresee(self, user: str, num_events: int, num_candidates: int) -> tuple[ModelDeployment, Decision]: ...
 
 
-class HotFront(Protocol):
+class HotRouteContext(Protocol):
     """What handlers of hot routes work with."""
 
     @property
-    def service(self) -> Answering: ...
+    def service(self) -> ScoringService: ...
     @property
     def limits(self) -> LimitsConfig: ...
 
@@ -62,7 +62,7 @@ JSON_TYPE = "application/json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Endpoint:
+class EndpointSpec:
     """A handler with the classes of its request and answer."""
 
     method: Literal["GET", "POST", "DELETE"]
@@ -70,8 +70,8 @@ class Endpoint:
     """such as /v1/rank; a part in braces is what the handler gets instead of a request"""
     summary: str
     """in a line, for people"""
-    handle: Callable[["Front", Any], Awaitable[Any]]
-    """gets the front and a request of the declared class; gives an answer of the declared one, or `Answered`"""
+    handle: Callable[["HandlerContext", Any], Awaitable[Any]]
+    """gets the front and a request of the declared class; gives an answer of the declared one, or `HttpResponse`"""
     request: type | None = None
     """a dataclass; none: nothing is read from the body"""
     answer: Any = None
@@ -83,10 +83,10 @@ class Endpoint:
     takes_kept_history: bool = False
     """a request without `history` gets the events that the server keeps of its user"""
     takes_plain_lists: bool = False
-    """its handler reads long lists of a request as `PlainList` too"""
+    """its handler reads long lists of a request as `TypedList` too"""
     runs_in_fronts: bool = False
-    """its handler needs no more than `HotFront` has, so that a front in a process of its own answers it; others are
-    answered by the process that computes"""
+    """its handler needs no more than `HotRouteContext` has, so that a front in a process of its own answers it; others
+    are answered by the process that computes"""
     computed_by: Literal["retrieval", "ranker"] | None = None
     """the model whose full queue has requests refused before they are read"""
     admin: bool = False
@@ -98,14 +98,14 @@ class Endpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Front:
+class HandlerContext:
     """What handlers work with."""
 
     service: Service
     limits: LimitsConfig
     store: HistoryStore
     metrics: Metrics
-    endpoints: Mapping[str, Endpoint]
+    endpoints: Mapping[str, EndpointSpec]
     """by name"""
     reloader: Reloader | None = None
     """exchanges the models; none: they stay"""

@@ -24,7 +24,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from nestrec.base.compat import HttpToolsProtocol
 from nestrec.serving.core import tracing
-from nestrec.serving.core.asgi import REQUEST_ID_HEADER, Answered, Header, Message, Scope, Send, client_of
+from nestrec.serving.core.asgi import REQUEST_ID_HEADER, Header, HttpResponse, Message, Scope, Send, client_of
 from nestrec.serving.core.request_limits import current_request_id
 
 Connection = TypeVar("Connection")
@@ -127,12 +127,12 @@ _IN_SCOPE = "nestrec"
 
 
 @dataclass(frozen=True, slots=True)
-class Incoming:
+class RequestHead:
     id: str
     """of the request"""
     client: str
     """whose share of the device its work counts as"""
-    refused: Answered | None
+    refused: HttpResponse | None
     """what it is answered without being looked into"""
     key: str = ""
     """name of the key that was given"""
@@ -162,7 +162,7 @@ class Incoming:
     def put_into(self, scope: Any) -> None:
         scope[_IN_SCOPE] = self
 
-    def naming(self, send: Send, tell: Callable[["Incoming", int], None] | None = None) -> Send:
+    def naming(self, send: Send, tell: Callable[["RequestHead", int], None] | None = None) -> Send:
         """An answer with the request's name. tell: called with its status."""
 
         async def named(message: Message) -> None:
@@ -176,10 +176,10 @@ class Incoming:
         return named
 
 
-def incoming_of(scope: Scope) -> Incoming | None:
+def incoming_of(scope: Scope) -> RequestHead | None:
     """None where the application is asked without our protocol before it."""
     found = scope.get(_IN_SCOPE)
-    return found if isinstance(found, Incoming) else None
+    return found if isinstance(found, RequestHead) else None
 
 
 def client_in(scope: Scope) -> str:
@@ -188,16 +188,16 @@ def client_in(scope: Scope) -> str:
     return incoming.client if incoming is not None else client_of(address_of(scope.get("client")), scope["headers"])
 
 
-Tell = Callable[[Incoming, int], None]
+Tell = Callable[[RequestHead, int], None]
 
 
-class Door(Protocol):
+class DirectApp(Protocol):
     """An application that can be asked without ASGI in between."""
 
     plain_routes: Mapping[bytes, str]
     """route of each target of a request that may come this way"""
 
-    def refused_unread(self, route: str, client: str, num_bytes: int) -> Answered | None:
+    def refused_unread(self, route: str, client: str, num_bytes: int) -> HttpResponse | None:
         """The answer to a request of so many bytes that is refused before it is parsed; none where it may be served."""
         ...
 
@@ -206,13 +206,13 @@ class Door(Protocol):
         ...
 
     def serve(
-        self, route: str, client: str, body: bytes, reply: Callable[[Answered], None]
+        self, route: str, client: str, body: bytes, reply: Callable[[HttpResponse], None]
     ) -> Coroutine[Any, Any, None]:
         """Answer a request through `reply`, whatever it holds. Cancelled where the client goes away."""
         ...
 
 
-class PlainCycle:
+class FastRequestCycle:
     """One request and its answer; to uvicorn's protocol it looks like a cycle of its own.
 
     The protocol adds to `body`, takes `more_body` away at the end of the request, sets `disconnected` when the client
@@ -225,7 +225,7 @@ class PlainCycle:
     )  # fmt: skip
 
     def __init__(
-        self, protocol: HttpToolsProtocol, door: Door, route: str, incoming: Incoming, tell: Tell | None = None
+        self, protocol: HttpToolsProtocol, door: DirectApp, route: str, incoming: RequestHead, tell: Tell | None = None
     ):
         """tell: called at the answer."""
         self._protocol, self._door, self._route, self.incoming = protocol, door, route, incoming
@@ -236,7 +236,7 @@ class PlainCycle:
         self.keep_alive = protocol.parser.should_keep_alive()
 
     @property
-    def message_event(self) -> "PlainCycle":
+    def message_event(self) -> "FastRequestCycle":
         return self
 
     def set(self) -> None:
@@ -260,7 +260,7 @@ class PlainCycle:
             self._task = self._protocol.loop.create_task(served)
             current_request_id.reset(before)
 
-    def _reply(self, answered: Answered) -> None:
+    def _reply(self, answered: HttpResponse) -> None:
         self.response_complete = True
         protocol = self._protocol
         headers = (*protocol.server_state.default_headers, self.incoming.header)

@@ -17,9 +17,9 @@ from typing import Any
 from urllib.parse import unquote
 
 from nestrec.serving.core.asgi import (
-    Answered,
     Body,
-    DisconnectedError,
+    ClientDisconnectedError,
+    HttpResponse,
     Receive,
     Scope,
     Send,
@@ -31,11 +31,16 @@ from nestrec.serving.core.asgi import (
     retry_after,
     unless_disconnected,
 )
-from nestrec.serving.core.rejections import OverloadedError, RefusedError, UnavailableError
-from nestrec.serving.core.request_limits import BadRequestError, LimitsConfig, Sender, current_sender
-from nestrec.serving.history_store.history_store import HistoryStore, HistoryStoreConfig, RawHistory, StoreAwayError
+from nestrec.serving.core.rejections import OverloadedError, RequestRejectedError, UnavailableError
+from nestrec.serving.core.request_limits import BadRequestError, LimitsConfig, RequestSource, current_sender
+from nestrec.serving.history_store.history_store import (
+    HistoryStore,
+    HistoryStoreConfig,
+    HistoryStoreUnavailableError,
+    RawHistory,
+)
 from nestrec.serving.history_store.memory_store import MemoryHistoryStore
-from nestrec.serving.http.endpoint_spec import Endpoint, Front, HotFront
+from nestrec.serving.http.endpoint_spec import EndpointSpec, HandlerContext, HotRouteContext
 from nestrec.serving.http.fast_request import client_in, incoming_of
 from nestrec.serving.http.routes import all_endpoints
 from nestrec.serving.http.server_metrics import Metrics
@@ -44,20 +49,20 @@ from nestrec.serving.inputs.request_resolver import parse_user
 from nestrec.serving.inputs.request_schema import reader
 from nestrec.serving.inputs.stored_history import fitted, readable
 from nestrec.serving.kv_cache.preinfer_trigger import USUAL_CANDIDATES
-from nestrec.serving.security.server_security import Safety
-from nestrec.serving.service.inference_service import Service, SwappedError
+from nestrec.serving.security.server_security import ServerSecurity
+from nestrec.serving.service.inference_service import ModelSwappedError, Service
 from nestrec.serving.service.model_reloader import Reloader
 
 _LOG = logging.getLogger(__name__)
-Handler = Callable[[dict[str, Any]], Awaitable[Answered]]
+Handler = Callable[[dict[str, Any]], Awaitable[HttpResponse]]
 Observe = Callable[[str, int, float], None]
 """route, status, seconds"""
 
 
-class Posts:
+class PostHandler:
     """Of some endpoints, by their paths."""
 
-    def __init__(self, front: HotFront, endpoints: Iterable[Endpoint], observe: Observe):
+    def __init__(self, front: HotRouteContext, endpoints: Iterable[EndpointSpec], observe: Observe):
         self._front, self._observe = front, observe
         self._handlers: dict[str, Handler] = {}
         self._computed_by: dict[str, str | None] = {}
@@ -77,32 +82,32 @@ class Posts:
     def parsed(self, path: str, body: bytes) -> dict[str, Any]:
         return parse_json(body, loads) if path in self._with_lists else parse_json(body)
 
-    async def handle(self, path: str, data: dict[str, Any]) -> Answered:
-        """`SwappedError` where the model was swapped meanwhile."""
+    async def handle(self, path: str, data: dict[str, Any]) -> HttpResponse:
+        """`ModelSwappedError` where the model was swapped meanwhile."""
         return await self._handlers[path](data)
 
-    async def _handle(self, endpoint: Endpoint, read: Callable[[Any], Any], data: Any) -> Answered:
+    async def _handle(self, endpoint: EndpointSpec, read: Callable[[Any], Any], data: Any) -> HttpResponse:
         return await handled(endpoint, self._front, read(data))
 
-    def refusal(self, path: str, sender: Sender) -> OverloadedError | None:
+    def refusal(self, path: str, sender: RequestSource) -> OverloadedError | None:
         """For a request that nobody has looked into yet; none where it may be served."""
         service, role = self._front.service, self._computed_by[path]
         role = service.ranker if role == "ranker" else role
         return service.refusal(role, sender) if role is not None and role in service.fleets else None
 
-    def refused_unread(self, route: str, client: str, num_bytes: int) -> Answered | None:
+    def refused_unread(self, route: str, client: str, num_bytes: int) -> HttpResponse | None:
         """The answer to a request that is refused before it is parsed; none where it may be served.
 
         Under overload most requests end here: reading them would take the interpreter from the work of the others.
         """
-        refusal = self.refusal(route, Sender(client, num_bytes))
+        refusal = self.refusal(route, RequestSource(client, num_bytes))
         if refusal is None:
             return None
         self._observe(route, 429, 0.0)
         return explained(refusal)
 
     async def serve(
-        self, route: str, sender: Sender, answer: Awaitable[Answered], reply: Callable[[Answered], None]
+        self, route: str, sender: RequestSource, answer: Awaitable[HttpResponse], reply: Callable[[HttpResponse], None]
     ) -> None:
         """Answer a request, whatever becomes of it, and count that."""
         start_s = time.perf_counter()
@@ -119,13 +124,13 @@ class Posts:
             self._observe(route, answered.status, time.perf_counter() - start_s)
 
 
-async def handled(endpoint: Endpoint, front: Any, request: Any) -> Answered:
+async def handled(endpoint: EndpointSpec, front: Any, request: Any) -> HttpResponse:
     """The answer of an endpoint. Where it is not as the endpoint says, the log tells which endpoint that is."""
     waited = endpoint.handle(front, request)
     if not inspect.isawaitable(waited):
         raise _mistake(endpoint, f"gives {type(waited).__name__} and nothing to wait for: write it as `async def`")
     answer = await waited
-    if isinstance(answer, Answered):
+    if isinstance(answer, HttpResponse):
         return answer
     fields = getattr(endpoint.answer, "__required_keys__", frozenset[str]())
     if fields and not (isinstance(answer, Mapping) and fields <= answer.keys()):
@@ -137,31 +142,31 @@ async def handled(endpoint: Endpoint, front: Any, request: Any) -> Answered:
         raise _mistake(endpoint, f"gives what JSON cannot hold ({error})") from error
 
 
-def _mistake(endpoint: Endpoint, problem: str) -> TypeError:
+def _mistake(endpoint: EndpointSpec, problem: str) -> TypeError:
     name = getattr(endpoint.handle, "__qualname__", endpoint.handle)
     return TypeError(f"nestrec.endpoints: {endpoint.method} {endpoint.path}: `handle` ({name}) {problem}")
 
 
-def explained(error: Exception) -> Answered:
+def explained(error: Exception) -> HttpResponse:
     """The answer to a request that was not served."""
     match error:
         case BadRequestError():
             return problem_of(error)
         case OverloadedError():
             return problem(429, error.reason, "", retry_after(error.retry_after_s))
-        case RefusedError():
+        case RequestRejectedError():
             return problem(503, error.reason, "", retry_after(error.retry_after_s))
         case _:
             _LOG.error("a request failed", exc_info=error)
             return problem(500, "the request failed here")
 
 
-Answer = Callable[[Scope, Receive, Body], Awaitable[tuple[str, Answered]]]
+Answer = Callable[[Scope, Receive, Body], Awaitable[tuple[str, HttpResponse]]]
 """the route as it is declared, and what is answered"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HttpAnswers:
+class HttpResponder:
     """Of an application."""
 
     limits: LimitsConfig
@@ -175,7 +180,7 @@ class HttpAnswers:
         route, incoming = path if path in self.routes else "other", incoming_of(scope)
         try:
             route, answered = await self.answer(scope, receive, body)
-        except DisconnectedError:
+        except ClientDisconnectedError:
             if incoming is None or not incoming.is_forwarded:
                 self.observe(route, 499, time.perf_counter() - start_s)
             return
@@ -197,7 +202,7 @@ class App:
         service: Service,
         limits: LimitsConfig,
         store: HistoryStore | None = None,
-        endpoints: Mapping[str, Endpoint] | None = None,
+        endpoints: Mapping[str, EndpointSpec] | None = None,
         reloader: Reloader | None = None,
     ):
         """endpoints: by name; none takes those of this package and of others that are installed."""
@@ -205,15 +210,15 @@ class App:
         self.metrics = Metrics(service, None if reloader is None else reloader.followers)
         self._store = store or MemoryHistoryStore(HistoryStoreConfig())
         found = all_endpoints() if endpoints is None else endpoints
-        self.front = Front(
+        self.front = HandlerContext(
             service=service, limits=limits, store=self._store, metrics=self.metrics, endpoints=found, reloader=reloader
         )
         whole = [endpoint for endpoint in found.values() if "{" not in endpoint.path]
-        self._posts = Posts(self.front, [one for one in whole if one.method == "POST"], self.metrics.observe)
+        self._posts = PostHandler(self.front, [one for one in whole if one.method == "POST"], self.metrics.observe)
         self._others = {endpoint.path: endpoint for endpoint in whole if endpoint.method != "POST"}
         self._patterns = [(_pattern(one.path), one) for one in found.values() if "{" in one.path]
         self._takes_kept_history = {endpoint.path for endpoint in whole if endpoint.takes_kept_history}
-        self._http = HttpAnswers(
+        self._http = HttpResponder(
             limits=limits,
             routes={endpoint.path for endpoint in found.values()},
             answer=self._answer,
@@ -227,21 +232,23 @@ class App:
         elif scope["type"] == "http":
             await self._http(scope, receive, send)
 
-    async def serve(self, route: str, client: str, body: bytes, reply: Callable[[Answered], None]) -> None:
+    async def serve(self, route: str, client: str, body: bytes, reply: Callable[[HttpResponse], None]) -> None:
         """Answer a request without ASGI in between."""
-        await self._posts.serve(route, Sender(client, len(body), time.perf_counter()), self._posted(route, body), reply)
+        await self._posts.serve(
+            route, RequestSource(client, len(body), time.perf_counter()), self._posted(route, body), reply
+        )
 
-    async def _posted(self, route: str, body: bytes) -> Answered:
+    async def _posted(self, route: str, body: bytes) -> HttpResponse:
         return await self._through_swaps(route, self._posts.parsed(route, body))
 
-    async def _answer(self, scope: Scope, receive: Receive, unread: Body) -> tuple[str, Answered]:
+    async def _answer(self, scope: Scope, receive: Receive, unread: Body) -> tuple[str, HttpResponse]:
         method, path = scope["method"], scope["path"]
         check_head(scope, self._limits)
         if path in self._posts:
             if method != "POST":
                 return path, problem(405, "use POST", "", (b"allow", b"POST"))
             body = await unread.read()
-            sender = Sender(client_in(scope), len(body), time.perf_counter())
+            sender = RequestSource(client_in(scope), len(body), time.perf_counter())
             current_sender.set(sender)
             if (refusal := self._posts.refusal(path, sender)) is not None:
                 raise refusal
@@ -253,7 +260,7 @@ class App:
             return endpoint.path, problem(405, f"use {endpoint.method}", "", (b"allow", endpoint.method.encode()))
         return endpoint.path, await handled(endpoint, self.front, argument)
 
-    def _found(self, path: str, raw_path: str) -> tuple[Endpoint | None, str | None]:
+    def _found(self, path: str, raw_path: str) -> tuple[EndpointSpec | None, str | None]:
         """The endpoint without a body that a path belongs to, and what the path holds in place of braces.
 
         raw_path: in percent encoding, in which an id may hold any character.
@@ -265,14 +272,14 @@ class App:
                 return endpoint, unquote(match[1])
         return None, None
 
-    def refused_unread(self, route: str, client: str, num_bytes: int) -> Answered | None:
+    def refused_unread(self, route: str, client: str, num_bytes: int) -> HttpResponse | None:
         """The answer to a request that is refused before it is parsed; none where it may be served."""
         return self._posts.refused_unread(route, client, num_bytes)
 
     def count_refusals_of(self, refusals: Mapping[str, int]) -> None:
         self.metrics.refusals = refusals
 
-    def report_files_of(self, safety: Safety) -> None:
+    def report_files_of(self, safety: ServerSecurity) -> None:
         self.metrics.safety = safety
 
     def count_malformed(self, status: int) -> None:
@@ -287,7 +294,7 @@ class App:
         is_timely = type(timeout_ms) is int and 1 <= timeout_ms <= self._limits.max_timeout_ms  # else it is refused
         try:
             kept = await self._store.get(user, (timeout_ms if is_timely else 1) / 1000.0)
-        except StoreAwayError:
+        except HistoryStoreUnavailableError:
             if data.get("history") is None:
                 raise
             kept = None
@@ -297,17 +304,17 @@ class App:
             data = {**data, "timeout_ms": timeout_ms - took_ms}
         return kept, data
 
-    async def _through_swaps(self, path: str, data: dict[str, Any]) -> Answered:
+    async def _through_swaps(self, path: str, data: dict[str, Any]) -> HttpResponse:
         """A request that arrives while a model is swapped begins again with the new one."""
         while True:
             try:
                 if await self._takes_kept(path, data):
                     return await self._with_kept(path, data)
                 return await self._posts.handle(path, data)
-            except SwappedError:
+            except ModelSwappedError:
                 continue
 
-    async def _with_kept(self, path: str, data: dict[str, Any]) -> Answered:
+    async def _with_kept(self, path: str, data: dict[str, Any]) -> HttpResponse:
         """Kept events are read once. Only where the present model or its limits refuse some of them, which others have
         let in, they are looked through for those, and read again without them."""
         kept, data = await self._kept_for(data)

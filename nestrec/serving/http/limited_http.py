@@ -21,8 +21,8 @@ from nestrec.serving.core import tracing
 from nestrec.serving.core.asgi import (
     JSON,
     REQUEST_ID_HEADER,
-    Answered,
-    HostNames,
+    AllowedHosts,
+    HttpResponse,
     Receive,
     Scope,
     Send,
@@ -33,8 +33,16 @@ from nestrec.serving.core.asgi import (
     too_long_head,
 )
 from nestrec.serving.core.request_limits import LimitsConfig, current_request_id
-from nestrec.serving.http.fast_request import Connections, Door, Incoming, PlainCycle, Tell, address_of, incoming_of
-from nestrec.serving.security.server_security import SafetyGate
+from nestrec.serving.http.fast_request import (
+    Connections,
+    DirectApp,
+    FastRequestCycle,
+    RequestHead,
+    Tell,
+    address_of,
+    incoming_of,
+)
+from nestrec.serving.security.server_security import RequestAuthorizer
 
 _SPARE_HEAD_BYTES = 256
 """of method, version and ends of lines, which are not counted as head"""
@@ -64,9 +72,9 @@ class LimitedProtocol(HttpToolsProtocol):
     the most."""
 
     limits: LimitsConfig
-    door: Door | None
-    hosts: HostNames
-    gate: SafetyGate
+    door: DirectApp | None
+    hosts: AllowedHosts
+    gate: RequestAuthorizer
     tell: Tell | None
     """called at each answer"""
     room: "Connections[LimitedProtocol]"
@@ -103,22 +111,22 @@ class LimitedProtocol(HttpToolsProtocol):
             self._count_malformed(incoming.refused.status)
             await incoming.refused.send(incoming.naming(send, self.tell), is_last=True)
 
-    def _incoming(self) -> Incoming:
+    def _incoming(self) -> RequestHead:
         """What the head says, and what the gate says to it."""
         request_id = request_id_of(next((value for name, value in self.headers if name == REQUEST_ID_HEADER), None))
         refused = self._refused(self.headers, self.parser.get_http_version())
         if refused is not None:
-            return Incoming(request_id, "", refused)
+            return RequestHead(request_id, "", refused)
         raw_path = (httptools.parse_url(self.url).path or b"").decode("ascii")
         path = unquote(raw_path) if "%" in raw_path else raw_path
         admission = self.gate.admit(path, raw_path, self.headers, self.address)
         if self.tell is None and not tracing.is_on():
-            return Incoming(request_id, admission.client, admission.refused, admission.key)
+            return RequestHead(request_id, admission.client, admission.refused, admission.key)
         route = self.gate.route_of(path, raw_path)
         parent = next((value for name, value in self.headers if name == tracing.HEADER), b"")
-        return Incoming(request_id, admission.client, admission.refused, admission.key, route, parent)
+        return RequestHead(request_id, admission.client, admission.refused, admission.key, route, parent)
 
-    def _refused(self, headers: list[tuple[bytes, bytes]], version: str) -> Answered | None:
+    def _refused(self, headers: list[tuple[bytes, bytes]], version: str) -> HttpResponse | None:
         """The answer to a request that is not looked into."""
         if self._is_beyond:
             return problem(503, "too many connections are open", "", retry_after(1.0))
@@ -198,7 +206,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         cycle: object = self.cycle
-        if isinstance(cycle, PlainCycle) and cycle.more_body:
+        if isinstance(cycle, FastRequestCycle) and cycle.more_body:
             # The rest of the body is still to come, within limits that the application keeps.
             self.cycle = None  # type: ignore[assignment]
             self._take_usual_way(cycle.incoming)
@@ -260,7 +268,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if route is None or self.door is None:
             self._take_usual_way(incoming)
         else:
-            self.cycle = PlainCycle(self, self.door, route, incoming, self.tell)  # type: ignore[assignment]
+            self.cycle = FastRequestCycle(self, self.door, route, incoming, self.tell)  # type: ignore[assignment]
 
     def on_body(self, body: bytes) -> None:
         self._unplaced_bytes = 0
@@ -300,7 +308,7 @@ class LimitedProtocol(HttpToolsProtocol):
             return None
         return route
 
-    def _take_usual_way(self, incoming: Incoming) -> None:
+    def _take_usual_way(self, incoming: RequestHead) -> None:
         url, headers, expects = self.url, self.headers, self.expect_100_continue
         super().on_message_begin()
         incoming.put_into(self.scope)
@@ -316,7 +324,7 @@ class LimitedProtocol(HttpToolsProtocol):
             refused = too_long_head(self.limits)
             self._answer_at_once(problem(refused.status, refused.message))
 
-    def _answer_at_once(self, answered: Answered) -> None:
+    def _answer_at_once(self, answered: HttpResponse) -> None:
         """What came was no request that could be looked into."""
         self._count_malformed(answered.status)
         headers = (*self.server_state.default_headers, (REQUEST_ID_HEADER, request_id_of(None).encode()))
@@ -348,7 +356,12 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 def protocol_with(
-    limits: LimitsConfig, hosts: HostNames, gate: SafetyGate, door: Door | None = None, *, tell: Tell | None = None
+    limits: LimitsConfig,
+    hosts: AllowedHosts,
+    gate: RequestAuthorizer,
+    door: DirectApp | None = None,
+    *,
+    tell: Tell | None = None,
 ) -> type[LimitedProtocol]:
     """The protocol with its limits, as uvicorn wants it: a class."""
     room: Connections[LimitedProtocol] = Connections(limits.max_connections, limits.max_connections_an_address)

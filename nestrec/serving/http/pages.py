@@ -18,9 +18,9 @@ from typing import Any
 
 from nestrec.serving.core.asgi import Header
 from nestrec.serving.core.request_limits import LimitsConfig
-from nestrec.serving.http.endpoint_spec import JSON_TYPE, Endpoint
+from nestrec.serving.http.endpoint_spec import JSON_TYPE, EndpointSpec
 from nestrec.serving.inputs.request_schema import Schema, json_schema
-from nestrec.serving.inputs.responses import ProblemAnswer
+from nestrec.serving.inputs.responses import ErrorResponse
 
 _DOCS_STYLE = """body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:60rem;padding:0 1rem;color:#1a1a2e;
 background:#fff}h1{font-size:1.3rem}h2{font-size:1.05rem;margin-top:2.2rem;border-top:1px solid #d5d8e0;
@@ -157,10 +157,10 @@ _EITHER_OR_NONE: list[dict[str, list[str]]] = [{"bearer": []}, {"key": []}, {}]
 """none where the server asks for no keys"""
 
 
-def openapi(endpoints: Mapping[str, Endpoint], limits: LimitsConfig) -> dict[str, Any]:
+def openapi(endpoints: Mapping[str, EndpointSpec], limits: LimitsConfig) -> dict[str, Any]:
     """OpenAPI 3.1 of all routes."""
     named: dict[str, Schema] = {}
-    problem = json_schema(ProblemAnswer, limits, named)
+    problem = json_schema(ErrorResponse, limits, named)
     paths: dict[str, dict[str, Any]] = {}
     for name, endpoint in endpoints.items():
         described = _operation(name, endpoint, limits, named, problem)
@@ -174,7 +174,7 @@ def openapi(endpoints: Mapping[str, Endpoint], limits: LimitsConfig) -> dict[str
 
 
 def _operation(
-    name: str, endpoint: Endpoint, limits: LimitsConfig, named: dict[str, Schema], problem: Schema
+    name: str, endpoint: EndpointSpec, limits: LimitsConfig, named: dict[str, Schema], problem: Schema
 ) -> dict[str, Any]:
     answer: dict[str, Any] = {"description": endpoint.summary}
     if endpoint.status != 204:
@@ -196,7 +196,7 @@ def _operation(
     return {**found, "responses": {str(endpoint.status): answer, **_problems(endpoint, problem)}}
 
 
-def _problems(endpoint: Endpoint, problem: Schema) -> dict[str, Any]:
+def _problems(endpoint: EndpointSpec, problem: Schema) -> dict[str, Any]:
     if endpoint.request is not None:
         statuses = tuple(_WRONG)
     else:

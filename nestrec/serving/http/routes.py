@@ -1,12 +1,12 @@
 """The endpoints of the front: ours, and those that other packages add by the entry-point group `nestrec.endpoints`."""
 
 from nestrec.base.errors import UserError
-from nestrec.base.plugins import Seam
+from nestrec.base.plugins import PluginRegistry
 from nestrec.serving.core.request_limits import LimitsConfig
-from nestrec.serving.http.endpoint_spec import Endpoint
+from nestrec.serving.http.endpoint_spec import EndpointSpec
 from nestrec.serving.inputs.request_schema import json_schema, reader
 
-_BUILT_IN: dict[str, Endpoint | str] = {
+_BUILT_IN: dict[str, EndpointSpec | str] = {
     "recommend": "nestrec.serving.http.endpoints.recommend_endpoint:RECOMMEND",
     "rank": "nestrec.serving.http.endpoints.rank_endpoints:RANK",
     "preinfer": "nestrec.serving.http.endpoints.rank_endpoints:PREINFER",
@@ -32,15 +32,15 @@ _BUILT_IN: dict[str, Endpoint | str] = {
 }
 
 
-def endpoint_seam() -> Seam[Endpoint]:
+def endpoint_seam() -> PluginRegistry[EndpointSpec]:
     """The endpoints that are installed now."""
-    return Seam("nestrec.endpoints", "endpoint", _BUILT_IN, of=Endpoint)
+    return PluginRegistry("nestrec.endpoints", "endpoint", _BUILT_IN, of=EndpointSpec)
 
 
 ENDPOINTS = endpoint_seam()
 
 
-def all_endpoints(seam: Seam[Endpoint] = ENDPOINTS) -> dict[str, Endpoint]:
+def all_endpoints(seam: PluginRegistry[EndpointSpec] = ENDPOINTS) -> dict[str, EndpointSpec]:
     """By name; each route belongs to one of them."""
     found = {name: seam.find(name) for name in seam}
     for name, endpoint in found.items():
@@ -57,7 +57,7 @@ def all_endpoints(seam: Seam[Endpoint] = ENDPOINTS) -> dict[str, Endpoint]:
     return found
 
 
-def _check_described(seam: Seam[Endpoint], name: str, endpoint: Endpoint) -> None:
+def _check_described(seam: PluginRegistry[EndpointSpec], name: str, endpoint: EndpointSpec) -> None:
     """Requests are read and all is described by what the endpoint says of itself: told when a server starts, and not
     when somebody asks for the description."""
     if not endpoint.path.startswith("/"):

@@ -10,26 +10,20 @@ from nestrec.base.config import config
 from nestrec.base.config_values import Count, Natural, NonNegative, Port, RemovedChoice
 from nestrec.base.cuda import DeviceChoice
 from nestrec.base.thread_team import usable_cores
-from nestrec.serving.core.asgi import HostNames
+from nestrec.serving.core.asgi import AllowedHosts
 from nestrec.serving.core.request_limits import LimitsConfig
 from nestrec.serving.core.tracing import TracingConfig
 from nestrec.serving.history_store.history_store import HistoryStoreConfig
-from nestrec.serving.http.fast_request import Door
+from nestrec.serving.http.fast_request import DirectApp
 from nestrec.serving.http.http_app import App
 from nestrec.serving.http.limited_http import protocol_with
 from nestrec.serving.http.routes import all_endpoints
-from nestrec.serving.http.server_logging import (
-    LogConfig,
-    log_answer,
-    log_answer_to_front,
-)
-from nestrec.serving.http.sockets import (
-    WithHealthPort,
-)
+from nestrec.serving.http.server_logging import LogConfig, log_answer, log_answer_to_front
+from nestrec.serving.http.sockets import HealthPortMiddleware
 from nestrec.serving.model.served_tables import TablesConfig
-from nestrec.serving.security.rate_limiter import RatesOfKeys
-from nestrec.serving.security.security_config import SafetyConfig, check_exposure
-from nestrec.serving.security.server_security import Safety
+from nestrec.serving.security.rate_limiter import RateLimiter
+from nestrec.serving.security.security_config import SecurityConfig, check_exposure
+from nestrec.serving.security.server_security import ServerSecurity
 from nestrec.serving.service.inference_service import ServiceConfig
 from nestrec.serving.service.version_follower import VersionFollowConfig
 
@@ -59,7 +53,7 @@ class ServeConfig:
     hosts: tuple[str, ...] = ()
     """names under which clients may ask, beside addresses and localhost; none: any, or none where only this machine is
     listened to; `*`: any"""
-    safety: SafetyConfig = SafetyConfig()
+    safety: SecurityConfig = SecurityConfig()
     """who may ask"""
     insecure: bool = False
     """listen to other machines without keys or TLS: something before the server decides who may ask"""
@@ -104,18 +98,18 @@ def num_fronts(cfg: ServeConfig, device: str) -> int:
     return max(1, min(_MOST_FRONTS, usable_cores() // _CORES_A_FRONT))
 
 
-def safety_of(cfg: ServeConfig, rates: RatesOfKeys | None = None) -> Safety:
-    """Refuses where other machines could ask without being asked who they are. rates: see `Safety`."""
+def safety_of(cfg: ServeConfig, rates: RateLimiter | None = None) -> ServerSecurity:
+    """Refuses where other machines could ask without being asked who they are. rates: see `ServerSecurity`."""
     check_exposure(cfg.host, cfg.safety, is_insecure=cfg.insecure, health_port=cfg.health_port)
-    return Safety(cfg.safety, cfg.host, rates)
+    return ServerSecurity(cfg.safety, cfg.host, rates)
 
 
 def uvicorn_config(
-    app: Any, cfg: ServeConfig, door: Door | None = None, safety: Safety | None = None
+    app: Any, cfg: ServeConfig, door: DirectApp | None = None, safety: ServerSecurity | None = None
 ) -> uvicorn.Config:
     """Errors are logged and warnings are not: uvicorn warns of every malformed request, so that a client could fill the
     log, and stop the server where nobody reads it. They are counted in a metric instead."""
-    hosts, safety = HostNames(cfg.host, cfg.hosts), safety or safety_of(cfg)
+    hosts, safety = AllowedHosts(cfg.host, cfg.hosts), safety or safety_of(cfg)
     endpoints = (app.front.endpoints if isinstance(app, App) else all_endpoints()).values()
     tell = log_answer_to_front if cfg.safety.behind else log_answer
     protocol = protocol_with(cfg.limits, hosts, safety.gate(endpoints), door, tell=tell if cfg.log.requests else None)
@@ -124,7 +118,7 @@ def uvicorn_config(
     if hasattr(app, "report_files_of"):
         app.report_files_of(safety)
     if cfg.health_port is not None:
-        app = WithHealthPort(app, cfg.host, cfg.health_port, hosts, safety=safety, endpoints=endpoints)
+        app = HealthPortMiddleware(app, cfg.host, cfg.health_port, hosts, safety=safety, endpoints=endpoints)
     certificates = safety.certificates
     return uvicorn.Config(
         app, host=cfg.host, port=cfg.port, http=protocol, ws="none", lifespan="on", access_log=False,

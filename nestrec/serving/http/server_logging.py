@@ -25,7 +25,7 @@ from nestrec.base.config import config
 from nestrec.base.errors import UserError
 from nestrec.serving.core.background_tasks import BackgroundThread
 from nestrec.serving.core.request_limits import current_request_id
-from nestrec.serving.http.fast_request import Incoming
+from nestrec.serving.http.fast_request import RequestHead
 
 _TELLING = (UserError, OSError, MemoryError, RuntimeError)
 """kinds of exceptions whose messages speak of the machine, where no request is being served"""
@@ -49,7 +49,7 @@ class _LogLines(logging.Formatter):
         self.process = process
 
 
-class TextLogLines(_LogLines):
+class TextLogFormatter(_LogLines):
     """For people."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -60,7 +60,7 @@ class TextLogLines(_LogLines):
         return "\n".join([line + told, *fields.get("exception", ())])
 
 
-class JsonLogLines(_LogLines):
+class JsonLogFormatter(_LogLines):
     """For programs: one object a line."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -76,7 +76,7 @@ class JsonLogLines(_LogLines):
 
 
 def formatter_of(cfg: LogConfig, process: str = "") -> logging.Formatter:
-    return JsonLogLines(process) if cfg.format == "json" else TextLogLines(process)
+    return JsonLogFormatter(process) if cfg.format == "json" else TextLogFormatter(process)
 
 
 def _fields(record: logging.LogRecord, process: str) -> dict[str, Any]:
@@ -109,7 +109,7 @@ _MOST_CHARACTERS = 20_000
 """of one message"""
 
 
-class PatientHandler(logging.Handler):
+class NonBlockingLogHandler(logging.Handler):
     """Hands messages to a thread that writes them to a file descriptor, without a lock that the end of the process
     could wait for."""
 
@@ -164,8 +164,8 @@ def log_without_waiting(cfg: LogConfig, process: str = "") -> None:
     """Everything that is logged from now on goes to standard error through one handler, with what this package tells
     its operator: what took over, what was lost, that it ended. process: names this process in each line."""
     root = logging.getLogger()
-    if not any(isinstance(handler, PatientHandler) for handler in root.handlers):
-        root.addHandler(PatientHandler(cfg=cfg, process=process))
+    if not any(isinstance(handler, NonBlockingLogHandler) for handler in root.handlers):
+        root.addHandler(NonBlockingLogHandler(cfg=cfg, process=process))
     logging.getLogger("nestrec").setLevel(logging.INFO)
     if cfg.format == "json":  # a warning as plain text would break whatever parses the lines
         logging.captureWarnings(True)
@@ -174,7 +174,7 @@ def log_without_waiting(cfg: LogConfig, process: str = "") -> None:
 def wait_for_log(timeout_s: float = 1.0) -> None:
     """Give the last messages their time before the process ends."""
     for handler in logging.getLogger().handlers:
-        if isinstance(handler, PatientHandler):
+        if isinstance(handler, NonBlockingLogHandler):
             handler.wait(timeout_s)
 
 
@@ -186,7 +186,7 @@ def _write_all(descriptor: int, data: bytes) -> None:
 _LOG = logging.getLogger("nestrec.requests")
 
 
-def log_answer(incoming: Incoming, status: int) -> None:
+def log_answer(incoming: RequestHead, status: int) -> None:
     """route: as it is declared, so without the id of a user in it."""
     fields = {
         "request_id": incoming.id,
@@ -197,7 +197,7 @@ def log_answer(incoming: Incoming, status: int) -> None:
     _LOG.info("answered", extra={"fields": fields | ({"key": incoming.key} if incoming.key else {})})
 
 
-def log_answer_to_front(incoming: Incoming, status: int) -> None:
+def log_answer_to_front(incoming: RequestHead, status: int) -> None:
     """Log an answer of an instance, unless its front has checked its health, which it does several times per second."""
     if not incoming.route.startswith("/health/"):
         log_answer(incoming, status)

@@ -30,7 +30,7 @@ from nestrec.base.config import to_plain
 from nestrec.serving.core.background_tasks import FAILURES
 from nestrec.serving.core.cost_model import Histogram
 from nestrec.serving.model.servable_spec import shown_version
-from nestrec.serving.security.server_security import Safety
+from nestrec.serving.security.server_security import ServerSecurity
 from nestrec.serving.service.inference_service import Service
 from nestrec.serving.service.version_follower import VersionFollower
 
@@ -132,7 +132,7 @@ class BackgroundCollector(Collector):
 class FilesCollector(Collector):
     """Files that a server reads again when they change."""
 
-    def __init__(self, safety: Callable[[], Safety | None]):
+    def __init__(self, safety: Callable[[], ServerSecurity | None]):
         self._safety = safety
 
     def collect(self) -> Iterable[Metric]:
@@ -336,7 +336,7 @@ class Metrics:
         self.refusals: Mapping[str, int] = {}
         """requests that the gate let not in, by reason"""
         self._registry.register(RefusalCollector(lambda: self.refusals))
-        self.safety: Safety | None = None
+        self.safety: ServerSecurity | None = None
         """Keys and certificates of the server; None until `report_files_of` sets them."""
         self._registry.register(FilesCollector(lambda: self.safety))
         self._registry.register(BackgroundCollector())

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from nestrec.serving.core.background_tasks import BackgroundThread, guarded
 
 
-class Signals:
+class SignalHandler:
     """Of this process, from `installed` on."""
 
     def __init__(self) -> None:
@@ -32,9 +32,9 @@ class Signals:
         self._when_reloaded: Callable[[], None] | None = None
 
     @staticmethod
-    def installed() -> "Signals":
+    def installed() -> "SignalHandler":
         """Called on the main thread."""
-        signals = Signals()
+        signals = SignalHandler()
         signals.take_over()
         BackgroundThread("nestrec-signals", signals._turn).start()
         return signals
@@ -99,7 +99,7 @@ class Signals:
 _FRONT = "NESTREC_FRONT_PIPE"
 
 
-class Tie:
+class ParentDeathPipe:
     """The front's side."""
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ class Tie:
         os.close(self._held)
 
 
-def end_with_front(signals: Signals, patience_s: float) -> None:
+def end_with_front(signals: SignalHandler, patience_s: float) -> None:
     """The instance's side: stop as by SIGTERM when the front is gone, and without more ado after `patience_s`."""
     given = os.environ.pop(_FRONT, None)
     if given is None:

@@ -33,12 +33,12 @@ import uvicorn
 
 from nestrec.base.compat import STARTUP_FAILURE, ServerState
 from nestrec.base.errors import UserError
-from nestrec.serving.core.asgi import HostNames, Message, Receive, Scope, Send, problem
+from nestrec.serving.core.asgi import AllowedHosts, Message, Receive, Scope, Send, problem
 from nestrec.serving.core.request_limits import LimitsConfig
 from nestrec.serving.http.limited_http import protocol_with
-from nestrec.serving.http.signals import Signals
-from nestrec.serving.security.auth import Access, Guarded
-from nestrec.serving.security.server_security import Safety
+from nestrec.serving.http.signals import SignalHandler
+from nestrec.serving.security.auth import AccessRules, ProtectedRoute
+from nestrec.serving.security.server_security import ServerSecurity
 
 _PORT_REMEDY = "stop what listens there, or name another port (--port 0 takes a free one)"
 _MOST_ACCEPTING_S = 10.0
@@ -115,7 +115,7 @@ async def listen(
 
 
 class Server(uvicorn.Server):
-    """Says when it listens, and leaves signals to `Signals`."""
+    """Says when it listens, and leaves signals to `SignalHandler`."""
 
     def __init__(self, config: uvicorn.Config, announce: Callable[[], None]):
         super().__init__(config)
@@ -191,7 +191,7 @@ def _does_any_wait(sockets: Sequence[socket.socket]) -> bool:
 
 
 def run_server(
-    config: uvicorn.Config, sockets: list[socket.socket], signals: Signals, announce: Callable[[], None]
+    config: uvicorn.Config, sockets: list[socket.socket], signals: SignalHandler, announce: Callable[[], None]
 ) -> None:
     """Serve on bound sockets until a signal; `announce` is called when they listen."""
     server = Server(config, announce)
@@ -208,14 +208,21 @@ _ROUTES = ("/health/live", "/health/ready", "/metrics")
 _LIMITS = LimitsConfig(max_connections=128, max_connections_an_address=64, head_timeout_s=5.0, answer_timeout_s=5.0)
 
 
-class WithHealthPort:
+class HealthPortMiddleware:
     """An ASGI application that also listens for those who watch it, from its start to its end."""
 
     def __init__(
-        self, app: Any, host: str, port: int, hosts: HostNames, *, safety: Safety, endpoints: Collection[Guarded]
+        self,
+        app: Any,
+        host: str,
+        port: int,
+        hosts: AllowedHosts,
+        *,
+        safety: ServerSecurity,
+        endpoints: Collection[ProtectedRoute],
     ):
         self._app, self._state, self._certificates = app, ServerState(), safety.certificates
-        self._admins = Access(endpoints) if safety.cfg.admin_on_health_port else None
+        self._admins = AccessRules(endpoints) if safety.cfg.admin_on_health_port else None
         protocol = protocol_with(_LIMITS, hosts, safety.gate(endpoints, of_health=True))
         self._config = uvicorn.Config(
             self._watched,

@@ -7,9 +7,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from nestrec.serving.core.request_limits import NOBODY, Sender
+from nestrec.serving.core.request_limits import NOBODY, RequestSource
 from nestrec.serving.core.tracing import EngineTimes
-from nestrec.serving.model.model_adapter import Tokens
+from nestrec.serving.model.model_adapter import HistoryTokens
 from nestrec.serving.model.request_inputs import Candidates
 
 
@@ -28,7 +28,7 @@ Source = Literal["none", "device", "dram"]
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class RankResult:
     """Scores of a ranking request."""
 
     items: NDArray[np.int64]
@@ -44,20 +44,20 @@ class Answer:
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class Work:
+class EngineRequest:
     """One request inside an engine; without candidates it is a pre-infer signal."""
 
     key: CacheKey
-    tokens: Tokens
+    tokens: HistoryTokens
     candidates: Candidates | None
     arrived_s: float
     """by the engine's clock, as all moments here: `perf_counter` but in simulations"""
     deadline_s: float
     estimate_s: float
     """device seconds that it was admitted with"""
-    sender: Sender = NOBODY
+    sender: RequestSource = NOBODY
     """whom it is from"""
-    future: "Future[Answer]" = field(default_factory=Future)
+    future: "Future[RankResult]" = field(default_factory=Future)
     source: Source = "none"
     num_cached: int = 0
     """tokens that were there when it began"""

@@ -19,7 +19,7 @@ import numpy as np
 import orjson
 from numba import njit
 
-from nestrec.serving.core.typed_list import KINDS, PlainList
+from nestrec.serving.core.typed_list import KINDS, TypedList
 
 _inlined = njit(nogil=True, inline="always")
 """A call of a compiled function counts references to each array that it is given: for a character or two, that takes
@@ -39,7 +39,7 @@ _MARK_BYTES = np.frombuffer(f'"{_MARK}'.encode(), np.uint8)
 
 
 def loads(body: bytes) -> Any:
-    """As orjson reads it, with a `PlainList` in place of each long list that can be one. `orjson.JSONDecodeError`."""
+    """As orjson reads it, with a `TypedList` in place of each long list that can be one. `orjson.JSONDecodeError`."""
     if len(body) < _LEAST_BYTES:
         return orjson.loads(body)
     text = np.frombuffer(body, np.uint8)
@@ -54,7 +54,7 @@ def loads(body: bytes) -> Any:
         (kind, first), (count, num_words), *spans = lists[number].tolist()
         spans = spans[:num_words]
         named = tuple(None if size < 0 else body[start : start + size].decode("ascii") for start, size in spans)
-        found[_MARK + chr(ord("A") + number)] = PlainList(KINDS[kind], values[first : first + count], named)
+        found[_MARK + chr(ord("A") + number)] = TypedList(KINDS[kind], values[first : first + count], named)
     return _put_back(orjson.loads(rest[:num_rest].tobytes()), found)
 
 
@@ -63,7 +63,7 @@ def warm_up() -> None:
     loads(b'{"a":[%b],"b":[%b],"c":[%b]}' % tuple(b",".join([one] * _LEAST_BYTES) for one in (b"1", b'"1"', b"null")))
 
 
-def _put_back(value: Any, found: dict[str, PlainList]) -> Any:
+def _put_back(value: Any, found: dict[str, TypedList]) -> Any:
     """Marks stand for values of objects only. A loop, since the parser allows deeper nesting than Python's stack."""
     waiting = [value] if isinstance(value, dict | list) else []
     while waiting:

@@ -15,8 +15,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from nestrec.data.prepare.list_cells import category_keys
-from nestrec.serving.core.request_limits import BadRequestError, LimitsConfig, NotToldError
-from nestrec.serving.core.typed_list import PlainList, types_of
+from nestrec.serving.core.request_limits import BadRequestError, LimitsConfig, MissingInputError
+from nestrec.serving.core.typed_list import TypedList, types_of
 from nestrec.serving.inputs.request_schema import (
     Action,
     Category,
@@ -28,7 +28,7 @@ from nestrec.serving.inputs.request_schema import (
     UserRequest,
     Value,
 )
-from nestrec.serving.inputs.responses import Done, UnknownIds, UsedDefault
+from nestrec.serving.inputs.responses import AppliedDefault, Done, UnknownIds
 from nestrec.serving.model.request_inputs import (
     LARGEST_NUMBER,
     History,
@@ -46,14 +46,14 @@ _MOST_SHOWN = 10
 """unknown ids in a refusal"""
 
 
-class Said(TypedDict):
+class ResponseNotes(TypedDict):
     """The notes as fields of an answer."""
 
     unknown: list[UnknownIds]
-    defaults: list[UsedDefault]
+    defaults: list[AppliedDefault]
 
 
-class Notes:
+class RequestNotes:
     """Of one request, by all models that read it."""
 
     def __init__(self, policy: Unknown | None = None):
@@ -73,7 +73,7 @@ class Notes:
     def add_default(self, field: str, value: Any) -> None:
         self._defaults[field] = value
 
-    def said(self) -> Said:
+    def said(self) -> ResponseNotes:
         return {
             "unknown": [
                 {"field": field, "ids": list(ids), "done": done} for (field, done), ids in self._unknown.items()
@@ -92,7 +92,7 @@ _NEW_USER_REMEDY = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class ResolvedRequest:
     """What is asked of a model about a user."""
 
     user: str
@@ -115,14 +115,14 @@ def check_feature_names(request: Any, *servables: Servable) -> None:
     _check_names(getattr(request, "user_features", None) or {}, of_user, "user_features")
 
 
-class Reader:
+class RequestResolver:
     """Reads a request as one model does. What the answer has to say about it goes into the notes."""
 
-    def __init__(self, servable: Servable, limits: LimitsConfig, notes: Notes):
+    def __init__(self, servable: Servable, limits: LimitsConfig, notes: RequestNotes):
         self.servable, self.notes, self._limits = servable, notes, limits
         self._defaults = servable.spec.defaults
 
-    def user(self, request: UserRequest) -> Asked:
+    def user(self, request: UserRequest) -> ResolvedRequest:
         """User, history and moment of a request."""
         user, now_ms = parse_user(request.user, self._limits), request.now_ms
         if now_ms is None:
@@ -142,7 +142,7 @@ class Reader:
         asked = self._asked_for(request) | {name: int(values[-1]) for name, values in of_user.items()}
         if asked:
             history = replace(history, asked=asked)
-        return Asked(user=user, history=history, seen=seen, now_ms=now_ms, timeout_s=timeout_ms / 1000.0)
+        return ResolvedRequest(user=user, history=history, seen=seen, now_ms=now_ms, timeout_s=timeout_ms / 1000.0)
 
     def events(self, given: HistoryFields, now_ms: int) -> History:
         """Events as they were given, those of unknown items with id 0; without categories of the user."""
@@ -241,14 +241,14 @@ class Reader:
         field = "history.times_ms"
         if given is not None:
             _check_count(given, count, field)
-            times = given.values if isinstance(given, PlainList) else np.array(given, np.int64)
+            times = given.values if isinstance(given, TypedList) else np.array(given, np.int64)
             if (times[1:] < times[:-1]).any():
                 raise BadRequestError("must not go back in time; oldest event first", field)
             return times
         if not (count and self.servable.reads_times):
             return np.zeros(count, np.int64)
         if self._defaults.times is None:
-            raise NotToldError(field)
+            raise MissingInputError(field)
         self.notes.add_default(field, now_ms)
         return np.full(count, now_ms)
 
@@ -260,18 +260,18 @@ class Reader:
         if not (self.servable.reads_actions and count):
             return np.zeros(count, np.int64)
         if given is None:
-            given = PlainList("words", np.zeros(count, np.int64), (None,))
+            given = TypedList("words", np.zeros(count, np.int64), (None,))
         kinds, default = types_of(given), self._defaults.actions
         if type(None) in kinds:
             if default is None:
-                raise NotToldError(field)
+                raise MissingInputError(field)
             self.notes.add_default(field, list(default))
 
         def sum_of(action: Action) -> int:
             return _sum_of_bits(list(default or ()) if action is None else action, bits)
 
         try:
-            if isinstance(given, PlainList):
+            if isinstance(given, TypedList):
                 actions = given.values if kinds == {int} else given.numbered(sum_of)
             elif kinds == {str}:
                 actions = np.array([*map(bits.__getitem__, cast(Sequence[str], given))], np.int64)
@@ -305,19 +305,19 @@ class Reader:
 
     def default(self, name: str, defaults: Mapping[str, str | None], field: str) -> str | None:
         if name not in defaults:
-            raise NotToldError(field)
+            raise MissingInputError(field)
         self.notes.add_default(field, defaults[name])
         return defaults[name]
 
     def values(self, given: Any, count: int, column: ColumnSpec, field: str, *, is_each: bool) -> Features:
         """What histories and candidates hold of a column. is_each: a value for each of so many, else one for all."""
         if not column.has_several:
-            if isinstance(given, list | PlainList) and not is_each:
+            if isinstance(given, list | TypedList) and not is_each:
                 raise BadRequestError("must be one value", field)
             if is_each and list in types_of(given):
                 raise BadRequestError("must be one value for each, and no lists", field)
             return {column.name: self._categories(given, count, column, field)}
-        given = list(given) if isinstance(given, PlainList) else given  # also one that is the value of all
+        given = list(given) if isinstance(given, TypedList) else given  # also one that is the value of all
         values = given if is_each else [given]
         if is_each:
             _check_count(values, count, field)
@@ -363,10 +363,10 @@ class Reader:
         return found
 
     def _categories(
-        self, given: PlainList | list[Category] | Category, count: int, column: ColumnSpec, field: str
+        self, given: TypedList | list[Category] | Category, count: int, column: ColumnSpec, field: str
     ) -> Ids:
         """Of a value for each, or one for all. Row 0 is that of an unknown category, and of one that nobody knows."""
-        if isinstance(given, PlainList):
+        if isinstance(given, TypedList):
             _check_count(given, count, field)
             if given.kind == "words":
                 return self._categories(list(given.words), len(given.words), column, field)[given.values]
@@ -426,7 +426,7 @@ class Reader:
 def _is_each(request: Any, name: str, value: Any) -> bool:
     """A list of what is told of candidates, and not a list that is one value for all of them."""
     is_of_candidates = hasattr(request, "candidates") and name not in (request.context or {})
-    return is_of_candidates and isinstance(value, list | PlainList)
+    return is_of_candidates and isinstance(value, list | TypedList)
 
 
 def unknown_of(keys: Sequence[ItemId], ids: Ids) -> list[ItemId]:
@@ -453,7 +453,7 @@ def _kept(given: HistoryFields, is_kept: NDArray[np.bool_]) -> HistoryFields:
         if values is None:
             return None
         _check_count(values, len(is_kept), field)
-        if isinstance(values, PlainList):
+        if isinstance(values, TypedList):
             return values.where(is_kept)
         return [*itertools.compress(values, is_kept)]
 

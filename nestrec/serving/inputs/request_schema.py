@@ -5,8 +5,8 @@ its words in error messages, its JSON Schema, and the functions that read its va
 cannot differ. docs/decisions/request-schemas.md explains why msgspec does not do this.
 
 A field is text, a number, a boolean, one of several choices, a list, a mapping by name, or another such class;
-`X | None` may be left out or null. Bounds that an operator may set are given by name: `Most("max_candidates")` is that
-field of `LimitsConfig`.
+`X | None` may be left out or null. Bounds that an operator may set are given by name: `AtMost("max_candidates")` is
+that field of `LimitsConfig`.
 """
 
 import dataclasses
@@ -19,9 +19,9 @@ from dataclasses import MISSING, dataclass, replace
 from typing import Annotated, Any, Literal, NotRequired, Union, get_args, get_origin
 
 from nestrec.base.config_overrides import docs_of
-from nestrec.base.config_values import Bound
+from nestrec.base.config_values import NumberRange
 from nestrec.serving.core.request_limits import BadRequestError, LimitsConfig
-from nestrec.serving.core.typed_list import PlainList, types_of
+from nestrec.serving.core.typed_list import TypedList, types_of
 
 Read = Callable[[Any, str], Any]
 """Returns a JSON value with dataclasses in place of objects; raises `BadRequestError` with the name of the field."""
@@ -31,14 +31,14 @@ _NO_CONTROLS = re.compile("^[^\\x00-\\x1f\\x7f]*$")
 
 
 @dataclass(frozen=True, slots=True)
-class Most:
+class AtMost:
     """The largest length of a list or text, or the largest number, as the name of a field of `LimitsConfig`."""
 
     limit: str
 
 
 @dataclass(frozen=True, slots=True)
-class Least:
+class AtLeast:
     """The smallest length of a list or text, or the smallest number."""
 
     value: int
@@ -164,11 +164,11 @@ class _Types:
         most: Number | None = None
         for note in notes:
             match note:
-                case Least(value):
+                case AtLeast(value):
                     least = value
-                case Most(limit):
+                case AtMost(limit):
                     most = getattr(self._limits, limit)
-                case Bound(low, high):
+                case NumberRange(low, high):
                     least, most = _integral(low), _integral(high) if high < math.inf else None
         return least, most
 
@@ -238,7 +238,7 @@ def _list(of: _Type, least: Number | None, most: Number | None) -> _Type:
     low, high = _range(least, most)
     checked = {kind for kind, read in of.reads.items() if read is not None}
 
-    def read(value: list[Any] | PlainList, field: str) -> list[Any] | PlainList:
+    def read(value: list[Any] | TypedList, field: str) -> list[Any] | TypedList:
         if len(value) > high:
             raise BadRequestError(f"must have at most {most} values", field)
         if len(value) < low:
@@ -255,12 +255,12 @@ def _list(of: _Type, least: Number | None, most: Number | None) -> _Type:
         return value
 
     schema = {"type": "array", "items": of.schema, **_schema("array", minItems=least, maxItems=most)}
-    return _Type("a list", schema, {list: read, PlainList: read}, frozenset({list, PlainList}))
+    return _Type("a list", schema, {list: read, TypedList: read}, frozenset({list, TypedList}))
 
 
-def _extremes(values: list[Any] | PlainList, kinds: set[type]) -> Sequence[Any]:
+def _extremes(values: list[Any] | TypedList, kinds: set[type]) -> Sequence[Any]:
     """Returns values of a list that are valid only if all of them are: two to read instead of thousands."""
-    if isinstance(values, PlainList):
+    if isinstance(values, TypedList):
         return values.extremes
     if kinds == {int}:
         return min(values), max(values)
@@ -310,16 +310,16 @@ def _docs(shape: type) -> dict[str, str]:
 
 LATEST_MS = 7_258_118_400_000
 """the year 2200"""
-ItemId = Annotated[str, Most("max_id_characters")] | int
-Category = Annotated[str, Most("max_text_characters")] | int | float | bool | None
+ItemId = Annotated[str, AtMost("max_id_characters")] | int
+Category = Annotated[str, AtMost("max_text_characters")] | int | float | bool | None
 """a category by its name or number, true and false where the log has those, or the value of a number"""
 Value = Category | list[Category]
 """the same, a text, a list of categories, or the numbers of a vector: what the log has of the feature"""
-Moment = Annotated[int, Bound(0, LATEST_MS)]
+Moment = Annotated[int, NumberRange(0, LATEST_MS)]
 Action = int | str | list[str] | None
-UserId = Annotated[str, Least(1), Most("max_user_characters")] | int
-Timeout = Annotated[int, Least(1), Most("max_timeout_ms")]
-ModelAddress = Annotated[str, Bound(1, 4096), NoControls()]
+UserId = Annotated[str, AtLeast(1), AtMost("max_user_characters")] | int
+Timeout = Annotated[int, AtLeast(1), AtMost("max_timeout_ms")]
+ModelAddress = Annotated[str, NumberRange(1, 4096), NoControls()]
 """a folder or an address; Linux takes paths of 4,096 bytes"""
 Unknown = Literal["last", "score", "drop", "refuse"]
 
@@ -328,7 +328,7 @@ Unknown = Literal["last", "score", "drop", "refuse"]
 class HistoryFields:
     """Events of a user, oldest first."""
 
-    items: Annotated[list[ItemId], Most("max_history")] | None = None
+    items: Annotated[list[ItemId], AtMost("max_history")] | None = None
     """source ids"""
     times_ms: list[Moment] | None = None
     """Unix milliseconds of each event"""
@@ -365,9 +365,9 @@ class UserRequest:
 class PreinferRequest(UserRequest):
     """A ranking request of this user is on its way."""
 
-    num_candidates: Annotated[int, Least(1), Most("max_candidates")] | None = None
+    num_candidates: Annotated[int, AtLeast(1), AtMost("max_candidates")] | None = None
     """that will be ranked"""
-    events: Annotated[int, Least(0)] | None = None
+    events: Annotated[int, AtLeast(0)] | None = None
     """how many events the history has, instead of the history: the answer says whether it is wanted"""
 
 
@@ -375,7 +375,7 @@ class PreinferRequest(UserRequest):
 class RankRequest(UserRequest):
     """Scores of candidates are wanted."""
 
-    candidates: Annotated[list[ItemId], Least(1), Most("max_candidates")]
+    candidates: Annotated[list[ItemId], AtLeast(1), AtMost("max_candidates")]
     """source ids of the items to be scored"""
     context: Mapping[str, Value] | None = None
     """by name of a feature of an event: its value for every candidate, such as the device of this request"""
@@ -387,13 +387,13 @@ class RankRequest(UserRequest):
 class RecommendRequest(UserRequest):
     """The best items of the catalogue are wanted."""
 
-    k: Annotated[int, Least(1), Most("max_k")] | None = None
+    k: Annotated[int, AtLeast(1), AtMost("max_k")] | None = None
     """how many items; 10 where it is left out"""
     exclude_seen: bool | None = None
     """items of the history are not recommended, which is the default"""
-    exclude: Annotated[list[ItemId], Most("max_listed")] | None = None
+    exclude: Annotated[list[ItemId], AtMost("max_listed")] | None = None
     """items that are not recommended"""
-    allow: Annotated[list[ItemId], Most("max_listed")] | None = None
+    allow: Annotated[list[ItemId], AtMost("max_listed")] | None = None
     """only these are recommended"""
     context: Mapping[str, Value] | None = None
     """by name of a feature of an event: its value for every candidate, such as the device of this request"""
@@ -409,7 +409,7 @@ class RecommendRequest(UserRequest):
 class SwapRequest:
     """Other models are to be served."""
 
-    models: Annotated[list[ModelAddress], Least(1)]
+    models: Annotated[list[ModelAddress], AtLeast(1)]
     """folders of exported models, on the machine of the server, or addresses of versions (ADDRESS, ADDRESS@VERSION);
     one of each role that is to change"""
 
@@ -431,12 +431,12 @@ class DrainRequest:
 class NewItemFields:
     """An item that the models are to know."""
 
-    id: Annotated[str, Least(1), Most("max_id_characters")] | int
+    id: Annotated[str, AtLeast(1), AtMost("max_id_characters")] | int
     """as requests will name it"""
     features: Mapping[str, Value] | None = None
     """by name of a feature of items: a category, a list of them, a number, a text, or the numbers of a vector; what is
     left out nobody knows"""
-    title: Annotated[str, Most("max_text_characters")] | None = None
+    title: Annotated[str, AtMost("max_text_characters")] | None = None
     """what people call it"""
 
 
@@ -444,7 +444,7 @@ class NewItemFields:
 class ItemsRequest:
     """Items are to be served that no training has met."""
 
-    items: Annotated[list[NewItemFields], Least(1), Most("max_listed")]
+    items: Annotated[list[NewItemFields], AtLeast(1), AtMost("max_listed")]
     """those that are known already stay as they are"""
 
 
@@ -452,9 +452,9 @@ class ItemsRequest:
 class TitlesRequest:
     """What people call items, where the model knows it."""
 
-    items: Annotated[list[ItemId], Most("max_listed")]
+    items: Annotated[list[ItemId], AtMost("max_listed")]
     """source ids; may be empty"""
-    search: Annotated[str, Least(1), Most("max_id_characters")] | None = None
+    search: Annotated[str, AtLeast(1), AtMost("max_id_characters")] | None = None
     """words of a title, in any case: the first items whose title has it"""
 
 

@@ -18,7 +18,7 @@ class UnknownIds(TypedDict):
     """placed_last: below every known one; scored: read as an unknown one; dropped: as if they had not been named"""
 
 
-class UsedDefault(TypedDict):
+class AppliedDefault(TypedDict):
     """Something that the model reads and the request did not tell."""
 
     field: str
@@ -38,13 +38,13 @@ Prefix = TypedDict(  # `from` is no name of Python's
 
 ModelVersion = Annotated[str, "version of the model that computed all of them"]
 Unknowns = Annotated[list[UnknownIds], "ids that the model does not know, and what was done with them"]
-Defaults = Annotated[list[UsedDefault], "what the model reads and the request did not tell"]
+Defaults = Annotated[list[AppliedDefault], "what the model reads and the request did not tell"]
 KnownPrefix = Annotated[
     Prefix, "what was known of the history before the request came; only with `--limits.tells_prefix true`"
 ]
 
 
-class RankAnswer(TypedDict):
+class RankResponse(TypedDict):
     """Scores of candidates."""
 
     scores: Mapping[str, list[float]]
@@ -58,7 +58,7 @@ class RankAnswer(TypedDict):
     defaults: Defaults
 
 
-class RecommendAnswer(TypedDict):
+class RecommendResponse(TypedDict):
     """The best items, best first."""
 
     items: list[str]
@@ -71,7 +71,7 @@ class RecommendAnswer(TypedDict):
     defaults: Defaults
 
 
-class PreinferAnswer(TypedDict):
+class PreinferResponse(TypedDict):
     """Whether the history is computed ahead."""
 
     admitted: bool
@@ -85,14 +85,14 @@ class PreinferAnswer(TypedDict):
     defaults: Defaults
 
 
-class EventsAnswer(TypedDict):
+class EventsResponse(TypedDict):
     """What is kept now."""
 
     events: NotRequired[int]
     """of this user; not told by a store that does not count them"""
 
 
-class ModelAnswer(TypedDict):
+class ModelInfo(TypedDict):
     """What a model reads and gives."""
 
     version: str
@@ -123,14 +123,14 @@ class ModelAnswer(TypedDict):
     measured"""
 
 
-class ModelsAnswer(TypedDict):
+class ModelsResponse(TypedDict):
     """The models that are served."""
 
-    models: Mapping[str, ModelAnswer]
+    models: Mapping[str, ModelInfo]
     """by role: retrieval, ranking"""
 
 
-class StatusAnswer(TypedDict):
+class StatusResponse(TypedDict):
     """What the live page shows."""
 
     reloads: Mapping[str, Any]
@@ -145,10 +145,10 @@ class StatusAnswer(TypedDict):
     """loads of the instances, and requests that went elsewhere"""
 
 
-class LiveAnswer(TypedDict):
+class LivePageResponse(TypedDict):
     """What the live page draws."""
 
-    status: StatusAnswer
+    status: StatusResponse
     """now"""
     timeline: Mapping[str, list[Any]]
     """by name, a value a second of the last ten minutes, oldest first"""
@@ -156,14 +156,14 @@ class LiveAnswer(TypedDict):
     """by role, the last requests: when they came and ended, in seconds before now, and where their prefix was"""
 
 
-class TitlesAnswer(TypedDict):
+class TitlesResponse(TypedDict):
     """What people call items."""
 
     titles: Mapping[str, str]
     """by source id"""
 
 
-class ItemsAnswer(TypedDict):
+class ItemsResponse(TypedDict):
     """New items are served."""
 
     added: int
@@ -183,7 +183,7 @@ class ItemsSampleAnswer(TypedDict):
     """Number of items in the catalog."""
 
 
-class HealthAnswer(TypedDict):
+class HealthResponse(TypedDict):
     """Alive, or ready."""
 
     status: str
@@ -194,7 +194,7 @@ class HealthAnswer(TypedDict):
     """of one that is ready: events of the shortest history that is worth computing ahead now"""
 
 
-class LoadedAnswer(TypedDict):
+class LoadedModelInfo(TypedDict):
     """A model and where it lies."""
 
     version: str
@@ -203,18 +203,18 @@ class LoadedAnswer(TypedDict):
     """on the machine of the server, with no link in it"""
 
 
-class FleetAnswer(TypedDict):
+class DeploymentResponse(TypedDict):
     """What an instance serves."""
 
-    models: Mapping[str, LoadedAnswer]
+    models: Mapping[str, LoadedModelInfo]
     """in service, by role"""
-    previous: Mapping[str, LoadedAnswer]
+    previous: Mapping[str, LoadedModelInfo]
     """what the last swap has replaced, and a rollback brings back, by role"""
     draining: bool
     """it says that it is not ready, so that whoever routes requests sends them elsewhere"""
 
 
-class Problem(TypedDict):
+class ErrorDetail(TypedDict):
     """What is wrong."""
 
     message: str
@@ -225,8 +225,8 @@ class Problem(TypedDict):
     """Proposed way to solve the problem."""
 
 
-class ProblemAnswer(TypedDict):
+class ErrorResponse(TypedDict):
     """The answer to a request that was not served."""
 
-    error: Problem
+    error: ErrorDetail
     """what is wrong"""

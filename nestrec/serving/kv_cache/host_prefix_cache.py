@@ -33,7 +33,7 @@ Payload = TypeVar("Payload")
 
 
 @dataclass(eq=False, slots=True)
-class Kept(Generic[Payload]):
+class HostCacheEntry(Generic[Payload]):
     """A prefix in DRAM."""
 
     key: CacheKey
@@ -47,17 +47,19 @@ class Kept(Generic[Payload]):
     is_dropped: bool = False
 
 
-class Expander(Generic[Payload]):
+class HostPrefixCache(Generic[Payload]):
     """Entries within a bound of bytes. One thread uses it."""
 
     def __init__(self, *, max_bytes: int, ttl_s: float, clock: Clock, give: Callable[[Payload], None] = lambda _: None):
         """give: is handed the payload of an entry that is gone."""
         self.max_bytes, self._ttl_s, self._clock, self._give = max_bytes, ttl_s, clock, give
-        self._kept: OrderedDict[CacheKey, Kept[Payload]] = OrderedDict()  # least recently used first
+        self._kept: OrderedDict[CacheKey, HostCacheEntry[Payload]] = OrderedDict()  # least recently used first
         self._in_flight: set[CacheKey] = set()
         self.num_bytes = 0
 
-    def begin_spill(self, key: CacheKey, *, length: int, content: bytes, num_bytes: int) -> Kept[Payload] | None:
+    def begin_spill(
+        self, key: CacheKey, *, length: int, content: bytes, num_bytes: int
+    ) -> HostCacheEntry[Payload] | None:
         """Room for a copy from the device; none where the user has one under way, has it already, or nothing fits."""
         known = self._kept.get(key)
         if key in self._in_flight or (known is not None and known.content == content and known.length == length):
@@ -66,19 +68,21 @@ class Expander(Generic[Payload]):
             self._remove(key)
         if not self._make_room(num_bytes):
             return None
-        kept: Kept[Payload] = Kept(key, length, content, num_bytes, None, self._clock.now_s() + self._ttl_s)
+        kept: HostCacheEntry[Payload] = HostCacheEntry(
+            key, length, content, num_bytes, None, self._clock.now_s() + self._ttl_s
+        )
         self._kept[key] = kept
         self.num_bytes += num_bytes
         self._in_flight.add(key)
         kept.pins += 1
         return kept
 
-    def finish_spill(self, kept: Kept[Payload], payload: Payload) -> None:
+    def finish_spill(self, kept: HostCacheEntry[Payload], payload: Payload) -> None:
         self._in_flight.discard(kept.key)
         kept.payload = payload
         self._unpin(kept)
 
-    def find(self, key: CacheKey, content_of: ContentOf) -> Kept[Payload] | None:
+    def find(self, key: CacheKey, content_of: ContentOf) -> HostCacheEntry[Payload] | None:
         """What is kept of the request's first tokens and not being copied; what no longer matches is forgotten."""
         kept = self._kept.get(key)
         if kept is None or key in self._in_flight:
@@ -89,13 +93,13 @@ class Expander(Generic[Payload]):
         self._kept.move_to_end(key)
         return kept
 
-    def begin_reload(self, kept: Kept[Payload]) -> None:
+    def begin_reload(self, kept: HostCacheEntry[Payload]) -> None:
         """A copy to the device begins; `find` does not give the entry out again before its end."""
         assert kept.key not in self._in_flight
         self._in_flight.add(kept.key)
         kept.pins += 1
 
-    def finish_reload(self, kept: Kept[Payload]) -> bool:
+    def finish_reload(self, kept: HostCacheEntry[Payload]) -> bool:
         """Whether the copy may be used: not where it was forgotten meanwhile."""
         self._in_flight.discard(kept.key)
         is_good = not kept.is_dropped
@@ -114,7 +118,7 @@ class Expander(Generic[Payload]):
         self._in_flight.clear()
         self.num_bytes = 0
 
-    def drop_entry(self, kept: Kept[Payload]) -> None:
+    def drop_entry(self, kept: HostCacheEntry[Payload]) -> None:
         """Forget this very entry, where it is still there."""
         if self._kept.get(kept.key) is kept:
             self._remove(kept.key)
@@ -130,7 +134,7 @@ class Expander(Generic[Payload]):
             self._remove(key)
         return len(keys)
 
-    def entries(self) -> list[Kept[Payload]]:
+    def entries(self) -> list[HostCacheEntry[Payload]]:
         return list(self._kept.values())
 
     def _make_room(self, num_bytes: int) -> bool:
@@ -153,12 +157,12 @@ class Expander(Generic[Payload]):
         if kept.pins == 0:
             self._release(kept)
 
-    def _unpin(self, kept: Kept[Payload]) -> None:
+    def _unpin(self, kept: HostCacheEntry[Payload]) -> None:
         kept.pins -= 1
         if kept.pins == 0 and kept.is_dropped:
             self._release(kept)
 
-    def _release(self, kept: Kept[Payload]) -> None:
+    def _release(self, kept: HostCacheEntry[Payload]) -> None:
         self.num_bytes -= kept.num_bytes
         if kept.payload is not None:
             self._give(kept.payload)

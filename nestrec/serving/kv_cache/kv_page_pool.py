@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from nestrec.base.errors import UserError
-from nestrec.models.sequence import KeptPages, KeptShape, KeysAndValues
+from nestrec.models.sequence import KeysAndValues, KVCacheSpec, PagedKVCache
 from nestrec.serving.model.servable import Servable
 
 PrefixDtype = Literal["model", "bfloat16", "fp8"]
@@ -33,7 +33,7 @@ def kept_dtype(choice: PrefixDtype, model: torch.dtype) -> torch.dtype:
     return {"model": model, "bfloat16": torch.bfloat16, "fp8": torch.float8_e4m3fn}[choice]
 
 
-def bytes_a_token(kept: KeptShape, dtype: torch.dtype, *, has_times: bool = False) -> int:
+def bytes_a_token(kept: KVCacheSpec, dtype: torch.dtype, *, has_times: bool = False) -> int:
     """Of all that is kept of a token, over all layers."""
     numbers = 2 * kept.num_layers * kept.num_heads
     scales = numbers if dtype == torch.float8_e4m3fn else 0
@@ -54,7 +54,7 @@ class PagePool:
 
     def __init__(
         self,
-        kept: KeptShape,
+        kept: KVCacheSpec,
         *,
         num_pages: int,
         page_tokens: int,
@@ -84,9 +84,9 @@ class PagePool:
         return self._pool
 
     @property
-    def kept_pages(self) -> KeptPages:
+    def kept_pages(self) -> PagedKVCache:
         """As kernels take it."""
-        return KeptPages(pool=self._pool, scales=self._scales, times=self._times, page_tokens=self.page_tokens)
+        return PagedKVCache(pool=self._pool, scales=self._scales, times=self._times, page_tokens=self.page_tokens)
 
     def read(self, layer: int, pages: list[int], length: int) -> KeysAndValues:
         """The first `length` tokens in these pages: (H, P, D) each, to be used before the pages change hands."""

@@ -24,11 +24,11 @@ from nestrec.base.cuda import on_stream, side_stream
 from nestrec.serving.core.background_tasks import FAILURES, guarded
 from nestrec.serving.core.cost_model import EngineCostModel
 from nestrec.serving.core.slot_router import KeyedHash
-from nestrec.serving.inputs.engine_request import CacheKey, Work
-from nestrec.serving.kv_cache.host_prefix_cache import Expander, HostPages, Kept
+from nestrec.serving.inputs.engine_request import CacheKey, EngineRequest
+from nestrec.serving.kv_cache.host_prefix_cache import HostCacheEntry, HostPages, HostPrefixCache
 from nestrec.serving.kv_cache.kv_page_pool import PagePool, PrefixDtype, pool_for
 from nestrec.serving.kv_cache.prefix_cache import Entry, PrefixCache
-from nestrec.serving.model.model_adapter import Form
+from nestrec.serving.model.model_adapter import ModelAdapter
 
 _TASK = "nestrec-copier"
 _SMOOTH = 0.1
@@ -119,7 +119,7 @@ Post = Callable[[Callable[[], None]], None]
 
 
 @config
-class TiersConfig:
+class PrefixCacheConfig:
     cache_bytes: Natural = 1 << 30
     """device memory for prefixes of users: more of them are found when ranking comes"""
     dram_bytes: Natural = 1 << 30
@@ -140,13 +140,13 @@ class TiersConfig:
     """what DRAM has comes back where that is sooner than computing it, or always"""
 
 
-class PrefixTiers:
+class TieredPrefixCache:
     """Finds, makes, keeps, spills and reloads the prefixes of works."""
 
     def __init__(
         self,
-        form: Form,
-        cfg: TiersConfig,
+        form: ModelAdapter,
+        cfg: PrefixCacheConfig,
         *,
         keyed: KeyedHash,
         clock: Clock,
@@ -179,7 +179,7 @@ class PrefixTiers:
             bucket_of=lambda key: keyed.digest("slot", key.user, key.version, key.config),
         )
         self._host = HostPages(self.pool, max_bytes=cfg.dram_bytes if cfg.keeps_prefix else 0)
-        self.dram: Expander[list[int]] = Expander(
+        self.dram: HostPrefixCache[list[int]] = HostPrefixCache(
             max_bytes=self._host.num_pages * self._host.page_bytes,
             ttl_s=cfg.dram_ttl_s,
             clock=clock,
@@ -187,7 +187,7 @@ class PrefixTiers:
         )
         self._out = make_copier(servable.device)
         self._in = make_copier(servable.device)
-        self._reloading: dict[CacheKey, list[Work]] = {}
+        self._reloading: dict[CacheKey, list[EngineRequest]] = {}
         self._num_clears = 0
         self._learn_copies(num_pages)
 
@@ -200,7 +200,7 @@ class PrefixTiers:
             self._in.learn(lambda: self._host.copy_in(pages, held), num_bytes)
             self._host.give(held)
 
-    def find(self, work: Work) -> Entry | None:
+    def find(self, work: EngineRequest) -> Entry | None:
         """The prefix of a work on the device, without a pin; none while a copy of it is on its way, which `reload` then
         has the work wait for: pages that are written to have one writer."""
         if not self.cfg.keeps_prefix or work.tokens.num_cacheable == 0 or work.key in self._reloading:
@@ -211,7 +211,7 @@ class PrefixTiers:
             entry.is_reloaded = entry.is_reloaded and not work.is_rank  # what a signal had brought back, ranking reads
         return entry
 
-    def reserve(self, work: Work, entry: Entry | None, num_tokens: int) -> tuple[Entry | None, int]:
+    def reserve(self, work: EngineRequest, entry: Entry | None, num_tokens: int) -> tuple[Entry | None, int]:
         """Pin the entry, or make one, with room for so many tokens; and how many tokens there is room for."""
         first = entry.length if entry is not None else 0
         if entry is not None:
@@ -230,7 +230,7 @@ class PrefixTiers:
         dropped = self.device.drop_oldest(lambda key: key.version != version, most)
         return dropped + self.dram.drop_oldest(lambda key: key.version != version, most) > 0
 
-    def spill(self, entry: Entry, work: Work, *, ahead_s: float) -> None:
+    def spill(self, entry: Entry, work: EngineRequest, *, ahead_s: float) -> None:
         """Copy the prefix of a work to DRAM where the device is getting full, or keeps nothing by itself.
 
         Only what would be worth a reload now and DRAM lacks a good part of, and not where the link is behind: what
@@ -256,7 +256,9 @@ class PrefixTiers:
         if not stays:
             self.device.drop(entry.key)
 
-    def reload(self, work: Work, *, ahead_s: float, behind: int, resume: Callable[[Work], None]) -> bool:
+    def reload(
+        self, work: EngineRequest, *, ahead_s: float, behind: int, resume: Callable[[EngineRequest], None]
+    ) -> bool:
         """Begin, or join, a copy from DRAM where it is worth it; `resume` is called with the work at its end. What came
         back is held until the work is answered, or let go.
 
@@ -305,13 +307,13 @@ class PrefixTiers:
 
         return lambda is_made: self._post(lambda: finish_if_known(is_made))
 
-    def let_go(self, work: Work) -> None:
+    def let_go(self, work: EngineRequest) -> None:
         """A work that is given up: what was computed or came back for it is not held for it any longer."""
         entry = self.find(work) if work.is_begun or work.source == "dram" else None
         if entry is not None:
             self.device.hold(entry, float("-inf"))
 
-    def waiting(self) -> list[Work]:
+    def waiting(self) -> list[EngineRequest]:
         """Works that wait for a copy."""
         return [work for works in self._reloading.values() for work in works]
 
@@ -329,14 +331,16 @@ class PrefixTiers:
         copy_s = self._in.wait_s + self._in.copy_s(self._host.bytes_of(length))
         return self.cfg.reload == "always" or copy_s < ahead_s + compute_s * (1 + behind)
 
-    def _spilled(self, kept: Kept[list[int]], entry: Entry, held: list[int], is_made: bool) -> None:
+    def _spilled(self, kept: HostCacheEntry[list[int]], entry: Entry, held: list[int], is_made: bool) -> None:
         self.dram.finish_spill(kept, held)
         if not is_made:
             self.dram.drop_entry(kept)
         self.device.unpin(entry)
         self._count("spilled")
 
-    def _reloaded(self, kept: Kept[list[int]], entry: Entry, resume: Callable[[Work], None], is_made: bool) -> None:
+    def _reloaded(
+        self, kept: HostCacheEntry[list[int]], entry: Entry, resume: Callable[[EngineRequest], None], is_made: bool
+    ) -> None:
         is_good = self.dram.finish_reload(kept) and is_made
         if not is_made:
             self.dram.drop_entry(kept)

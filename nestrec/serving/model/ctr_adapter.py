@@ -21,22 +21,22 @@ from nestrec.data.dataset_schema import EVENT_PREFIX
 from nestrec.data.formats.criteo import CATEGORY_NAMES, DENSE_NAMES, HASH_KEY
 from nestrec.embedding import TableConfig
 from nestrec.models.dlrm import DLRM
-from nestrec.models.encoder_parts import ToWidth
+from nestrec.models.encoder_parts import FeatureProjections
 from nestrec.ops.embedding.stochastic_rounding import whole
-from nestrec.serving.model.item_id_map import KeyedRows, KeyedTable
-from nestrec.serving.model.model_adapter import Tokens
+from nestrec.serving.model.item_id_map import KeyedTable, KeyedTableSpec
+from nestrec.serving.model.model_adapter import HistoryTokens
 from nestrec.serving.model.request_inputs import Candidates, History
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.servable_spec import ColumnSpec, ServableSpec
-from nestrec.serving.model.served_tables import ResidentTable, ServedTable
-from nestrec.serving.model.serving_spec import NoSequence, ServingForm, TrainedRun
-from nestrec.tasks.ctr_task import RowsTaskConfig
+from nestrec.serving.model.served_tables import DeviceTable, ServedTable
+from nestrec.serving.model.serving_spec import NoBackboneConfig, ServingSpec, TrainedRun
+from nestrec.tasks.ctr_task import CTRTaskConfig
 
 _TABLE = "categories"
 _NONE = np.zeros(0, np.int64)
 
 
-class RowsForm:
+class CTRAdapter:
     """Models of numbers and categories: a `DLRM`, and a task of rows."""
 
     tokens_an_event: int = 1
@@ -54,14 +54,14 @@ class RowsForm:
     def follow(self, servable: Servable) -> None:
         self.servable = servable
 
-    def tokens(self, history: History, now_ms: int) -> Tokens:
+    def tokens(self, history: History, now_ms: int) -> HistoryTokens:
         """None: whatever the user did before is not read."""
         nothing = history.copied(len(history))
-        return Tokens(
+        return HistoryTokens(
             history=nothing, columns=(), times_ms=_NONE, asked_ms=_NONE, num_cacheable=0, tokens_an_event=1
         )  # fmt: skip
 
-    def vectors(self, tokens: Tokens, first: int, end: int) -> torch.Tensor:
+    def vectors(self, tokens: HistoryTokens, first: int, end: int) -> torch.Tensor:
         return self._nobody
 
     def candidate_tokens(self, candidates: Candidates) -> torch.Tensor:
@@ -103,7 +103,7 @@ def _side_by_side(candidates: Candidates, names: Sequence[str]) -> NDArray[np.in
 
 def _exported(session: TrainedRun, step: int) -> Servable:
     """The model of a session with every row that its table has; other keys begin as they would in training."""
-    task = cast(RowsTaskConfig, session.cfg.task)
+    task = cast(CTRTaskConfig, session.cfg.task)
     table: TableConfig = session.engine.tables[_TABLE]
     if table.num_rows is not None:
         remedy = "train with the dynamic table of the recipe to serve the model"
@@ -113,7 +113,7 @@ def _exported(session: TrainedRun, step: int) -> Servable:
     weight = torch.cat([torch.zeros(0, table.dim), *(whole(chunk["weight"]) for chunk in chunks)])
     order = keys.argsort()
     is_named = session.dataset.card.source_format == "criteo"
-    begins = KeyedRows(table=_TABLE, dim=table.dim, seed=table.seed, init=table.init)
+    begins = KeyedTableSpec(table=_TABLE, dim=table.dim, seed=table.seed, init=table.init)
     numbers, names = _names(task, is_named=is_named)
     columns = [ColumnSpec(name=EVENT_PREFIX + name, keys=None, num_rows=0, kind="number") for name in numbers]
     for place, name in enumerate(names):
@@ -121,7 +121,7 @@ def _exported(session: TrainedRun, step: int) -> Servable:
         columns.append(
             ColumnSpec(name=EVENT_PREFIX + name, keys=None, num_rows=len(keys), table=_TABLE, by_key=own)
         )  # fmt: skip
-    rows = KeyedTable(ResidentTable(weight[order]), keys[order].numpy(), begins)
+    rows = KeyedTable(DeviceTable(weight[order]), keys[order].numpy(), begins)
     spec = ServableSpec(
         name=session.cfg.name, step=step, task=task, num_items=0, action_bits={}, columns=tuple(columns)
     )  # fmt: skip
@@ -136,7 +136,7 @@ def _exported(session: TrainedRun, step: int) -> Servable:
     )
 
 
-def _names(task: RowsTaskConfig, *, is_named: bool) -> tuple[Sequence[str], Sequence[str]]:
+def _names(task: CTRTaskConfig, *, is_named: bool) -> tuple[Sequence[str], Sequence[str]]:
     """Of numbers and categories, as requests tell them."""
     if is_named:
         return DENSE_NAMES, CATEGORY_NAMES
@@ -145,19 +145,19 @@ def _names(task: RowsTaskConfig, *, is_named: bool) -> tuple[Sequence[str], Sequ
 
 
 def _model(spec: ServableSpec) -> DLRM:
-    task = cast(RowsTaskConfig, spec.task)
+    task = cast(CTRTaskConfig, spec.task)
     model = DLRM(task.encoder)
     widths = {column.table_name: column.by_key.dim for column in spec.columns if column.by_key is not None}
-    model.to_width = ToWidth(task.encoder.dim, widths)
+    model.to_width = FeatureProjections(task.encoder.dim, widths)
     return model
 
 
-SERVING = ServingForm(
+SERVING = ServingSpec(
     role="ranking",
     model=_model,
-    form=RowsForm,
+    form=CTRAdapter,
     longest_history=lambda task: 0,
-    encoder=lambda task: NoSequence(task.encoder.dim),
+    encoder=lambda task: NoBackboneConfig(task.encoder.dim),
     exported=_exported,
     reads_items=False,
 )

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nestrec.base.errors import DamagedError
+from nestrec.base.errors import CorruptFileError
 from nestrec.base.lazy import import_extra
 from nestrec.serving.model.item_search import SPARE, ExactSearch, Excluded, SearchConfig, SearchRecall, exactly_ordered
-from nestrec.serving.model.served_tables import ResidentTable
+from nestrec.serving.model.served_tables import DeviceTable
 
 Tensors = Mapping[str, torch.Tensor]
 _RECALL_K, _SEED = 100, 0
@@ -28,7 +28,7 @@ class FaissSearch:
     """Rows by the structure that `built` gave."""
 
     def __init__(self, rows_ND: torch.Tensor, cfg: SearchConfig, tensors: Tensors):
-        self._table, self.cfg = ResidentTable(rows_ND), cfg
+        self._table, self.cfg = DeviceTable(rows_ND), cfg
         self._exact = ExactSearch(self._table)
         faiss, vectors = _faiss(), _vectors(rows_ND)
         if cfg.kind == "faiss_hnsw":
@@ -79,7 +79,7 @@ def measured_recall(search: FaissSearch, rows_ND: torch.Tensor, queries_BD: torc
     """of: whose queries they are"""
     k, nothing = min(_RECALL_K, len(rows_ND)), Excluded.of([])
     found = search.best(queries_BD, k, nothing)[0]
-    wanted = ExactSearch(ResidentTable(rows_ND)).best(queries_BD, k, nothing)[0]
+    wanted = ExactSearch(DeviceTable(rows_ND)).best(queries_BD, k, nothing)[0]
     shares = [len(np.intersect1d(a, b)) / k for a, b in zip(found, wanted, strict=True)]
     mean = float(np.mean(shares)) if shares else 0.0
     return SearchRecall(kind=search.cfg.kind, recall=round(mean, 5), k=k, queries=len(queries_BD), of=of)
@@ -129,7 +129,7 @@ def _vectors(rows_ND: torch.Tensor) -> NDArray[np.float32]:
 
 def _check(holds: bool, name: str) -> None:
     if not holds:
-        raise DamagedError("is no such structure of the index", field="search", value=name, remedy="export again")
+        raise CorruptFileError("is no such structure of the index", field="search", value=name, remedy="export again")
 
 
 def _faiss() -> Any:

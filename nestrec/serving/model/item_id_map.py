@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from nestrec.base.config import config
 from nestrec.embedding.initial import initial_vectors
 from nestrec.embedding.table_config import InitConfig, TableConfig
-from nestrec.serving.core.typed_list import PlainList, types_of
+from nestrec.serving.core.typed_list import TypedList, types_of
 from nestrec.serving.model.served_tables import ServedTable
 
 _SPARSE = 8
@@ -64,7 +64,7 @@ class ItemIds:
         if not types <= {str, int}:
             raise TypeError
         table = self._table  # another one may take its place meanwhile
-        if len(table) and isinstance(keys, PlainList) and keys.kind != "words":
+        if len(table) and isinstance(keys, TypedList) and keys.kind != "words":
             return _taken(table, keys.values)
         if types == {int} and len(table):
             try:
@@ -88,7 +88,7 @@ def _is_number(key: str) -> bool:
 
 
 @config
-class KeyedRows:
+class KeyedTableSpec:
     """What is known of a table by key beside its rows."""
 
     table: str
@@ -110,7 +110,7 @@ class KeyedRows:
 class KeyedTable:
     """Ids are keys."""
 
-    def __init__(self, rows: ServedTable, keys: NDArray[np.int64], begins: KeyedRows):
+    def __init__(self, rows: ServedTable, keys: NDArray[np.int64], begins: KeyedTableSpec):
         """keys: of the rows, ascending"""
         self.by_row, self.keys, self.begins = rows, keys, begins
         self.num_rows = rows.num_rows

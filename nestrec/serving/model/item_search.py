@@ -38,7 +38,7 @@ from nestrec.ops.embedding.top_k_search import (
     reference_scores,
     scores_and_rows,
 )
-from nestrec.serving.model.served_tables import ResidentTable, ServedTable
+from nestrec.serving.model.served_tables import DeviceTable, ServedTable
 
 SPARE = 64
 """rows of the first choice beyond those that are asked for: they may change places in the exact order"""
@@ -167,7 +167,7 @@ def _exact_keys(table: ServedTable, queries_BD: torch.Tensor, rows_BK: torch.Ten
     for start in range(0, len(rows_BK), most):
         part_BK = rows_BK[start : start + most]
         places = part_BK.clamp(min=0).flatten()
-        vectors = table.rows(places if isinstance(table, ResidentTable) else places.cpu()).to(queries_BD.device)
+        vectors = table.rows(places if isinstance(table, DeviceTable) else places.cpu()).to(queries_BD.device)
         vectors_BKD = vectors.double().view(*part_BK.shape, queries_BD.shape[1])  # also where no row is left
         exact = (vectors_BKD @ queries_BD[start : start + most].double()[:, :, None]).squeeze(2).float()
         keys.append(packed(torch.where(part_BK < 0, -torch.inf, exact), part_BK.clamp(min=0)))
@@ -182,7 +182,7 @@ _PAIRS = (0, 4096, 65536)
 class GraphSearch:
     """An index that lies whole on a GPU. Threads take turns."""
 
-    def __init__(self, table: ResidentTable):
+    def __init__(self, table: DeviceTable):
         self._table, self._plain = table, ExactSearch(table)
         self._graphs: dict[tuple[int, int, int], _Captured] = {}
         self._num_rows = table.num_rows
@@ -206,7 +206,7 @@ class GraphSearch:
 
 
 class _Captured:
-    def __init__(self, table: ResidentTable, dtype: torch.dtype, size: tuple[int, int, int], memory: Any):
+    def __init__(self, table: DeviceTable, dtype: torch.dtype, size: tuple[int, int, int], memory: Any):
         """size: queries, best rows, excluded pairs"""
         num_queries, self._k, num_pairs = size
         device = table.weight.device

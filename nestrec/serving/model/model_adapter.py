@@ -37,7 +37,7 @@ def places_of(columns: Iterable[ColumnSpec], first: int) -> dict[str, slice]:
     return found
 
 
-class Before:
+class UserPrefixTokens:
     """Of one model. places: where records hold each of its columns."""
 
     def __init__(self, servable: Servable, places: Mapping[str, slice]):
@@ -107,7 +107,7 @@ def _pooled(servable: Servable, column: ColumnSpec, ids_RF: torch.Tensor) -> tor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tokens:
+class HistoryTokens:
     """A history as the model sees it."""
 
     history: History
@@ -193,11 +193,11 @@ class Tokens:
 
 
 def of_users(fields: Sequence[str], first: int) -> frozenset[int]:
-    """Which of the columns from `first` on, which hold these fields, are `Tokens.alike`."""
+    """Which of the columns from `first` on, which hold these fields, are `HistoryTokens.alike`."""
     return frozenset(place for place, field in enumerate(fields, start=first) if field.startswith(USER_PREFIX))
 
 
-class Form(Protocol):
+class ModelAdapter(Protocol):
     """One kind of model. Pure functions of their arguments and the model's weights."""
 
     servable: Servable
@@ -217,9 +217,9 @@ class Form(Protocol):
         """Read a later version of the model, which has the same tables in memory."""
         ...
 
-    def tokens(self, history: History, now_ms: int) -> Tokens: ...
+    def tokens(self, history: History, now_ms: int) -> HistoryTokens: ...
 
-    def vectors(self, tokens: Tokens, first: int, end: int) -> torch.Tensor:
+    def vectors(self, tokens: HistoryTokens, first: int, end: int) -> torch.Tensor:
         """(end - first, D) input vectors of tokens; no bound lies inside an event."""
         ...
 
@@ -240,8 +240,8 @@ class Form(Protocol):
         ...
 
 
-def lengths_of(form: Form, num_events: int) -> tuple[int, int]:
-    """(tokens, tokens that can be cached) of a history of so many events, as `Form.tokens` makes them."""
+def lengths_of(form: ModelAdapter, num_events: int) -> tuple[int, int]:
+    """(tokens, tokens that can be cached) of a history of so many events, as `ModelAdapter.tokens` makes them."""
     kept = num_events - history_start(num_events, form.max_events, form.slide_events)
     before = len(form.servable.prefix_columns) if kept or form.appends_candidates else 0
     length = before + kept * form.tokens_an_event
@@ -250,7 +250,7 @@ def lengths_of(form: Form, num_events: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class AskedRows:
+class QueryRows:
     """Rows of a request whose states are asked for; they share place and time."""
 
     columns: tuple[NDArray[np.int64], ...]
@@ -266,10 +266,10 @@ class AskedRows:
         return len(self.columns[0])
 
 
-class PagedForm(Form, Protocol):
+class PagedModelAdapter(ModelAdapter, Protocol):
     """A form whose batches can be computed in one pass, in steps over the records of many users at once.
 
-    A record is one of an event or of what is asked for, (R, fields) of the first columns of `Tokens`.
+    A record is one of an event or of what is asked for, (R, fields) of the first columns of `HistoryTokens`.
     """
 
     @property
@@ -282,7 +282,7 @@ class PagedForm(Form, Protocol):
         """(bits, D); an action token is the sum of those of the bits in the second field of its record"""
         ...
 
-    def asked(self, tokens: Tokens, candidates: Candidates) -> AskedRows | None:
+    def asked(self, tokens: HistoryTokens, candidates: Candidates) -> QueryRows | None:
         """None where there is no row to ask: a user without events."""
         ...
 
@@ -299,7 +299,7 @@ class PagedForm(Form, Protocol):
         ...
 
 
-def make_form(servable: Servable, slide_events: int | None = None) -> Form:
+def make_form(servable: Servable, slide_events: int | None = None) -> ModelAdapter:
     """The form of a model that an engine can serve; a UserError where its task has none.
 
     slide_events: events by which a full history slides; none takes what the model was measured with.
@@ -308,7 +308,7 @@ def make_form(servable: Servable, slide_events: int | None = None) -> Form:
     task = servable.spec.task
     if slide_events is None:
         slide_events = serving.slide_events(task)
-    form: Form = serving.form(servable, slide_of(serving.longest_history(task), slide_events))
+    form: ModelAdapter = serving.form(servable, slide_of(serving.longest_history(task), slide_events))
     return form
 
 

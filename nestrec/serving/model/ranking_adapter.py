@@ -19,17 +19,24 @@ from nestrec.data.samples.feature_inputs import num_prefix
 from nestrec.data.samples.ranking_collator import checked_columns
 from nestrec.models.dlrm import Interactions
 from nestrec.models.heads import RankingModel
-from nestrec.serving.model.model_adapter import AskedRows, Before, Tokens, column_vectors, of_users, places_of
+from nestrec.serving.model.model_adapter import (
+    HistoryTokens,
+    QueryRows,
+    UserPrefixTokens,
+    column_vectors,
+    of_users,
+    places_of,
+)
 from nestrec.serving.model.request_inputs import Candidates, History
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.servable_spec import ColumnSpec, ServableSpec
-from nestrec.serving.model.serving_spec import ServingForm
+from nestrec.serving.model.serving_spec import ServingSpec
 from nestrec.tasks.ranking_task import RankingTaskConfig
 
 _NEEDS_RETRIEVAL = "serve a retrieval model beside it, or give candidates"
 
 
-class RankingForm:
+class RankingAdapter:
     """Models that score each candidate as one more token: a `RankingModel`, and a task with `inputs`."""
 
     tokens_an_event: int = 2
@@ -46,19 +53,19 @@ class RankingForm:
         given = [c for c in self._columns if c.name not in servable.item_columns]
         self._given = [field for column in given for field in column.fields]
         self._places, self._alike = places_of(given, first=3), of_users(self._given, first=3)
-        self._before = Before(servable, self._places)
+        self._before = UserPrefixTokens(servable, self._places)
         self._uses_time = servable.reads_times
 
     def follow(self, servable: Servable) -> None:
         self.servable = servable
 
-    def tokens(self, history: History, now_ms: int) -> Tokens:
+    def tokens(self, history: History, now_ms: int) -> HistoryTokens:
         history = history.copied(history_start(len(history), self.max_events, self.slide_events))
         times = history.times_ms if self._uses_time else np.zeros(len(history), np.int64)
         given = [history.features[name] for name in self._given]
         length = len(self._before) + 2 * len(history)
         first_ms = int(times[0]) if len(times) else now_ms * self._uses_time
-        return Tokens(
+        return HistoryTokens(
             history=history,
             columns=(history.items, history.actions, times, *given, *self._before.numbers(len(history))),
             times_ms=times,
@@ -72,7 +79,7 @@ class RankingForm:
             before_ms=first_ms,
         )
 
-    def vectors(self, tokens: Tokens, first: int, end: int) -> torch.Tensor:
+    def vectors(self, tokens: HistoryTokens, first: int, end: int) -> torch.Tensor:
         since, until = tokens.events_within(first), tokens.events_within(end)
         records = self.records(_side_by_side(until - since, *(column[since:] for column in tokens.columns)))
         found = self.event_tokens(records, self._content(records))
@@ -109,10 +116,10 @@ class RankingForm:
         given = [candidates.features[name] for name in self._given]
         return candidates.items, none, none, *given, *self._before.numbers(len(candidates))
 
-    def asked(self, tokens: Tokens, candidates: Candidates) -> AskedRows:
+    def asked(self, tokens: HistoryTokens, candidates: Candidates) -> QueryRows:
         """The candidates, which ask when they would be shown."""
         now_ms = candidates.now_ms
-        return AskedRows(self.candidate_columns(candidates), now_ms, now_ms, is_last_event=False)
+        return QueryRows(self.candidate_columns(candidates), now_ms, now_ms, is_last_event=False)
 
     def outcome(self, state_CD: torch.Tensor, content_CD: torch.Tensor) -> torch.Tensor:
         return self.logits(state_CD, content_CD)
@@ -201,10 +208,10 @@ def _num_prefix(task: RankingTaskConfig) -> int:
     return num_prefix(task.inputs.user_tokens, len(task.inputs.user_features))
 
 
-SERVING = ServingForm(
+SERVING = ServingSpec(
     role="ranking",
     model=_model,
-    form=RankingForm,
+    form=RankingAdapter,
     longest_history=lambda task: task.inputs.max_events,
     slide_events=lambda task: task.inputs.slide_events,
     columns=lambda task, card: checked_columns(card, task.inputs),

@@ -14,23 +14,30 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nestrec.data.dataset_card import Card
+from nestrec.data.dataset_card import DatasetCard
 from nestrec.data.dataset_schema import EVENT_PREFIX, ITEM_PREFIX
 from nestrec.data.flat_arrays import history_start
 from nestrec.data.samples.feature_inputs import Column, column_of, num_prefix
 from nestrec.data.samples.retrieval_inputs import CONTEXT_PREFIX, context_column, features_of
 from nestrec.models.heads import RetrievalModel
 from nestrec.serving.model.item_search import ExactSearch, Excluded, ItemSearch, exactly_ordered
-from nestrec.serving.model.model_adapter import AskedRows, Before, Tokens, column_vectors, of_users, places_of
+from nestrec.serving.model.model_adapter import (
+    HistoryTokens,
+    QueryRows,
+    UserPrefixTokens,
+    column_vectors,
+    of_users,
+    places_of,
+)
 from nestrec.serving.model.request_inputs import Candidates, History
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.servable_spec import ServableSpec
-from nestrec.serving.model.served_tables import ResidentTable
-from nestrec.serving.model.serving_spec import ServingForm
+from nestrec.serving.model.served_tables import DeviceTable
+from nestrec.serving.model.serving_spec import ServingSpec
 from nestrec.tasks.retrieval_task import RetrievalTaskConfig
 
 
-class RetrievalForm:
+class RetrievalAdapter:
     """Models that multiply states with item vectors: a `RetrievalModel`, and a task with a `history`."""
 
     tokens_an_event: int = 1
@@ -47,14 +54,14 @@ class RetrievalForm:
         self._columns = [c for c in servable.spec.columns if not c.name.startswith(ITEM_PREFIX)]
         self._given = [field for column in self._columns for field in column.fields]
         self._places, self._alike = places_of(self._columns, first=1), of_users(self._given, first=1)
-        self._before = Before(servable, self._places)
+        self._before = UserPrefixTokens(servable, self._places)
 
     def follow(self, servable: Servable) -> None:
         if servable.search is not self.servable.search:  # else it reads the index where it lies
             self.__dict__.pop("_search", None)
         self.servable = servable
 
-    def tokens(self, history: History, now_ms: int) -> Tokens:
+    def tokens(self, history: History, now_ms: int) -> HistoryTokens:
         history = history.copied(history_start(len(history), self.max_events, self.slide_events))
         times = history.times_ms if self._uses_time else np.zeros(len(history), np.int64)
         asked = times
@@ -63,7 +70,7 @@ class RetrievalForm:
             asked[:-1], asked[-1:] = times[1:], now_ms
         given = [self._values(field, history) for field in self._given]
         before = self._before.records(history, self.num_fields)[: None if len(history) else 0]
-        return Tokens(
+        return HistoryTokens(
             history=history,
             columns=(history.items, *given, *self._before.numbers(len(history)), times, asked),
             times_ms=times,
@@ -76,7 +83,7 @@ class RetrievalForm:
             before_ms=int(times[0]) if len(times) else 0,
         )
 
-    def vectors(self, tokens: Tokens, first: int, end: int) -> torch.Tensor:
+    def vectors(self, tokens: HistoryTokens, first: int, end: int) -> torch.Tensor:
         columns, events = (
             tokens.columns[: self.num_fields],
             slice(tokens.events_within(first), tokens.events_within(end)),
@@ -138,11 +145,11 @@ class RetrievalForm:
     def _search(self) -> ItemSearch:
         index = self.servable.index
         assert index is not None
-        if isinstance(index, ResidentTable) and index.weight.is_cuda:
+        if isinstance(index, DeviceTable) and index.weight.is_cuda:
             from nestrec.serving.model.item_search import GraphSearch
 
             return GraphSearch(index)
-        if isinstance(index, ResidentTable) and self.servable.search is not None:
+        if isinstance(index, DeviceTable) and self.servable.search is not None:
             from nestrec.serving.model.faiss_search import FaissSearch
 
             return FaissSearch(index.weight, self.servable.spec.search, self.servable.search)
@@ -174,12 +181,12 @@ class RetrievalForm:
         """None: events have one token."""
         return torch.zeros(0, self.servable.encoder_config.dim, dtype=self.servable.dtype, device=self.servable.device)
 
-    def asked(self, tokens: Tokens, candidates: Candidates) -> AskedRows | None:
+    def asked(self, tokens: HistoryTokens, candidates: Candidates) -> QueryRows | None:
         """The last event, which asks at the time of the request; none of a user without events."""
         if not tokens.length:
             return None
         last = tuple(column[-1:] for column in tokens.columns)
-        return AskedRows(last, int(tokens.times_ms[-1]), int(tokens.asked_ms[-1]), is_last_event=True)
+        return QueryRows(last, int(tokens.times_ms[-1]), int(tokens.asked_ms[-1]), is_last_event=True)
 
     def records(self, records: NDArray[np.int64]) -> torch.Tensor:
         """Records where their ids are looked up."""
@@ -221,18 +228,18 @@ def _num_prefix(task: RetrievalTaskConfig) -> int:
     return num_prefix(task.inputs.user_tokens, len(task.inputs.user_features))
 
 
-def _columns(task: RetrievalTaskConfig, card: Card) -> tuple[Column, ...]:
+def _columns(task: RetrievalTaskConfig, card: DatasetCard) -> tuple[Column, ...]:
     features = features_of(card, task.inputs)
     own = [column_of(f) for owner in ("event", "user", "item") for f in features[owner]]
     return (*own, *(context_column(f) for f in features["context"]))
 
 
-SERVING = ServingForm(
+SERVING = ServingSpec(
     role="retrieval",
     model=_model,
     columns=_columns,
     item_content=lambda task, engine, items: task.item_content(engine, items),
-    form=RetrievalForm,
+    form=RetrievalAdapter,
     longest_history=lambda task: task.history.max_length,
     slide_events=lambda task: task.history.slide_events,
     index=lambda model, rows_ND: model.item_vectors(rows_ND),

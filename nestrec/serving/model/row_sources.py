@@ -13,7 +13,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from nestrec.artifacts.atomic_files import DTYPE_NAMES
-from nestrec.base.errors import DamagedError
+from nestrec.base.errors import CorruptFileError
 from nestrec.base.thread_team import for_parts
 from nestrec.embedding.stores.disk_store import pread
 
@@ -95,13 +95,13 @@ class DiskRows:
     def put(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
         raise AssertionError("an exported file is never changed: a model that follows a run has files of its own")
 
-    def _damaged(self) -> DamagedError:
+    def _damaged(self) -> CorruptFileError:
         remedy = "check the disk and export the run again"
-        return DamagedError("a row could not be read", field="servable file", value=self._name, remedy=remedy)
+        return CorruptFileError("a row could not be read", field="servable file", value=self._name, remedy=remedy)
 
 
 @dataclass(frozen=True, slots=True)
-class MatrixPlace:
+class MatrixLocation:
     """Where a matrix lies in a file."""
 
     start: int
@@ -115,14 +115,14 @@ class MatrixPlace:
         return self.dim * self.dtype.itemsize
 
 
-def place_of(path: Path, tensor: str) -> MatrixPlace:
+def place_of(path: Path, tensor: str) -> MatrixLocation:
     """Of a matrix in a safetensors file."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         entry = json.loads(file.read(size))[tensor]
     num_rows, dim = entry["shape"]
     dtype = next(dtype for dtype, name in DTYPE_NAMES.items() if name == entry["dtype"])
-    return MatrixPlace(8 + size + entry["data_offsets"][0], num_rows, dim, dtype)
+    return MatrixLocation(8 + size + entry["data_offsets"][0], num_rows, dim, dtype)
 
 
 def tensors_in(path: Path) -> tuple[str, ...]:

@@ -18,13 +18,13 @@ from torch import nn
 
 from nestrec.artifacts.manifest import file_problem
 from nestrec.base.config_values import from_plain
-from nestrec.base.errors import DamagedError, UserError
+from nestrec.base.errors import CorruptFileError, UserError
 from nestrec.data.dataset_schema import EVENT_PREFIX, USER_PREFIX
 from nestrec.data.samples.retrieval_inputs import CONTEXT_PREFIX
 from nestrec.models.backbone_registry import backbone_of, cached_forward_of
-from nestrec.models.backbone_spec import Backbone, SequenceConfig
+from nestrec.models.backbone_spec import BackboneConfig, BackboneSpec
 from nestrec.models.encoder_parts import computed_in, dtype_of, with_room
-from nestrec.models.sequence import WHOLE, CachedForward, KeptShape
+from nestrec.models.sequence import WHOLE, CachedForward, KVCacheSpec
 from nestrec.serving.model.item_id_map import ItemIds, KeyedTable
 from nestrec.serving.model.row_sources import tensors_in
 from nestrec.serving.model.servable_spec import (
@@ -40,21 +40,21 @@ from nestrec.serving.model.servable_spec import (
     TITLES_FILE,
     WEIGHTS_FILE,
     ColumnSpec,
-    PrecisionCost,
-    Probe,
+    GoldenRequest,
+    QuantizationReport,
     ServableManifest,
     ServableSpec,
     table_file,
 )
 from nestrec.serving.model.served_tables import (
     PACKED_KINDS,
-    PackedTable,
-    ResidentTable,
+    DeviceTable,
+    QuantizedTable,
     ServedTable,
     TablesConfig,
     open_table,
 )
-from nestrec.serving.model.serving_spec import NoSequence, ServingForm, serving_form_of
+from nestrec.serving.model.serving_spec import NoBackboneConfig, ServingSpec, serving_form_of
 
 
 @dataclass(frozen=True)
@@ -72,13 +72,13 @@ class Servable:
     """vectors of items 1 to N, in rows 0 to N - 1, as the similarity sees them (retrieval)"""
     item_columns: Mapping[str, torch.Tensor]
     """category of each item id (ranking), where ids are looked up"""
-    probe: Probe | None = None
+    probe: GoldenRequest | None = None
     """a request that the export has recorded the scores of"""
     item_titles: tuple[str, ...] = ()
     """what people call item 1, 2, ...; none where the dataset had no text of its items"""
     search: Mapping[str, torch.Tensor] | None = None
     """what was built over the index, where a search on a CPU does not look at every row (retrieval)"""
-    precision: PrecisionCost | None = None
+    precision: QuantizationReport | None = None
     """what fewer bits than those of the run cost"""
     exported_at_s: float | None = None
     """Unix seconds; none for one that was not read from a folder"""
@@ -101,12 +101,12 @@ class Servable:
         return asked | known
 
     @cached_property
-    def serving(self) -> ServingForm:
+    def serving(self) -> ServingSpec:
         """What the task of the model says of serving it."""
         return serving_form_of(self.spec.task)
 
     @cached_property
-    def encoder_config(self) -> SequenceConfig:
+    def encoder_config(self) -> BackboneConfig:
         """Of the backbone, with room for what stands before a history."""
         own, num_prefix = self.serving.encoder(self.spec.task), self.serving.num_prefix(self.spec.task)
         return with_room(own, num_prefix)
@@ -121,12 +121,12 @@ class Servable:
         return num_tokens if self.cached.keeps else 0
 
     @cached_property
-    def kept(self) -> KeptShape:
+    def kept(self) -> KVCacheSpec:
         """What is kept of a token of a prefix."""
         return self.cached.kept(self.encoder_config)
 
     @cached_property
-    def _backbone(self) -> Backbone:
+    def _backbone(self) -> BackboneSpec:
         return backbone_of(self.encoder_config)
 
     def cut(self, num_tokens: int) -> int:
@@ -155,7 +155,7 @@ class Servable:
 
     @property
     def _reads_sequence(self) -> bool:
-        return not isinstance(self.encoder_config, NoSequence)
+        return not isinstance(self.encoder_config, NoBackboneConfig)
 
     @property
     def reads_actions(self) -> bool:
@@ -202,8 +202,8 @@ class Servable:
     @property
     def is_resident(self) -> bool:
         """All of its tables lie on the device."""
-        tables = (table.packed if isinstance(table, PackedTable) else table for table in self.tables.values())
-        return all(isinstance(table, ResidentTable) for table in tables)
+        tables = (table.packed if isinstance(table, QuantizedTable) else table for table in self.tables.values())
+        return all(isinstance(table, DeviceTable) for table in tables)
 
     @property
     def lookup_device(self) -> torch.device:
@@ -222,7 +222,7 @@ class Servable:
 
     @staticmethod
     def load(folder: Path, device: torch.device | str = "cpu", tables: TablesConfig | None = None) -> "Servable":
-        """Verify and load; `DamagedError` where a file is missing, changed or foreign."""
+        """Verify and load; `CorruptFileError` where a file is missing, changed or foreign."""
         manifest = verified_manifest(folder)
         cfg, place = tables or TablesConfig(), torch.device(device)
         servable = Servable.of_parts(
@@ -247,7 +247,7 @@ class Servable:
         version: str,
         device: torch.device,
         exported_at_s: float,
-        probe: Probe | None = None,
+        probe: GoldenRequest | None = None,
     ) -> "Servable":
         """descriptions: content of the files that hold no learnt numbers, by their names. table: the one that a file
         holds under the name of a tensor."""
@@ -289,14 +289,14 @@ def _open_table(path: Path, tensor: str, device: torch.device, cfg: TablesConfig
     """As numbers, whatever they are kept in."""
     kind = next((kind for kind in PACKED_KINDS if kind in tensors_in(path)), None)
     found = open_table(path, kind or tensor, device, cfg, is_streamed=is_streamed)
-    return found if kind is None else PackedTable(found, kind)
+    return found if kind is None else QuantizedTable(found, kind)
 
 
 def verified_manifest(folder: Path) -> ServableManifest:
     """The manifest of a folder whose files are exactly those that were exported."""
     if not (folder / MANIFEST_FILE).exists():
         remedy = "name a folder that `nestrec export RUN OUT` wrote, or an address where a run has published a version"
-        raise DamagedError("holds no exported model", field="--model", value=str(folder), remedy=remedy)
+        raise CorruptFileError("holds no exported model", field="--model", value=str(folder), remedy=remedy)
     try:
         plain = json.loads((folder / MANIFEST_FILE).read_bytes())
         if plain["format"] != FORMAT:
@@ -325,22 +325,22 @@ def fill(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
         raise _damaged(WEIGHTS_FILE, f"does not fit the model of the spec: {error}") from error
 
 
-def _probe(folder: Path) -> Probe | None:
+def _probe(folder: Path) -> GoldenRequest | None:
     """None in a folder of an earlier version, which recorded none."""
     path = folder / PROBE_FILE
-    return from_plain(Probe, json.loads(path.read_text())) if path.exists() else None
+    return from_plain(GoldenRequest, json.loads(path.read_text())) if path.exists() else None
 
 
 def _content(file: Path) -> Any:
     return load_file(file) if file.suffix == ".safetensors" else json.loads(file.read_text())
 
 
-def _damaged(name: str, problem: str) -> DamagedError:
-    return DamagedError(problem, field="servable file", value=name, remedy="export the run again")
+def _damaged(name: str, problem: str) -> CorruptFileError:
+    return CorruptFileError(problem, field="servable file", value=name, remedy="export the run again")
 
 
 def check_sound(servable: Servable) -> None:
-    """`DamagedError` that names the file. Digests do not tell: what was written wrong has the right ones."""
+    """`CorruptFileError` that names the file. Digests do not tell: what was written wrong has the right ones."""
     spec = servable.spec
     _check(len(servable.item_keys) == spec.num_items, ITEMS_FILE, f"must name {spec.num_items} items, as the spec says")
     _check(len(set(servable.item_keys)) == spec.num_items, ITEMS_FILE, "names an item twice")
@@ -392,4 +392,4 @@ def _are_finite(tensors: Iterable[torch.Tensor]) -> bool:
 
 def _check(is_so: bool, file: str, problem: str) -> None:
     if not is_so:
-        raise DamagedError(problem, field="servable file", value=file, remedy="export the run again")
+        raise CorruptFileError(problem, field="servable file", value=file, remedy="export the run again")

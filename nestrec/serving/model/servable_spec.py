@@ -9,8 +9,8 @@ from typing import Literal
 from nestrec.artifacts.manifest import FileDigest
 from nestrec.base.config import config, to_plain
 from nestrec.data.transform import Transform
-from nestrec.models.encoder_parts import ToWidth
-from nestrec.serving.model.item_id_map import KeyedRows
+from nestrec.models.encoder_parts import FeatureProjections
+from nestrec.serving.model.item_id_map import KeyedTableSpec
 from nestrec.serving.model.item_search import SearchConfig, SearchRecall
 from nestrec.tasks.task_registry import TaskConfig
 
@@ -53,7 +53,7 @@ class ColumnSpec:
     """how several values become one vector"""
     most_ids: int = 0
     """of a list or a text, the most that a request may tell of one place"""
-    by_key: KeyedRows | None = None
+    by_key: KeyedTableSpec | None = None
     """of a table whose rows are found by keys of any size; none: by ids from 1"""
 
     @property
@@ -121,13 +121,15 @@ class ServableSpec:
     format: int = FORMAT
     """version of this layout"""
 
-    def to_width(self, dim: int) -> ToWidth:
+    def to_width(self, dim: int) -> FeatureProjections:
         """The matrices of columns of numbers, with any weights."""
-        return ToWidth(dim, {}, {column.name: column.width for column in self.columns if not column.has_table})
+        return FeatureProjections(
+            dim, {}, {column.name: column.width for column in self.columns if not column.has_table}
+        )
 
 
 @config
-class Probe:
+class GoldenRequest:
     """A request and its scores, in the keys of the source."""
 
     items: tuple[str, ...]
@@ -145,7 +147,7 @@ class Probe:
 
 
 @config
-class PrecisionCost:
+class QuantizationReport:
     """What an export in fewer bits costs, on events that validate."""
 
     dtype: str
@@ -176,7 +178,7 @@ class PrecisionCost:
 class ServableManifest:
     files: tuple[FileDigest, ...]
     """every other file of the folder, by name"""
-    precision: PrecisionCost | None = None
+    precision: QuantizationReport | None = None
     """what fewer bits cost; none where the export has those of the run"""
     format: int = FORMAT
     """version of this layout"""

@@ -32,7 +32,7 @@ from nestrec.base.config import config
 from nestrec.base.config_values import Natural
 from nestrec.base.cuda import sent_to_device, to_device
 from nestrec.base.errors import UserError
-from nestrec.embedding.key_hash_table import KeySlots
+from nestrec.embedding.key_hash_table import KeyHashTable
 from nestrec.serving.model.row_sources import DiskRows, DramRows, RowSource
 
 
@@ -102,7 +102,7 @@ class ServedTable(Protocol):
         ...
 
 
-class ResidentTable:
+class DeviceTable:
     """Whole on the device."""
 
     def __init__(self, weight: torch.Tensor, num_rows: int | None = None):
@@ -130,7 +130,7 @@ class ResidentTable:
         return {"rows": self.num_rows, "device_rows": self.num_rows, "asked": 0, "missed": 0}
 
 
-class DividedTable:
+class MultiDeviceTable:
     """Whole on several devices, each of which has a run of its rows."""
 
     def __init__(self, parts: Sequence[torch.Tensor]):
@@ -178,7 +178,7 @@ class CachedTable:
         self._source, self._device = source, device
         self.num_rows = source.num_rows if num_rows is None else num_rows
         self._cache = torch.empty(cache_rows, source.dim, dtype=source.dtype, device=device)
-        self._slots = KeySlots()
+        self._slots = KeyHashTable()
         self._use = np.zeros(cache_rows, np.uint8)
         self._hand = 0
         self._lock = threading.Lock()
@@ -269,9 +269,9 @@ def open_table(
     if is_streamed and cfg.index_devices:
         bounds = np.linspace(0, rows.num_rows, len(cfg.index_devices) + 1).astype(int).tolist()
         places = zip(itertools.pairwise(bounds), cfg.index_devices, strict=True)
-        return DividedTable([rows.read_range(first, end).to(place) for (first, end), place in places])
+        return MultiDeviceTable([rows.read_range(first, end).to(place) for (first, end), place in places])
     if cfg.store == "device" or rows.num_rows <= cfg.cache_rows:
-        return ResidentTable(rows.read_range(0, rows.num_rows).to(device))
+        return DeviceTable(rows.read_range(0, rows.num_rows).to(device))
     source: RowSource = DramRows(rows.read_range(0, rows.num_rows)) if cfg.store == "dram" else rows
     return CachedTable(source, device, 0 if is_streamed else cfg.cache_rows)
 
@@ -326,7 +326,7 @@ def unpacked_rows(bytes_NB: torch.Tensor, kind: PackedKind) -> torch.Tensor:
     return numbers.view(torch.int8 if kind == "int8" else torch.float8_e4m3fn).float() * scale_N1
 
 
-class PackedTable:
+class QuantizedTable:
     """Numbers over a table of bytes, which lies wherever tables lie."""
 
     def __init__(self, packed: ServedTable, kind: PackedKind):

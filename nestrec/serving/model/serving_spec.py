@@ -1,6 +1,6 @@
 """In which form a task's models are served: the part of a task's spec that serving reads.
 
-    TASK = TaskSpec(config=MyTaskConfig, make=MyTask, serving=ServingForm(role="retrieval", model=..., form=..., ...))
+    TASK = TaskSpec(config=MyTaskConfig, make=MyTask, serving=ServingSpec(role="retrieval", model=..., form=..., ...))
 
 A task whose model is a `RetrievalModel` and whose config has a `history` may use the form `serving="retrieval"`.
 Likewise `serving="ranking"` for a `RankingModel` with `inputs`.
@@ -18,16 +18,16 @@ from torch import nn
 
 from nestrec.base.errors import UserError
 from nestrec.data.dataset import Dataset
-from nestrec.data.dataset_card import Card
+from nestrec.data.dataset_card import DatasetCard
 from nestrec.data.samples.feature_inputs import Column
 from nestrec.embedding import EmbeddingEngine
-from nestrec.models.backbone_spec import SequenceConfig
+from nestrec.models.backbone_spec import BackboneConfig
 from nestrec.tasks.task import Task, TaskConfigBase
 from nestrec.tasks.task_registry import TASKS, task_spec
 
 
 @dataclass(frozen=True, slots=True)
-class NoSequence:
+class NoBackboneConfig:
     """In the place of a backbone's config: the model reads no history, and nothing of it is kept."""
 
     dim: int
@@ -37,7 +37,7 @@ class NoSequence:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServingForm:
+class ServingSpec:
     """How models of a task become part of a cascade. Their tables are `items` and one for each column."""
 
     role: Literal["retrieval", "ranking"]
@@ -45,14 +45,14 @@ class ServingForm:
     model: Callable[[Any], nn.Module]
     """the model of a `ServableSpec`, with any weights; its attribute `encoder` is made by the backbone"""
     form: Callable[[Any, int], Any]
-    """(servable, events by which a full history slides) to a `nestrec.serving.model.model_adapter.Form`"""
+    """(servable, events by which a full history slides) to a `nestrec.serving.model.model_adapter.ModelAdapter`"""
     longest_history: Callable[[Any], int]
     """events, of the task's config"""
     slide_events: Callable[[Any], int | None] = lambda task: None
     """maps the task's config to the number of events by which a full history slides; none: an eighth of the longest"""
-    encoder: Callable[[Any], SequenceConfig] = attrgetter("encoder")
-    """the backbone's config in the task's; a `NoSequence` where there is none"""
-    columns: Callable[[Any, Card], tuple[Column, ...]] = lambda task, card: ()
+    encoder: Callable[[Any], BackboneConfig] = attrgetter("encoder")
+    """the backbone's config in the task's; a `NoBackboneConfig` where there is none"""
+    columns: Callable[[Any, DatasetCard], tuple[Column, ...]] = lambda task, card: ()
     """categories beside the item that the model reads, of the task's config and the dataset's card"""
     index: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
     """(model, rows of the item table) to the vectors in which the best of the catalogue are looked for; none where
@@ -102,13 +102,13 @@ SERVING_FORMS = {
 """Forms of the built-in tasks, by the names that their specs use."""
 
 
-def serving_form_of(task: TaskConfigBase) -> ServingForm:
+def serving_form_of(task: TaskConfigBase) -> ServingSpec:
     """In which form the models of a task are served; a UserError where there is none."""
     if (serving := task_spec(task).serving) is None:
         problem = "cannot be served: it has no form in which the server, which knows users by histories, asks a model"
         raise TASKS.unanswered(task.kind, "serving", problem, see="; docs/serving.md lists what can be served")
     serving = SERVING_FORMS.get(serving, serving) if isinstance(serving, str) else serving
-    found: ServingForm = TASKS.resolved(task.kind, "serving", serving, of=ServingForm)
+    found: ServingSpec = TASKS.resolved(task.kind, "serving", serving, of=ServingSpec)
     return found
 
 

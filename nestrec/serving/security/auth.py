@@ -147,7 +147,7 @@ _NAME = "must be 1 to 64 letters, digits, dots, dashes and underscores"
 
 
 @config
-class KeyOptions:
+class ApiKeyOptions:
     role: Role = "public"
     """public: what clients ask; monitor: what operators look at; admin: everything"""
     expires: str | None = None
@@ -159,7 +159,7 @@ class KeyOptions:
 
 
 @config
-class KeyEntry(KeyOptions):
+class ApiKeyEntry(ApiKeyOptions):
     """A key as the file has it."""
 
     name: str
@@ -169,7 +169,7 @@ class KeyEntry(KeyOptions):
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class ApiKey:
     """A key that the server knows."""
 
     name: str
@@ -182,14 +182,14 @@ class Key:
     burst: float
 
 
-class KeyRing:
+class ApiKeyStore:
     """The keys of a file, as it is now. `find` may be called from any thread while another one reads the file again."""
 
     def __init__(self, path: Path):
         self._path = path
         self.file = WatchedFiles("keys", [path], self._read)
 
-    def find(self, presented: bytes) -> Key | None:
+    def find(self, presented: bytes) -> ApiKey | None:
         """The key that was presented, whether it has ended or not."""
         keys, digests = self._known
         place = place_of(presented, digests)
@@ -208,7 +208,7 @@ class KeyRing:
             _LOG.warning("%s contains no key: every request that needs one is rejected", self._path)
 
 
-def read_keys(path: Path) -> tuple[Key, ...]:
+def read_keys(path: Path) -> tuple[ApiKey, ...]:
     """All keys of a file; `UserError` names what is wrong with it."""
     try:
         mode, text = path.stat().st_mode, path.read_text(encoding="utf-8")
@@ -226,7 +226,7 @@ def read_keys(path: Path) -> tuple[Key, ...]:
     return keys_from(plain, str(path))
 
 
-def keys_from(plain: dict[str, Any], where: str) -> tuple[Key, ...]:
+def keys_from(plain: dict[str, Any], where: str) -> tuple[ApiKey, ...]:
     """Keys of what a file holds. where: its name, for errors."""
     entries = plain.get("key", [])
     if set(plain) - {"key"} or not isinstance(entries, list) or not all(isinstance(e, dict) for e in entries):
@@ -234,14 +234,14 @@ def keys_from(plain: dict[str, Any], where: str) -> tuple[Key, ...]:
     if len(entries) > _MOST_KEYS:
         remedy = f"keep at most {_MOST_KEYS} of them: each is compared for each request"
         raise UserError(f"holds {len(entries)} keys", field="safety.keys", value=where, remedy=remedy)
-    keys = tuple(_key(from_plain(KeyEntry, _plain_dates(entry), f"key[{i}]")) for i, entry in enumerate(entries))
+    keys = tuple(_key(from_plain(ApiKeyEntry, _plain_dates(entry), f"key[{i}]")) for i, entry in enumerate(entries))
     for what, values in (("name", [key.name for key in keys]), ("sha256", [key.digest for key in keys])):
         if len(set(values)) < len(values):
             raise UserError(f"has a {what} twice", field="safety.keys", value=where, remedy="give each key its own")
     return keys
 
 
-def _key(entry: KeyEntry) -> Key:
+def _key(entry: ApiKeyEntry) -> ApiKey:
     field = f"key {entry.name[:64]!r}"
     if not 1 <= len(entry.name) <= 64 or not all(c.isascii() and (c.isalnum() or c in "._-") for c in entry.name):
         raise UserError(_NAME, field="key.name", value=entry.name[:80], remedy="give it such a name")
@@ -254,7 +254,7 @@ def _key(entry: KeyEntry) -> Key:
     if not rate >= _LEAST_RATE or not burst >= 1.0:
         remedy = f"give a rate of {_LEAST_RATE} or more and a burst of 1 or more, or leave them out"
         raise UserError("lets nothing through", field=field, value=(entry.requests_per_s, entry.burst), remedy=remedy)
-    return Key(entry.name, entry.role, bytes.fromhex(digest), expiry_s(entry.expires, field), rate, burst)
+    return ApiKey(entry.name, entry.role, bytes.fromhex(digest), expiry_s(entry.expires, field), rate, burst)
 
 
 def expiry_s(text: str | None, field: str) -> float:
@@ -271,7 +271,7 @@ def expiry_s(text: str | None, field: str) -> float:
     return moment.timestamp()
 
 
-def new_entry(entry: KeyEntry) -> str:
+def new_entry(entry: ApiKeyEntry) -> str:
     """An entry as text that can be added to a file."""
     _key(entry)
     lines = ["[[key]]", f'name = "{entry.name}"', f'role = "{entry.role}"', f'sha256 = "{entry.sha256}"']
@@ -281,7 +281,7 @@ def new_entry(entry: KeyEntry) -> str:
     return "\n".join(lines) + "\n"
 
 
-def add_entry(path: Path, entry: KeyEntry) -> None:
+def add_entry(path: Path, entry: ApiKeyEntry) -> None:
     """Add a key to a file, which nobody but its owner may read; whoever reads it sees the old one or the new one."""
     before = path.read_text(encoding="utf-8") if path.exists() else ""
     text = (before.rstrip() + "\n\n" if before.strip() else "") + new_entry(entry)
@@ -294,7 +294,7 @@ def _plain_dates(entry: dict[str, Any]) -> dict[str, Any]:
     return {name: v.isoformat() if isinstance(v, datetime.date) else v for name, v in entry.items()}
 
 
-def _indexed(keys: tuple[Key, ...]) -> tuple[tuple[Key, ...], tuple[bytes, ...]]:
+def _indexed(keys: tuple[ApiKey, ...]) -> tuple[tuple[ApiKey, ...], tuple[bytes, ...]]:
     return keys, tuple(key.digest for key in keys)
 
 
@@ -308,7 +308,7 @@ _MAY: dict[Role, frozenset[Audience]] = {
 }
 
 
-class Guarded(Protocol):
+class ProtectedRoute(Protocol):
     """What an endpoint says of itself."""
 
     @property
@@ -319,10 +319,10 @@ class Guarded(Protocol):
     def admin(self) -> bool: ...
 
 
-class Access:
+class AccessRules:
     """The audience of each path; one that no endpoint has is for clients, who are then told that nothing is there."""
 
-    def __init__(self, endpoints: Iterable[Guarded], watched: Iterable[str] = ()):
+    def __init__(self, endpoints: Iterable[ProtectedRoute], watched: Iterable[str] = ()):
         """watched: further paths that are for those who watch."""
         self._exact: dict[str, Audience] = dict.fromkeys(watched, "watchers")
         self._patterns: list[tuple[re.Pattern[str], str, Audience]] = []

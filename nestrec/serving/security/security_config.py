@@ -18,7 +18,7 @@ from nestrec.serving.core.asgi import is_loopback
 
 
 @config
-class SafetyConfig:
+class SecurityConfig:
     keys: str = ""
     """file of API keys, as `nestrec key` writes it, read again whenever it changes; empty: whoever reaches the server
     may ask"""
@@ -40,7 +40,7 @@ class SafetyConfig:
             raise UserError("is one half of a pair", field="safety", value=given, remedy=remedy)
 
 
-def check_exposure(host: str, cfg: SafetyConfig, *, is_insecure: bool, health_port: int | None) -> None:
+def check_exposure(host: str, cfg: SecurityConfig, *, is_insecure: bool, health_port: int | None) -> None:
     """Refuse what would let anybody of the network in, unless that is meant."""
     if cfg.admin_on_health_port and health_port is None:
         remedy = "give --health_port as well"

@@ -17,11 +17,20 @@ from pathlib import Path
 
 from nestrec.base.clock import Clock, RealClock
 from nestrec.base.errors import UserError
-from nestrec.serving.core.asgi import Answered, Header, client_of, is_loopback, problem, retry_after
+from nestrec.serving.core.asgi import Header, HttpResponse, client_of, is_loopback, problem, retry_after
 from nestrec.serving.security import security_config
-from nestrec.serving.security.auth import Access, Audience, Guarded, Key, KeyRing, WatchedFiles, Watcher, may
-from nestrec.serving.security.rate_limiter import KeyRates, RatesOfKeys
-from nestrec.serving.security.security_config import SafetyConfig
+from nestrec.serving.security.auth import (
+    AccessRules,
+    ApiKey,
+    ApiKeyStore,
+    Audience,
+    ProtectedRoute,
+    WatchedFiles,
+    Watcher,
+    may,
+)
+from nestrec.serving.security.rate_limiter import LocalRateLimiter, RateLimiter
+from nestrec.serving.security.security_config import SecurityConfig
 
 _LONGEST_KEY = 512
 _BEARER = b"bearer "
@@ -30,55 +39,55 @@ _HOW = "give a key: `Authorization: Bearer KEY` or `X-API-Key: KEY`"
 
 
 @dataclass(frozen=True, slots=True)
-class Admission:
+class AccessDecision:
     """What the gate decides about a request."""
 
     client: str
     """whose share of the device the work counts as"""
     key: str = ""
     """name of the key that was given; empty where none was needed"""
-    refused: Answered | None = None
+    refused: HttpResponse | None = None
     """what is answered instead"""
 
 
-class SafetyGate:
+class RequestAuthorizer:
     """Decides by the head of a request. Used inside one event loop."""
 
     def __init__(
         self,
-        access: Access,
-        keys: KeyRing | None = None,
+        access: AccessRules,
+        keys: ApiKeyStore | None = None,
         *,
         front_only: bool = False,
         takes_admin: bool = True,
         refusals: dict[str, int] | None = None,
         clock: Clock | None = None,
-        rates: RatesOfKeys | None = None,
+        rates: RateLimiter | None = None,
         unix_s: Callable[[], float] = time.time,
     ):
         """takes_admin: admin endpoints may be asked at all; without keys whoever reaches the server may ask them.
         refusals: counted here by reason. rates: of keys; none: of this gate alone."""
         self._access, self._keys, self._front_only, self._takes_admin = access, keys, front_only, takes_admin
-        self._rates, self._unix_s = rates or KeyRates(clock or RealClock()), unix_s
+        self._rates, self._unix_s = rates or LocalRateLimiter(clock or RealClock()), unix_s
         self.refusals = {} if refusals is None else refusals
 
-    def admit(self, path: str, raw_path: str, headers: list[Header], address: str) -> Admission:
+    def admit(self, path: str, raw_path: str, headers: list[Header], address: str) -> AccessDecision:
         """path: decoded. address: of the connection."""
         named = dict(headers)
         if security_config.HEADER in named and security_config.is_front(named[security_config.HEADER]):
-            return Admission(client_of("127.0.0.1", headers))
+            return AccessDecision(client_of("127.0.0.1", headers))
         if self._front_only:
             return self._refused("front", problem(403, "only the front of this instance may ask it"))
         if self._keys is None and self._takes_admin:  # every route is for everyone
-            return Admission(client_of(address, headers))
+            return AccessDecision(client_of(address, headers))
         audience = self._access.audience_of(path, raw_path)
         if audience == "admins" and not self._takes_admin:
             return self._refused("port", problem(403, "admin endpoints are not answered here"))
         if self._keys is None or audience == "anyone":
-            return Admission(client_of(address, headers))
+            return AccessDecision(client_of(address, headers))
         return self._by_key(_credential(headers, named), audience, self._keys)
 
-    def _by_key(self, given: bytes | str, audience: Audience, keys: KeyRing) -> Admission:
+    def _by_key(self, given: bytes | str, audience: Audience, keys: ApiKeyStore) -> AccessDecision:
         if isinstance(given, str):
             return self._refused(given, problem(401, _HOW, "", _CHALLENGE))
         key = keys.find(given)
@@ -93,15 +102,15 @@ class SafetyGate:
     def route_of(self, path: str, raw_path: str) -> str:
         return self._access.route_of(path, raw_path)
 
-    def _within_rate(self, key: Key) -> Admission:
+    def _within_rate(self, key: ApiKey) -> AccessDecision:
         wait_s = self._rates.wait_s(key)
         if wait_s:
             return self._refused("rate", problem(429, "the key asks too often", "", retry_after(wait_s)))
-        return Admission(f"key:{key.name}", key.name)
+        return AccessDecision(f"key:{key.name}", key.name)
 
-    def _refused(self, reason: str, answered: Answered) -> Admission:
+    def _refused(self, reason: str, answered: HttpResponse) -> AccessDecision:
         self.refusals[reason] = self.refusals.get(reason, 0) + 1
-        return Admission("", refused=answered)
+        return AccessDecision("", refused=answered)
 
 
 def _credential(headers: list[Header], named: dict[bytes, bytes]) -> bytes | str:
@@ -125,7 +134,7 @@ _FIRST_CERTIFICATE = re.compile("-----BEGIN (?:TRUSTED |X509 )?CERTIFICATE-----(
 _VERSION_TAG, _UTC_TIME_TAG = 0xA0, 0x17
 
 
-class Certificates:
+class CertificateReloader:
     """A TLS context that follows its files."""
 
     def __init__(self, certificate: Path, private_key: Path, unix_s: Callable[[], float] = time.time):
@@ -137,8 +146,8 @@ class Certificates:
         self.file = WatchedFiles("certificate", self._paths, self._read)
 
     @staticmethod
-    def of(cfg: SafetyConfig) -> "Certificates | None":
-        return Certificates(Path(cfg.certificate), Path(cfg.private_key)) if cfg.certificate else None
+    def of(cfg: SecurityConfig) -> "CertificateReloader | None":
+        return CertificateReloader(Path(cfg.certificate), Path(cfg.private_key)) if cfg.certificate else None
 
     def reload_if_changed(self) -> bool:
         """Whether new connections get another certificate; where the new one will not do, the old one stays."""
@@ -245,14 +254,14 @@ _WATCHED = ("/v1/gateway",)
 """what only a front answers"""
 
 
-class Safety:
+class ServerSecurity:
     """Whoever makes one closes it, or its process ends."""
 
-    def __init__(self, cfg: SafetyConfig, host: str, rates: RatesOfKeys | None = None):
+    def __init__(self, cfg: SecurityConfig, host: str, rates: RateLimiter | None = None):
         """host: what the server listens on. rates: of keys, where other processes listen there as well."""
         self.cfg, self._rates = cfg, rates
-        self.keys = KeyRing(Path(cfg.keys)) if cfg.keys else None
-        self.certificates = Certificates.of(cfg)
+        self.keys = ApiKeyStore(Path(cfg.keys)) if cfg.keys else None
+        self.certificates = CertificateReloader.of(cfg)
         self.refusals: dict[str, int] = {}
         """requests that no gate let in, by reason"""
         # Without keys nobody can be told from an admin, so only this machine may ask for what they do.
@@ -262,11 +271,11 @@ class Safety:
         """watched: read again when they change"""
         self._watcher = Watcher(self.files)
 
-    def gate(self, endpoints: Iterable[Guarded], *, of_health: bool = False) -> SafetyGate:
+    def gate(self, endpoints: Iterable[ProtectedRoute], *, of_health: bool = False) -> RequestAuthorizer:
         """Of the port that clients ask, or of the one for health."""
         is_admin_port = self.cfg.admin_on_health_port == of_health
-        return SafetyGate(
-            Access(endpoints, _WATCHED),
+        return RequestAuthorizer(
+            AccessRules(endpoints, _WATCHED),
             self.keys,
             front_only=self.cfg.behind == "gateway",
             takes_admin=is_admin_port and self._knows_admins,

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from nestrec.base.errors import UserError, did_you_mean
 from nestrec.data.dataset_schema import ITEM_PREFIX
-from nestrec.models.encoder_parts import ToWidth, summed
+from nestrec.models.encoder_parts import FeatureProjections, summed
 from nestrec.serving.model.request_inputs import (
     LARGEST_NUMBER,
     buckets_of,
@@ -31,7 +31,7 @@ from nestrec.serving.model.request_inputs import (
 )
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.servable_spec import ColumnSpec
-from nestrec.serving.model.served_tables import ResidentTable, ServedTable
+from nestrec.serving.model.served_tables import DeviceTable, ServedTable
 from nestrec.serving.service.inference_service import Service
 
 Ints = NDArray[np.int64]
@@ -60,20 +60,20 @@ def add_items(service: Service, items: Sequence[NewItem]) -> int:
                 raise UserError("follows a run", field="model", value=role, remedy=remedy)
             ids = fleet.servable.ids_of([item.key for item in items])
             fresh = [item for item, place in zip(items, ids.tolist(), strict=True) if not place]
-            grown[role] = Growth(fleet.servable, list({item.key: item for item in fresh}.values()))
+            grown[role] = NewItemInsertion(fleet.servable, list({item.key: item for item in fresh}.values()))
         wanting = {role: growth for role, growth in grown.items() if growth.count}
         if all(growth.has_room for growth in wanting.values()):
             for role, growth in wanting.items():
                 service.advance(role, growth.after, growth.apply)
         else:
-            larger = [Growth(growth.roomy(), growth.items) for growth in wanting.values()]
+            larger = [NewItemInsertion(growth.roomy(), growth.items) for growth in wanting.values()]
             for growth in larger:
                 growth.apply()
             service.swap(*(growth.after for growth in larger))
         return max((growth.count for growth in grown.values()), default=0)
 
 
-class Growth:
+class NewItemInsertion:
     """New items of one model."""
 
     def __init__(self, servable: Servable, items: Sequence[NewItem]):
@@ -162,7 +162,7 @@ class Growth:
         return found
 
     def _vectors(self, column: ColumnSpec, values: Sequence[Any]) -> torch.Tensor:
-        servable, to_width = self._servable, cast(ToWidth, self._servable.model.to_width)
+        servable, to_width = self._servable, cast(FeatureProjections, self._servable.model.to_width)
         if column.kind == "number":
             numbers_n2 = numbers_of(torch.from_numpy(number_bits(column.transform.numbers(_numbers(values)))))
             found: torch.Tensor = to_width(column.name, numbers_n2.to(servable.device, servable.dtype))
@@ -254,11 +254,11 @@ def _numbers(values: Sequence[Any]) -> NDArray[np.float64]:
     return np.array([np.nan if value is None else float(value) for value in values])
 
 
-def _larger(table: ServedTable, room: int) -> ResidentTable:
-    if not isinstance(table, ResidentTable):
+def _larger(table: ServedTable, room: int) -> DeviceTable:
+    if not isinstance(table, DeviceTable):
         remedy = "serve with --tables.store device, or export the items"
         raise UserError("take no new items", field="tables", value="outside the device", remedy=remedy)
-    return ResidentTable(_padded(table.weight[: table.num_rows], room), table.num_rows)
+    return DeviceTable(_padded(table.weight[: table.num_rows], room), table.num_rows)
 
 
 def _padded(column: torch.Tensor, room: int) -> torch.Tensor:

@@ -20,25 +20,25 @@ from nestrec.base.config_values import Count, NonNegative
 from nestrec.base.errors import UserError
 from nestrec.serving.core import tracing
 from nestrec.serving.core.rejections import OverloadedError, UnavailableError
-from nestrec.serving.core.request_limits import Sender, current_sender
+from nestrec.serving.core.request_limits import RequestSource, current_sender
 from nestrec.serving.core.slot_router import KeyedHash, Ring, Router
 from nestrec.serving.engine.batch_scheduler import EngineConfig
 from nestrec.serving.engine.serving_engine import Engine
-from nestrec.serving.inputs.engine_request import Answer, Work
+from nestrec.serving.inputs.engine_request import EngineRequest, RankResult
 from nestrec.serving.kv_cache.preinfer_trigger import Decision
 from nestrec.serving.model.model_adapter import make_form
 from nestrec.serving.model.request_inputs import Candidates, History
 from nestrec.serving.model.servable import Servable, check_sound
 from nestrec.serving.model.servable_spec import shown_version
 from nestrec.serving.model.served_tables import TablesConfig
-from nestrec.serving.versions.live_version import Followed, open_source, source_of
+from nestrec.serving.versions.live_version import LiveModelVersion, open_source, source_of
 from nestrec.serving.versions.version_store import READ_TIMEOUT_S
 
 Ids = NDArray[np.int64]
 _POLL_S = 0.01
 
 
-class SwappedError(Exception):
+class ModelSwappedError(Exception):
     """The model was swapped before the request reached it: begin again with the new one."""
 
 
@@ -60,7 +60,7 @@ class ServiceConfig:
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class Fleet:
+class ModelDeployment:
     """The engines of one version of one model. Whatever a request needs of the model it takes from one fleet."""
 
     servable: Servable
@@ -107,7 +107,7 @@ class Service:
         self._lock = threading.Lock()
         self.sources: dict[str, str] = {}
         """folder or address of each model that was loaded, by its role"""
-        self.followed: dict[str, Followed] = {}
+        self.followed: dict[str, LiveModelVersion] = {}
         """by role: models that came from an address of versions, as they were loaded"""
         self._changing = threading.Lock()
         self.adding = threading.Lock()
@@ -116,7 +116,7 @@ class Service:
         self.is_draining = False
         """whoever routes requests is told that this one is not ready; those that come all the same are served"""
         self._back_s = 0.0
-        self._expected: OrderedDict[str, tuple[Fleet, float]] = OrderedDict()
+        self._expected: OrderedDict[str, tuple[ModelDeployment, float]] = OrderedDict()
         self.fleets = {role: self._fleet(servable) for role, servable in models.items()}
         ring = Ring.make(cfg.instances, self._keyed)
         self.router = Router(ring, self._keyed, self._clock)
@@ -135,7 +135,7 @@ class Service:
         read_timeout_s: of a file of a version."""
         servables: dict[str, Servable] = {}
         sources: dict[str, str] = {}
-        followed: dict[str, Followed] = {}
+        followed: dict[str, LiveModelVersion] = {}
         for text in map(str, models):
             source = source_of(text)
             found = None if source is None else open_source(source, device, tables, read_timeout_s=read_timeout_s)
@@ -150,11 +150,11 @@ class Service:
         service.sources, service.followed = sources, followed
         return service
 
-    def fleet(self, role: str) -> Fleet:
+    def fleet(self, role: str) -> ModelDeployment:
         """The engines in service now; work that began on older ones ends there."""
         return self.fleets[role]
 
-    def announced_fleet(self, user: str) -> Fleet:
+    def announced_fleet(self, user: str) -> ModelDeployment:
         """The engines that are told of a ranking request of this user to come, which then belongs to them for a while.
         Chosen and remembered at once: a swap comes before or after it."""
         with self._lock:
@@ -165,7 +165,7 @@ class Service:
             self._expected[user] = (fleet, now_s + self.cfg.session_s)
             return fleet
 
-    def ranking_fleet(self, user: str) -> Fleet:
+    def ranking_fleet(self, user: str) -> ModelDeployment:
         """The engines for a ranking request of this user: those that were told of it, though newer ones may have taken
         over meanwhile."""
         with self._lock:
@@ -182,18 +182,18 @@ class Service:
         """The model that ranks candidates: the ranking model where there is one."""
         return "ranking" if "ranking" in self.fleets else "retrieval"
 
-    def refusal(self, role: str, sender: Sender) -> OverloadedError | None:
+    def refusal(self, role: str, sender: RequestSource) -> OverloadedError | None:
         """For a request that nobody has looked into yet, where no instance has room for one of its bytes."""
         return self.fleets[role].engines[0].refuse() if self.is_full(self.fleets[role], sender) else None
 
     @staticmethod
-    def is_full(fleet: Fleet, sender: Sender) -> bool:
+    def is_full(fleet: ModelDeployment, sender: RequestSource) -> bool:
         """No instance has room for a request of this sender, whatever is in it."""
         return all(engine.is_full_for(sender) for engine in fleet.engines)
 
     async def rank(
-        self, fleet: Fleet, user: str, history: History, candidates: Candidates, *, timeout_s: float
-    ) -> Answer:
+        self, fleet: ModelDeployment, user: str, history: History, candidates: Candidates, *, timeout_s: float
+    ) -> RankResult:
         """Scores of candidates by the user's instance; another one, with full inference, where that has died."""
         sender = replace(current_sender.get(), back_s=self._back_s)
         slot, work = self.begin_rank(fleet, user, history, candidates, timeout_s=timeout_s, sender=sender)
@@ -213,8 +213,15 @@ class Service:
             self.end_rank(slot)
 
     def begin_rank(
-        self, fleet: Fleet, user: str, history: History, candidates: Candidates, *, timeout_s: float, sender: Sender
-    ) -> tuple[int, Work]:
+        self,
+        fleet: ModelDeployment,
+        user: str,
+        history: History,
+        candidates: Candidates,
+        *,
+        timeout_s: float,
+        sender: RequestSource,
+    ) -> tuple[int, EngineRequest]:
         """A request in the queue of the user's instance, and the slot of that until `end_rank`."""
         slot = self._begin(user)
         try:
@@ -224,7 +231,7 @@ class Service:
             if isinstance(error, UnavailableError):
                 self._came(user)
                 if fleet not in self.fleets.values():
-                    raise SwappedError from None
+                    raise ModelSwappedError from None
             raise
         self._came(user)
         return slot, work
@@ -233,19 +240,20 @@ class Service:
         with self._lock:
             self.router.end(slot)
 
-    def check_names(self, fleet: Fleet, answer: Answer) -> None:
-        """`SwappedError` where an answer is by a later version, with other names than those that it was read with."""
+    def check_names(self, fleet: ModelDeployment, answer: RankResult) -> None:
+        """`ModelSwappedError` where an answer is by a later version, with other names than those that it was read
+        with."""
         if answer.version != fleet.servable.version and self._has_grown_since(fleet):
-            raise SwappedError
+            raise ModelSwappedError
 
-    def _has_grown_since(self, fleet: Fleet) -> bool:
+    def _has_grown_since(self, fleet: ModelDeployment) -> bool:
         """Whether a request that was read with the names of this fleet's model may mean something else by now."""
         old = fleet.servable
         now = [other.servable for other in self.fleets.values() if other.engines == fleet.engines]
         return not now or now[0].item_keys is not old.item_keys or now[0].spec.columns is not old.spec.columns
 
     async def preinfer(
-        self, fleet: Fleet, user: str, history: History, now_ms: int, num_candidates: int, *, timeout_s: float
+        self, fleet: ModelDeployment, user: str, history: History, now_ms: int, num_candidates: int, *, timeout_s: float
     ) -> Decision:
         """Tell the user's instance that a ranking request is on its way."""
         sender = current_sender.get()
@@ -253,14 +261,14 @@ class Service:
 
     def signal(
         self,
-        fleet: Fleet,
+        fleet: ModelDeployment,
         user: str,
         history: History,
         now_ms: int,
         num_candidates: int,
         *,
         timeout_s: float,
-        sender: Sender,
+        sender: RequestSource,
     ) -> Decision:
         """The same, of a sender that is named."""
         slot = self._begin(user)
@@ -269,12 +277,12 @@ class Service:
             return engine.preinfer(user, history, now_ms, num_candidates, timeout_s=timeout_s, sender=sender)[0]
         except UnavailableError:
             if fleet not in self.fleets.values():
-                raise SwappedError from None
+                raise ModelSwappedError from None
             raise
         finally:
             self.end_rank(slot)
 
-    async def foresee(self, user: str, num_events: int, num_candidates: int) -> tuple[Fleet, Decision]:
+    async def foresee(self, user: str, num_events: int, num_candidates: int) -> tuple[ModelDeployment, Decision]:
         """Whether a signal of a user with so many events would be of use to the instance that would get it."""
         fleet, slot = self.fleets[self.ranker], self._begin(user)
         try:
@@ -303,7 +311,7 @@ class Service:
             self._swap(servables)
 
     def _swap(self, servables: Sequence[Servable]) -> None:
-        fresh: dict[str, Fleet] = {}
+        fresh: dict[str, ModelDeployment] = {}
         with contextlib.ExitStack() as made:
             for servable in servables:
                 fresh[role_of(servable)] = fleet = self._fleet(servable)
@@ -331,7 +339,7 @@ class Service:
                 for engine in fleet.engines:
                     engine.form.follow(servable)
                 with self._lock:
-                    self.fleets = {**self.fleets, role: Fleet(servable, fleet.engines)}
+                    self.fleets = {**self.fleets, role: ModelDeployment(servable, fleet.engines)}
 
             meeting = threading.Barrier(len(engines), action=switch, timeout=self.cfg.drain_s)
             changes = [engine.change(servable.version, lambda: _meet(meeting)) for engine in engines]
@@ -339,7 +347,7 @@ class Service:
             for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
                 raise error
 
-    def _wait_for_sessions(self, old: list[Fleet]) -> None:
+    def _wait_for_sessions(self, old: list[ModelDeployment]) -> None:
         """Until every ranking request that these engines were told of has come, or will not."""
         end_s, engines = self._clock.now_s() + self.cfg.session_s, [fleet.engines for fleet in old]
         while self._clock.now_s() < end_s:
@@ -364,7 +372,7 @@ class Service:
         for fleet in self.fleets.values():
             fleet.close(self.cfg.drain_s)
 
-    def _fleet(self, servable: Servable) -> Fleet:
+    def _fleet(self, servable: Servable) -> ModelDeployment:
         """All of its engines, or none: the model may not be sound, and memory may not suffice for one of them."""
         check_sound(servable)
         _ = servable.item_ids  # takes a second for a million names, which the first request would wait for
@@ -378,7 +386,7 @@ class Service:
                 engines.append(engine)
                 made.callback(engines[-1].close)
             made.pop_all()
-        return Fleet(servable, tuple(engines))
+        return ModelDeployment(servable, tuple(engines))
 
     def _begin(self, user: str) -> int:
         """A user's slot, until `_end`."""
@@ -405,7 +413,7 @@ def _error_of(change: "Future[None]", timeout_s: float) -> BaseException | None:
         return error
 
 
-async def _result(work: Work, timeout_s: float) -> Answer:
+async def _result(work: EngineRequest, timeout_s: float) -> RankResult:
     """asyncio.wrap_future inside of asyncio.timeout, in half of their time."""
     loop = asyncio.get_running_loop()
     waiter: asyncio.Future[bool] = loop.create_future()

@@ -24,7 +24,7 @@ from nestrec.serving.model.servable_spec import shown_version
 from nestrec.serving.model.served_tables import TablesConfig
 from nestrec.serving.service.inference_service import Service, role_of
 from nestrec.serving.service.version_follower import VersionFollowConfig, VersionFollower
-from nestrec.serving.versions.live_version import Followed, Source, open_source, source_of
+from nestrec.serving.versions.live_version import LiveModelVersion, ModelAddress, open_source, source_of
 
 Result = TypeVar("Result")
 
@@ -59,7 +59,7 @@ async def on_daemon_thread(act: Callable[[], Result]) -> Result:
     return await ended
 
 
-class Serially:
+class CoalescingWorker:
     """A thread that acts when it is asked.
 
     Whoever asks while it acts gets one more turn after that one, however many ask: each turn sees the world as it is
@@ -128,7 +128,7 @@ class Reloader:
             _LOG.warning("nothing is followed until an address is swapped in: no versions are published to %s", told)
         self.previous: Mapping[str, LoadedModel] = {}
         """what the last swap has replaced, by role"""
-        self._turns = Serially("nestrec-reload", self._reload_all)
+        self._turns = CoalescingWorker("nestrec-reload", self._reload_all)
 
     def ask(self) -> None:
         """Load the folders that the server was started with anew, soon."""
@@ -150,7 +150,7 @@ class Reloader:
             found[role] = LoadedModel(told, self._service.fleet(role).servable.version)
         return found
 
-    def _begin_to_follow(self, role: str, followed: Followed, text: str) -> None:
+    def _begin_to_follow(self, role: str, followed: LiveModelVersion, text: str) -> None:
         source = source_of(text)
         assert source is not None, "a version comes from an address"
         if source.version is not None:
@@ -216,7 +216,7 @@ class Reloader:
         """wanted: folders or addresses, and the versions that folders must hold. cause: prefix of the logged line."""
         before, seen = self.current, set[str]()
         moves: list[tuple[VersionFollower, str | None]] = []
-        fresh: dict[str, tuple[str, Servable, Followed | None]] = {}
+        fresh: dict[str, tuple[str, Servable, LiveModelVersion | None]] = {}
         for text, version in wanted:
             if (found := self._follower_at(text)) is not None:
                 role, follower, at = found
@@ -254,12 +254,12 @@ class Reloader:
             follower.close()
         self._tell(before, cause)
 
-    def _opened(self, source: Source) -> Followed:
+    def _opened(self, source: ModelAddress) -> LiveModelVersion:
         return open_source(source, self._device, self._tables, read_timeout_s=self._follow.read_timeout_s)
 
     def _move_all(self, moves: Sequence[tuple[VersionFollower, str | None]], fresh: Sequence[Servable]) -> None:
         """All of it, or nothing."""
-        moved: list[tuple[VersionFollower, str, Source]] = []
+        moved: list[tuple[VersionFollower, str, ModelAddress]] = []
         try:
             for follower, at in moves:
                 was = follower.version, follower.source
@@ -273,7 +273,7 @@ class Reloader:
                 follower.source = source
             raise
 
-    def _follow_or_not(self, role: str, text: str, followed: Followed | None) -> None:
+    def _follow_or_not(self, role: str, text: str, followed: LiveModelVersion | None) -> None:
         """What has come into service goes on from here, where it is a version; nobody else moves it."""
         self._folders[role] = text
         self._service.followed.pop(role, None)

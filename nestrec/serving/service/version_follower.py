@@ -19,13 +19,13 @@ import torch
 from nestrec.base.config import config
 from nestrec.base.config_values import Natural, Positive
 from nestrec.base.cuda import side_stream
-from nestrec.base.errors import DamagedError, UserError
+from nestrec.base.errors import CorruptFileError, UserError
 from nestrec.base.failpoints import fail_point
 from nestrec.serving.model.served_tables import TablesConfig
 from nestrec.serving.service.inference_service import Service
-from nestrec.serving.versions.live_version import Followed, NoRoomError, Source, Staged
-from nestrec.serving.versions.version_manifest import NEWEST_FILE, Freshness
-from nestrec.serving.versions.version_store import READ_TIMEOUT_S, Versions, VersionStep
+from nestrec.serving.versions.live_version import LiveModelVersion, ModelAddress, StagedVersion, TableFullError
+from nestrec.serving.versions.version_manifest import NEWEST_FILE, FreshnessTracker
+from nestrec.serving.versions.version_store import READ_TIMEOUT_S, VersionStep, VersionStore
 
 _LOG = logging.getLogger(__name__)
 _LONGEST_PAUSE_S = 30.0
@@ -73,8 +73,8 @@ class VersionFollower:
         self,
         service: Service,
         role: str,
-        followed: Followed,
-        source: Source,
+        followed: LiveModelVersion,
+        source: ModelAddress,
         cfg: VersionFollowConfig,
         *,
         device: torch.device | str = "cpu",
@@ -84,8 +84,8 @@ class VersionFollower:
         """followed: the version in service. source: where from, and whether one version of it is to stay."""
         self._service, self._role, self._followed, self.source = service, role, followed, source
         self._cfg, self._device, self._tables, self._scratch = cfg, device, tables, scratch
-        self._versions = Versions(source.storage, cfg.read_timeout_s)
-        self.counts, self.freshness = FollowCounts(), Freshness()
+        self._versions = VersionStore(source.storage, cfg.read_timeout_s)
+        self.counts, self.freshness = FollowCounts(), FreshnessTracker()
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -152,8 +152,8 @@ class VersionFollower:
             return True
 
     def move(self, version: str | None) -> None:
-        """Go to the version that `Versions.find` finds, which then stays; none: to the newest, and on from there. An
-        error leaves all as it is."""
+        """Go to the version that `VersionStore.find` finds, which then stays; none: to the newest, and on from there.
+        An error leaves all as it is."""
         with self._lock:
             found = self._versions.find(version) if version is not None else self._newest()
             self._go(found, is_asked=True)
@@ -173,11 +173,11 @@ class VersionFollower:
             for step in self._versions.way(target, self.digest):
                 self._apply(step)
             return
-        except (DamagedError, FileNotFoundError, NoRoomError, _TooLargeError) as error:
+        except (CorruptFileError, FileNotFoundError, TableFullError, _TooLargeError) as error:
             way = self._versions.way_from_full(target)
             # A full version from before this one would lead the same way, unless all was deleted and published anew.
             is_ahead = way[0].manifest.number > self.number or self._versions.is_gone(self._followed.step.folder)
-            if not (is_ahead or is_asked or isinstance(error, NoRoomError | _TooLargeError)):
+            if not (is_ahead or is_asked or isinstance(error, TableFullError | _TooLargeError)):
                 raise
         self._load(way)
 
@@ -194,7 +194,7 @@ class VersionFollower:
         self._in_service(staged, fetched_s)
         self.counts.applied += 1
 
-    def stage(self, step: VersionStep) -> Staged:
+    def stage(self, step: VersionStep) -> StagedVersion:
         """The version after the one in service, verified and beside it."""
         with self._beside():
             return self._followed.staged(self._versions, step)
@@ -210,7 +210,7 @@ class VersionFollower:
             yield
         self._stream.synchronize()
 
-    def _in_service(self, staged: Staged, fetched_s: float) -> None:
+    def _in_service(self, staged: StagedVersion, fetched_s: float) -> None:
         self._followed = staged.after
         self.freshness.began(staged.after.step.manifest, fetched_s=fetched_s, applied_s=time.time())
         self._log_version("changed rows were copied")
@@ -218,7 +218,7 @@ class VersionFollower:
     def _load(self, way: list[VersionStep]) -> None:
         """The last version of a way, beside the one in service."""
         with self._beside():
-            fresh = Followed.open(self._versions, way, self._device, self._tables, self._scratch)
+            fresh = LiveModelVersion.open(self._versions, way, self._device, self._tables, self._scratch)
         fetched_s = time.time()
         fail_point("follow.before_swap")
         self._end_freshness()
@@ -237,13 +237,13 @@ class VersionFollower:
         answered = [engine.answered_s for engine in self._service.fleet(self._role).engines]
         self.freshness.answered(min((at_s for at_s in answered if at_s is not None), default=None))
 
-    def told_freshness(self) -> Freshness:
+    def told_freshness(self) -> FreshnessTracker:
         """With the first answer of the version in service, where there was one."""
         self._end_freshness()
         return self.freshness
 
     def _failed(self, error: Exception) -> None:
-        reason = "damaged" if isinstance(error, DamagedError | FileNotFoundError) else "refused"
+        reason = "damaged" if isinstance(error, CorruptFileError | FileNotFoundError) else "refused"
         reason = "away" if isinstance(error, OSError) and not isinstance(error, FileNotFoundError) else reason
         self.counts.failures[reason] = self.counts.failures.get(reason, 0) + 1
         problem = str(error) or type(error).__name__

@@ -22,7 +22,7 @@ from nestrec.artifacts.storage import Storage, storage_of
 from nestrec.base.compat import foreach_copy_
 from nestrec.base.config_values import from_plain
 from nestrec.base.cuda import used_here
-from nestrec.base.errors import DamagedError, UserError
+from nestrec.base.errors import CorruptFileError, UserError
 from nestrec.base.failpoints import fail_point
 from nestrec.embedding.initial import initial_vectors
 from nestrec.embedding.table_config import DTYPES, TableConfig
@@ -38,21 +38,21 @@ from nestrec.serving.model.servable_spec import (
     ServableSpec,
     table_file,
 )
-from nestrec.serving.model.served_tables import CachedTable, ResidentTable, ServedTable, TablesConfig, mapped
+from nestrec.serving.model.served_tables import CachedTable, DeviceTable, ServedTable, TablesConfig, mapped
 from nestrec.serving.versions.version_manifest import NEWEST_FILE, VERSIONS, PublishedTable
-from nestrec.serving.versions.version_store import READ_TIMEOUT_S, VersionRows, Versions, VersionStep, tables_of
+from nestrec.serving.versions.version_store import READ_TIMEOUT_S, VersionRows, VersionStep, VersionStore, tables_of
 
 _CHUNK_ROWS = 1 << 16
 _SPARE_SHARE, _FEWEST_SPARE = 8, 1024
 """an eighth of the rows, and at least so many, may come before the model is loaded anew"""
 
 
-class NoRoomError(Exception):
+class TableFullError(Exception):
     """More rows have come than there is room for: the model is to be loaded anew."""
 
 
 @dataclass(frozen=True, slots=True)
-class Followed:
+class LiveModelVersion:
     """A version in memory, and what its descriptions were made of."""
 
     servable: Servable
@@ -62,12 +62,12 @@ class Followed:
 
     @staticmethod
     def open(
-        versions: Versions,
+        versions: VersionStore,
         way: list[VersionStep],
         device: torch.device | str = "cpu",
         tables: TablesConfig | None = None,
         scratch: Path | None = None,
-    ) -> "Followed":
+    ) -> "LiveModelVersion":
         """The last version of a way that begins with a full one. scratch: for tables on the disk."""
         full, last = way[0], way[-1].manifest
         files = _files({}, *versions.descriptions(full))
@@ -95,18 +95,18 @@ class Followed:
             device=place,
             exported_at_s=full.manifest.published_s,
         )
-        found = Followed(servable, files, full)
+        found = LiveModelVersion(servable, files, full)
         for step in way[1:]:
             staged = found.staged(versions, step)
             staged.apply()
             found = staged.after
         return found
 
-    def staged(self, versions: Versions, step: VersionStep) -> "Staged":
+    def staged(self, versions: VersionStore, step: VersionStep) -> "StagedVersion":
         """The next version, brought beside this one and verified."""
         manifest = step.manifest
         if manifest.parent is None or manifest.parent.version != self.step.manifest.version:
-            raise DamagedError("does not follow from the one in service", field="version", value=step.folder)
+            raise CorruptFileError("does not follow from the one in service", field="version", value=step.folder)
         plain, tensors = versions.descriptions(step)
         files = _files(self.files, plain, tensors)
         spec = _spec(self.servable.spec, self.files[SPEC_FILE], files[SPEC_FILE])
@@ -116,9 +116,11 @@ class Followed:
             puts.append(_Put.of(self.servable.index, spec.num_items, _joined(index)))
         weights = versions.weights(step)
         _check_weights(self.servable, weights)  # on the host: a device would have to be waited for
-        return Staged(
+        return StagedVersion(
             before=self,
-            after=Followed(self._servable(spec, files, step.servable_version, manifest.published_s), files, step),
+            after=LiveModelVersion(
+                self._servable(spec, files, step.servable_version, manifest.published_s), files, step
+            ),
             puts=tuple(puts),
             columns=_columns(self.servable, tensors, files),
             weights={name: tensor.to(self.servable.device) for name, tensor in weights.items()},
@@ -132,9 +134,9 @@ class Followed:
         puts = [_Put.of(table, table.num_rows, (one, table.rows(one))) for table in tables.values()]
         columns = {name: (one.to(c.device), c[one.to(c.device)]) for name, c in servable.item_columns.items()}
         weights = {name: tensor.clone() for name, tensor in servable.model.state_dict().items()}
-        Staged(before=self, after=self, puts=tuple(puts), columns=columns, weights=weights).apply()
+        StagedVersion(before=self, after=self, puts=tuple(puts), columns=columns, weights=weights).apply()
 
-    def _put(self, versions: Versions, step: VersionStep, table: PublishedTable) -> "_Put":
+    def _put(self, versions: VersionStore, step: VersionStep, table: PublishedTable) -> "_Put":
         served = _table_of(self.servable, table.name)
         removed = versions.removed(step, table)
         begun = initial_vectors(removed.numpy(), _config(table))
@@ -173,7 +175,7 @@ class _Put:
     @staticmethod
     def of(table: ServedTable, num_rows: int, rows: VersionRows | None) -> "_Put":
         if num_rows > table.room:
-            raise NoRoomError
+            raise TableFullError
         place = table.row_device
         if rows is None:
             none = torch.zeros(0, dtype=torch.int64, device=place)
@@ -183,11 +185,11 @@ class _Put:
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
+class StagedVersion:
     """A version beside the one in service."""
 
-    before: Followed
-    after: Followed
+    before: LiveModelVersion
+    after: LiveModelVersion
     puts: tuple[_Put, ...]
     columns: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
     """by name: ids and categories of items"""
@@ -263,7 +265,9 @@ def _check_weights(servable: Servable, weights: Mapping[str, torch.Tensor]) -> N
     now = servable.model.state_dict()
     fit = now.keys() == weights.keys() and all(now[name].shape == t.shape for name, t in weights.items())
     if not fit or not all(bool(t.isfinite().all()) for t in weights.values() if t.is_floating_point()):
-        raise DamagedError("has weights that do not fit the model, or are not finite", field="version", value="weights")
+        raise CorruptFileError(
+            "has weights that do not fit the model, or are not finite", field="version", value="weights"
+        )
 
 
 def _files(old: Mapping[str, Any], plain: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -294,7 +298,7 @@ def _columns(
         ids, categories = (tensors[f"{COLUMNS_FILE}/{name}/{part}"] for part in (IDS, VALUES))
         column = servable.item_columns[name]
         if len(ids) and int(ids.max()) >= len(column):
-            raise NoRoomError
+            raise TableFullError
         found[name] = (ids.to(column.device), categories.to(column.device))
     return found
 
@@ -334,7 +338,7 @@ def _index(rows: Iterable[VersionRows], room: int, cfg: TablesConfig, scratch: P
             weight = _memory(room, vectors.shape[1], vectors.dtype, cfg, scratch).zero_()
         weight.index_copy_(0, ids, vectors)
     if weight is None:
-        raise DamagedError("has no vectors to retrieve from", field="version", value=INDEX_FILE)
+        raise CorruptFileError("has no vectors to retrieve from", field="version", value=INDEX_FILE)
     return weight
 
 
@@ -348,13 +352,13 @@ def _served(
     weight: torch.Tensor, num_rows: int, device: torch.device, cfg: TablesConfig, *, is_streamed: bool = False
 ) -> ServedTable:
     if cfg.store == "device" or num_rows <= cfg.cache_rows:
-        return ResidentTable(weight.to(device), num_rows)
+        return DeviceTable(weight.to(device), num_rows)
     return CachedTable(DramRows(weight), device, 0 if is_streamed else cfg.cache_rows, num_rows)
 
 
 def _fitting(rows: torch.Tensor, weight: torch.Tensor, table: str) -> torch.Tensor:
     if rows.shape[1:] != weight.shape[1:] or rows.dtype != weight.dtype:
-        raise DamagedError("has rows of another shape or type", field="version", value=table)
+        raise CorruptFileError("has rows of another shape or type", field="version", value=table)
     return rows
 
 
@@ -363,7 +367,7 @@ _NAMED = re.compile(r"(.+)@([0-9a-f]{1,64}|[0-9]{8}-[0-9a-f]{0,8})")
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ModelAddress:
     """Where versions of a model come from."""
 
     address: str
@@ -374,39 +378,39 @@ class Source:
     def storage(self) -> Storage:
         return storage_of(self.address)
 
-    def at(self, version: str | None) -> "Source":
+    def at(self, version: str | None) -> "ModelAddress":
         return replace(self, version=version)
 
     def __str__(self) -> str:
         return self.address if self.version is None else f"{self.address}@{self.version}"
 
 
-def source_of(text: str) -> Source | None:
+def source_of(text: str) -> ModelAddress | None:
     """The address of versions that a text names; none where it names a folder that `nestrec export` wrote."""
     named = _NAMED.fullmatch(text)
     address, version = (named[1], named[2]) if named else (text, None)
     if "://" in address:
-        return Source(address, version)
+        return ModelAddress(address, version)
     folder = Path(address).resolve()
     is_published = (folder / NEWEST_FILE).exists() or (folder / VERSIONS).is_dir()
     is_one = is_published and not (folder / MANIFEST_FILE).exists()
-    return Source(str(folder), version) if is_one else None
+    return ModelAddress(str(folder), version) if is_one else None
 
 
 def open_source(
-    source: Source,
+    source: ModelAddress,
     device: torch.device | str = "cpu",
     tables: TablesConfig | None = None,
     scratch: Path | None = None,
     read_timeout_s: float = READ_TIMEOUT_S,
-) -> Followed:
+) -> LiveModelVersion:
     """The newest version that can be read, or the one that is named. A `UserError` where there is none."""
-    versions = Versions(source.storage, read_timeout_s)
+    versions = VersionStore(source.storage, read_timeout_s)
     problem = "holds no version yet"
     for at in versions.published() if source.version is None else [versions.find(source.version)]:
         try:
-            return Followed.open(versions, versions.way_from_full(at), device, tables, scratch)
-        except (DamagedError, FileNotFoundError) as error:
+            return LiveModelVersion.open(versions, versions.way_from_full(at), device, tables, scratch)
+        except (CorruptFileError, FileNotFoundError) as error:
             problem = f"holds no version that can be read: {error}"
     remedy = "publish one: nestrec publish RUN ADDRESS"
     raise UserError(problem, field="address", value=source.address, remedy=remedy)

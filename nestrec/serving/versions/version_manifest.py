@@ -25,16 +25,9 @@ from collections import deque
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from nestrec.artifacts.manifest import (
-    FileEntry,
-    decode_sealed,
-    digest_of_plain,
-    is_plain_name,
-    plain_manifest,
-    seal,
-)
+from nestrec.artifacts.manifest import FileEntry, decode_sealed, digest_of_plain, is_plain_name, plain_manifest, seal
 from nestrec.base.config import config, to_plain
-from nestrec.base.errors import DamagedError
+from nestrec.base.errors import CorruptFileError
 from nestrec.embedding.table_config import InitConfig
 from nestrec.serving.core.cost_model import LONG_BOUNDS_S, Histogram
 
@@ -119,7 +112,7 @@ class VersionManifest:
 
 
 @config
-class Newest:
+class NewestPointer:
     folder: str
     """name of the newest version"""
     version: str
@@ -140,26 +133,26 @@ def version_of(parent: Parent | None, number: int, step: int, files: tuple[FileE
     return digest_of_plain(told)
 
 
-def encode(told: VersionManifest | Newest) -> bytes:
+def encode(told: VersionManifest | NewestPointer) -> bytes:
     return seal(plain_manifest(told))
 
 
 def decode_manifest(content: bytes | bytearray, where: str) -> VersionManifest:
-    """`DamagedError` for what `encode` would not have written."""
+    """`CorruptFileError` for what `encode` would not have written."""
     return decode_sealed(VersionManifest, content, where, version=FORMAT, damaged=damaged_version)
 
 
-def decode_newest(content: bytes | bytearray, where: str) -> Newest:
-    """`DamagedError` for what `encode` would not have written."""
-    newest = decode_sealed(Newest, content, where, version=FORMAT, damaged=damaged_version)
+def decode_newest(content: bytes | bytearray, where: str) -> NewestPointer:
+    """`CorruptFileError` for what `encode` would not have written."""
+    newest = decode_sealed(NewestPointer, content, where, version=FORMAT, damaged=damaged_version)
     if not is_plain_name(newest.folder):
         raise damaged_version(where, f"names a folder outside the address: {newest.folder!r}")
     return newest
 
 
-def damaged_version(where: str, problem: str) -> DamagedError:
+def damaged_version(where: str, problem: str) -> CorruptFileError:
     """Returns the error for a file of a version."""
-    return DamagedError(problem, field="version", value=where, remedy="wait for the next full one")
+    return CorruptFileError(problem, field="version", value=where, remedy="wait for the next full one")
 
 
 PARTS = ("window", "training", "publish", "fetch", "apply", "answer")
@@ -167,7 +160,7 @@ _KEPT = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Fresh:
+class FreshnessBreakdown:
     """Seconds of the parts of one version; none where a run does not tell, or nobody has asked yet."""
 
     number: int
@@ -187,11 +180,11 @@ class Fresh:
         return {**dict(self.parts), "answer": answer}
 
 
-class Freshness:
+class FreshnessTracker:
     """Of the versions that a server has served of late. One thread at a time changes it, any may read."""
 
     def __init__(self) -> None:
-        self.recent: deque[Fresh] = deque(maxlen=_KEPT)
+        self.recent: deque[FreshnessBreakdown] = deque(maxlen=_KEPT)
         self.times = Histogram(LONG_BOUNDS_S)
         """seconds from event to answer"""
 
@@ -207,7 +200,7 @@ class Freshness:
             ("fetch", _between(manifest.published_s, fetched_s)),
             ("apply", applied_s - fetched_s),
         )
-        self.recent.append(Fresh(manifest.number, parts, came_s, applied_s))
+        self.recent.append(FreshnessBreakdown(manifest.number, parts, came_s, applied_s))
 
     def answered(self, at_s: float | None) -> None:
         """When the version in service has first answered; none: not yet."""
@@ -219,7 +212,7 @@ class Freshness:
             self.times.observe(fresh.seconds)
 
     @property
-    def last(self) -> Fresh | None:
+    def last(self) -> FreshnessBreakdown | None:
         """The newest that has answered, or the newest at all."""
         answered = [fresh for fresh in self.recent if fresh.answered_s is not None]
         return answered[-1] if answered else self.recent[-1] if self.recent else None

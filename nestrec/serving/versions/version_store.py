@@ -11,12 +11,12 @@ import torch
 from nestrec.artifacts.delta import chain_of
 from nestrec.artifacts.manifest import FileEntry, VerifiedReads
 from nestrec.artifacts.storage import Storage, TimedReads
-from nestrec.base.errors import DamagedError, UserError
+from nestrec.base.errors import CorruptFileError, UserError
 from nestrec.serving.versions.version_manifest import (
     NEWEST_FILE,
     VERSIONS,
     Kind,
-    Newest,
+    NewestPointer,
     PublishedTable,
     VersionManifest,
     damaged_version,
@@ -50,8 +50,9 @@ class VersionStep:
         return f"{self.folder}:{self.manifest.version}"
 
 
-class Versions:
-    """What lies at an address. `DamagedError` for what is not as it was written, `OSError` where it cannot be asked."""
+class VersionStore:
+    """What lies at an address. `CorruptFileError` for what is not as it was written, `OSError` where it cannot be
+    asked."""
 
     def __init__(self, storage: Storage, read_timeout_s: float = READ_TIMEOUT_S):
         """read_timeout_s: seconds after which a file that is not read yet counts as away."""
@@ -59,7 +60,7 @@ class Versions:
         self._reads = TimedReads(storage, read_timeout_s)
         self._verified = VerifiedReads(self._reads, damaged_version)
 
-    def newest(self) -> Newest | None:
+    def newest(self) -> NewestPointer | None:
         """None where nothing was published yet."""
         try:
             content = self._reads.read(NEWEST_FILE)
@@ -111,7 +112,7 @@ class Versions:
 
         Raises:
             UserError: No version, or more than one, is named so; the remedy lists the candidates.
-            DamagedError: The version is there and cannot be read.
+            CorruptFileError: The version is there and cannot be read.
         """
         told = dict(self.published())
         digests = {folder: told.get(folder) or self._digest_of(folder) for folder in self._reads.list_folders(VERSIONS)}
@@ -128,12 +129,12 @@ class Versions:
     def _digest_of(self, folder: str) -> str | None:
         try:
             return self._read_digest(folder)
-        except DamagedError:
+        except CorruptFileError:
             return None
 
     def _read_digest(self, folder: str) -> str:
-        """Return the version that a folder holds; `DamagedError` if no manifest of it can be read."""
-        problem: DamagedError | None = None
+        """Return the version that a folder holds; `CorruptFileError` if no manifest of it can be read."""
+        problem: CorruptFileError | None = None
         for kind in KINDS:
             where = manifest_file(folder, kind)
             try:
@@ -144,7 +145,7 @@ class Versions:
                 return manifest.version
             except FileNotFoundError:
                 continue
-            except DamagedError as error:
+            except CorruptFileError as error:
                 problem = error
         raise problem or damaged_version(f"{VERSIONS}/{folder}", "has neither full.json nor delta.json")
 
@@ -155,7 +156,7 @@ class Versions:
     def _named(self, folder: str) -> At | None:
         """(folder, version) of what lies in a folder; none where that is not told, or damaged."""
         for kind in KINDS:
-            with contextlib.suppress(FileNotFoundError, DamagedError):
+            with contextlib.suppress(FileNotFoundError, CorruptFileError):
                 where = manifest_file(folder, kind)
                 version = decode_manifest(self._reads.read(where), where).version
                 return (folder, version) if self.told(folder, version) is not None else None
@@ -170,7 +171,7 @@ class Versions:
         return True
 
     def way(self, target: At, current: str) -> list[VersionStep]:
-        """What leads from a version to another, oldest first. A `DamagedError` or `FileNotFoundError` where nothing
+        """What leads from a version to another, oldest first. A `CorruptFileError` or `FileNotFoundError` where nothing
         does."""
         if target[1] == current:
             return []
@@ -189,15 +190,15 @@ class Versions:
         """Returns a version by its full manifest if that can be read, else by its delta.
 
         Raises:
-            DamagedError: It has neither, or they are damaged.
+            CorruptFileError: It has neither, or they are damaged.
         """
         folder, version = at
-        problem: DamagedError | None = None
+        problem: CorruptFileError | None = None
         try:
             return VersionStep(folder, self.manifest(folder, "full", version))
         except FileNotFoundError:
             pass
-        except DamagedError as error:
+        except CorruptFileError as error:
             problem = error
         try:
             return self._delta(at)
@@ -264,7 +265,7 @@ class Versions:
         for kind in KINDS:
             try:
                 return self.manifest(folder, kind, version)
-            except (FileNotFoundError, DamagedError):
+            except (FileNotFoundError, CorruptFileError):
                 continue
         return None
 

@@ -13,7 +13,7 @@ import numpy as np
 from nestrec.base.errors import UserError
 from nestrec.data.batch_loader import BatchConfig
 from nestrec.data.dataset import Dataset
-from nestrec.data.dataset_card import Card, Feature, Owner
+from nestrec.data.dataset_card import DatasetCard, Feature, Owner
 from nestrec.data.samples.ranking_collator import RankingInputConfig
 from nestrec.data.samples.retrieval_collator import HistoryConfig
 from nestrec.data.samples.retrieval_inputs import RetrievalInputConfig
@@ -22,7 +22,7 @@ from nestrec.models import HSTUConfig
 from nestrec.models.heads import SimilarityConfig
 from nestrec.pipeline.dense.dense_optimizer import OptimizerConfig
 from nestrec.tasks.catalog_ranks import RetrievalEvaluationConfig
-from nestrec.tasks.ctr_task import RowsTaskConfig
+from nestrec.tasks.ctr_task import CTRTaskConfig
 from nestrec.tasks.ranking_task import RankingTaskConfig
 from nestrec.tasks.retrieval_task import RetrievalTaskConfig
 from nestrec.training.recipes.dataset_recipes import criteo_dlrm
@@ -54,7 +54,7 @@ RARE, RARE_SHARE = 5, 0.3
 
 
 @dataclass(frozen=True, slots=True)
-class Habits:
+class UserBehaviorStats:
     """What the events of some users tell and the card does not."""
 
     idle: float
@@ -116,7 +116,7 @@ def task_choice(dataset: Dataset) -> str | None:
     return f"{kind}: {why}"
 
 
-def look_at(dataset: Dataset) -> Habits:
+def look_at(dataset: Dataset) -> UserBehaviorStats:
     """The habits of users at even distances."""
     count = min(dataset.num_samples, LOOKED_AT)
     rows = dataset.rows(np.unique(np.linspace(0, dataset.num_samples - 1, count).astype(np.int64)))
@@ -125,17 +125,17 @@ def look_at(dataset: Dataset) -> Habits:
     num_events = max(1, items.size)
     distinct = np.unique(np.stack([user, items]), axis=1).shape[1]
     if "actions" not in rows.lists:
-        return Habits(0.0, 1 - distinct / num_events, {})
+        return UserBehaviorStats(0.0, 1 - distinct / num_events, {})
     actions = rows.lists["actions"][0].astype(np.int64)
     has_action = {name: actions & bit > 0 for name, bit in dataset.card.action_bits.items()}
     shares = {name: float(has.mean()) for name, has in has_action.items()}
     num_actions = np.sum(list(has_action.values()), axis=0)
     most = max(shares, key=lambda name: shares[name])
     several = float((num_actions > 1).sum() / max(1, (num_actions > has_action[most]).sum()))
-    return Habits(float((actions == 0).mean()), 1 - distinct / num_events, shares, several)
+    return UserBehaviorStats(float((actions == 0).mean()), 1 - distinct / num_events, shares, several)
 
 
-def _chosen_task(dataset: Dataset, habits: Habits) -> tuple[SequenceTask, str]:
+def _chosen_task(dataset: Dataset, habits: UserBehaviorStats) -> tuple[SequenceTask, str]:
     """Ranking if the log has impressions with outcomes and is large enough for it, else retrieval."""
     problem = _why_no_impressions(dataset.card, habits)
     if problem is None:
@@ -147,7 +147,7 @@ def _chosen_task(dataset: Dataset, habits: Habits) -> tuple[SequenceTask, str]:
     return "retrieval", f"{MEANING['retrieval']}; {problem}{other}"
 
 
-def _why_no_impressions(card: Card, habits: Habits) -> str | None:
+def _why_no_impressions(card: DatasetCard, habits: UserBehaviorStats) -> str | None:
     """Returns why events are not impressions with outcomes; none if they are."""
     reactions = set(card.action_bits) - {"positive"}
     if not reactions:
@@ -165,14 +165,14 @@ def _why_no_impressions(card: Card, habits: Habits) -> str | None:
     return "actions are types of events, and what was shown and left alone is not known" if is_type else None
 
 
-def _labels_of(habits: Habits) -> tuple[str, ...]:
+def _labels_of(habits: UserBehaviorStats) -> tuple[str, ...]:
     """Returns the most frequent actions that are neither rare nor always there."""
     shares = habits.actions
     frequent = [name for name, share in shares.items() if LEAST_LABEL_SHARE <= share <= 1 - LEAST_LABEL_SHARE]
     return tuple(sorted(frequent, key=lambda name: -shares[name])[:MOST_LABELS])
 
 
-def _check_labels(card: Card, habits: Habits) -> None:
+def _check_labels(card: DatasetCard, habits: UserBehaviorStats) -> None:
     """Raises a `UserError` if the log has nothing that ranking can learn."""
     if _labels_of(habits) and card.has_timestamps:
         return
@@ -249,7 +249,7 @@ def _rows(dataset: Dataset, reasons: _Reasons, *, has_own_split: bool) -> RunCon
     base = criteo_dlrm()
     total = dataset.num_samples
     reasons.because("task.kind", "rows", "the dataset holds labelled examples, not histories; a small DLRM reads them")
-    task = cast(RowsTaskConfig, base.task)
+    task = cast(CTRTaskConfig, base.task)
     if not has_own_split and min(round(total * task.valid_share), round(total * task.test_share)) == 0:
         if total < 3:
             raise UserError(
@@ -271,7 +271,7 @@ def _rows(dataset: Dataset, reasons: _Reasons, *, has_own_split: bool) -> RunCon
     )
 
 
-def _retrieval(dataset: Dataset, habits: Habits, reasons: _Reasons, split: SplitKind) -> RunConfig:
+def _retrieval(dataset: Dataset, habits: UserBehaviorStats, reasons: _Reasons, split: SplitKind) -> RunConfig:
     card, counts = dataset.card, dataset.card.counts
     per_item = counts.events / max(1, counts.items)
     length = _at_least(card.lengths.p90, (50, 100, 200))
@@ -341,7 +341,7 @@ def _retrieval(dataset: Dataset, habits: Habits, reasons: _Reasons, split: Split
     )
 
 
-def _ranking(dataset: Dataset, habits: Habits, reasons: _Reasons, split: SplitKind) -> RunConfig:
+def _ranking(dataset: Dataset, habits: UserBehaviorStats, reasons: _Reasons, split: SplitKind) -> RunConfig:
     card = dataset.card
     labels = _labels_of(habits)
     shares = ", ".join(f"{name} {habits.actions[name]:.1%}" for name in labels)
@@ -404,7 +404,7 @@ def _training(reasons: _Reasons, *, epochs: int, patience: int) -> TrainingConfi
     return TrainingConfig(epochs=epochs, patience=patience)
 
 
-def _read_features(card: Card, owner: Owner) -> tuple[str, ...]:
+def _read_features(card: DatasetCard, owner: Owner) -> tuple[str, ...]:
     return tuple(f.name for f in card.features if f.owner == owner and _is_read(f))
 
 
@@ -415,7 +415,7 @@ def _is_read(feature: Feature) -> bool:
     return feature.kind in ("number", "vector") or 2 < feature.vocabulary_size <= MOST_CATEGORY_VALUES
 
 
-def _rare_share(card: Card) -> float:
+def _rare_share(card: DatasetCard) -> float:
     """Of the items that have events, those with at most five."""
     found = card.popularity_histogram
     rare = sum(count for edge, count in zip(found.edges, found.counts, strict=False) if edge <= RARE)

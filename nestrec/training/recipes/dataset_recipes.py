@@ -18,7 +18,7 @@ from nestrec.models.backbone_registry import EncoderConfig
 from nestrec.models.heads import SimilarityConfig
 from nestrec.pipeline.dense.dense_optimizer import OptimizerConfig
 from nestrec.tasks.catalog_ranks import RetrievalEvaluationConfig
-from nestrec.tasks.ctr_task import RowsTaskConfig
+from nestrec.tasks.ctr_task import CTRTaskConfig
 from nestrec.tasks.ranking_task import RankingTaskConfig
 from nestrec.tasks.retrieval_task import RetrievalTaskConfig
 from nestrec.training.run_config import DataConfig, RunConfig, TrainingConfig
@@ -91,7 +91,7 @@ def criteo_dlrm() -> RunConfig:
     """A DLRM on rows in file order; the last tenth tests."""
     return RunConfig(
         name="criteo_dlrm",
-        task=RowsTaskConfig(),
+        task=CTRTaskConfig(),
         data=DataConfig(folder="data/criteo", prepare="nestrec prepare criteo train.txt data/criteo"),
         batch=BatchConfig(batch_samples=256),
         optimizer=OptimizerConfig(learning_rate=1e-3, table_learning_rate=0.01),

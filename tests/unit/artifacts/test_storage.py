@@ -11,7 +11,7 @@ import pytest
 from nestrec.artifacts import storage as module
 from nestrec.artifacts.storage import FsspecStorage, LocalStorage, RetriedReads, Storage, storage_of
 from nestrec.base import plugins
-from nestrec.base.plugins import Seam
+from nestrec.base.plugins import PluginRegistry
 
 
 @pytest.fixture(params=["local", "file", "memory"])
@@ -72,7 +72,9 @@ def test_retried_reads_end_at_an_answer(monkeypatch: pytest.MonkeyPatch) -> None
 def test_storage_of_takes_backends_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     point = EntryPoint(name="mine", value=f"{__name__}:backend", group="nestrec.storage")
     monkeypatch.setattr(plugins, "entry_points", lambda group: [point] if group == point.group else [])
-    monkeypatch.setattr(module, "BACKENDS", Seam("nestrec.storage", "storage backend", {}, of=module.BACKENDS._of))
+    monkeypatch.setattr(
+        module, "BACKENDS", PluginRegistry("nestrec.storage", "storage backend", {}, of=module.BACKENDS._of)
+    )
     assert storage_of("mine://bucket/run").address == "mine://bucket/run"
     assert isinstance(storage_of("memory://bucket/run"), FsspecStorage)
 

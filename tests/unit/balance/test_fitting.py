@@ -3,8 +3,8 @@ import pytest
 
 from nestrec.balance import TOKENS, CostModel
 from nestrec.balance.balance_metrics import measured_steps, per_step, waiting
-from nestrec.balance.cost import CostChange, CostSchedule, Measurement, refitted
-from nestrec.data.batch_order import Position
+from nestrec.balance.cost import CostChange, CostModelHistory, Measurement, refitted
+from nestrec.data.batch_order import BatchPosition
 
 TRUTH = CostModel(token=3e-6, token_squared=2e-9, step=0.01)
 
@@ -38,22 +38,29 @@ def test_nothing_is_learnt_from_few_or_equal_or_empty_steps() -> None:
 
 
 def test_a_change_holds_from_its_first_batch_on() -> None:
-    costs = CostSchedule(TOKENS)
+    costs = CostModelHistory(TOKENS)
     first, second = CostModel(token=2.0), CostModel(token=3.0)
-    costs.add(CostChange(step=10, first=Position(0, 20), cost=first))
-    costs.add(CostChange(step=30, first=Position(1, 2), cost=second))
-    asked = [Position(0, 19), Position(0, 20), Position(0, 99), Position(1, 1), Position(1, 2), Position(7, 0)]
+    costs.add(CostChange(step=10, first=BatchPosition(0, 20), cost=first))
+    costs.add(CostChange(step=30, first=BatchPosition(1, 2), cost=second))
+    asked = [
+        BatchPosition(0, 19),
+        BatchPosition(0, 20),
+        BatchPosition(0, 99),
+        BatchPosition(1, 1),
+        BatchPosition(1, 2),
+        BatchPosition(7, 0),
+    ]
     assert [costs.at(position).token for position in asked] == [1.0, 2.0, 2.0, 2.0, 3.0, 3.0]
     assert costs.newest == second
 
 
 def test_a_change_never_reaches_batches_that_were_dealt() -> None:
-    costs = CostSchedule(TOKENS)
-    costs.at(Position(0, 12))
+    costs = CostModelHistory(TOKENS)
+    costs.at(BatchPosition(0, 12))
     with pytest.raises(AssertionError):
-        costs.add(CostChange(step=10, first=Position(0, 12), cost=TOKENS))
-    costs.restore([CostChange(step=3, first=Position(0, 4), cost=CostModel(token=9.0))])
-    assert costs.at(Position(0, 5)).token == 9.0
+        costs.add(CostChange(step=10, first=BatchPosition(0, 12), cost=TOKENS))
+    costs.restore([CostChange(step=3, first=BatchPosition(0, 4), cost=CostModel(token=9.0))])
+    assert costs.at(BatchPosition(0, 5)).token == 9.0
 
 
 def test_waiting_is_what_a_rank_spends_beyond_the_last_to_enter() -> None:

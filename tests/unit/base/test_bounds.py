@@ -5,7 +5,7 @@ import pytest
 
 from nestrec.base.config import config
 from nestrec.base.config_overrides import with_overrides
-from nestrec.base.config_values import Bound, BoundError, Count, Decay, Natural, Positive, Share, from_plain
+from nestrec.base.config_values import Count, Decay, Natural, NumberRange, OutOfRangeError, Positive, Share, from_plain
 from nestrec.base.errors import UserError
 
 
@@ -56,12 +56,12 @@ OUT_OF_RANGE = [
 
 @pytest.mark.parametrize(("name", "text", "expected"), OUT_OF_RANGE)
 def test_a_number_out_of_range_is_refused_by_its_whole_name(name: str, text: str, expected: str) -> None:
-    with pytest.raises(BoundError, match=expected) as by_override:
+    with pytest.raises(OutOfRangeError, match=expected) as by_override:
         with_overrides(Whole(), {f"sizes.{name}": text})
     value = [4, 0] if name == "widths" else json.loads(text)
-    with pytest.raises(BoundError, match=expected) as by_file:
+    with pytest.raises(OutOfRangeError, match=expected) as by_file:
         from_plain(Whole, {"sizes": {name: value}})
-    with pytest.raises(BoundError, match=expected) as by_hand:
+    with pytest.raises(OutOfRangeError, match=expected) as by_hand:
         Sizes(**{name: value})
     assert (by_override.value.field, by_file.value.field) == (f"sizes.{name}", f"sizes.{name}")
     assert by_hand.value.field == name
@@ -81,7 +81,7 @@ def test_options_that_only_make_sense_together_may_come_in_any_order() -> None:
 
 
 def test_a_bound_says_what_it_allows() -> None:
-    assert [str(bound) for bound in (Bound(1), Bound(0, above=True), Bound(0, 1))] == [
+    assert [str(bound) for bound in (NumberRange(1), NumberRange(0, above=True), NumberRange(0, 1))] == [
         "1 or more",
         "more than 0",
         "0 to 1",

@@ -1,19 +1,19 @@
 import pytest
 
 from nestrec.base.clock import RealClock
-from nestrec.base.errors import DamagedError, UserError, did_you_mean
-from nestrec_bench.harness.clocks import AgendaClock, SimulatedClock
+from nestrec.base.errors import CorruptFileError, UserError, did_you_mean
+from nestrec_bench.harness.clocks import EventClock, ManualClock
 
 
 def test_the_simulated_clock_moves_only_when_told() -> None:
-    clock = SimulatedClock(3.0)
+    clock = ManualClock(3.0)
     assert clock.now_s() == clock.now_s() == 3.0
     clock.sleep(0.5)
     assert clock.now_s() == 3.5
 
 
 def test_what_is_due_happens_in_order_and_at_its_moment_while_somebody_sleeps() -> None:
-    clock, seen = AgendaClock(), list[tuple[str, float]]()
+    clock, seen = EventClock(), list[tuple[str, float]]()
     clock.at(2.0, lambda: seen.append(("second", clock.now_s())))
     clock.at(1.0, lambda: (seen.append(("first", clock.now_s())), clock.at(1.5, lambda: seen.append(("then", 1.5)))))
     clock.at(2.0, lambda: seen.append(("third", clock.now_s())))
@@ -35,7 +35,7 @@ def test_a_user_error_names_field_value_and_remedy() -> None:
     assert str(error) == "batch = 7: is too big\n  remedy: choose 3"
     assert str(UserError("is wrong")) == "is wrong"
     with pytest.raises(UserError):
-        raise DamagedError("is damaged")
+        raise CorruptFileError("is damaged")
 
 
 def test_a_close_name_is_suggested_and_otherwise_all_are_listed() -> None:

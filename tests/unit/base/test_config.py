@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from nestrec.base.config import config, dumps, to_plain
 from nestrec.base.config_overrides import with_overrides
 from nestrec.base.config_values import from_plain
-from nestrec.base.errors import UserError, UserErrors
+from nestrec.base.errors import UserError, UserErrorGroup
 
 
 class Color(enum.Enum):
@@ -244,12 +244,12 @@ class Either:
 
 def test_all_mistakes_of_a_config_are_told_at_once() -> None:
     wrong = {"inner.num_layers": "x", "mode": "meen", "inner.dropuot": "1", "nosuch": "1", "dims": "a,2,b"}
-    with pytest.raises(UserErrors) as caught:
+    with pytest.raises(UserErrorGroup) as caught:
         with_overrides(Outer(), wrong)
     fields = [error.field for error in caught.value.errors]
     assert sorted(map(str, fields)) == ["dims[0]", "dims[2]", "inner.dropuot", "inner.num_layers", "mode", "nosuch"]
     assert all(str(field) in str(caught.value) for field in fields)
-    with pytest.raises(UserErrors) as caught:
+    with pytest.raises(UserErrorGroup) as caught:
         from_plain(Outer, {"inner": {"dropout": "x", "name": 3}, "mode": 1})
     assert [error.field for error in caught.value.errors] == ["inner.dropout", "inner.name", "mode"]
 

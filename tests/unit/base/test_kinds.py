@@ -9,9 +9,9 @@ import pytest
 from nestrec.base import plugins as module
 from nestrec.base.config import config, to_plain
 from nestrec.base.config_overrides import with_overrides
-from nestrec.base.config_values import Count, KindOf, from_plain
+from nestrec.base.config_values import Count, PluginConfig, from_plain
 from nestrec.base.errors import UserError
-from nestrec.base.plugins import Seam
+from nestrec.base.plugins import PluginRegistry
 
 
 @config
@@ -32,12 +32,12 @@ class Shape:
 
 
 CIRCLE, MISNAMED = Shape(CircleConfig), Shape(SquareConfig)
-SHAPES: Seam[Shape] = Seam("tests.shapes", "shape", {"square": Shape(SquareConfig)}, of=Shape)
+SHAPES: PluginRegistry[Shape] = PluginRegistry("tests.shapes", "shape", {"square": Shape(SquareConfig)}, of=Shape)
 
 
 @config
 class Drawing:
-    shape: Annotated[Any, KindOf(SHAPES)] = SquareConfig()
+    shape: Annotated[Any, PluginConfig(SHAPES)] = SquareConfig()
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from nestrec.base.thread_team import Team, for_parts, in_order, niceness, set_niceness
+from nestrec.base.thread_team import ThreadTeam, for_parts, in_order, niceness, set_niceness
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -60,11 +60,11 @@ def test_an_error_of_a_call_is_raised_in_its_turn():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no niceness of their own")
 def test_calls_that_run_ahead_are_as_nice_as_who_asks_for_them_and_follow_when_that_is_changed():
-    seen, teams = list[str | int](), list[Team]()
+    seen, teams = list[str | int](), list[ThreadTeam]()
 
     def call() -> None:
         seen.append(niceness(own := threading.get_native_id()))
-        Team.of_thread().set_niceness(0)  # by a member, or by anybody who knows the team
+        ThreadTeam.of_thread().set_niceness(0)  # by a member, or by anybody who knows the team
         seen.append(niceness(own))
 
     def ask() -> None:
@@ -73,7 +73,7 @@ def test_calls_that_run_ahead_are_as_nice_as_who_asks_for_them_and_follow_when_t
             seen.append("may not")
             return
         set_niceness(own, 3)
-        teams.append(Team.of_thread())
+        teams.append(ThreadTeam.of_thread())
         list(in_order([call], 2))
         seen.extend([niceness(own), len(teams[0]._threads)])
 

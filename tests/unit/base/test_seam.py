@@ -10,7 +10,7 @@ import pytest
 
 from nestrec.base import plugins as module
 from nestrec.base.errors import UserError
-from nestrec.base.plugins import Seam
+from nestrec.base.plugins import PluginRegistry
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,10 @@ TRIANGLE = Shape(3)
 NOT_A_SHAPE = "square"
 
 
-def shapes(monkeypatch: pytest.MonkeyPatch, **foreign: str) -> Seam[Shape]:
+def shapes(monkeypatch: pytest.MonkeyPatch, **foreign: str) -> PluginRegistry[Shape]:
     points = [EntryPoint(name=name, value=value, group="tests.shapes") for name, value in foreign.items()]
     monkeypatch.setattr(module, "entry_points", lambda group: [point for point in points if point.group == group])
-    return Seam("tests.shapes", "shape", {"square": Shape(4), "triangle": f"{__name__}:TRIANGLE"}, of=Shape)
+    return PluginRegistry("tests.shapes", "shape", {"square": Shape(4), "triangle": f"{__name__}:TRIANGLE"}, of=Shape)
 
 
 def test_members_are_found_by_name_ours_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,9 +95,9 @@ def area(shape: Any, unit: Any) -> float:
     return 1.0
 
 
-def specs(monkeypatch: pytest.MonkeyPatch, **given: Any) -> Seam[Spec]:
+def specs(monkeypatch: pytest.MonkeyPatch, **given: Any) -> PluginRegistry[Spec]:
     monkeypatch.setattr(module, "entry_points", lambda group: [])
-    return Seam("tests.specs", "spec", {"one": Spec(**{"area": area, **given})}, of=Spec)
+    return PluginRegistry("tests.specs", "spec", {"one": Spec(**{"area": area, **given})}, of=Spec)
 
 
 @pytest.mark.parametrize(

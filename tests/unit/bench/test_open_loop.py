@@ -11,8 +11,8 @@ import pytest
 from nestrec.base.config_overrides import with_overrides
 from nestrec.base.errors import UserError
 from nestrec_bench.load_test.load_test import (
-    Reads,
-    ReplayConfig,
+    LoadTestConfig,
+    RequiredInputs,
     chosen_items,
     made_up_request,
     make_load,
@@ -120,8 +120,8 @@ def test_load_over_http_reaches_a_server_and_is_timed(tmp_path):
         server.close()
         return trial
 
-    cfg = ReplayConfig(duration_s=0.5, signal_ms=20.0, returning=0.5)
-    load = make_load(cfg, 60.0, 7, Reads(features=("tab",)), ["a", "b"])
+    cfg = LoadTestConfig(duration_s=0.5, signal_ms=20.0, returning=0.5)
+    load = make_load(cfg, 60.0, 7, RequiredInputs(features=("tab",)), ["a", "b"])
     trial = asyncio.run(run(load))
     assert trial.num_refused == 0
     assert (
@@ -134,7 +134,7 @@ def test_load_over_http_reaches_a_server_and_is_timed(tmp_path):
     recorded = tmp_path / "load.jsonl"
     recorded.write_text('{"at_s": 0.0, "path": "/v1/recommend", "body": {"user": "a"}}\n')
     seen.clear()
-    asyncio.run(run(make_load(ReplayConfig(recorded=str(recorded)), 1.0, 1, Reads())))
+    asyncio.run(run(make_load(LoadTestConfig(recorded=str(recorded)), 1.0, 1, RequiredInputs())))
     assert seen == [(b"/v1/recommend", {"user": "a"})]
 
 
@@ -158,7 +158,7 @@ def test_a_server_that_is_not_there_is_a_failed_request():
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "127.0.0.1:8000", "https://127.0.0.1:8000"])
 def test_a_load_that_nobody_would_hear_is_an_error_and_no_measurement(url):
     with pytest.raises(UserError) as refused:
-        replay(url, ReplayConfig(duration_s=0.01))
+        replay(url, LoadTestConfig(duration_s=0.01))
     assert (refused.value.field, refused.value.value) == ("URL", url)
 
 
@@ -174,8 +174,8 @@ def test_replay_items_are_those_of_a_file_or_a_number(tmp_path):
 
 
 def test_synthetic_requests_of_a_seed_stay_the_same():
-    cfg = ReplayConfig(candidates=4, seed=7)
-    reads = Reads(actions=("click", "buy"))
+    cfg = LoadTestConfig(candidates=4, seed=7)
+    reads = RequiredInputs(actions=("click", "buy"))
     _, body = made_up_request(5, 6, cfg, np.random.default_rng(3), reads, items=range(1, 1001))
     own = np.random.default_rng((7, 5))
     assert body["history"]["items"] == own.integers(1, 1001, 6).tolist()
@@ -185,6 +185,6 @@ def test_synthetic_requests_of_a_seed_stay_the_same():
 
 def test_wrong_options_are_named(tmp_path):
     with pytest.raises(UserError, match="finds"):
-        with_overrides(ReplayConfig(), {"finds": "speed"})
+        with_overrides(LoadTestConfig(), {"finds": "speed"})
     with pytest.raises(UserError, match="recorded"):
-        make_load(ReplayConfig(recorded=str(tmp_path / "none")), 1.0, 1, Reads())
+        make_load(LoadTestConfig(recorded=str(tmp_path / "none")), 1.0, 1, RequiredInputs())

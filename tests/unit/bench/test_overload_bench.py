@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 from nestrec_bench.load_test.open_loop import Trial
-from nestrec_bench.load_test.server_under_load import Served, quantile
+from nestrec_bench.load_test.server_under_load import ServedLoadResult, quantile
 from nestrec_bench.serving.front_bench import FrontBench, measure_front
 from nestrec_bench.serving.overload_bench import normal_after_s
 
 
 def served(latency_ms):
     latency_ms = np.array(latency_ms)
-    return Served(
+    return ServedLoadResult(
         at_s=np.arange(len(latency_ms), dtype=np.float64),
         trial=Trial(1.0, latency_ms, 0.0, 1.0),
         refusal_ms=np.where(np.isinf(latency_ms), 2.0, np.nan),

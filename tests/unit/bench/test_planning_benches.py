@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from nestrec.cli.app import app
 from nestrec.distributed import Topology
-from nestrec_bench.harness.background_load import OtherLoad
+from nestrec_bench.harness.background_load import BackgroundLoadMeter
 from nestrec_bench.planning.calibrate_bench import CalibrateBench, calibrate
 from nestrec_bench.planning.simulator_bench import simulate_once
 from nestrec_bench.schedules.schedules_job import JobConfig
@@ -29,7 +29,7 @@ def test_papers_print_rows_and_assumptions(tmp_path):
 
 
 def test_other_load_is_seen_by_one_rank_too():
-    load = OtherLoad(Topology.single())
+    load = BackgroundLoadMeter(Topology.single())
     sum(range(2_000_000))
     assert load.cores() > -1.0
 

@@ -5,7 +5,7 @@ import pytest
 
 from nestrec.base.errors import UserError
 from nestrec.pipeline import PipelineConfig
-from nestrec.planning.hardware_profile import ComputeRates, Profile, Rate, StoreRates
+from nestrec.planning.hardware_profile import ComputeRates, LinearCost, Profile, StoreRates
 from nestrec.planning.simulator.program_replay import Mesh
 from nestrec.planning.simulator.rehearsal import rehearse
 from nestrec.planning.simulator.shared_cores import Hosts, replay_shared
@@ -13,7 +13,7 @@ from nestrec.planning.simulator.step_costs import StepCosts
 from nestrec_bench.planning import prediction_bench
 from nestrec_bench.planning.prediction_bench import PredictionBench, predict, predict_rows
 from nestrec_bench.planning.prediction_job import Bed, from_plain_bed, make_bed_batches, to_plain_bed
-from nestrec_bench.planning.shared_fit import Observed, stage_times
+from nestrec_bench.planning.shared_fit import StageObservations, stage_times
 from nestrec_bench.schedules.schedules_job import JobConfig
 
 BENCH = PredictionBench(
@@ -28,13 +28,13 @@ BENCH = PredictionBench(
     job=JobConfig(samples=32, tokens=8, num_rows=2_000, dim=32),
 )
 TRUTH = Profile(
-    exchange_keys=Rate(fixed_s=3e-4),
-    dram=StoreRates(fetch=Rate(unit_s=5e-9), write_back=Rate(unit_s=2e-9)),
-    exchange_vectors=Rate(fixed_s=2e-4),
-    exchange_gradients=Rate(fixed_s=2e-4),
-    update_rows=Rate(unit_s=1e-9),
-    dense_reduce=Rate(fixed_s=1e-3),
-    dense_apply=Rate(fixed_s=5e-4),
+    exchange_keys=LinearCost(fixed_s=3e-4),
+    dram=StoreRates(fetch=LinearCost(unit_s=5e-9), write_back=LinearCost(unit_s=2e-9)),
+    exchange_vectors=LinearCost(fixed_s=2e-4),
+    exchange_gradients=LinearCost(fixed_s=2e-4),
+    update_rows=LinearCost(unit_s=1e-9),
+    dense_reduce=LinearCost(fixed_s=1e-3),
+    dense_apply=LinearCost(fixed_s=5e-4),
     compute=ComputeRates(fixed_s=1e-3, flop_s=5e-11),
 )
 
@@ -54,7 +54,7 @@ def a_round(bench, bed, entry, cores, first):
     loads = prediction_bench._loads(bed, entry, bench.options())
     program = rehearse(PipelineConfig(schedule=entry.schedule), micro_batches=entry.micro_batches, steps=bench.steps)
     mesh = Mesh(1, bed.ranks)
-    links = Observed(loads, {}, bed.link_mbit / 8e3).links()
+    links = StageObservations(loads, {}, bed.link_mbit / 8e3).links()
     costs = StepCosts(loads.starting_at(first - 1), TRUTH, links, mesh, store="dram", hands_over=True)
     done = replay_shared(program, costs, mesh, Hosts(ranks=bed.ranks, cores=cores))
     spans = [span for rank in range(bed.ranks) for span in done.spans(rank) if span.rank >= 0]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nestrec.artifacts.atomic_files import write_file
-from nestrec.checkpoint import Checkpoints, Content, Peers, Restored
+from nestrec.checkpoint import CheckpointGroup, CheckpointManager, LoadedCheckpoint, RankCheckpoint
 from nestrec.embedding.table_config import TableConfig
 from nestrec.embedding.table_shard import TableShard
 from support.checkpoint_contents import make_rows
@@ -24,19 +24,19 @@ def _small_files(monkeypatch):
     monkeypatch.setattr("nestrec.embedding.table_snapshot.CHUNK_BYTES", 2048)
 
 
-def shard_of(peers: Peers) -> TableShard:
+def shard_of(peers: CheckpointGroup) -> TableShard:
     return TableShard(TABLE, peers.rank, peers.world, torch.device("cpu"))
 
 
 def save(folder: Path, world: int, step: int) -> None:
-    def work(peers: Peers) -> None:
+    def work(peers: CheckpointGroup) -> None:
         shard = shard_of(peers)
         fetched = shard.fetch(shard.keys(), 1)
         fetched.rows += torch.from_numpy(fetched.keys.astype(np.int32))[:, None] % 7 + step
         shard.write_back(fetched)
         frozen = shard.freeze()
-        content = Content(state={"step": step}, tables={"items": frozen}, close=frozen.close)
-        Checkpoints(folder, peers=peers).save(step, content)
+        content = RankCheckpoint(state={"step": step}, tables={"items": frozen}, close=frozen.close)
+        CheckpointManager(folder, peers=peers).save(step, content)
 
     assert run_ranks(world, work) == [None] * world
 
@@ -54,15 +54,15 @@ def rows_of(shard: TableShard) -> dict[int, bytes]:
 def load(folder: Path, world: int, messages: list[str] | None = None) -> tuple[list[int], dict[int, bytes], int]:
     """Step that each rank took, row of each key, and bytes that were read in all."""
 
-    def work(peers: Peers) -> tuple[int, TableShard, int]:
+    def work(peers: CheckpointGroup) -> tuple[int, TableShard, int]:
         shard = shard_of(peers)
 
-        def take(restored: Restored) -> None:
+        def take(restored: LoadedCheckpoint) -> None:
             shard.clear()
             shard.load(restored.rows("items", shard=(peers.rank, peers.world)))
 
         report = [].append if messages is None else messages.append
-        restored = Checkpoints(folder, peers=peers, report=report).restore_latest(take)
+        restored = CheckpointManager(folder, peers=peers, report=report).restore_latest(take)
         assert restored is not None
         return restored.step, shard, restored.bytes_read
 
@@ -111,9 +111,9 @@ def test_what_is_saved_while_training_goes_on_is_the_table_of_when_the_save_bega
 
     monkeypatch.setattr("nestrec.checkpoint.checkpoint_writer.write_file", write_late)
 
-    def work(peers: Peers) -> None:
+    def work(peers: CheckpointGroup) -> None:
         shard, draw = shard_of(peers), np.random.default_rng(peers.rank)
-        keys, checkpoints = shard.keys(), Checkpoints(tmp_path, peers=peers)
+        keys, checkpoints = shard.keys(), CheckpointManager(tmp_path, peers=peers)
 
         def train(step: int) -> None:
             fetched = shard.fetch(np.unique(draw.choice(keys, 200)), step)
@@ -124,7 +124,7 @@ def test_what_is_saved_while_training_goes_on_is_the_table_of_when_the_save_bega
             train(step)
         expected.update(rows_of(shard))
         frozen = shard.freeze(max_bytes=64 << 10)
-        content = Content(state={}, tables={"items": frozen}, close=frozen.close)
+        content = RankCheckpoint(state={}, tables={"items": frozen}, close=frozen.close)
         checkpoints.save_async(30, content, is_copied=True)
         for step in range(30, 33):
             train(step)
@@ -147,11 +147,11 @@ def test_what_large_checkpoints_take_is_told_once(tmp_path, monkeypatch):
     monkeypatch.setattr("nestrec.checkpoint.checkpoint_manager.NOTED_BYTES", 1000)
     told: list[str] = []
 
-    def work(peers: Peers) -> None:
-        checkpoints = Checkpoints(tmp_path, peers=peers, note=told.append)
-        checkpoints.save(1, Content(state={}, tables={"items": [make_rows(range(100 * peers.rank, 100), 1)]}))
-        checkpoints.save(2, Content(state={}))
-        Checkpoints(tmp_path, peers=peers, note=told.append).restore_latest(
+    def work(peers: CheckpointGroup) -> None:
+        checkpoints = CheckpointManager(tmp_path, peers=peers, note=told.append)
+        checkpoints.save(1, RankCheckpoint(state={}, tables={"items": [make_rows(range(100 * peers.rank, 100), 1)]}))
+        checkpoints.save(2, RankCheckpoint(state={}))
+        CheckpointManager(tmp_path, peers=peers, note=told.append).restore_latest(
             lambda restored: list(restored.rows("items"))
         )
 
@@ -176,10 +176,10 @@ def test_damage_that_one_rank_meets_while_it_reads_sends_all_to_the_checkpoint_b
 
 def test_checkpoints_of_before_hashes_were_written_are_read_by_all(tmp_path, monkeypatch):
     monkeypatch.setattr("nestrec.checkpoint.checkpoint_writer._bounds", lambda keys: None)
-    Checkpoints(tmp_path).save(1, Content(state={}, tables={"items": [make_rows(range(20), 1)]}))
+    CheckpointManager(tmp_path).save(1, RankCheckpoint(state={}, tables={"items": [make_rows(range(20), 1)]}))
     manifest = (tmp_path / "step-00000001" / "manifest.json").read_text()
     assert "hashes" not in manifest
-    restored = Checkpoints(tmp_path).restore_latest()
+    restored = CheckpointManager(tmp_path).restore_latest()
     assert restored is not None
     for shard in range(3):
         (chunk,) = restored.rows("items", shard=(shard, 3))

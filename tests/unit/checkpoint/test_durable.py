@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nestrec.checkpoint import Checkpoints, Content
+from nestrec.checkpoint import CheckpointManager, RankCheckpoint
 from nestrec.checkpoint.checkpoint_manifest import MANIFEST_NAME
 
 
@@ -32,12 +32,12 @@ def flushed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
 def test_every_file_then_its_folder_are_flushed_before_the_rename_and_the_parent_after_it(
     tmp_path: Path, flushed: list[tuple[str, int]]
 ) -> None:
-    content = Content(
+    content = RankCheckpoint(
         tensors={"w": torch.ones(3)},
         state={"step": 1},
         tables={"t": [{"keys": torch.arange(4), "weight": torch.ones(4, 2)}]},
     )
-    folder = Checkpoints(tmp_path).save(1, content)
+    folder = CheckpointManager(tmp_path).save(1, content)
     renamed = flushed.index(("rename", folder.stat().st_ino))
     before, after = flushed[:renamed], flushed[renamed + 1 :]
     files = {path.name: ("flush", path.stat().st_ino) for path in folder.iterdir()}

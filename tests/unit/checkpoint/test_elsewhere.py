@@ -12,8 +12,15 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
 
 from nestrec.artifacts.storage import FsspecStorage, LocalStorage, storage_of
-from nestrec.base.errors import DamagedError, UserError
-from nestrec.checkpoint import Checkpoints, Content, Peers, Restored, SaveError, verify
+from nestrec.base.errors import CorruptFileError, UserError
+from nestrec.checkpoint import (
+    CheckpointGroup,
+    CheckpointManager,
+    CheckpointSaveError,
+    LoadedCheckpoint,
+    RankCheckpoint,
+    verify,
+)
 from support.checkpoint_contents import assert_same, make_content, make_rows, table_values, values_of
 from support.fail_points import armed
 from support.rank_pool import run_ranks
@@ -40,57 +47,57 @@ def files_of(address: str) -> dict[str, bytes]:
 
 
 def test_a_run_goes_on_from_an_address_where_its_folder_has_nothing(tmp_path: Path, address: str) -> None:
-    def save(peers: Peers) -> None:
-        checkpoints = Checkpoints(tmp_path / "a", keep=2, peers=peers, address=address)
+    def save(peers: CheckpointGroup) -> None:
+        checkpoints = CheckpointManager(tmp_path / "a", keep=2, peers=peers, address=address)
         for step in range(1, 5):
             rows = [make_rows(range(20 * peers.rank, 20 * peers.rank + 20), step)]
-            checkpoints.save_async(step, Content(state={"step": step}, tables={"items": rows}))
+            checkpoints.save_async(step, RankCheckpoint(state={"step": step}, tables={"items": rows}))
         checkpoints.close()
 
     assert run_ranks(2, save) == [None, None]
-    expected = values_of(Checkpoints(tmp_path / "a").restore(4), "items")
+    expected = values_of(CheckpointManager(tmp_path / "a").restore(4), "items")
     assert {name.split("/")[-2] for name in files_of(address)} == {"step-00000003", "step-00000004"}
 
-    def load(peers: Peers) -> Restored | None:
-        return Checkpoints(tmp_path / "b", peers=peers, address=address).restore_latest()
+    def load(peers: CheckpointGroup) -> LoadedCheckpoint | None:
+        return CheckpointManager(tmp_path / "b", peers=peers, address=address).restore_latest()
 
     for restored in run_ranks(3, load):
-        assert isinstance(restored, Restored), restored
+        assert isinstance(restored, LoadedCheckpoint), restored
         assert restored.step == 4
         assert values_of(restored, "items") == expected
-    assert Checkpoints(tmp_path / "b").steps() == [4]
+    assert CheckpointManager(tmp_path / "b").steps() == [4]
 
 
 def test_a_chain_is_copied_with_what_it_builds_on_and_taken_back_whole(tmp_path: Path, address: str) -> None:
     draw, rows = random.Random(1), dict[int, tuple[float, ...]]()
-    checkpoints = Checkpoints(tmp_path / "a", keep=1, max_deltas=3, address=address)
+    checkpoints = CheckpointManager(tmp_path / "a", keep=1, max_deltas=3, address=address)
     for step in range(1, 7):
         base = checkpoints.base_for_next()
         touched = [make_rows(draw.sample(range(30), 5), step)]
         rows |= table_values(touched)
-        checkpoints.save(step, Content(state={}, tables={"items": touched}, base=base))
+        checkpoints.save(step, RankCheckpoint(state={}, tables={"items": touched}, base=base))
     shutil.rmtree(tmp_path / "a")
-    restored = Checkpoints(tmp_path / "a", max_deltas=3, address=address).restore_latest()
+    restored = CheckpointManager(tmp_path / "a", max_deltas=3, address=address).restore_latest()
     assert restored is not None
     assert restored.manifest.base is not None
     assert values_of(restored, "items") == rows
 
 
 def test_who_dies_while_a_chain_is_taken_back_takes_all_of_it_when_started_again(tmp_path: Path, address: str) -> None:
-    checkpoints = Checkpoints(tmp_path / "a", max_deltas=3, address=address)
+    checkpoints = CheckpointManager(tmp_path / "a", max_deltas=3, address=address)
     for step in range(1, 4):
         base = checkpoints.base_for_next()
-        checkpoints.save(step, Content(state={}, tables={"items": [make_rows(range(step), step)]}, base=base))
+        checkpoints.save(step, RankCheckpoint(state={}, tables={"items": [make_rows(range(step), step)]}, base=base))
     shutil.rmtree(tmp_path / "a")
     with armed("checkpoint.after_fetched", crash, at=2), pytest.raises(CrashError):
-        Checkpoints(tmp_path / "a", max_deltas=3, address=address).restore_latest()
-    restored = Checkpoints(tmp_path / "a", max_deltas=3, address=address).restore_latest()
+        CheckpointManager(tmp_path / "a", max_deltas=3, address=address).restore_latest()
+    restored = CheckpointManager(tmp_path / "a", max_deltas=3, address=address).restore_latest()
     assert restored is not None
     assert restored.step == 3
 
 
 def test_what_was_not_copied_to_its_end_or_is_damaged_there_is_not_taken(tmp_path: Path, address: str) -> None:
-    checkpoints = Checkpoints(tmp_path / "a", address=address)
+    checkpoints = CheckpointManager(tmp_path / "a", address=address)
     for step in (1, 2):
         checkpoints.save(step, make_content(step))
     with armed("checkpoint.before_sent_manifest", crash), pytest.raises(CrashError):
@@ -98,22 +105,22 @@ def test_what_was_not_copied_to_its_end_or_is_damaged_there_is_not_taken(tmp_pat
     damaged = next(name for name in files_of(address) if "step-00000002/rows" in name)
     fsspec.filesystem("memory").pipe_file(damaged, files_of(address)[damaged][:-1] + b"!")
     told: list[str] = []
-    restored = Checkpoints(tmp_path / "b", address=address, report=told.append).restore_latest()
+    restored = CheckpointManager(tmp_path / "b", address=address, report=told.append).restore_latest()
     assert restored is not None
     assert_same(restored, make_content(1))
     assert len(told) == 1
     assert "does not match its digest" in told[0]
     assert verify(tmp_path / "a" / "step-00000003") == [], "what lies in the folder is whole"
-    again = Checkpoints(tmp_path / "a", address=address)
+    again = CheckpointManager(tmp_path / "a", address=address)
     again.save(4, make_content(4))
     assert {name.split("/")[-2] for name in files_of(address)} >= {"step-00000004"}
-    assert Checkpoints(tmp_path / "c", address=address).restore_latest().step == 4  # type: ignore[union-attr]
+    assert CheckpointManager(tmp_path / "c", address=address).restore_latest().step == 4  # type: ignore[union-attr]
 
 
 def test_an_address_that_cannot_be_written_is_told_and_the_run_goes_on(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     told: list[str] = []
-    checkpoints = Checkpoints(tmp_path / "a", address=str(tmp_path / "file" / "run"), report=told.append)
+    checkpoints = CheckpointManager(tmp_path / "a", address=str(tmp_path / "file" / "run"), report=told.append)
     checkpoints.save(1, make_content(1))
     assert checkpoints.steps() == [1]
     (problem,) = told
@@ -123,9 +130,9 @@ def test_an_address_that_cannot_be_written_is_told_and_the_run_goes_on(tmp_path:
 def test_best_weights_that_did_not_reach_the_second_place_are_sent_with_the_next_save(tmp_path: Path) -> None:
     there, told = tmp_path / "there", list[str]()
 
-    def places() -> tuple[Checkpoints, Checkpoints]:
-        best = Checkpoints(tmp_path / "best", keep=1, report=told.append, address=str(there / "best"))
-        last = Checkpoints(
+    def places() -> tuple[CheckpointManager, CheckpointManager]:
+        best = CheckpointManager(tmp_path / "best", keep=1, report=told.append, address=str(there / "best"))
+        last = CheckpointManager(
             tmp_path / "last", report=told.append, address=str(there / "last"), max_deltas=2, beside=best
         )
         return last, best
@@ -136,11 +143,11 @@ def test_best_weights_that_did_not_reach_the_second_place_are_sent_with_the_next
     assert len(told) == 2
     there.unlink()
     last.save(2, make_content(2))
-    assert Checkpoints(there / "best").steps() == [1]
+    assert CheckpointManager(there / "best").steps() == [1]
 
     with armed("checkpoint.before_sent_manifest", crash, at=2), pytest.raises(CrashError):
         last.save(3, make_content(3), also=best)
-    assert Checkpoints(there / "last").steps() == [2, 3]
+    assert CheckpointManager(there / "last").steps() == [2, 3]
     assert verify(there / "best" / "step-00000003") != []
     last, best = places()
     last.save(3, make_content(3))
@@ -149,8 +156,8 @@ def test_best_weights_that_did_not_reach_the_second_place_are_sent_with_the_next
 
 def test_best_weights_that_are_damaged_are_told_and_end_no_save(tmp_path: Path) -> None:
     told: list[str] = []
-    best = Checkpoints(tmp_path / "best", keep=1, report=told.append, address=str(tmp_path / "there"))
-    last = Checkpoints(tmp_path / "last", report=told.append, beside=best)
+    best = CheckpointManager(tmp_path / "best", keep=1, report=told.append, address=str(tmp_path / "there"))
+    last = CheckpointManager(tmp_path / "last", report=told.append, beside=best)
     last.save(1, make_content(1), also=best)
     shutil.rmtree(tmp_path / "there")
     (tmp_path / "best" / "step-00000001" / "manifest.json").unlink()
@@ -193,7 +200,7 @@ def damage(content: bytes) -> bytes:
 
 @pytest.mark.parametrize("files", ["state.json", "manifest.json", "no manifest.json"])
 def test_address_whose_copies_are_all_damaged_is_refused(tmp_path: Path, address: str, files: str) -> None:
-    checkpoints = Checkpoints(tmp_path / "a", address=address)
+    checkpoints = CheckpointManager(tmp_path / "a", address=address)
     for step in (1, 2):
         checkpoints.save(step, make_content(step))
     memory = fsspec.filesystem("memory")
@@ -201,8 +208,8 @@ def test_address_whose_copies_are_all_damaged_is_refused(tmp_path: Path, address
         if name.endswith(files.removeprefix("no ")):
             memory.rm(name) if files.startswith("no ") else memory.pipe_file(name, damage(content))
     before = files_of(address)
-    again = Checkpoints(tmp_path / "b", address=address)
-    with pytest.raises(DamagedError, match=r"none of the checkpoints there is whole \(steps 1, 2\)") as refused:
+    again = CheckpointManager(tmp_path / "b", address=address)
+    with pytest.raises(CorruptFileError, match=r"none of the checkpoints there is whole \(steps 1, 2\)") as refused:
         again.restore_latest()
     assert (refused.value.field, refused.value.value) == ("training.checkpoint_address", address)
     assert [(copy.step, copy.state) for copy in again.copies()] == [(1, None), (2, None)]
@@ -211,13 +218,13 @@ def test_address_whose_copies_are_all_damaged_is_refused(tmp_path: Path, address
 
 def test_address_with_one_interrupted_copy_is_empty(tmp_path: Path, address: str) -> None:
     with armed("checkpoint.before_sent_manifest", crash), pytest.raises(CrashError):
-        Checkpoints(tmp_path / "a", address=address).save(1, make_content(1))
-    assert Checkpoints(tmp_path / "b", address=address).restore_latest() is None
+        CheckpointManager(tmp_path / "a", address=address).save(1, make_content(1))
+    assert CheckpointManager(tmp_path / "b", address=address).restore_latest() is None
 
 
 def test_storage_that_fails_for_a_moment_is_read_again(tmp_path: Path, flaky: str) -> None:
-    Checkpoints(tmp_path / "a", address=flaky).save(1, make_content(1))
-    again = Checkpoints(tmp_path / "b", address=flaky)
+    CheckpointManager(tmp_path / "a", address=flaky).save(1, make_content(1))
+    again = CheckpointManager(tmp_path / "b", address=flaky)
     FlakyFiles.num_failures = 1
     (copy,) = again.copies()
     assert copy.state == make_content(1).state
@@ -228,13 +235,13 @@ def test_storage_that_fails_for_a_moment_is_read_again(tmp_path: Path, flaky: st
 
 def test_storage_that_fails_is_not_taken_for_empty(tmp_path: Path, flaky: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nestrec.artifacts.storage.RETRY_AFTER_S", (0.0,))
-    Checkpoints(tmp_path / "a", address=flaky).save(1, make_content(1))
-    again = Checkpoints(tmp_path / "b", address=flaky)
+    CheckpointManager(tmp_path / "a", address=flaky).save(1, make_content(1))
+    again = CheckpointManager(tmp_path / "b", address=flaky)
     FlakyFiles.num_failures = 1000
     with pytest.raises(UserError, match="the storage does not answer") as refused:
         again.copies()
     assert refused.value.field == "training.checkpoint_address"
-    with pytest.raises(SaveError, match="the storage does not answer"):
+    with pytest.raises(CheckpointSaveError, match="the storage does not answer"):
         again.restore_latest()
 
 
@@ -242,17 +249,17 @@ def test_storage_that_fails_is_not_taken_for_empty(tmp_path: Path, flaky: str, m
 def test_address_that_is_no_folder_is_not_taken_for_empty(tmp_path: Path, is_link: bool) -> None:
     there = tmp_path / "there"
     there.symlink_to(tmp_path / "not mounted") if is_link else there.write_text("no folder")
-    checkpoints = Checkpoints(tmp_path / "a", address=str(there / "checkpoints"))
-    with pytest.raises(SaveError, match="could not be looked into: rank 0: NotADirectoryError"):
+    checkpoints = CheckpointManager(tmp_path / "a", address=str(there / "checkpoints"))
+    with pytest.raises(CheckpointSaveError, match="could not be looked into: rank 0: NotADirectoryError"):
         checkpoints.restore_latest()
 
 
 def test_step_saved_again_replaces_its_copy(tmp_path: Path, address: str) -> None:
-    checkpoints = Checkpoints(tmp_path / "a", address=address)
+    checkpoints = CheckpointManager(tmp_path / "a", address=address)
     checkpoints.save(1, make_content(1))
     checkpoints.set_aside(1)
     checkpoints.save(1, make_content(2))
-    restored = Checkpoints(tmp_path / "b", address=address).restore_latest()
+    restored = CheckpointManager(tmp_path / "b", address=address).restore_latest()
     assert restored is not None
     assert restored.step == 1
     assert_same(restored, make_content(2))

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from nestrec.checkpoint import Checkpoints, verify
+from nestrec.checkpoint import CheckpointManager, verify
 from support.checkpoint_contents import assert_same, make_content
 from support.fail_points import armed
 
 
-def places(tmp_path: Path) -> tuple[Checkpoints, Checkpoints]:
-    return Checkpoints(tmp_path / "last", keep=2, max_deltas=2), Checkpoints(tmp_path / "best", keep=1)
+def places(tmp_path: Path) -> tuple[CheckpointManager, CheckpointManager]:
+    return CheckpointManager(tmp_path / "last", keep=2, max_deltas=2), CheckpointManager(tmp_path / "best", keep=1)
 
 
 def inodes(folder: Path) -> dict[str, int]:

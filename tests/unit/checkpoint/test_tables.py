@@ -9,8 +9,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nestrec.base.errors import DamagedError, NonFiniteError
-from nestrec.checkpoint import Checkpoints, Chunk, Content, Peers, Restored, SaveError, verify
+from nestrec.base.errors import CorruptFileError, NonFiniteError
+from nestrec.checkpoint import (
+    CheckpointGroup,
+    CheckpointManager,
+    CheckpointSaveError,
+    Chunk,
+    LoadedCheckpoint,
+    RankCheckpoint,
+    verify,
+)
 from nestrec.checkpoint.checkpoint_content import parts_of
 from nestrec.checkpoint.checkpoint_manifest import MANIFEST_NAME, read_manifest
 from nestrec.embedding.hashing import hash_of, owner_of
@@ -24,17 +32,17 @@ def owner(key: int, world: int) -> int:
     return int(owner_of(np.array([key]), world)[0])
 
 
-def shard_content(peers: Peers, rows: list[Chunk], step: int) -> Content:
-    return Content(tensors=make_content(step).tensors, state={"step": step}, tables={"items": rows})
+def shard_content(peers: CheckpointGroup, rows: list[Chunk], step: int) -> RankCheckpoint:
+    return RankCheckpoint(tensors=make_content(step).tensors, state={"step": step}, tables={"items": rows})
 
 
-def rows_of_rank(peers: Peers, value: float) -> list[Chunk]:
+def rows_of_rank(peers: CheckpointGroup, value: float) -> list[Chunk]:
     mine = [key for key in KEYS if owner(key, peers.world) == peers.rank]
     return [make_rows(mine[start : start + 4], value) for start in range(0, len(mine), 4)]
 
 
-def load_shard(folder: Path, peers: Peers) -> list[Chunk]:
-    restored = Checkpoints(folder, peers=peers).restore_latest()
+def load_shard(folder: Path, peers: CheckpointGroup) -> list[Chunk]:
+    restored = CheckpointManager(folder, peers=peers).restore_latest()
     assert restored is not None
 
     def owned(keys: torch.Tensor) -> torch.Tensor:
@@ -45,14 +53,15 @@ def load_shard(folder: Path, peers: Peers) -> list[Chunk]:
 
 def test_a_table_saved_on_4_ranks_loads_on_any_number_and_back(tmp_path: Path) -> None:
     run_ranks(
-        4, lambda peers: Checkpoints(tmp_path, peers=peers).save(0, shard_content(peers, rows_of_rank(peers, 0), 0))
+        4,
+        lambda peers: CheckpointManager(tmp_path, peers=peers).save(0, shard_content(peers, rows_of_rank(peers, 0), 0)),
     )
     expected = table_values([make_rows(KEYS, 0)])
     for step, world in enumerate((2, 1, 3, 60, 4), start=1):
 
-        def move(peers: Peers, step: int = step) -> dict[int, tuple[float, ...]]:
+        def move(peers: CheckpointGroup, step: int = step) -> dict[int, tuple[float, ...]]:
             rows = load_shard(tmp_path, peers)
-            Checkpoints(tmp_path, peers=peers).save(step, shard_content(peers, rows, step))
+            CheckpointManager(tmp_path, peers=peers).save(step, shard_content(peers, rows, step))
             return table_values(rows)
 
         shards = run_ranks(world, move)
@@ -66,23 +75,24 @@ def test_a_table_saved_on_4_ranks_loads_on_any_number_and_back(tmp_path: Path) -
 
 def test_files_of_other_shards_are_not_opened_when_the_division_is_the_same(tmp_path: Path) -> None:
     run_ranks(
-        3, lambda peers: Checkpoints(tmp_path, peers=peers).save(0, shard_content(peers, rows_of_rank(peers, 0), 0))
+        3,
+        lambda peers: CheckpointManager(tmp_path, peers=peers).save(0, shard_content(peers, rows_of_rank(peers, 0), 0)),
     )
-    restored = Checkpoints(tmp_path).restore_latest()
+    restored = CheckpointManager(tmp_path).restore_latest()
     assert restored is not None
     for file in restored.path.glob("rows-items-00000-*"):
         file.unlink()
     keys = torch.cat([chunk["keys"] for chunk in restored.rows("items", shard=(1, 3))]).tolist()
     assert sorted(keys) == sorted(key for key in KEYS if owner(key, 3) == 1)
     assert list(restored.rows("items", shard=(1, 2))), "the first third of the hashes is no part of the second half"
-    with pytest.raises(DamagedError, match="rows-items-00000"):
+    with pytest.raises(CorruptFileError, match="rows-items-00000"):
         list(restored.rows("items", shard=(0, 2)))
 
 
 @pytest.mark.parametrize("failing", [0, 2])
 def test_a_full_disk_on_one_rank_fails_the_save_on_all_and_leaves_the_last(tmp_path: Path, failing: int) -> None:
-    def work(peers: Peers) -> None:
-        checkpoints = Checkpoints(tmp_path, peers=peers)
+    def work(peers: CheckpointGroup) -> None:
+        checkpoints = CheckpointManager(tmp_path, peers=peers)
         checkpoints.save(1, shard_content(peers, rows_of_rank(peers, 1), 1))
 
         def rows():  # type: ignore[no-untyped-def]
@@ -93,14 +103,14 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_all_and_leaves_the_last(tmp_p
         checkpoints.save(2, shard_content(peers, rows(), 2))
 
     errors = run_ranks(3, work)
-    assert all(isinstance(error, SaveError) and f"rank {failing}" in str(error) for error in errors)
+    assert all(isinstance(error, CheckpointSaveError) and f"rank {failing}" in str(error) for error in errors)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
     assert verify(tmp_path / "step-00000001") == []
 
 
 def test_damage_seen_by_one_rank_is_skipped_by_all(tmp_path: Path) -> None:
-    def save(peers: Peers) -> None:
-        checkpoints = Checkpoints(tmp_path, peers=peers)
+    def save(peers: CheckpointGroup) -> None:
+        checkpoints = CheckpointManager(tmp_path, peers=peers)
         for step in (1, 2):
             checkpoints.save(step, shard_content(peers, rows_of_rank(peers, step), step))
 
@@ -109,8 +119,8 @@ def test_damage_seen_by_one_rank_is_skipped_by_all(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
     messages: list[str] = []
 
-    def load(peers: Peers) -> int:
-        restored = Checkpoints(tmp_path, peers=peers, report=messages.append).restore_latest()
+    def load(peers: CheckpointGroup) -> int:
+        restored = CheckpointManager(tmp_path, peers=peers, report=messages.append).restore_latest()
         assert restored is not None
         return restored.step
 
@@ -135,19 +145,19 @@ class Model:
             self.removed.add(key)
             self.touched.discard(key)
 
-    def content(self, base: int | None) -> Content:
+    def content(self, base: int | None) -> RankCheckpoint:
         keys = self.rows.keys() if base is None else self.touched
         chunks = [_chunk({key: self.rows[key]}) for key in sorted(keys)]
         removed = {} if base is None else {"items": torch.tensor(sorted(self.removed), dtype=torch.int64)}
         self.touched, self.removed = set(), set()
-        return Content(tables={"items": chunks}, removed=removed, base=base)
+        return RankCheckpoint(tables={"items": chunks}, removed=removed, base=base)
 
 
 def _chunk(rows: dict[int, float]) -> Chunk:
     return {"keys": torch.tensor(list(rows)), "weight": torch.tensor(list(rows.values()), dtype=torch.float64)}
 
 
-def _rows(restored: Restored | None) -> dict[int, float]:
+def _rows(restored: LoadedCheckpoint | None) -> dict[int, float]:
     assert restored is not None
     pairs = [
         pair for c in restored.rows("items") for pair in zip(c["keys"].tolist(), c["weight"].tolist(), strict=True)
@@ -159,7 +169,7 @@ def _rows(restored: Restored | None) -> dict[int, float]:
 @pytest.mark.parametrize("seed", range(5))
 def test_incremental_saves_restore_the_whole_table(tmp_path: Path, seed: int) -> None:
     random_ = random.Random(seed)
-    model, checkpoints = Model(), Checkpoints(tmp_path, keep=2, max_deltas=3)
+    model, checkpoints = Model(), CheckpointManager(tmp_path, keep=2, max_deltas=3)
     history: dict[int, dict[int, float]] = {}
     for step in range(12):
         model.train(random_)
@@ -167,92 +177,96 @@ def test_incremental_saves_restore_the_whole_table(tmp_path: Path, seed: int) ->
         history[step] = dict(model.rows)
         for kept in checkpoints.steps()[-2:]:
             assert verify(tmp_path / f"step-{kept:08d}") == []
-            assert _rows(Checkpoints(tmp_path).restore(kept)) == history[kept]
+            assert _rows(CheckpointManager(tmp_path).restore(kept)) == history[kept]
         if random_.random() < 0.3:  # a restart: the next save builds on what was restored
-            checkpoints = Checkpoints(tmp_path, keep=2, max_deltas=3)
+            checkpoints = CheckpointManager(tmp_path, keep=2, max_deltas=3)
             assert _rows(checkpoints.restore_latest()) == history[step]
     assert len(checkpoints.steps()) <= 2 + 3
 
 
 def test_the_chain_of_incremental_saves_is_bounded(tmp_path: Path) -> None:
     """Every third one is full again, although only touched rows are ever asked for."""
-    checkpoints = Checkpoints(tmp_path, keep=100, max_deltas=2)
+    checkpoints = CheckpointManager(tmp_path, keep=100, max_deltas=2)
     for step in range(7):
         base = checkpoints.base_for_next()
         assert base == (step - 1 if step else None)
-        checkpoints.save(step, Content(tables={"items": [_chunk({step: 1.0})]}, base=base))
-        assert _rows(Checkpoints(tmp_path).restore_latest()) == dict.fromkeys(range(step + 1), 1.0)
-    is_full = [Checkpoints(tmp_path).restore(step).manifest.base is None for step in range(7)]
+        checkpoints.save(step, RankCheckpoint(tables={"items": [_chunk({step: 1.0})]}, base=base))
+        assert _rows(CheckpointManager(tmp_path).restore_latest()) == dict.fromkeys(range(step + 1), 1.0)
+    is_full = [CheckpointManager(tmp_path).restore(step).manifest.base is None for step in range(7)]
     assert is_full == [True, False, False, True, False, False, True]
 
 
 def test_a_chain_with_a_damaged_file_is_not_merged_into_a_fresh_checkpoint(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, max_deltas=1)
+    checkpoints = CheckpointManager(tmp_path, max_deltas=1)
     for step in range(2):
         base = checkpoints.base_for_next()
-        checkpoints.save(step, Content(tables={"items": [_chunk({step: 1.0})]}, base=base))
+        checkpoints.save(step, RankCheckpoint(tables={"items": [_chunk({step: 1.0})]}, base=base))
     file = tmp_path / "step-00000000" / "rows-items-00000-00000.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"!")
-    with pytest.raises(SaveError, match="cannot be built on"):
-        checkpoints.save(2, Content(tables={"items": [_chunk({2: 1.0})]}, base=1))
+    with pytest.raises(CheckpointSaveError, match="cannot be built on"):
+        checkpoints.save(2, RankCheckpoint(tables={"items": [_chunk({2: 1.0})]}, base=1))
     assert checkpoints.base_for_next() is None
 
 
 def test_a_chain_written_by_another_number_of_ranks_is_not_merged_but_followed_by_a_full_save(tmp_path: Path) -> None:
-    def train(peers: Peers, steps: range) -> list[int | None]:
-        checkpoints = Checkpoints(tmp_path, peers=peers, max_deltas=1)
+    def train(peers: CheckpointGroup, steps: range) -> list[int | None]:
+        checkpoints = CheckpointManager(tmp_path, peers=peers, max_deltas=1)
         checkpoints.restore_latest()
         bases = []
         for step in steps:
             bases.append(checkpoints.base_for_next())
             rows = rows_of_rank(peers, step)
-            checkpoints.save(step, Content(tables={"items": rows if bases[-1] is None else rows[:1]}, base=bases[-1]))
+            checkpoints.save(
+                step, RankCheckpoint(tables={"items": rows if bases[-1] is None else rows[:1]}, base=bases[-1])
+            )
         return bases
 
     assert run_ranks(2, lambda peers: train(peers, range(2))) == [[None, 0]] * 2
     assert run_ranks(3, lambda peers: train(peers, range(2, 5))) == [[1, None, 3]] * 3
-    assert len(values_of(Checkpoints(tmp_path).restore(4), "items")) == len(KEYS)
+    assert len(values_of(CheckpointManager(tmp_path).restore(4), "items")) == len(KEYS)
 
 
 def test_damage_of_a_base_reaches_what_builds_on_it(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, max_deltas=1, report=lambda message: None)
+    checkpoints = CheckpointManager(tmp_path, max_deltas=1, report=lambda message: None)
     for step in range(4):  # 0 full, 1 on 0, 2 full again, 3 on 2
-        checkpoints.save(step, Content(tables={"items": [_chunk({1: float(step)})]}, base=checkpoints.base_for_next()))
+        checkpoints.save(
+            step, RankCheckpoint(tables={"items": [_chunk({1: float(step)})]}, base=checkpoints.base_for_next())
+        )
     (tmp_path / "step-00000002" / "rows-items-00000-00000.safetensors").write_bytes(b"")
     assert verify(tmp_path / "step-00000003") != []
     assert _rows(checkpoints.restore_latest()) == {1: 1.0}
 
 
 def test_after_a_failed_save_a_full_one_is_due(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, max_deltas=5)
-    checkpoints.save(0, Content(tables={"items": [_chunk({1: 1.0})]}))
+    checkpoints = CheckpointManager(tmp_path, max_deltas=5)
+    checkpoints.save(0, RankCheckpoint(tables={"items": [_chunk({1: 1.0})]}))
     assert checkpoints.base_for_next() == 0
-    with pytest.raises(SaveError):
-        checkpoints.save(1, Content(tables={"items": [{"keys": torch.zeros(2)}]}, base=0))
+    with pytest.raises(CheckpointSaveError):
+        checkpoints.save(1, RankCheckpoint(tables={"items": [{"keys": torch.zeros(2)}]}, base=0))
     assert checkpoints.base_for_next() is None
 
 
 def test_a_background_save_is_not_touched_by_later_training(tmp_path: Path) -> None:
     content = make_content(1)
     expected = make_content(1)
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = CheckpointManager(tmp_path)
     checkpoints.save_async(1, content)
     for tensor in content.tensors.values():
         tensor.zero_()
     for chunk in content.tables["items"]:
         chunk["weight"].zero_()
     checkpoints.close()
-    restored = Checkpoints(tmp_path).restore_latest()
+    restored = CheckpointManager(tmp_path).restore_latest()
     assert restored is not None
     assert torch.equal(restored.tensors["model/weight"], expected.tensors["model/weight"])
     assert values_of(restored, "items") == table_values(expected.tables["items"])
 
 
 def test_the_error_of_a_background_save_is_raised_once_by_the_next_call(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
+    checkpoints = CheckpointManager(tmp_path)
     bad = dataclasses.replace(make_content(1), state={"not json": object()})
     checkpoints.save_async(1, bad)
-    with pytest.raises(SaveError, match="not JSON serializable"):
+    with pytest.raises(CheckpointSaveError, match="not JSON serializable"):
         checkpoints.save(2, make_content(2))
     checkpoints.save_async(3, make_content(3))
     checkpoints.close()
@@ -261,7 +275,7 @@ def test_the_error_of_a_background_save_is_raised_once_by_the_next_call(tmp_path
 
 def test_incremental_and_background_saves_go_together(tmp_path: Path) -> None:
     random_ = random.Random(1)
-    model, checkpoints = Model(), Checkpoints(tmp_path, max_deltas=2)
+    model, checkpoints = Model(), CheckpointManager(tmp_path, max_deltas=2)
     bases = []
     for step in range(5):
         model.train(random_)
@@ -269,18 +283,18 @@ def test_incremental_and_background_saves_go_together(tmp_path: Path) -> None:
         checkpoints.save_async(step, model.content(bases[-1]))
     checkpoints.close()
     assert bases == [None, 0, 1, 2, 3]
-    assert _rows(Checkpoints(tmp_path).restore_latest()) == model.rows
+    assert _rows(CheckpointManager(tmp_path).restore_latest()) == model.rows
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_rows_of_one_rank_that_are_not_finite_are_refused_on_all_and_the_last_checkpoint_stays(
     tmp_path: Path, value: float
 ) -> None:
-    Checkpoints(tmp_path).save(1, Content(tables={"items": [make_rows([0, 1], 0.5)]}))
+    CheckpointManager(tmp_path).save(1, RankCheckpoint(tables={"items": [make_rows([0, 1], 0.5)]}))
 
-    def save(peers: Peers) -> None:
+    def save(peers: CheckpointGroup) -> None:
         rows = make_rows([2 * peers.rank, 2 * peers.rank + 1], value if peers.rank == 1 else 0.5)
-        Checkpoints(tmp_path, peers=peers).save(2, Content(tables={"items": [rows]}))
+        CheckpointManager(tmp_path, peers=peers).save(2, RankCheckpoint(tables={"items": [rows]}))
 
     for error in run_ranks(3, save):
         assert isinstance(error, NonFiniteError)
@@ -290,36 +304,36 @@ def test_rows_of_one_rank_that_are_not_finite_are_refused_on_all_and_the_last_ch
 
 def test_large_numbers_are_saved_although_their_sum_overflows(tmp_path: Path) -> None:
     tensors = {"a": torch.full((3,), 3e38), "b": torch.full((9,), 6e4, dtype=torch.float16)}
-    Checkpoints(tmp_path).save(1, Content(tensors=tensors))
+    CheckpointManager(tmp_path).save(1, RankCheckpoint(tensors=tensors))
     assert verify(tmp_path / "step-00000001") == []
     with pytest.raises(NonFiniteError, match=r"the dense weights .* are not finite \(c\)"):
-        Checkpoints(tmp_path).save(2, Content(tensors={**tensors, "c": torch.tensor([1.0, float("nan")])}))
+        CheckpointManager(tmp_path).save(2, RankCheckpoint(tensors={**tensors, "c": torch.tensor([1.0, float("nan")])}))
 
 
 def test_retention_keeps_what_an_unreadable_checkpoint_may_need(tmp_path: Path) -> None:
     """Storage may fail for a moment, and the checkpoint that could not be read may build on an older one."""
-    checkpoints = Checkpoints(tmp_path, keep=2, max_deltas=1)
+    checkpoints = CheckpointManager(tmp_path, keep=2, max_deltas=1)
     for step in (1, 2):
         base = checkpoints.base_for_next()
-        checkpoints.save(step, Content(tables={"items": [make_rows([step], 1.0)]}, base=base))
+        checkpoints.save(step, RankCheckpoint(tables={"items": [make_rows([step], 1.0)]}, base=base))
     manifest = tmp_path / "step-00000002" / "manifest.json"
     content = manifest.read_bytes()
     manifest.unlink()
     manifest.symlink_to(manifest.name)  # too many levels of links
-    later = Checkpoints(tmp_path, keep=2)
-    later.save(3, Content(tables={"items": [make_rows([3], 1.0)]}))
+    later = CheckpointManager(tmp_path, keep=2)
+    later.save(3, RankCheckpoint(tables={"items": [make_rows([3], 1.0)]}))
     assert later.steps() == [1, 2, 3]
     manifest.unlink()
     manifest.write_bytes(content)
     assert set(values_of(later.restore(2), "items")) == {1, 2}
-    later.save(4, Content(tables={"items": [make_rows([4], 1.0)]}))
+    later.save(4, RankCheckpoint(tables={"items": [make_rows([4], 1.0)]}))
     assert later.steps() == [3, 4]
 
 
 def test_rows_at_either_end_of_a_range_are_read(tmp_path: Path) -> None:
     """With 2**32 shards a shard owns one hash, so the lowest and highest hash of a file are edges of shards."""
-    Checkpoints(tmp_path).save(0, Content(tables={"items": [make_rows(KEYS, 0)]}))
-    restored = Checkpoints(tmp_path).restore_latest()
+    CheckpointManager(tmp_path).save(0, RankCheckpoint(tables={"items": [make_rows(KEYS, 0)]}))
+    restored = CheckpointManager(tmp_path).restore_latest()
     assert restored is not None
     of_key = dict(zip(hash_of(np.array(KEYS)).tolist(), KEYS, strict=True))
     assert len(of_key) == len(KEYS)
@@ -331,8 +345,8 @@ def test_rows_at_either_end_of_a_range_are_read(tmp_path: Path) -> None:
 
 
 def test_manifest_describes_every_file_of_every_rank(tmp_path: Path) -> None:
-    def save(peers: Peers) -> None:
-        checkpoints = Checkpoints(tmp_path, peers=peers, max_deltas=2)
+    def save(peers: CheckpointGroup) -> None:
+        checkpoints = CheckpointManager(tmp_path, peers=peers, max_deltas=2)
         checkpoints.save(1, shard_content(peers, rows_of_rank(peers, 0), 1))
         gone = torch.tensor([key for key in KEYS[:9] if owner(key, 2) == peers.rank])
         content = shard_content(peers, [], 2)
@@ -362,7 +376,7 @@ def test_manifest_describes_every_file_of_every_rank(tmp_path: Path) -> None:
         for rank, names in numbers.items():
             ends = [f"-{number:05d}" for number in range(len(names))] if kind == "rows" else [""]
             assert names == [f"{kind}-items-{rank:05d}{end}.safetensors" for end in ends]
-    restored = Checkpoints(tmp_path).restore_latest()
+    restored = CheckpointManager(tmp_path).restore_latest()
     assert restored is not None
     assert set(values_of(restored, "items")) == set(KEYS[9:])
 
@@ -370,10 +384,12 @@ def test_manifest_describes_every_file_of_every_rank(tmp_path: Path) -> None:
 def test_chain_is_bounded_across_restarts(tmp_path: Path) -> None:
     """A chain continues from the restored step, and is full again as soon as in one run."""
     for step in range(8):
-        checkpoints = Checkpoints(tmp_path, keep=100, max_deltas=2)
+        checkpoints = CheckpointManager(tmp_path, keep=100, max_deltas=2)
         checkpoints.restore_latest()
-        checkpoints.save(step, Content(tables={"items": [_chunk({step: 1.0})]}, base=checkpoints.base_for_next()))
-    is_full = [Checkpoints(tmp_path).restore(step).manifest.base is None for step in range(8)]
+        checkpoints.save(
+            step, RankCheckpoint(tables={"items": [_chunk({step: 1.0})]}, base=checkpoints.base_for_next())
+        )
+    is_full = [CheckpointManager(tmp_path).restore(step).manifest.base is None for step in range(8)]
     assert is_full == [True, False, False, True, False, False, True, False]
 
 
@@ -385,14 +401,14 @@ def test_dense_tensors_are_split_by_size_alone() -> None:
 
 
 def test_background_save_keeps_the_removed_keys_of_its_step(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, max_deltas=2)
-    checkpoints.save(1, Content(tables={"items": [make_rows(range(4), 1)]}))
+    checkpoints = CheckpointManager(tmp_path, max_deltas=2)
+    checkpoints.save(1, RankCheckpoint(tables={"items": [make_rows(range(4), 1)]}))
     removed = torch.tensor([1, 2])
-    content = Content(tables={"items": []}, removed={"items": removed}, base=checkpoints.base_for_next())
+    content = RankCheckpoint(tables={"items": []}, removed={"items": removed}, base=checkpoints.base_for_next())
     safe = content.copied()
     removed.fill_(3)
     checkpoints.save_async(2, safe, is_copied=True)
     checkpoints.close()
-    restored = Checkpoints(tmp_path).restore_latest()
+    restored = CheckpointManager(tmp_path).restore_latest()
     assert restored is not None
     assert set(values_of(restored, "items")) == {0, 3}

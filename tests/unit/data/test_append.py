@@ -18,14 +18,14 @@ from typer.testing import CliRunner
 from nestrec.base.errors import DataError, UserError
 from nestrec.cli.app import app
 from nestrec.data.dataset import Dataset
-from nestrec.data.dataset_card import Card
+from nestrec.data.dataset_card import DatasetCard
 from nestrec.data.formats.format_registry import prepare
 from nestrec.data.formats.format_spec import TableColumns
 from nestrec.data.incremental.append import append
 from nestrec.data.incremental.compaction import compact
 from nestrec.data.incremental.generations import restore
 from nestrec.data.prepare.prepare_options import LogColumns
-from nestrec.data.streaming.ingester import Stream, open_stream_source, options_of
+from nestrec.data.streaming.ingester import StreamIngester, open_stream_source, options_of
 from nestrec.data.streaming.window_policy import WindowRule
 from support.fail_points import armed
 
@@ -116,7 +116,7 @@ def key_of(dataset: Dataset, column: str) -> list[str | None]:
     return [None, *table["key"]]
 
 
-def figures(card: Card) -> tuple[Any, ...]:
+def figures(card: DatasetCard) -> tuple[Any, ...]:
     """Repeats of older events are looked for only where they are dropped."""
     counts = dataclasses.replace(card.counts, duplicates_kept=0)
     return counts, card.lengths, card.popularity, card.length_histogram, card.popularity_histogram
@@ -147,7 +147,7 @@ def check_equal(tmp_path: Path, first: list[Row], more: list[list[Row]], duplica
     for name in ("grown", "whole"):
         shutil.rmtree(tmp_path / name, ignore_errors=True)
     prepare("log", write(tmp_path / "0.csv", first), tmp_path / "grown", **options(duplicates))
-    fitted = Card.load(tmp_path / "grown")
+    fitted = DatasetCard.load(tmp_path / "grown")
     more = [[*rows, (9, f"new{n}", 1001 + n, 0, "", "", "", "", "b", "l", 1)] for n, rows in enumerate(more)]
     for number, rows in enumerate(more, start=1):
         append(write(tmp_path / f"{number}.csv", rows), tmp_path / "grown")
@@ -155,13 +155,13 @@ def check_equal(tmp_path: Path, first: list[Row], more: list[list[Row]], duplica
         compact(tmp_path / "grown")
     everything = [*first, *(row for rows in more for row in rows)]
     prepare("log", write(tmp_path / "all.csv", everything), tmp_path / "whole", **options(duplicates))
-    grown, wanted = Card.load(tmp_path / "grown"), Card.load(tmp_path / "whole")
+    grown, wanted = DatasetCard.load(tmp_path / "grown"), DatasetCard.load(tmp_path / "whole")
     assert content(tmp_path / "grown") == content(tmp_path / "whole")
     assert figures(grown) == figures(wanted)
     assert grown.event_features[0].transform == fitted.event_features[0].transform
     assert grown.generation == len(more) + int(compacts)
     for number, generation in enumerate(grown.generations):
-        assert generation.digest == Card.load(tmp_path / "grown", number).digest_of_files
+        assert generation.digest == DatasetCard.load(tmp_path / "grown", number).digest_of_files
 
 
 @pytest.fixture
@@ -194,7 +194,7 @@ def test_an_append_that_ends_in_the_middle_leaves_the_old_generation(grown: Path
     with armed(point, kill), pytest.raises(Killed):
         append(second, grown)
     assert content(grown) == before
-    assert Card.load(grown).generation == 1
+    assert DatasetCard.load(grown).generation == 1
     append(second, grown)
     untouched = grown.parent / "untouched"
     prepare("log", grown.parent / "0.csv", untouched, **options("keep"))
@@ -281,7 +281,7 @@ def test_a_file_of_nothing_but_repeats_adds_nothing(grown: Path) -> None:
 def test_many_small_appends_leave_few_layers(grown: Path) -> None:
     for number in range(1, 13):
         append(write(grown.parent / f"{number}.csv", rows_of(number)), grown)
-    card = Card.load(grown)
+    card = DatasetCard.load(grown)
     assert len(card.layers) <= 5
     assert sum(layer.events for layer in card.layers) == card.counts.events == 39
     assert len(list((grown / "layers").iterdir())) < 20  # those of a few generations back, and no more
@@ -333,14 +333,16 @@ def test_events_of_a_stream_mean_what_they_meant_to_prepare(tmp_path: Path) -> N
         prepare("log", tmp_path / "first.csv", tmp_path / name, **given)
     append(rest, tmp_path / "appended")
     folder = tmp_path / "streamed"
-    options = options_of(Card.load(folder), None, 1.0)
+    options = options_of(DatasetCard.load(folder), None, 1.0)
     source = open_stream_source(str(tmp_path / "incoming"), options)
     told: list[str] = []
-    stream = Stream(source, str(tmp_path / "incoming"), folder, WindowRule(events=40), options, tell=told.append)
+    stream = StreamIngester(
+        source, str(tmp_path / "incoming"), folder, WindowRule(events=40), options, tell=told.append
+    )
     found = stream.next_window(lambda: True)
     assert found is not None
     assert content(folder) == content(tmp_path / "appended")
-    assert found[0].counts == Card.load(tmp_path / "appended").counts
+    assert found[0].counts == DatasetCard.load(tmp_path / "appended").counts
     assert not told
     # A field that is sent no longer.
     (tmp_path / "incoming" / "z.csv").write_text(

@@ -8,21 +8,21 @@ import torch
 
 from nestrec.base.errors import UserError
 from nestrec.base.random import fold
-from nestrec.data.batch_loader import Assembler, MicroBatch
+from nestrec.data.batch_loader import Collator, MicroBatch
 from nestrec.data.dataset import Dataset
 from nestrec.data.flat_arrays import sample_keys
-from nestrec.data.samples.chunk_collator import RankingSlices, RetrievalSlices
+from nestrec.data.samples.chunk_collator import RankingChunkCollator, RetrievalChunkCollator
 from nestrec.data.samples.feature_inputs import EventFeatures, prefix_of
-from nestrec.data.samples.negative_sampling import ByPopularity
+from nestrec.data.samples.negative_sampling import PopularitySampler
 from nestrec.data.samples.ranking_collator import RankingInputConfig, RankingInputs
-from nestrec.data.samples.retrieval_collator import HistoryConfig, RetrievalAssembler
+from nestrec.data.samples.retrieval_collator import HistoryConfig, RetrievalCollator
 from nestrec.data.samples.split import kept_events, kept_length, leave_one_out
-from nestrec.data.samples.time_windows import Slices
+from nestrec.data.samples.time_windows import TrainingChunks
 from nestrec.tasks.task_registry import make_task
 from support.featured_log import MORE_OF_USERS, USER_FEATURES, write_featured_log
 from support.tiny_runs import FAMILIES, config_of, make_datasets
 
-SLICES = Slices(np.array([[4, 0, 5, 2], [1, 2, 7, 2], [4, 3, 8, 6]]), None)
+SLICES = TrainingChunks(np.array([[4, 0, 5, 2], [1, 2, 7, 2], [4, 3, 8, 6]]), None)
 """Rows (user, first event, end, first scored event); user 4 comes twice."""
 
 
@@ -43,12 +43,12 @@ def events_of(dataset: Dataset, user: int, column: str = "item_ids") -> np.ndarr
     return values[offsets[user] : offsets[user + 1]]
 
 
-def assembled(assembler: Assembler, samples: list[int], epoch: int = 0) -> MicroBatch:
+def assembled(assembler: Collator, samples: list[int], epoch: int = 0) -> MicroBatch:
     chosen = np.array(samples, np.int64)
     return assembler.assemble(chosen, assembler.read(chosen), epoch)
 
 
-def check_keys(assembler: Assembler, names: tuple[str, ...], samples: list[int]) -> None:
+def check_keys(assembler: Collator, names: tuple[str, ...], samples: list[int]) -> None:
     """Clustering receives the keys that each sample looks up."""
     chosen = np.array(samples, np.int64)
     keys, offsets = assembler.sample_keys(chosen, assembler.read(chosen), 1)  # type: ignore[misc]
@@ -107,8 +107,8 @@ def test_large_datasets_are_shuffled_in_blocks(data: Path, monkeypatch: pytest.M
 def test_slices_hold_their_events_and_score_the_last(data: Path) -> None:
     dataset = Dataset.open(data / "sequences")
     inputs = RankingInputs(dataset, RankingInputConfig(labels=("click",), max_events=8), seed=0)
-    ranking = RankingSlices(inputs, SLICES, seed=3)
-    retrieval = RetrievalSlices(dataset, SLICES, HistoryConfig(), seed=3, sampler=None, use_times=True)
+    ranking = RankingChunkCollator(inputs, SLICES, seed=3)
+    retrieval = RetrievalChunkCollator(dataset, SLICES, HistoryConfig(), seed=3, sampler=None, use_times=True)
     for slices, names in ((ranking, ("item",)), (retrieval, ("history", "positive"))):
         check_keys(slices, names, [0, 1])
         assert slices.scored_users.tolist() == [4, 4, 4, 1, 1, 1, 1, 1, 4, 4]
@@ -140,8 +140,10 @@ def test_slices_hold_their_events_and_score_the_last(data: Path) -> None:
 def test_slices_draw_negatives_for_scored_tokens_alone(data: Path) -> None:
     dataset = Dataset.open(data / "sequences")
     counts = np.arange(1, dataset.num_items + 1)
-    sampler = ByPopularity(counts, 3, power=1.0, log_q=True)
-    slices = RetrievalSlices(dataset, SLICES, HistoryConfig(), seed=3, sampler=sampler, sharing=2, use_times=False)
+    sampler = PopularitySampler(counts, 3, power=1.0, log_q=True)
+    slices = RetrievalChunkCollator(
+        dataset, SLICES, HistoryConfig(), seed=3, sampler=sampler, sharing=2, use_times=False
+    )
     batch = assembled(slices, [0, 1, 2])
     scored = batch.tensors["scored"]
     expected = sampler.draw(batch.tensors["token_key"][scored].numpy().view(np.uint64), batch.tensors["target"].numpy())
@@ -149,7 +151,7 @@ def test_slices_draw_negatives_for_scored_tokens_alone(data: Path) -> None:
     assert torch.equal(batch.tensors["negative_bias"], expected.tensors["negative_bias"])
     assert batch.tensors["shared_token"].shape == (len(scored), 1)
     assert np.array_equal(batch.keys["positive"], batch.tensors["target"].numpy())
-    without = RetrievalSlices(dataset, SLICES, HistoryConfig(), seed=3, sampler=None, use_times=False)
+    without = RetrievalChunkCollator(dataset, SLICES, HistoryConfig(), seed=3, sampler=None, use_times=False)
     assert assembled(without, [0]).keys["catalogue"].tolist() == list(range(1, dataset.num_items + 1))
 
 
@@ -157,7 +159,7 @@ def test_stochastic_length_reads_the_kept_events(data: Path) -> None:
     dataset = Dataset.open(data / "sequences")
     split = leave_one_out(dataset.lengths)
     history = HistoryConfig(max_length=20, stochastic_length_alpha=1.2)
-    assembler = RetrievalAssembler(dataset, split, history, seed=5, sampler=None, use_times=True)
+    assembler = RetrievalCollator(dataset, split, history, seed=5, sampler=None, use_times=True)
     users = np.flatnonzero(split.train_end >= 2)
     num_cut = 0
     for epoch in (0, 1):

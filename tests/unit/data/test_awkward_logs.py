@@ -17,13 +17,13 @@ import pytest
 from nestrec.base.errors import DataError, UserError
 from nestrec.cli.data_output import show_card
 from nestrec.data.dataset import Dataset
-from nestrec.data.dataset_card import Card
+from nestrec.data.dataset_card import DatasetCard
 from nestrec.data.formats.format_registry import prepare
 from nestrec.data.incremental.append import append
 from nestrec.data.prepare import raw_rows
 from nestrec.data.prepare.prepare_options import LogColumns
 from nestrec.data.streaming.folder_source import FolderSource
-from nestrec.data.streaming.ingester import Stream, open_stream_source, options_of
+from nestrec.data.streaming.ingester import StreamIngester, open_stream_source, options_of
 from nestrec.data.streaming.window_policy import WindowRule
 
 MOMENT = 1_704_067_200_123
@@ -290,10 +290,10 @@ def test_skipped_files_of_a_folder_are_listed(tmp_path: Path) -> None:
 def test_skipped_files_of_a_stream_are_reported_once(tmp_path: Path) -> None:
     folder = folder_with_others(tmp_path / "incoming")
     prepare("log", folder / "log.csv", tmp_path / "out")
-    options = options_of(Card.load(tmp_path / "out"), None, 1.0)
+    options = options_of(DatasetCard.load(tmp_path / "out"), None, 1.0)
     source = open_stream_source(str(folder), options)
     told: list[str] = []
-    stream = Stream(source, str(folder), tmp_path / "out", WindowRule(events=1), options, tell=told.append)
+    stream = StreamIngester(source, str(folder), tmp_path / "out", WindowRule(events=1), options, tell=told.append)
     assert stream.next_window(lambda: True) is not None
     assert stream.next_window(lambda: True) is None
     assert sorted(text.partition(" is skipped")[0].partition(" (")[0] for text in told) == [

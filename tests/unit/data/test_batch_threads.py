@@ -2,7 +2,7 @@
 
 import pytest
 
-from nestrec.data.batch_loader import BatchThreads
+from nestrec.data.batch_loader import BatchWorkers
 
 
 def test_no_trade_follows_one_that_failed():
@@ -15,7 +15,7 @@ def test_no_trade_follows_one_that_failed():
             raise ValueError("a lost peer")
         return position
 
-    with BatchThreads(2, read=lambda position: position, trade=trade, finish=lambda stage: stage * 10) as threads:
+    with BatchWorkers(2, read=lambda position: position, trade=trade, finish=lambda stage: stage * 10) as threads:
         made = [threads.submit(position) for position in (1, 2, 3, 4)]
         assert made[0]() == 10
         for later in made[1:]:

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nestrec.base.errors import DamagedError, DataError, UserError
+from nestrec.base.errors import CorruptFileError, DataError, UserError
 from nestrec.data.dataset import Dataset
-from nestrec.data.dataset_card import Card
+from nestrec.data.dataset_card import DatasetCard
 from nestrec.data.synthetic import synthetic_logs as synthetic
 
 SHAPE = synthetic.preset("tiny", num_users=2500, seed=3)
@@ -113,10 +113,10 @@ def test_a_folder_without_a_card_is_no_dataset(tmp_path: Path) -> None:
 def test_a_missing_or_truncated_file_is_told_at_open(copy: Path, name: str) -> None:
     content = (copy / name).read_bytes()
     (copy / name).write_bytes(content[:-10])
-    with pytest.raises(DamagedError, match=r"bytes, but the card says"):
+    with pytest.raises(CorruptFileError, match=r"bytes, but the card says"):
         Dataset.open(copy)
     (copy / name).unlink()
-    with pytest.raises(DamagedError, match="missing"):
+    with pytest.raises(CorruptFileError, match="missing"):
         Dataset.open(copy)
 
 
@@ -128,7 +128,7 @@ def test_every_flipped_byte_is_found_by_verify(copy: Path) -> None:
         damaged = bytearray(content)
         damaged[place] ^= 0x10
         path.write_bytes(damaged)
-        with pytest.raises(DamagedError):
+        with pytest.raises(CorruptFileError):
             Dataset.open(copy).verify()
     path.write_bytes(content)
     Dataset.open(copy).verify()
@@ -146,7 +146,7 @@ def test_every_flipped_byte_is_found_by_verify(copy: Path) -> None:
 def test_a_damaged_card_is_told(copy: Path, edit) -> None:  # type: ignore[no-untyped-def]
     card = copy / "card.json"
     card.write_text(edit(card.read_text()))
-    with pytest.raises(DamagedError):
+    with pytest.raises(CorruptFileError):
         Dataset.open(copy)
 
 
@@ -158,7 +158,7 @@ def test_a_card_of_another_version_is_refused(copy: Path) -> None:
 
 
 def test_card_survives_its_file(folder: Path) -> None:
-    card = Card.load(folder)
-    assert Card.load(folder) == card
+    card = DatasetCard.load(folder)
+    assert DatasetCard.load(folder) == card
     assert sum(card.length_histogram.counts) == card.counts.users
     assert sum(card.popularity_histogram.counts) == np.count_nonzero(Dataset.open(folder).items()["count"].to_numpy())

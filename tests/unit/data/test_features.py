@@ -12,7 +12,7 @@ import pytest
 from nestrec.base.errors import DataError, UserError
 from nestrec.base.random import mix64
 from nestrec.data.dataset import Dataset
-from nestrec.data.dataset_card import Card
+from nestrec.data.dataset_card import DatasetCard
 from nestrec.data.formats.format_registry import prepare
 from nestrec.data.prepare import transform_fitting
 from nestrec.data.transform import Transform
@@ -156,7 +156,7 @@ def test_transforms_are_learnt_on_the_training_part_alone(tmp_path: Path) -> Non
     place = np.sort([event["place"] for event in training if event["place"] is not None])
     assert found["place"].bounds == tuple(place[[3, 7, 11, 15]])
     assert (card.fit.until_ms, card.fit.events) == (1_020_000, 20)
-    assert card.fit == Card.load(tmp_path / "out").fit
+    assert card.fit == DatasetCard.load(tmp_path / "out").fit
     numbers = found["depth"].numbers(np.array([0, np.nan, 15 * 15]))
     assert numbers.tolist()[0] == pytest.approx(-depth.mean() / depth.std())
     assert np.isnan(numbers).tolist() == [False, True, False]

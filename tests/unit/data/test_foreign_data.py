@@ -10,12 +10,12 @@ import pytest
 
 from nestrec.base.errors import UserError
 from nestrec.data.formats.format_registry import FORMATS, prepare
-from nestrec.data.formats.format_spec import Format, log_format
+from nestrec.data.formats.format_spec import FormatSpec, log_format
 from nestrec.data.prepare.event_parser import EventColumns
 from nestrec.data.prepare.log_source import LogSource
 from nestrec.data.prepare.prepare_options import LogColumns, PrepareOptions
 from nestrec.data.prepare.raw_rows import RawBatch
-from nestrec.data.streaming.stream_source import SOURCES, SourceSpec, StreamRows, StreamSource, open_source
+from nestrec.data.streaming.stream_source import SOURCES, StreamRows, StreamSource, StreamSourceSpec, open_source
 
 USERS, ITEMS = pa.array(["a", "a", "b", "b"]), pa.array(["x", "y", "x", "y"])
 WHOLE = {"user": USERS, "item": ITEMS}
@@ -48,7 +48,7 @@ def test_a_format_whose_batches_are_not_as_it_announced_is_named(
 
 
 def test_a_format_that_gives_no_card_or_no_source_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(FORMATS._built_in, "cardless", Format("none", PrepareOptions, lambda i, o, p, q: None))  # type: ignore[arg-type, return-value]
+    monkeypatch.setitem(FORMATS._built_in, "cardless", FormatSpec("none", PrepareOptions, lambda i, o, p, q: None))  # type: ignore[arg-type, return-value]
     with pytest.raises(UserError, match="cardless = 'prepare': its `prepare` gives None and no card"):
         prepare("cardless", tmp_path, tmp_path / "data")
     monkeypatch.setitem(FORMATS._built_in, "empty", log_format("an empty one", PrepareOptions, lambda path, options: 3))  # type: ignore[arg-type, return-value]
@@ -79,7 +79,9 @@ class Mistaken(StreamSource):
 
 @pytest.fixture
 def mistaken(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    spec = SourceSpec("s", lambda a: a.startswith("wrong:"), lambda address, *_: Mistaken(address.partition(":")[2]))
+    spec = StreamSourceSpec(
+        "s", lambda a: a.startswith("wrong:"), lambda address, *_: Mistaken(address.partition(":")[2])
+    )
     monkeypatch.setitem(SOURCES._loaded, "wrong", spec)
     monkeypatch.setitem(SOURCES._foreign, "wrong", None)
     monkeypatch.setattr(SOURCES, "package_of", lambda name: "theirs")

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from nestrec.base.errors import DataError, UserError
 from nestrec.cli.app import app
 from nestrec.data.dataset import Dataset
-from nestrec.data.dataset_card import Card
+from nestrec.data.dataset_card import DatasetCard
 from nestrec.data.formats.format_registry import prepare
 from nestrec.data.formats.log_format import LogOptions, open_log
 from nestrec.data.incremental.append import append
@@ -27,7 +27,7 @@ from nestrec.data.prepare import raw_rows
 from nestrec.data.prepare.event_parser import EventParser
 from nestrec.data.prepare.parse import BAD, GOOD, UNIT_NAMES, parse_integers, parse_times_ms
 from nestrec.data.prepare.prepare_options import LogColumns
-from nestrec.data.streaming.ingester import Stream, open_stream_source, options_of
+from nestrec.data.streaming.ingester import StreamIngester, open_stream_source, options_of
 from nestrec.data.streaming.window_policy import WindowRule
 
 UNITS = {"s": 3, "ms": 0, "us": -3, "ns": -6}
@@ -122,7 +122,7 @@ def test_time_unit_is_inferred_and_printed(tmp_path: Path, unit: str) -> None:
     shown = CliRunner().invoke(app, ["prepare", "log", str(tmp_path / "log.csv"), str(out), "--log.time", "t"])
     assert shown.exit_code == 0, shown.output
     assert f"unit of times: {unit} (" in shown.output
-    assert Card.load(out).options["log"]["time_unit"] == unit
+    assert DatasetCard.load(out).options["log"]["time_unit"] == unit
     assert set(times_of(out)) <= {MOMENT_MS, 0}
 
 
@@ -167,10 +167,10 @@ def test_time_unit_of_later_events_is_that_of_the_dataset(tmp_path: Path) -> Non
     (tmp_path / "incoming").mkdir()
     write_csv(tmp_path / "incoming" / "1.csv", "1700000001")
     for log in (None, LogColumns(time="t")):
-        options = options_of(Card.load(folder), log, 1.0)
+        options = options_of(DatasetCard.load(folder), log, 1.0)
         assert options.log.time_unit == "ms"
     source = open_stream_source(str(tmp_path / "incoming"), options)
-    Stream(source, str(tmp_path / "incoming"), folder, WindowRule(events=1), options).next_window(lambda: True)
+    StreamIngester(source, str(tmp_path / "incoming"), folder, WindowRule(events=1), options).next_window(lambda: True)
     assert times_of(folder) == [1700000000, 1700000001, MOMENT_MS]
 
 

@@ -6,10 +6,10 @@ import torch
 
 from nestrec.base.random import fold_array
 from nestrec.data.samples.negative_sampling import (
-    ByPopularity,
-    Groups,
-    InBatch,
-    Uniform,
+    GroupSampler,
+    InBatchSampler,
+    PopularitySampler,
+    UniformSampler,
     log_q_bias,
     other_tokens,
     shared_tokens,
@@ -20,14 +20,14 @@ COUNTS = np.array([50, 0, 10, 25, 15])
 
 
 def test_popularity_draws_in_proportion_and_never_what_was_never_seen():
-    ids = ByPopularity(COUNTS, 25, power=1.0, log_q=False).draw(KEYS, KEYS.astype(np.int64)).keys["negative"]
+    ids = PopularitySampler(COUNTS, 25, power=1.0, log_q=False).draw(KEYS, KEYS.astype(np.int64)).keys["negative"]
     share = np.bincount(ids.reshape(-1), minlength=6)[1:] / ids.size
     assert share[1] == 0
     assert np.abs(share - COUNTS / COUNTS.sum()).max() < 0.006  # about four deviations of 100,000 draws
 
 
 def test_a_power_of_nothing_is_uniform_over_what_was_seen():
-    ids = ByPopularity(COUNTS, 25, power=0.0, log_q=False).draw(KEYS, KEYS.astype(np.int64)).keys["negative"]
+    ids = PopularitySampler(COUNTS, 25, power=0.0, log_q=False).draw(KEYS, KEYS.astype(np.int64)).keys["negative"]
     share = np.bincount(ids.reshape(-1), minlength=6)[1:] / ids.size
     assert np.abs(share - np.array([0.25, 0, 0.25, 0.25, 0.25])).max() < 0.006
 
@@ -37,14 +37,14 @@ def test_the_correction_makes_sums_those_of_uniform_draws(log_q):
     """sum of exp(logit + bias) over popularity draws against the mean over the items that can be drawn."""
     counts = np.array([50, 30, 10, 25, 15])
     logits = np.array([0.3, -1.0, 0.8, 0.1, -0.4])
-    drawn = ByPopularity(counts, 25, power=1.0, log_q=log_q).draw(KEYS, KEYS.astype(np.int64))
+    drawn = PopularitySampler(counts, 25, power=1.0, log_q=log_q).draw(KEYS, KEYS.astype(np.int64))
     bias = drawn.tensors["negative_bias"].numpy() if log_q else 0.0
     mean = np.exp(logits[drawn.keys["negative"] - 1] + bias).mean()
     is_right = abs(mean - np.exp(logits).mean()) < 0.01
     assert is_right == log_q
 
 
-@pytest.mark.parametrize("sampler", [Uniform(9, 5), ByPopularity(COUNTS, 9, power=0.75, log_q=True)])
+@pytest.mark.parametrize("sampler", [UniformSampler(9, 5), PopularitySampler(COUNTS, 9, power=0.75, log_q=True)])
 def test_draws_depend_on_the_token_alone(sampler):
     targets = np.ones(len(KEYS), np.int64)
     whole = sampler.draw(KEYS, targets)
@@ -56,14 +56,14 @@ def test_draws_depend_on_the_token_alone(sampler):
 
 def test_in_batch_negatives_are_targets_of_other_tokens_and_look_nothing_up():
     targets = np.array([1, 3, 4, 5, 3, 1])
-    drawn = InBatch(COUNTS, 40).draw(KEYS[:6], targets)
+    drawn = InBatchSampler(COUNTS, 40).draw(KEYS[:6], targets)
     token = drawn.tensors["negative_token"].numpy()
     assert not drawn.keys
     assert (token != np.arange(6)[:, None]).all()
     assert set(token.reshape(-1)) == set(range(6))
     expected = log_q_bias(COUNTS.astype(np.float64))[targets - 1][token]
     assert np.array_equal(drawn.tensors["negative_bias"].numpy(), expected)
-    assert "negative_bias" not in InBatch(None, 40).draw(KEYS[:6], targets).tensors
+    assert "negative_bias" not in InBatchSampler(None, 40).draw(KEYS[:6], targets).tensors
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 2, 5, 300])
@@ -91,7 +91,7 @@ def test_a_lonely_token_has_only_itself():
 def test_groups_hold_every_token_once_in_the_order_of_keys(num_tokens):
     keys = KEYS[:num_tokens]
     targets = np.resize([1, 3, 4, 5], num_tokens)
-    drawn = Groups(COUNTS, 3).draw(keys, targets)
+    drawn = GroupSampler(COUNTS, 3).draw(keys, targets)
     groups = drawn.tensors["group_token"].numpy()
     assert groups.shape == (-(-num_tokens // 4), 4)
     dealt = groups.T.reshape(-1)
@@ -102,4 +102,4 @@ def test_groups_hold_every_token_once_in_the_order_of_keys(num_tokens):
     expected = log_q_bias(COUNTS.astype(np.float64))[targets - 1]
     assert np.array_equal(drawn.tensors["target_bias"].numpy(), expected)
     assert not drawn.keys
-    assert "target_bias" not in Groups(None, 3).draw(keys, targets).tensors
+    assert "target_bias" not in GroupSampler(None, 3).draw(keys, targets).tensors

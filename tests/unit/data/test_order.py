@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nestrec.data.batch_loader import Assembler, BatchConfig, Batches, MicroBatch
-from nestrec.data.batch_order import GlobalBatches, Position, contiguous_shares, cuts_by_tokens, epoch_order
-from nestrec.data.dataset import Rows
+from nestrec.data.batch_loader import BatchConfig, BatchLoader, Collator, MicroBatch
+from nestrec.data.batch_order import BatchPosition, GlobalBatchSampler, contiguous_shares, cuts_by_tokens, epoch_order
+from nestrec.data.dataset import DatasetRows
 
 
-class Numbers(Assembler):
+class Numbers(Collator):
     """Samples that are only their numbers."""
 
     def __init__(self, tokens):
@@ -20,7 +20,7 @@ class Numbers(Assembler):
         self.weights = self.tokens.astype(np.float64)
 
     def read(self, samples):
-        return Rows(samples, {}, {})
+        return DatasetRows(samples, {}, {})
 
     def assemble(self, samples, rows, epoch):
         assert np.array_equal(rows.indices, samples)
@@ -29,7 +29,7 @@ class Numbers(Assembler):
 
 def batches_of(tokens, *, rank=0, world=1, workers=1, seed=3, **cut):
     cfg = BatchConfig(**({"batch_samples": None} | cut), workers=workers, micro_batches=2)
-    return Batches(Numbers(tokens), cfg, seed=seed, rank=rank, world=world)
+    return BatchLoader(Numbers(tokens), cfg, seed=seed, rank=rank, world=world)
 
 
 cuts = st.one_of(
@@ -64,8 +64,8 @@ def test_a_blocked_order_stays_inside_blocks_and_both_are_shuffled():
 
 @given(token_lists, cuts)
 def test_the_batches_of_an_epoch_hold_every_sample_once(tokens, cut):
-    order = GlobalBatches(np.array(tokens), seed=5, **cut)
-    seen = np.concatenate([order.samples(Position(2, s)) for s in range(order.steps_in_epoch(2))])
+    order = GlobalBatchSampler(np.array(tokens), seed=5, **cut)
+    seen = np.concatenate([order.samples(BatchPosition(2, s)) for s in range(order.steps_in_epoch(2))])
     assert sorted(seen.tolist()) == list(range(len(tokens)))
 
 
@@ -81,7 +81,7 @@ def test_global_batches_do_not_depend_on_ranks_workers_or_the_resume_point(token
     reference = batches_of(tokens, **cut)
     num_steps = reference.order.steps_in_epoch(0) + reference.order.steps_in_epoch(1)
     start = data.draw(st.integers(0, num_steps - 1))
-    position = Position()
+    position = BatchPosition()
     for _ in range(start):
         position = reference.order.after(position)
     for world in (1, 2, 4, 8):
@@ -112,9 +112,9 @@ def test_an_error_of_a_worker_reaches_the_loop():
         def assemble(self, samples, rows, epoch):
             raise ValueError("a bad row")
 
-    batches = Batches(Broken([1, 2, 3]), BatchConfig(batch_samples=2), seed=0, rank=0, world=1)
+    batches = BatchLoader(Broken([1, 2, 3]), BatchConfig(batch_samples=2), seed=0, rank=0, world=1)
     with pytest.raises(ValueError, match="a bad row"):
-        next(batches.starting_at(Position()))
+        next(batches.starting_at(BatchPosition()))
 
 
 def test_a_token_batch_takes_what_just_fits():
@@ -124,7 +124,7 @@ def test_a_token_batch_takes_what_just_fits():
 def test_the_block_of_the_shuffle_is_an_option_of_batches():
     def spread(block):
         first = batches_of(np.ones(100, dtype=np.int64), batch_samples=10, shuffle_block=block).order.samples(
-            Position()
+            BatchPosition()
         )
         return int(np.ptp(first))
 

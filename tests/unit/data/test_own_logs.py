@@ -13,7 +13,7 @@ import pytest
 from nestrec.base.errors import DataError, UserError
 from nestrec.cli.data_output import show_card
 from nestrec.data.dataset import Dataset
-from nestrec.data.dataset_card import Card
+from nestrec.data.dataset_card import DatasetCard
 from nestrec.data.formats.format_registry import FORMATS, prepare, typed_options
 from nestrec.data.incremental.append import append
 from nestrec.data.prepare.prepare_options import LogColumns
@@ -253,7 +253,7 @@ def test_tables_that_fit_a_part_of_the_log_and_ids_that_look_missing_are_told(
     (tmp_path / "log.csv").write_text("user,item\nu1,1\nNULL,2\nu2,3\nNULL,1\n")
     (tmp_path / "items.csv").write_text("item,brand\n1,a\n1,b\n2.0,c\n")
     card = prepare("log", tmp_path / "log.csv", tmp_path / "out", items=str(tmp_path / "items.csv"))
-    show_card(Card.load(tmp_path / "out"), tmp_path / "out")
+    show_card(DatasetCard.load(tmp_path / "out"), tmp_path / "out")
     told = capsys.readouterr().out
     assert [note.split(":")[0] for note in card.notes] == [
         "2 events have the user 'NULL'",
@@ -289,7 +289,7 @@ def test_a_foreign_format_has_options_of_its_own(tmp_path: Path, monkeypatch: py
         "from nestrec.data.formats.format_spec import log_format\n"
         "from nestrec.data.prepare.event_parser import EventColumns\n"
         "from nestrec.data.prepare.prepare_options import LogColumns, PrepareOptions\n"
-        "from nestrec.data.prepare.raw_rows import Delimited\n"
+        "from nestrec.data.prepare.raw_rows import DelimitedFormat as Delimited\n"
         "from nestrec.data.prepare.log_source import LogSource, delimited_files\n"
         "@config\n"
         "class Options(PrepareOptions):\n"

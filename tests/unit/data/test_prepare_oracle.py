@@ -18,7 +18,7 @@ from nestrec.data.formats.format_registry import prepare
 from nestrec.data.formats.log_format import LogOptions
 from nestrec.data.prepare import raw_rows
 from nestrec.data.prepare.prepare_options import LogColumns
-from support.prepare_oracle import Expected, LogEvent, expected_dataset
+from support.prepare_oracle import ExpectedDataset, LogEvent, expected_dataset
 
 OPTIONS = LogOptions(log=LogColumns(time="time", time_unit="ms", rating="rating"))
 PRINTABLE = st.characters(blacklist_categories=("Cs", "Cc", "Zl", "Zp"))
@@ -49,7 +49,7 @@ def write_csv(path: Path, log: list[LogEvent]) -> None:
         csv.writer(stream).writerows([LogEvent._fields, *log])
 
 
-def assert_equal(dataset: Dataset, expected: Expected) -> None:
+def assert_equal(dataset: Dataset, expected: ExpectedDataset) -> None:
     rows = dataset.rows(np.arange(dataset.num_samples))
     keys = ["", *dataset.items().column("item_key").to_pylist()]
     assert keys[1:] == expected.items

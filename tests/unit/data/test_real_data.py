@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from nestrec.data.dataset import Dataset
-from nestrec.data.dataset_card import Card
+from nestrec.data.dataset_card import DatasetCard
 from nestrec.data.formats.format_registry import prepare
 from nestrec.data.prepare.prepare_options import LogColumns
 
@@ -21,7 +21,7 @@ TAOBAO = LogColumns(
 ORDERED_ML_1M = LogColumns(user="user_id", item="movie_id", position="pos", rating="rating", separator="\t")
 
 
-def prepared(source: Path, output: Path, format: str, **options: Any) -> tuple[Card, Dataset]:
+def prepared(source: Path, output: Path, format: str, **options: Any) -> tuple[DatasetCard, Dataset]:
     if not source.exists():
         pytest.skip(f"{source.name} is not among the real datasets here")
     card = prepare(format, source, output, **options)

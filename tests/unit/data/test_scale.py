@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from nestrec.data import dataset as module
-from nestrec.data.batch_loader import BatchConfig, Batches
-from nestrec.data.batch_order import Position
+from nestrec.data.batch_loader import BatchConfig, BatchLoader
+from nestrec.data.batch_order import BatchPosition
 from nestrec.data.dataset import Dataset
 from nestrec.data.samples.split import item_counts, leave_one_out, target_weights
 from nestrec.report.run_records import RunRecords
@@ -58,7 +58,7 @@ def test_no_task_asks_for_all_rows_to_train(data, family, monkeypatch):
     cfg = config_of(family, data, {"task.negatives.sampler": "popularity"} if family == "hstu" else {})
     dataset = Dataset.open(cfg.data.folder)
     task = make_task(cfg.task, dataset, seed=1, dtype="float32")
-    Batches(task.assembler, BatchConfig(batch_samples=8), seed=1).build(Position())
+    BatchLoader(task.assembler, BatchConfig(batch_samples=8), seed=1).build(BatchPosition())
     assert max(asked) <= 8 < dataset.num_samples
 
 
@@ -67,8 +67,10 @@ def test_large_datasets_are_shuffled_by_blocks_of_rows_that_lie_together(data, m
 
     def order_of() -> np.ndarray:
         task = make_task(cfg.task, Dataset.open(cfg.data.folder), seed=1, dtype="float32")
-        batches = Batches(task.assembler, BatchConfig(batch_samples=5), seed=1)
-        return np.concatenate([batches.order.samples(Position(0, s)) for s in range(batches.order.steps_in_epoch(0))])
+        batches = BatchLoader(task.assembler, BatchConfig(batch_samples=5), seed=1)
+        return np.concatenate(
+            [batches.order.samples(BatchPosition(0, s)) for s in range(batches.order.steps_in_epoch(0))]
+        )
 
     whole = order_of()
     assert np.ptp(whole[:10]) > 10, "all samples are shuffled where they fit"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nestrec.data.prepare.id_encoder import KeyTable, as_numbers, is_plain_number
+from nestrec.data.prepare.id_encoder import IdEncoder, as_numbers, is_plain_number
 
 IDS = st.one_of(
     st.integers(-(2**63), 2**63 - 1).map(str),
@@ -20,7 +20,7 @@ IDS = st.one_of(
 
 @given(batches=st.lists(st.lists(IDS, max_size=40), max_size=6))
 def test_codes_equal_those_of_a_dictionary_in_order_of_first_appearance(batches: list[list[str]]) -> None:
-    table, oracle = KeyTable(), {}  # type: ignore[var-annotated]
+    table, oracle = IdEncoder(), {}  # type: ignore[var-annotated]
     for ids in batches:
         expected = [oracle.setdefault(i, len(oracle)) for i in ids]
         assert table.encode(pa.array(ids, pa.string())).tolist() == expected
@@ -35,14 +35,14 @@ def test_codes_equal_those_of_a_dictionary_in_order_of_first_appearance(batches:
 
 
 def test_numbers_and_text_of_numbers_are_the_same_ids() -> None:
-    table = KeyTable()
+    table = IdEncoder()
     assert table.encode(pa.array([5, -3, 2**62], pa.int64())).tolist() == [0, 1, 2]
     assert table.encode(pa.array(["5", "-3", str(2**62), "05"])).tolist() == [0, 1, 2, 3]
 
 
 def test_a_million_ids_keep_their_codes() -> None:
     ids = np.random.default_rng(0).permutation(1_000_000) * 1_000_003
-    table = KeyTable()
+    table = IdEncoder()
     for part in np.array_split(ids, 7):
         table.encode(pa.array(part))
     assert np.array_equal(table.find(pa.array(ids)), np.arange(ids.size))
@@ -56,7 +56,7 @@ def test_a_batch_of_one_agrees_with_the_check_of_one(text: str) -> None:
 
 def test_decimals_are_the_ids_that_whole_numbers_and_text_are() -> None:
     """In a batch with fractions 7.00 was another id than in one without."""
-    table = KeyTable()
+    table = IdEncoder()
     kind, large = pa.decimal128(38, 10), 10**20
     whole = table.encode(pa.array([Decimal(7), Decimal(0), Decimal(100)], kind))
     mixed = pa.array([Decimal(7), Decimal("8.50"), Decimal(0), Decimal(100), Decimal(large)], kind)
@@ -69,7 +69,7 @@ def test_decimals_are_the_ids_that_whole_numbers_and_text_are() -> None:
 
 def test_ids_hexadecimal_text_is_no_number() -> None:
     texts = ["999999999999", "0xE8D4A50FFF"]  # the same number, in as many characters
-    table = KeyTable()
+    table = IdEncoder()
     assert table.encode(pa.array(texts)).tolist() == [0, 1]
     assert [table.encode(pa.array([text])).item() for text in texts] == [0, 1]
     assert table.all_keys().to_pylist() == texts
@@ -89,20 +89,20 @@ FLOATS = {
 @pytest.mark.parametrize("neighbors", [[], [0.5], [1e300]], ids=["alone", "fraction", "large"])
 @pytest.mark.parametrize(("number", "text"), FLOATS.items())
 def test_ids_float_text_ignores_its_neighbors(number: float, text: str, neighbors: list[float]) -> None:
-    table = KeyTable()
+    table = IdEncoder()
     codes = table.encode(pa.array([number, *neighbors]))
     assert table.keys(codes[:1]).to_pylist() == [text]
     assert table.find(pa.array([text])).tolist() == [0]
 
 
 def test_ids_float32_text_is_the_shortest_of_32_bits() -> None:
-    table = KeyTable()
+    table = IdEncoder()
     table.encode(pa.array([0.1, 16777216.0, 1.5], pa.float32()))
     assert table.all_keys().to_pylist() == ["0.1", "16777216", "1.5"]
 
 
 def test_ids_timestamps_keep_their_text_in_any_batch() -> None:
-    table = KeyTable()
+    table = IdEncoder()
     moments = pa.array([5, 2 * 10**18], pa.timestamp("ns"))
     assert table.encode(moments[:1]).tolist() == [0]
     assert table.encode(moments).tolist() == [0, 1]

@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from nestrec.data.prepare.json_lines import JsonLines
+from nestrec.data.prepare.json_lines import JsonLinesReader
 from nestrec.data.prepare.parse import AHEAD
 from nestrec.data.prepare.prepare_options import LogColumns
 from nestrec.data.streaming.stream_source import StreamRows
@@ -21,7 +21,7 @@ HOURLY = WindowRule(events=None, hours=1)
 def rows(*hours: float, came: float | None = None) -> StreamRows:
     """Events at these hours after the start, which came then, or all at one hour."""
     lines = [json.dumps({"t": START_MS + round(hour * HOUR_MS)}) for hour in hours]
-    batch = JsonLines(["t"]).rows("events", lines, np.arange(len(lines)))
+    batch = JsonLinesReader(["t"]).rows("events", lines, np.arange(len(lines)))
     arrivals = np.array([hour if came is None else came for hour in hours])
     return StreamRows(batch, {}, 0.0, came_ms=START_MS + (arrivals * HOUR_MS).astype(np.int64))
 
@@ -68,7 +68,7 @@ def test_a_source_that_does_not_say_when_rows_came_is_measured_by_the_clock() ->
 def test_a_window_of_nothing_but_bad_rows_closes_before_it_fills_the_memory(rule: WindowRule) -> None:
     bounded = WindowRule(events=rule.events, hours=rule.hours, max_events=5)
     window = OpenWindow.of(bounded, LOG, {}, [])
-    batch = JsonLines(["t"]).rows("events", ["no object"] * 5, np.arange(5))
+    batch = JsonLinesReader(["t"]).rows("events", ["no object"] * 5, np.arange(5))
     window.add(StreamRows(batch, {}, 0.0))
     assert window.is_full
     assert sum(len(part.bad) for part in window.close().batches) == 5

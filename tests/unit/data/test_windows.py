@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from nestrec.base.errors import UserError
-from nestrec.data.batch_order import GlobalBatches, Position
+from nestrec.data.batch_order import BatchPosition, GlobalBatchSampler
 from nestrec.data.samples.time_windows import (
     HOUR_MS,
-    Reach,
+    SampleLimits,
     TimeWindow,
     WindowsConfig,
     _replayed,
@@ -76,7 +76,7 @@ def test_windows_hold_every_training_event_once_and_in_order(
     assert sorted(found) == sorted(wanted)
     for before, after in itertools.pairwise(windows):
         assert before.to_ms < after.from_ms
-    slices = training_slices(windows, Reach(6, first_scored), past_of(times, offsets), seed=1, replay_share=0.0)
+    slices = training_slices(windows, SampleLimits(6, first_scored), past_of(times, offsets), seed=1, replay_share=0.0)
     trained = events_of(slices.rows)
     assert sorted(trained) == sorted((u, p) for u, p in wanted if p >= first_scored)
     last = np.array([times[offsets[u] + end - 1] for u, _, end, _ in slices.rows.tolist()])
@@ -87,7 +87,7 @@ def test_windows_hold_every_training_event_once_and_in_order(
 def test_replayed_samples_are_older_than_their_window_and_the_share_that_was_asked_for() -> None:
     times, offsets = np.tile(np.arange(40) * HOUR_MS, 3), np.arange(4) * 40
     windows = windows_by_time(times, offsets, np.full(3, 40), WindowsConfig(hours=10), 0)
-    past, reach = past_of(times, offsets), Reach(8, 1)
+    past, reach = past_of(times, offsets), SampleLimits(8, 1)
     plain = training_slices(windows, reach, past, seed=3, replay_share=0.0)
     mixed = training_slices(windows, reach, past, seed=3, replay_share=0.5)
     fresh = {tuple(row) for row in plain.rows.tolist()}
@@ -111,7 +111,7 @@ def test_windows_of_a_stream_replay_what_came_before_them_late_events_or_not() -
     window = window_of_events(7, user, place, times[offsets[user] + place])
     assert (window.from_ms, window.to_ms) == (4 * HOUR_MS, 40 * HOUR_MS)
     own, mixed = (
-        training_slices([window], Reach(8, 1), past_of(times, offsets), seed=3, replay_share=share).rows.tolist()
+        training_slices([window], SampleLimits(8, 1), past_of(times, offsets), seed=3, replay_share=share).rows.tolist()
         for share in (0.0, 0.9)
     )
     old = [row for row in mixed if row not in own]
@@ -123,8 +123,8 @@ def test_windows_of_a_stream_replay_what_came_before_them_late_events_or_not() -
 @pytest.mark.parametrize("size", [{"batch_samples": 3}, {"batch_tokens": 5}])
 def test_batches_of_windows_are_in_order_and_never_hold_two_windows(size: dict[str, int]) -> None:
     bounds = np.array([0, 4, 4, 9, 10])
-    order = GlobalBatches(np.array([1, 2, 3, 1, 1, 1, 2, 2, 1, 5]), seed=1, window_bounds=bounds, **size)
-    position, seen, ends = Position(), [], []
+    order = GlobalBatchSampler(np.array([1, 2, 3, 1, 1, 1, 2, 2, 1, 5]), seed=1, window_bounds=bounds, **size)
+    position, seen, ends = BatchPosition(), [], []
     while position.epoch == 0:
         samples = order.samples(position).tolist()
         assert (
@@ -148,7 +148,7 @@ def test_replayed_users_and_ends_are_drawn_independently() -> None:
     older = np.array([41, 41, 1])
 
     def drawn(number: int, seed: int) -> Ints:
-        return _replayed(replace(window, number=number), 800, Reach(10, first_scored=1), older, seed)
+        return _replayed(replace(window, number=number), 800, SampleLimits(10, first_scored=1), older, seed)
 
     rows = drawn(3, 5)
     user, first, end, scored = rows.T

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nestrec.base.errors import PeerLostError
-from nestrec.distributed.collective_watchdog import CollectiveWatch
+from nestrec.distributed.collective_watchdog import CollectiveWatchdog
 from nestrec.distributed.collectives import all_reduce_sum
 from nestrec.distributed.topology import Communicator
 from nestrec.trace.tracer import CollectiveLog
@@ -15,7 +15,7 @@ class Watched:
 
     def __init__(self) -> None:
         self.now_s, self.ends = 0.0, list[str]()
-        self.watch = CollectiveWatch(10.0, end=lambda error: self.ends.append(str(error)), clock=lambda: self.now_s)
+        self.watch = CollectiveWatchdog(10.0, end=lambda error: self.ends.append(str(error)), clock=lambda: self.now_s)
 
     def look_at(self, now_s: float) -> list[str]:
         self.now_s = now_s

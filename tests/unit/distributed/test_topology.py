@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from nestrec.base.errors import PeerLostError, UserError
-from nestrec.distributed import DenseSync, Topology
+from nestrec.distributed import GradientReducer, Topology
 from nestrec.distributed.collectives import (
     agree,
     all_gather_json,
@@ -27,7 +27,7 @@ def test_one_process_needs_no_group_and_copies_nothing():
     raise_together(topology.control, None)
     parameter = torch.nn.Parameter(torch.ones(2))
     parameter.grad = torch.full((2,), 3.0)
-    DenseSync([parameter], topology.dense).reduce()
+    GradientReducer([parameter], topology.dense).reduce()
     assert parameter.grad.tolist() == [3.0, 3.0]
     assert topology.log.entries() == []
     assert (topology.shard, topology.replica, topology.num_shards) == (0, 0, 1)

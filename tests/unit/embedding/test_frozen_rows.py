@@ -15,10 +15,10 @@ from nestrec.base.thread_team import niceness, set_niceness
 from nestrec.checkpoint.checkpoint_content import chunks_of
 from nestrec.embedding.hashing import hash_of
 from nestrec.embedding.row_optimizer import RowOptimizerConfig
-from nestrec.embedding.stores.row_snapshot import Aside, DeviceRows, host_memory
+from nestrec.embedding.stores.row_snapshot import CopyOnWriteRing, DeviceRows, host_memory
 from nestrec.embedding.table_config import StoreConfig, TableConfig
 from nestrec.embedding.table_shard import TableShard
-from nestrec.embedding.table_snapshot import FrozenKeys
+from nestrec.embedding.table_snapshot import SnapshotKeys
 
 KINDS = ["device", "launched", "dram", "disk"]
 """launched: rows of a GPU, the work of whose streams is done when it is launched."""
@@ -42,7 +42,7 @@ def make_shard(tmp_path, kind: str, num_rows: int | None) -> TableShard:
     if kind == "launched":
 
         def freeze(state, num_words, max_bytes):
-            aside = Aside(num_words, max_bytes, host_memory)
+            aside = CopyOnWriteRing(num_words, max_bytes, host_memory)
             return DeviceRows(shard.store.gather, torch.device("cpu"), state, aside)
 
         shard.store._freeze = freeze
@@ -254,7 +254,7 @@ def test_memory_is_bounded_however_large_the_table_is(monkeypatch):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="faults of a thread are not told")
 def test_who_reads_has_the_memory_for_rows_aside_made_so_that_training_need_not():
-    def faults_of_writing(aside: Aside) -> int:
+    def faults_of_writing(aside: CopyOnWriteRing) -> int:
         before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
         aside.rows[1:] = 1
         return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
@@ -285,7 +285,7 @@ def test_no_more_memory_is_kept_for_rows_aside_than_there_are_rows_to_read(tmp_p
 
 def test_keys_of_equal_hashes_come_in_the_order_of_keys():
     keys = np.random.default_rng(3).permutation(np.arange(200_000))
-    frozen = FrozenKeys(np.ones(len(keys), np.uint8), keys, {})
+    frozen = SnapshotKeys(np.ones(len(keys), np.uint8), keys, {})
     found = [np.stack([hash_of(keys[slots]).astype(np.int64), keys[slots]]) for slots in frozen.pieces(0, 2**32, 7000)]
     assert len(found) > 20
     hashes, ordered = np.concatenate(found, 1)

@@ -11,12 +11,7 @@ from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine, RowOptimizerConfig, TableConfig
 from nestrec.embedding.optimizer_checks import draws_of
 from nestrec.embedding.routing.replica_key_union import check_tables_can_differ
-from nestrec.embedding.row_optimizer import (
-    ROW_OPTIMIZERS,
-    RowOptimizer,
-    RowStep,
-    update_by_formula,
-)
+from nestrec.embedding.row_optimizer import ROW_OPTIMIZERS, RowOptimizerSpec, RowStep, update_by_formula
 from nestrec.embedding.table_config import layout_of
 from nestrec.embedding.table_shard import TableOptimizer
 from nestrec.ops.embedding.stochastic_rounding import rounded
@@ -75,7 +70,7 @@ def test_a_kernel_that_knows_whole_weights_alone_is_rounded_for(monkeypatch):
     foreign = replace(ours, kernel=kernel, kernel_rounds=False)
     expected = stepped(table_of("adam"), "operator", "some")
     monkeypatch.setattr(RowOptimizerConfig, "spec", property(lambda options: foreign))
-    assert isinstance(foreign, RowOptimizer)
+    assert isinstance(foreign, RowOptimizerSpec)
     assert all(torch.equal(a, b) for a, b in zip(stepped(table_of("adam"), "operator", "some"), expected, strict=True))
 
 

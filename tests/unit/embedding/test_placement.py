@@ -9,7 +9,7 @@ from nestrec.base.errors import UserError
 from nestrec.distributed import Topology
 from nestrec.embedding import StoreConfig, TableConfig
 from nestrec.embedding.table_config import bytes_crossed, check_placements, check_tables, with_placements
-from nestrec.tasks.table_overrides import TableOptions, chosen_tables
+from nestrec.tasks.table_overrides import TableOverrides, chosen_tables
 
 SMALL = TableConfig(name="small", dim=16, num_rows=100, placement="replicated")
 
@@ -64,7 +64,7 @@ def test_replica_groups_hold_no_whole_tables():
 
 def test_what_is_said_of_all_tables_holds_for_those_that_can_be_so():
     tables = [replace(SMALL, placement="sharded"), TableConfig(name="users", dim=4)]
-    found = chosen_tables(tables, {"*": TableOptions(placement="replicated")}).tables
+    found = chosen_tables(tables, {"*": TableOverrides(placement="replicated")}).tables
     assert [table.placement for table in found] == ["replicated", "sharded"]
     with pytest.raises(UserError, match=r"tables.users.placement.*admitted"):
-        chosen_tables(tables, {"users": TableOptions(placement="replicated")})
+        chosen_tables(tables, {"users": TableOverrides(placement="replicated")})

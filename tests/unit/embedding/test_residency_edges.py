@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from nestrec.embedding import StoreConfig, TableConfig
-from nestrec.embedding.key_index import DynamicResidency, StaticResidency
+from nestrec.embedding.key_index import DynamicKeyIndex, StaticKeyIndex
 from nestrec.embedding.table_shard import TableShard
 
 
@@ -15,7 +15,7 @@ def keys(*values: int) -> np.ndarray:
 
 @pytest.mark.parametrize("uses", [2**23 - 1, 2**23, 2**40])
 def test_lfu_keeps_the_hottest_row_however_often_it_was_used(uses):
-    residency = DynamicResidency(StoreConfig(eviction="lfu", max_rows=3), 1)
+    residency = DynamicKeyIndex(StoreConfig(eviction="lfu", max_rows=3), 1)
     residency.restore(keys(1, 2, 3), keys(uses, 5, 5), keys(10, 10, 9))
     residency.admit(keys(4), 20)
     assert residency.evicted_since(0).tolist() == [3], "equal uses: the one that was used longer ago goes"
@@ -25,14 +25,14 @@ def test_lfu_keeps_the_hottest_row_however_often_it_was_used(uses):
 
 def test_lfu_and_lru_take_the_smaller_key_where_all_else_is_equal():
     for eviction in ("lfu", "lru"):
-        residency = DynamicResidency(StoreConfig(eviction=eviction, max_rows=4), 1)
+        residency = DynamicKeyIndex(StoreConfig(eviction=eviction, max_rows=4), 1)
         residency.restore(keys(8, 6, 9, 7), keys(2, 2, 2, 2), keys(3, 3, 3, 3))
         residency.admit(keys(1, 2), 20)
         assert residency.evicted_since(0).tolist() == [6, 7]
 
 
 def test_waiting_keys_of_the_batch_itself_are_never_forgotten():
-    residency = DynamicResidency(StoreConfig(admission_count=2, max_rows=4, eviction="lru"), 1)
+    residency = DynamicKeyIndex(StoreConfig(admission_count=2, max_rows=4, eviction="lru"), 1)
     residency.admit(keys(50), 1)
     residency.admit(keys(1, 2, 3, 4, 5, 6), 2)
     waiting = residency.candidates
@@ -53,7 +53,7 @@ def test_rows_that_are_averaged_are_saved_as_changed_and_not_counted_as_used():
 
 
 def test_static_keys_are_readable_and_never_gone():
-    residency = StaticResidency(6, 0, 1)
+    residency = StaticKeyIndex(6, 0, 1)
     residency.admit(keys(2), 1)
     assert residency.readable_keys().tolist() == [0, 1, 2, 3, 4, 5]
     assert residency.only_readable(keys(2, 4)).tolist() == [2, 4]
@@ -67,7 +67,7 @@ def test_static_keys_are_readable_and_never_gone():
 
 
 def test_dynamic_keys_are_readable_with_a_row():
-    residency = DynamicResidency(StoreConfig(admission_count=2), 1)
+    residency = DynamicKeyIndex(StoreConfig(admission_count=2), 1)
     residency.admit(keys(7, 3), 1)
     residency.admit(keys(7), 2)
     residency.grow(None, 0, 1)
@@ -77,7 +77,7 @@ def test_dynamic_keys_are_readable_with_a_row():
     assert {name: values.tolist() for name, values in state.items()} == {
         "keys": [3], "uses": [1], "last_step": [1], "newest_step": [2],
     }  # fmt: skip
-    other = DynamicResidency(StoreConfig(admission_count=2), 1)
+    other = DynamicKeyIndex(StoreConfig(admission_count=2), 1)
     other.load_admission(state)
     assert (other.admit(keys(3), 3).slots >= 0).all(), "the second use, after the one that was loaded"
 

@@ -11,7 +11,7 @@ from nestrec.base.config_values import from_plain
 from nestrec.base.errors import UserError
 from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine, RowOptimizerConfig, StoreConfig, TableConfig
-from nestrec.embedding.row_optimizer import ROW_OPTIMIZERS, RowOptimizer, StateColumn
+from nestrec.embedding.row_optimizer import ROW_OPTIMIZERS, RowOptimizerSpec, StateColumn
 
 
 def _momentum(states, grad, step):
@@ -19,7 +19,7 @@ def _momentum(states, grad, step):
     return step.learning_rate * states[0]
 
 
-MOMENTUM = RowOptimizer(
+MOMENTUM = RowOptimizerSpec(
     state=(StateColumn("state_momentum", is_row_wise=False),), formula=_momentum, options={"momentum": 0.5}
 )
 

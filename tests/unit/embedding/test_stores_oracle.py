@@ -8,7 +8,7 @@ import torch
 
 from nestrec.embedding import RowOptimizerConfig, StoreConfig, TableConfig
 from nestrec.embedding.initial import initial_rows
-from nestrec.embedding.key_index import DynamicResidency
+from nestrec.embedding.key_index import DynamicKeyIndex
 from nestrec.embedding.table_shard import TableShard
 
 CPU = torch.device("cpu")
@@ -127,7 +127,7 @@ def run(policy: StoreConfig, kind: str, folder: str, num_steps: int, batch: int)
         assert shard.residency.num_rows == before
         if policy.max_rows is not None:
             assert before <= policy.max_rows
-            assert isinstance(shard.residency, DynamicResidency)
+            assert isinstance(shard.residency, DynamicKeyIndex)
             assert shard.residency.candidates.num_keys <= policy.max_rows + batch
     everything = {k for k in oracle.rows if not oracle.expired(k, num_steps)}
     assert shard.keys().tolist() == sorted(everything)
@@ -159,7 +159,7 @@ def test_incremental_snapshots_hold_what_changed_and_name_what_went(tmp_path):
     [chunk] = shard.snapshot(since=4)
     assert chunk["keys"].tolist() == [5, 6, 100]
     residency = shard.residency
-    assert isinstance(residency, DynamicResidency)
+    assert isinstance(residency, DynamicKeyIndex)
     assert residency.evicted_since(0).tolist() == [1, 2]
     residency.drop_eviction_log(5)
     assert residency.evicted_since(0).tolist() == [2]

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from nestrec.base.errors import DamagedError
+from nestrec.base.errors import CorruptFileError
 from nestrec.inference.batch_inference import BatchJobConfig
 from nestrec.inference.recommender import Recommender
 from nestrec.models import HSTUConfig
@@ -36,7 +36,7 @@ def test_damaged_part_of_a_batch_job_is_named(tmp_path: Path, name: str, length:
     damaged = tmp_path / "recs.parquet.parts" / name
     content = damaged.read_bytes()
     damaged.write_bytes(content[:length])
-    with pytest.raises(DamagedError) as refused:
+    with pytest.raises(CorruptFileError) as refused:
         batch.recommend(tmp_path / "users.parquet", output)
     assert refused.value.value == str(damaged)
     damaged.unlink() if name.startswith("part") else damaged.write_bytes(content)

@@ -56,7 +56,7 @@ def batches(first=0):
 def trained(pipeline, num_steps):
     """The losses, with a learning rate that the script lowers."""
     for loss in pipeline.run(itertools.islice(batches(pipeline.number), num_steps)):
-        if isinstance(pipeline.dense._optimizer, nestrec.pipeline.dense.dense_optimizer.TorchOptimizer):
+        if isinstance(pipeline.dense._optimizer, nestrec.pipeline.dense.dense_optimizer.TorchOptimizerAdapter):
             pipeline.dense._optimizer._optimizer.param_groups[0]["lr"] *= 0.5
         yield float(loss)
 

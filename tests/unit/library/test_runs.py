@@ -15,8 +15,8 @@ import pytest
 import nestrec
 from nestrec.api import configured
 from nestrec.data.dataset import Dataset
-from nestrec.data.streaming.stream_source import SOURCES, SourceSpec
-from nestrec.training.callbacks import Listener
+from nestrec.data.streaming.stream_source import SOURCES, StreamSourceSpec
+from nestrec.training.callbacks import TrainingCallback
 from support.tiny_runs import config_of, make_datasets
 
 
@@ -76,7 +76,7 @@ def test_a_loaded_run_recommends_what_its_evaluation_measured(run: nestrec.Run, 
 
 
 def test_whoever_listens_hears_of_steps_and_a_folder_with_checkpoints_goes_on(data: Path, tmp_path: Path) -> None:
-    class Heard(Listener):
+    class Heard(TrainingCallback):
         first: int = -1
 
         def started(self, total_steps: int, first_step: int) -> None:
@@ -92,7 +92,7 @@ def test_whoever_listens_hears_of_steps_and_a_folder_with_checkpoints_goes_on(da
 
 
 def test_a_run_that_has_nothing_left_to_train_says_what_would_train_more(data: Path, tmp_path: Path) -> None:
-    class Noted(Listener):
+    class Noted(TrainingCallback):
         def __init__(self) -> None:
             self.notes: list[str] = []
 
@@ -222,7 +222,7 @@ def test_a_stream_is_read_as_its_data_was_prepared_but_for_what_is_given(tmp_pat
 
 
 def test_a_source_of_others_that_opens_nothing_is_named(run: nestrec.Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing = SourceSpec("nothing", lambda address: address == "mine://events", lambda *_: None)  # type: ignore[arg-type, return-value]
+    nothing = StreamSourceSpec("nothing", lambda address: address == "mine://events", lambda *_: None)  # type: ignore[arg-type, return-value]
     monkeypatch.setitem(SOURCES._built_in, "mine", nothing)
     with pytest.raises(
         nestrec.UserError, match=r"sources: mine = 'open': its `open` gives None of mine://events.*\n.*mend `open`"

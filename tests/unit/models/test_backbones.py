@@ -18,7 +18,7 @@ from nestrec.models.backbone_registry import (
     make_encoder,
     reads_times,
 )
-from nestrec.models.backbone_spec import Backbone
+from nestrec.models.backbone_spec import BackboneSpec
 
 SIZES = {"dim": 12, "num_layers": 3, "max_length": 9}
 CONFIGS = [
@@ -77,13 +77,13 @@ def test_every_backbone_of_ours_keeps_keys_and_values_of_its_heads(cfg):
 
 
 def test_a_backbone_that_says_nothing_of_prefixes_keeps_none(monkeypatch):
-    silent = Backbone(config=SASRecConfig, build=lambda cfg: nn.Identity())
+    silent = BackboneSpec(config=SASRecConfig, build=lambda cfg: nn.Identity())
     monkeypatch.setattr(registry, "backbone_of", lambda cfg: silent)
     assert not cached_forward_of(SASRecConfig()).keeps
 
 
 def test_what_a_backbone_does_not_say_is_not_guessed(monkeypatch):
-    silent = Backbone(config=SASRecConfig, build=lambda cfg: nn.Identity())
+    silent = BackboneSpec(config=SASRecConfig, build=lambda cfg: nn.Identity())
     monkeypatch.setattr(registry, "backbone_of", lambda cfg: silent)
     for question, what in ((flops_of, "`flops`"), (activations_of, "`activations`")):
         with pytest.raises(UserError) as raised:

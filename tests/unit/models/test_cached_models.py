@@ -8,18 +8,20 @@ import torch
 
 from nestrec.models import FuXiConfig, HSTUConfig, SASRecConfig
 from nestrec.models.backbone_registry import backbone_of, cached_forward_of, make_encoder
-from nestrec.models.backbone_spec import AttentionReach
-from nestrec.models.sequence import Segment, SequenceInfo
+from nestrec.models.backbone_spec import AttentionSpanConfig
+from nestrec.models.sequence import NewTokenSegment, SequenceInfo
 
 LENGTH = 40
 
 
 REACHES = {
-    "everything": AttentionReach(),
-    "a window": AttentionReach(window=5),
-    "a window and a prefix, behind a layer that sees all": AttentionReach(window=6, prefix=3, full_layers=1),
-    "the last tokens": AttentionReach(keep_last=6, keep_step=4),
-    "a window, a prefix and the last tokens": AttentionReach(window=4, prefix=2, keep_last=9, keep_from=2, keep_step=1),
+    "everything": AttentionSpanConfig(),
+    "a window": AttentionSpanConfig(window=5),
+    "a window and a prefix, behind a layer that sees all": AttentionSpanConfig(window=6, prefix=3, full_layers=1),
+    "the last tokens": AttentionSpanConfig(keep_last=6, keep_step=4),
+    "a window, a prefix and the last tokens": AttentionSpanConfig(
+        window=4, prefix=2, keep_last=9, keep_from=2, keep_step=1
+    ),
 }
 
 
@@ -93,7 +95,7 @@ def draw_users(seed, lengths):
 
 def segment(model, user, prefix, end, **candidates):
     _, time, query_time = user
-    return Segment(
+    return NewTokenSegment(
         prefix_length=prefix,
         num_history=end - prefix,
         time_K=time[:end],

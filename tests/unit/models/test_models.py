@@ -9,13 +9,13 @@ import torch
 from nestrec.base.random import as_int64
 from nestrec.data.flat_arrays import positions, sample_keys, token_keys
 from nestrec.models import DLRM, HSTU, DLRMConfig, FuXi, FuXiConfig, HSTUConfig, SASRec, SASRecConfig, SequenceInfo
-from nestrec.models.backbone_spec import AttentionReach
+from nestrec.models.backbone_spec import AttentionSpanConfig
 from nestrec.models.heads import HeadConfig, RankingModel, RetrievalModel, SimilarityConfig
 
 HSTU_CONFIG = HSTUConfig(dim=8, head_dim=4, num_heads=2, max_length=12, dropout=0.3, time_bias=True)
 SASREC_CONFIG = SASRecConfig(dim=8, ffn_dim=8, num_heads=2, max_length=12, dropout=0.3)
 FUXI_CONFIG = FuXiConfig(dim=8, head_dim=4, num_heads=2, ffn_dim=12, max_length=12, dropout=0.3)
-SEMI_LOCAL, CUT = AttentionReach(window=3, prefix=2), AttentionReach(keep_last=4, keep_step=3)
+SEMI_LOCAL, CUT = AttentionSpanConfig(window=3, prefix=2), AttentionSpanConfig(keep_last=4, keep_step=3)
 ENCODERS = {
     "hstu": lambda: HSTU(HSTU_CONFIG),
     "fuxi": lambda: FuXi(FUXI_CONFIG),
@@ -121,7 +121,9 @@ def test_fuxi_large_has_the_published_number_of_weights():
     assert 16 * sum(matrices) == pytest.approx(201.55e6, rel=2e-3)
 
 
-@pytest.mark.parametrize("reach", [AttentionReach(), AttentionReach(window=2, prefix=1)], ids=["full", "semi-local"])
+@pytest.mark.parametrize(
+    "reach", [AttentionSpanConfig(), AttentionSpanConfig(window=2, prefix=1)], ids=["full", "semi-local"]
+)
 def test_fuxi_is_what_its_formulas_say(reach):
     """One block, one sequence, every sum written out."""
     torch.manual_seed(0)

@@ -5,7 +5,7 @@ import torch
 
 from nestrec.base.errors import UserError
 from nestrec.models.backbone_registry import make_encoder
-from nestrec.models.backbone_spec import AttentionReach
+from nestrec.models.backbone_spec import AttentionSpanConfig
 from nestrec.models.encoder_parts import states_behind, with_room
 from nestrec.models.fuxi import FuXiConfig
 from nestrec.models.hstu import HSTUConfig
@@ -30,7 +30,9 @@ def info_of(lengths: tuple[int, ...]) -> SequenceInfo:
 @pytest.mark.parametrize(
     "cfg",
     [
-        HSTUConfig(dim=DIM, head_dim=4, num_heads=2, max_length=6, time_bias=True, attention=AttentionReach(window=2)),
+        HSTUConfig(
+            dim=DIM, head_dim=4, num_heads=2, max_length=6, time_bias=True, attention=AttentionSpanConfig(window=2)
+        ),
         FuXiConfig(dim=DIM, head_dim=4, num_heads=2, ffn_dim=8, max_length=6),
         SASRecConfig(dim=DIM, ffn_dim=8, max_length=6),
     ],

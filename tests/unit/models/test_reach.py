@@ -9,7 +9,7 @@ from nestrec.base.config_values import from_plain
 from nestrec.base.errors import UserError
 from nestrec.models import HSTU, FuXi, FuXiConfig, HSTUConfig, SequenceInfo
 from nestrec.models.backbone_registry import flops_of
-from nestrec.models.backbone_spec import AttentionReach
+from nestrec.models.backbone_spec import AttentionSpanConfig
 from nestrec.ops.attention.mask_and_bias import seen_mask
 from nestrec_bench.harness.step_flops import step_flops
 
@@ -19,10 +19,10 @@ MODELS = {
     "fuxi": lambda reach: FuXi(FuXiConfig(**SIZES, ffn_dim=8, attention=reach)),
 }
 REACHES = [
-    AttentionReach(),
-    AttentionReach(window=5),
-    AttentionReach(window=4, prefix=3, full_layers=1),
-    AttentionReach(window=6, prefix=2, keep_last=10, keep_from=2, keep_step=4),
+    AttentionSpanConfig(),
+    AttentionSpanConfig(window=5),
+    AttentionSpanConfig(window=4, prefix=3, full_layers=1),
+    AttentionSpanConfig(window=6, prefix=2, keep_last=10, keep_from=2, keep_step=4),
 ]
 
 
@@ -47,7 +47,7 @@ def info_of(lengths, first=0, **more):
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_cut_leaves_the_last_tokens_to_the_layers_behind_it(kind):
-    reach = AttentionReach(window=6, prefix=2, keep_last=10, keep_step=4)
+    reach = AttentionSpanConfig(window=6, prefix=2, keep_last=10, keep_step=4)
     model, lengths = make(kind, reach), [3, 13, 14, 37]
     cuts = [0, 0, 4, 24]
     x = torch.randn(sum(lengths), 8, dtype=torch.float64)
@@ -79,7 +79,7 @@ def test_candidates_in_one_pass_are_as_in_one_each(kind, reach):
 @pytest.mark.parametrize("reach", REACHES)
 def test_flops_are_those_of_tokens_and_pairs_that_are_computed(kind, reach):
     cfg, lengths = make(kind, reach).cfg, np.array([1, 9, 26, 40])
-    flops, plain = flops_of(cfg), flops_of(make(kind, AttentionReach()).cfg)
+    flops, plain = flops_of(cfg), flops_of(make(kind, AttentionSpanConfig()).cfg)
     tokens, pairs = 0, 0
     for layer in range(3):
         left = [int(n) - (reach.cut(int(n)) if reach.cuts(layer) else 0) for n in lengths]
@@ -95,7 +95,8 @@ def test_costs_of_a_length_grow_with_it_and_not_with_its_square():
     """What plans and balanced batches count with."""
     lengths = np.linspace(4_000, 60_000, 40)
     whole, local = (
-        flops_of(HSTUConfig(num_layers=4, attention=reach)) for reach in (AttentionReach(), AttentionReach(window=1024))
+        flops_of(HSTUConfig(num_layers=4, attention=reach))
+        for reach in (AttentionSpanConfig(), AttentionSpanConfig(window=1024))
     )
     assert whole.of_length(lengths) == (whole.token, whole.pair / 2)
     linear, squared = local.of_length(lengths)

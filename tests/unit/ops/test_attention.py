@@ -16,7 +16,7 @@ from nestrec.ops.attention.hstu_attention import (
     hstu_attention_reference,
 )
 from nestrec.ops.attention.mask_and_bias import (
-    AttentionRules,
+    AttentionMask,
     RelativeBias,
     bucket_edges,
     position_bias,
@@ -49,7 +49,7 @@ def same_values_and_gradients(fast, slow, inputs):
 def attention_rules(draw, lengths):
     targets = torch.tensor([draw(st.integers(0, n)) for n in lengths]) if draw(st.booleans()) else None
     longest = draw(st.one_of(st.none(), st.integers(1, 10)))
-    return AttentionRules(
+    return AttentionMask(
         num_targets_B=targets,
         num_context=draw(st.integers(0, 3)),
         max_attention_length=longest,
@@ -111,7 +111,7 @@ def test_candidates_score_the_same_alone_and_together(time):
         alone.append(
             hstu_attention(q[rows], k[rows], v[rows], torch.tensor([0, 7]), max_length=7, normaliser=5.0, bias=own)[6]
         )
-    rules = AttentionRules(num_targets_B=torch.tensor([3]))
+    rules = AttentionMask(num_targets_B=torch.tensor([3]))
     together = hstu_attention(q, k, v, torch.tensor([0, 9]), max_length=9, normaliser=5.0, bias=bias, rules=rules)
     torch.testing.assert_close(together[6:], torch.stack(alone), rtol=0, atol=1e-12)
 
@@ -129,7 +129,7 @@ def test_wrong_inputs_are_refused_by_name(change, named):
     with pytest.raises(UserError, match=named):
         hstu_attention(**(arguments | change), max_length=3, normaliser=1.0)
     with pytest.raises(UserError, match="max_attention_length"):
-        AttentionRules(max_attention_length=0)
+        AttentionMask(max_attention_length=0)
     with pytest.raises(UserError, match="time_table"):
         RelativeBias(time_table=torch.zeros(3))
 

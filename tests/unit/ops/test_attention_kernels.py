@@ -7,7 +7,7 @@ import torch
 from nestrec.jagged import offsets_of
 from nestrec.ops.attention.hstu_attention import hstu_attention, hstu_attention_reference
 from nestrec.ops.attention.mask_and_bias import (
-    AttentionRules,
+    AttentionMask,
     RelativeBias,
     bucket_edges,
     position_bias,
@@ -43,7 +43,7 @@ def random_case(seed):
     shape = (sum(lengths), 1, int(draw.choice([8, 20])))
     vectors = [torch.from_numpy(draw.normal(0, 0.7, shape)) for _ in range(4)]
     targets = [int(draw.integers(0, n + 1)) for n in lengths]
-    rules = AttentionRules(
+    rules = AttentionMask(
         num_targets_B=torch.tensor(targets) if draw.random() < 0.5 else None,
         num_context=int(draw.integers(1, 35)) if draw.random() < 0.4 else 0,
         max_attention_length=int(draw.integers(1, 40)) if draw.random() < 0.4 else None,
@@ -140,7 +140,7 @@ def test_words_of_tiles_are_half_the_biases_of_their_pairs(is_reversed, is_squar
         query_time_T=asked,
     )
     targets = torch.tensor([3, 0, 70, 1])
-    rules = AttentionRules(num_targets_B=targets, num_context=4 if is_square else 0)
+    rules = AttentionMask(num_targets_B=targets, num_context=4 if is_square else 0)
     plan, _ = plan_tiles(offsets, sum(lengths), 129, is_square=is_square)
     buckets = pair_buckets(seen, asked, offsets, plan, 59) if kind == "buckets" else None
     found = write_bias(
@@ -196,7 +196,7 @@ def test_sums_over_kept_gradients_are_those_of_the_definition(option):
     lengths = [70, 0, 20]
     offsets, asked, seen = tile_of_pairs(7, lengths)
     draw, is_square = np.random.default_rng(8), option == "looks ahead"
-    rules = AttentionRules(
+    rules = AttentionMask(
         num_context=9 if option in ("window", "looks ahead") else 0,
         looks_ahead=is_square,
         max_attention_length=40 if option == "window" else None,
@@ -265,7 +265,7 @@ def test_attention_compiles_into_one_graph():
 
     def attend(q, k, v, table):
         own = RelativeBias(time_table=table, time_T=bias.time_T, query_time_T=bias.query_time_T)
-        rules = AttentionRules(num_targets_B=targets, num_context=1, max_attention_length=9)
+        rules = AttentionMask(num_targets_B=targets, num_context=1, max_attention_length=9)
         return hstu_attention(
             q, k, v, offsets, max_length=max(lengths), normaliser=NORMALISER, bias=own, rules=rules
         ).square()

@@ -5,7 +5,7 @@ import torch
 
 import nestrec.ops.attention.hstu_op  # noqa: F401  # defines the operators
 from nestrec.ops.attention.attention_inputs import OPTIONS_SCHEMA, AttentionOptions, attention_options
-from nestrec.ops.attention.mask_and_bias import AttentionRules, RelativeBias
+from nestrec.ops.attention.mask_and_bias import AttentionMask, RelativeBias
 
 ARGUMENTS = (
     "Tensor q_THD, Tensor k_THD, Tensor v_THD, Tensor offsets, Tensor? position_table, Tensor? time_table, "
@@ -36,10 +36,10 @@ def test_attention_options_restore_bias_and_rules(time_bias):
     bias = RelativeBias(
         position_table=position, time_T=seconds, query_time_T=asked, buckets=buckets, **{time_bias: time}
     )
-    rules = AttentionRules(num_targets_B=targets, num_context=3, max_attention_length=7, looks_ahead=False)
+    rules = AttentionMask(num_targets_B=targets, num_context=3, max_attention_length=7, looks_ahead=False)
     options = AttentionOptions(*tuple(attention_options(bias, rules)))
     # Dataclasses compare tensors element by element, so each field is compared by identity.
     for found, given in ((options.bias, bias), (options.rules, rules)):
         for name in given.__dataclass_fields__:
             assert getattr(found, name) is getattr(given, name), name
-    assert attention_options(RelativeBias(), AttentionRules()) == (*(None,) * 7, 0, None, True)
+    assert attention_options(RelativeBias(), AttentionMask()) == (*(None,) * 7, 0, None, True)

@@ -12,7 +12,7 @@ from nestrec.distributed.context_ring import ContextRing
 from nestrec.jagged import offsets_of
 from nestrec.ops.attention.bias_only import bias_attention_reference
 from nestrec.ops.attention.hstu_attention import hstu_attention_reference
-from nestrec.ops.attention.mask_and_bias import PLAIN, AttentionRules, RelativeBias, semi_local
+from nestrec.ops.attention.mask_and_bias import PLAIN, AttentionMask, RelativeBias, semi_local
 from nestrec.ops.attention.softmax_attention import softmax_attention_reference
 from nestrec.ops.context_parallel import token_partition
 from nestrec.ops.context_parallel.ring_attention import (
@@ -21,8 +21,8 @@ from nestrec.ops.context_parallel.ring_attention import (
     hstu_attention_in_context,
     softmax_attention_in_context,
 )
-from nestrec.ops.context_parallel.ring_sum import Context, ring_sum_reference
-from nestrec.ops.context_parallel.token_partition import TokenParts, causal_pairs_of
+from nestrec.ops.context_parallel.ring_sum import ContextParallelGroup, ring_sum_reference
+from nestrec.ops.context_parallel.token_partition import TokenPartition, causal_pairs_of
 
 lengths_lists = st.lists(st.integers(0, 13), min_size=1, max_size=4)
 biases = st.tuples(st.booleans(), st.sampled_from(["none", "table", "function"]))
@@ -31,7 +31,7 @@ biases = st.tuples(st.booleans(), st.sampled_from(["none", "table", "function"])
 @settings(max_examples=40)
 @given(st.lists(st.integers(0, 40), max_size=6), st.integers(1, 6))
 def test_every_token_is_in_one_part(lengths, size):
-    parts = TokenParts(np.array(lengths, np.int64), size)
+    parts = TokenPartition(np.array(lengths, np.int64), size)
     places = np.concatenate([parts.places(part) for part in range(size)])
     assert sorted(places.tolist()) == list(range(sum(lengths)))
     first = np.cumsum(lengths) - lengths
@@ -46,7 +46,7 @@ def test_every_token_is_in_one_part(lengths, size):
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_parts_have_equally_much_to_compute(size):
-    whole = TokenParts(np.array([16_384]), size)
+    whole = TokenPartition(np.array([16_384]), size)
     pairs = causal_pairs_of(whole)
     assert max(pairs) == min(pairs)
     computed = [
@@ -117,7 +117,7 @@ def test_hstu_in_parts_equals_whole_sequences(lengths, size, kinds, rules, most_
         patch.setattr(token_partition, "MOST_PAIRS", most_pairs)
         patch.setattr(token_partition, "_LEAST_ROWS", 2)
         patch.setattr(token_partition, "SMALL_PAIRS", 12)
-        found = in_parts(SiluSum(7.0, rules), TokenParts(np.array(lengths), size), (q, k, v, bias), grad)
+        found = in_parts(SiluSum(7.0, rules), TokenPartition(np.array(lengths), size), (q, k, v, bias), grad)
     if sum(lengths):
         assert_same(found, expected(whole, [q, k, v, *tables], grad))
 
@@ -133,14 +133,14 @@ def test_fuxi_in_parts_equals_whole_sequences(lengths, size, time, rules):
     tables = [t for t in (bias.position_table, bias.time_table, bias.time_function) if t is not None]
     function = ChannelSums(7.0, rules, whole.shape[1])
     if sum(lengths):
-        found = in_parts(function, TokenParts(np.array(lengths), size), (q, k, v, bias), grad)
+        found = in_parts(function, TokenPartition(np.array(lengths), size), (q, k, v, bias), grad)
         assert_same(found, expected(whole, [q, k, v, *tables], grad))
 
 
 def test_a_ring_of_one_rank_keeps_nothing_of_the_pairs():
     """What is kept for the backward pass grows with the tokens, where whole attention on a CPU keeps their square."""
     q, k, v, bias = drawn([300, 40], True, "table")
-    context = Context(TokenParts(np.array([300, 40]), 1), ContextRing(Topology.single()))
+    context = ContextParallelGroup(TokenPartition(np.array([300, 40]), 1), ContextRing(Topology.single()))
     kept: dict[int, int] = {}
 
     def keep(x: torch.Tensor) -> torch.Tensor:
@@ -157,7 +157,7 @@ def test_a_ring_of_one_rank_keeps_nothing_of_the_pairs():
 
 def test_softmax_of_large_scores_stays_finite():
     q, k, v, _ = drawn([9, 4], False, "none")
-    context = Context(TokenParts(np.array([9, 4]), 1), ContextRing(Topology.single()))
+    context = ContextParallelGroup(TokenPartition(np.array([9, 4]), 1), ContextRing(Topology.single()))
     found = softmax_attention_in_context(900 * q, k, v, context)
     wanted = softmax_attention_reference(900 * q, k, v, offsets_of(torch.tensor([9, 4])))
     grad = torch.randn_like(found)
@@ -168,8 +168,8 @@ def test_softmax_of_large_scores_stays_finite():
 
 def test_what_parts_cannot_compute_is_refused():
     q, k, v, _ = drawn([9, 4], False, "none")
-    context = Context(TokenParts(np.array([9, 4]), 1), ContextRing(Topology.single()))
-    for rules in (AttentionRules(num_targets_B=torch.tensor([1, 1])), AttentionRules(num_context=1)):
+    context = ContextParallelGroup(TokenPartition(np.array([9, 4]), 1), ContextRing(Topology.single()))
+    for rules in (AttentionMask(num_targets_B=torch.tensor([1, 1])), AttentionMask(num_context=1)):
         with pytest.raises(UserError, match="whole sequences"):
             hstu_attention_in_context(q, k, v, context, normaliser=7.0, rules=rules)
     with pytest.raises(UserError, match="13 tokens"):
@@ -178,4 +178,4 @@ def test_what_parts_cannot_compute_is_refused():
     with pytest.raises(UserError, match="position_table"):
         hstu_attention_in_context(q, k, v, context, normaliser=7.0, bias=bias)
     with pytest.raises(UserError, match="at least one rank"):
-        TokenParts(np.array([3]), 0)
+        TokenPartition(np.array([3]), 0)

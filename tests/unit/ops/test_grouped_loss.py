@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from nestrec.data.flat_arrays import sample_keys
-from nestrec.data.samples.negative_sampling import Groups
+from nestrec.data.samples.negative_sampling import GroupSampler
 from nestrec.ops.losses.item_losses import make_candidates, plain_sampled_loss
 from nestrec.ops.losses.sampled_losses import grouped_loss
 
@@ -14,7 +14,9 @@ KEYS = sample_keys(3, 1, np.arange(400))
 
 @pytest.mark.parametrize(("num_tokens", "num_negatives"), [(1, 3), (12, 3), (13, 3), (50, 49), (50, 60), (31, 1)])
 def test_every_token_is_in_one_group_and_groups_are_even(num_tokens, num_negatives):
-    token_GS = Groups(None, num_negatives).draw(KEYS[:num_tokens], np.ones(num_tokens, np.int64)).tensors["group_token"]
+    token_GS = (
+        GroupSampler(None, num_negatives).draw(KEYS[:num_tokens], np.ones(num_tokens, np.int64)).tensors["group_token"]
+    )
     assert sorted(token_GS[token_GS >= 0].tolist()) == list(range(num_tokens))
     sizes = (token_GS >= 0).sum(1)
     assert sizes.max() - sizes.min() <= 1
@@ -22,7 +24,7 @@ def test_every_token_is_in_one_group_and_groups_are_even(num_tokens, num_negativ
 
 
 def test_groups_are_random_and_repeatable():
-    draw = Groups(None, 9).draw
+    draw = GroupSampler(None, 9).draw
     first, again = (draw(KEYS, np.ones(400, np.int64)).tensors["group_token"] for _ in range(2))
     assert torch.equal(first, again)
     other = draw(sample_keys(3, 2, np.arange(400)), np.ones(400, np.int64)).tensors["group_token"]
@@ -35,7 +37,7 @@ def test_groups_are_random_and_repeatable():
 def test_losses_and_gradients_are_those_of_candidates(kind, log_q, num_tokens, num_negatives):
     torch.manual_seed(num_tokens)
     target = np.random.default_rng(0).integers(1, 9, num_tokens)
-    drawn = Groups(np.arange(1, 9) if log_q else None, num_negatives).draw(KEYS[:num_tokens], target).tensors
+    drawn = GroupSampler(np.arange(1, 9) if log_q else None, num_negatives).draw(KEYS[:num_tokens], target).tensors
     query, row = (torch.randn(n, 6, dtype=torch.float64, requires_grad=True) for n in (num_tokens, 9))
     positive = torch.from_numpy(target.astype(np.int32))
     token_GS, bias = drawn["group_token"], drawn.get("target_bias")

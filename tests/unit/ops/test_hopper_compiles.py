@@ -35,7 +35,7 @@ torch.cuda.get_device_capability = lambda device: (9, 0)
 """launches compile for a GPU that is not there, and print their name and the shared memory of a program"""
 ATTENTION = """
 from nestrec.ops.attention.attention_inputs import AttentionInputs
-from nestrec.ops.attention.mask_and_bias import AttentionRules
+from nestrec.ops.attention.mask_and_bias import AttentionMask as AttentionMask
 from nestrec.ops.attention.hstu_passes import backward_pass, forward_pass
 from nestrec.ops.attention.mask_and_bias import RelativeBias
 
@@ -45,8 +45,8 @@ q, k, v, grad = (torch.zeros(200, 2, dim, dtype=torch.bfloat16) for _ in range(4
 bias = RelativeBias(position_table=torch.zeros(261) if has_position else None,
                     time_table=torch.zeros(129) if has_time == 1 else None,
                     time_function=torch.zeros(3) if has_time == 2 else None, time_T=time, query_time_T=time)
-rules = AttentionRules(num_targets_B=torch.tensor([3, 0, 9]), num_context=4, max_attention_length=50)
-inputs = AttentionInputs(offsets, 130, 130.0, bias, rules if has_rules else AttentionRules())
+rules = AttentionMask(num_targets_B=torch.tensor([3, 0, 9]), num_context=4, max_attention_length=50)
+inputs = AttentionInputs(offsets, 130, 130.0, bias, rules if has_rules else AttentionMask())
 if has_time == 2 and (dim > 128 or has_rules):
     sys.exit()  # no launch has both
 forward_pass(q, k, v, inputs)
@@ -101,9 +101,9 @@ def test_launches_compile_and_fit(dim, has_rules, biases):
 
 
 PAGED = """
-from nestrec.ops.attention.paged.paged_attention import KeptLayer, Workspace, paged_attention, store_in_pages
+from nestrec.ops.attention.paged.paged_attention import PagedLayerKV, Workspace, paged_attention, store_in_pages
 from nestrec.ops.attention.paged.paged_bias import PairPlan, PairTimes, find_buckets, store_times, write_biases
-from nestrec.ops.attention.paged.query_blocks import FIELDS, Seen, most_tiles
+from nestrec.ops.attention.paged.query_blocks import FIELDS, VisibleRange as Seen, most_tiles
 
 dim, weights, kind, is_small, is_local = int(sys.argv[1]), *sys.argv[2:4], *(int(word) for word in sys.argv[4:])
 seen, rows = Seen(50, 7) if is_local else Seen(), 200
@@ -113,7 +113,7 @@ plan = PairPlan(blocks=torch.zeros(8, FIELDS, dtype=torch.int32), pages=torch.ze
 times = PairTimes(slots=torch.zeros(640, dtype=torch.float64), time_T=time, query_time_T=time)
 q, k, v = torch.zeros(rows, 6 * dim, dtype=torch.bfloat16).chunk(3, dim=1)
 pool = torch.zeros(2, 2, 640, dim, dtype=torch.float8_e4m3fn if is_small else torch.bfloat16)
-kept = KeptLayer(pool, torch.zeros(2, 2, 640, dtype=torch.uint8) if is_small else None)
+kept = PagedLayerKV(pool, torch.zeros(2, 2, 640, dtype=torch.uint8) if is_small else None)
 slots, biases = torch.zeros(rows, dtype=torch.int32), None
 store_in_pages(k, v, kept, slots)
 store_times(time, slots, times.slots)

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from nestrec.ops.attention.mask_and_bias import AttentionRules, RelativeBias, seen_mask
+from nestrec.ops.attention.mask_and_bias import AttentionMask, RelativeBias, seen_mask
 from nestrec.ops.attention.paged.query_blocks import (
     FIELDS,
     PagedSegment,
-    Seen,
+    VisibleRange,
     can_be_paged,
     most_tiles,
     segment_array,
@@ -36,8 +36,8 @@ BIASES = {"none": (), "position": ("position",), "tables": ("position", "time"),
 class Batch:
     """One batch of some shapes, in pages that stand in any order."""
 
-    def __init__(self, shapes, dtype=torch.float32, *, dim=DIM, is_small=False, seen=Seen(), cut=0):  # noqa: B008
-        from nestrec.ops.attention.paged.paged_attention import KeptLayer, store_in_pages
+    def __init__(self, shapes, dtype=torch.float32, *, dim=DIM, is_small=False, seen=VisibleRange(), cut=0):  # noqa: B008
+        from nestrec.ops.attention.paged.paged_attention import PagedLayerKV, store_in_pages
         from nestrec.ops.attention.paged.paged_bias import PairPlan, PairTimes, store_times
 
         generator = torch.Generator().manual_seed(1)
@@ -51,7 +51,7 @@ class Batch:
         self.query_time_T = torch.empty(total, dtype=torch.float64)
         pool = torch.full((2, HEADS, num_pages * PAGE, dim), float("nan"), device=DEVICE, dtype=dtype)
         scales = torch.full(pool.shape[:3], 255, dtype=torch.uint8, device=DEVICE) if is_small else None
-        self.kept = KeptLayer(pool.to(torch.float8_e4m3fn) if is_small else pool, scales)
+        self.kept = PagedLayerKV(pool.to(torch.float8_e4m3fn) if is_small else pool, scales)
         slot_times = torch.full((num_pages * PAGE,), float("nan"), dtype=torch.float64, device=DEVICE)
         order, self.segments, pages = np.random.default_rng(2).permutation(num_pages), [], []
         self.old, row, asked_row = [], 0, history_total
@@ -127,7 +127,7 @@ class Batch:
         segment, (old_k, old_v, old_time) = self.segments[b], self.old[b]
         rows = self.rows(b)
         num_prefix, length = segment.prefix_length, segment.prefix_length + len(rows)
-        rules = AttentionRules(
+        rules = AttentionMask(
             num_targets_B=torch.tensor([segment.num_candidates]),
             num_context=self.seen.context,
             max_attention_length=self.seen.window or None,
@@ -183,7 +183,7 @@ def test_divided_prefixes_give_the_same_sums():
     assert Batch(LONG).error() <= 1e-5
 
 
-WINDOWS = [Seen(1), Seen(40, 70), Seen(600, 200)]
+WINDOWS = [VisibleRange(1), VisibleRange(40, 70), VisibleRange(600, 200)]
 SOME = [(3, 0, 1), (70, 130, 2), (0, 70, 3), (1345, 70, 5)]
 
 
@@ -204,7 +204,12 @@ def test_biases_of_pages_and_new_tokens_are_added(kind, shapes):
 
 
 @pytest.mark.parametrize(
-    "seen", [pytest.param(Seen(40, 70), marks=pytest.mark.slow), Seen(0, 0, is_cut=True), Seen(30, 0, is_cut=True)]
+    "seen",
+    [
+        pytest.param(VisibleRange(40, 70), marks=pytest.mark.slow),
+        VisibleRange(0, 0, is_cut=True),
+        VisibleRange(30, 0, is_cut=True),
+    ],
 )
 @pytest.mark.parametrize("cut", [37, pytest.param(128, marks=pytest.mark.slow)])
 def test_biases_go_with_windows_and_cuts(seen, cut):
@@ -257,7 +262,7 @@ def test_prefixes_of_8_bits_are_read_as_they_were_rounded(dtype):
 def test_keys_outside_of_windows_are_not_read():
     segments, blocks = segment_array([PagedSegment(100_000, 64, 64, 0, 64, 0)]), np.empty((400, FIELDS), np.int32)
     read = []
-    for seen in (Seen(), Seen(1024), Seen(1024, 256)):
+    for seen in (VisibleRange(), VisibleRange(1024), VisibleRange(1024, 256)):
         count = write_blocks(segments, 8, False, blocks, seen)
         read.append(int((blocks[:count, 2] - blocks[:count, 8]).sum()) // 2)
     assert read[0] == 100_000
@@ -268,7 +273,7 @@ def test_keys_outside_of_windows_are_not_read():
 def test_keys_before_a_cut_are_not_read():
     segments = segment_array([PagedSegment(100_000, 64, 64, 0, 64, 0, cut=99_000)])
     blocks = np.empty((400, FIELDS), np.int32)
-    count = write_blocks(segments, 8, False, blocks, Seen(is_cut=True))
+    count = write_blocks(segments, 8, False, blocks, VisibleRange(is_cut=True))
     assert 1000 <= int((blocks[:count, 2] - blocks[:count, 8]).sum()) // 2 <= 1064
 
 
@@ -281,7 +286,7 @@ def test_prefixes_are_divided_as_far_as_the_table_has_room(most, num_blocks):
 def test_blocks_have_tiles_of_their_own_that_candidates_of_a_sequence_share_and_there_is_room_for_all():
     segments = [PagedSegment(*shape, 0, sum(s for _, s, _ in LONG), 0) for shape in LONG]
     blocks = np.zeros((40, FIELDS), np.int32)
-    count = write_blocks(segment_array(segments), HEADS, False, blocks, Seen(600, 200))
+    count = write_blocks(segment_array(segments), HEADS, False, blocks, VisibleRange(600, 200))
     used = []
     for b in blocks[:count]:
         has_own = b[7] > 0 and b[10] == b[9] - 1

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from nestrec.ops.embedding.row_copy import PlaceGroups, RowList, Spans, add_spans, gather_spans, group, scatter_spans
+from nestrec.ops.embedding.row_copy import RowList, Spans, TargetGroups, add_spans, gather_spans, group, scatter_spans
 
 CPU = torch.device("cpu")
 
@@ -63,4 +63,4 @@ def test_groups_hold_the_rows_of_each_place_in_order():
     for i, key in enumerate(zip(rows.tables.tolist(), rows.places.tolist(), strict=True)):
         wanted.setdefault(key, []).append(i)
     assert found == [wanted[key] for key in sorted(wanted)]
-    assert PlaceGroups.of(rows, num_rows, CPU) is None
+    assert TargetGroups.of(rows, num_rows, CPU) is None

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nestrec.ops.embedding.row_gather import StoredRows, gather_rows
+from nestrec.ops.embedding.row_gather import HalfPrecisionRows, gather_rows
 from nestrec.ops.embedding.stochastic_rounding import HALF_TYPES
 from nestrec.ops.layers.token_input import unit_rows
 from nestrec.ops.losses.item_losses import make_candidates
@@ -16,8 +16,8 @@ def test_values_and_gradients_are_those_of_a_float32_leaf(dtype):
     torch.manual_seed(0)
     values, index, weight = torch.randn(20, 6).to(dtype), torch.randint(0, 20, (9, 5)), torch.randn(9, 5, 6)
     gathered, scaled = [], []
-    for rows in (StoredRows.of(values), values.float().requires_grad_()):
-        leaf = rows.anchor if isinstance(rows, StoredRows) else rows
+    for rows in (HalfPrecisionRows.of(values), values.float().requires_grad_()):
+        leaf = rows.anchor if isinstance(rows, HalfPrecisionRows) else rows
         vectors = gather_rows(rows, index)
         (vectors * weight).sin().sum().backward()
         assert vectors.dtype == leaf.grad.dtype == torch.float32
@@ -31,7 +31,7 @@ def test_values_and_gradients_are_those_of_a_float32_leaf(dtype):
 
 
 def test_an_anchor_is_one_number_in_memory_and_a_gather_keeps_no_row_for_its_gradient():
-    stored, kept = StoredRows.of(torch.zeros(1000, 64, dtype=torch.bfloat16)), []
+    stored, kept = HalfPrecisionRows.of(torch.zeros(1000, 64, dtype=torch.bfloat16)), []
     assert stored.anchor.untyped_storage().nbytes() == 4
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -50,8 +50,8 @@ def test_every_variant_of_the_loss_reads_them_and_gives_what_a_float32_leaf_give
     values, query = torch.randn(300, 8).to(dtype), torch.randn(11, 8)
     candidates = make_candidates(torch.randint(300, (11,)).int(), torch.randint(300, (11, 3)).int())
     results = []
-    for rows in (StoredRows.of(values), values.float().requires_grad_()):
-        leaf, asked = (rows.anchor if isinstance(rows, StoredRows) else rows), query.clone().requires_grad_()
+    for rows in (HalfPrecisionRows.of(values), values.float().requires_grad_()):
+        leaf, asked = (rows.anchor if isinstance(rows, HalfPrecisionRows) else rows), query.clone().requires_grad_()
         loss = sampled_loss(asked, rows, candidates, "sampled_softmax", variant=variant, segment_tokens=4)
         loss.sum().backward()
         results.append((loss.detach(), asked.grad, leaf.grad))

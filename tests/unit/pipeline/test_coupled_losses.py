@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from nestrec.base.errors import UserError
-from nestrec.data.batch_loader import Batches
-from nestrec.data.batch_order import Position
+from nestrec.data.batch_loader import BatchLoader
+from nestrec.data.batch_order import BatchPosition
 from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine
 from nestrec.ops.embedding.row_gather import gather_rows
-from nestrec.pipeline import SCHEDULES, Feed, PipelineCore, Rates, Step
-from nestrec.pipeline.dense.dense_optimizer import DenseUpdate
+from nestrec.pipeline import SCHEDULES, LearningRates, LookaheadIterator, PipelineCore, TrainingStep
+from nestrec.pipeline.dense.dense_optimizer import DenseOptimizer
 from nestrec.tasks.retrieval_task import RetrievalTask
 from nestrec.tasks.task import compute_of, sequence_info
 from nestrec.training.state import run_digest
@@ -56,14 +56,14 @@ def trained(
     torch.manual_seed(1)
     task = task_class(cfg.task, open_data(cfg.data, topology), seed=1, dtype="float32")
     engine = EmbeddingEngine(task.tables, topology)
-    dense = DenseUpdate(task.model, cfg.optimizer, topology, topology.device)
+    dense = DenseOptimizer(task.model, cfg.optimizer, topology, topology.device)
     compute = compute_of(task, topology.device, "fp32")
     pipeline = PipelineCore.build(compute, engine, dense, schedule)
-    feed = Feed(Batches(task.assembler, cfg.batch, seed=1).starting_at(Position(0, 0)))
-    rates, losses = Rates(dense=0.01, tables=0.05), []
+    feed = LookaheadIterator(BatchLoader(task.assembler, cfg.batch, seed=1).starting_at(BatchPosition(0, 0)))
+    rates, losses = LearningRates(dense=0.01, tables=0.05), []
     try:
         for number in range(1, 5):
-            step = Step(number=number, batch=next(feed), rates=rates, is_fence=number == 4)
+            step = TrainingStep(number=number, batch=next(feed), rates=rates, is_fence=number == 4)
             losses.append(float(pipeline.schedule.advance(step, feed).loss))
         return losses, engine.digest("items")
     finally:

@@ -8,16 +8,18 @@ from torch import nn
 
 from nestrec.base.errors import UserError
 from nestrec.distributed import Topology
-from nestrec.pipeline.dense.dense_optimizer import AdamW, DenseUpdate, OptimizerConfig
+from nestrec.pipeline.dense.dense_optimizer import AdamW, DenseOptimizer, OptimizerConfig
 
 CPU = torch.device("cpu")
 
 
-def updated(cfg: OptimizerConfig, num_steps: int = 5, scale: float = 1.0) -> tuple[nn.Module, DenseUpdate, list[float]]:
+def updated(
+    cfg: OptimizerConfig, num_steps: int = 5, scale: float = 1.0
+) -> tuple[nn.Module, DenseOptimizer, list[float]]:
     """A small model after some steps of made-up gradients, and their norms."""
     torch.manual_seed(3)
     model = nn.Linear(4, 3)
-    dense, norms = DenseUpdate(model, cfg, Topology.single(), CPU), []
+    dense, norms = DenseOptimizer(model, cfg, Topology.single(), CPU), []
     for step in range(num_steps):
         draw = torch.Generator().manual_seed(step)
         for weight in model.parameters():

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from nestrec.data.batch_loader import Batch
-from nestrec.data.batch_order import Position
+from nestrec.data.batch_order import BatchPosition
 from nestrec.distributed import Topology
 from nestrec.embedding import TableConfig
-from nestrec.pipeline import Rates, Step, TrainingPipeline
+from nestrec.pipeline import LearningRates, TrainingPipeline, TrainingStep
 from nestrec.pipeline.lanes import Label
 
 
@@ -18,9 +18,9 @@ def test_a_fence_waits_for_every_lane(lane):
     tables = [TableConfig(name="t", dim=2)]
     pipeline = TrainingPipeline(torch.nn.Linear(1, 1), tables, schedule="nested", topology=Topology.single())
     machine, go, done = pipeline.schedule._machine, threading.Event(), threading.Event()
-    batch = Batch(Position(), 1.0, torch.arange(1).numpy(), (), tokens=torch.arange(1).numpy())
+    batch = Batch(BatchPosition(), 1.0, torch.arange(1).numpy(), (), tokens=torch.arange(1).numpy())
     timer = threading.Timer(0.2, go.set)
-    with machine.step(Step(number=1, batch=batch, rates=Rates(dense=0.1, tables=0.1), is_fence=True)):
+    with machine.step(TrainingStep(number=1, batch=batch, rates=LearningRates(dense=0.1, tables=0.1), is_fence=True)):
         label = Label(name="slow", kind="lookup", step=1)
         getattr(machine.lanes, lane).submit(lambda span: go.wait(30) and done.set(), label)
         timer.start()

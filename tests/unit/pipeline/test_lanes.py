@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from nestrec.pipeline.lanes import Label, Lane, Lanes, RunAhead
+from nestrec.pipeline.lanes import Label, Lane, Lanes, RunAheadLimiter
 from nestrec.trace import Tracer
 
 CPU = torch.device("cpu")
@@ -23,7 +23,7 @@ def tracer():
 
 
 def test_a_lane_runs_its_tasks_in_order_and_tickets_carry_results(tracer):
-    lane, seen = Lane("a", tracer, RunAhead(CPU)), []
+    lane, seen = Lane("a", tracer, RunAheadLimiter(CPU)), []
     tickets = [lane.submit(lambda span, i=i: seen.append(i) or i * i, label("t")) for i in range(20)]
     assert [ticket.wait() for ticket in tickets] == [i * i for i in range(20)]
     assert seen == list(range(20))
@@ -31,7 +31,11 @@ def test_a_lane_runs_its_tasks_in_order_and_tickets_carry_results(tracer):
 
 
 def test_a_task_waits_for_tasks_of_other_lanes(tracer):
-    first, second, go = Lane("a", tracer, RunAhead(CPU)), Lane("b", tracer, RunAhead(CPU)), threading.Event()
+    first, second, go = (
+        Lane("a", tracer, RunAheadLimiter(CPU)),
+        Lane("b", tracer, RunAheadLimiter(CPU)),
+        threading.Event(),
+    )
     slow = first.submit(lambda span: go.wait(60), label("slow"))
     after = second.submit(lambda span: "done", label("after"), after=[slow])
     assert not after._done.is_set()
@@ -44,7 +48,7 @@ def test_a_task_waits_for_tasks_of_other_lanes(tracer):
 
 
 def test_an_error_stops_its_lane_and_whoever_waits_for_it(tracer):
-    first, second, ran = Lane("a", tracer, RunAhead(CPU)), Lane("b", tracer, RunAhead(CPU)), []
+    first, second, ran = Lane("a", tracer, RunAheadLimiter(CPU)), Lane("b", tracer, RunAheadLimiter(CPU)), []
 
     def fail(span):
         raise ValueError("broken")
@@ -61,7 +65,7 @@ def test_an_error_stops_its_lane_and_whoever_waits_for_it(tracer):
 
 
 def test_a_wait_names_the_span_that_it_waited_for(tracer):
-    lane, go = Lane("a", tracer, RunAhead(CPU)), threading.Event()
+    lane, go = Lane("a", tracer, RunAheadLimiter(CPU)), threading.Event()
     ticket = lane.submit(lambda span: go.wait(60), label("slow", step=7))
     wait_for_end = ticket._done.wait
     ticket._done.wait = lambda: (go.set(), wait_for_end())  # the task goes on when it is waited for
@@ -74,7 +78,7 @@ def test_a_wait_names_the_span_that_it_waited_for(tracer):
 
 
 def test_drain_waits_for_all_lanes(tracer):
-    lanes, seen = Lanes(tracer, RunAhead(CPU)), []
+    lanes, seen = Lanes(tracer, RunAheadLimiter(CPU)), []
     for lane in (lanes.transfer, lanes.communication, lanes.lookup):
         for _ in range(5):
             lane.submit(lambda span, name=lane.name: seen.append(name), label("t"))
@@ -85,8 +89,8 @@ def test_drain_waits_for_all_lanes(tracer):
 
 def test_lane_keeps_results_for_as_long_as_steps_may_use_them(tracer):
     """On a GPU the memory of a dropped result could be given to another tensor while a kernel still reads it."""
-    run_ahead = RunAhead(torch.device("cuda"))
-    lane = Lane("a", tracer, RunAhead(CPU))
+    run_ahead = RunAheadLimiter(torch.device("cuda"))
+    lane = Lane("a", tracer, RunAheadLimiter(CPU))
     lane._run_ahead = run_ahead
     results = [torch.ones(3)]
     kept = weakref.ref(results[0])

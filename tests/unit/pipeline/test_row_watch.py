@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from nestrec.data.batch_loader import Batch, MicroBatch
-from nestrec.data.batch_order import Position
+from nestrec.data.batch_order import BatchPosition
 from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine, RowOptimizerConfig, TableConfig
-from nestrec.pipeline import SCHEDULES, Feed, PipelineCore, Rates, Step
-from nestrec.pipeline.dense.dense_optimizer import DenseUpdate, OptimizerConfig
+from nestrec.pipeline import SCHEDULES, LearningRates, LookaheadIterator, PipelineCore, TrainingStep
+from nestrec.pipeline.dense.dense_optimizer import DenseOptimizer, OptimizerConfig
 
 NUM_STEPS, BAD_STEP, BAD_KEY = 7, 3, 31
 
@@ -38,7 +38,7 @@ def batch_of(number: int) -> Batch:
     bad = [BAD_KEY] if number == BAD_STEP else []
     keys = [{"good": np.array([0, 2 * number + part]), "bad": np.array([*bad, 1, 40 + number])} for part in range(2)]
     parts = [MicroBatch(np.array([part]), keys[part], {}, max_length=1, num_tokens=1) for part in range(2)]
-    return Batch(Position(0, number), 1.0, np.array([0, 1]), tuple(parts))
+    return Batch(BatchPosition(0, number), 1.0, np.array([0, 1]), tuple(parts))
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
@@ -49,13 +49,15 @@ def test_rows_that_are_not_finite_are_told_with_the_totals_of_one_of_the_next_st
         for name in ("good", "bad")
     ]
     engine = EmbeddingEngine(tables, Topology.single())
-    dense = DenseUpdate(
+    dense = DenseOptimizer(
         torch.nn.Linear(1, 1), OptimizerConfig(), Topology.single(), torch.device("cpu"), engine.row_watch
     )
     pipeline = PipelineCore.build(Gradients(), engine, dense, schedule)
-    feed, told = Feed(batch_of(number) for number in range(1, NUM_STEPS + 1)), []
+    feed, told = LookaheadIterator(batch_of(number) for number in range(1, NUM_STEPS + 1)), []
     for number in range(1, NUM_STEPS + 1):
-        step = Step(number=number, batch=next(feed), rates=Rates(dense=0.1, tables=10.0), is_fence=number == NUM_STEPS)
+        step = TrainingStep(
+            number=number, batch=next(feed), rates=LearningRates(dense=0.1, tables=10.0), is_fence=number == NUM_STEPS
+        )
         told.append(torch.isfinite(pipeline.schedule.advance(step, feed).rows).tolist())
     assert told[: BAD_STEP - 1] == [[True, True]] * (BAD_STEP - 1)
     assert told[BAD_STEP + 1 :] == [[True, False]] * (NUM_STEPS - BAD_STEP - 1), "which table, and at most a step late"

@@ -16,7 +16,7 @@ from nestrec.distributed import Topology
 from nestrec.embedding import StoreConfig
 from nestrec.pipeline import SCHEDULES, PipelineConfig, ScheduleSpec
 from nestrec.pipeline.dense.dense_optimizer import OptimizerConfig
-from nestrec.pipeline.schedules.serial import Serial
+from nestrec.pipeline.schedules.serial import SerialSchedule
 
 DIM = 4
 
@@ -184,7 +184,7 @@ def test_an_unknown_schedule_is_refused_with_the_nearest_name():
         made("nestet")
 
 
-class Noting(Serial):
+class Noting(SerialSchedule):
     """A schedule of another package."""
 
     steps: ClassVar[list[int]] = []

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from nestrec.base.errors import UserError
-from nestrec.checkpoint import Checkpoints
+from nestrec.checkpoint import CheckpointManager
 from nestrec.distributed import Topology
 from nestrec.report import write_report
 from nestrec.trace import Timeline, load_spans
-from nestrec.training.run_checkpointer import Interrupted
+from nestrec.training.run_checkpointer import RunInterruptedError
 from nestrec.training.state import run_digest
 from nestrec.training.trainer import Trainer
 from support.fail_points import armed
@@ -75,7 +75,10 @@ def test_told_to_stop_in_a_full_pipeline_it_resumes_exactly(tiny_data, tmp_path,
     given = {**RUN, "pipeline.schedule": schedule, **{name.replace("__", "."): value for name, value in more.items()}}
     for stops, at in enumerate((6, 1), start=1):
         trainer = Trainer(config_of("rows", tiny_data, given), tmp_path / "cut", Topology.single())
-        with armed("train.step", lambda: os.kill(os.getpid(), signal.SIGTERM), at=at), pytest.raises(Interrupted):
+        with (
+            armed("train.step", lambda: os.kill(os.getpid(), signal.SIGTERM), at=at),
+            pytest.raises(RunInterruptedError),
+        ):
             trainer.train()
         assert trainer.state.step == (9, 13)[stops - 1], "between two saves"
     assert run("rows", tiny_data, tmp_path / "cut", schedule, **more) == expected
@@ -87,7 +90,7 @@ def test_told_to_stop_at_a_step_that_is_saved_anyway_it_reads_anew_as_without_a_
     trainer = Trainer(
         config_of("rows", tiny_data, {**RUN, "pipeline.schedule": schedule}), tmp_path / "cut", Topology.single()
     )
-    with armed("train.step", lambda: os.kill(os.getpid(), signal.SIGTERM), at=5), pytest.raises(Interrupted):
+    with armed("train.step", lambda: os.kill(os.getpid(), signal.SIGTERM), at=5), pytest.raises(RunInterruptedError):
         trainer.train()
     assert trainer.state.step == 8
     assert run("rows", tiny_data, tmp_path / "cut", schedule) == expected
@@ -158,7 +161,7 @@ def test_auto_chooses_a_window_logs_it_saves_it_and_can_be_replayed(tiny_data, t
     run("hstu", tiny_data, tmp_path / "auto", "nested", **auto)
     lines = [json.loads(line) for line in (tmp_path / "auto" / "metrics.jsonl").read_text().splitlines()]
     logged = [line["text"] for line in lines if line.get("text", "").startswith("micro-batches: ")]
-    restored = Checkpoints(tmp_path / "auto" / "checkpoints").restore_latest()
+    restored = CheckpointManager(tmp_path / "auto" / "checkpoints").restore_latest()
     assert restored is not None
     changes = restored.state["train"]["window_changes"]
     assert len(changes) == len(logged) == 2

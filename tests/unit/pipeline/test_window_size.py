@@ -9,14 +9,14 @@ from nestrec.base.config import to_plain
 from nestrec.base.config_values import from_plain
 from nestrec.base.errors import UserError
 from nestrec.data.batch_loader import BatchConfig
-from nestrec.data.batch_order import Position
+from nestrec.data.batch_order import BatchPosition
 from nestrec.distributed import Topology
 from nestrec.pipeline import SCHEDULES, PipelineConfig
-from nestrec.pipeline.micro_batch_tuner import FEW, MANY, WindowChoice
+from nestrec.pipeline.micro_batch_tuner import FEW, MANY, MicroBatchTuner
 from nestrec.pipeline.window_cost_model import (
     MeasuredWindow,
-    WindowChange,
-    WindowSchedule,
+    MicroBatchChange,
+    MicroBatchHistory,
     apart_ms,
     choose_window,
     fit_window,
@@ -106,24 +106,24 @@ def measured_spans(first_step: int, num_micro_batches: int) -> list[Span]:
 )  # fmt: skip
 def test_the_number_is_chosen_by_the_order_of_the_schedule_that_runs(schedule, chosen):
     """Where exchanges are waited for in turn, or are those of other steps, cutting a batch gains nothing."""
-    choice = WindowChoice(BatchConfig(micro_batches="auto"), PipelineConfig(schedule=schedule), Topology.single())
-    first = choice.decide(measured_spans(1, FEW), 12, Position(0, 12), lambda position: Position(0, 40))
+    choice = MicroBatchTuner(BatchConfig(micro_batches="auto"), PipelineConfig(schedule=schedule), Topology.single())
+    first = choice.decide(measured_spans(1, FEW), 12, BatchPosition(0, 12), lambda position: BatchPosition(0, 40))
     assert first is not None
     assert first.micro_batches == MANY
-    second = choice.decide(measured_spans(13, MANY), 24, Position(0, 24), lambda position: Position(1, 0))
+    second = choice.decide(measured_spans(13, MANY), 24, BatchPosition(0, 24), lambda position: BatchPosition(1, 0))
     assert second is not None
     assert second.micro_batches == chosen
 
 
 def test_a_run_that_is_started_again_while_many_are_tried_remembers_what_few_took():
-    def choice() -> WindowChoice:
-        return WindowChoice(BatchConfig(micro_batches="auto"), PipelineConfig(schedule="nested"), Topology.single())
+    def choice() -> MicroBatchTuner:
+        return MicroBatchTuner(BatchConfig(micro_batches="auto"), PipelineConfig(schedule="nested"), Topology.single())
 
-    first = choice().decide(measured_spans(1, FEW), 12, Position(0, 12), lambda position: Position(0, 40))
+    first = choice().decide(measured_spans(1, FEW), 12, BatchPosition(0, 12), lambda position: BatchPosition(0, 40))
     assert first is not None
     resumed = choice()
-    resumed.resume([from_plain(WindowChange, json.loads(json.dumps(to_plain(first))))], 40)
-    second = resumed.decide(measured_spans(41, MANY), 52, Position(0, 52), lambda position: Position(1, 0))
+    resumed.resume([from_plain(MicroBatchChange, json.loads(json.dumps(to_plain(first))))], 40)
+    second = resumed.decide(measured_spans(41, MANY), 52, BatchPosition(0, 52), lambda position: BatchPosition(1, 0))
     assert second is not None
     assert second.micro_batches == 32
 
@@ -132,13 +132,13 @@ def test_a_schedule_that_cannot_tell_is_not_guessed_at(monkeypatch):
     silent = replace(SCHEDULES.find("serial"), window_ms=None)
     monkeypatch.setattr(type(SCHEDULES), "find", lambda seam, name, field: silent)
     with pytest.raises(UserError, match="how many micro-batches are worth it is not known"):
-        WindowChoice(BatchConfig(micro_batches="auto"), PipelineConfig(), Topology.single())
-    WindowChoice(BatchConfig(micro_batches=4), PipelineConfig(), Topology.single())
+        MicroBatchTuner(BatchConfig(micro_batches="auto"), PipelineConfig(), Topology.single())
+    MicroBatchTuner(BatchConfig(micro_batches=4), PipelineConfig(), Topology.single())
 
 
 def test_changes_hold_from_their_first_batch_on():
-    schedule = WindowSchedule(2)
-    schedule.add(WindowChange(step=20, first=Position(0, 33), micro_batches=8))
-    schedule.add(WindowChange(step=60, first=Position(1, 5), micro_batches=4))
-    asked = [Position(0, 32), Position(0, 33), Position(1, 4), Position(1, 5), Position(2, 0)]
+    schedule = MicroBatchHistory(2)
+    schedule.add(MicroBatchChange(step=20, first=BatchPosition(0, 33), micro_batches=8))
+    schedule.add(MicroBatchChange(step=60, first=BatchPosition(1, 5), micro_batches=4))
+    asked = [BatchPosition(0, 32), BatchPosition(0, 33), BatchPosition(1, 4), BatchPosition(1, 5), BatchPosition(2, 0)]
     assert [schedule.at(position) for position in asked] == [2, 8, 8, 4, 4]

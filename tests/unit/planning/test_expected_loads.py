@@ -5,7 +5,7 @@ import pytest
 from planning_workloads import workload
 
 from nestrec.data.batch_loader import Batch, MicroBatch
-from nestrec.data.batch_order import Position
+from nestrec.data.batch_order import BatchPosition
 from nestrec.embedding import TableConfig
 from nestrec.planning.recipe_workload import expected_loads
 from nestrec.planning.simulator.program_replay import Mesh
@@ -60,7 +60,7 @@ def batch_of(draw, step):
     for mine in np.array_split(np.arange(SAMPLES), PARTS):
         keys = draw.integers(0, ROWS, (len(mine), LENGTH))
         parts.append(MicroBatch(mine, {"t": keys}, {}, LENGTH, keys.size))
-    return Batch(Position(0, step), 1.0, np.arange(SAMPLES * WORLD), tuple(parts), tokens=np.full(SAMPLES, LENGTH))
+    return Batch(BatchPosition(0, step), 1.0, np.arange(SAMPLES * WORLD), tuple(parts), tokens=np.full(SAMPLES, LENGTH))
 
 
 @pytest.mark.parametrize("policy", ["fixed", "zigzag", "karmarkar_karp"])

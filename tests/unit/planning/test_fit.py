@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 from planning_workloads import workload
 
-from nestrec.planning.hardware_profile import Profile, Rate
+from nestrec.planning.hardware_profile import LinearCost, Profile
 from nestrec.planning.recipe_workload import expected_loads
 from nestrec.planning.simulator.program_replay import Mesh
 from nestrec.trace import Span
-from nestrec_bench.planning.shared_fit import Observed, fit_line, fit_profile, ratios_of, stage_times
+from nestrec_bench.planning.shared_fit import StageObservations, fit_line, fit_profile, ratios_of, stage_times
 
-TRUE = Rate(fixed_s=2e-4, unit_s=3e-9)
+TRUE = LinearCost(fixed_s=2e-4, unit_s=3e-9)
 
 
 def observed_of(batch_samples, disturbed=False):
@@ -24,15 +24,15 @@ def observed_of(batch_samples, disturbed=False):
             for part in range(2):
                 flops = loads.linear_flops[loads.place(step)][rank, part]
                 stages["train.compute"][step, rank, part] = 1e-3 + 1e-12 * flops
-    return Observed(loads, stages)
+    return StageObservations(loads, stages)
 
 
 def test_a_profile_is_found_again():
-    found = fit_profile([observed_of(16), observed_of(64)], Profile(copy=Rate(unit_s=1.0)))
+    found = fit_profile([observed_of(16), observed_of(64)], Profile(copy=LinearCost(unit_s=1.0)))
     assert found.dram.fetch.fixed_s == pytest.approx(TRUE.fixed_s, rel=1e-6)
     assert found.dram.fetch.unit_s == pytest.approx(TRUE.unit_s, rel=1e-6)
     assert found.compute.flop_s == pytest.approx(1e-12, rel=1e-6)
-    assert found.copy == Rate(unit_s=1.0)
+    assert found.copy == LinearCost(unit_s=1.0)
 
 
 def test_medians_forget_what_disturbed_a_few_stages():

@@ -3,7 +3,7 @@
 import pytest
 
 from nestrec_bench.planning.papers import PAPERS
-from nestrec_bench.planning.papers.comparison import Published
+from nestrec_bench.planning.papers.comparison import PublishedResult
 from nestrec_bench.planning.papers.nestpipe import COMMUNICATION_SHARE, LOOKUP_SHARE, METHODS, simulated
 from nestrec_bench.planning.papers.two_d import GROUP, SHARDED_QPS, step_time
 
@@ -43,10 +43,10 @@ def test_the_fit_of_2d_meets_its_two_points():
 
 
 def test_differences_are_relative_or_in_the_unit_of_the_number():
-    row = Published(table="t", quantity="q", method="m", published=2.0, predicted=2.1, bound=0.1)
+    row = PublishedResult(table="t", quantity="q", method="m", published=2.0, predicted=2.1, bound=0.1)
     assert row.difference == pytest.approx(0.05)
     assert row.agrees
-    points = Published(
+    points = PublishedResult(
         table="t", quantity="%", method="m", published=96.0, predicted=90.0, bound=5.0, is_relative=False
     )
     assert points.difference == pytest.approx(-6.0)

@@ -6,7 +6,7 @@ import pytest
 from planning_workloads import cpu_cluster, gpu_cluster, workload
 
 from nestrec.base.errors import UserError
-from nestrec.planning.hardware_profile import Rate
+from nestrec.planning.hardware_profile import LinearCost
 from nestrec.planning.plan import launch_command, lost_rows, make_plan, plan_rows
 from nestrec.planning.plan_search import exhaustive, search
 from nestrec.planning.predictor import Predictor
@@ -157,6 +157,6 @@ def test_what_the_host_does_for_each_rank_counts_in_every_exchange():
         profile = replace(cluster.profile, peers=peers)
         return Predictor(workload(), replace(cluster, profile=profile)).predict(candidate).step_s
 
-    more = step_s(Rate(unit_s=1e-5)) - step_s(Rate())
+    more = step_s(LinearCost(unit_s=1e-5)) - step_s(LinearCost())
     # Keys once, vectors and gradients of two micro-batches, each for 32 ranks.
     assert more == pytest.approx(5 * 32 * 1e-5, rel=1e-3)

@@ -8,7 +8,7 @@ from nestrec.pipeline import PipelineConfig
 from nestrec.planning.simulator.program_replay import Cost, Mesh, replay
 from nestrec.planning.simulator.rehearsal import rehearse
 from nestrec.planning.simulator.shared_cores import Hosts, replay_shared
-from nestrec.planning.simulator.step_costs import Slowed, Spread, Varied
+from nestrec.planning.simulator.step_costs import RandomizedCosts, ScaledCosts, Spread
 
 
 def test_ratios_are_drawn_from_measurements_of_about_the_same_amount():
@@ -21,10 +21,10 @@ def test_ratios_are_drawn_from_measurements_of_about_the_same_amount():
 def test_work_varies_by_rank_and_what_crosses_for_all_alike():
     ratios = Spread.of(np.zeros(100), np.linspace(0.5, 1.5, 100))
     costs = TableOfCosts({"forward_backward": 1.0, "exchange_vectors": 1.0}, world=4)
-    varied = Varied(costs, {"forward_backward": ratios, "exchange_vectors": ratios}, 4, wire_speed=1.0, seed=0)
+    varied = RandomizedCosts(costs, {"forward_backward": ratios, "exchange_vectors": ratios}, 4, wire_speed=1.0, seed=0)
     assert len(set(varied.of("forward_backward", 1, 0).busy_s)) > 1
     assert np.ndim(varied.of("exchange_vectors", 1, 0).wire_s) == 0
-    again = Varied(costs, {"exchange_vectors": ratios}, 4, wire_speed=1.0, seed=0)
+    again = RandomizedCosts(costs, {"exchange_vectors": ratios}, 4, wire_speed=1.0, seed=0)
     assert again.of("exchange_vectors", 1, 0) == varied.of("exchange_vectors", 1, 0)
     assert again.of("exchange_vectors", 2, 0) != varied.of("exchange_vectors", 1, 0)
 
@@ -51,6 +51,6 @@ def test_a_full_bucket_passes_at_no_cost_and_an_empty_one_does_not(shared):
 
 
 def test_slowed_work_takes_longer_and_links_do_not():
-    slowed = Slowed(TableOfCosts({"forward_backward": 1.0, "exchange_vectors": 1.0}), 3.0)
+    slowed = ScaledCosts(TableOfCosts({"forward_backward": 1.0, "exchange_vectors": 1.0}), 3.0)
     assert slowed.of("forward_backward", 1, 0).busy_s == pytest.approx(3.0)
     assert slowed.of("exchange_vectors", 1, 0).wire_s == 1.0

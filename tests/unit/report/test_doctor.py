@@ -30,7 +30,7 @@ def test_what_the_tests_themselves_need_is_found_to_work() -> None:
 
 def test_serving_lacks_what_any_of_its_packages_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "SERVING_PACKAGES", ("json", "no_such_package"))
-    with pytest.raises(probes.Absent, match="no_such_package is not installed"):
+    with pytest.raises(probes.NotInstalledError, match="no_such_package is not installed"):
         probes.serving()
 
 
@@ -39,7 +39,7 @@ def test_a_part_that_raises_is_broken_and_one_that_is_not_there_absent(monkeypat
         raise ZeroDivisionError("first line\nsecond line")
 
     def absent() -> str:
-        raise probes.Absent("not installed")
+        raise probes.NotInstalledError("not installed")
 
     checks = [doctor._Check("a", broken, "mend it"), doctor._Check("b", absent, "get it", True)]
     monkeypatch.setattr(doctor, "_CHECKS", checks)
@@ -76,17 +76,17 @@ def test_hints_name_extras_that_there_are() -> None:
 def test_doctor_finds_extras_and_names_missing_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     assert probes.extra("client").startswith("httpx ")
     monkeypatch.setitem(probes.EXTRAS, "client", ("httpx", "no-such-package"))
-    with pytest.raises(probes.Absent, match="no-such-package is not installed"):
+    with pytest.raises(probes.NotInstalledError, match="no-such-package is not installed"):
         probes.extra("client")
 
 
 def test_limited_links_need_root_and_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(probes.Absent, match="not root"):
+    with pytest.raises(probes.NotInstalledError, match="not root"):
         probes.limited_links()
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(shutil, "which", lambda name: None if name == "tc" else name)
-    with pytest.raises(probes.Absent, match="no command tc"):
+    with pytest.raises(probes.NotInstalledError, match="no command tc"):
         probes.limited_links()
 
 

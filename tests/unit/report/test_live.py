@@ -4,15 +4,18 @@ import pytest
 from rich.console import Console
 
 from nestrec.report import LiveProgress, progress_for
-from nestrec.tasks.metrics import Interval
+from nestrec.tasks.metrics import ConfidenceInterval
 from nestrec.tasks.task import Evaluation
-from nestrec_bench.harness.clocks import SimulatedClock
+from nestrec_bench.harness.clocks import ManualClock
 
 VALUES = {"loss": 3.21, "samples_per_s": 1234.0, "tokens_per_s": 56789.0, "memory_mib": 2048.0, "step_ms": 9.0}
 EVALUATION = Evaluation(
     "valid",
     "ndcg@10",
-    {"model": {"ndcg@10": Interval(0.2, 0.1, 0.3)}, "popularity": {"ndcg@10": Interval(0.05, 0.0, 0.1)}},
+    {
+        "model": {"ndcg@10": ConfidenceInterval(0.2, 0.1, 0.3)},
+        "popularity": {"ndcg@10": ConfidenceInterval(0.05, 0.0, 0.1)},
+    },
 )
 
 
@@ -27,7 +30,7 @@ def terminal() -> tuple[Console, StringIO]:
 
 
 def test_without_a_terminal_there_is_a_plain_line_every_ten_seconds() -> None:
-    (console, file), clock = plain_console(), SimulatedClock()
+    (console, file), clock = plain_console(), ManualClock()
     with LiveProgress(num_epochs=3, console=console, clock=clock) as progress:
         progress.started(300, 0)
         for step in range(1, 26):
@@ -40,7 +43,7 @@ def test_without_a_terminal_there_is_a_plain_line_every_ten_seconds() -> None:
 
 
 def test_the_time_left_of_a_resumed_run_counts_new_steps_only() -> None:
-    (console, file), clock = plain_console(), SimulatedClock()
+    (console, file), clock = plain_console(), ManualClock()
     with LiveProgress(console=console, clock=clock) as progress:
         progress.started(120, 100)
         clock.sleep(10)
@@ -51,7 +54,7 @@ def test_the_time_left_of_a_resumed_run_counts_new_steps_only() -> None:
 
 def test_a_run_without_an_end_tells_steps_alone() -> None:
     for console, file in (plain_console(), terminal()):
-        with LiveProgress(console=console, clock=SimulatedClock()) as progress:
+        with LiveProgress(console=console, clock=ManualClock()) as progress:
             progress.started(None, 3)
             progress.stepped(60, 25, VALUES)
         assert "step 60  loss 3.2100" in file.getvalue()
@@ -61,7 +64,7 @@ def test_a_run_without_an_end_tells_steps_alone() -> None:
 
 def test_evaluations_and_warnings_are_lines_of_their_own() -> None:
     console, file = plain_console()
-    with LiveProgress(console=console, clock=SimulatedClock()) as progress:
+    with LiveProgress(console=console, clock=ManualClock()) as progress:
         progress.evaluated(EVALUATION, 40, 2)
         progress.warned("[bold] is not markup here")
     assert file.getvalue().splitlines() == [
@@ -72,7 +75,7 @@ def test_evaluations_and_warnings_are_lines_of_their_own() -> None:
 
 def test_a_terminal_shows_the_newest_figures() -> None:
     console, file = terminal()
-    clock = SimulatedClock()
+    clock = ManualClock()
     with LiveProgress(num_epochs=3, console=console, clock=clock) as progress:
         progress.started(300, 0)
         clock.sleep(2)
@@ -87,13 +90,13 @@ def test_a_terminal_shows_the_newest_figures() -> None:
 
 def test_figures_that_are_missing_or_not_finite_do_not_stop_the_run() -> None:
     console, file = plain_console()
-    with LiveProgress(console=console, clock=SimulatedClock()) as progress:
+    with LiveProgress(console=console, clock=ManualClock()) as progress:
         progress.stepped(0, 0, {"loss": float("nan"), "memory_mib": None})
     assert "loss nan" in file.getvalue()
 
 
 def test_quick_stages_show_nothing() -> None:
-    (console, file), clock = plain_console(), SimulatedClock()
+    (console, file), clock = plain_console(), ManualClock()
     with progress_for("prepare", console=console, clock=clock) as progress:
         progress("reading", 0.5)
         clock.sleep(1.9)
@@ -102,7 +105,7 @@ def test_quick_stages_show_nothing() -> None:
 
 
 def test_long_stages_print_plain_lines_without_a_terminal() -> None:
-    (console, file), clock = plain_console(), SimulatedClock()
+    (console, file), clock = plain_console(), ManualClock()
     with progress_for("prepare", console=console, clock=clock) as progress:
         for second in range(25):
             progress("sorting", second / 25)
@@ -116,7 +119,7 @@ def test_long_stages_print_plain_lines_without_a_terminal() -> None:
 
 
 def test_long_stages_show_a_bar_on_a_terminal() -> None:
-    (console, file), clock = terminal(), SimulatedClock()
+    (console, file), clock = terminal(), ManualClock()
     with progress_for("evaluate", console=console, clock=clock) as progress:
         progress("users", 0.25)
         clock.sleep(5)
@@ -125,7 +128,7 @@ def test_long_stages_show_a_bar_on_a_terminal() -> None:
 
 
 def test_a_stage_that_fails_does_not_say_that_it_is_done() -> None:
-    (console, file), clock = plain_console(), SimulatedClock()
+    (console, file), clock = plain_console(), ManualClock()
     progress = progress_for("prepare", console=console, clock=clock)
     clock.sleep(5)
     with pytest.raises(ValueError, match="broken"), progress:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from nestrec.base.errors import DamagedError, UserError
+from nestrec.base.errors import CorruptFileError, UserError
 from nestrec_bench.pages.quality_page import comparison_rows, quality_page, quality_rows
 from support.example_run import USERS, make_evaluation, write_ranks
 
@@ -104,7 +104,7 @@ def test_a_run_without_a_whole_test_result_is_refused(tmp_path: Path) -> None:
     run = write_ranks(tmp_path / "a", "hstu", 1, [1, 2, 0, 0])
     file = run / "eval" / "test.npz"
     file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(DamagedError):
+    with pytest.raises(CorruptFileError):
         quality_rows([run])
     file.unlink()
     with pytest.raises(UserError, match="no test result"):

@@ -3,10 +3,10 @@ from pathlib import Path
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from nestrec.report.tensorboard_log import TensorBoardWriter
-from nestrec.tasks.metrics import Interval
+from nestrec.tasks.metrics import ConfidenceInterval
 from nestrec.tasks.task import Evaluation
 
-EVALUATION = Evaluation("valid", "ndcg@10", {"model": {"ndcg@10": Interval(0.25, 0.1, 0.3)}})
+EVALUATION = Evaluation("valid", "ndcg@10", {"model": {"ndcg@10": ConfidenceInterval(0.25, 0.1, 0.3)}})
 
 
 def scalars(folder: Path, tag: str) -> list[tuple[int, float]]:

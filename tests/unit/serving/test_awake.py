@@ -4,7 +4,7 @@ import asyncio
 import selectors
 
 from nestrec.serving.frontend import frontend_app as module
-from nestrec.serving.frontend.frontend_app import Awake
+from nestrec.serving.frontend.frontend_app import KeepAwake
 
 
 class Waits(selectors.SelectSelector):
@@ -33,7 +33,7 @@ def test_a_loop_stays_awake_until_a_while_after_the_last_request(monkeypatch):
 
     try:
         asyncio._set_running_loop(loop)
-        awake = Awake(0.02)
+        awake = KeepAwake(0.02)
         assert asked_to_wait()
         awake.called()
         awake.called()
@@ -45,7 +45,7 @@ def test_a_loop_stays_awake_until_a_while_after_the_last_request(monkeypatch):
         assert not asked_to_wait(), "the last one counts"
         now_s[0] = 0.04
         assert asked_to_wait()
-        Awake(0.0).called()
+        KeepAwake(0.0).called()
         assert asked_to_wait(1), "without a time it changes nothing"
     finally:
         asyncio._set_running_loop(None)

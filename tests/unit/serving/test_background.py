@@ -14,16 +14,16 @@ import torch
 from nestrec.base.errors import UserError
 from nestrec.serving.core.background_tasks import BackgroundThread, Failures, reported
 from nestrec.serving.core.slot_router import KeyedHash, Ring, Router
-from nestrec.serving.fleet.gateway_metrics import FleetMetrics
+from nestrec.serving.fleet.gateway_metrics import GatewayMetrics
 from nestrec.serving.fleet.instance_supervisor import Instance
-from nestrec.serving.fleet.rolling_update import FrontFollower
-from nestrec.serving.http.signals import Signals, Tie
+from nestrec.serving.fleet.rolling_update import FleetVersionFollower
+from nestrec.serving.http.signals import ParentDeathPipe, SignalHandler
 from nestrec.serving.kv_cache.tiered_prefix_cache import Copier
-from nestrec.serving.security.auth import KeyEntry, WatchedFiles, Watcher, add_entry
-from nestrec.serving.security.security_config import SafetyConfig
-from nestrec.serving.security.server_security import Safety
-from nestrec.serving.service.model_reloader import Serially
-from nestrec_bench.harness.clocks import SimulatedClock
+from nestrec.serving.security.auth import ApiKeyEntry, WatchedFiles, Watcher, add_entry
+from nestrec.serving.security.security_config import SecurityConfig
+from nestrec.serving.security.server_security import ServerSecurity
+from nestrec.serving.service.model_reloader import CoalescingWorker
+from nestrec_bench.harness.clocks import ManualClock
 
 PACKAGE = Path(__file__).parents[3] / "nestrec" / "serving"
 SUPERVISED_ELSEWHERE = {
@@ -149,7 +149,7 @@ def test_serially_acts_again_after_an_exception(failures):
         if is_first:
             raise ValueError
 
-    serially = Serially("nestrec-reload", act)
+    serially = CoalescingWorker("nestrec-reload", act)
     for turn in turns:
         serially.ask()
         assert turn.wait(PATIENCE_S)
@@ -158,7 +158,7 @@ def test_serially_acts_again_after_an_exception(failures):
 
 
 def test_signals_stop_after_a_listener_failed(failures):
-    signals = Signals()
+    signals = SignalHandler()
     stopped = threading.Event()
 
     def fail(*_):
@@ -177,7 +177,7 @@ def test_signals_stop_after_a_listener_failed(failures):
 
 
 def test_instance_that_cannot_be_watched_is_restarted(failures, monkeypatch):
-    tie = Tie()
+    tie = ParentDeathPipe()
     processes = []
     instance = Instance(0, [], [], tie, start_timeout_s=1.0, stop_timeout_s=10.0)
 
@@ -215,7 +215,7 @@ def test_front_follower_logs_a_lasting_failure_once(failures, caplog):
             has_looked.set()
         raise KeyError("models")
 
-    follower = FrontFollower([], 0.001, lambda _: True, followed)
+    follower = FleetVersionFollower([], 0.001, lambda _: True, followed)
     follower.start()
     assert has_looked.wait(PATIENCE_S)
     follower.close()
@@ -225,7 +225,7 @@ def test_front_follower_logs_a_lasting_failure_once(failures, caplog):
 
 def test_watched_files_are_tried_until_they_can_be_read(failures, tmp_path, caplog):
     path = tmp_path / "keys.toml"
-    clock = SimulatedClock()
+    clock = ManualClock()
     errors = []
     path.write_text("1")
 
@@ -269,11 +269,11 @@ def test_watcher_reads_other_files_after_one_failed(failures, monkeypatch, tmp_p
 
 
 def test_failures_and_file_ages_are_metrics(monkeypatch, tmp_path):
-    add_entry(tmp_path / "keys.toml", KeyEntry(name="a", sha256="ab" * 32))
-    safety = Safety(SafetyConfig(keys=str(tmp_path / "keys.toml")), "127.0.0.1")
+    add_entry(tmp_path / "keys.toml", ApiKeyEntry(name="a", sha256="ab" * 32))
+    safety = ServerSecurity(SecurityConfig(keys=str(tmp_path / "keys.toml")), "127.0.0.1")
     failures = Failures()
     monkeypatch.setattr("nestrec.serving.http.server_metrics.FAILURES", failures)
-    metrics = FleetMetrics(Router(Ring.make(1, keyed := KeyedHash()), keyed, SimulatedClock()))
+    metrics = GatewayMetrics(Router(Ring.make(1, keyed := KeyedHash()), keyed, ManualClock()))
     metrics.safety = safety
     failures.add("keys", OSError())
     of_slot = b'# TYPE nestrec_background_failures counter\nnestrec_background_failures_total{task="keys"} 3.0\n'

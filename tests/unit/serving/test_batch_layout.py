@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from nestrec.serving.engine.batch_layout import _write_rows
-from nestrec.serving.model.model_adapter import Tokens
+from nestrec.serving.model.model_adapter import HistoryTokens
 from nestrec.serving.model.request_inputs import History
 
 PAGE = 16
@@ -58,7 +58,7 @@ def test_rows_of_histories_and_of_what_is_asked_for_stand_where_each_token_says(
 @pytest.mark.parametrize(("tokens_an_event", "num_before"), [(1, 0), (2, 0), (2, 3)])
 def test_seconds_of_tokens_are_those_of_their_events(tokens_an_event, num_before):
     times = np.sort(np.random.default_rng(1).integers(0, 2 * 10**12, 20))
-    tokens = Tokens(
+    tokens = HistoryTokens(
         history=History(items=times, times_ms=times, actions=times), columns=(times,), times_ms=times,
         asked_ms=np.roll(times, -1), num_cacheable=20, tokens_an_event=tokens_an_event,
         before=np.zeros((num_before, 1), np.int64), before_ms=int(times[0]),

@@ -9,10 +9,10 @@ from nestrec.base.errors import UserError
 from nestrec.data.transform import Transform
 from nestrec.models import HSTUConfig
 from nestrec.serving.core.request_limits import LimitsConfig
-from nestrec.serving.inputs.request_resolver import Notes, Reader
+from nestrec.serving.inputs.request_resolver import RequestNotes, RequestResolver
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.servable_spec import ColumnSpec
-from nestrec.serving.service.cold_start_items import Growth, NewItem
+from nestrec.serving.service.cold_start_items import NewItem, NewItemInsertion
 from nestrec_bench.harness.random_model import random_ranking
 
 NAMES = ("up to 1", "above 1 to 2", "above 2")
@@ -31,19 +31,21 @@ def servable() -> Servable:
 
 def test_prices_of_new_items_do_not_hang_on_how_others_are_written(servable: Servable) -> None:
     prices = [0.5, "1.5", "above 2", None, 9]
-    growth = Growth(servable, [NewItem(key=f"new {i}", features={"price": p}) for i, p in enumerate(prices)])
+    growth = NewItemInsertion(servable, [NewItem(key=f"new {i}", features={"price": p}) for i, p in enumerate(prices)])
     assert growth._ids(servable.spec.columns[-2]).tolist() == [1, 2, 3, 0, 3]
 
 
 @pytest.mark.parametrize("price", ["cheap", "nan", {"eur": 3}, [3]])
 def test_a_price_that_is_no_number_is_refused(servable: Servable, price: object) -> None:
     with pytest.raises(UserError, match=r"(?s)items.x.features.price = .*must be (a number|one value)"):
-        Growth(servable, [NewItem(key="x", features={"price": price})])
+        NewItemInsertion(servable, [NewItem(key="x", features={"price": price})])
 
 
 def test_values_of_a_request_are_read_one_by_one(servable: Servable) -> None:
-    notes = Notes()
+    notes = RequestNotes()
     values = [0.5, "1.5", "above 2", None, "far"]
-    ids = Reader(servable, LimitsConfig(), notes)._categories(values, len(values), servable.spec.columns[-1], "f")
+    ids = RequestResolver(servable, LimitsConfig(), notes)._categories(
+        values, len(values), servable.spec.columns[-1], "f"
+    )
     np.testing.assert_array_equal(ids, [1, 2, 3, 0, 0])
     assert [said["ids"] for said in notes.said()["unknown"]] == [["far"]]

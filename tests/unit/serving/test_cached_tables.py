@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from nestrec.base.errors import DamagedError, UserError
-from nestrec.serving.model.served_tables import CachedTable, ResidentTable, TablesConfig, open_table
+from nestrec.base.errors import CorruptFileError, UserError
+from nestrec.serving.model.served_tables import CachedTable, DeviceTable, TablesConfig, open_table
 
 NUM_ROWS, DIM = 300, 6
 CPU = torch.device("cpu")
@@ -83,7 +83,7 @@ def test_many_threads_get_the_rows_they_asked_for(weight, file):
 
 
 def test_a_table_that_fits_lies_on_the_device_whole(weight, file):
-    assert isinstance(opened(file, "disk", NUM_ROWS), ResidentTable)
+    assert isinstance(opened(file, "disk", NUM_ROWS), DeviceTable)
     assert isinstance(opened(file, "disk", NUM_ROWS - 1), CachedTable)
     table = opened(file, "device", 0)
     assert torch.equal(table.rows(torch.tensor([0, 5, 0])), weight[[0, 5, 0]])
@@ -94,9 +94,9 @@ def test_a_file_that_was_cut_is_an_error_and_not_other_rows(file):
     table = opened(file, "disk", 4)
     with file.open("r+b") as handle:
         handle.truncate(file.stat().st_size - 100 * DIM * 4)
-    with pytest.raises(DamagedError):
+    with pytest.raises(CorruptFileError):
         table.rows(torch.tensor([NUM_ROWS - 1]))
-    with pytest.raises(DamagedError):
+    with pytest.raises(CorruptFileError):
         list(table.parts())
 
 

@@ -4,7 +4,7 @@ import resource
 
 import pytest
 
-from nestrec.serving.core.asgi import CLIENT_HEADER, HostNames, client_of
+from nestrec.serving.core.asgi import CLIENT_HEADER, AllowedHosts, client_of
 from nestrec.serving.http.fast_request import Connections, address_of
 from nestrec.serving.http.sockets import allow_open_files
 
@@ -70,7 +70,7 @@ def test_only_a_front_on_this_machine_may_name_its_client():
     ],
 )  # fmt: skip
 def test_hosts(listens_on, names, taken, refused):
-    hosts = HostNames(listens_on, names)
+    hosts = AllowedHosts(listens_on, names)
     for _ in range(2):  # the second time from memory
         assert [host in hosts for host in (*taken, *refused)] == [True] * len(taken) + [False] * len(refused)
 

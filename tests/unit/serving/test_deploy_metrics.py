@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from nestrec.distributed import Topology
 from nestrec.serving.core.request_limits import LimitsConfig
 from nestrec.serving.core.slot_router import Router
-from nestrec.serving.fleet.gateway_metrics import FleetMetrics
+from nestrec.serving.fleet.gateway_metrics import GatewayMetrics
 from nestrec.serving.http.http_app import App
 from nestrec.serving.model.served_tables import TablesConfig
 from nestrec.serving.service.inference_service import Service, ServiceConfig
@@ -70,7 +70,7 @@ def exported(tmp_path_factory):
     from nestrec.serving.core.slot_router import KeyedHash, Ring
 
     keyed = KeyedHash()
-    front = FleetMetrics(Router(Ring.make(2, keyed), keyed, RealClock())).exposition({0: text, 1: text})
+    front = GatewayMetrics(Router(Ring.make(2, keyed), keyed, RealClock())).exposition({0: text, 1: text})
     return {"server": families_of(text), "front": families_of(front)}
 
 

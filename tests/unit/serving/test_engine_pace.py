@@ -1,8 +1,8 @@
-from nestrec.serving.engine.batch_pacer import EnginePace
+from nestrec.serving.engine.batch_pacer import BatchPacer
 
 
 def test_slowness_is_what_goes_by_for_a_second_of_work_while_work_waits():
-    pace, now_s = EnginePace(spins=False), 0.0
+    pace, now_s = BatchPacer(spins=False), 0.0
     for _ in range(2000):  # a millisecond of work every three of them, with more behind it
         now_s += 0.003
         pace.done(now_s, 0.001, has_more=True)
@@ -23,7 +23,7 @@ def test_slowness_is_what_goes_by_for_a_second_of_work_while_work_waits():
 
 
 def test_a_device_that_the_host_keeps_waiting_is_not_busy():
-    pace = EnginePace(spins=False)
+    pace = BatchPacer(spins=False)
     began_s = pace._window_began_s
     for number in range(1, 101):
         pace.worked(began_s + 0.01 * number, 0.002)
@@ -31,7 +31,7 @@ def test_a_device_that_the_host_keeps_waiting_is_not_busy():
 
 
 def test_the_hosts_part_of_a_batch_is_what_it_takes_of_late_whatever_hiccups_there_are():
-    pace = EnginePace(spins=False)
+    pace = BatchPacer(spins=False)
     for number in range(400):
         pace.answered_alone(0.5 if number % 100 == 99 else 0.002)
     assert abs(pace.host_s - 0.002) < 5e-4

@@ -3,8 +3,8 @@
 import random
 
 from nestrec.serving.inputs.engine_request import CacheKey
-from nestrec.serving.kv_cache.host_prefix_cache import Expander
-from nestrec_bench.harness.clocks import SimulatedClock
+from nestrec.serving.kv_cache.host_prefix_cache import HostPrefixCache
+from nestrec_bench.harness.clocks import ManualClock
 
 
 def key_of(user):
@@ -12,8 +12,8 @@ def key_of(user):
 
 
 def make(max_bytes=100, ttl_s=10.0, give=lambda _: None):
-    clock = SimulatedClock()
-    return Expander(max_bytes=max_bytes, ttl_s=ttl_s, clock=clock, give=give), clock
+    clock = ManualClock()
+    return HostPrefixCache(max_bytes=max_bytes, ttl_s=ttl_s, clock=clock, give=give), clock
 
 
 def spill(expander, user, version=0, num_bytes=40):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nestrec.serving.engine.admission import Backlog
+from nestrec.serving.engine.admission import QueueEstimate
 from nestrec.serving.engine.fair_queue import FairQueue
 
 
@@ -106,7 +106,7 @@ def test_requests_of_a_user_keep_their_order_and_none_is_lost_over_random_schedu
 
 
 def test_what_a_request_waits_for_is_its_share_or_all_there_is():
-    backlog = Backlog()
+    backlog = QueueEstimate()
     assert backlog.expected_s("a", "u", 2.0) == 2.0
     backlog.add("a", "u", 10.0)
     assert backlog.expected_s("b", "v", 1.0) == 2.0, "half of the device until it is done"
@@ -121,7 +121,7 @@ def test_what_a_request_waits_for_is_its_share_or_all_there_is():
 
 
 def test_signals_are_no_reason_to_refuse_a_request_that_goes_before_them():
-    backlog = Backlog(most_signals_s=0.5)
+    backlog = QueueEstimate(most_signals_s=0.5)
     for _ in range(100):
         backlog.add_signal(0.2)
     assert backlog.expected_s("a", "u", 1.0) == pytest.approx(1.5), "what a batch may have of them"

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from nestrec.base.errors import DamagedError
+from nestrec.base.errors import CorruptFileError
 from nestrec.serving.model.faiss_search import FaissSearch, built, measured_recall
 from nestrec.serving.model.item_search import ExactSearch, Excluded, SearchConfig
-from nestrec.serving.model.served_tables import ResidentTable
+from nestrec.serving.model.served_tables import DeviceTable
 
 pytest.importorskip("faiss", reason="the extra `faiss` is not installed")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -27,7 +27,7 @@ def test_most_of_the_best_are_found_in_their_exact_order_and_none_that_is_exclud
     recall = measured_recall(search, rows, queries, "made-up queries")
     assert (recall.kind, recall.k, recall.queries) == (kind, 100, 12)
     assert recall.recall > 0.9
-    exact = ExactSearch(ResidentTable(rows))
+    exact = ExactSearch(DeviceTable(rows))
     best = exact.best(queries, 5, Excluded.of([]))[0]
     excluded = Excluded.of([row + 1 for row in best])
     found, scores = search.best(queries, 20, excluded)
@@ -52,5 +52,5 @@ def test_structures_that_lead_beyond_the_index_are_refused(kind, name, value):
     cfg, rows, _ = made(kind)
     tensors = built(rows, cfg)
     tensors[name][3] = value
-    with pytest.raises(DamagedError, match="structure of the index"):
+    with pytest.raises(CorruptFileError, match="structure of the index"):
         FaissSearch(rows, cfg, tensors)

@@ -5,7 +5,12 @@ from dataclasses import replace
 import pytest
 
 from nestrec.models.hstu import HSTUConfig
-from nestrec.serving.frontend.deployment_names import FleetNumbers, KnownFleets, NamedFleet, TellNames
+from nestrec.serving.frontend.deployment_names import (
+    DeploymentNameCache,
+    DeploymentNumbers,
+    NameSender,
+    RemoteDeployment,
+)
 from nestrec.serving.model.servable import Servable
 from nestrec_bench.harness.random_model import random_ranking
 
@@ -24,14 +29,14 @@ def later(old: Servable, version: str, more: tuple[str, ...]) -> Servable:
 
 @pytest.mark.parametrize("skipped", [False, True], ids=["every version", "a version nobody was told of"])
 def test_a_front_is_told_the_items_that_came_and_nothing_that_it_knows(skipped: bool) -> None:
-    tell, known = TellNames(FleetNumbers()), KnownFleets()
-    first = NamedFleet(random_ranking(ENCODER, num_items=NUM_ITEMS), ())
+    tell, known = NameSender(DeploymentNumbers()), DeploymentNameCache()
+    first = RemoteDeployment(random_ranking(ENCODER, num_items=NUM_ITEMS), ())
     whole = tell.message({"ranking": first})
     known.take(whole)
-    second = NamedFleet(later(first.servable, "second", ("a", "7000")), ())
+    second = RemoteDeployment(later(first.servable, "second", ("a", "7000")), ())
     if not skipped:
         known.take(tell.message({"ranking": second}))
-    third = NamedFleet(later(second.servable, "third", ("b",)), ())
+    third = RemoteDeployment(later(second.servable, "third", ("b",)), ())
     message = tell.message({"ranking": third})
     known.take(message)
     assert len(message) < len(whole) / 10
@@ -43,9 +48,9 @@ def test_a_front_is_told_the_items_that_came_and_nothing_that_it_knows(skipped: 
 
 
 def test_a_front_is_told_all_of_a_model_that_was_loaded_anew() -> None:
-    tell, known = TellNames(FleetNumbers()), KnownFleets()
-    first = NamedFleet(random_ranking(ENCODER, num_items=9), ())
+    tell, known = NameSender(DeploymentNumbers()), DeploymentNameCache()
+    first = RemoteDeployment(random_ranking(ENCODER, num_items=9), ())
     known.take(tell.message({"ranking": first}))
     anew = replace(first.servable, version="anew", item_keys=first.servable.item_keys[::-1])
-    known.take(tell.message({"ranking": NamedFleet(anew, ())}))
+    known.take(tell.message({"ranking": RemoteDeployment(anew, ())}))
     assert known.in_service["ranking"].servable.ids_of(["1", "9"]).tolist() == [9, 1]

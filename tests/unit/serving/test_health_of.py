@@ -10,7 +10,7 @@ import pytest
 
 from nestrec.base.errors import UserError
 from nestrec.serving.fleet import instance_supervisor
-from nestrec.serving.fleet.instance_supervisor import Instances, health_of
+from nestrec.serving.fleet.instance_supervisor import LocalSupervisor, health_of
 
 SAID = {
     200: ({"status": "live"}, "live"),
@@ -54,7 +54,7 @@ def test_a_process_that_ended_before_it_listened_has_failed_however_long_it_took
     """Loading a large model may fail after minutes: it was begun again and again, at once, and the front waited."""
     monkeypatch.setattr(instance_supervisor, "_SHORT_LIFE_S", 0.0)
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
-    with Instances([], [], 1, start_timeout_s=5.0, stop_timeout_s=1.0) as started:
+    with LocalSupervisor([], [], 1, start_timeout_s=5.0, stop_timeout_s=1.0) as started:
         with pytest.raises(UserError, match="did not start"):
             started.wait_until_up(lambda: False)
         assert started.slots[0].num_failures > 0, "it was not given up for its time"

@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from nestrec.serving.history_store.history_codec import DamagedHistoryError, joined_history, packed, unpacked
+from nestrec.serving.history_store.history_codec import CorruptHistoryError, joined_history, packed, unpacked
 from nestrec.serving.history_store.history_store import HistoryStoreConfig
 from nestrec.serving.history_store.memory_store import MemoryHistoryStore
-from nestrec_bench.harness.clocks import SimulatedClock
+from nestrec_bench.harness.clocks import ManualClock
 
 
 class Embedded:
@@ -101,7 +101,7 @@ def test_parts_make_no_difference():
 
 
 def test_events_are_forgotten_some_time_after_the_last_of_them():
-    clock = SimulatedClock()
+    clock = ManualClock()
     store = Embedded(HistoryStoreConfig(ttl_s=10.0), clock)
     store.append("a", events(1))
     clock.sleep(9.0)
@@ -147,15 +147,15 @@ def test_what_is_packed_is_what_is_read():
 def test_a_history_that_is_damaged_or_another_users_is_not_read():
     part = packed("ann", events(1, 2, 3))
     assert unpacked("ann", part + part)[1]["times_ms"] == [1, 2, 3]
-    with pytest.raises(DamagedHistoryError):
+    with pytest.raises(CorruptHistoryError):
         unpacked("bob", part)
     for place in range(len(part)):
         damaged = bytearray(part)
         damaged[place] ^= 1
-        with pytest.raises(DamagedHistoryError):
+        with pytest.raises(CorruptHistoryError):
             unpacked("ann", bytes(damaged))
         if place:
-            with pytest.raises(DamagedHistoryError):
+            with pytest.raises(CorruptHistoryError):
                 unpacked("ann", part + part[:place])
 
 

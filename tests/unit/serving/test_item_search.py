@@ -9,7 +9,7 @@ from nestrec.serving.engine.graph_runner import write_pairs
 from nestrec.serving.model import item_search
 from nestrec.serving.model.item_search import ExactSearch, Excluded
 from nestrec.serving.model.request_inputs import Candidates, distinct
-from nestrec.serving.model.served_tables import DividedTable, ResidentTable
+from nestrec.serving.model.served_tables import DeviceTable, MultiDeviceTable
 
 NUM_ROWS, DIM = 500, 8
 NONE = np.zeros(0, np.int64)
@@ -47,7 +47,7 @@ def test_all_that_is_asked_at_once_is_the_definition(is_whole, k, chunk_queries,
     excluded = [np.arange(1, 1 + 100 * i) for i in range(5)]
     expected = definition(queries, rows, k, excluded)
     parts = [rows[:7], rows[7:200], rows[200:]]
-    for table in (ResidentTable(rows), DividedTable(parts)):
+    for table in (DeviceTable(rows), MultiDeviceTable(parts)):
         search = ExactSearch(table)
         found, scores = search.best(queries, k, Excluded.of(excluded))
         for query in range(5):
@@ -80,7 +80,7 @@ def test_item_0_is_no_item_and_excludes_nothing():
 
 def test_rows_of_a_divided_index_are_put_and_read_where_they_lie():
     rows = torch.arange(20.0).view(10, 2)
-    table = DividedTable([rows[:3].clone(), rows[3:].clone()])
+    table = MultiDeviceTable([rows[:3].clone(), rows[3:].clone()])
     ids = torch.tensor([9, 2, 3, 2])
     assert torch.equal(table.rows(ids), rows[ids])
     table.put(torch.tensor([4, 0]), torch.tensor([[-1.0, -2.0], [-3.0, -4.0]]))

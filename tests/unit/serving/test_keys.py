@@ -13,19 +13,19 @@ from nestrec.base.errors import UserError
 from nestrec.cli.app import app
 from nestrec.serving.core.asgi import retry_after
 from nestrec.serving.security.auth import (
-    Access,
-    Key,
-    KeyEntry,
-    KeyRing,
+    AccessRules,
+    ApiKey,
+    ApiKeyEntry,
+    ApiKeyStore,
     add_entry,
     digest_of,
     new_key,
     place_of,
     read_keys,
 )
-from nestrec.serving.security.rate_limiter import KeyRates
-from nestrec.serving.security.server_security import SafetyGate
-from nestrec_bench.harness.clocks import SimulatedClock
+from nestrec.serving.security.rate_limiter import LocalRateLimiter
+from nestrec.serving.security.server_security import RequestAuthorizer
+from nestrec_bench.harness.clocks import ManualClock
 
 DIGEST = "ab" * 32
 
@@ -88,7 +88,7 @@ def test_a_key_is_printed_once_and_its_digest_is_kept(tmp_path):
     key = made.stdout.splitlines()[0]
     assert key not in path.read_text()
     assert path.stat().st_mode & 0o777 == 0o600
-    ring = KeyRing(path)
+    ring = ApiKeyStore(path)
     found = ring.find(key.encode())
     assert (found.name, found.role, found.requests_per_s, found.burst) == ("shop", "public", 5.0, 5.0)
     assert ring.find(other.stdout.splitlines()[0].encode()).expires_s == 29348006400.0
@@ -125,7 +125,7 @@ def test_a_file_of_keys_that_will_not_do_is_told(tmp_path, text, wrong):
 
 def test_a_file_that_anybody_may_write_is_no_file_of_keys(tmp_path):
     path = tmp_path / "keys.toml"
-    add_entry(path, KeyEntry(name="a", sha256=DIGEST))
+    add_entry(path, ApiKeyEntry(name="a", sha256=DIGEST))
     path.chmod(0o666)
     with pytest.raises(UserError, match=r"may be written by anybody(.|\n)*chmod o-w"):
         read_keys(path)
@@ -135,12 +135,12 @@ def test_a_file_behind_a_link_is_read_again_and_a_broken_one_is_not_taken(tmp_pa
     def write(folder: Path, *names: str) -> Path:
         for name in names:
             folder.mkdir(exist_ok=True)
-            add_entry(folder / "keys.toml", KeyEntry(name=name, sha256=digest_of(name.encode()).hex()))
+            add_entry(folder / "keys.toml", ApiKeyEntry(name=name, sha256=digest_of(name.encode()).hex()))
         return folder
 
     now = tmp_path / "now"
     now.symlink_to(write(tmp_path / "1", "first"))
-    ring = KeyRing(now / "keys.toml")
+    ring = ApiKeyStore(now / "keys.toml")
     assert not ring.reload_if_changed()
     now.unlink()
     now.symlink_to(write(tmp_path / "2", "first", "second"))
@@ -152,14 +152,14 @@ def test_a_file_behind_a_link_is_read_again_and_a_broken_one_is_not_taken(tmp_pa
 
 
 def test_a_bucket_gives_its_burst_and_then_its_rate():
-    clock = SimulatedClock()
-    rates, key = KeyRates(clock), Key("a", "public", b"", float("inf"), 2.0, 3.0)
+    clock = ManualClock()
+    rates, key = LocalRateLimiter(clock), ApiKey("a", "public", b"", float("inf"), 2.0, 3.0)
     assert [rates.wait_s(key) for _ in range(4)] == [0.0, 0.0, 0.0, 0.5]
     clock.sleep(0.5)
     assert [rates.wait_s(key) for _ in range(2)] == [0.0, 0.5]
     clock.sleep(100.0)
     assert [rates.wait_s(key) > 0 for _ in range(4)] == [False, False, False, True]
-    unbounded = Key("b", "public", b"", float("inf"), float("inf"), float("inf"))
+    unbounded = ApiKey("b", "public", b"", float("inf"), float("inf"), float("inf"))
     assert not any(rates.wait_s(unbounded) for _ in range(100))
 
 
@@ -174,13 +174,13 @@ def test_a_bucket_gives_its_burst_and_then_its_rate():
 def test_key_removed_after_a_bad_file_is_rejected(tmp_path, text):
     path = tmp_path / "keys.toml"
     for name in ("first", "second"):
-        add_entry(path, KeyEntry(name=name, sha256=digest_of(name.encode()).hex()))
-    ring = KeyRing(path)
+        add_entry(path, ApiKeyEntry(name=name, sha256=digest_of(name.encode()).hex()))
+    ring = ApiKeyStore(path)
     path.write_text(text)
     assert not ring.reload_if_changed()
     assert ring.find(b"second").name == "second"
     path.unlink()
-    add_entry(path, KeyEntry(name="first", sha256=digest_of(b"first").hex()))
+    add_entry(path, ApiKeyEntry(name="first", sha256=digest_of(b"first").hex()))
     assert ring.reload_if_changed()
     assert ring.find(b"second") is None
 
@@ -188,14 +188,14 @@ def test_key_removed_after_a_bad_file_is_rejected(tmp_path, text):
 @pytest.mark.parametrize("text", ["", "\n# no key\n", "key = []"])
 def test_empty_key_file_rejects_every_key(tmp_path, text, caplog):
     path = tmp_path / "keys.toml"
-    add_entry(path, KeyEntry(name="last", sha256=digest_of(b"last").hex()))
-    ring = KeyRing(path)
+    add_entry(path, ApiKeyEntry(name="last", sha256=digest_of(b"last").hex()))
+    ring = ApiKeyStore(path)
     path.write_text(text)
     assert ring.reload_if_changed()
     assert ring.find(b"last") is None
     (record,) = (record for record in caplog.records if record.levelname == "WARNING")
     assert "contains no key" in record.getMessage()
-    gate = SafetyGate(Access(()), KeyRing(path))
+    gate = RequestAuthorizer(AccessRules(()), ApiKeyStore(path))
     assert gate.admit("/v1/rank", "/v1/rank", [(b"x-api-key", b"last")], "10.0.0.1").refused.status == 401
 
 
@@ -216,13 +216,13 @@ def test_fuzzed_key_files_raise_user_errors_only(tmp_path):
         path.write_text(text)
         with contextlib.suppress(UserError):
             for key in read_keys(path):
-                assert KeyRates(SimulatedClock()).wait_s(key) < 1e6
+                assert LocalRateLimiter(ManualClock()).wait_s(key) < 1e6
 
 
 def test_slowest_rate_gives_a_time_to_retry():
-    clock = SimulatedClock()
-    rates = KeyRates(clock)
-    key = Key("a", "public", b"", float("inf"), 1e-320, 1.0)
+    clock = ManualClock()
+    rates = LocalRateLimiter(clock)
+    key = ApiKey("a", "public", b"", float("inf"), 1e-320, 1.0)
     assert [rates.wait_s(key) for _ in range(2)] == [0.0, float("inf")]
     assert retry_after(float("inf")) == (b"retry-after", b"86400")
     assert retry_after(1e-9) == (b"retry-after", b"1")

@@ -7,7 +7,7 @@ import pytest
 
 from nestrec.serving.core.asgi import parse_json
 from nestrec.serving.core.request_limits import BadRequestError, LimitsConfig
-from nestrec.serving.core.typed_list import PlainList
+from nestrec.serving.core.typed_list import TypedList
 from nestrec.serving.inputs.json_long_lists import loads
 from nestrec.serving.inputs.request_schema import RankRequest, reader
 from nestrec.serving.model.item_id_map import ItemIds
@@ -40,7 +40,7 @@ LEFT = {
 def plain(value):
     """With lists in place of what stands for them."""
     match value:
-        case PlainList():
+        case TypedList():
             return list(value)
         case dict():
             return {name: plain(inner) for name, inner in value.items()}
@@ -59,7 +59,7 @@ def written(data, spaces):
 def test_a_plain_list_is_read_as_an_array(name, spaces):
     found = loads(written({"a": LISTS[name], "b": {"c": LISTS[name]}, **PADDING}, spaces))
     for read in (found["a"], found["b"]["c"]):
-        assert isinstance(read, PlainList)
+        assert isinstance(read, TypedList)
         assert list(read) == LISTS[name]
         assert [type(value) for value in read] == [type(value) for value in LISTS[name]]
         assert (read[3], list(read[2:5]), len(read)) == (LISTS[name][3], LISTS[name][2:5], len(LISTS[name]))
@@ -70,7 +70,7 @@ def test_a_plain_list_is_read_as_an_array(name, spaces):
 def test_everything_else_is_left_to_the_usual_parser(name):
     data = {"a": LEFT[name], "b": LISTS["numbers"], **PADDING}
     found = loads(orjson.dumps(data))
-    assert (type(found["a"]), type(found["b"])) == (list, PlainList)
+    assert (type(found["a"]), type(found["b"])) == (list, TypedList)
     assert plain(found) == data
 
 
@@ -147,7 +147,7 @@ def test_ids_are_those_of_the_list(keys):
     ids, asked = ItemIds(keys), [*range(-3, 600), 49_000]
     for values in (asked, [*map(str, asked)], ["a", "c", "b"] * 300):
         read = loads(orjson.dumps({"a": values, **PADDING}))["a"]
-        assert isinstance(read, PlainList)
+        assert isinstance(read, TypedList)
         assert ids.of(read).tolist() == ids.of(values).tolist()
 
 

@@ -8,7 +8,7 @@ import pytest
 from nestrec.serving.core.slot_router import KeyedHash
 from nestrec.serving.inputs.engine_request import CacheKey
 from nestrec.serving.kv_cache.prefix_cache import PrefixCache
-from nestrec_bench.harness.clocks import SimulatedClock
+from nestrec_bench.harness.clocks import ManualClock
 
 PAGE = 4
 
@@ -18,7 +18,7 @@ def digest(user, length):
 
 
 def make(num_pages=12, bits=64, ttl_s=50.0):
-    clock = SimulatedClock()
+    clock = ManualClock()
     keyed = KeyedHash(b"secret")
 
     def bucket_of(key):

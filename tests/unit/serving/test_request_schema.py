@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 import pytest
 
-from nestrec.base.config_values import Bound
+from nestrec.base.config_values import NumberRange
 from nestrec.serving.core.request_limits import BadRequestError, LimitsConfig
-from nestrec.serving.inputs.request_schema import Least, RankRequest, json_schema, reader
+from nestrec.serving.inputs.request_schema import AtLeast, RankRequest, json_schema, reader
 
 LIMITS = LimitsConfig(max_candidates=4, max_id_characters=8, max_user_characters=5)
 VALID = {"user": "ann", "candidates": [1, "b"]}
@@ -58,13 +58,13 @@ def test_missing_field_is_named():
 
 @dataclass
 class Part:
-    size: Annotated[int, Least(1)] = 1
+    size: Annotated[int, AtLeast(1)] = 1
 
 
 @dataclass
 class Product:
-    share: Annotated[float, Bound(0, 0.5)] = 0
-    name: Annotated[str, Least(2)] = "ab"
+    share: Annotated[float, NumberRange(0, 0.5)] = 0
+    name: Annotated[str, AtLeast(2)] = "ab"
     codes: list[Literal[1, 3]] | None = None
     parts: list[Part] | None = None
     by_name: Mapping[str, Part | list[Part] | None] | None = None

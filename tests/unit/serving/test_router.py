@@ -6,7 +6,7 @@ import random
 import pytest
 
 from nestrec.serving.core.slot_router import KeyedHash, Ring, Route, Router, slot_for
-from nestrec_bench.harness.clocks import SimulatedClock
+from nestrec_bench.harness.clocks import ManualClock
 
 KEYED = KeyedHash(b"secret")
 
@@ -33,7 +33,7 @@ def test_no_slot_exceeds_its_bound_in_random_schedules(num_schedules):
         rng = random.Random(seed)
         num_slots, bound = rng.randint(1, 6), rng.choice([1.1, 1.25, 2.0])
         free_load = rng.choice([1, 1, 4])
-        clock = SimulatedClock()
+        clock = ManualClock()
         router = Router(rings[num_slots], KEYED, clock, bound=bound, free_load=free_load, sticky_s=0.0)
         under_way = []
         for _ in range(25):
@@ -60,7 +60,7 @@ def test_no_slot_exceeds_its_bound_in_random_schedules(num_schedules):
 
 
 def test_signal_and_request_take_the_same_way_though_loads_change():
-    clock = SimulatedClock()
+    clock = ManualClock()
     router = Router(Ring.make(3, KEYED), KEYED, clock, bound=1.25, sticky_s=1.0)
     first = router.begin("a").slot
     router.loads[first] += 50
@@ -74,7 +74,7 @@ def test_signal_and_request_take_the_same_way_though_loads_change():
 
 
 def test_whoever_was_diverted_returns_once_the_load_is_gone():
-    clock = SimulatedClock()
+    clock = ManualClock()
     router = Router(Ring.make(3, KEYED), KEYED, clock, bound=1.25, free_load=2, sticky_s=1.0)
     own = router.begin("a").slot
     router.end(own)
@@ -92,7 +92,7 @@ def test_whoever_was_diverted_returns_once_the_load_is_gone():
 
 
 def test_a_dead_slot_is_left_at_once_and_counted():
-    clock = SimulatedClock()
+    clock = ManualClock()
     router = Router(Ring.make(3, KEYED), KEYED, clock, sticky_s=10.0)
     first = router.begin("a").slot
     router.set_alive(first, False)
@@ -105,7 +105,7 @@ def test_a_dead_slot_is_left_at_once_and_counted():
 
 def test_while_versions_differ_a_user_meets_that_of_its_own_slot_alone():
     """Whatever the loads: and once it has met the new one, it meets the old one never again."""
-    rng, clock = random.Random(4), SimulatedClock()
+    rng, clock = random.Random(4), ManualClock()
     router = Router(Ring.make(4, KEYED), KEYED, clock, bound=1.1, free_load=1, sticky_s=1.0)
     users = [f"user {i}" for i in range(40)]
     seen, num_diverted = dict.fromkeys(users, "old"), 0
@@ -135,7 +135,7 @@ def test_while_versions_differ_a_user_meets_that_of_its_own_slot_alone():
 
 
 def test_users_keep_their_slots_when_there_are_more_or_fewer():
-    router = Router(Ring.make(3, KEYED), KEYED, SimulatedClock(), free_load=1000)
+    router = Router(Ring.make(3, KEYED), KEYED, ManualClock(), free_load=1000)
     users = [f"user {i}" for i in range(2_000)]
 
     def slots():
@@ -160,7 +160,7 @@ def test_users_keep_their_slots_when_there_are_more_or_fewer():
 
 
 def test_a_slot_that_was_taken_away_gets_nobody_though_its_instance_still_answers():
-    router = Router(Ring.make(3, KEYED), KEYED, SimulatedClock())
+    router = Router(Ring.make(3, KEYED), KEYED, ManualClock())
     users = [str(number) for number in range(60)]
     last = [user for user in users if router.begin(user).slot == 2]
     assert last

@@ -5,12 +5,12 @@ import logging
 import os
 import threading
 
-from nestrec.serving.http.server_logging import LogConfig, PatientHandler
+from nestrec.serving.http.server_logging import LogConfig, NonBlockingLogHandler
 
 
 def test_a_log_that_nobody_reads_stops_nobody_and_goes_on_when_somebody_does():
     reads, writes = os.pipe()
-    handler, logger = PatientHandler(writes), logging.Logger("a")
+    handler, logger = NonBlockingLogHandler(writes), logging.Logger("a")
     logger.addHandler(handler)
 
     def log_much():
@@ -36,7 +36,7 @@ def test_a_disk_that_was_full_costs_the_messages_of_that_time_alone():
     reads, writes = os.pipe()
     os.set_blocking(reads, False)
     full = os.open("/dev/full", os.O_WRONLY)
-    handler, logger = PatientHandler(full, LogConfig(format="json")), logging.Logger("a")
+    handler, logger = NonBlockingLogHandler(full, LogConfig(format="json")), logging.Logger("a")
     logger.addHandler(handler)
     for _ in range(3):
         logger.error("no room")
@@ -51,7 +51,7 @@ def test_a_disk_that_was_full_costs_the_messages_of_that_time_alone():
 def test_a_message_that_cannot_be_formatted_ends_nothing():
     reads, writes = os.pipe()
     logger = logging.Logger("a")
-    logger.addHandler(PatientHandler(writes))
+    logger.addHandler(NonBlockingLogHandler(writes))
     logger.error("%d", "text")
     assert b"could not be formatted: TypeError" in os.read(reads, 1 << 16)
     os.close(reads)

@@ -5,29 +5,29 @@ import os
 import pytest
 
 from nestrec.serving.security import rate_limiter
-from nestrec.serving.security.auth import Key
-from nestrec.serving.security.rate_limiter import KeyRates, SharedKeyRates
-from nestrec_bench.harness.clocks import SimulatedClock
+from nestrec.serving.security.auth import ApiKey
+from nestrec.serving.security.rate_limiter import LocalRateLimiter, SharedRateLimiter
+from nestrec_bench.harness.clocks import ManualClock
 
 
 def key(name, rate=2.0, burst=3.0):
-    return Key(name, "public", b"", float("inf"), rate, burst)
+    return ApiKey(name, "public", b"", float("inf"), rate, burst)
 
 
 @pytest.fixture
 def clock():
-    return SimulatedClock(100.0)
+    return ManualClock(100.0)
 
 
 @pytest.fixture
 def rates(clock):
-    rates = SharedKeyRates(clock)
+    rates = SharedRateLimiter(clock)
     yield rates
     rates.close()
 
 
 def test_it_says_what_the_rates_of_one_process_say(rates, clock):
-    alone = KeyRates(clock)
+    alone = LocalRateLimiter(clock)
     keys = [key("a"), key("b", rate=0.5, burst=1.0), key("c", rate=float("inf"))]
     for step in range(60):
         clock.sleep(0.1 * (step % 4))
@@ -46,7 +46,7 @@ def test_what_a_forked_process_takes_is_taken_from_all(clock, rates):
 
 def test_keys_that_come_take_the_places_of_those_that_went(monkeypatch, clock):
     monkeypatch.setattr(rate_limiter, "_NUM_ENTRIES", 2)
-    rates = SharedKeyRates(clock)
+    rates = SharedRateLimiter(clock)
     for name in "abc":
         assert [rates.wait_s(key(name, burst=1.0)) == 0.0 for _ in range(2)] == [True, False], name
         clock.sleep(0.01)

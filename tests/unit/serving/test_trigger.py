@@ -11,7 +11,7 @@ from nestrec.serving.core.cost_model import EngineCostModel, work_of
 from nestrec.serving.core.slot_router import KeyedHash
 from nestrec.serving.inputs.engine_request import CacheKey
 from nestrec.serving.kv_cache.preinfer_trigger import Trigger, TriggerConfig, waited_p99
-from nestrec_bench.harness.clocks import SimulatedClock
+from nestrec_bench.harness.clocks import ManualClock
 
 
 def key_of(user):
@@ -26,7 +26,7 @@ def decide(trigger, user, *, full_rank_s=0.1, rank_s=0.0, preinfer_s=0.05, num_b
 
 
 def make(**changes):
-    clock = SimulatedClock()
+    clock = ManualClock()
     return Trigger(TriggerConfig(**changes), clock, cache_bytes=100), clock
 
 

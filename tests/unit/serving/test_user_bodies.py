@@ -4,16 +4,16 @@ import json
 
 import pytest
 
-from nestrec_bench.load_test.load_test import Reads
+from nestrec_bench.load_test.load_test import RequiredInputs
 from nestrec_bench.load_test.user_bodies import UserBodies
 
 ITEMS = [f"item {i}" for i in range(50)]
 
 
-MUCH = Reads(actions=("click", "like"), features=("tab",), user_features=("age",))
+MUCH = RequiredInputs(actions=("click", "like"), features=("tab",), user_features=("age",))
 
 
-@pytest.mark.parametrize("reads", [Reads(), MUCH], ids=["little", "much"])
+@pytest.mark.parametrize("reads", [RequiredInputs(), MUCH], ids=["little", "much"])
 def test_a_user_comes_back_with_the_same_events_and_some_more(reads):
     users = UserBodies(ITEMS, reads, new_events=3, seed=1)
     (asks, signal, rank), (_, _, later) = ([json.loads(body) for body in users.of((5, 9), 4, 7, v)] for v in (0, 2))
@@ -31,7 +31,7 @@ def test_a_user_comes_back_with_the_same_events_and_some_more(reads):
 
 
 def test_users_differ_in_length_and_events():
-    users = UserBodies(ITEMS, Reads(), new_events=3, seed=1)
+    users = UserBodies(ITEMS, RequiredInputs(), new_events=3, seed=1)
     told = [json.loads(users.of((5, 9), 4, user, 0)[1])["history"]["items"] for user in range(20)]
     assert {len(items) for items in told} == {5, 9}
     assert len({tuple(items) for items in told}) == 20

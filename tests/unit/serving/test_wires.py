@@ -11,14 +11,14 @@ import time
 import numpy as np
 import pytest
 
-from nestrec.serving.frontend.wire_format import FrameKind, FrameReader, ReadableSpin, Wires, frame
+from nestrec.serving.frontend.wire_format import EngineSocketLoop, FrameKind, FrameReader, ReadableSpin, frame
 
 PATIENCE_S = 30.0
 
 
 @pytest.fixture(params=[0.0, 0.05], ids=["sleeps", "awake"])
 def wires(request):
-    with contextlib.closing(Wires(request.param)) as found:
+    with contextlib.closing(EngineSocketLoop(request.param)) as found:
         yield found
 
 

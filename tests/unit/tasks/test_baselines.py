@@ -6,8 +6,8 @@ from nestrec.tasks import baselines
 from nestrec.tasks.baselines import (
     EASE_PENALTY,
     SHRINKAGE,
-    Ease,
-    ItemNeighbours,
+    EASEBaseline,
+    ItemKNNBaseline,
     LastItem,
     Popularity,
     recent_popularity,
@@ -56,7 +56,7 @@ def test_item_neighbours_equal_their_definition() -> None:
     users = [draw.integers(1, 9, draw.integers(1, 6)) for _ in range(12)]
     items, offsets = np.concatenate(users), np.concatenate([[0], np.cumsum([len(u) for u in users])])
     popularity = Popularity(items, 9)
-    system = ItemNeighbours(items, offsets, 9, popularity)
+    system = ItemKNNBaseline(items, offsets, 9, popularity)
     sets = {i: {u for u, own in enumerate(users) if i in own} for i in range(1, 10)}
     for history in ([1], [2, 5], [9, 3, 3]):
         score = {
@@ -80,7 +80,7 @@ def test_ease_equals_its_closed_form() -> None:
     table = (draw.random((40, 7)) < 0.4).astype(np.float64)
     items = np.concatenate([1 + np.flatnonzero(row) for row in table])
     offsets = np.concatenate([[0], np.cumsum(table.sum(1).astype(np.int64))])
-    system = Ease(items, offsets, 7, torch.device("cpu"))
+    system = EASEBaseline(items, offsets, 7, torch.device("cpu"))
     weight = np.zeros((7, 7))
     for i in range(7):
         others = [j for j in range(7) if j != i]

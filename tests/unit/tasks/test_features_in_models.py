@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nestrec.base.config_overrides import with_overrides
-from nestrec.base.errors import UserError, UserErrors
+from nestrec.base.errors import UserError, UserErrorGroup
 from nestrec.data.dataset import Dataset
 from nestrec.data.samples.retrieval_inputs import RetrievalInputConfig
 from nestrec.data.samples.split import item_counts, leave_one_out
@@ -182,7 +182,7 @@ def test_without_features_nothing_is_added(data):
 
 def test_what_the_dataset_does_not_have_is_named_with_what_it_has(data):
     wrong = config_of("demo", data, task__inputs__item_features="brnd", task__inputs__context="devise")
-    with pytest.raises(UserErrors) as refused:
+    with pytest.raises(UserErrorGroup) as refused:
         make_task(wrong.task, Dataset.open(data), seed=1, dtype="float32")
     told = {error.field: str(error.remedy) for error in refused.value.errors}
     assert "did you mean 'brand'" in told["task.inputs.item_features"]

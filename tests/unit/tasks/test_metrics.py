@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nestrec.tasks.metrics import (
-    Exposed,
-    Interval,
+    ConfidenceInterval,
+    ExposureCounts,
     auc,
     binary_metrics,
     bootstrap,
@@ -108,7 +108,7 @@ def test_nothing_to_measure_gives_nan_and_no_warning() -> None:
 
 
 def test_an_interval_reads_as_mean_and_bounds() -> None:
-    assert str(Interval(0.12345, 0.1, 0.2)) == "0.1235 [0.1000, 0.2000]"
+    assert str(ConfidenceInterval(0.12345, 0.1, 0.2)) == "0.1235 [0.1000, 0.2000]"
 
 
 exposures = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=12)
@@ -118,7 +118,7 @@ exposures = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1
 def test_what_is_shown_equals_its_definition(pairs: list[tuple[int, int]]) -> None:
     """Gini as the mean difference of all pairs of items over twice the mean."""
     shown, trained = (np.array([0, *column]) for column in zip(*pairs, strict=True))
-    found = {name: value.mean for name, value in exposure_metrics(Exposed(shown, 5), trained).items()}
+    found = {name: value.mean for name, value in exposure_metrics(ExposureCounts(shown, 5), trained).items()}
     if not shown.sum():
         assert all(np.isnan(value) for value in found.values())
         return
@@ -166,7 +166,7 @@ def test_one_user_alone_has_no_interval() -> None:
 def test_values_of_one_user_are_drawn_together() -> None:
     """Two users, one always right and one always wrong: with many values each, the interval still spans all of it."""
     values, users = {"hit": np.repeat([1.0, 0.0], 500)}, np.repeat([3, 9], 500)
-    assert bootstrap(values, groups=users)["hit"] == Interval(0.5, 0.0, 1.0)
+    assert bootstrap(values, groups=users)["hit"] == ConfidenceInterval(0.5, 0.0, 1.0)
     assert bootstrap(values)["hit"].low > 0.4
 
 
@@ -216,7 +216,7 @@ def test_user_ndcg_equals_its_definition(events: list[tuple[int, int, int]], k: 
 
 
 def test_single_values_have_no_interval() -> None:
-    found = exposure_metrics(Exposed(np.array([0, 3, 1, 0]), 2), np.array([0, 5, 1, 1]))
+    found = exposure_metrics(ExposureCounts(np.array([0, 3, 1, 0]), 2), np.array([0, 5, 1, 1]))
     label = np.array([0, 1, 1, 0])
     found |= binary_metrics(label, np.arange(4.0), np.arange(4), num_draws=5)
     found |= window_metrics(label, np.arange(4.0), np.arange(4))
@@ -234,7 +234,10 @@ def test_metrics_of_no_events_are_unknown_under_their_names() -> None:
     for found, names in (
         (binary_metrics(none, np.zeros(0), none), {"auc", "gauc", "ne", "calibration"}),
         (window_metrics(none, np.zeros(0), none), {"auc", "gauc", "ndcg@10", "ne"}),
-        (exposure_metrics(Exposed(np.zeros(4, np.int64), 3), np.arange(4)), {"coverage@3", "gini@3", "novelty@3"}),
+        (
+            exposure_metrics(ExposureCounts(np.zeros(4, np.int64), 3), np.arange(4)),
+            {"coverage@3", "gini@3", "novelty@3"},
+        ),
         (bootstrap({"a": np.zeros(0), "b": np.zeros(0)}), {"a", "b"}),
     ):
         assert set(found) == names

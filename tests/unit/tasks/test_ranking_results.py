@@ -14,7 +14,7 @@ from nestrec.distributed import Topology
 from nestrec.tasks import ranking_evaluator
 from nestrec.tasks.learned_baselines import NUM_FOLDS, _fewer_threads, _Sums, fold_of
 from nestrec.tasks.metrics import MIN_MEMBERS, MOST_VALUES, Targets, slice_masks, sliced_features
-from nestrec.tasks.ranking_evaluator import RankingResults
+from nestrec.tasks.ranking_evaluator import RankingEvaluator
 from nestrec.tasks.task import Evaluation
 from support.featured_log import write_featured_log
 
@@ -57,7 +57,7 @@ def evaluated(dataset: Dataset, split: SplitConfig, **options: object) -> Evalua
         "slices": ("items", "event_device"),
         **options,
     }
-    results = RankingResults(dataset, found, ("click",), **given)  # type: ignore[arg-type]
+    results = RankingEvaluator(dataset, found, ("click",), **given)  # type: ignore[arg-type]
     return results.evaluation("test", np.zeros(label.shape), label, user, Topology.single())
 
 
@@ -110,7 +110,7 @@ def test_ranking_takes_the_last_events_of_users_as_well(dataset: Dataset) -> Non
 
 def test_a_part_of_one_label_alone_says_why_nothing_is_known(dataset: Dataset) -> None:
     split = split_of(SplitConfig(kind="leave_one_out"), dataset)
-    results = RankingResults(dataset, split, ("click",), baselines=(), category="", slices=())
+    results = RankingEvaluator(dataset, split, ("click",), baselines=(), category="", slices=())
     count = dataset.num_samples
     given = np.zeros((count, 1)), np.ones((count, 1), np.int64), np.arange(count), Topology.single()
     found = results.evaluation("test", *given)
@@ -198,7 +198,7 @@ def test_slices_tell_new_rare_and_known_apart(dataset: Dataset) -> None:
 
 def test_targets_count_the_training_events_of_item_and_user(dataset: Dataset) -> None:
     split = split_of(SplitConfig(test_share=0.2, valid_share=0.1), dataset)
-    results = RankingResults(dataset, split, ("click",), baselines=(), category="", slices=())
+    results = RankingEvaluator(dataset, split, ("click",), baselines=(), category="", slices=())
     found = results._targets("test")
     items, offsets = dataset.rows(np.arange(dataset.num_samples)).lists["item_ids"]
     trained = [int(items[offsets[u] + i]) for u in range(dataset.num_samples) for i in range(split.train_end[u])]

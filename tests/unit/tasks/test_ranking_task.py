@@ -10,17 +10,17 @@ import pytest
 
 from nestrec.base.config_overrides import with_overrides
 from nestrec.base.config_values import iso_moment, moment_ms
-from nestrec.base.errors import UserError, UserErrors
+from nestrec.base.errors import UserError, UserErrorGroup
 from nestrec.data.batch_loader import BatchConfig
 from nestrec.data.dataset import Dataset
 from nestrec.data.flat_arrays import history_start
 from nestrec.data.formats.format_registry import prepare
 from nestrec.data.formats.log_format import LogOptions
 from nestrec.data.prepare.prepare_options import LogColumns
-from nestrec.data.samples.chunk_collator import RankingSlices
+from nestrec.data.samples.chunk_collator import RankingChunkCollator
 from nestrec.data.samples.ranking_collator import RankingInputConfig, RankingInputs
 from nestrec.data.samples.split import Split, SplitConfig
-from nestrec.data.samples.time_windows import Slices, TimeWindow, held_out_slices, slices_of_runs
+from nestrec.data.samples.time_windows import TimeWindow, TrainingChunks, held_out_slices, slices_of_runs
 from nestrec.data.synthetic import synthetic_logs as synthetic
 from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine
@@ -122,7 +122,7 @@ def test_what_cannot_be_trained_or_measured_is_refused_at_the_start(log, tmp_pat
 
 def test_all_that_a_dataset_cannot_give_is_told_at_once(log, tmp_path):
     cfg = with_overrides(recipe("kuairand_ranking"), {"data.folder": str(log)})
-    with pytest.raises(UserErrors) as refused:
+    with pytest.raises(UserErrorGroup) as refused:
         RankingTask(
             replace(cfg.task, inputs=replace(cfg.task.inputs, labels=("clik", "buy"))),
             Dataset.open(cfg.data.folder),
@@ -139,7 +139,7 @@ def test_dates_are_dates():
     assert moment_ms("2026-11-01", "x") == 1_793_491_200_000
     assert moment_ms("2026-11-01T02:00+02:00", "x") == 1_793_491_200_000
     assert moment_ms(iso_moment(1_793_491_200_123), "x") == 1_793_491_200_123
-    with pytest.raises(UserErrors) as refused:
+    with pytest.raises(UserErrorGroup) as refused:
         with_overrides(recipe("ranking"), {"task.split.valid_from": "1793491200000", "task.split.test_from": "May"})
     assert [e.field for e in refused.value.errors] == ["task.split.valid_from", "task.split.test_from"]
 
@@ -269,7 +269,7 @@ def test_events_that_are_only_history_add_nothing_to_the_loss(log):
 
     def loss(*slices: tuple[int, int]) -> float:
         rows = np.array([(user, 0, end, scored) for end, scored in slices])
-        task.assembler = RankingSlices(task._inputs, Slices(rows, None), 0)
+        task.assembler = RankingChunkCollator(task._inputs, TrainingChunks(rows, None), 0)
         return _loss_of("ranking", task, engine, np.arange(len(rows)))
 
     alone = [loss((end, end - 1)) for end in range(1, 7)]

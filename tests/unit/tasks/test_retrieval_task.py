@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from nestrec.base.config_overrides import with_overrides
-from nestrec.base.errors import UserError, UserErrors
+from nestrec.base.errors import UserError, UserErrorGroup
 from nestrec.data.dataset import Dataset
 from nestrec.data.samples.retrieval_collator import RetrievalQueries
-from nestrec.data.samples.time_windows import Slices
+from nestrec.data.samples.time_windows import TrainingChunks
 from nestrec.data.synthetic import synthetic_logs as synthetic
 from nestrec.distributed import Topology
 from nestrec.tasks.catalog_ranks import ranks_of_slices
@@ -140,7 +140,7 @@ def test_sampled_protocol_counts_ties_against_the_target(data):
 )
 def test_samples_that_need_to_be_whole_are_not_divided(data, given, field, told):
     task = session_of(data, **given).task
-    with pytest.raises((UserError, UserErrors)) as refused:
+    with pytest.raises((UserError, UserErrorGroup)) as refused:
         task.take_context(None)
     [error] = getattr(refused.value, "errors", [refused.value])
     assert error.field == field
@@ -189,7 +189,7 @@ def test_ranks_of_slices_equal_those_of_queries(data, filter_seen):
 
     def ranks(first, end, scored):
         rows = np.stack([users, first, end, scored], axis=1)
-        slices = task._slices(Slices(rows, None), None)
+        slices = task._slices(TrainingChunks(rows, None), None)
         return ranks_of_slices(task.side, engine, slices, task.cfg.evaluation)
 
     assert ranks(np.maximum(0, end - 11), end, end - 1).tolist() == details["rank/model"].tolist()

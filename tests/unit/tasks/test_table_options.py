@@ -10,7 +10,7 @@ import torch
 
 import nestrec
 from nestrec.base.config_overrides import with_overrides
-from nestrec.base.errors import UserError, UserErrors
+from nestrec.base.errors import UserError, UserErrorGroup
 from nestrec.data.formats.format_registry import prepare
 from nestrec.data.prepare.prepare_options import LogColumns
 from nestrec.data.synthetic import synthetic_logs as synthetic
@@ -20,7 +20,7 @@ from nestrec.embedding.hashing import hashed_rows
 from nestrec.exporters.servable_writer import export_run
 from nestrec.serving.model.model_adapter import make_form
 from nestrec.serving.model.servable import Servable
-from nestrec.tasks.table_overrides import TableOptions, chosen_tables, tables_with
+from nestrec.tasks.table_overrides import TableOverrides, chosen_tables, tables_with
 from nestrec.training.recipes import recipe
 from nestrec.training.trainer import Trainer
 from support.tiny_runs import config_of, make_datasets
@@ -34,7 +34,7 @@ TABLES = [
 
 
 def chosen(**options):
-    given = {name.replace("every", "*"): TableOptions(**values) for name, values in options.items()}
+    given = {name.replace("every", "*"): TableOverrides(**values) for name, values in options.items()}
     return chosen_tables(TABLES, given, bags={"item_tags"})
 
 
@@ -86,7 +86,7 @@ def test_bags_are_means_unless_something_else_is_said():
     ],
 )
 def test_what_cannot_be_is_refused_by_its_name(options, field, told):
-    with pytest.raises((UserError, UserErrors)) as refused:
+    with pytest.raises((UserError, UserErrorGroup)) as refused:
         chosen(**options)
     [error] = getattr(refused.value, "errors", [refused.value])
     assert error.field == field
@@ -198,7 +198,7 @@ def test_placement_of_all_tables_skips_those_that_cannot_have_it():
     }  # fmt: skip
     assert {t.placement for t in chosen(every={"placement": "sharded"}).tables} == {"sharded"}
     for others, told in (({"ids": "dynamic"}, "admitted"), ({"store": "disk"}, "disk")):
-        with pytest.raises((UserError, UserErrors)) as refused:
+        with pytest.raises((UserError, UserErrorGroup)) as refused:
             chosen(tags={"placement": "replicated", **others})
         [error] = getattr(refused.value, "errors", [refused.value])
         assert error.field == "tables.tags.placement"
@@ -208,12 +208,12 @@ def test_placement_of_all_tables_skips_those_that_cannot_have_it():
 def test_rows_live_unused_for_the_steps_that_one_says():
     store = by_name(chosen(tags={"ids": "dynamic", "ttl_steps": 3}))["item_tags"].store
     assert (store.eviction, store.ttl_steps) == ("ttl", 3)
-    with pytest.raises((UserError, UserErrors), match="ttl_steps 10000"):
+    with pytest.raises((UserError, UserErrorGroup), match="ttl_steps 10000"):
         chosen(tags={"ids": "dynamic", "eviction": "ttl"})
 
 
 def test_tables_with_an_option_are_found_by_either_name():
-    given = {"tags": TableOptions(dim=4), "items": TableOptions(dtype="bfloat16")}
+    given = {"tags": TableOverrides(dim=4), "items": TableOverrides(dtype="bfloat16")}
     assert tables_with("dim", TABLES, given) == {"item_tags"}
     assert tables_with("store", TABLES, given) == set()
-    assert tables_with("dtype", TABLES, {**given, "*": TableOptions(dtype="float32")}) == {t.name for t in TABLES}
+    assert tables_with("dtype", TABLES, {**given, "*": TableOverrides(dtype="float32")}) == {t.name for t in TABLES}

@@ -6,11 +6,11 @@ import pytest
 
 from nestrec.base.errors import DataError
 from nestrec.trace import NullTracer, Tracer, load_spans, merge, save_spans, to_perfetto, write_perfetto
-from nestrec_bench.harness.clocks import SimulatedClock
+from nestrec_bench.harness.clocks import ManualClock
 
 
 def test_a_span_holds_what_was_given_and_when_it_ran() -> None:
-    clock = SimulatedClock(5.0)
+    clock = ManualClock(5.0)
     tracer = Tracer(rank=3, clock=clock)
     with tracer.span("train.embedding.exchange", kind="communication", lane="exchange", step=7, micro_batch=1) as span:
         clock.sleep(0.25)
@@ -23,7 +23,7 @@ def test_a_span_holds_what_was_given_and_when_it_ran() -> None:
 
 
 def test_spans_take_lane_and_step_from_their_threads_context() -> None:
-    tracer = Tracer(clock=SimulatedClock())
+    tracer = Tracer(clock=ManualClock())
     with tracer.context(lane="store", step=3):
         with tracer.context(micro_batch=2), tracer.span("a"):
             pass
@@ -36,7 +36,7 @@ def test_spans_take_lane_and_step_from_their_threads_context() -> None:
 
 
 def test_a_wait_names_a_span_that_has_not_started_yet() -> None:
-    tracer = Tracer(clock=SimulatedClock())
+    tracer = Tracer(clock=ManualClock())
     ticket = tracer.new_id()
     with tracer.wait(ticket), tracer.span("work", kind="lookup", lane="store", id=ticket):
         pass
@@ -46,14 +46,14 @@ def test_a_wait_names_a_span_that_has_not_started_yet() -> None:
 
 
 def test_a_span_is_recorded_when_its_block_fails() -> None:
-    tracer = Tracer(clock=SimulatedClock())
+    tracer = Tracer(clock=ManualClock())
     with pytest.raises(ValueError, match="x"), tracer.span("a"):
         raise ValueError("x")
     assert len(tracer.spans()) == 1
 
 
 def test_the_buffer_keeps_the_newest() -> None:
-    tracer = Tracer(clock=SimulatedClock(), capacity=3)
+    tracer = Tracer(clock=ManualClock(), capacity=3)
     for index in range(5):
         with tracer.span(str(index)):
             pass
@@ -88,7 +88,7 @@ def test_the_null_tracer_keeps_nothing() -> None:
 
 
 def trace_of(rank: int) -> Tracer:
-    clock = SimulatedClock(10.0 + rank)
+    clock = ManualClock(10.0 + rank)
     tracer = Tracer(rank=rank, clock=clock)
     for lane in ("compute", "store"):
         with tracer.span("train.step", kind="step", lane=lane, step=0, bytes=5):

@@ -9,11 +9,11 @@ import torch
 from nestrec.balance import TOKENS, BalanceConfig, CostModel
 from nestrec.base.errors import UserError
 from nestrec.data.batch_loader import Batch
-from nestrec.data.batch_order import Position
+from nestrec.data.batch_order import BatchPosition
 from nestrec.distributed import Topology
 from nestrec.tasks.retrieval_task import RetrievalTask
 from nestrec.trace import Span, Tracer
-from nestrec.training.balance_controller import Balancing, settled
+from nestrec.training.balance_controller import BalanceController, settled
 from nestrec.training.trainer import Trainer
 from support.tiny_runs import config_of, make_datasets
 
@@ -57,7 +57,7 @@ def test_costs_are_fitted_to_the_times_of_spans_whatever_the_device(device):
     topology = replace(Topology.single(), device=torch.device(device))
     wrong = CostModel(token=1e-9, token_squared=1.0)
     cfg = BalanceConfig(policy="refined", cost=wrong, fit_every_steps=40)
-    balancing = Balancing(cfg, made_ahead=1, topology=topology, tracer=Tracer())
+    balancing = BalanceController(cfg, made_ahead=1, topology=topology, tracer=Tracer())
     balancing.start()
     draw = np.random.default_rng(0)
     for last in (20, 40, 60):
@@ -70,9 +70,9 @@ def test_costs_are_fitted_to_the_times_of_spans_whatever_the_device(device):
                 Span(name="train.step", kind="step", **common),
                 Span(name="train.compute", kind="compute", **common),
             ]
-            balancing.watch(Batch(Position(0, step), 1.0, np.arange(len(tokens)), (), tokens=tokens))
+            balancing.watch(Batch(BatchPosition(0, step), 1.0, np.arange(len(tokens)), (), tokens=tokens))
         assert balancing.report(spans, last) == {}, "one rank has nobody to wait for"
-        change = balancing.decide(last, Position(0, last + 1), lambda at: replace(at, step=at.step + 1))
+        change = balancing.decide(last, BatchPosition(0, last + 1), lambda at: replace(at, step=at.step + 1))
         assert (change is not None) == (last == 40)
         if change is not None:
             assert change.cost.token == pytest.approx(TRUTH.token, rel=1e-3)

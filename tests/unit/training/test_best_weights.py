@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 import nestrec
-from nestrec.base.errors import DamagedError
-from nestrec.checkpoint import Checkpoints
+from nestrec.base.errors import CorruptFileError
+from nestrec.checkpoint import CheckpointManager
 from nestrec.cli.training_output import evaluate_run, train_run
 from nestrec.distributed import Topology
 from nestrec.exporters.servable_writer import restored_session
-from nestrec.training.callbacks import Listener
+from nestrec.training.callbacks import TrainingCallback
 from nestrec.training.run_config import RunConfig
 from nestrec.training.trainer import Trainer
 from support.tiny_runs import config_of
@@ -23,7 +23,7 @@ BEST, LAST = 3, 9
 """Steps after the first and the last of three epochs; nothing is learned, so the first one stays the best."""
 
 
-class Heard(Listener):
+class Heard(TrainingCallback):
     def __init__(self) -> None:
         self.warnings: list[str] = []
 
@@ -92,7 +92,7 @@ def test_lost_best_weights_are_not_replaced_by_the_last(
         lambda: Trainer(new, copied / "new", Topology.single("cpu"), start_from=run).train(),
     ]
     for use in uses:
-        with pytest.raises(DamagedError) as refused:
+        with pytest.raises(CorruptFileError) as refused:
             use()
         assert refused.value.value == str(run / "best")
         assert re.search(r"\((--last|best=False)\)", str(refused.value.remedy))
@@ -127,7 +127,7 @@ def test_training_on_without_best_weights_keeps_the_next_best(
     state = trainer.train()
     assert (state.best_step, step_for_use(copied / "run")) == (12, 12)
     assert any(f"the best weights (step {BEST}) are lost" in warning for warning in heard.warnings)
-    assert Checkpoints(copied / "there" / "best").steps() == [12]
+    assert CheckpointManager(copied / "there" / "best").steps() == [12]
 
 
 def test_best_weights_among_the_kept_checkpoints_are_used(tiny_data: Path, tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_best_weights_among_the_kept_checkpoints_are_used(tiny_data: Path, tmp_p
     lose(tmp_path)
     assert step_for_use(tmp_path / "run") == BEST
     Trainer(config_of_run(tiny_data, tmp_path, epochs=4, keep=2), tmp_path / "run", Topology.single("cpu")).train()
-    assert Checkpoints(tmp_path / "run" / "best").steps() == [BEST]
+    assert CheckpointManager(tmp_path / "run" / "best").steps() == [BEST]
     assert step_for_use(tmp_path / "run") == BEST
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from nestrec.base.errors import UserError
-from nestrec.checkpoint import SaveError
-from nestrec.data.dataset_card import Card
+from nestrec.checkpoint import CheckpointSaveError
+from nestrec.data.dataset_card import DatasetCard
 from nestrec.data.streaming.kafka_source import KafkaSource
 from nestrec.training.state import run_digest
 from nestrec.training.training_session import WindowEnd
@@ -47,11 +47,11 @@ def test_partitions_that_a_topic_is_given_later_are_read_without_a_restart_and_w
             run = copied(*base, tmp_path / name)
             known["partitions"] = 3
             for point in points:
-                with armed(point, crash, at=2), pytest.raises((Crash, SaveError)):
+                with armed(point, crash, at=2), pytest.raises((Crash, CheckpointSaveError)):
                     follow(source, run, {**BY_COUNT, "window.events": 25}, window_hooks=[add])
             state = follow(source, run, {**BY_COUNT, "window.events": 25}, window_hooks=[add]).trainer.state
             assert state.windows_done == 4
-    cards = [Card.load(tmp_path / name / "data") for name in ("whole", "cut")]
+    cards = [DatasetCard.load(tmp_path / name / "data") for name in ("whole", "cut")]
     assert cards[0].generations[-1].stream["position"]["offsets"] == {f"{partition}": 25 for partition in range(4)}
     assert without_times(cards[0]) == without_times(cards[1])
     assert run_digest(tmp_path / "cut" / "run") == run_digest(tmp_path / "whole" / "run")
@@ -68,7 +68,7 @@ def test_another_source_than_the_one_that_was_read_is_refused_until_it_is_said_w
     known = follow(str(first), run, BY_COUNT).trainer.state
     with pytest.raises(UserError, match=r"(?s)SOURCE.*second.*first.*--changed_source begin"):
         follow(str(second), run, BY_COUNT)
-    assert Card.load(tmp_path / "data").generation == known.generation, "nothing was read or trained on"
+    assert DatasetCard.load(tmp_path / "data").generation == known.generation, "nothing was read or trained on"
     begun = {**BY_COUNT, "changed_source": "begin"}
     for _ in range(2):  # the same command again goes on where it stood
         assert follow(str(second), run, begun).trainer.state.windows_done == 2
@@ -78,10 +78,10 @@ def test_another_source_than_the_one_that_was_read_is_refused_until_it_is_said_w
     with pytest.raises(UserError, match="is not what this data was fed from"):
         follow(str(moved), run, BY_COUNT)
     assert follow(str(moved), run, {**BY_COUNT, "changed_source": "moved"}).trainer.state.windows_done == 3
-    states = [generation.stream for generation in Card.load(tmp_path / "data").generations]
+    states = [generation.stream for generation in DatasetCard.load(tmp_path / "data").generations]
     assert not any(states[:-1]), "names of all files, once for each generation"
     # Back at the first, which was left behind its only file.
     assert follow(str(first), run, begun).trainer.state.windows_done == 3
     with topic(events) as other, pytest.raises(UserError, match="is of another kind"):
         follow(other, run, {**BY_COUNT, "changed_source": "moved"})
-    assert Card.load(tmp_path / "data").counts.events == Card.load(base[1]).counts.events + 90
+    assert DatasetCard.load(tmp_path / "data").counts.events == DatasetCard.load(base[1]).counts.events + 90

@@ -12,16 +12,16 @@ import torch
 from typer.testing import CliRunner
 
 from nestrec.api import configured, train
-from nestrec.base.errors import DamagedError, UserError
+from nestrec.base.errors import CorruptFileError, UserError
 from nestrec.cli.app import app
 from nestrec.cli.plan_output import sample_recommendations
 from nestrec.cli.training_output import evaluate_run, train_run
 from nestrec.data.formats.format_registry import prepare
 from nestrec.distributed import Topology
 from nestrec.report.run_records import best_evaluation, load_run
-from nestrec.tasks.metrics import Interval
+from nestrec.tasks.metrics import ConfidenceInterval
 from nestrec.tasks.task import Evaluation
-from nestrec.training.callbacks import Listener
+from nestrec.training.callbacks import TrainingCallback
 from nestrec.training.run_folder import RunFolder
 from nestrec.training.trainer import Trainer
 from nestrec_bench.quality import input_comparison
@@ -58,8 +58,8 @@ def test_evaluation_without_a_value_is_standard_json(tiny_data: Path, tmp_path: 
         json.dumps({"name": "r", "task": {"kind": "ranking"}, "training": {"seed": 7}})
     )
     (tmp_path / "card.json").write_text(json.dumps({"name": "d"}))
-    auc = Interval(float("nan"), float("nan"), float("inf"))
-    hit = Interval(0.5, float("nan"), float("nan"))
+    auc = ConfidenceInterval(float("nan"), float("nan"), float("inf"))
+    hit = ConfidenceInterval(0.5, float("nan"), float("nan"))
     folder = RunFolder(tmp_path)
     for part in ("valid", "test"):
         folder.write_evaluation(Evaluation(part, "auc", {"model": {"auc": auc, "hr@1": hit}}), 3, 1)
@@ -84,7 +84,7 @@ def test_damaged_best_weights_name_the_last_ones_that_could_serve(tiny_data: Pat
             content = file.read_bytes()
             file.unlink()  # the last ones share it
             file.write_bytes(content[:-1])
-    with pytest.raises(DamagedError) as refused:
+    with pytest.raises(CorruptFileError) as refused:
         evaluate_run(tmp_path, "test", best=True)
     assert "--last" in str(refused.value.remedy)
     evaluate_run(tmp_path, "test", best=False)
@@ -190,7 +190,7 @@ def test_advice_of_a_losing_run_can_be_followed(tiny_data, tmp_path, capsys):
 def test_num_threads_holds_for_the_run_alone(tiny_data, tmp_path):
     before = torch.get_num_threads()
 
-    class ThreadCount(Listener):
+    class ThreadCount(TrainingCallback):
         def started(self, total_steps: int | None, first_step: int) -> None:
             self.threads = torch.get_num_threads()
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nestrec.base.errors import UserError
-from nestrec.checkpoint import Checkpoints
+from nestrec.checkpoint import CheckpointManager
 from nestrec.distributed import Topology
 from nestrec.exporters.servable_writer import export_run
 from nestrec.inference.recommender import load
@@ -50,7 +50,7 @@ def test_nested_equals_serial_and_a_crash_resumes_exactly_on_rows_of_16_bits(tin
         trainer_of(family, tiny_data, tmp_path / "nested", pipeline__schedule="nested", **options).train()
     trainer_of(family, tiny_data, tmp_path / "nested", pipeline__schedule="nested", **options).train()
     assert run_digest(tmp_path / "nested") == run_digest(tmp_path / "serial")
-    restored = Checkpoints(tmp_path / "nested" / "checkpoints").restore_latest()
+    restored = CheckpointManager(tmp_path / "nested" / "checkpoints").restore_latest()
     assert restored is not None
     for name, dtype in options.items():
         for chunk in restored.rows(name.split("__")[1]):

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from nestrec.base.errors import DamagedError, UserError
-from nestrec.checkpoint import Checkpoints, SaveError
+from nestrec.base.errors import CorruptFileError, UserError
+from nestrec.checkpoint import CheckpointManager, CheckpointSaveError
 from nestrec.data.synthetic.synthetic_logs import generate, preset
 from nestrec.distributed import Topology
 from nestrec.exporters.servable_writer import export_run
-from nestrec.training.callbacks import Listener
+from nestrec.training.callbacks import TrainingCallback
 from nestrec.training.state import run_digest
 from nestrec.training.trainer import Trainer
 from support.fail_points import armed
@@ -23,7 +23,7 @@ RUN = {"training.max_steps": 6, "training.keep_checkpoints": 9, "training.checkp
 RATE = "optimizer.learning_rate"
 
 
-class Heard(Listener):
+class Heard(TrainingCallback):
     def __init__(self) -> None:
         self.warnings: list[str] = []
 
@@ -48,10 +48,10 @@ def raise_error() -> None:
 
 def cut_after_the_first_best(data: Path, run: Path) -> None:
     """Ended between the first best weights and the first checkpoint."""
-    with armed("checkpoint.after_rename", raise_error, at=1), pytest.raises(SaveError):
+    with armed("checkpoint.after_rename", raise_error, at=1), pytest.raises(CheckpointSaveError):
         trainer_of(data, run, {"training.checkpoint_every_steps": "none"}).train()
-    assert Checkpoints(run / "best").steps() == [3]
-    assert Checkpoints(run / "checkpoints").steps() == []
+    assert CheckpointManager(run / "best").steps() == [3]
+    assert CheckpointManager(run / "checkpoints").steps() == []
 
 
 def test_a_run_that_has_only_its_best_weights_is_not_begun_again_with_another_seed(tiny_data, tmp_path):
@@ -80,7 +80,7 @@ def test_weights_of_a_course_that_was_left_are_not_kept_as_best(tiny_data, tmp_p
     """The checkpoints behind step 2 are lost, and the run goes on from there with other rates."""
     first = trainer_of(tiny_data, tmp_path)
     first.train()
-    assert Checkpoints(tmp_path / "best").steps()[0] > 2
+    assert CheckpointManager(tmp_path / "best").steps()[0] > 2
     for step in (4, 6):
         shutil.rmtree(tmp_path / "checkpoints" / f"step-{step:08d}")
     for rate in (0.0, 0.05):
@@ -108,7 +108,7 @@ def test_best_weights_are_written_before_the_checkpoint_that_counts_on_them(tiny
     other_is_done, found = threading.Event(), []
 
     def look() -> None:
-        found.append([Checkpoints(tmp_path / part).steps() for part in ("best", "checkpoints")])
+        found.append([CheckpointManager(tmp_path / part).steps() for part in ("best", "checkpoints")])
         other_is_done.set()
 
     more = {"training.max_steps": 3, "training.checkpoint_every_steps": "none", "training.checkpoint_async": True}
@@ -123,7 +123,7 @@ def test_best_weights_are_written_before_the_checkpoint_that_counts_on_them(tiny
 def test_a_checkpoint_tells_its_run_seed_model_and_course(tiny_data, tmp_path):
     trainer_of(tiny_data, tmp_path).train()
     trainer_of(tiny_data, tmp_path, {"training.max_steps": 8, RATE: 0.5}).train()
-    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    checkpoints = CheckpointManager(tmp_path / "checkpoints")
     early, late = (checkpoints.restore(step).state["identity"] for step in (6, 8))
     assert early["run"] == late["run"]
     assert (early["seed"], early["model"]["task.encoder.dim"]) == (42, 8)
@@ -174,14 +174,16 @@ def test_checkpoints_that_were_copied_alone_go_on_under_their_name_with_the_same
     for run in ("run", "copy"):
         trainer_of(tiny_data, tmp_path / run, {"training.max_steps": 9}).train()
     assert run_digest(tmp_path / "copy") == run_digest(tmp_path / "run")
-    names = [Checkpoints(tmp_path / run / "checkpoints").restore(9).state["identity"]["run"] for run in ("run", "copy")]
+    names = [
+        CheckpointManager(tmp_path / run / "checkpoints").restore(9).state["identity"]["run"] for run in ("run", "copy")
+    ]
     assert names[0] == names[1]
 
 
 def test_checkpoints_from_before_they_had_names_go_on(tiny_data, tmp_path):
     old = trainer_of(tiny_data, tmp_path / "old", {"training.max_steps": 4})
     old.train()
-    Checkpoints(tmp_path / "run" / "checkpoints").save(4, old.session.content(old.state))
+    CheckpointManager(tmp_path / "run" / "checkpoints").save(4, old.session.content(old.state))
     trainer_of(tiny_data, tmp_path / "old").train()
     trainer_of(tiny_data, tmp_path / "run").train()
     assert run_digest(tmp_path / "run") == run_digest(tmp_path / "old")
@@ -271,7 +273,7 @@ def test_damaged_copies_end_the_run_and_are_kept(tiny_data, tmp_path, name, is_e
     copied = contents_of(there)
     if not is_empty:
         trainer_of(tiny_data, tmp_path / "two", {"training.max_steps": 2}).train()
-    with pytest.raises(DamagedError, match="none of the checkpoints there is whole") as refused:
+    with pytest.raises(CorruptFileError, match="none of the checkpoints there is whole") as refused:
         trainer_of(tiny_data, tmp_path / "two", elsewhere).train()
     assert refused.value.field == "training.checkpoint_address"
     assert name.removesuffix(".json") in refused.value.problem
@@ -284,7 +286,7 @@ def test_damaged_copies_of_the_run_itself_are_replaced(tiny_data, tmp_path):
     trainer_of(tiny_data, tmp_path / "run", elsewhere).train()
     truncate_all(there, "state.json")
     trainer_of(tiny_data, tmp_path / "run", {**elsewhere, "training.max_steps": 6}).train()
-    assert Checkpoints(there / "checkpoints").state(6) is not None
+    assert CheckpointManager(there / "checkpoints").state(6) is not None
 
 
 def test_storage_that_cannot_be_read_ends_the_run(tiny_data, tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from nestrec.base.errors import UserError
-from nestrec.checkpoint import Checkpoints
+from nestrec.checkpoint import CheckpointManager
 from nestrec.distributed import Topology
 from nestrec.tasks.loss_options import LossShape, choose_variant
 from nestrec.training.state import run_digest
@@ -68,7 +68,7 @@ def test_auto_is_measured_logged_saved_and_kept_by_a_resumed_run(tiny_data, tmp_
     variant = first.session.task.variant
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert any(line.get("text", "").startswith(f"loss variant: {variant}") for line in lines)
-    restored = Checkpoints(tmp_path / "checkpoints").restore_latest()
+    restored = CheckpointManager(tmp_path / "checkpoints").restore_latest()
     assert restored is not None
     assert restored.state["train"]["loss_variant"] == variant
     resumed = trainer_of(tiny_data, tmp_path, {**more, "training.max_steps": 5})

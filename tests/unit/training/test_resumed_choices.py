@@ -9,17 +9,17 @@ import pytest
 from nestrec.balance import BalanceConfig
 from nestrec.balance.cost import CostChange, CostModel, Measurement
 from nestrec.base.config import to_plain
-from nestrec.data.batch_order import Position
+from nestrec.data.batch_order import BatchPosition
 from nestrec.distributed import Topology
-from nestrec.pipeline.window_cost_model import WindowChange
+from nestrec.pipeline.window_cost_model import MicroBatchChange
 from nestrec.trace import Tracer
-from nestrec.training.balance_controller import Balancing
+from nestrec.training.balance_controller import BalanceController
 from nestrec.training.trainer import Trainer
 from support.tiny_runs import config_of
 
-CHOSEN = (WindowChange(step=1, first=Position(0, 1), micro_batches=5),)
-LATER = WindowChange(step=100, first=Position(9, 0), micro_batches=7)
-FITTED = (CostChange(step=20, first=Position(1, 0), cost=CostModel(token=3.0)),)
+CHOSEN = (MicroBatchChange(step=1, first=BatchPosition(0, 1), micro_batches=5),)
+LATER = MicroBatchChange(step=100, first=BatchPosition(9, 0), micro_batches=7)
+FITTED = (CostChange(step=20, first=BatchPosition(1, 0), cost=CostModel(token=3.0)),)
 AUTO = {"batch.micro_batches": "auto", "pipeline.replay": json.dumps(to_plain((*CHOSEN, LATER)))}
 
 
@@ -49,9 +49,9 @@ def test_a_resumed_run_is_cut_as_its_user_says_now(tiny_data, tmp_path, given, p
     assert set(steps) == set(range(parts))
 
 
-def balancing(**given: object) -> Balancing:
+def balancing(**given: object) -> BalanceController:
     cfg = BalanceConfig(policy="greedy", **given)
-    return Balancing(cfg, made_ahead=1, topology=Topology.single(), tracer=Tracer())
+    return BalanceController(cfg, made_ahead=1, topology=Topology.single(), tracer=Tracer())
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def balancing(**given: object) -> Balancing:
         ({"fit_every_steps": 20}, FITTED),
         ({"cost": CostModel(token=7.0)}, ()),
         ({"fit_every_steps": 20, "cost": CostModel(token=7.0)}, ()),
-        ({"replay": (CostChange(step=1, first=Position(0, 1), cost=CostModel(token=9.0)),)}, 9.0),
+        ({"replay": (CostChange(step=1, first=BatchPosition(0, 1), cost=CostModel(token=9.0)),)}, 9.0),
     ],
     ids=["still fitting", "no fitting", "another cost", "a replay"],
 )
@@ -75,8 +75,8 @@ def test_a_resumed_run_fits_when_it_would_have_done_and_not_at_its_first_report(
     resumed = balancing(fit_every_steps=100)
     resumed.resume((), 110)
     resumed._measured = [Measurement(1e-3 + 1e-6 * n * n, n, n * n) for n in range(1, 400)]
-    assert resumed.decide(120, Position(1, 0), lambda position: position) is None, "a fit was due at step 100"
-    assert resumed.decide(200, Position(2, 0), lambda position: position) is not None
+    assert resumed.decide(120, BatchPosition(1, 0), lambda position: position) is None, "a fit was due at step 100"
+    assert resumed.decide(200, BatchPosition(2, 0), lambda position: position) is not None
 
 
 def test_a_checkpoint_knows_the_cost_that_its_fits_began_with(tiny_data, tmp_path):

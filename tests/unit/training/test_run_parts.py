@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from nestrec.base.errors import DamagedError, NonFiniteError, UserError
+from nestrec.base.errors import CorruptFileError, NonFiniteError, UserError
 from nestrec.data.batch_loader import Batch, MicroBatch
-from nestrec.data.batch_order import Position
-from nestrec.pipeline import Totals
-from nestrec.tasks.metrics import Interval
+from nestrec.data.batch_order import BatchPosition
+from nestrec.pipeline import StepTotals
+from nestrec.tasks.metrics import ConfidenceInterval
 from nestrec.tasks.task import Evaluation, share_of_ranks
 from nestrec.training.callbacks import Meter
 from nestrec.training.recipes import recipe
@@ -24,24 +24,24 @@ from nestrec.training.run_checkpointer import StopRequest
 from nestrec.training.run_folder import RunFolder
 from nestrec.training.run_identity import check_same_data
 from nestrec.training.state import TrainState
-from nestrec_bench.harness.clocks import SimulatedClock
+from nestrec_bench.harness.clocks import ManualClock
 
 
 def batch_of(samples: list[int], num_tokens: int = 5) -> Batch:
     part = MicroBatch(np.array(samples), {}, {}, max_length=1, num_tokens=num_tokens)
-    return Batch(Position(), 1.0, np.array(samples), (part, part), tokens=np.full(len(samples), 1))
+    return Batch(BatchPosition(), 1.0, np.array(samples), (part, part), tokens=np.full(len(samples), 1))
 
 
-def totals(loss: float = 1.0, norm: float = 1.0, stop: float = 0.0) -> Totals:
+def totals(loss: float = 1.0, norm: float = 1.0, stop: float = 0.0) -> StepTotals:
     loss_, norm_, stop_ = (torch.tensor(value, dtype=torch.float64) for value in (loss, norm, stop))
-    return Totals(loss=loss_, gradient_norm=norm_.float(), wants_stop=stop_)
+    return StepTotals(loss=loss_, gradient_norm=norm_.float(), wants_stop=stop_)
 
 
 def test_consumed_depends_on_every_sample_and_on_their_order() -> None:
     def consumed(*batches: list[int]) -> str:
         state = TrainState()
         for samples in batches:
-            state = state.after(batch_of(samples), Position(0, 1))
+            state = state.after(batch_of(samples), BatchPosition(0, 1))
         return state.consumed
 
     assert consumed([1, 2], [3]) == consumed([1, 2], [3])
@@ -71,12 +71,12 @@ def test_where_no_score_is_known_the_last_weights_are_taken() -> None:
 
 
 def test_state_comes_back_from_json() -> None:
-    state = TrainState(step=7, position=Position(2, 3), consumed="ab", best_score=0.25, best_step=4)
+    state = TrainState(step=7, position=BatchPosition(2, 3), consumed="ab", best_score=0.25, best_step=4)
     assert TrainState.from_plain(json.loads(json.dumps(state.to_plain()))) == state
 
 
 def test_a_meter_reads_a_step_late_and_counts_between_reports() -> None:
-    clock = SimulatedClock()
+    clock = ManualClock()
     meter = Meter(clock)
     meter.start()
     meter.watch(1, batch_of([1, 2, 3]), totals(loss=3.0))
@@ -150,7 +150,7 @@ def test_only_the_first_rank_writes(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run", is_writer=False)
     folder.begin(recipe("demo"), "{}", torch.device("cpu"))
     folder.record("step", step=1)
-    folder.write_evaluation(Evaluation("test", "a", {"model": {"a": Interval(1, 1, 1)}}), 1, 1)
+    folder.write_evaluation(Evaluation("test", "a", {"model": {"a": ConfidenceInterval(1, 1, 1)}}), 1, 1)
     assert not (tmp_path / "run").exists()
 
 
@@ -173,13 +173,13 @@ def test_a_file_of_a_run_that_power_or_a_disk_has_damaged_is_named(tmp_path: Pat
         "card.json": lambda: check_same_data(tmp_path, None),  # type: ignore[arg-type]
     }[name]
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(DamagedError, match=f"{name}.*cannot be read"):
+    with pytest.raises(CorruptFileError, match=f"{name}.*cannot be read"):
         read()
 
 
 def test_an_evaluation_is_kept_with_the_values_of_every_user(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    values = {"model": {"ndcg@10": Interval(0.5, 0.4, 0.6)}}
+    values = {"model": {"ndcg@10": ConfidenceInterval(0.5, 0.4, 0.6)}}
     folder.write_evaluation(Evaluation("valid", "ndcg@10", values, {"users": np.arange(3)}), 5, 1)
     (line,) = folder.metrics.read_text().splitlines()
     assert json.loads(line)["metrics"]["model"]["ndcg@10"] == [0.5, 0.4, 0.6]

@@ -12,9 +12,9 @@ import pytest
 from nestrec.base.config_overrides import with_overrides
 from nestrec.base.config_values import moment_ms
 from nestrec.base.errors import DataError
-from nestrec.checkpoint import Checkpoints, SaveError
+from nestrec.checkpoint import CheckpointManager, CheckpointSaveError
 from nestrec.data.dataset import Dataset
-from nestrec.data.dataset_card import Card
+from nestrec.data.dataset_card import DatasetCard
 from nestrec.data.formats.format_registry import prepare
 from nestrec.data.incremental.append import append
 from nestrec.data.prepare.parse import AHEAD
@@ -23,13 +23,13 @@ from nestrec.data.samples.time_windows import slices_of_runs
 from nestrec.distributed import Topology
 from nestrec.exporters.servable_writer import restored_session
 from nestrec.report.run_records import load_run
-from nestrec.training.callbacks import Listener
+from nestrec.training.callbacks import TrainingCallback
 from nestrec.training.run_folder import RunFolder
 from nestrec.training.state import run_digest
 from nestrec.training.stream_trainer import StreamConfig, stream_config
 from nestrec.training.trainer import Trainer
 from nestrec.training.training_session import WindowEnd
-from nestrec.training.warm_start import Beginning
+from nestrec.training.warm_start import WarmStart
 from support.fail_points import armed
 from support.stream_fixtures import (
     BY_COUNT,
@@ -73,17 +73,17 @@ def test_a_run_cut_short_anywhere_comes_to_the_same_bits(
         assert num_windows >= 2
         cut = copied(*base, tmp_path / "cut")
         for point in points:
-            with armed(point, crash, at=1), pytest.raises((Crash, SaveError)):
+            with armed(point, crash, at=1), pytest.raises((Crash, CheckpointSaveError)):
                 follow(source, cut, rule)
         follow(source, cut, rule)
     assert run_digest(cut) == run_digest(whole)
-    cards = [Card.load(tmp_path / name / "data") for name in ("whole", "cut")]
+    cards = [DatasetCard.load(tmp_path / name / "data") for name in ("whole", "cut")]
     assert without_times(cards[0]) == without_times(cards[1])
     told = [load_run(run).windows for run in (whole, cut)]
     assert [record["window"] for record in told[0]] == list(range(num_windows))
     assert json.dumps(told[0]) == json.dumps(told[1])
     if rule is BY_COUNT:  # the last ones wait for a window of thirty
-        assert cards[0].counts.events - Card.load(base[1]).counts.events == len(events) // 30 * 30
+        assert cards[0].counts.events - DatasetCard.load(base[1]).counts.events == len(events) // 30 * 30
 
 
 def test_windows_of_a_stream_are_told_with_their_times_and_hold_every_event_once(
@@ -140,7 +140,7 @@ def test_a_run_that_has_followed_is_used_as_it_is_now_and_not_as_it_was_at_its_b
 ) -> None:
     """It was published, exported, measured and gone on from as it was before it followed."""
     run = copied(*base, tmp_path)
-    before = max(Checkpoints(run / "checkpoints").steps())
+    before = max(CheckpointManager(run / "checkpoints").steps())
     shutil.copytree(run / "checkpoints", run / "best")
     drop_files(tmp_path / "events", stream_events(20), events_a_file=20)
     follow(str(tmp_path / "events"), run, BY_COUNT)  # too few for a window
@@ -154,7 +154,7 @@ def test_a_run_that_has_followed_is_used_as_it_is_now_and_not_as_it_was_at_its_b
             assert step == state.step
     with closing(Trainer(RunFolder(run).config(), run, Topology.single())) as trainer:
         assert trainer.saving.restore_best()[0].step == state.step
-        assert Beginning.of(run, trainer.session).load(trainer.session, print)[0].step == state.step
+        assert WarmStart.of(run, trainer.session).load(trainer.session, print)[0].step == state.step
 
 
 def test_follow_resumes_from_the_checkpoint_address(base: tuple[Path, Path], tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_one_event_of_a_wrong_clock_is_set_aside_and_told_of(base: tuple[Path, P
     wrong = [*events[:20], {**events[20], "time_ms": WRONG_MS}, *events[20:]]
     told: list[str] = []
 
-    class Heard(Listener):
+    class Heard(TrainingCallback):
         def warned(self, message: str) -> None:
             told.append(message)
 
@@ -186,7 +186,7 @@ def test_one_event_of_a_wrong_clock_is_set_aside_and_told_of(base: tuple[Path, P
         drop_files(tmp_path / name / "events", given, events_a_file=200)
         follow(str(tmp_path / name / "events"), copied(*base, tmp_path / name), BY_TIME, listener=Heard())
     assert run_digest(tmp_path / "wrong" / "run") == run_digest(tmp_path / "right" / "run")
-    card = Card.load(tmp_path / "wrong" / "data")
+    card = DatasetCard.load(tmp_path / "wrong" / "data")
     assert card.counts.quarantined == {AHEAD: 1}
     assert card.generations[-1].last_ms < WRONG_MS
     assert AHEAD in (tmp_path / "wrong" / "data" / "quarantine" / "000001.csv").read_text()
@@ -216,12 +216,12 @@ def test_bad_rows_alone_are_set_aside_and_what_comes_after_them_is_trained_on(
     (folder / "z.jsonl").write_text(f"{bad}\n" * 5)
     run = copied(*base, tmp_path)
     follower = follow(str(folder), run, rule)
-    card = Card.load(tmp_path / "data")
+    card = DatasetCard.load(tmp_path / "data")
     assert follower.trainer.state.windows_done >= 2
     assert sum(card.counts.quarantined.values()) >= 30
 
 
-class _Heard(Listener):
+class _Heard(TrainingCallback):
     def __init__(self) -> None:
         self.notes: list[str] = []
         self.warnings: list[str] = []

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from nestrec.base.errors import UserError
-from nestrec.data.dataset_card import Card
+from nestrec.data.dataset_card import DatasetCard
 from nestrec.data.incremental.append import append
 from nestrec.data.incremental.generations import growing, restore
 from nestrec.training.state import run_digest
@@ -28,7 +28,7 @@ def test_two_runs_that_follow_into_one_data_read_every_event_once(base: tuple[Pa
         states.append(follow(source, runs[0], BY_COUNT).trainer.state)
     assert [(state.windows_done, state.generation) for state in states] == [(2, 2), (2, 2)]
     assert run_digest(runs[0]) == run_digest(runs[1])
-    assert Card.load(tmp_path / "a" / "data").counts.events == Card.load(base[1]).counts.events + 60
+    assert DatasetCard.load(tmp_path / "a" / "data").counts.events == DatasetCard.load(base[1]).counts.events + 60
 
 
 def test_what_is_appended_while_a_window_is_read_is_trained_on_before_it(

@@ -15,15 +15,15 @@ import pytest
 import torch
 
 from nestrec.base.errors import DataError, NonFiniteError, UserError
-from nestrec.checkpoint import Checkpoints, SaveError
+from nestrec.checkpoint import CheckpointManager, CheckpointSaveError
 from nestrec.data.batch_loader import Batch
-from nestrec.data.batch_order import Position
+from nestrec.data.batch_order import BatchPosition
 from nestrec.data.formats.format_registry import prepare
 from nestrec.data.synthetic.synthetic_logs import generate, preset
 from nestrec.distributed import Topology
 from nestrec.exporters.servable_writer import restored_session
-from nestrec.training.callbacks import Listener
-from nestrec.training.run_checkpointer import Interrupted
+from nestrec.training.callbacks import TrainingCallback
+from nestrec.training.run_checkpointer import RunInterruptedError
 from nestrec.training.state import run_digest
 from nestrec.training.trainer import StepPlan, Trainer
 from support.fail_points import armed
@@ -50,7 +50,7 @@ class Crash(Exception):
     pass
 
 
-class Heard(Listener):
+class Heard(TrainingCallback):
     def __init__(self) -> None:
         self.warnings: list[str] = []
 
@@ -67,7 +67,7 @@ def terminate() -> None:
 
 
 def trainer_of(
-    family: str, data: Path, run: Path, more: Mapping[str, object], listener: Listener | None = None
+    family: str, data: Path, run: Path, more: Mapping[str, object], listener: TrainingCallback | None = None
 ) -> Trainer:
     return Trainer(config_of(family, data, more), run, Topology.single(), listener)
 
@@ -124,7 +124,7 @@ def test_incremental_checkpoints_hold_only_what_changed(tiny_data: Path, tmp_pat
     more = {"training.max_steps": 6, "training.checkpoint_every_steps": 1, "training.keep_checkpoints": 9, **BACKGROUND}
     more |= {"batch.batch_samples": 1, "training.keep_checkpoints": 9, "task.num_negatives": 1}
     trainer_of("hstu", tiny_data, tmp_path, more).train()
-    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    checkpoints = CheckpointManager(tmp_path / "checkpoints")
     bases = [checkpoints.restore(step).manifest.base for step in range(1, 7)]
     assert [base.step if base else None for base in bases] == [None, 1, 2, None, 4, 5]
     sizes = [sum(f.bytes for f in checkpoints.restore(s).manifest.files if f.kind == "rows") for s in range(1, 7)]
@@ -134,7 +134,7 @@ def test_incremental_checkpoints_hold_only_what_changed(tiny_data: Path, tmp_pat
 
 def test_consumed_samples_are_the_global_batches_in_order(tiny_data: Path, tmp_path: Path) -> None:
     trainer = trainer_of("hstu", tiny_data, tmp_path, {"training.max_steps": 5})
-    state, expected, position = trainer.state, trainer.state, Position()
+    state, expected, position = trainer.state, trainer.state, BatchPosition()
     for _ in range(5):
         batch, following = trainer.batches.build(position), trainer.batches.order.after(position)
         expected, position = expected.after(batch, following), following
@@ -149,7 +149,7 @@ def test_measuring_the_best_epoch_forgets_rows_made_later(tiny_data: Path, tmp_p
     later = trainer_of("hstu", tiny_data, tmp_path, {**more, "training.max_steps": 6})
     later.train()
     assert later.session.engine.digest("items") != early
-    later.session.restore(Checkpoints(tmp_path / "checkpoints").restore(1))
+    later.session.restore(CheckpointManager(tmp_path / "checkpoints").restore(1))
     assert later.session.engine.digest("items") == early
     again = later.session.task.evaluate(later.session.engine, "test")
     assert np.array_equal(again.details["rank/model"], at_start.details["rank/model"])
@@ -193,11 +193,11 @@ def test_told_to_stop_it_saves_and_goes_on_later(tiny_data: Path, tmp_path: Path
     more = {"training.max_steps": 12}
     trainer_of("sasrec", tiny_data, tmp_path / "whole", more).train()
     trainer = trainer_of("sasrec", tiny_data, tmp_path / "cut", more)
-    with armed("train.step", terminate, at=4), pytest.raises(Interrupted):
+    with armed("train.step", terminate, at=4), pytest.raises(RunInterruptedError):
         trainer.train()
     # The signal came after step 4; ranks agree in step 5, it is read in step 6, and no batch begins after step 7.
     assert trainer.state.step == 7
-    assert Checkpoints(tmp_path / "cut" / "checkpoints").steps()[-1] == 7
+    assert CheckpointManager(tmp_path / "cut" / "checkpoints").steps()[-1] == 7
     trainer_of("sasrec", tiny_data, tmp_path / "cut", more).train()
     assert run_digest(tmp_path / "cut") == run_digest(tmp_path / "whole")
 
@@ -242,7 +242,7 @@ def test_patience_ends_a_run_and_steps_bound_it(tiny_data: Path, tmp_path: Path)
     patient = trainer_of("sasrec", tiny_data, tmp_path / "a", {"training.patience": 2, "optimizer.learning_rate": 0.0})
     patient.train()
     assert (patient.state.position.epoch, patient.state.best_step) == (3, 3)
-    assert Checkpoints(tmp_path / "a" / "best").steps() == [3]
+    assert CheckpointManager(tmp_path / "a" / "best").steps() == [3]
     manifests = [tmp_path / "a" / name / "step-00000003" / "manifest.json" for name in ("best", "checkpoints")]
     assert manifests[0].samefile(manifests[1]), "one checkpoint in two places"
     bounded = trainer_of("sasrec", tiny_data, tmp_path / "b", {"training.max_steps": 4})
@@ -250,7 +250,7 @@ def test_patience_ends_a_run_and_steps_bound_it(tiny_data: Path, tmp_path: Path)
     unmeasured = trainer_of(
         "sasrec", tiny_data, tmp_path / "c", {"training.epochs": 2, "training.evaluate_every_epochs": 0}
     )
-    assert unmeasured.train().position == Position(2, 0)
+    assert unmeasured.train().position == BatchPosition(2, 0)
     assert unmeasured.state.best_step is None
     assert unmeasured.evaluate("valid").score > 0
 
@@ -403,7 +403,7 @@ def test_no_batch_beyond_the_last_step_is_looked_at(
     trainer = trainer_of("rows", tiny_data, tmp_path, {"training.max_steps": 3, "pipeline.schedule": "nested"})
     starting_at = trainer.batches.starting_at
 
-    def three_and_a_damaged_one(position: Position) -> Iterator[Batch]:
+    def three_and_a_damaged_one(position: BatchPosition) -> Iterator[Batch]:
         yield from itertools.islice(starting_at(position), 3)
         raise DataError("is damaged")
 
@@ -421,7 +421,11 @@ def test_a_run_told_to_stop_says_so_where_its_save_in_the_background_failed(tiny
     """Whoever reads that it stopped will start it again and count on what it saved."""
     given = {**BACKGROUND, "training.max_steps": 12, "training.epochs": 9, "training.evaluate_every_epochs": 0}
     trainer = trainer_of("rows", tiny_data, tmp_path, given)
-    with armed("train.step", terminate, at=3), armed("checkpoint.before_rename", crash), pytest.raises(SaveError):
+    with (
+        armed("train.step", terminate, at=3),
+        armed("checkpoint.before_rename", crash),
+        pytest.raises(CheckpointSaveError),
+    ):
         trainer.train()
 
 
@@ -450,7 +454,7 @@ def test_micro_batches_may_be_empty_while_others_are_not(tiny_data: Path, tmp_pa
 def test_step_plan_says_what_follows_a_step(tiny_data: Path, tmp_path: Path) -> None:
     given = {"training.checkpoint_every_steps": 3, "training.max_steps": 5, "training.evaluate_every_epochs": 0}
     trainer = trainer_of("rows", tiny_data, tmp_path, given)
-    batch = trainer.batches.build(Position())
+    batch = trainer.batches.build(BatchPosition())
 
     def plan_of(number: int, *, wants_stop: bool = False) -> StepPlan:
         trainer.state = replace(trainer.state, step=number - 1)

@@ -9,7 +9,7 @@ import pytest
 from nestrec.base.errors import UserError
 from nestrec.data.synthetic import synthetic_logs as synthetic
 from nestrec.tuning import Choices, Overrides, Range, by_training, parse_search, run_name, train_command, tune
-from nestrec_bench.harness.clocks import SimulatedClock
+from nestrec_bench.harness.clocks import ManualClock
 
 pytest.importorskip("optuna")
 SEARCH = parse_search(["rate=1e-4..1e-1", "kind=good,bad"])
@@ -74,7 +74,7 @@ def test_a_search_never_goes_on_with_the_scores_of_another(tmp_path: Path) -> No
 
 
 def test_time_ends_a_search_and_failures_count_for_nothing(tmp_path: Path) -> None:
-    clock = SimulatedClock()
+    clock = ManualClock()
     left: list[float | None] = []
 
     def slow(overrides: Overrides, run: Path, left_s: float | None) -> float:
@@ -122,7 +122,7 @@ def test_a_search_whose_tries_all_fail_ends(tmp_path: Path) -> None:
         tune(tmp_path, SEARCH, failing, runs=2, minutes=None, said=lambda _: None)
 
 
-class Ticking(SimulatedClock):
+class Ticking(ManualClock):
     """Ten seconds go by whenever somebody looks."""
 
     def now_s(self) -> float:

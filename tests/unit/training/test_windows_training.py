@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nestrec.base.errors import UserError
-from nestrec.checkpoint import Checkpoints
+from nestrec.checkpoint import CheckpointManager
 from nestrec.data.dataset import Dataset
 from nestrec.data.incremental.append import append
 from nestrec.data.synthetic.synthetic_logs import SPAN_MS, START_MS
@@ -20,7 +20,7 @@ from nestrec.report.run_page import render
 from nestrec.report.run_records import load_run
 from nestrec.tasks import retrieval_task
 from nestrec.tasks.metrics import bootstrap
-from nestrec.training.callbacks import Listener
+from nestrec.training.callbacks import TrainingCallback
 from nestrec.training.state import run_digest
 from nestrec.training.trainer import Trainer
 from nestrec.training.training_session import WindowEnd
@@ -54,12 +54,12 @@ def test_each_window_is_predicted_then_trained_on_then_told(tiny_data: Path, tmp
     told: list[WindowEnd] = []
     heard: list[tuple[int, int]] = []
 
-    class Heard(Listener):
+    class Heard(TrainingCallback):
         def predicted(self, window: Any, metrics: Any, step: int) -> None:
             heard.append((window.number, step))
 
     def hook(end: WindowEnd) -> None:
-        assert end.state.step in Checkpoints(tmp_path / "checkpoints").steps()
+        assert end.state.step in CheckpointManager(tmp_path / "checkpoints").steps()
         told.append(end)
 
     trainer = trainer_of(family, tiny_data, tmp_path, IN_TIME, listener=Heard(), window_hooks=[hook])
@@ -117,7 +117,7 @@ def test_a_run_begins_with_the_bits_of_another(tiny_data: Path, tmp_path: Path, 
     trainer_of(family, tiny_data, tmp_path / "first", first).train()
     notes: list[str] = []
 
-    class Heard(Listener):
+    class Heard(TrainingCallback):
         def noted(self, message: str) -> None:
             notes.append(message)
 
@@ -160,7 +160,7 @@ def test_a_run_goes_on_with_what_was_appended_to_its_data(tiny_data: Path, tmp_p
     engine = trainer.session.engine
     keys = np.arange(before.num_items + 3)
     rows = engine.shards["items"].read(keys)
-    saved = Checkpoints(tmp_path / "first" / "checkpoints").restore_latest()
+    saved = CheckpointManager(tmp_path / "first" / "checkpoints").restore_latest()
     assert saved is not None
     chunk = next(iter(saved.rows("items")))
     weight = engine.shards["items"].layout.view(rows, "weight")

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from nestrec_bench.planning.papers.comparison import Comparison, Published
+from nestrec_bench.planning.papers.comparison import Comparison, PublishedResult
 from nestrec_bench.planning.papers.freescale import freescale
 from nestrec_bench.planning.papers.nestpipe import nestpipe
 from nestrec_bench.planning.papers.turbogr import turbogr
@@ -15,4 +15,4 @@ PAPERS: dict[str, Callable[[], Comparison]] = {
     "turbogr": turbogr,
 }
 
-__all__ = ["PAPERS", "Comparison", "Published"]
+__all__ = ["PAPERS", "Comparison", "PublishedResult"]

@@ -8,7 +8,7 @@ from nestrec.planning.simulator.program_replay import Cost, Scope
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Published:
+class PublishedResult:
     """A cell of a table in a paper."""
 
     table: str
@@ -53,7 +53,7 @@ class Published:
 class Comparison:
     """A paper."""
 
-    rows: tuple[Published, ...]
+    rows: tuple[PublishedResult, ...]
     assumptions: tuple[str, ...]
     """what the paper does not say and had to be taken as given"""
 
@@ -68,7 +68,7 @@ _SCOPES: dict[str, Scope] = {
 }
 
 
-class SameOnEveryRank:
+class UniformCosts:
     """Costs that depend on the operation alone. shared: part of the rows that the neighbouring batch uses too."""
 
     def __init__(self, seconds: Mapping[str, float], *, shared: float = 0.0) -> None:

@@ -8,7 +8,7 @@ from nestrec.pipeline import PipelineConfig
 from nestrec.pipeline.schedule_spec import ScheduleName
 from nestrec.planning.simulator.program_replay import Mesh, replay
 from nestrec.planning.simulator.rehearsal import rehearse
-from nestrec_bench.planning.papers.comparison import Comparison, Published, SameOnEveryRank
+from nestrec_bench.planning.papers.comparison import Comparison, PublishedResult, UniformCosts
 
 GPUS = 256
 PUBLISHED_CUT = 90.3
@@ -39,7 +39,7 @@ def freescale() -> Comparison:
     for method, share in SHARES.items():
         after = exposed("priority", share)
         rows.append(
-            Published(
+            PublishedResult(
                 table=f"production, {GPUS} GPUs",
                 quantity="exposed communication cut, %",
                 method=method,
@@ -49,7 +49,7 @@ def freescale() -> Comparison:
             )
         )
         rows.append(
-            Published(
+            PublishedResult(
                 table="synthetic, histories of 8K",
                 quantity="exposed communication left of 111 ms, ms",
                 method=method,
@@ -65,5 +65,5 @@ def exposed(schedule: ScheduleName, shared: float) -> float:
     """Exposed communication of a step, with the computation as the unit of time."""
     seconds = {"exchange_vectors": COMMUNICATION / 2, "exchange_gradients": COMMUNICATION / 2, "forward_backward": 1.0}
     program = rehearse(PipelineConfig(schedule=schedule), micro_batches=1, steps=8)
-    done = replay(program, SameOnEveryRank(seconds, shared=shared), Mesh(1, GPUS))
+    done = replay(program, UniformCosts(seconds, shared=shared), Mesh(1, GPUS))
     return done.parts(0).exposed_communication_ns * 1e-9

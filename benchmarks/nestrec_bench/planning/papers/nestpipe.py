@@ -12,7 +12,7 @@ from nestrec.pipeline import PipelineConfig
 from nestrec.pipeline.schedule_spec import ScheduleName
 from nestrec.planning.simulator.program_replay import Mesh, Replay, replay
 from nestrec.planning.simulator.rehearsal import rehearse
-from nestrec_bench.planning.papers.comparison import Comparison, Published, SameOnEveryRank
+from nestrec_bench.planning.papers.comparison import Comparison, PublishedResult, UniformCosts
 
 FEW, MANY = 128, 1536
 LOOKUP_SHARE = {FEW: 0.244, MANY: 0.496}
@@ -118,7 +118,7 @@ def simulated(method: Method, workers: int) -> Replay:
     sync = ReplicaSyncConfig(mode="weights") if method.replicas > 1 else None
     options = PipelineConfig(schedule=method.schedule)
     program = rehearse(options, micro_batches=method.micro_batches, steps=STEPS, replica_sync=sync)
-    return replay(program, SameOnEveryRank(seconds), Mesh(method.replicas, domain))
+    return replay(program, UniformCosts(seconds), Mesh(method.replicas, domain))
 
 
 def averaging() -> float:
@@ -133,12 +133,12 @@ def line_of(share: dict[int, float]) -> _Line:
     return _Line(times[FEW] - each * FEW, each)
 
 
-def _rows(method: Method, speedup: float, efficiency: float) -> list[Published]:
+def _rows(method: Method, speedup: float, efficiency: float) -> list[PublishedResult]:
     is_main = method.efficiency == method.efficiency
     table = f"{'main' if is_main else 'ablation'}, {MANY} workers"
     bound = 0.1 if method.name in _CLAIMED else None
     rows = [
-        Published(
+        PublishedResult(
             table=table,
             quantity="speed-up",
             method=method.name,
@@ -149,7 +149,7 @@ def _rows(method: Method, speedup: float, efficiency: float) -> list[Published]:
     ]
     if is_main:
         rows.append(
-            Published(
+            PublishedResult(
                 table=table,
                 quantity=f"efficiency against {FEW} workers, %",
                 method=method.name,
@@ -161,14 +161,14 @@ def _rows(method: Method, speedup: float, efficiency: float) -> list[Published]:
     return rows
 
 
-def _exposed_rows(method: Method, many: Replay, unit_ms: float) -> list[Published]:
+def _exposed_rows(method: Method, many: Replay, unit_ms: float) -> list[PublishedResult]:
     parts = many.parts(0)
     found = {
         "exposed lookup, ms": (method.exposed_lookup_ms, parts.exposed_lookup_ns),
         "exposed communication, ms": (method.exposed_communication_ms, parts.exposed_communication_ns),
     }
     return [
-        Published(
+        PublishedResult(
             table=f"exposed, {MANY} workers",
             quantity=quantity,
             method=method.name,

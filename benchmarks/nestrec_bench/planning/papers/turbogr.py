@@ -8,7 +8,7 @@ from nestrec.pipeline import PipelineConfig
 from nestrec.pipeline.schedule_spec import ScheduleName
 from nestrec.planning.simulator.program_replay import Mesh, Replay, replay
 from nestrec.planning.simulator.rehearsal import rehearse
-from nestrec_bench.planning.papers.comparison import Comparison, Published, SameOnEveryRank
+from nestrec_bench.planning.papers.comparison import Comparison, PublishedResult, UniformCosts
 from nestrec_bench.planning.papers.nestpipe import COMMUNICATION_SHARE, line_of
 
 FEW, MANY = 32, 128
@@ -35,7 +35,7 @@ def turbogr() -> Comparison:
         many = simulated(model, MANY)
         parts = many.parts(0)
         rows.append(
-            Published(
+            PublishedResult(
                 table="end to end",
                 quantity="linearity",
                 method=model,
@@ -44,7 +44,7 @@ def turbogr() -> Comparison:
             )
         )
         rows.append(
-            Published(
+            PublishedResult(
                 table="overlap",
                 quantity="communication not overlapped, ms",
                 method=model,
@@ -68,4 +68,4 @@ def simulated(model: str, devices: int, schedule: ScheduleName = "semi_async") -
         "forward_backward": TABLE[model]["compute"] * 1e-3,
     }
     program = rehearse(PipelineConfig(schedule=schedule), micro_batches=1, steps=8)
-    return replay(program, SameOnEveryRank(seconds), Mesh(1, devices))
+    return replay(program, UniformCosts(seconds), Mesh(1, devices))

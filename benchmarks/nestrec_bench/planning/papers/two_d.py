@@ -9,7 +9,7 @@ from nestrec.embedding.routing.replica_key_union import ReplicaSyncConfig
 from nestrec.pipeline import PipelineConfig
 from nestrec.planning.simulator.program_replay import Mesh, replay
 from nestrec.planning.simulator.rehearsal import rehearse
-from nestrec_bench.planning.papers.comparison import Comparison, Published, SameOnEveryRank
+from nestrec_bench.planning.papers.comparison import Comparison, PublishedResult, UniformCosts
 
 SHARDED_QPS = {256: 1.76e5, 512: 3.37e5, 1024: 5.61e5}
 GROUPED_QPS = {256: 1.76e5, 512: 3.56e5, 1024: 6.76e5, 2048: 1.34e6, 4096: 2.53e6}
@@ -40,7 +40,7 @@ def two_d() -> Comparison:
         predicted = 100.0 * step_time(GROUP, GROUP) / step_time(devices, GROUP)
         is_fitted = devices <= 512
         rows.append(
-            Published(
+            PublishedResult(
                 table="ExFM, 2D",
                 quantity="% of linear from 256 devices",
                 method=f"{devices} devices",
@@ -53,7 +53,7 @@ def two_d() -> Comparison:
     for devices, qps in SHARDED_QPS.items():
         predicted = SHARDED_QPS[256] * devices / 256 * step_time(256, 256) / step_time(devices, devices)
         rows.append(
-            Published(
+            PublishedResult(
                 table="ExFM, sharded over everyone",
                 quantity="queries a second",
                 method=f"{devices} devices",
@@ -82,4 +82,4 @@ def step_time(devices: int, group: int) -> float:
     }
     sync = ReplicaSyncConfig(mode="weights") if devices > group else None
     program = rehearse(PipelineConfig(schedule="serial"), micro_batches=1, steps=STEPS, replica_sync=sync)
-    return replay(program, SameOnEveryRank(seconds), Mesh(devices // group, group)).pace_s()
+    return replay(program, UniformCosts(seconds), Mesh(devices // group, group)).pace_s()

@@ -17,7 +17,15 @@ import torch
 import triton
 
 from nestrec.ops.attention.paged.paged_kernel import CHANNEL, SILU, SOFTMAX, attention_kernel, store_kernel
-from nestrec.ops.attention.paged.query_blocks import BLOCK_KEYS, BLOCK_ROWS, FIELDS, MOST_PARTS, SEES_ALL, Seen, padded
+from nestrec.ops.attention.paged.query_blocks import (
+    BLOCK_KEYS,
+    BLOCK_ROWS,
+    FIELDS,
+    MOST_PARTS,
+    SEES_ALL,
+    VisibleRange,
+    padded,
+)
 
 Weights = Literal["silu", "softmax", "channel"]
 _SHARED_BYTES = 160 << 10
@@ -46,7 +54,7 @@ class Workspace:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptLayer:
+class PagedLayerKV:
     """The pages of one layer."""
 
     pool: torch.Tensor
@@ -69,7 +77,7 @@ def paged_attention(  # noqa: PLR0917
     q_TW: torch.Tensor | None,
     k_TW: torch.Tensor,
     v_TW: torch.Tensor,
-    kept: KeptLayer,
+    kept: PagedLayerKV,
     blocks: torch.Tensor,
     pages: torch.Tensor,
     *,
@@ -79,7 +87,7 @@ def paged_attention(  # noqa: PLR0917
     weights: Weights = "silu",
     biases: torch.Tensor | None = None,
     num_asked: int | None = None,
-    seen: Seen = SEES_ALL,
+    seen: VisibleRange = SEES_ALL,
     num_warps: int = BLOCK_ROWS // 16,
     num_stages: int | None = None,
 ) -> torch.Tensor:
@@ -148,7 +156,7 @@ def _stages(out: torch.Tensor, width: int) -> int:
     return min(max((_SHARED_BYTES - queries) // per_stage, 1), 3)
 
 
-def store_in_pages(k_TW: torch.Tensor, v_TW: torch.Tensor, kept: KeptLayer, slots_T: torch.Tensor) -> None:
+def store_in_pages(k_TW: torch.Tensor, v_TW: torch.Tensor, kept: PagedLayerKV, slots_T: torch.Tensor) -> None:
     """Write keys and values of the rows whose slot is not negative into one layer of the pool."""
     _, num_heads, _, dim = kept.pool.shape
     store_kernel[(triton.cdiv(len(slots_T), 32), num_heads)](

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from nestrec.ops.attention.mask_and_bias import bucket_edges
 from nestrec.ops.attention.paged.paged_kernel import tile_words
-from nestrec.ops.attention.paged.query_blocks import BLOCK_KEYS, BLOCK_ROWS, FIELDS, Seen
+from nestrec.ops.attention.paged.query_blocks import BLOCK_KEYS, BLOCK_ROWS, FIELDS, VisibleRange
 from nestrec.ops.attention.time_triton import time_bucket, time_function
 from nestrec.ops.kernel_op import IS_INTERPRETED
 
@@ -51,7 +51,7 @@ class PairPlan:
     page_tokens: int
     num_tiles: int
     """most_tiles of the blocks"""
-    seen: Seen
+    seen: VisibleRange
 
     @property
     def keys(self) -> int:

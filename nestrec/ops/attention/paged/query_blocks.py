@@ -36,7 +36,7 @@ _EVERYTHING = 1 << 30
 """a window that hides nothing"""
 
 
-class Seen(NamedTuple):
+class VisibleRange(NamedTuple):
     """What the blocks of some layers see; numbers, as compiled functions take them."""
 
     window: int = 0
@@ -52,7 +52,7 @@ class Seen(NamedTuple):
         return _EVERYTHING if self.is_cut and not self.window else self.window
 
 
-SEES_ALL = Seen()
+SEES_ALL = VisibleRange()
 
 
 def padded(dim: int) -> int:
@@ -90,7 +90,11 @@ def segment_array(segments: Sequence[PagedSegment]) -> NDArray[np.int64]:
 
 
 def write_blocks(
-    segments: NDArray[np.int64], num_heads: int, candidates_only: bool, out: NDArray[np.int32], seen: Seen = SEES_ALL
+    segments: NDArray[np.int64],
+    num_heads: int,
+    candidates_only: bool,
+    out: NDArray[np.int32],
+    seen: VisibleRange = SEES_ALL,
 ) -> int:
     """Fill a table, the longest blocks first, zeros after the last; how many blocks there are. The table has room for
     all of them undivided."""

@@ -8,9 +8,9 @@ from typing import Any
 
 from nestrec.base.errors import UserError
 from nestrec.serving.core.request_limits import BadRequestError
-from nestrec.serving.http.endpoint_spec import Endpoint, Front
+from nestrec.serving.http.endpoint_spec import EndpointSpec, HandlerContext
 from nestrec.serving.inputs.request_schema import ItemsRequest, TitlesRequest
-from nestrec.serving.inputs.responses import ItemsAnswer, ItemsSampleAnswer, TitlesAnswer
+from nestrec.serving.inputs.responses import ItemsResponse, ItemsSampleAnswer, TitlesResponse
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.servable_spec import shown_version
 from nestrec.serving.service.cold_start_items import NewItem, add_items
@@ -21,7 +21,7 @@ _MOST_SAMPLED = 1000
 """Maximum number of ids in a sample; more would make the response large and a load no more realistic."""
 
 
-async def items(front: Front, request: ItemsRequest) -> ItemsAnswer:
+async def items(front: HandlerContext, request: ItemsRequest) -> ItemsResponse:
     """Answered when they are served; where one will not do, none is added."""
     told = [
         NewItem(key=str(item.id), features=dict(item.features or {}), title=item.title or "") for item in request.items
@@ -39,23 +39,23 @@ async def items(front: Front, request: ItemsRequest) -> ItemsAnswer:
     }
 
 
-async def items_sample(front: Front, _: Any) -> ItemsSampleAnswer:
+async def items_sample(front: HandlerContext, _: Any) -> ItemsSampleAnswer:
     """Returns ids at equal distances over the catalog of the model that ranks."""
     keys = front.service.fleet(front.service.ranker).servable.item_keys
     return {"items": list(keys[:: max(1, -(-len(keys) // _MOST_SAMPLED))]), "known": len(keys)}
 
 
-ITEMS = Endpoint(
+ITEMS = EndpointSpec(
     method="POST",
     path="/v1/items",
     summary="Add items by their features; the models know them at once",
     handle=items,
     request=ItemsRequest,
-    answer=ItemsAnswer,
+    answer=ItemsResponse,
     admin=True,
     example={"items": [{"id": "9001", "features": {"brand": "acme", "tags": ["red", "new"], "price": 9.5}}]},
 )
-ITEMS_SAMPLE = Endpoint(
+ITEMS_SAMPLE = EndpointSpec(
     method="GET",
     path="/v1/items/sample",
     summary="Ids of items that the models know, for made-up requests",
@@ -67,7 +67,7 @@ ITEMS_SAMPLE = Endpoint(
 _MOST_FOUND = 20
 
 
-async def titles(front: Front, request: TitlesRequest) -> TitlesAnswer:
+async def titles(front: HandlerContext, request: TitlesRequest) -> TitlesResponse:
     """Items without a title are left out."""
     found: dict[str, str] = {}
     for fleet in front.service.fleets.values():
@@ -87,12 +87,12 @@ def _search(servable: Servable, wanted: str) -> dict[str, str]:
     return dict(itertools.islice(((key, title) for key, title in named if wanted in title.casefold()), _MOST_FOUND))
 
 
-TITLES = Endpoint(
+TITLES = EndpointSpec(
     method="POST",
     path="/v1/titles",
     summary="What people call items, where the model knows it",
     handle=titles,
     request=TitlesRequest,
-    answer=TitlesAnswer,
+    answer=TitlesResponse,
     example={"items": ["12", "7"], "search": "star"},
 )

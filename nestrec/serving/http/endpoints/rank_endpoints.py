@@ -9,26 +9,26 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from nestrec.serving.http.endpoint_spec import Endpoint, HotFront
-from nestrec.serving.inputs.engine_request import Answer
+from nestrec.serving.http.endpoint_spec import EndpointSpec, HotRouteContext
+from nestrec.serving.inputs.engine_request import RankResult
 from nestrec.serving.inputs.request_resolver import (
-    Asked,
     Features,
-    Notes,
-    Reader,
+    RequestNotes,
+    RequestResolver,
+    ResolvedRequest,
     check_feature_names,
     parse_user,
     unknown_of,
 )
 from nestrec.serving.inputs.request_schema import ItemId, PreinferRequest, RankRequest
-from nestrec.serving.inputs.responses import Done, Prefix, PreinferAnswer, RankAnswer
+from nestrec.serving.inputs.responses import Done, Prefix, PreinferResponse, RankResponse
 from nestrec.serving.kv_cache.preinfer_trigger import USUAL_CANDIDATES
 from nestrec.serving.model.request_inputs import Candidates, marked
 from nestrec.serving.model.servable_spec import shown_version
-from nestrec.serving.service.inference_service import Fleet
+from nestrec.serving.service.inference_service import ModelDeployment
 
 
-async def preinfer(front: HotFront, request: PreinferRequest) -> PreinferAnswer:
+async def preinfer(front: HotRouteContext, request: PreinferRequest) -> PreinferResponse:
     """The history is computed ahead where ranking would be late otherwise. Who tells its length alone learns whether it
     is worth sending."""
     num_candidates = request.num_candidates or USUAL_CANDIDATES
@@ -36,10 +36,10 @@ async def preinfer(front: HotFront, request: PreinferRequest) -> PreinferAnswer:
         user = parse_user(request.user, front.limits)
         fleet, foreseen = await front.service.foresee(user, request.events, num_candidates)
         model = shown_version(fleet.servable.version)
-        return {"admitted": False, "reason": foreseen.reason, "model": model, **Notes().said()}
-    fleet, notes = front.service.announced_fleet(parse_user(request.user, front.limits)), Notes(request.unknown)
+        return {"admitted": False, "reason": foreseen.reason, "model": model, **RequestNotes().said()}
+    fleet, notes = front.service.announced_fleet(parse_user(request.user, front.limits)), RequestNotes(request.unknown)
     check_feature_names(request, fleet.servable)
-    asked = Reader(fleet.servable, front.limits, notes).user(request)
+    asked = RequestResolver(fleet.servable, front.limits, notes).user(request)
     decision = await front.service.preinfer(
         fleet,
         asked.user,
@@ -56,13 +56,13 @@ async def preinfer(front: HotFront, request: PreinferRequest) -> PreinferAnswer:
     }
 
 
-PREINFER = Endpoint(
+PREINFER = EndpointSpec(
     method="POST",
     path="/v1/preinfer",
     summary="A ranking request of this user is on its way",
     handle=preinfer,
     request=PreinferRequest,
-    answer=PreinferAnswer,
+    answer=PreinferResponse,
     status=202,
     takes_kept_history=True,
     takes_plain_lists=True,
@@ -80,7 +80,7 @@ LAST = float(np.finfo(np.float32).min)
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class RequestedItems:
     """Items to be scored."""
 
     keys: Sequence[ItemId]
@@ -102,17 +102,19 @@ class _Scored:
     """of the model that computed them"""
 
 
-async def rank(front: HotFront, request: RankRequest) -> RankAnswer:
+async def rank(front: HotRouteContext, request: RankRequest) -> RankResponse:
     """Scores in the order of the candidates."""
     fleet = front.service.ranking_fleet(parse_user(request.user, front.limits))
-    notes = Notes(request.unknown)
+    notes = RequestNotes(request.unknown)
     check_feature_names(request, fleet.servable)
-    reader = Reader(fleet.servable, front.limits, notes)
+    reader = RequestResolver(fleet.servable, front.limits, notes)
     asked = reader.user(request)
-    wanted = Wanted(request.candidates, reader.candidate_features(request, len(request.candidates)), "candidates")
+    wanted = RequestedItems(
+        request.candidates, reader.candidate_features(request, len(request.candidates)), "candidates"
+    )
     scored = await score(front, fleet, asked, wanted, notes)
     said = notes.said()
-    answer: RankAnswer = {
+    answer: RankResponse = {
         "scores": columns(fleet, scored.scores),
         "model": shown_version(scored.version),
         "unknown": said["unknown"],
@@ -125,10 +127,12 @@ async def rank(front: HotFront, request: RankRequest) -> RankAnswer:
     return answer
 
 
-async def score(front: HotFront, fleet: Fleet, asked: Asked, wanted: Wanted, notes: Notes) -> _Scored:
+async def score(
+    front: HotRouteContext, fleet: ModelDeployment, asked: ResolvedRequest, wanted: RequestedItems, notes: RequestNotes
+) -> _Scored:
     """Scores of items by a model, which may not know some of them."""
     keys, features = wanted.keys, wanted.features
-    ids = Reader(fleet.servable, front.limits, notes).items(keys, wanted.field)
+    ids = RequestResolver(fleet.servable, front.limits, notes).items(keys, wanted.field)
     is_scored, done = ids > 0, _DONE[notes.policy]
     if not is_scored.all():
         notes.add_unknown(wanted.field, unknown_of(keys, ids), done)
@@ -148,25 +152,25 @@ async def score(front: HotFront, fleet: Fleet, asked: Asked, wanted: Wanted, not
     return _Scored(keys, scores, prefix, version)
 
 
-def columns(fleet: Fleet, scores: NDArray[np.float32]) -> dict[str, list[float]]:
+def columns(fleet: ModelDeployment, scores: NDArray[np.float32]) -> dict[str, list[float]]:
     """By name of the model's outputs; JSON is written from arrays."""
     outputs = fleet.outputs
     return {name: np.ascontiguousarray(scores[:, i]) for i, name in enumerate(outputs)}  # type: ignore[misc]
 
 
-def prefix_of(answer: Answer) -> Prefix:
+def prefix_of(answer: RankResult) -> Prefix:
     return {"from": answer.source, "tokens": answer.num_cached}
 
 
 _DONE: dict[str, Done] = {"last": "placed_last", "score": "scored", "drop": "dropped", "refuse": "placed_last"}
 
-RANK = Endpoint(
+RANK = EndpointSpec(
     method="POST",
     path="/v1/rank",
     summary="Scores of candidates, in their order",
     handle=rank,
     request=RankRequest,
-    answer=RankAnswer,
+    answer=RankResponse,
     takes_kept_history=True,
     takes_plain_lists=True,
     runs_in_fronts=True,

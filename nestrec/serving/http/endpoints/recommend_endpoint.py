@@ -6,19 +6,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nestrec.serving.core.request_limits import BadRequestError
-from nestrec.serving.http.endpoint_spec import Endpoint, HotFront
-from nestrec.serving.http.endpoints.rank_endpoints import Wanted, columns, prefix_of, score
-from nestrec.serving.inputs.request_resolver import Notes, Reader, check_feature_names, unknown_of
+from nestrec.serving.http.endpoint_spec import EndpointSpec, HotRouteContext
+from nestrec.serving.http.endpoints.rank_endpoints import RequestedItems, columns, prefix_of, score
+from nestrec.serving.inputs.request_resolver import RequestNotes, RequestResolver, check_feature_names, unknown_of
 from nestrec.serving.inputs.request_schema import ItemId, RecommendRequest
-from nestrec.serving.inputs.responses import Prefix, RecommendAnswer
+from nestrec.serving.inputs.responses import Prefix, RecommendResponse
 from nestrec.serving.model.request_inputs import Candidates, distinct
 from nestrec.serving.model.servable_spec import shown_version
-from nestrec.serving.service.inference_service import Fleet
+from nestrec.serving.service.inference_service import ModelDeployment
 
 _USUAL_K = 10
 
 
-async def recommend(front: HotFront, request: RecommendRequest) -> RecommendAnswer:
+async def recommend(front: HotRouteContext, request: RecommendRequest) -> RecommendResponse:
     """Where a ranking model is served too, its signal goes out first, then retrieval, then ranking of what it found."""
     service = front.service
     if "retrieval" not in service.fleets:
@@ -33,13 +33,13 @@ async def recommend(front: HotFront, request: RecommendRequest) -> RecommendAnsw
 class _Recommending:
     """One request on its way through the models."""
 
-    def __init__(self, front: HotFront, request: RecommendRequest, retrieval: Fleet):
+    def __init__(self, front: HotRouteContext, request: RecommendRequest, retrieval: ModelDeployment):
         self._front, self._request, self._retrieval = front, request, retrieval
-        self._notes, self._k = Notes(request.unknown), request.k or _USUAL_K
-        self._reader = Reader(retrieval.servable, front.limits, self._notes)
+        self._notes, self._k = RequestNotes(request.unknown), request.k or _USUAL_K
+        self._reader = RequestResolver(retrieval.servable, front.limits, self._notes)
         self._asked = self._reader.user(request)
 
-    async def found(self, least: int = 0) -> RecommendAnswer:
+    async def found(self, least: int = 0) -> RecommendResponse:
         """What retrieval finds: so many as are wanted, and at least so many."""
         asked, request, servable = self._asked, self._request, self._retrieval.servable
         seen = distinct(asked.seen) if request.exclude_seen in (None, True) else np.zeros(0, np.int64)
@@ -54,7 +54,7 @@ class _Recommending:
             self._retrieval, asked.user, asked.history, best, timeout_s=asked.timeout_s
         )
         said = self._notes.said()
-        answer: RecommendAnswer = {
+        answer: RecommendResponse = {
             "items": [servable.item_keys[i - 1] for i in found.items.tolist()],
             "scores": columns(self._retrieval, found.scores),
             "model": shown_version(found.version),
@@ -63,19 +63,19 @@ class _Recommending:
         }
         return self._with_prefix(answer, prefix_of(found))
 
-    async def ranked_by(self, ranking: Fleet) -> RecommendAnswer:
+    async def ranked_by(self, ranking: ModelDeployment) -> RecommendResponse:
         """The best of what retrieval finds, in the order of the ranking model."""
         service, notes, preranked = self._front.service, self._notes, self._front.service.cfg.preranked
-        reader = Reader(ranking.servable, self._front.limits, notes)
+        reader = RequestResolver(ranking.servable, self._front.limits, notes)
         asked, features = reader.user(self._request), reader.candidate_features(self._request, 1)
         await service.preinfer(ranking, asked.user, asked.history, asked.now_ms, preranked, timeout_s=asked.timeout_s)
         keys = (await self.found(preranked))["items"]
         of_all = {name: np.broadcast_to(values, len(keys)) for name, values in features.items()}
         notes.policy = "last" if notes.policy == "refuse" else notes.policy  # the client has named none of these
-        scored = await score(self._front, ranking, asked, Wanted(keys, of_all, "items"), notes)
+        scored = await score(self._front, ranking, asked, RequestedItems(keys, of_all, "items"), notes)
         order = np.argsort(-scored.scores[:, 0], kind="stable")[: self._k]
         said = notes.said()
-        answer: RecommendAnswer = {
+        answer: RecommendResponse = {
             "items": [str(scored.keys[i]) for i in order],
             "scores": columns(ranking, scored.scores[order]),
             "model": shown_version(scored.version),
@@ -84,7 +84,7 @@ class _Recommending:
         }
         return self._with_prefix(answer, scored.prefix)
 
-    def _with_prefix(self, answer: RecommendAnswer, prefix: Prefix) -> RecommendAnswer:
+    def _with_prefix(self, answer: RecommendResponse, prefix: Prefix) -> RecommendResponse:
         if self._front.limits.tells_prefix:
             answer["prefix"] = prefix
         return answer
@@ -97,13 +97,13 @@ class _Recommending:
         return np.unique(ids[ids > 0])
 
 
-RECOMMEND = Endpoint(
+RECOMMEND = EndpointSpec(
     method="POST",
     path="/v1/recommend",
     summary="The best items of the catalogue, best first",
     handle=recommend,
     request=RecommendRequest,
-    answer=RecommendAnswer,
+    answer=RecommendResponse,
     takes_kept_history=True,
     takes_plain_lists=True,
     runs_in_fronts=True,

@@ -4,40 +4,40 @@ import time
 from typing import Any
 
 from nestrec.base.config import to_plain
-from nestrec.serving.core.asgi import Answered, as_json, problem, retry_after
-from nestrec.serving.http.endpoint_spec import Endpoint, Front
+from nestrec.serving.core.asgi import HttpResponse, as_json, problem, retry_after
+from nestrec.serving.http.endpoint_spec import EndpointSpec, HandlerContext
 from nestrec.serving.http.pages import PAGE, PAGE_POLICY, docs_page, openapi
-from nestrec.serving.inputs.responses import HealthAnswer, LiveAnswer, ModelAnswer, ModelsAnswer, StatusAnswer
+from nestrec.serving.inputs.responses import HealthResponse, LivePageResponse, ModelInfo, ModelsResponse, StatusResponse
 from nestrec.serving.kv_cache.preinfer_trigger import USUAL_CANDIDATES
 from nestrec.serving.model.servable_spec import shown_version
-from nestrec.serving.service.inference_service import Fleet
+from nestrec.serving.service.inference_service import ModelDeployment
 
 _POLICY = b"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 _SECURITY = ((b"x-content-type-options", b"nosniff"), (b"content-security-policy", _POLICY))
 _HTML, _PROMETHEUS = "text/html; charset=utf-8", "text/plain; version=0.0.4; charset=utf-8"
 
 
-async def live_page(front: Front, _: Any) -> Answered:
+async def live_page(front: HandlerContext, _: Any) -> HttpResponse:
     """How the server fares, once a second, and a place to try requests."""
-    return Answered(200, PAGE, _HTML.encode(), _SECURITY[0], PAGE_POLICY)
+    return HttpResponse(200, PAGE, _HTML.encode(), _SECURITY[0], PAGE_POLICY)
 
 
-async def describe_page(front: Front, _: Any) -> Answered:
+async def describe_page(front: HandlerContext, _: Any) -> HttpResponse:
     """The description of the routes, for people."""
-    return Answered(200, docs_page(openapi(front.endpoints, front.limits)), _HTML.encode(), *_SECURITY)
+    return HttpResponse(200, docs_page(openapi(front.endpoints, front.limits)), _HTML.encode(), *_SECURITY)
 
 
-async def describe(front: Front, _: Any) -> Any:
+async def describe(front: HandlerContext, _: Any) -> Any:
     """The description of the routes, for programs."""
     return openapi(front.endpoints, front.limits)
 
 
-async def status(front: Front, _: Any) -> Any:
+async def status(front: HandlerContext, _: Any) -> Any:
     """What the live page shows."""
     return (await front.metrics.gathered()).status()
 
 
-async def now(front: Front, _: Any) -> Any:
+async def now(front: HandlerContext, _: Any) -> Any:
     """How it stands, how it went, and the last requests of the relay."""
     metrics, now_s = await front.metrics.gathered(), time.perf_counter()
     recent = {
@@ -47,12 +47,12 @@ async def now(front: Front, _: Any) -> Any:
     return {"status": metrics.status(), "timeline": metrics.timeline.columns(), "relay": recent}
 
 
-async def live(front: Front, _: Any) -> HealthAnswer | Answered:
+async def live(front: HandlerContext, _: Any) -> HealthResponse | HttpResponse:
     """The process is worth keeping: whoever supervises it starts another one where it is not."""
     return {"status": "live"} if front.service.is_live else as_json({"status": "dead"}, 503)
 
 
-async def ready(front: Front, _: Any) -> HealthAnswer | Answered:
+async def ready(front: HandlerContext, _: Any) -> HealthResponse | HttpResponse:
     """Requests can be served: models are loaded and warmed up, and nobody has asked to drain."""
     if not front.service.is_ready:
         return problem(503, "not ready", "", retry_after(1))
@@ -60,17 +60,17 @@ async def ready(front: Front, _: Any) -> HealthAnswer | Answered:
     return {"status": "ready", "models": models, "signals_from": front.service.signals_from(USUAL_CANDIDATES)}
 
 
-async def metrics(front: Front, _: Any) -> Answered:
+async def metrics(front: HandlerContext, _: Any) -> HttpResponse:
     """Counters for Prometheus."""
-    return Answered(200, (await front.metrics.gathered()).exposition(), _PROMETHEUS.encode())
+    return HttpResponse(200, (await front.metrics.gathered()).exposition(), _PROMETHEUS.encode())
 
 
-async def models(front: Front, _: Any) -> ModelsAnswer:
+async def models(front: HandlerContext, _: Any) -> ModelsResponse:
     """What requests must tell."""
     return {"models": {role: _model(fleet) for role, fleet in front.service.fleets.items()}}
 
 
-def _model(fleet: Fleet) -> ModelAnswer:
+def _model(fleet: ModelDeployment) -> ModelInfo:
     servable, form = fleet.servable, fleet.engines[0].form
     features, user_features = list(servable.event_features), list(servable.user_features)
     of_events = {"times_ms": servable.reads_times, "actions": servable.reads_actions}
@@ -79,7 +79,7 @@ def _model(fleet: Fleet) -> ModelAnswer:
     if servable.reads_items:
         of_history = ["history.items", *(f"history.{name}" for name, is_read in of_events.items() if is_read)]
         reads = of_history + [f"history.features.{name}" for name in features] + reads
-    answer: ModelAnswer = {
+    answer: ModelInfo = {
         "version": shown_version(servable.version),
         "name": servable.spec.name,
         "outputs": list(fleet.outputs),
@@ -98,7 +98,7 @@ def _model(fleet: Fleet) -> ModelAnswer:
     return answer
 
 
-PAGE_LIVE = Endpoint(
+PAGE_LIVE = EndpointSpec(
     method="GET",
     path="/",
     summary="The live page",
@@ -106,7 +106,7 @@ PAGE_LIVE = Endpoint(
     content_type=_HTML,
     audience="anyone",
 )
-PAGE_DOCS = Endpoint(
+PAGE_DOCS = EndpointSpec(
     method="GET",
     path="/docs",
     summary="This page",
@@ -114,7 +114,7 @@ PAGE_DOCS = Endpoint(
     content_type=_HTML,
     audience="anyone",
 )
-OPENAPI = Endpoint(
+OPENAPI = EndpointSpec(
     method="GET",
     path="/openapi.json",
     summary="This description",
@@ -122,42 +122,42 @@ OPENAPI = Endpoint(
     answer=dict[str, Any],
     audience="anyone",
 )
-STATUS = Endpoint(
+STATUS = EndpointSpec(
     method="GET",
     path="/v1/status",
     summary="What the live page shows",
     handle=status,
-    answer=StatusAnswer,
+    answer=StatusResponse,
     audience="watchers",
 )
-NOW = Endpoint(
+NOW = EndpointSpec(
     method="GET",
     path="/v1/live",
     summary="What the live page draws: the last ten minutes, and the last requests of the relay",
     handle=now,
-    answer=LiveAnswer,
+    answer=LivePageResponse,
     audience="watchers",
 )
-MODELS = Endpoint(
-    method="GET", path="/v1/models", summary="What the models read and give", handle=models, answer=ModelsAnswer
+MODELS = EndpointSpec(
+    method="GET", path="/v1/models", summary="What the models read and give", handle=models, answer=ModelsResponse
 )
-LIVE = Endpoint(
+LIVE = EndpointSpec(
     method="GET",
     path="/health/live",
     summary="The process runs, and its engines",
     handle=live,
-    answer=HealthAnswer,
+    answer=HealthResponse,
     audience="anyone",
 )
-READY = Endpoint(
+READY = EndpointSpec(
     method="GET",
     path="/health/ready",
     summary="Requests can be served",
     handle=ready,
-    answer=HealthAnswer,
+    answer=HealthResponse,
     audience="anyone",
 )
-METRICS = Endpoint(
+METRICS = EndpointSpec(
     method="GET",
     path="/metrics",
     summary="Counters for Prometheus",
