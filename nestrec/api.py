@@ -274,7 +274,8 @@ def export(
     else the last ones.
     """
     cfg = with_overrides(ExportConfig(), override_texts(overrides))
-    folder, written = folder_of(run), given_path(output, "output")
+    folder = folder_of(run)
+    written = given_path(output, "output")
     return export_run(
         folder,
         written,

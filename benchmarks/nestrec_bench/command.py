@@ -113,7 +113,8 @@ def run_bench(name: str, arguments: Sequence[str], json: Path | None = None, pag
 
 def configured(name: str, arguments: Sequence[str]) -> Any:
     """The config of a bench from what was typed behind its name: bare words first, then options, some repeated."""
-    bench, words = BENCHES.find(name), list(arguments)
+    bench = BENCHES.find(name)
+    words = list(arguments)
     bare = words[: next((i for i, word in enumerate(words) if word.startswith("--")), len(words))]
     if bare and bench.argument is None:
         raise UserError("does not belong to an option", field="argument", value=bare[0], remedy="write --name value")

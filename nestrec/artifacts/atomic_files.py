@@ -53,7 +53,9 @@ class DirectWriter:
     """Writes to a new file: all but its last few bytes past the cache, and through it what has no whole piece."""
 
     def __init__(self, descriptor: int) -> None:
-        self._descriptor, self._is_past, self._is_large = descriptor, False, False
+        self._descriptor = descriptor
+        self._is_past = False
+        self._is_large = False
         self._may_pass = sys.platform == "linux"
 
     def write(self, piece: memoryview) -> None:
@@ -120,7 +122,8 @@ def write_file(path: Path, content: Iterator[memoryview], *, past_cache: bool = 
 
     past_cache: of a large file nothing stays in the system's memory, where the file system can do that.
     """
-    digest, size = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    size = 0
     with path.open("xb", buffering=0) as file:
         write = DirectWriter(file.fileno()).write if past_cache else partial(write_fully, file.fileno())
         for piece in in_whole_pieces(content) if past_cache else content:

@@ -149,7 +149,8 @@ class LocalStorage:
     """A folder of the file system."""
 
     def __init__(self, folder: Path):
-        self._folder, self.address = folder, str(folder)
+        self._folder = folder
+        self.address = str(folder)
 
     def write(self, name: str, content: Iterator[memoryview]) -> tuple[int, str]:
         path = self._folder / name
@@ -215,7 +216,8 @@ class FsspecStorage:
             raise UserError(f"cannot be opened: {error}", field="address", value=address, remedy=remedy) from error
 
     def write(self, name: str, content: Iterator[memoryview]) -> tuple[int, str]:
-        digest, size = hashlib.sha256(), 0
+        digest = hashlib.sha256()
+        size = 0
         self._files.makedirs(self._at(name).rpartition("/")[0], exist_ok=True)
         with self._files.open(self._at(name), "wb") as file:
             for piece in content:

@@ -109,14 +109,17 @@ def _sums(parts: Sequence[NDArray[Any]], power: int) -> NDArray[np.float64]:
 def non_negative_least_squares(matrix: NDArray[np.float64], target: NDArray[np.float64]) -> list[float]:
     """The best of the least-squares solutions over all subsets of the few columns, if it is not negative."""
     scale = np.maximum(np.abs(matrix).max(axis=0, initial=0.0), np.finfo(np.float64).tiny)
-    scaled, num_columns = matrix / scale, matrix.shape[1]
-    best, best_error = np.zeros(num_columns), float(target @ target)
+    scaled = matrix / scale
+    num_columns = matrix.shape[1]
+    best = np.zeros(num_columns)
+    best_error = float(target @ target)
     for size in range(1, num_columns + 1):
         for subset in itertools.combinations(range(num_columns), size):
             found = np.linalg.lstsq(scaled[:, subset], target, rcond=None)[0]
             error = float(((scaled[:, subset] @ found - target) ** 2).sum())
             if (found >= 0).all() and error < best_error:
-                best, best_error = np.zeros(num_columns), error
+                best = np.zeros(num_columns)
+                best_error = error
                 best[list(subset)] = found
     return [float(value) for value in best / scale]
 
@@ -139,7 +142,8 @@ class CostModelHistory:
     """The cost model and tuning of each batch. Data threads ask for them while the loop adds changes."""
 
     def __init__(self, cost: CostModel, changes: Iterable[CostChange] = (), *, tuning: PowerTuning | None = None):
-        self._cost, self._tuning = cost, tuning
+        self._cost = cost
+        self._tuning = tuning
         self._changes = tuple(changes)
         self._last_asked: BatchPosition | None = None
 
@@ -177,7 +181,8 @@ class CostModelHistory:
 
     def restore(self, changes: Iterable[CostChange]) -> None:
         """Go on where a run stood that had made these changes."""
-        self._changes, self._last_asked = tuple(changes), None
+        self._changes = tuple(changes)
+        self._last_asked = None
 
     def add(self, change: CostChange) -> None:
         """A change applies to batches that no rank has dealt yet, or ranks would not agree on them."""

@@ -14,7 +14,9 @@ def cut_at_shares(weights: NDArray[np.float64], shares: NDArray[np.float64]) -> 
     total = weights.sum()
     run_of = np.empty(weights.size, dtype=np.int64)
     last = shares.size - 1
-    run, prefix, goal = 0, 0.0, shares[0] * total
+    run = 0
+    prefix = 0.0
+    goal = shares[0] * total
     for i in range(weights.size):
         while run < last and prefix + 0.5 * weights[i] > goal:
             run += 1
@@ -28,7 +30,8 @@ def cut_at_shares(weights: NDArray[np.float64], shares: NDArray[np.float64]) -> 
 def cut_at_threshold(weights: NDArray[np.float64], threshold: float) -> NDArray[np.int64]:
     """(B,) run of each item, where a run is filled until the next item would exceed the threshold."""
     run_of = np.empty(weights.size, dtype=np.int64)
-    run, filled = 0, 0.0
+    run = 0
+    filled = 0.0
     for i in range(weights.size):
         if filled > 0.0 and filled + weights[i] > threshold:
             run += 1

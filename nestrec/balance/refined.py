@@ -30,12 +30,14 @@ def refined(cost: NDArray[np.float64], num_ranks: int, *, lengths: NDArray[Any] 
     """Counts are mostly equal, but nothing keeps them so."""
     order = descending(cost)
     bound = max(cost.sum() / num_ranks, cost.max(initial=0.0))
-    best, lowest = None, np.inf
+    best = None
+    lowest = np.inf
     for start in (largest_differencing, longest_first):
         assignment = start(cost, order, num_ranks)
         top = swap_until_even(cost, order, assignment, num_ranks, TOLERANCE, MAX_STEPS)
         if top < lowest:
-            best, lowest = assignment, top
+            best = assignment
+            lowest = top
         if lowest <= bound * (1.0 + GOOD_ENOUGH):
             break
     assert best is not None
@@ -117,7 +119,10 @@ def _best_swap(  # noqa: PLR0917
     enough.
     """
     mean = load.mean()
-    best_rank, best_i, best_j, steps = -1, -1, -1, 0
+    best_rank = -1
+    best_i = -1
+    best_j = -1
+    steps = 0
     best = abs(load[rank] - mean) * (1.0 - 1e-12)
     for offset in range(1, load.size):
         other = (rank + offset) % load.size
@@ -133,7 +138,10 @@ def _best_swap(  # noqa: PLR0917
                 right = load[taker] + moved
                 worst = max(left, right) - mean if is_giver else mean - min(left, right)
                 if worst < best:
-                    best, best_rank, best_i, best_j = worst, other, i, j
+                    best = worst
+                    best_rank = other
+                    best_i = i
+                    best_j = j
             steps += 1
             if 2.0 * moved > gap:
                 i += 1

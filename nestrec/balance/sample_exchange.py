@@ -80,7 +80,8 @@ def exchange_samples(
     every = _gather(communicator, rows, lengths, candidates)
     with tracer.span("train.data.partition", lane=threading.current_thread().name):
         groups = balance(cfg, every.lengths, communicator.size, candidates=every.candidates)
-    mine, cost = groups[communicator.rank], cfg.known_cost
+    mine = groups[communicator.rank]
+    cost = cfg.known_cost
     received = _move(communicator, rows, every, groups)
     assert np.array_equal(received.indices, every.ids[mine]), "ranks disagree on the partition"
     return SampleExchange(
@@ -160,7 +161,10 @@ class BalancedPartitioner(SamplePartitioner):
 
     def __init__(self, cfg: BalanceConfig, costs: CostModelHistory, ranks: Communicator, tracer: Tracer):
         super().__init__(ranks.rank, ranks.size)
-        self._cfg, self._costs, self._ranks, self._tracer = cfg, costs, ranks, tracer
+        self._cfg = cfg
+        self._costs = costs
+        self._ranks = ranks
+        self._tracer = tracer
 
     def share(self, position: BatchPosition, tokens: NDArray[np.int64]) -> RankSamples:
         cfg = self._cfg_at(position)

@@ -76,7 +76,8 @@ def longest_first(cost: NDArray[np.float64], order: NDArray[np.int64], num_ranks
 def _sink_top(heap: NDArray[np.int64], load: NDArray[np.float64]) -> None:
     """Restore the heap of ranks by (load, rank) after the load of its top has grown."""
     rank = heap[0]
-    place, size = 0, heap.size
+    place = 0
+    size = heap.size
     while True:
         child = 2 * place + 1
         if child >= size:
@@ -110,7 +111,8 @@ def largest_differencing(cost: NDArray[np.float64], order: NDArray[np.int64], nu
     last = np.full((num_groups, num_ranks), -1, dtype=np.int64)
     following = np.full(cost.size, -1, dtype=np.int64)
     for i in range(cost.size):
-        group, part = i // num_ranks, i % num_ranks
+        group = i // num_ranks
+        part = i % num_ranks
         load[group, part] = cost[order[i]]
         first[group, part] = last[group, part] = order[i]
     heap = [(load[g, num_ranks - 1] - load[g, 0], g) for g in range(num_groups)]

@@ -38,7 +38,8 @@ class FieldDoc:
 
 def describe(value: Any, where: str = "") -> Iterator[FieldDoc]:
     """Every single value of a config, those of its parts included, in the order of the source."""
-    hints, docs = typing.get_type_hints(type(value), include_extras=True), docs_of(type(value))
+    hints = typing.get_type_hints(type(value), include_extras=True)
+    docs = docs_of(type(value))
     for field in dataclasses.fields(value):
         name = f"{where}.{field.name}" if where else field.name
         inner = getattr(value, field.name)
@@ -55,7 +56,8 @@ def describe(value: Any, where: str = "") -> Iterator[FieldDoc]:
 
 def _class_of_entries(hint: Any) -> Any:
     """The config that the entries of a mapping by name are of; none where it has none."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    arguments = typing.get_args(hint)
     is_mapping = isinstance(origin, type) and issubclass(origin, Mapping)
     return arguments[1] if is_mapping and dataclasses.is_dataclass(arguments[1]) else None
 
@@ -84,7 +86,8 @@ def _allowed(hint: Any) -> str:
     for limit in getattr(hint, "__metadata__", ()):
         if isinstance(limit, NumberRange | OneOf):
             return str(limit) if isinstance(limit, OneOf) else f"{hint.__origin__.__name__}, {limit}"
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    arguments = typing.get_args(hint)
     if origin is typing.Annotated:
         return _allowed(arguments[0])
     if origin is typing.Literal:
@@ -164,7 +167,8 @@ class _Overriding:
     def of_fields(self, node: Any, given: _Overrides, where: str) -> Any:
         names = [field.name for field in dataclasses.fields(node)]
         hints = typing.get_type_hints(type(node), include_extras=True)
-        mistakes, replaced = ErrorCollector(), {}
+        mistakes = ErrorCollector()
+        replaced = {}
         for name, inner in _by_first(given).items():
             with mistakes.noted():
                 if name not in names:
@@ -215,7 +219,8 @@ class _Overriding:
                 before = of_entry()  # nothing was said of it yet
             elif () not in inner and name not in current:
                 parts, text = next(iter(inner.items()))
-                field, remedy = ".".join((path, name, *parts)), did_you_mean(name, current)
+                field = ".".join((path, name, *parts))
+                remedy = did_you_mean(name, current)
                 raise UserError("no such entry", field=field, value=text, remedy=remedy)
             entries[name] = self._of_one(before, of_entry, inner, f"{path}.{name}")
         return entries
@@ -256,7 +261,8 @@ def _field_names(value: Any, where: str = "") -> list[str]:
     """Dotted names of all fields."""
     found = []
     for field in dataclasses.fields(value):
-        name, inner = join(where, field.name), getattr(value, field.name)
+        name = join(where, field.name)
+        inner = getattr(value, field.name)
         found += [name, *(_field_names(inner, name) if dataclasses.is_dataclass(inner) else [])]
     return found
 

@@ -189,9 +189,11 @@ _EXPECTED = {bool: "true or false", int: "an int", float: "a float", str: "a str
 
 def from_plain(cls: type[T], data: Mapping[str, Any], where: str = "") -> T:
     """Build a config from JSON-like data; every name and type is checked."""
-    hints, fields = typing.get_type_hints(cls, include_extras=True), dataclasses.fields(cast(Any, cls))
+    hints = typing.get_type_hints(cls, include_extras=True)
+    fields = dataclasses.fields(cast(Any, cls))
     names = [field.name for field in fields]
-    mistakes, given = ErrorCollector(), {}
+    mistakes = ErrorCollector()
+    given = {}
     for key, value in data.items():
         with mistakes.noted():
             if key not in names:
@@ -349,7 +351,8 @@ def _convert_sequence(value: Any, hint: Any, where: str, raw: str | None) -> Any
     if is_fixed and len(value) != len(args):
         raise UserError(f"has {len(value)} values", field=where, value=value, remedy=f"give {len(args)} values")
     hints = args if is_fixed else [args[0]] * len(value)
-    mistakes, items = ErrorCollector(), []
+    mistakes = ErrorCollector()
+    items = []
     for i, (item, of_item, text) in enumerate(zip(value, hints, texts or [None] * len(value), strict=True)):
         with mistakes.noted():
             items.append(convert(item, of_item, f"{where}[{i}]", text))
@@ -373,7 +376,8 @@ def _convert_mapping(value: Any, hint: Any, where: str, raw: str | None) -> dict
     if raw is not None and not isinstance(value, Mapping):
         remedy = "write name=value,other=value, or JSON; `nestrec options COMMAND` describes the values of each option"
         raise UserError("must hold names with values", field=where, value=raw, remedy=remedy)
-    mistakes, found = ErrorCollector(), {}
+    mistakes = ErrorCollector()
+    found = {}
     for name, inner in _expect_fields(value, where).items():
         with mistakes.noted():
             found[str(name)] = convert(inner, hint, join(where, str(name)))

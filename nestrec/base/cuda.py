@@ -89,7 +89,8 @@ def all_to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[
     for array, size in zip(arrays, sizes, strict=True):
         pinned.numpy()[at : at + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         at += size
-    there, at = pinned.to(device, non_blocking=True), 0
+    there = pinned.to(device, non_blocking=True)
+    at = 0
     for array, size in zip(arrays, sizes, strict=True):
         dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
         found.append(there[at : at + array.nbytes].view(dtype))

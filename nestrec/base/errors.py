@@ -20,7 +20,10 @@ class UserError(Exception):
     """A mistake that the user can mend: what is wrong, where, and what to do about it."""
 
     def __init__(self, problem: str, *, field: str | None = None, value: Any = None, remedy: str | None = None):
-        self.problem, self.field, self.value, self.remedy = problem, field, value, remedy
+        self.problem = problem
+        self.field = field
+        self.value = value
+        self.remedy = remedy
         super().__init__(self._text())
 
     def add_to_problem(self, text: str) -> None:

@@ -66,7 +66,8 @@ def told_if_unwritable(path: Path, field: str) -> Iterator[None]:
     except OSError as error:
         if error.errno not in _UNWRITABLE and _SHORT_OF_NUMPY not in str(error):
             raise
-        problem, remedy = f"cannot be written: {error.strerror or error}", "free disk space or mend permissions"
+        problem = f"cannot be written: {error.strerror or error}"
+        remedy = "free disk space or mend permissions"
         raise UserError(problem, field=field, value=str(error.filename or path), remedy=remedy) from error
 
 

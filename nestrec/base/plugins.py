@@ -75,7 +75,8 @@ def _misfit(field: str, value: Any, hint: Any) -> SpecViolation | None:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    args = typing.get_args(hint)
     if hint is Any or hint in (None, NoneType):
         return hint is Any or value is None
     if origin is Literal:
@@ -153,8 +154,10 @@ class PluginRegistry(Generic[T]):
 
     def __init__(self, group: str, noun: str, built_in: Mapping[str, T | str], *, of: Any = object) -> None:
         """`noun`: what one member is called in messages. `of`: the class that every member must be an instance of."""
-        self.group, self.noun = group, noun
-        self._built_in, self._of = dict(built_in), of
+        self.group = group
+        self.noun = noun
+        self._built_in = dict(built_in)
+        self._of = of
         self._loaded: dict[str, T] = {}
 
     def __contains__(self, name: object) -> bool:

@@ -95,7 +95,8 @@ class ThreadTeam:
     """Threads that work for one of them, which can all be made nicer, or less so, from anywhere."""
 
     def __init__(self) -> None:
-        self._threads, self._lock = {threading.get_native_id()}, threading.Lock()
+        self._threads = {threading.get_native_id()}
+        self._lock = threading.Lock()
 
     @staticmethod
     def of_thread() -> "ThreadTeam":

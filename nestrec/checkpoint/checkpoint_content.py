@@ -86,7 +86,8 @@ def parts_of(tensors: Mapping[str, torch.Tensor], part_bytes: int) -> Iterator[d
         tensor_bytes = tensor.numel() * tensor.element_size()
         if part and size + tensor_bytes > part_bytes:
             yield part
-            part, size = {}, 0
+            part = {}
+            size = 0
         part[name] = tensor
         size += tensor_bytes
     if part:

@@ -294,7 +294,8 @@ class CheckpointManager:
         all_problems = self._unique(problems)
         if all_problems:
             return all_problems, None
-        self._base, self._num_deltas = step, len(chain) - 1
+        self._base = step
+        self._num_deltas = len(chain) - 1
         return [], LoadedCheckpoint(chain)
 
     def _save(self, step: int, content: RankCheckpoint, also: "CheckpointManager | None") -> Path:
@@ -306,7 +307,8 @@ class CheckpointManager:
 
     def _save_open(self, step: int, content: RankCheckpoint, also: "CheckpointManager | None" = None) -> Path:
         target = folder_of(self._folder, step)
-        base, num_deltas = self._base, self._num_deltas
+        base = self._base
+        num_deltas = self._num_deltas
         if self._has(step, content):
             if also is not None:
                 also._save_open(step, content)
@@ -319,7 +321,8 @@ class CheckpointManager:
         assert content.base is None or also is None, "what an incremental one builds on is not elsewhere"
         self._base = None  # after a failed save the next one must be full
         is_incremental = self._write(step, content, is_merging=num_deltas >= self._max_deltas, also=also)
-        self._base, self._num_deltas = step, num_deltas + 1 if is_incremental else 0
+        self._base = step
+        self._num_deltas = num_deltas + 1 if is_incremental else 0
         return target
 
     def _has(self, step: int, content: RankCheckpoint) -> bool:

@@ -67,7 +67,10 @@ class _TouchedThenOlder:
         older: LoadedCheckpoint,
         shard: tuple[int, int],
     ) -> None:
-        self._table, self._touched, self._older, self._shard = table, touched, older, shard
+        self._table = table
+        self._touched = touched
+        self._older = older
+        self._shard = shard
         self._newer = [removed]
 
     def __iter__(self) -> Iterator[Chunk]:
@@ -122,7 +125,8 @@ def _write_all(folder: Path, content: RankCheckpoint, peers: CheckpointGroup) ->
 
 
 def _rows(folder: Path, content: RankCheckpoint, peers: CheckpointGroup) -> Iterator[Callable[[], FileEntry]]:
-    parts, shard = dict.fromkeys(content.tables, 0), _shard(content, peers)
+    parts = dict.fromkeys(content.tables, 0)
+    shard = _shard(content, peers)
     for table, chunk in chunks_of(content.tables):
         name = f"rows-{safe_name(table)}-{peers.rank:05d}-{parts[table]:05d}.safetensors"
         parts[table] += 1

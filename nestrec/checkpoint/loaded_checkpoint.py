@@ -118,5 +118,6 @@ def _may_hold(entry: FileEntry, shard: tuple[int, int]) -> bool:
     """Whether a file may hold rows of the shard (index, number)."""
     if entry.hashes is None:
         return True
-    (lowest, highest), (first, end) = entry.hashes, range_of_shard(*shard)
+    (lowest, highest) = entry.hashes
+    (first, end) = range_of_shard(*shard)
     return lowest < end and first <= highest

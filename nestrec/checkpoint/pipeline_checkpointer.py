@@ -50,7 +50,8 @@ class PipelineCheckpoints:
         _check_pipeline(pipeline)
         if isinstance(keep, bool) or not isinstance(keep, int):
             raise UserError("must be a whole number from 1", field="keep", value=keep, remedy="such as 2")
-        self._pipeline, self._dense = pipeline, pipeline.dense
+        self._pipeline = pipeline
+        self._dense = pipeline.dense
         self._tables = TableCheckpointer(pipeline.engine)
         self._checkpoints = CheckpointManager(
             given_path(folder, "folder"), keep=keep, peers=CheckpointGroup.of_topology(pipeline.topology)
@@ -65,10 +66,12 @@ class PipelineCheckpoints:
         text, numbers, lists, and mappings with text as names. It is that of the first rank. Tuples come back as lists.
         A save that fails leaves the last checkpoint whole; weights that are not finite are not saved.
         """
-        pipeline, engine = self._pipeline, self._pipeline.engine
+        pipeline = self._pipeline
+        engine = self._pipeline.engine
         pipeline.check_whole()
         told = _as_json(state or {}, "state")
-        topology, number = pipeline.topology, pipeline.number
+        topology = pipeline.topology
+        number = pipeline.number
         tables = {name: to_plain(table) for name, table in engine.tables.items()}
         content = RankCheckpoint(
             tensors=self._tensors(),
@@ -150,7 +153,8 @@ def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[int]]:
 
 def _check_table(mine: TableConfig, saved: Mapping[str, Any], where: str) -> None:
     """Its rows are those that the table here would have made, and fit into it."""
-    name, plain = f"tables.{mine.name}", to_plain(mine)
+    name = f"tables.{mine.name}"
+    plain = to_plain(mine)
     for field, before, now in _pairs(saved, plain):
         if field not in _FREE:
             _same(f"{name}.{field}", before, now, where)

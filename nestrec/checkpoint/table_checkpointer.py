@@ -39,7 +39,8 @@ class TableCheckpointer:
 
         max_bytes: of rows that change before they are read, and are put aside; none: nothing changes until then.
         """
-        engine, since = self._engine, -1 if base is None else base
+        engine = self._engine
+        since = -1 if base is None else base
         share = None if max_bytes is None else max_bytes // len(engine.tables)
         self._frozen = [engine.freeze(name, since=since, max_bytes=share) for name in engine.tables]
         tables: dict[str, Iterable[Chunk]] = dict(zip(engine.tables, self._frozen, strict=True))

@@ -61,7 +61,8 @@ def show_inferred(asked: object, card: DatasetCard) -> None:
 
 
 def _show_times(dataset: Dataset) -> None:
-    first_ms, last_ms = dataset.first_ms(), dataset.last_ms()
+    first_ms = dataset.first_ms()
+    last_ms = dataset.last_ms()
     print(f"times: {iso_moment(first_ms)} to {iso_moment(last_ms)}")
     if first_ms < _EARLY_MS:
         print("WARNING: some times lie before 1980, as seconds read as milliseconds do: check --log.time_unit")

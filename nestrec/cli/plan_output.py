@@ -81,7 +81,8 @@ def plan_run(
 
 def sections_of_run(run: Path, cluster: str) -> dict[str, Markup | None]:
     """Sections of a run's page: what a cluster would do with as many samples a rank as the run had a step."""
-    cfg, machines = RunFolder(run).config(), load_cluster(cluster)
+    cfg = RunFolder(run).config()
+    machines = load_cluster(cluster)
     workload = workload_of(cfg)
     plan = make_plan(replace(workload, batch_samples=workload.batch_samples * machines.world), machines)
     where = f"on {machines.name}, simulated"

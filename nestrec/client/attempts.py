@@ -15,7 +15,9 @@ class RequestError(Exception):
         """status: of the answer, 0 if there was none. field: of the request, if one of them is wrong. remedy: what the
         server proposes."""
         super().__init__((f"{field}: {message}" if field else message) + (f"\n  remedy: {remedy}" if remedy else ""))
-        self.message, self.status, self.field = message, status, field
+        self.message = message
+        self.status = status
+        self.field = field
         self.remedy = remedy
 
 

@@ -65,7 +65,9 @@ class BatchWorkers(Generic[BatchT]):
         finish: Callable[[UnfinishedBatch], BatchT],
     ):
         """trade: none where ranks do not trade."""
-        self._read, self._trade, self._finish = read, trade, finish
+        self._read = read
+        self._trade = trade
+        self._finish = finish
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="data")
         self._trader = ThreadPoolExecutor(1, thread_name_prefix="trade")
         self._failed: BaseException | None = None
@@ -215,7 +217,9 @@ class LoaderStats:
     """How long the threads that make batches have worked on them."""
 
     def __init__(self) -> None:
-        self._lock, self._samples, self._seconds = threading.Lock(), 0, 0.0
+        self._lock = threading.Lock()
+        self._samples = 0
+        self._seconds = 0.0
 
     @contextlib.contextmanager
     def of(self, count_of: Callable[[], int] = lambda: 0) -> Iterator[None]:
@@ -253,7 +257,9 @@ class BatchLoader:
         cluster: micro-batches by the keys of the samples, instead of the dealer's. num_micro_batches_at: how many
         micro-batches the batch of a position has; by default as configured.
         """
-        self._assembler, self._cfg, self._cluster = assembler, cfg, cluster
+        self._assembler = assembler
+        self._cfg = cfg
+        self._cluster = cluster
         fixed = 1 if cfg.micro_batches == "auto" else cfg.micro_batches
         self._num_micro_batches_at = num_micro_batches_at or (lambda position: fixed)
         self._dealer = dealer or SamplePartitioner(rank, world)
@@ -307,8 +313,10 @@ class BatchLoader:
             return self._assembled(stage)
 
     def _assembled(self, stage: UnfinishedBatch) -> Batch:
-        mine, tokens = stage.samples[stage.share.places], stage.tokens[stage.share.places]
-        epoch, num_micro_batches = stage.position.epoch, self._num_micro_batches_at(stage.position)
+        mine = stage.samples[stage.share.places]
+        tokens = stage.tokens[stage.share.places]
+        epoch = stage.position.epoch
+        num_micro_batches = self._num_micro_batches_at(stage.position)
         groups = self._groups(stage, mine, tokens, num_micro_batches)
         rows = [stage.rows] if num_micro_batches == 1 else [stage.rows.take(group) for group in groups]
         micro_batches = [self._assembler.assemble(mine[g], r, epoch) for g, r in zip(groups, rows, strict=True)]
@@ -363,9 +371,13 @@ class ContextParallelCollator(Collator):
     """Assembles parts of samples; how many tokens they have, and what they weigh, is told of whole ones."""
 
     def __init__(self, whole: Collator, part: int, size: int) -> None:
-        self._whole, self._part, self._size = whole, part, size
-        self.weights, self.tokens = whole.weights, whole.tokens
-        self.shuffle_block, self.window_bounds = whole.shuffle_block, whole.window_bounds
+        self._whole = whole
+        self._part = part
+        self._size = size
+        self.weights = whole.weights
+        self.tokens = whole.tokens
+        self.shuffle_block = whole.shuffle_block
+        self.window_bounds = whole.window_bounds
 
     def tokens_in(self, samples: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:
         return self._whole.tokens_in(samples, epoch)

@@ -60,8 +60,11 @@ class GlobalBatchSampler:
         window_bounds: samples are in the order of time already, and no batch has samples of two of these windows.
         """
         assert (batch_samples is None) != (batch_tokens is None)
-        self._tokens, self._seed, self._block_size = tokens, seed, block_size
-        self._batch_samples, self._batch_tokens = batch_samples, batch_tokens
+        self._tokens = tokens
+        self._seed = seed
+        self._block_size = block_size
+        self._batch_samples = batch_samples
+        self._batch_tokens = batch_tokens
         self._window_bounds = window_bounds
         self._epoch = lru_cache(maxsize=2)(self._make_epoch)
 
@@ -147,7 +150,8 @@ class SamplePartitioner:
     """Whether `trade` is collective; it is then called for every batch, in order, by one thread."""
 
     def __init__(self, rank: int, world: int):
-        self._rank, self._world = rank, world
+        self._rank = rank
+        self._world = world
 
     def share(self, position: BatchPosition, tokens: NDArray[np.int64]) -> RankSamples:
         """What this rank reads, from the tokens of the samples of the global batch."""

@@ -71,8 +71,11 @@ class Dataset:
     """A prepared dataset. Reading is thread safe, so a background thread may fetch the rows of the next batches."""
 
     def __init__(self, folder: Path, card: DatasetCard, layers: list[EventLayer], columns: list[str], cache_bytes: int):
-        self.folder, self.card, self.columns = folder, card, columns
-        self._layers, self._cache_bytes = layers, cache_bytes
+        self.folder = folder
+        self.card = card
+        self.columns = columns
+        self._layers = layers
+        self._cache_bytes = cache_bytes
         self._cache = self._cache_of(columns)
         self._first_group = offsets_of_lengths(np.array([layer.group_bounds.size - 1 for layer in layers]))
         self._ragged = ragged_columns(card.event_features)
@@ -166,7 +169,8 @@ class Dataset:
         return merge(found, indices, self._ragged)
 
     def _rows_of_layer(self, number: int, indices: NDArray[np.int64]) -> DatasetRows:
-        bounds, first = self._layers[number].group_bounds, int(self._first_group[number])
+        bounds = self._layers[number].group_bounds
+        first = int(self._first_group[number])
         group_of = np.searchsorted(bounds, indices, side="right") - 1
         places = []
         for group in np.unique(group_of):
@@ -224,7 +228,8 @@ class Dataset:
 
     def all_user_keys(self) -> pa.Array:
         """Ids of all rows in the source."""
-        keys, known = [], 0
+        keys = []
+        known = 0
         for layer in self._layers:
             texts = layer.texts(USER_KEY)
             is_new = None if layer.users is None else layer.users >= known

@@ -63,7 +63,8 @@ class UsersFile:
 
     def decoded_bytes(self, columns: Sequence[str]) -> int:
         """What these columns of numbers take in memory."""
-        arrow, total = self.metadata.schema.to_arrow_schema(), 0
+        arrow = self.metadata.schema.to_arrow_schema()
+        total = 0
         for name in columns:
             kind = arrow.field(name).type
             element = kind.value_type if pa.types.is_list(kind) else kind
@@ -119,7 +120,9 @@ class RowGroupCache:
     """Least recently used row groups up to a number of bytes. Threads may share it; each waits for the other's load."""
 
     def __init__(self, parts: list[UsersFile], columns: list[str], max_bytes: int):
-        self._parts, self._columns, self._max_bytes = parts, columns, max_bytes
+        self._parts = parts
+        self._columns = columns
+        self._max_bytes = max_bytes
         self._place = [(part, g) for part in parts for g in range(part.metadata.num_row_groups)]
         self._entries: OrderedDict[int, RowGroup] = OrderedDict()
         self._loading: dict[int, Future[RowGroup]] = {}
@@ -202,7 +205,9 @@ class EventLayer:
     """The files of one layer, their footers read once."""
 
     def __init__(self, folder: Path, card: DatasetCard, entry: LayerEntry, *, is_base: bool):
-        self.folder, self.entry, self._card = folder / entry.folder, entry, card
+        self.folder = folder / entry.folder
+        self.entry = entry
+        self._card = card
         names = [file.path.removeprefix(entry.folder) for file in card.files_of(entry)]
         self.names = frozenset(names)
         self.parts = [UsersFile.open(self.folder / name) for name in names if _PART.fullmatch(name)]
@@ -265,7 +270,8 @@ def merge(layers: Sequence[LayerRows], users: Ints, ragged: frozenset[str]) -> M
 
     ragged: columns with several values an event.
     """
-    num, width = users.size, len(layers)
+    num = users.size
+    width = len(layers)
     lengths = np.zeros((num, width), np.int64)
     for number, layer in enumerate(layers):
         lengths[layer.places, number] = np.diff(layer.lists[ITEM_IDS][1])
@@ -329,9 +335,11 @@ def _ragged(  # noqa: PLR0917
     values = _joined(layers, name, offsets_of_lengths(lengths.ravel()), shape[1])
     starts = offsets_of_lengths(counts)
     if order is not None:
-        out, out_starts = np.empty_like(values), offsets_of_lengths(counts[order])
+        out = np.empty_like(values)
+        out_starts = offsets_of_lengths(counts[order])
         copy_segments(values, starts, order, out, out_starts, np.arange(order.size))
-        values, starts = out, out_starts
+        values = out
+        starts = out_starts
     return values, starts[offsets]
 
 
@@ -348,7 +356,8 @@ def _of_users(
     for name in first.lists:
         if is_of_events(name, ragged) or name in ragged:
             continue
-        lengths, source = np.zeros(users.size, np.int64), np.full(users.size, -1)
+        lengths = np.zeros(users.size, np.int64)
+        source = np.full(users.size, -1)
         for number, layer in reversed(list(enumerate(layers))):
             lengths[layer.places] = np.diff(layer.lists[name][1])
             source[layer.places] = number

@@ -95,7 +95,8 @@ def _is_of_word(byte: int) -> bool:
 @njit(cache=True, nogil=True)
 def _words_of(data, start, end, first, last):  # type: ignore[no-untyped-def]
     """Fill the bounds of the words of a text; their number."""
-    count, at = 0, start
+    count = 0
+    at = start
     while at < end and count < first.size:
         while at < end and not _is_of_word(data[at]):
             at += 1
@@ -113,7 +114,8 @@ def _words_of(data, start, end, first, last):  # type: ignore[no-untyped-def]
 def _hash_pieces(data, first, last, size, buckets, out, room):  # type: ignore[no-untyped-def]  # noqa: PLR0917
     """Ids of all runs of `size` characters of a word between two edges; how many were written."""
     width = last - first + 2
-    framed, starts = np.full(width, np.uint8(_EDGE)), np.empty(width + 1, np.int64)
+    framed = np.full(width, np.uint8(_EDGE))
+    starts = np.empty(width + 1, np.int64)
     framed[1:-1] = data[first:last]
     count = 0
     for at in range(width):  # a character begins where no continuation byte of UTF-8 stands
@@ -138,13 +140,16 @@ def _hash_texts(data, offsets, words, pieces, buckets, max_ids):  # type: ignore
     num_texts = offsets.size - 1
     counts = np.zeros(num_texts, np.int64)
     out = np.empty(max(1024, num_texts * 8), np.int64)
-    first, last, total = np.empty(max_ids, np.int64), np.empty(max_ids, np.int64), 0
+    first = np.empty(max_ids, np.int64)
+    last = np.empty(max_ids, np.int64)
+    total = 0
     for text in range(num_texts):
         if total + max_ids > out.size:
             grown = np.empty(2 * out.size + max_ids, np.int64)
             grown[:total] = out[:total]
             out = grown
-        num_words, begin = _words_of(data, offsets[text], offsets[text + 1], first, last), total
+        num_words = _words_of(data, offsets[text], offsets[text + 1], first, last)
+        begin = total
         for run in words:
             for word in range(num_words - run + 1):
                 if total - begin == max_ids:

@@ -44,7 +44,9 @@ class CollectiveWatchdog:
         end: Callable[[PeerLostError], None] = end_process,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._timeout_s, self._end, self._clock = timeout_s, end, clock
+        self._timeout_s = timeout_s
+        self._end = end
+        self._clock = clock
         self._launched: deque[_Launched] = deque()
         self._progress_s = clock()
         self._thread: threading.Thread | None = None

@@ -244,7 +244,8 @@ class GradientReducer:
         They are always the same sums in the same order, also where a rank has no sample and so no backward pass. They
         must have run before `reduce`, which issues the rest.
         """
-        self._submit, self._awaited = submit, [{id(p) for p in bucket} for bucket in self._buckets]
+        self._submit = submit
+        self._awaited = [{id(p) for p in bucket} for bucket in self._buckets]
         try:
             yield
         finally:

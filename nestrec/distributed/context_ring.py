@@ -21,7 +21,8 @@ class ContextRing:
 
     def __init__(self, topology: Topology) -> None:
         self._communicator = topology.context
-        self.rank, self.size = topology.context.rank, topology.context.size
+        self.rank = topology.context.rank
+        self.size = topology.context.size
         self.issue: Issue = _at_once
         """runs a collective in its place and waits for it; a pipeline that is given this ring sets it"""
         self.bytes_sent = 0
@@ -36,7 +37,8 @@ class ContextRing:
         sent = torch.cat([_bytes(tokens[name]) for name in names])
         sizes = [num_tokens * _row_bytes(tokens[name]) for name in names]
         send, receive = [0] * self.size, [0] * self.size
-        send[(self.rank + 1) % self.size], receive[self.rank - 1] = len(sent), sum(sizes)
+        send[(self.rank + 1) % self.size] = len(sent)
+        receive[self.rank - 1] = sum(sizes)
         came: torch.Tensor = self.issue(lambda: all_to_all_rows(self._communicator, sent, send, receive))
         self.bytes_sent += len(sent)
         if came.is_cuda:  # made in the stream that exchanges, used in the one that computes

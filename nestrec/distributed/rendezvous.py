@@ -47,7 +47,8 @@ def store_of_this_start(store: Store, rank: int, world: int, timeout_s: float) -
 
 
 def _receive(meeting: Store, world: int, deadline_s: float) -> str:
-    name, missing = uuid.uuid4().hex, set(range(1, world))
+    name = uuid.uuid4().hex
+    missing = set(range(1, world))
     while missing:
         for rank in sorted(missing):
             if meeting.check([f"hello/{rank}"]):

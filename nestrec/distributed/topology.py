@@ -183,7 +183,8 @@ class Topology:
         """What `make` gives, while the block lasts. Process groups that are made for it are given back at its end,
         whatever that is: where this rank alone has failed, the others hear of it at once, and all can meet again. The
         default group of a caller who has made one stays."""
-        had_met, topology = has_met_ranks(), None
+        had_met = has_met_ranks()
+        topology = None
         try:
             topology = make()
             yield topology
@@ -272,7 +273,9 @@ class Topology:
         groups_of_one: a rank that is alone in a group talks to itself by collectives, so that one device can run the
         code of many.
         """
-        cfg, rank, world = ranks or ParallelConfig(), dist.get_rank(), dist.get_world_size()
+        cfg = ranks or ParallelConfig()
+        rank = dist.get_rank()
+        world = dist.get_world_size()
         _check_groups(cfg, world)
         shard_axis = mesh(world, cfg.replicas, cfg.placement)
         replica_axis = [list(holders) for holders in zip(*shard_axis, strict=True)]

@@ -189,8 +189,10 @@ class CopyEngineTransport(HostStagedTransport):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group)
-        self._group, self._device = group, device
-        self._rank, self._size = group.rank(), group.size()
+        self._group = group
+        self._device = device
+        self._rank = group.rank()
+        self._size = group.size()
         self._buffer: torch.Tensor | None = None
         self._peers: list[torch.Tensor] = []
         self._copied: torch.cuda.Event | None = None
@@ -286,8 +288,10 @@ class SharedMemoryTransport(CollectiveTransport):
 
     def __init__(self, group: dist.ProcessGroup, outboxes: Sequence["SharedBuffer"], peers: dict[int, "Peer"]) -> None:
         super().__init__(group)
-        self._rank, self._turn = group.rank(), 0
-        self._outboxes, self._peers = outboxes, peers
+        self._rank = group.rank()
+        self._turn = 0
+        self._outboxes = outboxes
+        self._peers = peers
 
     @staticmethod
     def between(group: dist.ProcessGroup, timeout: timedelta) -> "SharedMemoryTransport | None":
@@ -298,7 +302,9 @@ class SharedMemoryTransport(CollectiveTransport):
         """
         if not hasattr(os, "memfd_create"):
             return None
-        gloo, rank, ranks = CollectiveTransport(group), group.rank(), group.size()
+        gloo = CollectiveTransport(group)
+        rank = group.rank()
+        ranks = group.size()
         outboxes = [SharedBuffer.new() for _ in range(_TURNS)]
         name = secrets.randbits(62)
         with _socket(timeout) as listener:
@@ -340,7 +346,8 @@ class SharedMemoryTransport(CollectiveTransport):
         """Lay out all that is sent and tell the peers where theirs begins; this rank's own part of it."""
         size = shipment.like.element_size()
         ends = np.cumsum(shipment.send)
-        starts, outbox = ends - shipment.send, self._outboxes[self._turn]
+        starts = ends - shipment.send
+        outbox = self._outboxes[self._turn]
         outbox.reserve(int(ends[-1]) * size)
         shipment.write_to(outbox.elements(0, int(ends[-1]), shipment.like))
         for rank, peer in self._peers.items():
@@ -360,7 +367,8 @@ class SharedBuffer:
     """Memory that other processes can map."""
 
     def __init__(self, file: int) -> None:
-        self.file, self._bytes = file, torch.empty(0, dtype=torch.uint8)
+        self.file = file
+        self._bytes = torch.empty(0, dtype=torch.uint8)
         weakref.finalize(self, os.close, file)
 
     @staticmethod
@@ -390,7 +398,8 @@ class Peer:
     """Another rank: a line to it, and its outboxes."""
 
     def __init__(self, line: socket.socket, outboxes: Sequence[SharedBuffer]) -> None:
-        self._line, self.outboxes = line, outboxes
+        self._line = line
+        self.outboxes = outboxes
         weakref.finalize(self, line.close)
 
     def tell(self, place: int) -> None:

@@ -102,8 +102,10 @@ class EmbeddingEngine:
             if self.replica_sync.mode == "weights":
                 check_tables_can_differ(tables)
         self.tables = {t.name: t for t in tables}
-        self.topology, self.device = topology, torch.device(device)
-        self._shard, self._num_shards = topology.shard, topology.num_shards
+        self.topology = topology
+        self.device = torch.device(device)
+        self._shard = topology.shard
+        self._num_shards = topology.num_shards
         hosts = topology.hosts
         self._vectors = topology.vectors if hosts is None else hosts.vectors_between
         self._place = self._vectors.rank
@@ -187,7 +189,8 @@ class EmbeddingEngine:
         working = self._working_set(routed, step, None)
         for number, (name, shard) in enumerate(self.shards.items()):
             keys = routed.owned[name]
-            nowhere, rows = np.full(len(keys), -1, np.int64), shard.read(keys, working.rows_of(number, len(keys)))
+            nowhere = np.full(len(keys), -1, np.int64)
+            rows = shard.read(keys, working.rows_of(number, len(keys)))
             read = FetchedRows(keys, nowhere, rows, np.zeros(len(keys), np.bool_))
             working.tables[name] = WorkingTable(shard.optimizer, shard.layout, read)
         return working
@@ -205,13 +208,15 @@ class EmbeddingEngine:
         """
         part = routed.micro_batches[micro_batch]
         run = self._receive(routed, micro_batch, working, into)
-        leg, served = part.vectors, part.vectors.asked_sizes * WORD_BYTES
+        leg = part.vectors
+        served = part.vectors.asked_sizes * WORD_BYTES
         self.statistics.vectors.add(len(leg.asked_rows), int(served.sum() - served[self._place]))
         self.statistics.vector_bytes += int(served.sum())
         return vectors_of(run, self.shapes, list(self.tables)) if into is None else {}
 
     def _receive(self, routed: RoutedKeys, p: int, working: WorkingSet, into: ConcatRows | None = None) -> ConcatRows:
-        part, relay = routed.micro_batches[p], routed.relay
+        part = routed.micro_batches[p]
+        relay = routed.relay
         leg = part.vectors
         shipment = AllToAllPayload(leg.asked_sizes, leg.own_sizes, working.words, working.vector_writer(leg))
         pieces = exchange(self._vectors, shipment)
@@ -267,7 +272,8 @@ class EmbeddingEngine:
         part = routed.micro_batches[micro_batch]
         is_in_order = all(leg.is_in_order for leg in part.gradients.values())  # then no kernel asks where rows lie
         where = torch.device("cpu") if is_in_order else self.device
-        runs, received = joined_gradients(gradients, part.num_rows, self.shapes, where), {}
+        runs = joined_gradients(gradients, part.num_rows, self.shapes, where)
+        received = {}
         for dtype, leg in part.gradients.items():
             run, ready = runs[dtype], runs[dtype].elements if leg.is_in_order else None
             if routed.relay is not None:
@@ -393,7 +399,8 @@ class EmbeddingEngine:
         none = np.empty(0, np.int64)
         complete = {f: keys.get(f, none) for f in self._specs.features_F}
         routed = route([self._hashed(complete)], self._specs, self.shapes, self.topology, self.device)
-        part, working = routed.micro_batches[0], self._read(routed, 0)
+        part = routed.micro_batches[0]
+        working = self._read(routed, 0)
         found = vectors_of(self._receive(routed, 0, working), self.shapes, list(self.tables))
         return {
             f: gather_rows(whole(found[name]), part.index[f])

@@ -47,7 +47,8 @@ def initial_vectors(keys: NDArray[np.int64], table: TableConfig) -> torch.Tensor
     compute = np.float64 if table.dtype == "float64" else np.float32
     out = np.zeros((len(keys), table.dim), compute)
     if table.init.kind != "zeros":
-        seed_key, multiplier = np.uint64(fold(table.seed)), compute(multiplier_of(table.init))
+        seed_key = np.uint64(fold(table.seed))
+        multiplier = compute(multiplier_of(table.init))
         _fill(keys, seed_key, table.dim, multiplier, table.init.kind == "normal", out)
     return torch.from_numpy(out).to(table.weight_dtype)
 

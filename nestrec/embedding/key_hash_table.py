@@ -44,7 +44,8 @@ class KeyHashTable:
     ) -> NDArray[np.int64]:
         """Slots for distinct keys that are not in the table yet."""
         slots = self._take_slots(len(keys))
-        self.key[slots], self.is_live[slots] = keys, True
+        self.key[slots] = keys
+        self.is_live[slots] = True
         self.set_uses(slots, uses, last_step)
         self.num_keys += len(keys)
         bits = max(_MIN_BITS, int(2 * self.num_keys - 1).bit_length())

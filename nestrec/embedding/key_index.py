@@ -182,7 +182,8 @@ class StaticKeyIndex:
         return np.where(self._exists[slots], slots, -1)
 
     def admit(self, keys: Keys, step: int) -> AdmissionResult:
-        slots, is_new = self._slots(keys), np.empty(len(keys), np.bool_)
+        slots = self._slots(keys)
+        is_new = np.empty(len(keys), np.bool_)
         self.counters.created += _use(slots, step, self._exists, self._last_step, is_new)
         self.counters.peak_rows = self.counters.created
         return AdmissionResult(slots, is_new)
@@ -375,7 +376,8 @@ class DynamicKeyIndex:
         return {"uses": self._rows.uses[slots], "last_step": self._rows.last_step[slots]}
 
     def frozen(self, since: int) -> SnapshotKeys:
-        num_slots, is_wanted = self._rows.num_slots, np.zeros(self._rows.num_slots, np.uint8)
+        num_slots = self._rows.num_slots
+        is_wanted = np.zeros(self._rows.num_slots, np.uint8)
         is_wanted[self.rows_since(since)[1]] = 1
         everything = np.arange(num_slots)
         return SnapshotKeys(is_wanted, self._rows.key[:num_slots].copy(), self.metadata(everything))
@@ -458,7 +460,8 @@ def room_of_shards(rows: Sequence[int], max_rows: int) -> list[int]:
     A shard that is full stays so, and the others fill up to what they are given: asked again later, the answer is the
     same, so a run that is resumed goes on with the same bounds.
     """
-    equal, left = 0, max_rows
+    equal = 0
+    left = max_rows
     for place, own in enumerate(sorted(rows, reverse=True)):
         equal = left // (len(rows) - place)
         if own <= equal:

@@ -40,8 +40,11 @@ def check_optimizers(tables: Sequence[TableConfig], device: torch.device) -> Non
 
 class _Trial:
     def __init__(self, table: TableConfig, device: torch.device) -> None:
-        self._options, self._spec, self._device = table.optimizer, table.optimizer.spec, device
-        self._dim, self._dtype = table.dim, table.state_dtype
+        self._options = table.optimizer
+        self._spec = table.optimizer.spec
+        self._device = device
+        self._dim = table.dim
+        self._dtype = table.state_dtype
 
     def run(self) -> None:
         self._check_state()
@@ -75,7 +78,8 @@ class _Trial:
 
     def _stepped(self, begin: Columns, step: Callable[[Columns, torch.Tensor, RowStep], None]) -> Columns:
         """After two steps."""
-        columns, draw = [column.clone() for column in begin], torch.Generator().manual_seed(2)
+        columns = [column.clone() for column in begin]
+        draw = torch.Generator().manual_seed(2)
         for number in (1, 2):
             grad = torch.randn(_ROWS, self._dim, generator=draw).to(self._dtype)[: len(begin[0])]
             step(columns, grad.to(self._device), RowStep(number, _RATE, self._options))

@@ -52,7 +52,8 @@ def update_half_rows(
             _widen_float16(halves[part], weight.width, some, _float16_numbers())
         some[:, weight.width :] = words[part, first_state : first_state + starts[-1] - weight.width]
         loop(some, grad[part].numpy(), starts[:-1])
-        values, target = torch.from_numpy(some), rows[part].view(weight.dtype)
+        values = torch.from_numpy(some)
+        target = rows[part].view(weight.dtype)
         if draws is None:
             target[:, : weight.width] = values[:, : weight.width]
         else:
@@ -243,7 +244,8 @@ def update_by_formula(  # noqa: PLR0917
     places: torch.Tensor | None,
 ) -> None:
     """The definition, on rows of any type and device."""
-    columns, draws = [weight, *states], step.draws
+    columns = [weight, *states]
+    draws = step.draws
     if places is None:
         picked = columns
     else:

@@ -25,7 +25,8 @@ RowTransform = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Candidates = NDArray[np.int64] | range | None
 Pairs = tuple[NDArray[np.int64], NDArray[np.int64]]
 NO_KEY = -1
-_CHUNK_ROWS, _CHUNK_QUERIES = 1 << 14, 1 << 10
+_CHUNK_ROWS = 1 << 14
+_CHUNK_QUERIES = 1 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +146,8 @@ def _best_of_chunk(scores_BC: torch.Tensor, keys_C: torch.Tensor, k: int) -> Seq
     scores_BK, columns_BK = scores_BK[:, :k], columns_BK[:, :k]
     if len(rows):
         ordered, columns = scores_BC[rows].sort(dim=1, descending=True, stable=True)
-        scores_BK[rows], columns_BK[rows] = ordered[:, :k], columns[:, :k]
+        scores_BK[rows] = ordered[:, :k]
+        columns_BK[rows] = columns[:, :k]
     keys_BK = torch.where(scores_BK == -torch.inf, NO_KEY, keys_C[columns_BK])
     return scores_BK, keys_BK
 

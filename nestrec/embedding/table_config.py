@@ -173,7 +173,8 @@ class Table:
     @property
     def config(self) -> TableConfig:
         """The same in full."""
-        optimizer, store = self.optimizer, self.store
+        optimizer = self.optimizer
+        store = self.store
         if isinstance(optimizer, RowOptimizerConfig):
             optimizer.check_is_read(f"optimizer of table {self.name}")
         where = f"tables.{self.name}"
@@ -274,7 +275,8 @@ def _check_table(table: TableConfig) -> None:
 
 def layout_of(table: TableConfig) -> RowLayout:
     """The layout of a table's rows."""
-    columns, offset = [RowColumn("weight", table.weight_dtype, table.dim, 0)], table.dim * table.weight_dtype.itemsize
+    columns = [RowColumn("weight", table.weight_dtype, table.dim, 0)]
+    offset = table.dim * table.weight_dtype.itemsize
     for state in table.optimizer.spec.state:
         offset = _round_up(offset, table.state_dtype.itemsize)
         width = 1 if state.is_row_wise else table.dim

@@ -146,7 +146,8 @@ def _update_widened(  # noqa: PLR0917
     places: torch.Tensor | None,
 ) -> None:
     """Run a kernel that cannot update 16-bit weights on float32 copies of them."""
-    wide, draws = weight.to(grad.dtype), step.draws
+    wide = weight.to(grad.dtype)
+    draws = step.draws
     kernel(wide, states, grad, places, step)
     if places is not None and draws is not None:  # rows that did not move have nothing to be rounded
         of_rows = draws.new_zeros(len(weight))
@@ -160,7 +161,8 @@ class TableShard:
     """One table's rows on one rank."""
 
     def __init__(self, table: TableConfig, shard: int, num_shards: int, device: torch.device) -> None:
-        self.table, self.layout = table, layout_of(table)
+        self.table = table
+        self.layout = layout_of(table)
         self.optimizer = TableOptimizer(table, self.layout)
         self._share = shard, num_shards
         """What it answers for where tables are read or saved: of a replicated one, as if that were sharded."""
@@ -180,7 +182,8 @@ class TableShard:
 
     def _check_fits(self, num_rows: int) -> None:
         """Raise a UserError where this machine cannot hold what a table needs, however few of its rows are used."""
-        index, of_rows = index_bytes(num_rows, self._num_shards), 0
+        index = index_bytes(num_rows, self._num_shards)
+        of_rows = 0
         if self.table.store.kind != "disk" and self._device.type == "cpu":
             of_rows = self.layout.row_bytes * (num_rows // self._num_shards)
         try:
@@ -250,7 +253,8 @@ class TableShard:
             mine = self._is_shared(keys)
             keys, slots = keys[mine], slots[mine]
         for start in range(0, len(keys), chunk_rows):
-            part, places = keys[start : start + chunk_rows], slots[start : start + chunk_rows]
+            part = keys[start : start + chunk_rows]
+            places = slots[start : start + chunk_rows]
             columns = {"keys": torch.from_numpy(np.ascontiguousarray(part))}
             columns |= self.layout.columns_of(self._read_slots(part, places).cpu())
             columns |= {name: torch.from_numpy(values) for name, values in self.residency.metadata(places).items()}
@@ -340,7 +344,8 @@ def table_digest(shard: TableShard, shards: Communicator) -> str:
 
     A static table counts all its keys: rows that were never used count with their initial values.
     """
-    keys, sums = shard.keys(), np.zeros(_LANES + 1, np.uint64)
+    keys = shard.keys()
+    sums = np.zeros(_LANES + 1, np.uint64)
     for start in range(0, len(keys), _CHUNK_ROWS):
         part = keys[start : start + _CHUNK_ROWS]
         words = shard.read(part).cpu().numpy().view(np.uint64)
@@ -368,7 +373,8 @@ def make_store(table: TableConfig, layout: RowLayout, device: torch.device, shar
     if config.kind == "dram":
         return DramStore(layout.num_words, device, config.num_threads)
     if config.kind == "disk":
-        folder, name = Path(config.folder), quote(table.name, safe="")
+        folder = Path(config.folder)
+        name = quote(table.name, safe="")
         remove_leftovers(folder, name)
         path = folder / f"{name}.{shard}"
         return DiskStore(path, layout.num_words, device, config.cache_rows, config.num_threads)

@@ -24,7 +24,8 @@ from nestrec.ops.embedding.host_loops import gather_rows_host
 Keys = NDArray[np.int64]
 CHUNK_BYTES = 32 << 20
 """Of the rows that are handed out at once, and lie in a file of their own."""
-_ASIDE_CHUNKS, _MIN_CHUNK_BYTES = 32, 1 << 20
+_ASIDE_CHUNKS = 32
+_MIN_CHUNK_BYTES = 1 << 20
 """What was put aside is handed out in so many chunks, but not in smaller ones."""
 _PIECE_ROWS = 1 << 21
 """At most about so many rows are put into order at a time."""
@@ -47,7 +48,8 @@ class SnapshotKeys:
 
     def pieces(self, first: int, end: int, max_rows: int) -> Iterator[Keys]:
         """Slots of keys with a hash from `first` to `end` whose rows wait, in order; at most about so many at once."""
-        keys, step = self._keys_or_none(), -(-(end - first) // _NUM_RANGES)
+        keys = self._keys_or_none()
+        step = -(-(end - first) // _NUM_RANGES)
         counts = np.zeros(-(-(end - first) // step), np.int64)
         _count(self.state, keys, np.uint64(first), np.uint64(end), np.uint64(step), counts)
         piece = np.cumsum(counts) // max(1, max_rows)
@@ -90,7 +92,11 @@ class TableSnapshot:
         thaw: Callable[[], None],
     ) -> None:
         """shard: (index, number)."""
-        self._keys, self._layout, self._shard, self.rows, self.close = keys, layout, shard, rows, thaw
+        self._keys = keys
+        self._layout = layout
+        self._shard = shard
+        self.rows = rows
+        self.close = thaw
         self._num_left = int(np.count_nonzero(keys.state))
         self._turn = np.empty((_ROWS_A_TURN, layout.num_words), np.int32)
         self._hands_out_aside = False
@@ -141,7 +147,8 @@ class TableSnapshot:
 
     def _chunk(self, slots: Keys, read: Callable[[Keys, NDArray[np.int32]], Keys]) -> dict[str, torch.Tensor]:
         """Columns of those of these slots that `read` gives."""
-        columns, kept = self._layout.empty_columns(len(slots)), np.empty(len(slots), np.int64)
+        columns = self._layout.empty_columns(len(slots))
+        kept = np.empty(len(slots), np.int64)
         num_kept = 0
         for start in range(0, len(slots), _ROWS_A_TURN):
             part = slots[start : start + _ROWS_A_TURN]

@@ -100,7 +100,8 @@ class UserColumns:
         return [self._user(place) for place in range(first, end)]
 
     def _user(self, place: int) -> ResolvedUser:
-        now_ms, of_user = int(self.now_ms[place]), {name: values[place] for name, values in self.of_users.items()}
+        now_ms = int(self.now_ms[place])
+        of_user = {name: values[place] for name, values in self.of_users.items()}
         own = self._own(slice(self.bounds[place], self.bounds[place + 1]))
         history = own if len(own) else self._of_nobody(now_ms)
         of_events = {name: np.broadcast_to(value, len(history)) for name, value in of_user.items()}
@@ -147,9 +148,11 @@ def told_context(
 ) -> dict[str, Ints]:
     """What an option or the export's default tells of the event that so many users are asked for, by the features that
     histories read of it; but those that are known otherwise. `BadRequestError` where neither tells one."""
-    servable, found = reader.servable, dict[str, Ints]()
+    servable = reader.servable
+    found = dict[str, Ints]()
     for name in (name for name in servable.context_features if name not in but):
-        field, column = f"context.{name}", servable.event_features[name]
+        field = f"context.{name}"
+        column = servable.event_features[name]
         given = context[name] if name in context else reader.default(name, servable.spec.defaults.features, field)
         found |= spread(reader.values(given, 1, column, field, is_each=False), count)
     return found
@@ -162,10 +165,13 @@ class DatasetFeatures:
     """Of one dataset and one model."""
 
     def __init__(self, dataset: Dataset, reader: RequestResolver):
-        self._dataset, self._reader, servable = dataset, reader, reader.servable
+        self._dataset = dataset
+        self._reader = reader
+        servable = reader.servable
         self._known = {feature.column: feature for feature in dataset.card.features}
         self._ids: dict[str, Ints] = {}
-        self._of_events, self._of_users = servable.event_features, servable.user_features
+        self._of_events = servable.event_features
+        self._of_users = servable.user_features
         for column in (*self._of_events.values(), *self._of_users.values()):
             if column.name in self._known:
                 self._check(column, self._known[column.name])
@@ -230,7 +236,8 @@ class DatasetFeatures:
 
     def _translation(self, column: ColumnSpec) -> Ints:
         """The model's id of each of the dataset's."""
-        known, vocabulary = self._reader.servable.column_ids[column.name], self._dataset.vocabulary(column.name)
+        known = self._reader.servable.column_ids[column.name]
+        vocabulary = self._dataset.vocabulary(column.name)
         ids, keys = vocabulary.column("id").to_numpy(), vocabulary.column("key").to_pylist()
         found = np.zeros(int(ids.max(initial=0)) + 1, np.int64)
         found[ids] = [known.get(key, 0) for key in keys]
@@ -281,7 +288,9 @@ class DatasetUsers:
 
     def __init__(self, dataset: Dataset, servable: Servable, context: Mapping[str, Any] | None):
         """context: of the event that is asked for, by name of a feature; none: as at the user's last event."""
-        self._reader, self._servable, self._context = reader_of(servable), servable, context
+        self._reader = reader_of(servable)
+        self._servable = servable
+        self._context = context
         keys = dataset.items().column("item_key").to_pylist()
         self._ids = np.concatenate([[0], servable.ids_of(keys)]).astype(np.int64)
         self._features = DatasetFeatures(dataset, self._reader)
@@ -297,12 +306,14 @@ class DatasetUsers:
         """The users at these places, asked for at the moments of their last events."""
         rows = self._dataset.rows(places)
         of_items, offsets = rows.lists[ITEM_IDS]
-        bounds, items = offsets.astype(np.int64), self._ids[of_items]
+        bounds = offsets.astype(np.int64)
+        items = self._ids[of_items]
         times, actions = (
             rows.lists[name][0].astype(np.int64) if name in rows.lists else np.zeros(len(items), np.int64)
             for name in (TIMESTAMPS_MS, ACTIONS)
         )
-        is_known, of_events = items > 0, self._features.of_events(rows, len(items))
+        is_known = items > 0
+        of_events = self._features.of_events(rows, len(items))
         return UserColumns(
             servable=self._servable,
             keys=self._dataset.user_keys(places),

@@ -131,7 +131,8 @@ def _listed(candidates: Candidates, items: NDArray[np.int64]) -> Candidates:
 def _requests(session: Session, servable: Servable) -> list[_Request]:
     """Users spread over the dataset, each before its last event that validates."""
     task: Any = session.cfg.task
-    split, form = split_of(task.split, session.dataset), make_form(servable)
+    split = split_of(task.split, session.dataset)
+    form = make_form(servable)
     users = split.users_with("valid")
     users = users[split.valid_end[users] > 1]
     chosen = np.unique(users[np.linspace(0, len(users) - 1, min(_NUM_REQUESTS, len(users))).astype(np.int64)])
@@ -204,10 +205,12 @@ def _asked(form: ModelAdapter, requests: Sequence[_Request], prefixes: PrefixDty
     servable = form.servable
     longest = servable.encoder_config.max_length if prefixes != "model" else 1
     pool = pool_for(servable, cache_bytes=0, page_tokens=longest, prefix_dtype=prefixes)
-    runner, found = ReferenceRunner(form, pool), list[BatchItemScores]()
+    runner = ReferenceRunner(form, pool)
+    found = list[BatchItemScores]()
     for request in requests:
         tokens = form.tokens(request.history, request.candidates.now_ms)
-        pages, first = list(range(pool.num_pages)), 0
+        pages = list(range(pool.num_pages))
+        first = 0
         if prefixes != "model" and tokens.num_cacheable:
             first = tokens.num_cacheable
             runner.run([BatchItem(tokens=tokens, first=0, end=first, pages=pages, store_until=first)])

@@ -158,7 +158,9 @@ def restored_session(run: Path, *, best: bool) -> Iterator[tuple[Session, int]]:
 
 def _by_first(topology: Topology, write: Callable[[], ServableManifest]) -> ServableManifest:
     """What the first rank has written, or its error, on all ranks; these wait for it as long as for a checkpoint."""
-    peers, manifest, error = CheckpointGroup.of_topology(topology), None, None
+    peers = CheckpointGroup.of_topology(topology)
+    manifest = None
+    error = None
     try:
         manifest = write() if peers.is_first else None
     except UserError as refused:
@@ -206,7 +208,8 @@ def servable_of_session(session: Session, step: int, scratch: Path) -> Servable:
     """The model of a session as it is now, on the CPU. Collective."""
     if (exported := serving_form_of(session.cfg.task).exported) is not None:
         return cast(Servable, exported(session, step))
-    servable, tables = described(session, step), TableExporter(session, scratch)
+    servable = described(session, step)
+    tables = TableExporter(session, scratch)
     with_table = [c for c in servable.spec.columns if c.has_table]
     served = {"items": tables.items()} | {c.name: tables.rows(c.table_name) for c in with_table}
     vectors_of = servable.serving.index
@@ -218,7 +221,8 @@ def servable_of_session(session: Session, step: int, scratch: Path) -> Servable:
 
 def described(session: Session, step: int) -> Servable:
     """The model of a session without its tables and index."""
-    task, dataset = session.cfg.task, session.dataset
+    task = session.cfg.task
+    dataset = session.dataset
     serving = serving_form_of(task)
     tables = TableExporter(session, Path())
     columns = tuple(_column(session, tables, c) for c in serving.columns(task, dataset.card))

@@ -28,13 +28,15 @@ class TableExporter:
     """Of one run. scratch: a folder on a disk with room for them."""
 
     def __init__(self, session: Session, scratch: Path):
-        self._session, self._scratch = session, scratch
+        self._session = session
+        self._scratch = scratch
         self._read: dict[str, DeviceTable] = {}
         self._table_of = {f: name for name, table in session.engine.tables.items() for f in table.feature_names}
         self._check_is_served()
 
     def _check_is_served(self) -> None:
-        task, card = self._session.cfg.task, self._session.dataset.card
+        task = self._session.cfg.task
+        card = self._session.dataset.card
         known = {column.name for column in serving_form_of(task).columns(task, card)}
         of_items = self._session.engine.tables["items"].feature_names
         for feature in self._table_of:
@@ -71,7 +73,8 @@ class TableExporter:
     @property
     def folds_items(self) -> bool:
         """Whether rows of items hold their features, too: a server knows single categories of items, and no lists."""
-        task, card = self._session.cfg.task, self._session.dataset.card
+        task = self._session.cfg.task
+        card = self._session.dataset.card
         of_items = [c for c in serving_form_of(task).columns(task, card) if c.name.startswith(ITEM_PREFIX)]
         is_folded = self._reads_index or serving_form_of(task).keeps_item_parts(task)
         return any(c.is_bag or c.width for c in of_items) or bool(of_items and is_folded)
@@ -79,7 +82,8 @@ class TableExporter:
     @property
     def item_vectors(self) -> int:
         """In what is served of an item: of its id, and of each of its features where those are kept apart."""
-        task, card = self._session.cfg.task, self._session.dataset.card
+        task = self._session.cfg.task
+        card = self._session.dataset.card
         form = serving_form_of(task)
         of_items = [c for c in form.columns(task, card) if c.name.startswith(ITEM_PREFIX)]
         return 1 + len(of_items) if form.keeps_item_parts(task) else 1
@@ -110,7 +114,8 @@ class TableExporter:
         return known
 
     def _vectors(self, name: str, keys: NDArray[np.int64]) -> torch.Tensor:
-        table, model = self._session.engine.tables[name], self._session.task.model
+        table = self._session.engine.tables[name]
+        model = self._session.task.model
         feature = table.feature_names[0]
         found = self._session.engine.lookup_readonly({feature: keys})[feature]
         return _in_width(model, table, found)

@@ -60,7 +60,8 @@ class ModelDescription:
     @staticmethod
     def of(session: Session, step: int) -> "ModelDescription":
         """Collective."""
-        servable, exported = described(session, step), TableExporter(session, Path())
+        servable = described(session, step)
+        exported = TableExporter(session, Path())
         names = dict.fromkeys(["items", *(column.table_name for column in servable.spec.columns if column.has_table)])
         tables = tuple(_published(session, exported, servable.spec, name) for name in names)
         return ModelDescription(tables=tables, files=descriptions(servable), spec=servable.spec)
@@ -109,7 +110,8 @@ def changes_of(
     session: Session, now: ModelDescription, base: VersionManifest, compared: Mapping[str, torch.Tensor]
 ) -> RankVersionData:
     """What has changed since an earlier version, safe from later steps. compared: what that held. Collective."""
-    exported, engine = TableExporter(session, Path()), session.engine
+    exported = TableExporter(session, Path())
+    engine = session.engine
     rows: dict[str, list[Chunk]] = {}
     removed: dict[str, torch.Tensor] = {}
     kept: dict[str, torch.Tensor] = {}
@@ -135,7 +137,8 @@ def changes_of(
 
 def everything_of(session: Session, now: ModelDescription) -> RankVersionData:
     """All of it, read when it is written: before the next step. Collective."""
-    exported, engine = TableExporter(session, Path()), session.engine
+    exported = TableExporter(session, Path())
+    engine = session.engine
     rows: dict[str, Iterable[Chunk]] = {}
     kept: dict[str, torch.Tensor] = {}
     for table in now.tables:

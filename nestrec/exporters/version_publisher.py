@@ -60,7 +60,9 @@ class Publisher:
         """identity: of the run, on the first rank. step: from which it goes on. warn: told what went wrong and does not
         end the run. tell: called with a line per published version, on the first rank. Collective."""
         on_first(session.topology, lambda: check_published(session.cfg.task))
-        self._cfg, self._identity, self._warn = cfg, identity, warn
+        self._cfg = cfg
+        self._identity = identity
+        self._warn = warn
         self._tell = tell
         self._versions = VersionStore(storage_of(cfg.address))
         self._peers = CheckpointGroup.of_topology(session.topology)
@@ -142,7 +144,8 @@ class Publisher:
             newest = self._versions.newest()
             if newest is None:
                 return
-            self._number, self._seen = newest.number, newest.folder
+            self._number = newest.number
+            self._seen = newest.folder
             told = self._versions.told(newest.folder, newest.version)
             if told is not None and told.step == step and told.run == self._run_at(step):
                 self._chain = self._versions.way_from_full((newest.folder, newest.version))
@@ -204,8 +207,10 @@ class Publisher:
     def _write_everything(self, about: VersionInfo, content: RankVersionData, now: ModelDescription) -> None:
         written = self._writer.write("full", about, content)
         self._base = self._newest = written
-        self._base_described, self._compared = now, content.compared
-        self._number, self._chain = about.number, [self._base]
+        self._base_described = now
+        self._compared = content.compared
+        self._number = about.number
+        self._chain = [self._base]
         self._tell_of(written)
         self._prune()
 
@@ -214,7 +219,9 @@ class Publisher:
     ) -> None:
         written = self._writer.write("delta", about, changes)
         self._base = self._newest = written
-        self._base_described, self._compared, self._number = now, changes.compared, about.number
+        self._base_described = now
+        self._compared = changes.compared
+        self._number = about.number
         self._chain = [*self._chain, self._base]
         self._tell_of(written)
         if len(self._chain) > self._cfg.snapshot_every:
@@ -261,7 +268,8 @@ class Publisher:
         """The step of the next version, one value for all ranks."""
         if self._cfg.every_s is None:
             return
-        (last_step, last_s), now_s = self._last, time.monotonic()
+        (last_step, last_s) = self._last
+        now_s = time.monotonic()
         step_s = max(1e-6, (now_s - last_s) / max(1, step - last_step))
         self._last = (step, now_s)
         self._next_step = self._peers.gather(step + max(1, round(self._cfg.every_s / step_s)))[0]

@@ -85,7 +85,8 @@ def users_of(users: Path | str, servable: Servable, data: Path | str | None, con
 
 class _UsersOfDataset:
     def __init__(self, dataset: Dataset, servable: Servable, listed: Path | None, context: Mapping[str, Any]):
-        self._dataset, self._users = dataset, DatasetUsers(dataset, servable, context)
+        self._dataset = dataset
+        self._users = DatasetUsers(dataset, servable, context)
         self._places = np.arange(dataset.num_samples)
         if listed is not None:
             keys = [line for line in _text_of(listed).split("\n") if line]
@@ -116,11 +117,13 @@ class _UsersOfDataset:
 def _check_context(context: Mapping[str, Any], servable: Servable) -> None:
     """A mistake in it would be one in what everybody gets."""
     for name, value in context.items():
-        field, known = f"context.{name}", servable.context_features
+        field = f"context.{name}"
+        known = servable.context_features
         if name not in known:
             remedy = did_you_mean(name, known) if known else "leave it out: the model reads none"
             raise UserError("is not read by the model", field=field, value=value, remedy=remedy)
-        reader, column = RequestResolver(servable, NO_LIMITS, RequestNotes()), servable.event_features[name]
+        reader = RequestResolver(servable, NO_LIMITS, RequestNotes())
+        column = servable.event_features[name]
         try:
             reader.values(value, 1, column, field, is_each=False)
         except BadRequestError as error:
@@ -147,7 +150,8 @@ _DIGESTS = ("model", "users")
 _PARQUET = ("", ".parquet", ".pq")
 _USUAL_FIELDS = 32
 """of an event: models that read more of each get fewer events at once"""
-_NO_ITEMS, _BYTES = np.zeros(0, np.int64), torch.uint8
+_NO_ITEMS = np.zeros(0, np.int64)
+_BYTES = torch.uint8
 _NOTHING = _NO_ITEMS, np.zeros((0, 1), np.float32)
 
 
@@ -185,7 +189,8 @@ class BatchRecommender:
             raise UserError("are not the options of a batch job", field="cfg", value=given, remedy=remedy)
         own = cfg or BatchJobConfig()
         told = {"context": plain_values(own.context, "context")}
-        self.servable, self.cfg = servable, from_plain(BatchJobConfig, to_plain(replace(own, context={})) | told)
+        self.servable = servable
+        self.cfg = from_plain(BatchJobConfig, to_plain(replace(own, context={})) | told)
         self._topology = topology or Topology.single(servable.device)
         self._data = data
         form = make_form(servable, self.cfg.slide_events)
@@ -290,7 +295,8 @@ class BatchRecommender:
     def _batches(self, users: UserColumns) -> list[tuple[int, int]]:
         """First user of each and the one behind its last. What is looked up of an event takes memory, too."""
         most = self.cfg.batch_tokens // max(1, self._form.num_fields // _USUAL_FIELDS)
-        bounds, tokens = [0], 0
+        bounds = [0]
+        tokens = 0
         for place, length in enumerate(np.minimum(users.lengths, self._form.max_events).tolist()):
             if place > bounds[-1] and tokens + length > most:
                 bounds.append(place)

@@ -130,8 +130,10 @@ class Recommender:
             )
         if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 1:
             raise UserError("must be a whole number from 1", field="k", value=k, remedy="such as k=10")
-        barred, allowed = self._known(exclude, "exclude"), None if allow is None else self._known(allow, "allow")
-        none, keys = np.zeros(0, np.int64), self.servable.item_keys
+        barred = self._known(exclude, "exclude")
+        allowed = None if allow is None else self._known(allow, "allow")
+        none = np.zeros(0, np.int64)
+        keys = self.servable.item_keys
 
         def wanted(asked: "ResolvedRequest", reader: "RequestResolver", request: "RankRequest") -> Candidates:
             excluded = np.union1d(asked.seen, barred) if exclude_seen else barred
@@ -173,7 +175,8 @@ class Recommender:
         answers = []
         for request, one, found in zip(requests, asked, self._computed(asked), strict=True):
             is_known = found.items > 0
-            keys, unknown = [str(key) for key in request.candidates], np.flatnonzero(~is_known).tolist()
+            keys = [str(key) for key in request.candidates]
+            unknown = np.flatnonzero(~is_known).tolist()
             scores = np.where(is_known[:, None], found.scores, _LAST)
             answers.append(ScoredItems(tuple(keys), self._columns(scores), (*one.unknown, *(keys[i] for i in unknown))))
         return answers
@@ -233,11 +236,13 @@ class Recommender:
 
     def _computed(self, asked: "list[_ResolvedRequest]") -> Iterator[BatchItemScores]:
         """In order, as many tokens at a time as fit together."""
-        batch, tokens = list[BatchItem](), 0
+        batch = list[BatchItem]()
+        tokens = 0
         for one in asked:
             if batch and tokens + one.part.num_new > _BATCH_TOKENS:
                 yield from self._run(batch)
-                batch, tokens = [], 0
+                batch = []
+                tokens = 0
             batch.append(one.part)
             tokens += one.part.num_new
         yield from self._run(batch)

@@ -84,7 +84,8 @@ def plain_values(values: Any, field: str) -> dict[str, Any]:
 
 def explained(error: BadRequestError, given: Mapping[str, Any]) -> UserError:
     """The error for Python users: with the value that was given, and what may be done."""
-    field, value = error.field or "history", given
+    field = error.field or "history"
+    value = given
     for name in field.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None  # type: ignore[assignment]
     return UserError(error.message, field=field, value=_shown(value), remedy=_remedy(field))

@@ -119,7 +119,8 @@ def opened(path: Path, servable: Servable) -> pa.Table:
 
 class _UsersFile:
     def __init__(self, path: Path, servable: Servable):
-        self._path, self._servable = path, servable
+        self._path = path
+        self._servable = servable
         self.table = self._with_names(self._opened())
         self._check_names()
         self._check_keys()
@@ -157,13 +158,15 @@ class _UsersFile:
         return pa.table(found)
 
     def _check_names(self) -> None:
-        servable, names = self._servable, self.table.column_names
+        servable = self._servable
+        names = self.table.column_names
         has_times = servable.spec.defaults.times == "now" and "now_ms" in names
         needed = ["user", "items", *(["times_ms"] if servable.reads_times and not has_times else [])]
         if missing := [name for name in needed if name not in names]:
             remedy = "give columns user, items (lists of item ids) and times_ms (lists, where the model reads times)"
             raise UserError(f"has no column {', '.join(missing)}", field="users", value=str(self._path), remedy=remedy)
-        of_event, of_user = servable.event_features, servable.user_features
+        of_event = servable.event_features
+        of_user = servable.user_features
         known: dict[str, Mapping[str, Any]] = {"features": of_event, "user_features": of_user, "context": of_event}
         for name in names:
             group, dot, feature = name.partition(".")
@@ -245,7 +248,9 @@ class FileUsers:
 
     def __init__(self, path: Path, servable: Servable, context: Mapping[str, Any]):
         """context: of the event that is asked for, by name of a feature, where the file does not tell it."""
-        self._path, self._context, self._reader = path, context, reader_of(servable)
+        self._path = path
+        self._context = context
+        self._reader = reader_of(servable)
         self._table = opened(path, servable)
         if servable.given_fields or servable.reads_actions:
             for first in range(0, len(self), _ROWS_AT_A_TIME):
@@ -289,8 +294,11 @@ class _Rows:
     """Rows of a file. Values of all users are read at once: user by user that would take longer than their models."""
 
     def __init__(self, rows: pa.Table, reader: RequestResolver, context: Mapping[str, Any]):
-        self._rows, self._reader, self._context = rows, reader, context
-        self._servable, self._names = reader.servable, rows.column_names
+        self._rows = rows
+        self._reader = reader
+        self._context = context
+        self._servable = reader.servable
+        self._names = rows.column_names
         keys, self._bounds = flat(rows["items"])
         self._items = self._servable.ids_of(ids_of(keys))
         self._is_known = self._items > 0
@@ -332,7 +340,8 @@ class _Rows:
         return self._reader.actions(told, len(told))
 
     def _of_events(self) -> dict[str, Ints]:
-        found, defaults = dict[str, Ints](), self._servable.spec.defaults.features
+        found = dict[str, Ints]()
+        defaults = self._servable.spec.defaults.features
         for name, column in self._servable.event_features.items():
             field = f"features.{name}"
             default = partial(self._reader.default, name, defaults, field)
@@ -342,11 +351,15 @@ class _Rows:
 
     def _told(self, field: str, read: Callable[[pa.Array], list[Any]], default: Callable[[], Any]) -> list[Any]:
         """A value of each known event; the default for all events of a user whose list is left out."""
-        lengths, num_users = np.diff(self._bounds).tolist(), len(self._rows)
-        values, bounds, is_told = list[Any](), np.zeros(num_users + 1, np.int64), np.zeros(num_users, np.bool_)
+        lengths = np.diff(self._bounds).tolist()
+        num_users = len(self._rows)
+        values = list[Any]()
+        bounds = np.zeros(num_users + 1, np.int64)
+        is_told = np.zeros(num_users, np.bool_)
         if field in self._names and not pa.types.is_null(self._rows[field].type):
             listed, bounds = flat(self._rows[field])
-            values, is_told = read(listed), self._rows[field].is_valid().to_numpy()
+            values = read(listed)
+            is_told = self._rows[field].is_valid().to_numpy()
         wrong = np.flatnonzero(is_told & (np.diff(bounds) != lengths))
         if len(wrong):
             raise BadRequestError(f"must have {lengths[wrong[0]]} values, one for each", field)
@@ -358,7 +371,8 @@ class _Rows:
         return [*itertools.compress(values, self._is_known)]
 
     def _of_users(self) -> dict[str, Ints]:
-        found, defaults = dict[str, Ints](), self._servable.spec.defaults.user_features
+        found = dict[str, Ints]()
+        defaults = self._servable.spec.defaults.user_features
         for name, column in self._servable.user_features.items():
             field = f"user_features.{name}"
             if field in self._names:
@@ -373,7 +387,8 @@ class _Rows:
         told = [name for name in self._servable.context_features if f"context.{name}" in self._names]
         found = told_context(self._reader, self._context, len(self._rows), but=told)
         for name in told:
-            field, column = f"context.{name}", self._servable.event_features[name]
+            field = f"context.{name}"
+            column = self._servable.event_features[name]
             values = values_of(self._rows[field].combine_chunks(), column)
             found |= self._reader.values(values, len(values), column, field, is_each=True)
         return found

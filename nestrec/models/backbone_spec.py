@@ -95,7 +95,8 @@ class AttentionSpanConfig:
 
     def most_seen(self, layer: int, max_length: int) -> int:
         """Tokens that one sees at most in a layer."""
-        rules, most = self.rules(layer), max_length
+        rules = self.rules(layer)
+        most = max_length
         if self.cuts(layer) and self.keep_last is not None:
             most = min(most, self.keep_last + self.keep_step - 1)
         window = rules.max_attention_length
@@ -122,10 +123,13 @@ FULL = AttentionSpanConfig()
 def cut_sequences(reach: AttentionSpanConfig, info: SequenceInfo) -> tuple[torch.Tensor, SequenceInfo]:
     """(T',) the tokens that are left, and what is known of their sequences. It waits for the device, to count them."""
     assert reach.keep_last is not None
-    lengths_B, cut_B, most = info.offsets.diff(), info.cut_B, info.max_length
+    lengths_B = info.offsets.diff()
+    cut_B = info.cut_B
+    most = info.max_length
     if cut_B is None:
         steps_B = (lengths_B - reach.keep_last).div(reach.keep_step, rounding_mode="floor")
-        cut_B, most = (steps_B * reach.keep_step).clamp(min=0), reach.keep_last + reach.keep_step - 1
+        cut_B = (steps_B * reach.keep_step).clamp(min=0)
+        most = reach.keep_last + reach.keep_step - 1
     cut_T = torch.repeat_interleave(cut_B, lengths_B, output_size=len(info.position_T))
     kept = torch.nonzero(info.position_T >= cut_T).squeeze(1)
     return kept, replace(

@@ -131,7 +131,8 @@ def states_behind(
     """(T, D) states of the tokens of histories that begin with these."""
     if prefix_BPD is None:
         return _states(encoder, token_TD, info)
-    (num_sequences, num_prefix, _), device = prefix_BPD.shape, token_TD.device
+    (num_sequences, num_prefix, _) = prefix_BPD.shape
+    device = token_TD.device
     sequence_T = torch.searchsorted(info.offsets, torch.arange(len(token_TD), device=device), right=True) - 1
     place_T = torch.arange(len(token_TD), device=device) + num_prefix * (sequence_T + 1)
     first_B = info.offsets[:-1] + num_prefix * torch.arange(num_sequences, device=device)
@@ -210,7 +211,9 @@ class ResidualEncoder(nn.Module):
 
     def __init__(self, cfg: _Sizes, layers: Iterable[nn.Module]):
         super().__init__()
-        self._factor, self._dropout, self._reach = cfg.dim**0.5, cfg.dropout, cfg.attention
+        self._factor = cfg.dim**0.5
+        self._dropout = cfg.dropout
+        self._reach = cfg.attention
         self.position = nn.Parameter(torch.empty(cfg.max_length + cfg.normaliser_margin, cfg.dim))
         nn.init.xavier_normal_(self.position)
         self.layers = nn.ModuleList(layers)

@@ -75,9 +75,12 @@ class FuXiConfig:
 class FuXiBlock(nn.Module):
     def __init__(self, cfg: FuXiConfig, site: int):
         super().__init__()
-        self.cfg, self.site = cfg, site
-        self.rules, self.normaliser = cfg.attention.rules(site // 2), cfg.normaliser(site // 2)
-        width, num_channels = cfg.num_heads * cfg.head_dim, 3 if cfg.time_channel else 2
+        self.cfg = cfg
+        self.site = site
+        self.rules = cfg.attention.rules(site // 2)
+        self.normaliser = cfg.normaliser(site // 2)
+        width = cfg.num_heads * cfg.head_dim
+        num_channels = 3 if cfg.time_channel else 2
         self.widths = (num_channels * width, width, width, width)
         self.uvqk = nn.Parameter(torch.empty(cfg.dim, sum(self.widths)).normal_(std=0.02))
         self.output = nn.Linear(num_channels * width, cfg.dim)
@@ -125,7 +128,8 @@ class FuXiBlock(nn.Module):
         self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, info: SequenceInfo
     ) -> tuple[torch.Tensor, ...]:
         """(T, width) of each: semantic, positional, temporal."""
-        bias, rules = self.bias(info), with_targets(self.rules, info)
+        bias = self.bias(info)
+        rules = with_targets(self.rules, info)
         if info.context is not None:
             return fuxi_attention_in_context(
                 q_THD, k_THD, v_THD, info.context, normaliser=self.normaliser, bias=bias, rules=rules
@@ -158,7 +162,8 @@ class FuXi(ResidualEncoder):
 
 def _flops(cfg: FuXiConfig) -> ForwardFlops:
     """Projections and output are as wide as all channels together; each bias channel is one product."""
-    width, others = cfg.num_heads * cfg.head_dim, 2 if cfg.time_channel else 1
+    width = cfg.num_heads * cfg.head_dim
+    others = 2 if cfg.time_channel else 1
     weights = cfg.dim * ((4 + others) * width + (1 + others) * width + 3 * cfg.ffn_dim)
     return ForwardFlops(
         token=2.0 * weights * cfg.num_layers,
@@ -171,7 +176,8 @@ def _flops(cfg: FuXiConfig) -> ForwardFlops:
 
 def _activations(cfg: FuXiConfig) -> float:
     """As HSTU with wider gates and outputs, and the second stage."""
-    width, channels = cfg.num_heads * cfg.head_dim, 3 if cfg.time_channel else 2
+    width = cfg.num_heads * cfg.head_dim
+    channels = 3 if cfg.time_channel else 2
     return cfg.num_layers * (5.0 * cfg.dim + (6.0 + 5.0 * channels) * width + 3.0 * cfg.ffn_dim)
 
 

@@ -147,7 +147,8 @@ class RetrievalModel(nn.Module):
     def __init__(self, encoder: EncoderConfig, similarity: SimilarityConfig, num_prefix: int = 0):
         """num_prefix: tokens that stand before every history."""
         super().__init__()
-        self.encoder, self.dim = make_encoder(with_room(encoder, num_prefix)), encoder.dim
+        self.encoder = make_encoder(with_room(encoder, num_prefix))
+        self.dim = encoder.dim
         self.similarity = similarity
         self.to_width = FeatureProjections(encoder.dim, {})
         """of tables whose vectors have another width than the model"""

@@ -69,8 +69,10 @@ class HSTUConfig:
 class HSTULayer(nn.Module):
     def __init__(self, cfg: HSTUConfig, site: int):
         super().__init__()
-        self.cfg, self.site = cfg, site
-        self.rules, self.normaliser = cfg.attention.rules(site - 1), cfg.normaliser(site - 1)
+        self.cfg = cfg
+        self.site = site
+        self.rules = cfg.attention.rules(site - 1)
+        self.normaliser = cfg.normaliser(site - 1)
         width = cfg.num_heads * cfg.head_dim
         self.uvqk = nn.Parameter(torch.empty(cfg.dim, 4 * width).normal_(std=0.02))
         self.output = nn.Linear(width, cfg.dim)
@@ -88,7 +90,8 @@ class HSTULayer(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(x + delta, what this layer adds to it): the sum is left to the next one, which reads it anyway."""
         cfg = self.cfg
-        width, heads = cfg.num_heads * cfg.head_dim, (len(x_TD), cfg.num_heads, cfg.head_dim)
+        width = cfg.num_heads * cfg.head_dim
+        heads = (len(x_TD), cfg.num_heads, cfg.head_dim)
         projected = norm_projection(
             x_TD, delta_TD, self.uvqk, (width,) * 4, norm="layer", eps=NORM_EPS, recompute=cfg.recompute
         )
@@ -112,7 +115,8 @@ class HSTULayer(nn.Module):
     def _attention(
         self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, info: SequenceInfo
     ) -> torch.Tensor:
-        bias, rules = self.bias(info), with_targets(self.rules, info)
+        bias = self.bias(info)
+        rules = with_targets(self.rules, info)
         if info.context is not None:
             return hstu_attention_in_context(
                 q_THD, k_THD, v_THD, info.context, normaliser=self.normaliser, bias=bias, rules=rules

@@ -49,7 +49,8 @@ class SASRecConfig:
 class SASRecLayer(nn.Module):
     def __init__(self, cfg: SASRecConfig, site: int):
         super().__init__()
-        self.cfg, self.site = cfg, site
+        self.cfg = cfg
+        self.site = site
         self.query_norm = nn.LayerNorm(cfg.dim, eps=1e-8, elementwise_affine=cfg.norm_affine)
         self.ffn_norm = nn.LayerNorm(cfg.dim, eps=1e-8, elementwise_affine=cfg.norm_affine)
         self.query, self.key, self.value, self.mix = (nn.Linear(cfg.dim, cfg.dim) for _ in range(4))

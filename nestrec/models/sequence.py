@@ -160,7 +160,9 @@ def whole_forward(
 ) -> tuple[torch.Tensor, list[KeysAndValues]]:
     """(T, D) states of the new tokens; nothing is kept of them. There may be no prefix."""
     assert all(segment.prefix_length == 0 for segment in segments)
-    first, places, kept = 0, list[torch.Tensor](), list[tuple[int, int, int]]()
+    first = 0
+    places = list[torch.Tensor]()
+    kept = list[tuple[int, int, int]]()
     for segment in segments:
         history = torch.arange(first, first + segment.num_history)
         last = first + segment.num_history

@@ -32,14 +32,16 @@ class CollisionStages:
     """Submits them to the lanes of a machine."""
 
     def __init__(self, machine: StageRunner) -> None:
-        self._machine, self._engine = machine, machine.engine
+        self._machine = machine
+        self._engine = machine.engine
 
     def find(
         self, older: FetchedBatch[SplitExchangeWindow], following: NextBatch[SplitExchangeWindow]
     ) -> AdjacentBatches:
         """Which rows two batches share: found on the owner, told to the sources."""
         label = self._machine.label("train.embedding.collisions", "lookup", older.number, is_collective=True)
-        routed, engine = (older.keys.routed, following.batch.keys.routed), self._engine
+        routed = (older.keys.routed, following.batch.keys.routed)
+        engine = self._engine
         found = self._machine.lanes.communication.submit(
             lambda span: find_collisions(routed[0].wait(), routed[1].wait(), engine.topology, engine.shapes),
             label,
@@ -60,7 +62,8 @@ class CollisionStages:
 
     def gradients(self, pair: AdjacentBatches, micro_batch: int, which: Which) -> Future[None]:
         """Exchange G of a micro-batch of the older batch, of one portion of its rows; owners add up."""
-        window, found = pair.older.window, pair.collisions
+        window = pair.older.window
+        found = pair.collisions
 
         def send(span: OpenSpan) -> None:
             with counted(span, self._engine.statistics.gradients):

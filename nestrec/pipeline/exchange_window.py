@@ -63,7 +63,9 @@ class LossCompute:
         empty_pass: called in the place of the passes over a micro-batch without samples, where passes are collective.
         """
         self._empty_pass = empty_pass
-        self._loss, self._device, self.couples_samples = loss, device, couples_samples
+        self._loss = loss
+        self._device = device
+        self.couples_samples = couples_samples
         self._reads_stored_rows = reads_stored_rows
         self._half = precision in ("bf16", "fp8") and device.type == "cuda"
         self._fp8 = precision == "fp8"
@@ -123,7 +125,9 @@ class ExchangeWindow:
     """The exchanges of one batch: `receive` and `send` in order of micro-batch, `send(i)` after `keep(i)`."""
 
     def __init__(self, engine: EmbeddingEngine, routed: RoutedKeys, working: WorkingSet) -> None:
-        self._engine, self.routed, self.working = engine, routed, working
+        self._engine = engine
+        self.routed = routed
+        self.working = working
         self._cache = _Cache(engine, routed) if routed.cache_rows is not None else None
         self._rows: dict[int, Vectors] = {}
         self._gradients: dict[int, Gradients] = {}
@@ -192,7 +196,8 @@ class _Cache:
         assert part.used is not None
         joined = joined_gradients(gradients, part.num_rows, self._engine.shapes, self._engine.device)
         for dtype, run in joined.items():
-            sums, rows = self._sums[dtype], part.used[1][dtype]
+            sums = self._sums[dtype]
+            rows = part.used[1][dtype]
             add_spans(run.elements, rows, sums.elements, sums.spans)
         used_here(run.elements for run in self._sums.values())
         return self._sums

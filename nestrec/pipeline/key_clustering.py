@@ -251,7 +251,8 @@ def _improve(key, offsets, num_keys, cost, micro_batch, num_micro_batches, limit
     for turn in range(passes):
         saved = 0
         for sample in range(len(micro_batch)):
-            here, stamp = micro_batch[sample], turn * len(micro_batch) + sample
+            here = micro_batch[sample]
+            stamp = turn * len(micro_batch) + sample
             brings[:] = 0
             for i in range(offsets[sample], offsets[sample + 1]):
                 k = key[i]

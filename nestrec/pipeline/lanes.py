@@ -118,7 +118,8 @@ class Future(Generic[T]):
     """The result of a task, when it is there."""
 
     def __init__(self, tracer: Tracer, span_id: int) -> None:
-        self._tracer, self._span_id = tracer, span_id
+        self._tracer = tracer
+        self._span_id = span_id
         self._done = threading.Event()
         self._value: T | None = None
         self._error: BaseException | None = None
@@ -136,7 +137,8 @@ class Future(Generic[T]):
         return self._value  # type: ignore[return-value]
 
     def succeed(self, value: T, ready: torch.cuda.Event | None) -> None:
-        self._value, self._ready = value, ready
+        self._value = value
+        self._ready = ready
         self._done.set()
 
     def fail(self, error: BaseException) -> None:
@@ -165,8 +167,11 @@ class Lane:
     """
 
     def __init__(self, name: str, tracer: Tracer, run_ahead: RunAheadLimiter, *, is_urgent: bool = False) -> None:
-        self.name, self._tracer, self._run_ahead = name, tracer, run_ahead
-        self._device, self._is_urgent = run_ahead.device, is_urgent
+        self.name = name
+        self._tracer = tracer
+        self._run_ahead = run_ahead
+        self._device = run_ahead.device
+        self._is_urgent = is_urgent
         self._entries: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None

@@ -33,7 +33,8 @@ class MicroBatchTuner:
     def __init__(self, batch: BatchConfig, pipeline: PipelineConfig, topology: Topology) -> None:
         self._is_auto = batch.micro_batches == "auto"
         self._window_ms = _window_time(pipeline.schedule) if self._is_auto else None
-        self._replay, self._topology = pipeline.replay, topology
+        self._replay = pipeline.replay
+        self._topology = topology
         self._delay = batch.prefetch + 1 + MOST_AHEAD
         self._times: dict[int, list[tuple[float, float]]] = defaultdict(list)
         self._num_seen = 0
@@ -60,7 +61,8 @@ class MicroBatchTuner:
         everyone = all_gather_json(self._topology.control, {str(n): times for n, times in self._times.items()})
         if min(len(rank.get(str(tried), [])) for rank in everyone) < STEPS_TO_MEASURE:
             return None
-        chosen, before_ms = MANY, None
+        chosen = MANY
+        before_ms = None
         few = _measured(FEW, everyone)
         if tried == FEW:
             before_ms = few.compute_ms, few.communication_ms

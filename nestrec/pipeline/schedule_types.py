@@ -80,8 +80,11 @@ class FetchedBatch(Generic[WindowT_co]):
         rows: FutureLike[WorkingSet],
         open_window: "Callable[[FetchedBatch[WindowT_co]], WindowT_co]",
     ) -> None:
-        self.keys, self.rows, self._open = keys, rows, open_window
-        self.number, self.num_micro_batches = keys.number, keys.num_micro_batches
+        self.keys = keys
+        self.rows = rows
+        self._open = open_window
+        self.number = keys.number
+        self.num_micro_batches = keys.num_micro_batches
         self._window: WindowT_co | None = None
 
     @property
@@ -106,7 +109,8 @@ class LookaheadIterator:
 
     def __init__(self, batches: Iterator[Batch], most: int | None = None) -> None:
         """most: batches that will be taken; those beyond are not looked at. None: all."""
-        self._batches, self._left = batches, most
+        self._batches = batches
+        self._left = most
         self._ahead: deque[Batch] = deque()
 
     def __iter__(self) -> "LookaheadIterator":

@@ -225,7 +225,9 @@ class ModuleLoss:
                 raise UserError(
                     "is no feature of a table", field="pooled", value=feature, remedy=f"name one of {sorted(table_of)}"
                 )
-        self._module, self._table_of, self._weight = module, table_of, weight
+        self._module = module
+        self._table_of = table_of
+        self._weight = weight
         self._pooled: dict[str, Pooling] = {}
         for feature in pooled:
             how = pooled[feature] if isinstance(pooled, Mapping) else "sum"
@@ -289,7 +291,8 @@ class ModuleLoss:
 
     def _check(self, weight: Any, batch: Samples) -> None:
         """What was announced before the computation must be what the model computed."""
-        found, said = _number(weight, "the weight that the model returns"), announced(self._weight(batch))
+        found = _number(weight, "the weight that the model returns")
+        said = announced(self._weight(batch))
         if not abs(found - said) <= _TOLERANCE * max(1.0, abs(said)):
             raise UserError(
                 f"the model says {found:g} of a micro-batch that was announced with {said:g}",
@@ -324,9 +327,11 @@ def _number(value: Any, what: str) -> float:
 def _checked_sum(loss: Any) -> torch.Tensor:
     """A number that a gradient can be taken of."""
     if not isinstance(loss, torch.Tensor):
-        problem, value = "its loss is no tensor", type(loss).__name__
+        problem = "its loss is no tensor"
+        value = type(loss).__name__
     elif loss.dim() > 0 or not loss.is_floating_point():
-        problem, value = "its loss must be one number, the sum over samples", f"{loss.dtype} of {tuple(loss.shape)}"
+        problem = "its loss must be one number, the sum over samples"
+        value = f"{loss.dtype} of {tuple(loss.shape)}"
     elif not loss.requires_grad:
         problem, value = "its loss depends on no weight and no row of a table", "a loss without a gradient"
     else:

@@ -68,8 +68,11 @@ class StageRunner:
     def __init__(
         self, engine: EmbeddingEngine, compute: ModelCompute, dense: DenseSide, tracer: Tracer, *, window_cache: bool
     ) -> None:
-        self.engine, self.tracer = engine, tracer
-        self._compute, self._dense, self._window_cache = compute, dense, window_cache
+        self.engine = engine
+        self.tracer = tracer
+        self._compute = compute
+        self._dense = dense
+        self._window_cache = window_cache
         self._run_ahead = RunAheadLimiter(engine.device)
         self.lanes = Lanes(tracer, self._run_ahead)
         self._updated_to = 0
@@ -92,7 +95,8 @@ class StageRunner:
 
     def route(self, loading: LoadedBatch) -> RoutedBatch:
         """Stage 3."""
-        number, loaded = loading.number, loading.loaded
+        number = loading.number
+        loaded = loading.loaded
         asked = self.lanes.communication.submit(
             lambda span: self.engine.exchange_keys(loaded.wait().source, step=number),
             self.label("train.embedding.route", "lookup", number, is_collective=True),
@@ -163,7 +167,8 @@ class StageRunner:
 
     def copy_shared(self, older: FetchedBatch[Any], following: NextBatch[Any]) -> Overlap:
         """Stage 4, on the compute lane: rows that the older batch has updated, to the newer (shared-row copy)."""
-        working, shared = following.batch.rows.wait(), following.shared.wait()
+        working = following.batch.rows.wait()
+        shared = following.shared.wait()
         with self.span("train.embedding.copy", "lookup") as span:
             span.rows = copy_shared(older.rows.wait(), working, shared)
         return shared
@@ -199,12 +204,14 @@ class StageRunner:
 
     def compute(self, batch: FetchedBatch[ExchangeWindow], micro_batch: int) -> torch.Tensor:
         """Forward and backward of a micro-batch whose vectors have come; its share of the loss."""
-        window, keys = batch.window, batch.keys
+        window = batch.window
+        keys = batch.keys
         index = window.routed.micro_batches[micro_batch].index
         is_last = micro_batch == batch.num_micro_batches - 1
         early_sums = self._early_sums(batch.number) if is_last else contextlib.nullcontext()
         with self.tracer.context(micro_batch=micro_batch), self.span("train.compute", "compute"), early_sums:
-            samples, rows = keys.loaded.wait().micro_batches[micro_batch], window.vectors(micro_batch)
+            samples = keys.loaded.wait().micro_batches[micro_batch]
+            rows = window.vectors(micro_batch)
             loss, gradients = self._compute.forward_backward(samples, rows, index, keys.batch.weight)
             window.keep(micro_batch, gradients)
         return loss
@@ -318,7 +325,8 @@ class StageRunner:
 
     def update_in_store(self, batch: FetchedBatch[Any], rates: LearningRates, after: Future[None]) -> None:
         """For rows that were read ahead: apply their gradients to the rows that the store holds by then."""
-        old, routed = batch.window.working, batch.keys.routed
+        old = batch.window.working
+        routed = batch.keys.routed
 
         def update(span: OpenSpan) -> WorkingSet | None:
             fresh = self.engine.fetch(routed.wait(), step=batch.number)
@@ -378,9 +386,11 @@ class StageRunner:
 @contextlib.contextmanager
 def counted(span: OpenSpan, leg: ExchangeCounters) -> Iterator[None]:
     """Rows and bytes that cross inside the block. Only one lane counts on a leg."""
-    rows, num_bytes = leg.rows, leg.bytes_sent
+    rows = leg.rows
+    num_bytes = leg.bytes_sent
     yield
-    span.rows, span.bytes = leg.rows - rows, leg.bytes_sent - num_bytes
+    span.rows = leg.rows - rows
+    span.bytes = leg.bytes_sent - num_bytes
 
 
 def _measured(span: OpenSpan, working: WorkingSet) -> WorkingSet:
@@ -397,7 +407,8 @@ class KeyPrefetcher:
     """Stages 2 and 3 of the batches that follow."""
 
     def __init__(self, machine: StageRunner, ahead: int) -> None:
-        self._machine, self._ahead = machine, ahead
+        self._machine = machine
+        self._ahead = ahead
         self._loading: dict[int, LoadedBatch] = {}
         self._routed: dict[int, RoutedBatch] = {}
 
@@ -407,7 +418,8 @@ class KeyPrefetcher:
             batch = feed.peek(ahead)
             if batch is not None:
                 self.begun(step.number + ahead, batch)
-        batch, number = feed.peek(self._ahead + 1), step.number + self._ahead + 1
+        batch = feed.peek(self._ahead + 1)
+        number = step.number + self._ahead + 1
         if batch is not None:
             self._loading[number] = self._loaded(number, batch)
 

@@ -292,7 +292,8 @@ class TrainingPipeline:
             check_cut(self._micro_batches, num_samples * self.topology.world)
         groups = cut(batch, self._features, self._micro_batches, self.options.clustering)
         micro_batches = tuple(micro_batch_of(batch, self._features, samples) for samples in groups)
-        samples, tokens = np.arange(num_samples), np.ones(num_samples, np.int64)
+        samples = np.arange(num_samples)
+        tokens = np.ones(num_samples, np.int64)
         return Batch(BatchPosition(0, number), weight, samples, micro_batches, tokens=tokens)
 
     def _gathered(self, status: int, weight: float) -> float:

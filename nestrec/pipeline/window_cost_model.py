@@ -34,7 +34,8 @@ class MicroBatchHistory:
     """The number of micro-batches of each batch. Data threads ask for it while the loop adds changes."""
 
     def __init__(self, micro_batches: int, changes: Iterable[MicroBatchChange] = ()) -> None:
-        self._micro_batches, self.changes = micro_batches, tuple(changes)
+        self._micro_batches = micro_batches
+        self.changes = tuple(changes)
 
     @property
     def newest(self) -> int:
@@ -115,7 +116,9 @@ def in_turn_ms(compute: Sequence[float], vectors: Sequence[float], gradients: Se
 
 def vectors_first_ms(compute: Sequence[float], vectors: Sequence[float], gradients: Sequence[float]) -> float:
     """When the last gradients have arrived, with exchanges in the order E1 E2 ... G1 G2 ... on one lane."""
-    arrived, computed, lane = 0.0, 0.0, sum(vectors)
+    arrived = 0.0
+    computed = 0.0
+    lane = sum(vectors)
     for computing, coming, going in zip(compute, vectors, gradients, strict=True):
         arrived += coming
         computed = max(computed, arrived) + computing
@@ -131,7 +134,9 @@ def apart_ms(compute: Sequence[float], vectors: Sequence[float], gradients: Sequ
 def overlapped_ms(compute: Sequence[float], vectors: Sequence[float], gradients: Sequence[float]) -> float:
     """When the last gradients have arrived, with exchanges in the order E1 E2 G1 E3 G2 ... on one lane."""
     num_micro_batches = len(compute)
-    arrived, lane, computed = [0.0] * num_micro_batches, 0.0, 0.0
+    arrived = [0.0] * num_micro_batches
+    lane = 0.0
+    computed = 0.0
     for i in range(min(2, num_micro_batches)):
         lane = arrived[i] = lane + vectors[i]
     for i in range(num_micro_batches):

@@ -78,7 +78,10 @@ class Links:
 
     def all_to_all(self, group: Group, num_bytes: Any) -> "TransferTime":
         """Each rank sends `num_bytes` (a number, or one a rank) in equal parts to all of the group, itself included."""
-        slowest, extra, burst, inside = 0.0 * num_bytes, 0.0, 0.0, 1
+        slowest = 0.0 * num_bytes
+        extra = 0.0
+        burst = 0.0
+        inside = 1
         for link in self.levels:
             peers = group.within(link.ranks) - inside
             if peers <= 0:
@@ -97,7 +100,10 @@ class Links:
 
     def all_reduce(self, group: Group, num_bytes: Any) -> "TransferTime":
         """A ring at each level, over what the levels inside it have left: reduce-scatter inwards, gather outwards."""
-        wire, extra, burst, inside = 0.0, 0.0, 0.0, 1
+        wire = 0.0
+        extra = 0.0
+        burst = 0.0
+        inside = 1
         for link in self.levels:
             parts = group.within(link.ranks) // inside
             if parts <= 1:
@@ -110,7 +116,8 @@ class Links:
 
     def bytes_leaving(self, group: Group, num_bytes: float) -> dict[str, float]:
         """Bytes that a rank sends through each level in an All2All."""
-        found, inside = {}, 1
+        found = {}
+        inside = 1
         for link in self.levels:
             peers = max(0, group.within(link.ranks) - inside)
             found[link.name] = num_bytes * (group.size - inside) / group.size if peers else 0.0
@@ -119,7 +126,8 @@ class Links:
 
     def bytes_reduced(self, group: Group, num_bytes: float) -> dict[str, float]:
         """Bytes that a rank sends through each level in an all-reduce."""
-        found, inside = {}, 1
+        found = {}
+        inside = 1
         for link in self.levels:
             parts = max(1, group.within(link.ranks) // inside)
             found[link.name] = 2.0 * (parts - 1) / parts * num_bytes / inside

@@ -59,7 +59,8 @@ def check_fits(cfg: RunConfig, workload: Workload, cluster: ClusterConfig) -> Pr
     store = largest_of(workload).store
     tables = tuple(replace(table, keeps_store=table.store != store) for table in workload.tables)
     workload = replace(workload, tables=tables)
-    predictor, candidate = Predictor(workload, cluster), candidate_of(cfg, store)
+    predictor = Predictor(workload, cluster)
+    candidate = candidate_of(cfg, store)
     check_replicas(candidate.replicas, cluster.world)
     check_micro_batches(candidate.micro_batches, workload)
     found = shortages(predictor, candidate, Space().on(cluster, workload))
@@ -122,7 +123,9 @@ def given_by(
     cfg: RunConfig, overrides: Mapping[str, str], workload: Workload, cluster: ClusterConfig, store_option: str | None
 ) -> PlanConstraints:
     """overrides: what the recipe was changed by, as typed. store_option: that of the task, for its largest table."""
-    candidate, space, held = candidate_of(cfg), Space(), dict[str, Any]()
+    candidate = candidate_of(cfg)
+    space = Space()
+    held = dict[str, Any]()
     for option, (of_space, of_candidate) in SEARCHED.items():
         value = _value(cfg, option)
         if _is_said(option, overrides) and value != "auto":  # which leaves it open, too
@@ -155,7 +158,8 @@ def _check(held: Mapping[str, Any], cluster: ClusterConfig) -> None:
     exchange = held.get("ranks.exchange", "collectives")
     known = transports_of(cluster) if cluster.device.kind == "cuda" else ("collectives", "host", "shared_memory")
     if exchange not in known:
-        problem, remedy = f"is not to be had on {cluster.name}", f"take {' or '.join(known)}"
+        problem = f"is not to be had on {cluster.name}"
+        remedy = f"take {' or '.join(known)}"
         if exchange == "host":
             problem, remedy = f"{problem}, whose file does not say host.copy_gb_per_s", f"say it there, or {remedy}"
         raise UserError(problem, field="ranks.exchange", value=exchange, remedy=remedy)

@@ -67,7 +67,9 @@ class Predictor:
     """Predicts candidates of one recipe on one cluster; what they have in common is made once."""
 
     def __init__(self, workload: Workload, cluster: ClusterConfig, *, seed: int = 0) -> None:
-        self.workload, self.cluster, self._seed = workload, cluster, seed
+        self.workload = workload
+        self.cluster = cluster
+        self._seed = seed
         self._loads = functools.lru_cache(maxsize=64)(self._make_loads)
         self.outcomes: dict[Candidate, Prediction] = {}
 
@@ -97,7 +99,8 @@ class Predictor:
 
     def replayed(self, candidate: Candidate, steps: int = STEPS) -> Replay:
         """The steps themselves."""
-        program, mesh = program_of(candidate, steps), self.mesh(candidate)
+        program = program_of(candidate, steps)
+        mesh = self.mesh(candidate)
         hands_over = any("train.embedding.copy" in stage.operations for stage in program.stages)
         costs = StepCosts(
             self.loads(candidate),
@@ -122,7 +125,8 @@ class Predictor:
 
     def _profile(self, candidate: Candidate, program: Program) -> Profile:
         """Kernels that run beside collectives are slower; in a serial step nothing runs beside anything."""
-        profile, slowdown = self.cluster.profile, self.cluster.device.collective_slowdown
+        profile = self.cluster.profile
+        slowdown = self.cluster.device.collective_slowdown
         overlaps = any(event.kind == "submit" for event in program.events)
         if candidate.transport != "collectives" or not overlaps or slowdown == 0:
             return profile
@@ -134,7 +138,8 @@ class Predictor:
 
     def _predict(self, candidate: Candidate) -> Prediction:
         done = self.replayed(candidate)
-        loads, step_s = self.loads(candidate), done.pace_s()
+        loads = self.loads(candidate)
+        step_s = done.pace_s()
         flops = float((loads.linear_flops + loads.attention_flops).sum(axis=(1, 2)).mean())
         peak = self.cluster.device.peak_tflops * 1e12 * self.cluster.world
         return Prediction(
@@ -149,7 +154,8 @@ class Predictor:
 
     def _link_bytes(self, candidate: Candidate, loads: Loads) -> dict[str, float]:
         """Keys, vectors and gradients, and the sums over replicas and over everyone."""
-        links, mesh = self.cluster.link_model(), self.mesh(candidate)
+        links = self.cluster.link_model()
+        mesh = self.mesh(candidate)
         exchanged = loads.asked * KEY_BYTES + loads.served_bytes + loads.returned_bytes
         total = links.bytes_leaving(Group(mesh.num_shards), float(exchanged.sum(axis=2).mean()))
         holders = mesh.num_replicas * float(loads.completed_bytes.sum(axis=2).mean())

@@ -146,7 +146,8 @@ TESTED_SCHEDULES = {"serial", "stale", "dual_buffer", "frozen_window", "nested",
 
 def untested(candidate: Candidate, cluster: ClusterConfig) -> str | None:
     """What of a plan nobody has run yet on such devices; none: all of it was, if on fewer samples."""
-    kind, found = cluster.device.kind, []
+    kind = cluster.device.kind
+    found = []
     most = MOST_RANKS[kind].get(candidate.transport, 0)
     if cluster.world > most:
         found.append(f"{candidate.transport} between more than {most} {kind} rank{'s' if most != 1 else ''}")

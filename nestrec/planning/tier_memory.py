@@ -68,7 +68,8 @@ def memory_of(
         "dense": DENSE_COPIES * 4.0 * workload.dense_parameters,
         "buffers": float(working.max()),
     }
-    host, disk = {"buffers": float(loads.row_bytes.max())}, dict[str, float]()
+    host = {"buffers": float(loads.row_bytes.max())}
+    disk = dict[str, float]()
     for table in workload.tables:
         kept_in = table.store if table.keeps_store else store
         rows = table.rows * (1.0 if table.placement == "replicated" else 1.0 / mesh.num_shards)
@@ -128,7 +129,8 @@ def placements_of(
 ) -> list[TablePlacement]:
     """Of every table under one plan. memory: what it needs of each tier."""
     tier = memory["host" if candidate.store == "dram" or "device" not in memory else "device"]
-    free, found = tier.limit - tier.needed, []
+    free = tier.limit - tier.needed
+    found = []
     for table in workload.tables:
         crossed = _crossed(workload, table, cluster.world, 1 if candidate.window_cache else candidate.micro_batches)
         if table.placement is not None:

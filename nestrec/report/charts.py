@@ -56,7 +56,8 @@ def axis_over(
 def counting_axis(values: Iterable[float], start: float, end: float) -> Axis:
     """An axis for steps or epochs: from the first to the last, ticks at whole numbers."""
     finite = [value for value in values if math.isfinite(value)] or [0.0]
-    low, high = min(finite), max(finite)
+    low = min(finite)
+    high = max(finite)
     return (
         Axis(low, high, start, end, is_whole=True) if high > low else Axis(low - 1, low + 1, start, end, is_whole=True)
     )
@@ -66,12 +67,14 @@ def _linear_ticks(low: float, high: float, smallest: float, target: int = 5) -> 
     rough = max((high - low) / target, smallest)
     size = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * size for factor in (1, 2, 5, 10) if factor * size >= rough * 0.999)
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
     return [i * step for i in range(first, last + 1)]
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
-    first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
+    first = math.ceil(math.log10(low) - 1e-9)
+    last = math.floor(math.log10(high) + 1e-9)
     if last - first >= 2:
         every = max(1, -(-(last - first) // 7))
         return [10.0**power for power in range(first, last + 1, every)]
@@ -85,7 +88,9 @@ def smoothed(values: Sequence[float], half_life: float) -> list[float]:
     Values that are not finite are carried over.
     """
     keep = 0.5 ** (1.0 / max(half_life, 1e-9))
-    average, weight, result = 0.0, 0.0, []
+    average = 0.0
+    weight = 0.0
+    result = []
     for value in values:
         if math.isfinite(value):
             average = keep * average + (1 - keep) * value
@@ -162,7 +167,9 @@ def histogram(title: str, edges: Sequence[int], counts: Sequence[int], *, x_labe
     bars = []
     for left, right, count in zip(edges, edges[1:], counts, strict=False):
         if count > 0:
-            start, end, top = x_axis.place(left), x_axis.place(right), y_axis.place(count)
+            start = x_axis.place(left)
+            end = x_axis.place(right)
+            top = y_axis.place(count)
             hint = element("title", f"{left:,} to {right - 1:,}: {count:,} {y_label}")
             width = max(end - start - 0.6, 0.6)
             bars.append(element("rect", hint, class_="f0", x=start, y=top, width=width, height=y_axis.start - top))

@@ -24,7 +24,8 @@ def evaluation_table(evaluation: Mapping[str, Any], *, title: str | None = None,
     metrics as fit into 80 columns, six at most; those left out are named below the table.
     """
     metrics, headline = evaluation["metrics"], evaluation["headline"]
-    names, with_ratio = metric_names(metrics, headline), has_baseline(metrics, headline)
+    names = metric_names(metrics, headline)
+    with_ratio = has_baseline(metrics, headline)
     if max_metrics is not None:
         room = (
             _TABLE_WIDTH
@@ -98,11 +99,13 @@ def _column_width(name: str, rows: Sequence[Mapping[str, Any]]) -> int:
 def _groups(widths: Mapping[str, int], width: int) -> Iterator[list[str]]:
     """Names of columns that fit beside each other, the first column in every group."""
     first, *others = widths or {"": 0}
-    group, used = [first], widths.get(first, 0) + 1
+    group = [first]
+    used = widths.get(first, 0) + 1
     for name in others:
         if used + widths[name] > width and len(group) > 1:
             yield group
-            group, used = [first], widths[first] + 1
+            group = [first]
+            used = widths[first] + 1
         group.append(name)
         used += widths[name]
     yield group

@@ -197,7 +197,8 @@ def _tells(feature: Feature, value: NDArray[Any], label: NDArray[np.int64], user
         found = [auc(label, filled), auc(label, is_blank.astype(np.float64))]
         return max(max(a, 1 - a) for a in found)
     half = (users % 2).astype(bool)
-    size, score = int(value.max(initial=0)) + 1, np.zeros(label.size)
+    size = int(value.max(initial=0)) + 1
+    score = np.zeros(label.size)
     for side in (half, ~half):
         positive = np.bincount(value[~side], weights=label[~side], minlength=size)
         total = np.bincount(value[~side], minlength=size)

@@ -67,7 +67,8 @@ def cpu() -> str:
     from nestrec.base.thread_team import usable_cores
 
     memory = psutil.virtual_memory()
-    free_gib, total_gib = memory.available / _GIB, memory.total / _GIB
+    free_gib = memory.available / _GIB
+    total_gib = memory.total / _GIB
     return f"{usable_cores()} cores usable of {os.cpu_count()}, {free_gib:.1f} of {total_gib:.1f} GiB memory free"
 
 

@@ -40,8 +40,10 @@ class LiveProgress(TrainingCallback):
         clock: Clock | None = None,
         line_every_s: float = 10.0,
     ):
-        self._num_epochs, self._line_every_s = num_epochs, line_every_s
-        self._console, self._clock = console or Console(), clock or RealClock()
+        self._num_epochs = num_epochs
+        self._line_every_s = line_every_s
+        self._console = console or Console()
+        self._clock = clock or RealClock()
         self._total: int | None = 0
         """steps of the whole run; none: it has no end"""
         self._first = self._step = 0
@@ -65,13 +67,17 @@ class LiveProgress(TrainingCallback):
             self._print_line()
 
     def started(self, total_steps: int | None, first_step: int) -> None:
-        self._total, self._first, self._step = total_steps, first_step, first_step
+        self._total = total_steps
+        self._first = first_step
+        self._step = first_step
         self._start_s = self._clock.now_s()
         if first_step:
             self._print(f"resumed from step {first_step}")
 
     def stepped(self, step: int, epoch: int, values: Mapping[str, Any]) -> None:
-        self._step, self._epoch, self._values = step, epoch, values
+        self._step = step
+        self._epoch = epoch
+        self._values = values
         if self._console.is_terminal:
             return
         self._is_line_pending = True
@@ -102,7 +108,8 @@ class LiveProgress(TrainingCallback):
         return progress_for(title, console=self._console, clock=self._clock)
 
     def _print_line(self) -> None:
-        self._next_line_s, self._is_line_pending = self._clock.now_s() + self._line_every_s, False
+        self._next_line_s = self._clock.now_s() + self._line_every_s
+        self._is_line_pending = False
         of_all = "" if self._total is None else f"/{self._total}"
         self._print(f"{self._place()}step {self._step}{of_all}  {self._figures()}")
 

@@ -19,9 +19,13 @@ class StageProgress:
     """
 
     def __init__(self, title: str, *, console: Console, clock: Clock, show_after_s: float, line_every_s: float):
-        self._title, self._console, self._clock = title, console, clock
-        self._show_after_s, self._line_every_s = show_after_s, line_every_s
-        self._stage, self._done = "", 0.0
+        self._title = title
+        self._console = console
+        self._clock = clock
+        self._show_after_s = show_after_s
+        self._line_every_s = line_every_s
+        self._stage = ""
+        self._done = 0.0
         self._start_s = clock.now_s()
         self._next_line_s = self._start_s + show_after_s
         # Seldom drawn: it shares the cores with what it shows, which may be a measurement.
@@ -40,7 +44,8 @@ class StageProgress:
             self._print(f"{self._title}: done in {duration(self._elapsed_s)}")
 
     def __call__(self, stage: str, done: float) -> None:
-        self._stage, self._done = stage, min(max(done, 0.0), 1.0)
+        self._stage = stage
+        self._done = min(max(done, 0.0), 1.0)
         if not self._console.is_terminal and self._clock.now_s() >= self._next_line_s:
             self._next_line_s = self._clock.now_s() + self._line_every_s
             self._print(f"{self._label}: {self._done:.0%}, {duration(self._elapsed_s)}")

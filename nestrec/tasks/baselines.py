@@ -81,11 +81,13 @@ class ItemKNNBaseline:
         self._neighbour, self._similarity = _neighbours(
             users_items, users_offsets, of_item, item_offsets, NUM_NEIGHBOURS, SHRINKAGE
         )
-        self._popularity, self._num_items = popularity, num_items
+        self._popularity = popularity
+        self._num_items = num_items
 
     def top(self, history: Ints, exclude: set[int], k: int) -> list[int]:
         seen = np.unique(history)
-        neighbour, similarity = self._neighbour[seen].ravel(), self._similarity[seen].ravel()
+        neighbour = self._neighbour[seen].ravel()
+        similarity = self._similarity[seen].ravel()
         score = np.bincount(neighbour, weights=similarity, minlength=self._num_items + 1).astype(np.float64)
         return _filled(_best(score, exclude, k), self._popularity, history, exclude, k)
 
@@ -154,7 +156,8 @@ def _neighbours(items, offsets, users, item_offsets, most, shrinkage):  # type: 
     """(N + 1, most) the most similar items of each item and their cosines; 0 where there are fewer."""
     num_items = item_offsets.size - 1
     neighbour, similarity = np.zeros((num_items, most), np.int64), np.zeros((num_items, most), np.float64)
-    together, touched = np.zeros(num_items, np.int64), np.empty(num_items, np.int64)
+    together = np.zeros(num_items, np.int64)
+    touched = np.empty(num_items, np.int64)
     for item in range(1, num_items):
         size = 0
         for place in range(item_offsets[item], item_offsets[item + 1]):
@@ -165,7 +168,8 @@ def _neighbours(items, offsets, users, item_offsets, most, shrinkage):  # type: 
                         touched[size] = other
                         size += 1
                     together[other] += 1
-        score, own = np.empty(size), item_offsets[item + 1] - item_offsets[item]
+        score = np.empty(size)
+        own = item_offsets[item + 1] - item_offsets[item]
         for i in range(size):
             norm = np.sqrt(own * (item_offsets[touched[i] + 1] - item_offsets[touched[i]]))
             score[i] = together[touched[i]] / (norm + shrinkage)

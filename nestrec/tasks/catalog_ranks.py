@@ -84,14 +84,21 @@ class CatalogRanker:
         queries: RetrievalQueries,
         cfg: RetrievalEvaluationConfig,
     ):
-        self._side, self._engine, self._queries, self._cfg = side, engine, queries, cfg
-        self._num_items, self._k, self._shown = side.num_items, max(cfg.ks), min(cfg.ks)
+        self._side = side
+        self._engine = engine
+        self._queries = queries
+        self._cfg = cfg
+        self._num_items = side.num_items
+        self._k = max(cfg.ks)
+        self._shown = min(cfg.ks)
         topology = engine.topology
         self._shares = share_of_ranks(queries.ids, cfg.batch_users, topology.rank, topology.world)
 
     def of_model(self) -> SystemRanks:
         """In the whole catalogue, without the items that the config excludes."""
-        parts, exposed, compared = [], np.zeros(self._num_items + 1, np.int64), self._side.compared(self._engine)
+        parts = []
+        exposed = np.zeros(self._num_items + 1, np.int64)
+        compared = self._side.compared(self._engine)
         for users in self._shares:
             batch = self._queries.assemble(users)
             _, keys = self._engine.top_k(
@@ -126,7 +133,8 @@ class CatalogRanker:
 
     def of_baseline(self, baseline: Baseline) -> SystemRanks:
         """In the whole catalogue, by a system without a model. Not collective: the caller shares the result."""
-        ranks, exposed = [], np.zeros(self._num_items + 1, np.int64)
+        ranks = []
+        exposed = np.zeros(self._num_items + 1, np.int64)
         for batch in self._all_batches():
             history = Jagged(torch.from_numpy(batch.keys["history"]), batch.tensors["offsets"]).rows()
             excluded = self._excluded(batch)
@@ -153,7 +161,8 @@ class CatalogRanker:
         return num_barred
 
     def _all_batches(self) -> Iterator[MicroBatch]:
-        ids, size = self._queries.ids, self._cfg.batch_users
+        ids = self._queries.ids
+        size = self._cfg.batch_users
         for start in range(0, len(ids), size):
             yield self._queries.assemble(ids[start : start + size])
 
@@ -205,7 +214,8 @@ def ranks_of_slices(
     place_of = np.concatenate([[0], np.cumsum(num_scored)])
     ranks = np.zeros(int(place_of[-1]), np.int64)
     batch_slices = max(1, cfg.batch_users // max(1, int(num_scored.mean() if len(num_scored) else 1)))
-    topology, compared = engine.topology, side.compared(engine)
+    topology = engine.topology
+    compared = side.compared(engine)
     for chosen in share_of_ranks(np.arange(len(num_scored)), batch_slices, topology.rank, topology.world):
         rows = slices.read(chosen)
         batch, _ = slices.queries(chosen, rows)

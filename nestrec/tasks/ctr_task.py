@@ -71,7 +71,8 @@ class CTRTask(Task):
                 value=str(dataset.folder),
                 remedy="prepare a file of labelled rows, such as Criteo's",
             )
-        self.cfg, self._dataset = cfg, dataset
+        self.cfg = cfg
+        self._dataset = dataset
         total = dataset.num_samples
         test_at = total - round(total * cfg.test_share)
         valid_at = test_at - round(total * cfg.valid_share)
@@ -98,7 +99,8 @@ class CTRTask(Task):
         self.assembler = CTRCollator(dataset, self._train)
 
     def take(self, chosen: ResolvedTables) -> None:
-        self.tables, self.num_ids = chosen.tables, chosen.num_ids
+        self.tables = chosen.tables
+        self.num_ids = chosen.num_ids
         self.model.to_width = FeatureProjections(
             self.cfg.encoder.dim, {table.name: table.dim for table in chosen.tables}
         )
@@ -108,7 +110,8 @@ class CTRTask(Task):
 
     def cost(self) -> TrainingCost:
         """A row is a token: two networks, and the dot products of all vectors."""
-        cfg, num_vectors = self.cfg.encoder, self.cfg.encoder.num_categories + 1
+        cfg = self.cfg.encoder
+        num_vectors = self.cfg.encoder.num_categories + 1
         linears = [m for m in self.model.modules() if isinstance(m, nn.Linear)]
         products = sum(m.weight.numel() for m in linears) + num_vectors**2 * cfg.dim
         kept = sum(m.in_features + m.out_features for m in linears) + num_vectors * (cfg.dim + num_vectors)

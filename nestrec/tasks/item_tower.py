@@ -29,7 +29,8 @@ class FeatureLookup:
 
     def __init__(self, chosen: ResolvedTables, to_width: FeatureProjections):
         self._table_of = {feature: table.name for feature, table in chosen.table_of.items()}
-        self._pooling, self._to_width = chosen.pooling, to_width
+        self._pooling = chosen.pooling
+        self._to_width = to_width
         for feature, how in chosen.pooling.items():
             if how == "weighted":
                 raise UserError(
@@ -88,7 +89,10 @@ class ItemTower:
     """What a retrieval model is given for items and tokens."""
 
     def __init__(self, model: RetrievalModel, inputs: RetrievalInputs, vectors: FeatureLookup, num_items: int):
-        self._model, self._inputs, self._vectors, self.num_items = model, inputs, vectors, num_items
+        self._model = model
+        self._inputs = inputs
+        self._vectors = vectors
+        self.num_items = num_items
         columns = [c.name for c in (*inputs.token_columns, *inputs.context_columns)]
         self._of_token = [name for name in columns if name not in inputs.prefix]
 
@@ -154,13 +158,16 @@ class ItemTower:
         features, of which each rank then computes those that it owns."""
         if not self._inputs.has_item_features:
             return lambda rows, keys: self.scored(self._model.to_width("items", rows))
-        topology, owned, parts = engine.topology, list[NDArray[np.int64]](), list[torch.Tensor]()
+        topology = engine.topology
+        owned = list[NDArray[np.int64]]()
+        parts = list[torch.Tensor]()
         for start in range(1, self.num_items + 1, _CHUNK_ITEMS * topology.num_shards):
             keys = np.arange(start, min(start + _CHUNK_ITEMS * topology.num_shards, self.num_items + 1))
             mine = owned_keys(engine.tables["items"], topology, keys)
             owned.append(mine)
             parts.append(self._model.item_vectors(self.content(engine, mine)).detach())
-        keys_O, vectors_OD = torch.from_numpy(np.concatenate(owned)).to(engine.device), torch.cat(parts)
+        keys_O = torch.from_numpy(np.concatenate(owned)).to(engine.device)
+        vectors_OD = torch.cat(parts)
         return lambda rows, keys: vectors_OD.index_select(0, torch.searchsorted(keys_O, keys))
 
     def _pair(self, of: VectorOf) -> torch.Tensor:

@@ -114,7 +114,8 @@ class _Sums:
         """Sums over all folds but the given one; an id that was never seen has none."""
         known = np.where(ids < self.total.shape[1], ids, 0)
         is_known = ids < self.total.shape[1]
-        positive, total = self.positive.sum(0)[known], self.total.sum(0)[known]
+        positive = self.positive.sum(0)[known]
+        total = self.total.sum(0)[known]
         if fold is not None:
             positive, total = positive - self.positive[fold, known], total - self.total[fold, known]
         return positive * is_known, total * is_known
@@ -158,7 +159,8 @@ class IdRates:
 
     def logit(self, ids: Ints, own_label: Ints | None = None) -> Floats:
         """Log odds of each id's rate; with `own_label` the event itself is left out."""
-        positive, total = self.positive[ids], self.total[ids]
+        positive = self.positive[ids]
+        total = self.total[ids]
         if own_label is not None:
             positive, total = positive - own_label, total - 1
         rate = (positive + SMOOTHING * self.overall) / (total + SMOOTHING)

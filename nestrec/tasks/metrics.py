@@ -61,7 +61,8 @@ def bootstrap(
     member = np.arange(len(stacked)) if groups is None else np.unique(groups, return_inverse=True)[1]
     size = np.bincount(member)
     sums = np.stack([np.bincount(member, weights=column) for column in stacked.T], axis=1)
-    num_users, mean = len(size), stacked.mean(axis=0)
+    num_users = len(size)
+    mean = stacked.mean(axis=0)
     if num_users == 1:
         return {name: ConfidenceInterval(float(mean[i]), float("nan"), float("nan")) for i, name in enumerate(names)}
     generator = np.random.default_rng(seed)
@@ -214,7 +215,8 @@ def exposure_metrics(exposed: ExposureCounts, trained: NDArray[np.int64]) -> dic
     if not shown.sum():
         values = dict.fromkeys(("coverage", "gini", "novelty"), float("nan"))
     else:
-        ordered, size = np.sort(shown), len(shown)
+        ordered = np.sort(shown)
+        size = len(shown)
         rank = np.arange(1, size + 1)
         share = (trained[1:] + 1) / (trained[1:].sum() + size)
         values = {

@@ -50,8 +50,11 @@ class RankingEvaluator:
         slices: Sequence[str],
     ):
         """category: event feature that the logistic baseline reads; '' for none. slices: see nestrec.tasks.metrics."""
-        self._dataset, self._split, self._labels = dataset, split, labels
-        self._category, self._slices = category, slices
+        self._dataset = dataset
+        self._split = split
+        self._labels = labels
+        self._category = category
+        self._slices = slices
         self._notes: list[str] = []
         if dataset.card.counts.events > MOST_EVENTS:
             baselines = ()
@@ -175,7 +178,8 @@ class RankingEvaluator:
                 ids[feature.column] = values.astype(np.int64)
             else:
                 numbers[feature.column] = values.astype(np.float64)
-        actions, bits = rows.lists["actions"][0].astype(np.int64), self._dataset.card.action_bits
+        actions = rows.lists["actions"][0].astype(np.int64)
+        bits = self._dataset.card.action_bits
         label_AK = np.stack([(actions & bits[name] > 0).astype(np.int64) for name in self._labels], axis=1)
         first, end = self._split.held_out(part)
         train, _ = slice_index(offsets[:-1], offsets[:-1] + self._split.train_end)

@@ -95,7 +95,9 @@ class RankingTask(Task):
     remedy_if_empty = "cut where there are events on both sides: --task.split.valid_from, --task.split.test_from"
 
     def __init__(self, cfg: RankingTaskConfig, dataset: Dataset, *, seed: int, dtype: Literal["float32", "float64"]):
-        self.cfg, self._dataset, self._seed = cfg, dataset, seed
+        self.cfg = cfg
+        self._dataset = dataset
+        self._seed = seed
         _check(cfg, dataset)
         self._split = split_of(cfg.split, dataset)
         self._results = RankingEvaluator(
@@ -148,7 +150,9 @@ class RankingTask(Task):
             )
 
     def take(self, chosen: ResolvedTables) -> None:
-        self.tables, self.num_ids, self.pooling = chosen.tables, chosen.num_ids, chosen.pooling
+        self.tables = chosen.tables
+        self.num_ids = chosen.num_ids
+        self.pooling = chosen.pooling
         dense = {c.name: c.width for c in self._inputs.columns if not c.vocabulary_size}
         widths = {table.name: table.dim for table in chosen.tables}
         self.model.to_width = FeatureProjections(self.cfg.encoder.dim, widths, dense)
@@ -194,7 +198,8 @@ class RankingTask(Task):
         content_ED = summed([vectors for name, vectors in found.items() if name not in self._inputs.prefix])
         prefix_BPD = prefix_vectors(self._inputs.prefix, batch, found.__getitem__, tokens_an_event=2)
         feature_ECD = torch.stack(list(found.values()), dim=1) if self.cfg.head.interactions else None
-        action_E, info = batch.tensors["action"], sequence_info(batch)
+        action_E = batch.tensors["action"]
+        info = sequence_info(batch)
         logits: torch.Tensor = self.model(content_ED, action_E, info, prefix_BPD, feature_ECD)
         return logits
 
@@ -245,7 +250,8 @@ class RankingTask(Task):
         run_E = np.repeat(np.arange(len(runs)), end_R - first_R)
         asked = np.flatnonzero(_first_users(user_R, end_R - first_R, most)[run_E])
         logits = np.zeros((len(asked), len(self.cfg.inputs.labels)))
-        topology, longest = engine.topology, self.cfg.inputs.max_events - 1
+        topology = engine.topology
+        longest = self.cfg.inputs.max_events - 1
         start_R = history_start(first_R, longest, self._slide_events)
         for chosen in share_of_ranks(np.arange(len(asked)), self.cfg.batch_slices, topology.rank, topology.world):
             of = run_E[asked[chosen]]
@@ -311,7 +317,8 @@ def _first_users(user_R: NDArray[np.int64], num_events_R: NDArray[np.int64], mos
 
 def _check(cfg: RankingTaskConfig, dataset: Dataset) -> None:
     """All that a dataset cannot give, at once."""
-    card, mistakes = dataset.card, ErrorCollector()
+    card = dataset.card
+    mistakes = ErrorCollector()
     with mistakes.noted():
         if not card.has_timestamps or not card.action_bits:
             raise UserError(

@@ -44,7 +44,9 @@ class RetrievalEvaluator:
     """Baselines of a dataset and split, fitted once, and evaluations beside them."""
 
     def __init__(self, dataset: Dataset, split: Split, cfg: RetrievalEvaluationConfig):
-        self._dataset, self._split, self._cfg = dataset, split, cfg
+        self._dataset = dataset
+        self._split = split
+        self._cfg = cfg
         self._baselines: dict[Part, dict[str, SystemRanks]] = {}
         self._notes: list[str] = []
         self._trained: NDArray[np.int64] | None = None
@@ -130,7 +132,8 @@ class RetrievalEvaluator:
 
     def _makers(self, device: torch.device) -> dict[str, Callable[[], Baseline]]:
         """The baselines that can be fitted here; what cannot is noted, with the reason."""
-        num_items, cfg = self._dataset.num_items, self._cfg
+        num_items = self._dataset.num_items
+        cfg = self._cfg
         most_items = cfg.ease_max_items * (4 if device.type == "cuda" else 1)
         pairs = num_pairs(np.concatenate([[0], np.cumsum(self._split.train_end)]))
         reasons = {
@@ -152,7 +155,8 @@ class RetrievalEvaluator:
     def make(self, name: str, device: torch.device) -> Baseline:
         """A baseline by its name, fitted on the training events."""
         items, offsets, times = self.training_events()
-        num_items, popularity = self._dataset.num_items, Popularity(items, self._dataset.num_items)
+        num_items = self._dataset.num_items
+        popularity = Popularity(items, self._dataset.num_items)
         if name == "recent popularity":
             assert times is not None
             return recent_popularity(items, times, num_items)

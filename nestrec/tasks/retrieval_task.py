@@ -109,7 +109,8 @@ class RetrievalTask(Task):
     )
 
     def __init__(self, cfg: RetrievalTaskConfig, dataset: Dataset, *, seed: int, dtype: Literal["float32", "float64"]):
-        self.cfg, self._dataset = cfg, dataset
+        self.cfg = cfg
+        self._dataset = dataset
         self._use_times = reads_times(cfg.encoder)
         _check(cfg, dataset, self._use_times)
         self._split = split_of(cfg.split, dataset)
@@ -145,7 +146,9 @@ class RetrievalTask(Task):
         self.assembler = self.assembler_of(cfg.num_negatives)
 
     def take(self, chosen: ResolvedTables) -> None:
-        self.tables, self.num_ids, self.pooling = chosen.tables, chosen.num_ids, chosen.pooling
+        self.tables = chosen.tables
+        self.num_ids = chosen.num_ids
+        self.pooling = chosen.pooling
         widths = {table.name: table.dim for table in chosen.tables}
         self.model.to_width = FeatureProjections(self.cfg.encoder.dim, widths, self._dense)
         vectors = FeatureLookup(chosen, self.model.to_width)
@@ -169,7 +172,8 @@ class RetrievalTask(Task):
 
     def cost(self) -> TrainingCost:
         """The layers, and a product with the positive's and every negative's vector, which the plain loss keeps."""
-        dim, layers = self.cfg.encoder.dim, flops_of(self.cfg.encoder)
+        dim = self.cfg.encoder.dim
+        layers = flops_of(self.cfg.encoder)
         num_met = self._dataset.num_items if self.cfg.loss == "full" else self.cfg.num_negatives
         kept = num_met if self.cfg.loss == "full" else num_met * (dim + 2)
         flops = replace(layers, head=2.0 * dim * num_met)
@@ -181,13 +185,15 @@ class RetrievalTask(Task):
 
     def settle(self, batch: BatchConfig, topology: Topology, saved: str | None) -> tuple[str, dict[str, float]] | None:
         """How the loss is computed."""
-        options, items = self.cfg.negatives, self.tables[0]
+        options = self.cfg.negatives
+        items = self.tables[0]
         if self.cfg.loss == "full" or options.variant != "auto":
             return None
         if saved in VARIANTS:
             self.variant = saved
             return saved, {}
-        tokens, negatives = mean_micro_batch(self.assembler, batch, topology.world), self.cfg.num_negatives
+        tokens = mean_micro_batch(self.assembler, batch, topology.world)
+        negatives = self.cfg.num_negatives
         shape = LossShape(
             tokens=tokens,
             negatives=negatives,
@@ -313,7 +319,8 @@ class RetrievalTask(Task):
     def _sampler(self, num_negatives: int) -> NegativeSampler | None:
         """What draws the negatives; none for the whole catalogue. Items that are told by their features, and have no
         training events, are no negatives."""
-        cfg, options = self.cfg, self.cfg.negatives
+        cfg = self.cfg
+        options = self.cfg.negatives
         known = np.flatnonzero(self._item_counts) if self._inputs.has_item_features else None
         if cfg.loss == "full":
             return None if known is None else FullCatalogSampler(known)
@@ -421,7 +428,8 @@ def _check(cfg: RetrievalTaskConfig, dataset: Dataset, use_times: bool) -> None:
     with mistakes.noted():
         if use_times and not dataset.card.has_timestamps:
             name = backbone_of(cfg.encoder).times_field or "kind"
-            field, other = f"task.encoder.{name}", "take another backbone" if name == "kind" else "set it to false"
+            field = f"task.encoder.{name}"
+            other = "take another backbone" if name == "kind" else "set it to false"
             raise UserError(
                 "needs timestamps, and the dataset has none",
                 field=field,

@@ -91,14 +91,16 @@ def chosen_tables(
 ) -> ResolvedTables:
     """What a run makes of the tables of its task; a UserError that names every mistake. bags: features with several
     values."""
-    mistakes, named = ErrorCollector(), dict[str, str]()
+    mistakes = ErrorCollector()
+    named = dict[str, str]()
     for name in options:
         with mistakes.noted():
             if name != ALL:
                 named[_table_named(name, tables)] = name
     mistakes.raise_all()
     said = {table.name: _TableSettings(table, options, named.get(table.name), bags) for table in tables}
-    kept, pooling = [], dict[str, Pooling]()
+    kept = []
+    pooling = dict[str, Pooling]()
     for table in tables:
         with mistakes.noted():
             pooling |= said[table.name].pooling()
@@ -126,9 +128,11 @@ class _TableSettings:
     def __init__(
         self, table: TableConfig, options: Mapping[str, TableOverrides], name: str | None, bags: Collection[str]
     ) -> None:
-        self._table, self._of_one = table, dict(_given(options[name])) if name is not None else {}
+        self._table = table
+        self._of_one = dict(_given(options[name])) if name is not None else {}
         self._of_all = dict(_given(options[ALL])) if ALL in options else {}
-        self._name, self._bags = name or table.name, [f for f in table.feature_names if f in bags]
+        self._name = name or table.name
+        self._bags = [f for f in table.feature_names if f in bags]
         self._values = self._of_all | self._of_one
 
     @property
@@ -241,7 +245,9 @@ def _join(
     place = next((i for i, other in enumerate(kept) if other.name == with_name), None)
     if place is None:
         raise said.mistake("share", "is itself, or shares another one's rows", "name a table with rows of its own")
-    other, ids, more = kept[place], num_ids[with_name], table.num_rows
+    other = kept[place]
+    ids = num_ids[with_name]
+    more = table.num_rows
     num_ids[with_name] = None if ids is None or more is None else max(ids, more)
     is_dense = other.num_rows is not None and not other.is_hashed
     num_full = len(other.feature_names) - len(other.half_features)

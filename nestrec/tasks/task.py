@@ -117,7 +117,8 @@ class Task(ABC):
                     value=table.dim,
                     remedy="leave it out",
                 )
-        self.tables, self.num_ids = chosen.tables, chosen.num_ids
+        self.tables = chosen.tables
+        self.num_ids = chosen.num_ids
 
     @abstractmethod
     def loss(

@@ -19,7 +19,8 @@ class DeviceTracer(Tracer):
 
     def __init__(self, device: torch.device, *, lanes: Collection[str], rank: int = 0) -> None:
         super().__init__(rank=rank)
-        self._device, self._lanes = device, frozenset(lanes)
+        self._device = device
+        self._lanes = frozenset(lanes)
         self._pending: deque[tuple[OpenSpan, torch.cuda.Event, torch.cuda.Event]] = deque()
         self._free: list[torch.cuda.Event] = []
         self._base = torch.cuda.Event(enable_timing=True)
@@ -54,7 +55,8 @@ class DeviceTracer(Tracer):
 
     def _settle(self) -> None:
         """Events to times. They are told as single floats, so the base moves along."""
-        last, last_ns = self._base, self._base_ns
+        last = self._base
+        last_ns = self._base_ns
         for _ in range(len(self._pending)):
             span, start, end = self._pending.popleft()
             end.synchronize()
@@ -64,7 +66,8 @@ class DeviceTracer(Tracer):
             last = end
         if last is not self._base:
             self._free.append(self._base)
-            self._base, self._base_ns = last, last_ns
+            self._base = last
+            self._base_ns = last_ns
 
     def _time_ns(self, event: torch.cuda.Event) -> int:
         return self._base_ns + round(float(self._base.elapsed_time(event)) * 1e6)

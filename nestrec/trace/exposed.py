@@ -104,7 +104,8 @@ class Timeline:
 
     def parts(self, step: int, rank: int = 0) -> StepParts:
         """Where the time of a step went on a rank."""
-        whole, charged = self._steps[rank, step], self._charged(step, rank)
+        whole = self._steps[rank, step]
+        charged = self._charged(step, rank)
         return StepParts(
             compute_ns=charged["compute"],
             exposed_lookup_ns=charged["lookup"],
@@ -126,7 +127,8 @@ class Timeline:
         )
 
     def _charged(self, step: int, rank: int) -> _Charged:
-        whole, charged = self._steps[rank, step], _Charged()
+        whole = self._steps[rank, step]
+        charged = _Charged()
         self._charge_lane((rank, whole.lane), whole.start_ns, whole.end_ns, charged, frozenset())
         return charged
 
@@ -140,7 +142,8 @@ class Timeline:
             piece = pieces[index]
             if piece.start_ns >= end_ns:
                 break
-            start, end = max(start_ns, piece.start_ns), min(end_ns, piece.end_ns)
+            start = max(start_ns, piece.start_ns)
+            end = min(end_ns, piece.end_ns)
             if start >= end:
                 continue
             if piece.span.kind == "wait":

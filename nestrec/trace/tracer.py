@@ -46,7 +46,8 @@ class CollectiveLog:
 
     def take_durations_ns(self, communicator: str) -> list[int]:
         """What the host spent in each collective of a communicator since the last call, in the order of issue."""
-        durations, taken = self._durations_ns.get(communicator, deque()), []
+        durations = self._durations_ns.get(communicator, deque())
+        taken = []
         while durations:
             taken.append(durations.popleft())
         return taken

@@ -58,7 +58,8 @@ class BalanceController:
     def __init__(self, cfg: BalanceConfig, *, made_ahead: int, topology: Topology, tracer: Tracer):
         """made_ahead: batches that may have been dealt before their step."""
         _check_shares(cfg, topology)
-        self._cfg, self._topology = cfg, topology
+        self._cfg = cfg
+        self._topology = topology
         self._costs = CostModelHistory(cfg.known_cost, cfg.replay, tuning=cfg.tuning)
         self.dealer: SamplePartitioner = make_dealer(cfg, self._costs, topology.groups, tracer)
         self._delay = made_ahead + MOST_AHEAD
@@ -80,7 +81,8 @@ class BalanceController:
         the run was saved (fitted_from; none where that is not known), what is given now counts. Shares are those of a
         number of ranks, and mean nothing to another one.
         """
-        cfg, world = self._cfg, self._topology.world
+        cfg = self._cfg
+        world = self._topology.world
         is_fitting = cfg.fit_every_steps is not None and fitted_from in (None, cfg.known_cost)
         taken, notes = [], []
         for change in (change for change in changes if change.step <= step):
@@ -143,7 +145,8 @@ class BalanceController:
         follows it."""
         if self._cfg.replay:
             return None
-        cost, tuning = self._refitted(step), self._retuned(step)
+        cost = self._refitted(step)
+        tuning = self._retuned(step)
         if cost is None and tuning is None:
             return None
         for _ in range(self._delay):
@@ -245,7 +248,8 @@ def _groups(topology: Topology) -> dict[str, list[list[int]]]:
 
     On a GPU those are the exchanges of keys: NCCL's return at once.
     """
-    shard_axis, replica_axis = topology.shard_axis, topology.replica_axis
+    shard_axis = topology.shard_axis
+    replica_axis = topology.replica_axis
     between_hosts = {"keys": shard_axis, "replica_keys": replica_axis}
     if topology.device.type == "cuda":
         return between_hosts

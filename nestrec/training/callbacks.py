@@ -179,7 +179,8 @@ class Meter:
                 value=step,
                 remedy="resume with a smaller learning rate (optimizer.table_learning_rate)",
             )
-        self.loss, self.wants_stop = loss, stop > 0
+        self.loss = loss
+        self.wants_stop = stop > 0
 
     def speeds(self) -> dict[str, float]:
         """Rates since the last call, and memory."""

@@ -31,7 +31,8 @@ class DistributedSource(StreamSource):
     """Every rank has the source open; `read` and `lag` are for the first."""
 
     def __init__(self, source: StreamSource, topology: Topology):
-        self._source, self._topology = source, topology
+        self._source = source
+        self._topology = topology
         self._ready: deque[tuple[StreamPosition, StreamRows]] = deque()
         self.others_want_stop = False
         """One of the other ranks was told to stop. Known to the first."""
@@ -101,7 +102,9 @@ class DistributedSource(StreamSource):
 
     def _fetched(self, pieces: Sequence[StreamChunk]) -> list[StreamRows | None]:
         """What each piece holds, read by the rank of its share. Collective."""
-        control, rank, world = self._topology.control, self._topology.rank, self._topology.world
+        control = self._topology.control
+        rank = self._topology.rank
+        world = self._topology.world
         mine: list[StreamRows | None] = []
         error = None
         try:
@@ -122,7 +125,8 @@ class DistributedSource(StreamSource):
             return []
         of_rank = [deque(part.tolist()) for part in all_sizes.split(counts)]
         content_of = [bytes(part.numpy()) for part in all_content.split(lengths)]
-        at, found_rows = [0] * world, list[StreamRows | None]()
+        at = [0] * world
+        found_rows = list[StreamRows | None]()
         for piece in pieces:
             reader = piece.share % world
             size = of_rank[reader].popleft()

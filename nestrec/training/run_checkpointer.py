@@ -198,7 +198,9 @@ class RunCheckpointer:
     """Saves and restores a session. All ranks make the same calls in the same order."""
 
     def __init__(self, session: Session, folder: RunFolder, listener: TrainingCallback):
-        self._session, self._cfg, self._folder = session, session.cfg.training, folder
+        self._session = session
+        self._cfg = session.cfg.training
+        self._folder = folder
         self._listener = listener
         if self._cfg.checkpoint_address:
             _check_address(self._cfg.checkpoint_address, session.topology.world)

@@ -46,7 +46,8 @@ class RunFolder:
     """
 
     def __init__(self, path: Path, *, is_writer: bool = True):
-        self.path, self._is_writer = path, is_writer
+        self.path = path
+        self._is_writer = is_writer
         self._problem: UserError | None = None
         self._marks = StepProgressFile(path / "progress")
 

@@ -130,9 +130,11 @@ def changes_since(before: RunConfig, now: RunConfig, file: Path) -> list[str]:
 
 def _option_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     for name in dict.fromkeys([*before, *now]):
-        old, new = before.get(name, "not there"), now.get(name, "not there")
+        old = before.get(name, "not there")
+        new = now.get(name, "not there")
         if name.startswith("tables."):  # what is said of a table for the first time changes nothing where it is none
-            old, new = before.get(name), now.get(name)
+            old = before.get(name)
+            new = now.get(name)
         if old != new:
             yield name, old, new
 

@@ -153,7 +153,8 @@ class StepProgressFile:
     """The file of one run, kept by its first rank."""
 
     def __init__(self, file: Path, clock: Callable[[], float] = time.time):
-        self._file, self._clock = file, clock
+        self._file = file
+        self._clock = clock
         self._descriptor: int | None = None
         self._num_marks = 0
 

@@ -97,7 +97,9 @@ class StreamTrainer:
     ):
         """address: of the source. run: a folder that has been trained into. cfg: its config, where it is to change.
         trainer_options: other arguments of `Trainer`, such as `open_publishing`."""
-        self._options, self._topology, self._run = options or StreamConfig(), topology, run
+        self._options = options or StreamConfig()
+        self._topology = topology
+        self._run = run
         self._listener = listener or TrainingCallback()
         self._cfg = cfg or RunFolder(run).config()
         self._folder = Path(self._cfg.data.folder)
@@ -181,7 +183,8 @@ class StreamTrainer:
 
     def _next(self, stop: StopRequest) -> dict[str, Any] | None:
         """The generation to train on next, waited for; none at the end. On the first rank alone."""
-        stream, source = self._stream, self._source
+        stream = self._stream
+        source = self._source
         assert stream is not None
         assert source is not None
         reached = self.trainer.state.generation

@@ -239,7 +239,8 @@ class Trainer:
     def make_batches(self) -> BatchLoader:
         """Of the samples that the task gives now."""
         clustering = self.cfg.pipeline.clustering
-        assembler, ring = self.session.task.assembler, self.session.ring
+        assembler = self.session.task.assembler
+        ring = self.session.ring
         return BatchLoader(
             assembler if ring.size == 1 else ContextParallelCollator(assembler, ring.rank, ring.size),
             self.cfg.batch,
@@ -340,7 +341,8 @@ class Trainer:
 
     def _record_resumption(self, changes: Sequence[str]) -> None:
         """Say from where the run goes on, on how many ranks, and what the end of the last start has cost."""
-        step, ranks = self.state.step, self._topology.world
+        step = self.state.step
+        ranks = self._topology.world
         lost = self.folder.lost_after(step)
         self.folder.forget_after(step)
         self.folder.record("event", step=step, text=f"resumed from step {step}", ranks=ranks)
@@ -372,7 +374,8 @@ class Trainer:
         start_ms = moment_ms(self.cfg.windows.start, "windows.start")
         seen_by = None
         if start_ms is None and self._beginning is not None:
-            start_ms, seen_by = self._beginning.after_ms, self._beginning.run
+            start_ms = self._beginning.after_ms
+            seen_by = self._beginning.run
         windows = self.session.task.windows_by_time(self.cfg.windows, start_ms or 0)
         check_any_window(windows, start_ms or 0, seen_by)
         self.session.task.take_windows(windows, None, replay_share=self.cfg.windows.replay_share)
@@ -391,7 +394,8 @@ class Trainer:
 
         Where the run stands in the middle of it, it goes on there.
         """
-        self.windows, self.batches = [window], self.make_batches()
+        self.windows = [window]
+        self.batches = self.make_batches()
         if self.state.generation != generation or self.state.position.step == 0:
             self.state = self.state.began_window(generation)
         epoch = self.state.position.epoch
@@ -408,7 +412,8 @@ class Trainer:
         if number < self.state.windows_predicted:
             return
         self._meter.flush()
-        window, step = self.windows[0 if self._follows else number], self.state.step
+        window = self.windows[0 if self._follows else number]
+        step = self.state.step
         metrics = self.session.task.predict(self.session.engine, window)
         self.state = self.state.predicted(number)
         self.folder.write_window(window, metrics, step)
@@ -493,7 +498,8 @@ class Trainer:
     def _report(self) -> None:
         spans = self.tracer.take()
         self._meter.flush()  # the loss of this very step; spans are taken when the device is done, so it is there
-        epoch, loss = self.state.position.epoch, self._meter.loss
+        epoch = self.state.position.epoch
+        loss = self._meter.loss
         values = {"loss": loss, "learning_rate": self._rates().dense, **self._meter.speeds(), "parts": parts_ms(spans)}
         values["tables"] = self.session.engine.store_statistics()  # of this rank's shards
         made, seconds = self.batches.making.take()
@@ -521,7 +527,9 @@ class Trainer:
 
     def _decide(self, spans: Sequence[Span]) -> None:
         """What measured times suggest: one value for all ranks, logged, saved, and in force some batches later."""
-        step, position, after = self.state.step, self.state.position, self.batches.order.after
+        step = self.state.step
+        position = self.state.position
+        after = self.batches.order.after
         before = self.state.cost_changes[-1].tuning if self.state.cost_changes else self._balance.tuning
         cost = self.balancing.decide(step, position, after)
         if cost is not None:

@@ -78,7 +78,8 @@ class Session:
 
     def on(self, dataset: Dataset) -> "Session":
         """The same run on a later generation of its data: tables grow, weights are the very same. Collective."""
-        cfg, before = self.cfg, self.task
+        cfg = self.cfg
+        before = self.task
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(cfg.training.seed)
             task = make_task(cfg.task, dataset, seed=cfg.training.seed, dtype=cfg.training.dtype, tables=cfg.tables)

@@ -34,7 +34,8 @@ def agree_on_config(cfg: RunConfig, topology: Topology) -> None:
     first, *others = all_gather_json(topology.control, leaves(cfg))
     for rank, other in enumerate(others, start=1):
         for name in dict.fromkeys([*first, *other]):
-            mine, theirs = first.get(name, "not there"), other.get(name, "not there")
+            mine = first.get(name, "not there")
+            theirs = other.get(name, "not there")
             if mine != theirs:
                 raise UserError(
                     f"differs between ranks: rank {rank} has {theirs!r}",
@@ -197,7 +198,8 @@ def _check_precision(cfg: RunConfig) -> None:
 
 
 def _check_replica_sync(cfg: RunConfig, name: str) -> None:
-    sync, default = cfg.replica_sync, ReplicaSyncConfig()
+    sync = cfg.replica_sync
+    default = ReplicaSyncConfig()
     value = getattr(sync, name)
     if value == getattr(default, name):
         return

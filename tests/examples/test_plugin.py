@@ -51,7 +51,8 @@ pytestmark = pytest.mark.timeout(600)
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The package installed into a folder of its own, which the processes of the test see."""
-    source, site = tmp_path / "source", tmp_path / "site"
+    source = tmp_path / "source"
+    site = tmp_path / "site"
     shutil.copytree(PACKAGE, source)  # a build leaves files behind
     command = [
         sys.executable,
@@ -128,7 +129,8 @@ def train_through_a_kill_under_torchrun(run: Path, data: Path, schedule: str) ->
 
 
 def asked(port: int, path: str, body: dict[str, object] | None = None) -> dict[str, object]:
-    data, headers = None if body is None else json.dumps(body).encode(), {"content-type": "application/json"}
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"content-type": "application/json"}
     request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data=data, headers=headers)
     with urllib.request.urlopen(request, timeout=30) as response:
         return json.loads(response.read())
@@ -136,7 +138,8 @@ def asked(port: int, path: str, body: dict[str, object] | None = None) -> dict[s
 
 def prepare_and_train(pools, installed: Path, tmp_path: Path) -> dict[str, str]:
     """Data in the package's own format, and a run that nobody disturbs; its options, with those of its data."""
-    baskets, data = tmp_path / "baskets.txt", tmp_path / "data"
+    baskets = tmp_path / "baskets.txt"
+    data = tmp_path / "data"
     lines = [
         f"u{u}> " + " ".join(f"i{(3 * u + 4 * b + j) % 30}" for j in range(4)) for u in range(40) for b in range(3)
     ]
@@ -157,7 +160,8 @@ def test_a_package_of_another_resumes_exactly_where_torchrun_starts_its_ranks_ag
 
 
 def test_a_package_of_another_goes_the_whole_way(pools, installed: Path, tmp_path: Path) -> None:
-    overrides, model = prepare_and_train(pools, installed, tmp_path), tmp_path / "model"
+    overrides = prepare_and_train(pools, installed, tmp_path)
+    model = tmp_path / "model"
     train_through_a_kill(tmp_path / "cut", installed, {**overrides, "pipeline.schedule": "lanes"})
     assert run_digest(tmp_path / "cut") == run_digest(tmp_path / "whole"), "killed, resumed, and under its own schedule"
 

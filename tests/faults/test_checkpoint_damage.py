@@ -55,7 +55,8 @@ def add_byte(folder: Path, random_: random.Random) -> None:
 def swap_shards(folder: Path, random_: random.Random) -> None:
     """Two files of the same size exchange their content, so that only digests bound to names can tell."""
     first, second = random_.sample(sorted(folder.glob("rows-items-*")), 2)
-    one, other = first.read_bytes(), second.read_bytes()
+    one = first.read_bytes()
+    other = second.read_bytes()
     assert len(one) == len(other)
     assert one != other
     first.write_bytes(other)

@@ -121,7 +121,8 @@ checkpoints.close()
 def check_random_kills(folder: Path, seed: int, num_kills: int) -> None:
     """Training by hand, killed at random moments: the end is that of an undisturbed run."""
     num_steps = 12 * num_kills
-    lines, held_at = folder / "lines.txt", "all is logged"
+    lines = folder / "lines.txt"
+    held_at = "all is logged"
     kills = random_kills(lines, seed=seed, num_kills=num_kills, num_lines=num_steps - 6, delay_s=0.02, held_at=held_at)
     command = [sys.executable, "-c", SAVE_AND_LOG, str(folder), str(num_steps)]
     history = run_with_faults(command, kills, is_forked=True)

@@ -33,7 +33,9 @@ class Nodes:
 
     def __init__(self, command: list[str], folder: Path) -> None:
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._command, self._folder, self._count = command, folder, 0
+        self._command = command
+        self._folder = folder
+        self._count = 0
         self.running: list[subprocess.Popen[bytes]] = []
 
     def join(self) -> None:
@@ -106,8 +108,12 @@ def resumed_on(run: Path) -> list[int]:
 
 def disturbed(command: list[str], run: Path, folder: Path, *, changes: int, seed: int, limit_s: float) -> list[str]:
     """Lose and add nodes at random, each time when the last change has been made up for, and stop; what was done."""
-    draw, done, mark, lost_steps = random.Random(seed), list[str](), 0, None
-    nodes, deadline_s = Nodes(command, folder), time.monotonic() + limit_s
+    draw = random.Random(seed)
+    done = list[str]()
+    mark = 0
+    lost_steps = None
+    nodes = Nodes(command, folder)
+    deadline_s = time.monotonic() + limit_s
     try:
         for _ in range(2):
             nodes.join()
@@ -129,7 +135,8 @@ def disturbed(command: list[str], run: Path, folder: Path, *, changes: int, seed
                         nodes.join()
                     done.append(f"{'loss' if lost_steps else 'join'} at step {newest}, then {len(nodes.running)} nodes")
                     print(f"{time.strftime('%X')} {done[-1]}", flush=True)
-                    mark, lost_steps = newest, None
+                    mark = newest
+                    lost_steps = None
             time.sleep(0.05)
         nodes.stop()
     finally:
@@ -145,7 +152,8 @@ def test_random_losses_and_joins_end_as_an_undisturbed_run(tmp_path: Path) -> No
     make_datasets(tmp_path)
     more: dict[str, object] = {"training.epochs": 10**6, "training.checkpoint_every_steps": SAVED_STEPS}
     more |= {"training.evaluate_every_epochs": 0, "batch.batch_samples": 16, "pipeline.schedule": "nested"}
-    whole, run = tmp_path / "whole", tmp_path / "run"
+    whole = tmp_path / "whole"
+    run = tmp_path / "run"
     start_s = time.monotonic()
     done = disturbed(command_of("hstu", tmp_path, run, more), run, tmp_path, changes=changes, seed=3, limit_s=2000)
     took_s = time.monotonic() - start_s

@@ -20,7 +20,9 @@ from nestrec.serving.fleet.upstream_connection import Upstream
 from nestrec_bench.harness.random_model import random_retrieval
 
 ENCODER = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=16)
-NUM_INSTANCES, NUM_USERS, GAP_S = 3, 48, 0.02
+NUM_INSTANCES = 3
+NUM_USERS = 48
+GAP_S = 0.02
 PATIENCE_S = 200.0
 """for processes to start, on a machine that others share"""
 pytestmark = pytest.mark.timeout(3 * PATIENCE_S)
@@ -41,7 +43,8 @@ class Seen:
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory):
     """(port, process) of three instances behind the gateway."""
-    folder, port = tmp_path_factory.mktemp("model") / "model", free_port()
+    folder = tmp_path_factory.mktemp("model") / "model"
+    port = free_port()
     write_servable(random_retrieval(ENCODER, num_items=50), folder)
     command = [sys.executable, "-m", "nestrec", "serve", "--model", str(folder), "--port", str(port)]
     command += ["--instances", str(NUM_INSTANCES), "--front", "gateway"]
@@ -85,7 +88,9 @@ async def status(upstream):
 async def kill_one_under_load(upstream, process, slot, users):
     """Requests of all users at a steady rate; after half a second the instance of `slot`, which a few of its `users`
     have just asked at once, is gone."""
-    killed_s, tasks, start_s = 0.0, [], time.monotonic()
+    killed_s = 0.0
+    tasks = []
+    start_s = time.monotonic()
     for number in range(int(2.5 / GAP_S)):
         await asyncio.sleep(max(0.0, start_s + number * GAP_S - time.monotonic()))
         tasks.append(asyncio.create_task(ask(upstream, number % NUM_USERS)))
@@ -113,7 +118,8 @@ async def all_alive(upstream):
 
 async def one_round(upstream, process, slot):
     await all_alive(upstream)
-    before, counts = await homes(upstream), await status(upstream)
+    before = await homes(upstream)
+    counts = await status(upstream)
     users = [user for user, home in before.items() if home == slot]
     killed_s, seen = await kill_one_under_load(upstream, process, slot, users)
     in_flight = [s for s in seen if s.sent_s <= killed_s <= s.ended_s and before[s.user] == slot]

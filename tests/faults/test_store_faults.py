@@ -35,11 +35,16 @@ class Load:
     """Users whose history is known ask by their id alone; one of them writes as well."""
 
     def __init__(self, client, expected, histories):
-        self._client, self._expected, self._histories = client, expected, histories
+        self._client = client
+        self._expected = expected
+        self._histories = histories
         self.counts = dict.fromkeys(
             ("answered", "refused", "wrong", "failed", "late", "fell_back", "refused_events"), 0
         )
-        self.slowest_s, self.most_different, self.acknowledged, self.is_over = 0.0, 0.0, [], False
+        self.slowest_s = 0.0
+        self.most_different = 0.0
+        self.acknowledged = []
+        self.is_over = False
 
     async def ask(self, user):
         rng = random.Random(user)
@@ -68,7 +73,8 @@ class Load:
 
     def _compare(self, user, scores):
         """Batches of other sizes and a prefix that was kept round otherwise; another history gives other scores."""
-        (found,), (expected,) = scores.values(), self._expected[user].values()
+        (found,) = scores.values()
+        (expected,) = self._expected[user].values()
         difference = max(abs(a - b) for a, b in zip(found, expected, strict=True))
         self.most_different = max(self.most_different, difference)
         self.counts["wrong"] += difference > EPSILON

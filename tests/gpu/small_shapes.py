@@ -22,9 +22,11 @@ LENGTHS = [3, 0, 65, 1, 130]
 
 
 def attention(dim: int, *, has_options: bool) -> None:
-    tokens, longest = sum(LENGTHS), max(LENGTHS)
+    tokens = sum(LENGTHS)
+    longest = max(LENGTHS)
     q, k, v = (torch.randn(tokens, 2, dim, device="cuda").bfloat16().requires_grad_() for _ in range(3))
-    bias, rules = RelativeBias(), AttentionMask()
+    bias = RelativeBias()
+    rules = AttentionMask()
     if has_options:
         time = torch.arange(tokens, device="cuda", dtype=torch.float64) * 977.0
         bias = RelativeBias(

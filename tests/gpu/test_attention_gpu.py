@@ -25,7 +25,8 @@ NORMALISER = 300.0
 
 def random_lengths(draw):
     count = int(draw.integers(1, 9))
-    edges, others = draw.choice(EDGES, count), draw.integers(0, 640, count)
+    edges = draw.choice(EDGES, count)
+    others = draw.integers(0, 640, count)
     return np.where(draw.random(count) < 0.5, edges, others).tolist()
 
 
@@ -61,7 +62,8 @@ def random_rules(draw, option, lengths):
 def random_bias(draw, option, lengths):
     both = ("both", "semi-local and both", "everything")
     has = lambda name: option in (name, f"rules and {name}", f"{name} and function", *both)  # noqa: E731
-    tokens, longest = sum(lengths), max(lengths)
+    tokens = sum(lengths)
+    longest = max(lengths)
     table = lambda size: torch.from_numpy(draw.normal(0, 0.5, size)).cuda().requires_grad_()  # noqa: E731
     time = torch.from_numpy(np.cumsum(draw.integers(0, 10**5, tokens)).astype(np.float64)).cuda()
     wait = torch.from_numpy(draw.integers(0, 10**4, tokens).astype(np.float64)).cuda()
@@ -161,7 +163,8 @@ def test_float32_is_as_exact_as_eager_float32(option):
         lengths = [*random_lengths(draw), 70]
         vectors = random_vectors(draw, "contiguous", (sum(lengths), 2, 48), torch.float32)
         vectors[0] *= 0.3
-        bias, rules = random_bias(draw, option, lengths), random_rules(draw, option, lengths)
+        bias = random_bias(draw, option, lengths)
+        rules = random_rules(draw, option, lengths)
         compare(lengths, vectors, bias, rules, torch.float32)
 
 
@@ -171,7 +174,8 @@ def test_twenty_runs_give_the_same_bits(dim, option):
     draw = np.random.default_rng(dim)
     lengths = [700, 0, 33, 1300, 257, 64, 5, 900]
     vectors = random_vectors(draw, "contiguous", (sum(lengths), 4, dim), torch.bfloat16)
-    bias, rules = random_bias(draw, option, lengths), random_rules(draw, option, lengths)
+    bias = random_bias(draw, option, lengths)
+    rules = random_rules(draw, option, lengths)
     offsets = offsets_of(torch.tensor(lengths)).cuda()
 
     def attend(q, k, v, b):
@@ -189,9 +193,11 @@ def test_what_lies_around_a_sequence_is_never_read(dim, option):
     """Other sequences and the memory before and behind the batch are poisoned with NaN."""
     draw = np.random.default_rng(dim)
     lengths = [130, 70, 1, 200, 64]
-    tokens, margin = sum(lengths), 300
+    tokens = sum(lengths)
+    margin = 300
     clean = random_vectors(draw, "contiguous", (tokens, 2, dim), torch.bfloat16)
-    bias, rules = random_bias(draw, option, lengths), random_rules(draw, option, lengths)
+    bias = random_bias(draw, option, lengths)
+    rules = random_rules(draw, option, lengths)
     offsets = offsets_of(torch.tensor(lengths)).cuda()
     attend = lambda q, k, v, b: hstu_attention(  # noqa: E731
         q, k, v, offsets, max_length=200, normaliser=NORMALISER, bias=b, rules=rules

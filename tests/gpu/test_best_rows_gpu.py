@@ -46,7 +46,8 @@ def test_the_best_are_those_of_the_definition_with_ties_and_exclusions(shape, k,
     torch.manual_seed(rows)
     scale = torch.randint(1, 3, (rows,), device=DEVICE).float() if dtype == torch.int8 else None
     index = IndexRows(rows_ND=whole_numbers(rows, dim).to(dtype), scale_N=scale)
-    asked, hidden = whole_numbers(queries, dim), pairs(queries, rows, excluded) if excluded else None
+    asked = whole_numbers(queries, dim)
+    hidden = pairs(queries, rows, excluded) if excluded else None
     found = best_keys(asked, index, k, hidden)
     assert torch.equal(found, best_keys_reference(asked, index, k, hidden))
     scores, numbers = scores_and_rows(found)
@@ -55,7 +56,9 @@ def test_the_best_are_those_of_the_definition_with_ties_and_exclusions(shape, k,
 
 def test_parts_of_an_index_give_what_the_whole_gives():
     torch.manual_seed(0)
-    rows, asked, hidden = whole_numbers(400, 16), whole_numbers(3, 16), pairs(3, 400, 30)
+    rows = whole_numbers(400, 16)
+    asked = whole_numbers(3, 16)
+    hidden = pairs(3, 400, 30)
     parts = [
         best_keys(asked, IndexRows(rows_ND=rows[first:end], first=first), 30, hidden)
         for first, end in ((0, 100), (100, 101), (101, 400))
@@ -66,7 +69,9 @@ def test_parts_of_an_index_give_what_the_whole_gives():
 
 def test_queries_of_several_launches_keep_their_own_exclusions(monkeypatch):
     torch.manual_seed(1)
-    rows, asked, hidden = whole_numbers(200, 16), whole_numbers(3, 16), pairs(3, 200, 60)
+    rows = whole_numbers(200, 16)
+    asked = whole_numbers(3, 16)
+    hidden = pairs(3, 200, 60)
     monkeypatch.setattr("nestrec.ops.embedding.top_k_search._MOST_KEYS", 2 * 2 * 128)
     index = IndexRows(rows_ND=rows)
     assert torch.equal(best_keys(asked, index, 9, hidden), best_keys_reference(asked, index, 9, hidden))
@@ -87,7 +92,8 @@ def test_real_numbers_and_graphs(dtype):
     num_rows, k = 300_001, 100
     scale = torch.rand(num_rows, device="cuda") + 0.5 if dtype.itemsize == 1 else None
     index = IndexRows(rows_ND=torch.randn(num_rows, 128, device="cuda").to(dtype), scale_N=scale)
-    asked, hidden = torch.randn(16, 128, device="cuda").to(index.query_dtype), pairs(16, num_rows, 4096)
+    asked = torch.randn(16, 128, device="cuda").to(index.query_dtype)
+    hidden = pairs(16, num_rows, 4096)
     found = best_keys(asked, index, k, hidden)
     scores, numbers = scores_and_rows(found)
     expected, _ = scores_and_rows(best_keys_reference(asked, index, k, hidden))
@@ -108,7 +114,9 @@ def test_captured_searches_are_the_plain_one_batch_after_batch():
 
     torch.manual_seed(3)
     table = DeviceTable(torch.randn(50_000, 64, device="cuda"))
-    plain, captured, rng = ExactSearch(table), GraphSearch(table), np.random.default_rng(3)
+    plain = ExactSearch(table)
+    captured = GraphSearch(table)
+    rng = np.random.default_rng(3)
     with torch.inference_mode():
         for count, k, seen in ((3, 20, 0), (16, 100, 50), (1, 20, 4), (40, 100, 20), (5, 20, 0), (2, 1000, 900)):
             asked = torch.randn(count, 64, device="cuda")

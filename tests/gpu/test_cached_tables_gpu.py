@@ -28,7 +28,8 @@ CUDA = torch.device("cuda")
 @pytest.mark.parametrize("store", ["dram", "disk"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_are_those_of_the_table_to_the_bit_and_the_cache_is_bounded(tmp_path, store, dtype):
-    weight, rng = torch.randn(5000, 96).to(dtype), np.random.default_rng(1)
+    weight = torch.randn(5000, 96).to(dtype)
+    rng = np.random.default_rng(1)
     save_file({"weight": weight}, tmp_path / "table.safetensors")
     table = open_table(tmp_path / "table.safetensors", "weight", CUDA, TablesConfig(store=store, cache_rows=700))
     for _ in range(100):

@@ -86,7 +86,8 @@ def test_gradients_of_a_gather_are_summed_in_order_of_position():
 
 def test_bags_agree_with_a_cpu():
     lengths = torch.tensor([3, 0, 500, 7])
-    index, rows = torch.randint(0, 90, (510,), dtype=torch.int32), torch.randn(90, 8)
+    index = torch.randint(0, 90, (510,), dtype=torch.int32)
+    rows = torch.randn(90, 8)
     on_gpu = pool_rows(rows.cuda(), index.cuda(), offsets_of(lengths).cuda())
     torch.testing.assert_close(on_gpu.cpu(), pool_rows(rows, index, offsets_of(lengths)))
 
@@ -158,7 +159,8 @@ def test_rows_are_watched_without_waiting_for_the_device():
     engine = EmbeddingEngine(
         [TableConfig(name="t", dim=8, num_rows=100, dtype="bfloat16")], Topology.single("cuda"), CUDA
     )
-    layout, rows = engine.shards["t"].layout, torch.zeros(50, engine.shards["t"].layout.num_words, dtype=torch.int32)
+    layout = engine.shards["t"].layout
+    rows = torch.zeros(50, engine.shards["t"].layout.num_words, dtype=torch.int32)
     rows = rows.to(CUDA)
     layout.view(rows, "weight").fill_(1000.0)
     torch.cuda.set_sync_debug_mode("error")
@@ -175,7 +177,8 @@ def test_rows_are_watched_without_waiting_for_the_device():
 
 def test_a_table_that_grows_on_another_stream_keeps_its_rows():
     """As that of a resumed run does: it was loaded on the stream that computes, which takes freed memory at once."""
-    store, slots = DeviceStore(4, CUDA), np.arange(1 << 20)
+    store = DeviceStore(4, CUDA)
+    slots = np.arange(1 << 20)
     rows = torch.arange(4 << 20, dtype=torch.int32, device=CUDA).view(-1, 4)
     store.reserve(len(slots))
     store.scatter(slots, rows)

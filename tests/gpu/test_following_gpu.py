@@ -20,7 +20,8 @@ CONFIG = ServiceConfig(engine=EngineConfig(max_queue_s=1e9))
 
 
 def scores_of(service, role):
-    items, zeros = np.arange(1, 6), np.zeros(5, np.int64)
+    items = np.arange(1, 6)
+    zeros = np.zeros(5, np.int64)
     history = History(items=items, times_ms=np.arange(5), actions=zeros)
     (engine,) = service.fleet(role).engines
     asked = Candidates(items=np.arange(6, 25), now_ms=9)

@@ -31,9 +31,11 @@ def test_rows_of_eight_bits_are_those_of_the_definition(shape, dtype):
     x = (torch.randn(shape, device=DEVICE) * torch.logspace(-6, 4, shape[0], device=DEVICE)[:, None]).to(dtype)
     x[0] = 0.0
     x = torch.cat([x, x], dim=1)[:, : shape[1]]
-    (rows, scale), (expected, expected_scale) = eight_bit_rows(x), eight_bit_rows_reference(x)
+    (rows, scale) = eight_bit_rows(x)
+    (expected, expected_scale) = eight_bit_rows_reference(x)
     assert torch.equal(scale, expected_scale)
-    found, bits = rows.view(torch.uint8), expected.view(torch.uint8)
+    found = rows.view(torch.uint8)
+    bits = expected.view(torch.uint8)
     if IS_INTERPRETED:  # it rounds ties its own way and, up to a power of two, forgets to carry
         asked = (bits & 7) != 0
         assert (found[asked].int() - bits[asked].int()).abs().le(1).all()
@@ -49,7 +51,8 @@ def test_products_are_those_of_the_definition_and_repeat(tokens, inner, outer):
     torch.manual_seed(0)
     a = torch.randn(tokens, inner, device=DEVICE, dtype=HALF) * torch.rand(tokens, 1, device=DEVICE, dtype=HALF)
     b = torch.randn(inner, outer, device=DEVICE, dtype=HALF)
-    found, expected = fp8_product(a, b), fp8_product_reference(a, b)
+    found = fp8_product(a, b)
+    expected = fp8_product_reference(a, b)
     assert torch.equal(found, fp8_product(a, b))
     bias = torch.randn(outer, device=DEVICE, dtype=HALF)
     torch.testing.assert_close(fp8_product(a, b, bias), found + bias, rtol=0.02, atol=0.02 * inner**0.5)

@@ -47,7 +47,8 @@ def test_rows_of_a_gpu_are_read_in_pieces_while_a_training_thread_changes_and_ad
     monkeypatch.setattr("nestrec.embedding.table_snapshot.CHUNK_BYTES", 1 << 15)
     monkeypatch.setattr("nestrec.embedding.table_snapshot._ROWS_A_TURN", 256)
     table = TableConfig(name="t", dim=8, num_rows=num_rows, store=StoreConfig(kind="device"))
-    shard, draw = TableShard(table, 0, 1, torch.device("cuda")), np.random.default_rng(2)
+    shard = TableShard(table, 0, 1, torch.device("cuda"))
+    draw = np.random.default_rng(2)
 
     def train(keys: np.ndarray, step: int) -> None:
         fetched = shard.fetch(keys, step)

@@ -167,7 +167,8 @@ def test_unit_rows_of_16_bits_are_read_as_they_are_stored():
     """To the bit what a float32 copy of them gives, with gradients in float32."""
     torch.manual_seed(0)
     values, weight = torch.randn(50, 20, device=DEVICE).to(HALF), torch.randn(50, 20, device=DEVICE)
-    stored, copied = HalfPrecisionRows.of(values), values.float().requires_grad_()
+    stored = HalfPrecisionRows.of(values)
+    copied = values.float().requires_grad_()
     outputs = [unit_rows(rows, 20.0, 1e-6) for rows in (stored, copied)]
     for output in outputs:
         (output * weight).sum().backward()
@@ -216,14 +217,16 @@ def poisoned_memory():
 def check_bias_attention(lengths, times, width, dtype, num_buckets=40, rules=PLAIN):
     torch.manual_seed(sum(lengths))
     torch.set_float32_matmul_precision("highest")
-    tokens, longest = sum(lengths), max(lengths)
+    tokens = sum(lengths)
+    longest = max(lengths)
     offsets = torch.tensor([0, *np.cumsum(lengths)], device=DEVICE)
     time = torch.cat([torch.rand(n, dtype=torch.float64).cumsum(0) * 1e4 for n in lengths]).to(DEVICE)
     sizes = {"table": [(num_buckets + 1,)], "function": [(3,)], "none": []}
     buckets = None
     if times == "found before":
         plan, _ = plan_tiles(offsets, tokens, longest, is_square=False)
-        times, buckets = "table", pair_buckets(time, time + 10.0, offsets, plan, num_buckets)
+        times = "table"
+        buckets = pair_buckets(time, time + 10.0, offsets, plan, num_buckets)
     leaves = drawn((tokens, width + 32), (2 * longest + 21,), *sizes[times])
 
     def run(attend, wide, position, learned=None):
@@ -287,8 +290,10 @@ def test_models_for_long_histories_on_a_gpu_are_those_of_a_cpu(kind, options):
 def check_model(kind, **options):
     torch.set_float32_matmul_precision("highest")
     torch.manual_seed(0)
-    model, lengths = MODELS[kind](**options), np.array([7, 0, 160, 33, 1])
-    info, x = info_with_times(lengths), torch.randn(201, 64)
+    model = MODELS[kind](**options)
+    lengths = np.array([7, 0, 160, 33, 1])
+    info = info_with_times(lengths)
+    x = torch.randn(201, 64)
     found = model.cuda()(x.cuda(), info)
     found.square().sum().backward()
     gradients = {name: p.grad.cpu() for name, p in model.named_parameters()}

@@ -9,7 +9,8 @@ from nestrec.ops.losses.item_losses import LossCandidates, full_cross_entropy, m
 from nestrec.ops.losses.sampled_losses import grouped_loss, sampled_loss, sum_outer
 
 pytestmark = pytest.mark.gpu
-STORED_ROWS, WIDTH = 1 << 18, 64
+STORED_ROWS = 1 << 18
+WIDTH = 64
 
 
 @pytest.mark.parametrize("variant", ["segments", "fused"])
@@ -19,7 +20,8 @@ def test_rows_of_16_bits_take_half_the_memory_of_float32_ones_in_the_loss(varian
     for dtype in (torch.float32, torch.bfloat16):
         values = torch.randn(STORED_ROWS, WIDTH, device="cuda").to(dtype)
         index = torch.randint(STORED_ROWS, (256, 8), device="cuda", dtype=torch.int32)
-        candidates, query = make_candidates(index[:, 0], index), torch.randn(256, WIDTH, device="cuda")
+        candidates = make_candidates(index[:, 0], index)
+        query = torch.randn(256, WIDTH, device="cuda")
         torch.cuda.reset_peak_memory_stats()
         rows = values.requires_grad_() if dtype == torch.float32 else HalfPrecisionRows.of(values)
         sampled_loss(query, rows, candidates, "sampled_softmax", variant=variant).sum().backward()
@@ -111,7 +113,8 @@ def test_losses_by_groups_are_those_of_a_cpu_in_float64(kind):
     """bf16 vectors, logits up to 20: errors of bf16 products and no more."""
     torch.manual_seed(0)
     query = (torch.randn(1000, 64) * 1.5).bfloat16()
-    rows, positive = torch.randn(300, 64).bfloat16(), torch.randint(300, (1000,), dtype=torch.int32)
+    rows = torch.randn(300, 64).bfloat16()
+    positive = torch.randint(300, (1000,), dtype=torch.int32)
     group = torch.full((8, 128), -1, dtype=torch.int32)
     for number, part in enumerate(torch.randperm(1000).chunk(8)):
         group[number, : len(part)] = part
@@ -142,7 +145,8 @@ def test_tiled_cross_entropy_is_that_of_the_whole(dtype):
     for num_tokens, num_items, dim in ((1, 1, 1), (7, 3000, 33), (300, 9000, 64)):
         torch.manual_seed(0)
         query = (torch.randn(num_tokens, dim, device="cuda") * 2).to(dtype)
-        rows, target = torch.randn(num_items, dim, device="cuda").to(dtype), torch.randint(num_items, (num_tokens,))
+        rows = torch.randn(num_items, dim, device="cuda").to(dtype)
+        target = torch.randint(num_items, (num_tokens,))
         found = []
         for tiled, wide in ((False, True), (False, False), (True, False)):
             leaves = [(x.double() if wide else x).clone().requires_grad_() for x in (query, rows)]

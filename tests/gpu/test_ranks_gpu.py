@@ -80,7 +80,8 @@ def watched(topology: Topology, schedule: str, job: Job) -> tuple[dict[str, Any]
 
 def findings(topology: Topology, job: Job) -> list[dict[str, Any]]:
     """A row for each schedule: equal to serial, or to its definition, and how often it waited."""
-    expected, rows = train(topology, "serial", job), [{"schedule": "serial", "equal_to_serial": True}]
+    expected = train(topology, "serial", job)
+    rows = [{"schedule": "serial", "equal_to_serial": True}]
     for schedule in [*EXACT, "semi_async"]:
         result, waits = watched(topology, schedule, job)
         row = {"schedule": schedule, "equal_to_serial": same(result, expected), **waits}
@@ -184,7 +185,8 @@ def nccl_alone() -> Topology:
     import torch.distributed as dist
 
     if not _alone:
-        device, limit = torch.device("cuda", torch.cuda.current_device()), timedelta(seconds=60)
+        device = torch.device("cuda", torch.cuda.current_device())
+        limit = timedelta(seconds=60)
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
         _alone.append(Topology.of_process_group(device, ParallelConfig(exchange="collectives"), groups_of_one=True))
     return _alone[0]
@@ -219,7 +221,8 @@ def test_keys_of_the_host_cross_by_collectives_of_the_device():
 def grown(topology: Topology, job: Job) -> dict[str, list[int]]:
     """Bytes in use on the device and on the host after a quarter of the steps and after all."""
     training = Training(regrouped(topology, job.ranks), "nested", job)
-    feed, used = LookaheadIterator(batches_of(job, training.topology, 1)), {"device_bytes": [], "host_bytes": []}
+    feed = LookaheadIterator(batches_of(job, training.topology, 1))
+    used = {"device_bytes": [], "host_bytes": []}
     for number in range(1, job.num_steps + 1):
         is_fence = number in (job.num_steps // 4, job.num_steps)
         step = TrainingStep(
@@ -238,7 +241,8 @@ def grown(topology: Topology, job: Job) -> dict[str, list[int]]:
 @pytest.mark.parametrize(("transport", "world"), [("collectives", 1), ("host", 2)])
 def test_memory_does_not_grow(gpu_pools, transport, world):
     """Over some hundred steps, or as many as NESTREC_MEMORY_STEPS says."""
-    ranks, steps = ParallelConfig() if world == 1 else ParallelConfig(exchange=transport), MEMORY_STEPS
+    ranks = ParallelConfig() if world == 1 else ParallelConfig(exchange=transport)
+    steps = MEMORY_STEPS
     job = Job(stream="distance_two", num_steps=steps, num_micro_batches=2, device="cuda", ranks=ranks)
     found = [grown(nccl_alone(), job)] if world == 1 else pool_of(gpu_pools, world).run(grown, job)
     about = {"device": torch.cuda.get_device_name(), "ranks": world, "store": "device", "transport": transport}

@@ -55,7 +55,8 @@ def test_no_rows_move_nothing():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int32])
 def test_rows_of_several_tables_move_and_add_as_by_a_loop(dtype):
-    draw, device = np.random.default_rng(5), torch.device(DEVICE)
+    draw = np.random.default_rng(5)
+    device = torch.device(DEVICE)
     widths, gaps, num_rows = np.array([3, 1, 40, 5]), np.array([0, 3, 8, 0]), np.array([9, 6, 4, 2])
     strides = widths + gaps
     starts = np.concatenate([[0], np.cumsum(strides * num_rows)[:-1]])
@@ -63,14 +64,18 @@ def test_rows_of_several_tables_move_and_add_as_by_a_loop(dtype):
     tables = draw.integers(0, 4, 150).astype(np.int32)
     places = (draw.integers(0, 1 << 30, 150) % num_rows[tables]).astype(np.int32)
     before = torch.from_numpy(draw.standard_normal(int((strides * num_rows).sum())) * 100).to(dtype)
-    spans, rows = Spans.of(starts, strides, widths, device), RowList.of(tables, places, widths, device)
-    run, packed = before.to(DEVICE), torch.zeros(rows.num_elements, dtype=dtype, device=DEVICE)
+    spans = Spans.of(starts, strides, widths, device)
+    rows = RowList.of(tables, places, widths, device)
+    run = before.to(DEVICE)
+    packed = torch.zeros(rows.num_elements, dtype=dtype, device=DEVICE)
     gather_spans(run, spans, rows, packed)
     values = torch.from_numpy(draw.standard_normal(rows.num_elements) * 100).to(dtype)
-    taken, summed = torch.zeros_like(packed, device="cpu"), before.clone()
+    taken = torch.zeros_like(packed, device="cpu")
+    summed = before.clone()
     for i, (table, place) in enumerate(zip(tables, places, strict=True)):
         if starts[table] >= 0:
-            at, to = starts[table] + place * strides[table], rows.offsets[i]
+            at = starts[table] + place * strides[table]
+            to = rows.offsets[i]
             taken[to : to + widths[table]] = before[at : at + widths[table]]
             summed[at : at + widths[table]] += values[to : to + widths[table]]
     assert torch.equal(packed.cpu(), taken)
@@ -104,7 +109,8 @@ def lookups(num_rows: int, num_positions: int, exponent: float = 1.05) -> torch.
 @pytest.mark.parametrize(("num_rows", "num_positions", "dim"), [(40, 3000, 8), (1, 1500, 5), (300, 200, 37), (3, 0, 4)])
 def test_sums_are_those_of_the_definition_to_the_bit(num_rows, num_positions, dim, dtype):
     torch.manual_seed(num_rows)
-    index, grad = lookups(num_rows, num_positions), torch.randn(num_positions, dim, device=DEVICE).to(dtype)
+    index = lookups(num_rows, num_positions)
+    grad = torch.randn(num_positions, dim, device=DEVICE).to(dtype)
     wide = grad.to(torch.promote_types(dtype, torch.float32)).cpu()
     assert torch.equal(sum_by_index(grad, index, num_rows).cpu(), sum_by_index_reference(wide, index.cpu(), num_rows))
 
@@ -131,7 +137,8 @@ def test_updates_are_those_of_the_definition_to_the_bit(kind, dim, dtype):
     rule = RowRule(kind=kind, learning_rate=0.03, eps=1e-6, decay1=0.1, decay2=0.001, inverse_scale=1 / 3)
     columns = columns_of(kind, 60, dim, dtype)
     expected = [column.clone().cpu() for column in columns]
-    grad, index = torch.randn(50, dim, device=DEVICE), torch.randperm(60, device=DEVICE)[:50]
+    grad = torch.randn(50, dim, device=DEVICE)
+    index = torch.randperm(60, device=DEVICE)[:50]
     index[3] = -1
     update_rows(columns[0], columns[1:], grad, rule, index)
     kept = index.cpu() >= 0
@@ -174,7 +181,8 @@ def test_updates_of_16_bit_rows_are_rounded_as_defined_to_the_bit(kind, dim, has
     columns = columns_of(kind, 60, dim, dtype)
     columns[0][5] = torch.tensor(ODD_VALUES)[torch.arange(dim) % 16].to(dtype)
     expected = [column.clone().cpu() for column in columns]
-    grad, index = torch.randn(60, dim, device=DEVICE), torch.randperm(60, device=DEVICE) if has_index else None
+    grad = torch.randn(60, dim, device=DEVICE)
+    index = torch.randperm(60, device=DEVICE) if has_index else None
     grad[:5] *= 1e-3
     draws = torch.randint(-(2**63), 2**63 - 1, (60,), device=DEVICE)
     update_rows(columns[0], columns[1:], grad, rule, index, draw_P=draws)
@@ -196,7 +204,8 @@ def test_updates_of_16_bit_rows_are_rounded_as_defined_to_the_bit(kind, dim, has
 def test_keys_are_deduplicated_as_defined(num_keys, num_positions, dtype):
     torch.manual_seed(num_keys)
     keys = (lookups(num_keys, num_positions) - num_keys // 2).to(dtype)
-    found, expected = dedup_keys(keys), dedup_keys_reference(keys)
+    found = dedup_keys(keys)
+    expected = dedup_keys_reference(keys)
     count = int(found.count)
     assert count == int(expected.count)
     assert torch.equal(found.keys_P[:count], expected.keys_P[:count])
@@ -208,6 +217,7 @@ def test_keys_are_deduplicated_as_defined(num_keys, num_positions, dtype):
 
 def test_the_gradient_of_a_plain_sum_is_summed_too():
     """Autograd gives it as one number seen from everywhere."""
-    rows, index = torch.zeros(5, 8, device=DEVICE, requires_grad=True), torch.tensor([1, 3, 3], device=DEVICE)
+    rows = torch.zeros(5, 8, device=DEVICE, requires_grad=True)
+    index = torch.tensor([1, 3, 3], device=DEVICE)
     gather_rows(rows, index).sum().backward()
     assert rows.grad[:, 0].tolist() == [0, 1, 0, 2, 0]

@@ -98,7 +98,8 @@ def test_times_of_parts_are_those_of_the_device():
     timeline = Timeline(training.spans)
     assert timeline.steps() == list(range(1, 9))
     for step in timeline.steps():
-        parts, raw = timeline.parts(step), timeline.raw(step)
+        parts = timeline.parts(step)
+        raw = timeline.raw(step)
         assert parts.compute_ns > 0
         assert parts.compute_ns <= raw.compute_ns
         assert (

@@ -50,7 +50,8 @@ def scores_of(encoder, device, dtype, tiers=TIERS, *, make_model=random_ranking,
     assert isinstance(engine._runner, ReferenceRunner) == (device == "cpu")
     works, users = [], [field for column in engine.form.servable.prefix_columns for field in column.fields]
     for user in range(16):
-        count, of_user = int(rng.integers(100, 512)), dict.fromkeys(users, user % 3)
+        count = int(rng.integers(100, 512))
+        of_user = dict.fromkeys(users, user % 3)
         history = History(
             items=rng.integers(1, 1000, count),
             times_ms=np.sort(rng.integers(0, 10**10, count)),
@@ -102,12 +103,14 @@ def test_users_before_histories_and_interactions_in_graphs_equal_those_without_a
 def found_by(servable, **options):
     """Items and scores for 40 users at once, of whom some exclude much, ask for many, or allow few."""
     cfg = EngineConfig(max_queue_s=1e9, max_batch_tokens=512, **options)
-    rng, engine = np.random.default_rng(2), Engine(make_form(servable), cfg)
+    rng = np.random.default_rng(2)
+    engine = Engine(make_form(servable), cfg)
     works = []
     for user in range(40):
         items = rng.integers(1, 901, int(rng.integers(1, 60)))
         history = History(items=items, times_ms=60_000 * np.arange(len(items)), actions=np.zeros_like(items))
-        excluded, allowed = np.unique(items), np.arange(1, 400) if user in (3, 17) else None
+        excluded = np.unique(items)
+        allowed = np.arange(1, 400) if user in (3, 17) else None
         asked = Candidates(items=items[:0], now_ms=10**10, num_best=300 if user == 9 else 20 + user,
                            excluded=np.arange(1, 300) if user == 5 else excluded, allowed=allowed)  # fmt: skip
         works.append(engine.rank(str(user), history, asked, timeout_s=60.0))
@@ -170,8 +173,11 @@ def test_prefixes_go_to_dram_and_come_back_on_a_stream_of_their_own():
     device = torch.device("cuda")
     pool = PagePool(ENCODERS["plain"], num_pages=8, page_tokens=64, device=device, dtype=torch.float32)
     pool.tensor.normal_()
-    before, pages, copier = pool.tensor.clone(), [5, 2, 7], Copier(device)
-    host, is_made = HostPages(pool, max_bytes=8 * pool.page_bytes), Queue[bool]()
+    before = pool.tensor.clone()
+    pages = [5, 2, 7]
+    copier = Copier(device)
+    host = HostPages(pool, max_bytes=8 * pool.page_bytes)
+    is_made = Queue[bool]()
     held = host.take(host.bytes_of(150))
     copier.submit(lambda: host.copy_out(pages, held), 1, is_made.put)
     assert is_made.get(timeout=30.0)

@@ -44,7 +44,8 @@ CONFIG = EngineConfig(
 @cache
 def runner_of(kind, seed):
     """Pages and captured graphs of a model, on which engines run one after the other."""
-    encoder, device = ENCODERS[kind], torch.device("cuda")
+    encoder = ENCODERS[kind]
+    device = torch.device("cuda")
     form = make_form(random_ranking(encoder, num_items=200, seed=seed, device=device, dtype=torch.bfloat16), SLIDE)
     pool = pool_for(form.servable, cache_bytes=TIERS.cache_bytes, page_tokens=PAGE_TOKENS)
     return make_runner(form, pool, CONFIG)

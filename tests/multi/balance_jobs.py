@@ -44,7 +44,8 @@ def train_with_times(  # noqa: PLR0917
     """The same where a step's computing takes what TRUTH says; on a rank that is slow, so many times as long."""
     factor = slowness[topology.rank] if slowness else 1.0
     trainer, kept = open_run(topology, data, run, num_steps, more)
-    watch, report = trainer.balancing.watch, trainer.balancing.report
+    watch = trainer.balancing.watch
+    report = trainer.balancing.report
     spans: list[Span] = []
     times: list[float] = []
 

@@ -89,7 +89,8 @@ class CallFollower:
             return
         file, name = file.removeprefix(self._root).replace(os.sep, "/"), frame.f_code.co_name
         stages, folders = (self._now.__dict__.setdefault(kind, []) for kind in ("stages", "folders"))
-        begun, folder = self._begun(file, name, frame), file.split("/")[0]
+        begun = self._begun(file, name, frame)
+        folder = file.split("/")[0]
         if event == "return":
             if begun is not None:
                 stages.pop()
@@ -125,7 +126,8 @@ def walk(topology: Topology) -> Walk:
     dense = DenseOptimizer(model, OptimizerConfig(), topology, device)
     engine = EmbeddingEngine([TableConfig(name="items", num_rows=64, dim=4)], topology)
     core = PipelineCore.build(LossCompute(loss, device), engine, dense, "nested")
-    follower, feed = CallFollower(), LookaheadIterator(iter(list(_batches(topology.rank))))
+    follower = CallFollower()
+    feed = LookaheadIterator(iter(list(_batches(topology.rank))))
     threading.setprofile(follower)  # the lanes' threads are started by the first steps
     sys.setprofile(follower)
     try:
@@ -187,7 +189,8 @@ BEFORE_TRAINING = {
 
 def page(found: Walk) -> str:
     """Return the text of docs/architecture-walk.md."""
-    lines, seen = [], set()
+    lines = []
+    seen = set()
     for stage, meaning in STAGES.items():
         new = [file for file in found.stages.get(stage, []) if file not in seen]
         seen |= set(new)

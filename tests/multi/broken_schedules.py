@@ -35,9 +35,12 @@ class WeightsOnlyCopy(StageRunner):
     """Shared-row copy without the state of the optimiser."""
 
     def copy_shared(self, older, following):
-        working, newer, shared = older.rows.wait(), following.batch.rows.wait(), following.shared.wait()
+        working = older.rows.wait()
+        newer = following.batch.rows.wait()
+        shared = following.shared.wait()
         for name, table in shared.tables.items():
-            source, target = working.tables[name], newer.tables[name]
+            source = working.tables[name]
+            target = newer.tables[name]
             weight = source.layout.view(source.fetched.rows, "weight")
             target.layout.view(target.fetched.rows, "weight")[table.newer] = weight[table.older]
         return shared
@@ -54,7 +57,8 @@ class UpdateAfterEach(StageRunner):
 
     def gradients(self, batch, micro_batch):
         super().gradients(batch, micro_batch)
-        window, rates = batch.window, self._rates
+        window = batch.window
+        rates = self._rates
         label = self.label("train.embedding.update", "compute", batch.number, micro_batch)
         return self.lanes.communication.submit(
             lambda span: self.engine.update_rows(window.working, learning_rate=rates.tables), label

@@ -33,7 +33,9 @@ class Case:
     def __init__(self, kind: Kind, lengths: list[int], size: int) -> None:
         generator = torch.Generator().manual_seed(sum(lengths) + len(lengths))
         draw = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
-        self.kind, self.parts, num = kind, TokenPartition(np.array(lengths), size), sum(lengths)
+        self.kind = kind
+        self.parts = TokenPartition(np.array(lengths), size)
+        num = sum(lengths)
         self.q, self.k, self.v = (draw(num, 2, 4) for _ in range(3))
         self.rules: AttentionMask = semi_local(3, 2) if kind == "local" else PLAIN
         self.tables = {
@@ -65,7 +67,8 @@ def attention(topology: Topology, kind: Kind, all_lengths: list[list[int]]) -> l
     found = []
     for lengths in all_lengths:
         case = Case(kind, lengths, size)
-        places, context = case.places(ring.rank), ContextParallelGroup(case.parts, ring)
+        places = case.places(ring.rank)
+        context = ContextParallelGroup(case.parts, ring)
         q, k, v = (x[places].requires_grad_() for x in (case.q, case.k, case.v))
         tables = {name: table.requires_grad_() for name, table in case.tables.items()}
         out = attended(case, context, (q, k, v), case.bias(tables, places))
@@ -93,7 +96,8 @@ class OwnModel(nn.Module):
         self.ring = ring
 
     def forward(self, vectors: Mapping[str, Any], batch: Mapping[str, Any]) -> tuple[torch.Tensor, int]:
-        items, parts = vectors["item"], TokenPartition(batch["length"].numpy(), self.ring.size)
+        items = vectors["item"]
+        parts = TokenPartition(batch["length"].numpy(), self.ring.size)
         position = torch.from_numpy(parts.positions(self.ring.rank))
         info = nestrec.SequenceInfo(
             offsets=items.offsets,
@@ -130,9 +134,11 @@ def own_batches(ring: ContextRing, num_steps: int) -> list[dict[str, Any]]:
         draw = np.random.default_rng(step)
         lengths = draw.integers(1, 40, 5)
         lengths[step % 5] = 1
-        items, targets = draw.integers(0, 50, lengths.sum()), draw.normal(size=lengths.sum())
+        items = draw.integers(0, 50, lengths.sum())
+        targets = draw.normal(size=lengths.sum())
         parts = TokenPartition(lengths, ring.size)
-        places, offsets = parts.places(ring.rank), torch.from_numpy(parts.offsets(ring.rank))
+        places = parts.places(ring.rank)
+        offsets = torch.from_numpy(parts.offsets(ring.rank))
         values = {"item": torch.from_numpy(items[places]), "target": torch.from_numpy(targets[places]).float()}
         fields = {name: nestrec.Jagged(x, offsets) for name, x in values.items()}
         batches.append({**fields, "length": torch.from_numpy(lengths)})

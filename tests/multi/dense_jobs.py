@@ -104,7 +104,8 @@ class _TwoLayers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers, self.cfg = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)]), HSTUConfig(dim=4)
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+        self.cfg = HSTUConfig(dim=4)
 
     def forward(self, token_TD: torch.Tensor, info: SequenceInfo) -> torch.Tensor:
         for layer in self.layers:

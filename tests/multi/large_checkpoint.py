@@ -57,7 +57,9 @@ from nestrec.embedding.table_shard import TableShard
 from nestrec.report.result_file import write_frame
 from support.rank_pool import RankPool
 
-DIM, STEP_ROWS, PART_ROWS = 128, 8192, 1 << 17
+DIM = 128
+STEP_ROWS = 8192
+PART_ROWS = 1 << 17
 WIDTH_ON_DEVICE, PRODUCTS_ON_DEVICE = 2048, 16
 """Of the products of a step on a GPU, which take about as long there as those of a CPU."""
 SECONDS_A_GIB = {"fill": 0.3, "save": 1.0, "load": 0.8}
@@ -168,9 +170,11 @@ def digest_of(shard: TableShard) -> int:
 def fill(topology: Topology, num_rows: int, options: argparse.Namespace) -> dict[str, Any]:
     """Rows of this rank, from their keys."""
     begin(options, topology.rank, 0.0)
-    device, start_s = device_of(topology, options), time.perf_counter()
+    device = device_of(topology, options)
+    start_s = time.perf_counter()
     shard = TableShard(table_of(num_rows, device), topology.rank, topology.world, device)
-    keys, words = shard.keys(), torch.arange(shard.layout.num_words, dtype=torch.int32, device=device) * 7919
+    keys = shard.keys()
+    words = torch.arange(shard.layout.num_words, dtype=torch.int32, device=device) * 7919
     shard.store.reserve(len(keys))
     slots = shard.residency.restore(keys, None, None)
 
@@ -190,8 +194,13 @@ class Training:
 
     def __init__(self, shard: TableShard, seed: int, skew: float) -> None:
         """skew: 1 draws all rows alike; with s, the most used 1 / 2**s of the rows get half of the uses."""
-        self._shard, self._keys, self._draw, self._skew = shard, shard.keys(), np.random.default_rng(seed), skew
-        self._device, self._vectors, self.step = shard._device, shard.layout, 10
+        self._shard = shard
+        self._keys = shard.keys()
+        self._draw = np.random.default_rng(seed)
+        self._skew = skew
+        self._device = shard._device
+        self._vectors = shard.layout
+        self.step = 10
         is_host = self._device.type == "cpu"
         self._width, self._products = (DIM, 3) if is_host else (WIDTH_ON_DEVICE, PRODUCTS_ON_DEVICE)
         self._into, self._weight = (
@@ -202,12 +211,14 @@ class Training:
     def run(self, seconds: float, phase: int) -> None:
         """Steps for so long."""
         assert self.records is not None
-        self.records.phase, until_s = phase, time.perf_counter() + seconds
+        self.records.phase = phase
+        until_s = time.perf_counter() + seconds
         while time.perf_counter() < until_s:
             self()
 
     def __call__(self) -> None:
-        start_s, start_cpu_s = time.perf_counter(), time.thread_time()
+        start_s = time.perf_counter()
+        start_cpu_s = time.thread_time()
         self.step += 1
         places = (len(self._keys) * self._draw.random(STEP_ROWS) ** self._skew).astype(np.int64)
         keys = np.unique(self._keys[places])
@@ -226,7 +237,8 @@ class Training:
 
 
 def save(topology: Topology, step: int, options: argparse.Namespace) -> dict[str, Any]:
-    shard, peers = SHARDS[0], CheckpointGroup.of_topology(topology)
+    shard = SHARDS[0]
+    peers = CheckpointGroup.of_topology(topology)
     files_in_memory(options)
     skew = options.skews[(step - 1) % len(options.skews)]
     training = Training(shard, 10 * step + topology.rank, skew)
@@ -254,11 +266,14 @@ def _save_once(
     peers.gather(None)
     training.run(options.alone_s, BEFORE)
     os.sched_setaffinity(0, everywhere)
-    digest, before_mib = digest_of(shard), forget_peak()
+    digest = digest_of(shard)
+    before_mib = forget_peak()
     begin(options, peers.rank, before_mib)
     os.sched_setaffinity(0, own or everywhere)
     peers.gather(None)
-    start_s, start_cpu_s, of_thread_s = time.perf_counter(), time.process_time(), time.thread_time()
+    start_s = time.perf_counter()
+    start_cpu_s = time.process_time()
+    of_thread_s = time.thread_time()
     records.phase = BESIDE
     frozen = shard.freeze(max_bytes=options.aside_mib << 20)
     frozen_s = time.perf_counter() - start_s
@@ -288,7 +303,9 @@ def _save_once(
 
 def load(topology: Topology, num_rows: int, options: argparse.Namespace) -> dict[str, Any]:
     device = device_of(topology, options)
-    before_mib, start_s, start_bytes = forget_peak(), time.perf_counter(), bytes_asked_for()
+    before_mib = forget_peak()
+    start_s = time.perf_counter()
+    start_bytes = bytes_asked_for()
     begin(options, topology.rank, before_mib)
     shard = TableShard(table_of(num_rows, device), topology.rank, topology.world, device)
     keys_mib = memory_mib("VmRSS")
@@ -300,7 +317,8 @@ def load(topology: Topology, num_rows: int, options: argparse.Namespace) -> dict
 
     restored = CheckpointManager(str(options.folder), peers=CheckpointGroup.of_topology(topology)).restore_latest(take)
     assert restored is not None
-    seconds, rows_mib = time.perf_counter() - start_s, shard.store.statistics()["host_bytes"] / 2**20
+    seconds = time.perf_counter() - start_s
+    rows_mib = shard.store.statistics()["host_bytes"] / 2**20
     beyond_mib = memory_mib("VmHWM") - keys_mib - rows_mib
     SHARDS[0] = shard
     return {
@@ -401,8 +419,12 @@ class Work:
     """Parts of the work one after another; what they gave is told at once, and kept."""
 
     def __init__(self, options: argparse.Namespace, table_bytes: int, parts: list[tuple[str, int]]) -> None:
-        self._options, self._table_bytes, self._parts, self.rows = options, table_bytes, parts, list[dict[str, Any]]()
-        self._start_s, self._seen_s = time.perf_counter(), dict[str, float]()
+        self._options = options
+        self._table_bytes = table_bytes
+        self._parts = parts
+        self.rows = list[dict[str, Any]]()
+        self._start_s = time.perf_counter()
+        self._seen_s = dict[str, float]()
         self._now = ("nothing", 0)
         self._part_s = self._start_s
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
@@ -421,13 +443,15 @@ class Work:
                 {"what": "left out", "parts": left_out, "needs_s": round(self._about_s(what)), "left_s": round(left_s)}
             )
             return False
-        self._now, self._part_s = (what, world), time.perf_counter()
+        self._now = (what, world)
+        self._part_s = time.perf_counter()
         return True
 
     def done(self, step: int, found: list[dict[str, Any]]) -> None:
         """All ranks have told what they found."""
         assert all(isinstance(each, dict) for each in found), found
-        (what, world), took_s = self._parts.pop(0), time.perf_counter() - self._part_s
+        (what, world) = self._parts.pop(0)
+        took_s = time.perf_counter() - self._part_s
         self._seen_s[what] = took_s
         row = self._row(what, world) | summary(what, found, self._table_bytes)
         if what == "save":
@@ -494,7 +518,8 @@ def main() -> None:
     parts = [("fill", options.worlds[0]), ("save", options.worlds[0]), *after[:-1]]
     work = Work(options, num_rows * layout_of(table_of(1)).row_bytes, list(parts))
     remove_files(options)
-    pool, step = None, 1
+    pool = None
+    step = 1
     with tempfile.TemporaryDirectory() as folder:
         options.records = Path(folder)
         try:

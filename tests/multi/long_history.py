@@ -35,7 +35,8 @@ Found = dict[str, Any]
 def one_pass(topology: Topology, num_tokens: int, num_layers: int) -> Found:
     """Of this rank."""
     topology = regrouped(topology, ParallelConfig(context=topology.world))
-    ring, parts = ContextRing(topology), TokenPartition(np.array([num_tokens]), topology.world)
+    ring = ContextRing(topology)
+    parts = TokenPartition(np.array([num_tokens]), topology.world)
     torch.manual_seed(1)
     device = topology.device
     model = HSTU(HSTUConfig(dim=32, head_dim=32, num_layers=num_layers, dropout=0.1, max_length=num_tokens)).to(device)
@@ -68,7 +69,8 @@ def one_pass(topology: Topology, num_tokens: int, num_layers: int) -> Found:
 
 
 def row_of(world: int, tokens: int, found: list[Found], alone: torch.Tensor) -> dict[str, Any]:
-    pairs, sums = [rank["pairs"] for rank in found], found[0]["sums"].double()
+    pairs = [rank["pairs"] for rank in found]
+    sums = found[0]["sums"].double()
     return {
         "ranks": world,
         "tokens": tokens,

@@ -19,7 +19,8 @@ class Group:
     """A replica group: all its ranks and shards in one engine."""
 
     def __init__(self, job: Job, replica: int, world: int) -> None:
-        self.job, self.engine = job, EmbeddingEngine(tables_of(job), Topology.single())
+        self.job = job
+        self.engine = EmbeddingEngine(tables_of(job), Topology.single())
         self.model = Tiny().to(getattr(torch, job.dtype))
         self.dense = DenseOptimizer(self.model, OptimizerConfig(), Topology.single(), torch.device("cpu"))
         shards = world // job.ranks.replicas
@@ -31,11 +32,9 @@ class Group:
         parts = [part for of_part in zip(*(b.micro_batches for b in of_ranks), strict=True) for part in of_part]
         routed = self.engine.route(*[part.keys for part in parts], window_cache=self.job.window_cache)
         working = self.engine.fetch(routed, step=number)
-        window, compute, loss = (
-            ExchangeWindow(self.engine, routed, working),
-            LossCompute(tiny_loss(self.model), torch.device("cpu")),
-            torch.zeros(()),
-        )
+        window = ExchangeWindow(self.engine, routed, working)
+        compute = LossCompute(tiny_loss(self.model), torch.device("cpu"))
+        loss = torch.zeros(())
         for i, part in enumerate(parts):
             window.receive(i)
             of_part, gradients = compute.forward_backward(

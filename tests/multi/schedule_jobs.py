@@ -149,7 +149,9 @@ class Training:
     """A rank's engine, model and schedule, and what is recorded of them."""
 
     def __init__(self, topology: Topology, schedule: str, job: Job) -> None:
-        self.topology, self.schedule, self.job = topology, schedule, job
+        self.topology = topology
+        self.schedule = schedule
+        self.job = job
         self.losses: list[torch.Tensor] = []
         self.seen: dict[int, Any] = {}
         self.spans: list[Span] = []

@@ -10,7 +10,9 @@ Steps = NDArray[np.float64]
 """(n, 4): phase, steps (1, or 0 for time that belongs to the steps around it), seconds, processor seconds."""
 BEFORE, BESIDE, AFTER = 1, 2, 3
 """Phases: alone before a save, beside it, alone after it."""
-_MOST, _BLOCK_S, _DRAWS = 1 << 18, 0.5, 1000
+_MOST = 1 << 18
+_BLOCK_S = 0.5
+_DRAWS = 1000
 
 
 class StepRecords:
@@ -18,7 +20,8 @@ class StepRecords:
 
     def __init__(self, path: Path) -> None:
         self._steps = np.lib.format.open_memmap(path, "w+", np.float64, (_MOST, 4))
-        self._num, self.phase = 0, BEFORE
+        self._num = 0
+        self.phase = BEFORE
 
     def add(self, seconds: float, cpu_seconds: float, num_steps: int = 1) -> None:
         """A step of the present phase."""

@@ -97,7 +97,8 @@ def tables_of(job: TablesJob) -> list[TableConfig]:
 
 def batch_of(job: TablesJob, topology: Topology, step: int) -> dict[str, Any]:
     """This rank's samples of a step: the same global batch on any number of ranks, some bags of it empty."""
-    draw, count = np.random.default_rng([7, step]), job.num_samples
+    draw = np.random.default_rng([7, step])
+    count = job.num_samples
     mine = slice(*(np.linspace(0, count, topology.world + 1).astype(int)[topology.rank : topology.rank + 2]))
 
     def bags(bound: int) -> Jagged:
@@ -155,7 +156,8 @@ def train_held_whole(topology: Topology, schedule: str, job: TablesJob) -> tuple
 def held_whole_equals(topology: Topology, schedules: list[str], job: TablesJob) -> dict[str, bool]:
     """Whether each schedule with replicated tables ends where it does with sharded ones: an exact one where `serial`
     does."""
-    serial, found = train(topology, "serial", job), {}
+    serial = train(topology, "serial", job)
+    found = {}
     for schedule in schedules:
         expected = serial if SCHEDULES.find(schedule).is_exact else train(topology, schedule, job)
         found[schedule] = train_held_whole(topology, schedule, job) == expected

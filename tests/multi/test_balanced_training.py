@@ -81,7 +81,8 @@ def test_every_policy_mode_and_schedule_equals_unbalanced(  # noqa: PLR0917
 ):
     choice = {"balance.policy": policy, "balance.mode": mode, "pipeline.schedule": schedule}
     for samples in (UNEQUAL, WITH_EMPTY_RANK):
-        expected, more = unbalanced(world, samples, NUM_STEPS_OF_GRID), {"batch.batch_samples": samples, **choice}
+        expected = unbalanced(world, samples, NUM_STEPS_OF_GRID)
+        more = {"batch.batch_samples": samples, **choice}
         compare(pools[world], data, tmp_path / str(samples), expected, more, NUM_STEPS_OF_GRID)
 
 

@@ -32,7 +32,8 @@ LENGTHS = [[1], [0, 2, 0], [3, 1, 7], [64, 5, 33, 1], *(_DRAWN.integers(0, 40, 5
 def test_ranks_equal_the_definition_to_the_bit_and_whole_sequences_to_rounding(pools, world: int, kind: Kind) -> None:
     ranks = pools[world].run(attention, kind, LENGTHS)
     for number, lengths in enumerate(LENGTHS):
-        case, found = Case(kind, lengths, world), [rank[number] for rank in ranks]
+        case = Case(kind, lengths, world)
+        found = [rank[number] for rank in ranks]
         if kind != "sasrec":  # its two sums are the definition's; the quotient is not
             for mine, theirs in zip(found, defined(case), strict=True):
                 assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True)), (lengths, kind)

@@ -89,7 +89,8 @@ def test_schedules_are_equal_to_the_bit_in_context_groups(
 def test_a_run_goes_on_in_other_context_groups(pools, data: str, tmp_path: Path) -> None:
     more = {**STEPS, "training.dtype": "float64", "training.evaluate_every_epochs": 0}
     whole = train(Topology.single(), "hstu", data, str(tmp_path / "whole"), {**more, "training.max_steps": 8})
-    run, traded = str(tmp_path / "run"), {"ranks.context": 2, "balance.mode": "exchange", "balance.policy": "greedy"}
+    run = str(tmp_path / "run")
+    traded = {"ranks.context": 2, "balance.mode": "exchange", "balance.policy": "greedy"}
     pools[4].run(train, "hstu", data, run, {**more, "training.max_steps": 3, "ranks.context": 4})
     pools[4].run(train, "hstu", data, run, {**more, **traded, "training.max_steps": 5, "ranks.replicas": 2})
     ranks = pools[2].run(train, "hstu", data, run, {**more, "training.max_steps": 8})

@@ -33,7 +33,11 @@ from nestrec.trace.exposed import Timeline
 from nestrec_bench.harness.links import can_limit, limited_links
 from nestrec_bench.harness.local_ranks import run_on_ranks
 
-WIDTH, LAYERS, SAMPLES, MICRO_BATCHES, LINK_MBIT = 512, 8, 512, 2, 400.0
+WIDTH = 512
+LAYERS = 8
+SAMPLES = 512
+MICRO_BATCHES = 2
+LINK_MBIT = 400.0
 BUCKET_MIB = 1.0
 KINDS = (("serial", False), ("nested", False), ("nested", True))
 """Schedule, and whether sums begin inside the backward pass."""
@@ -55,7 +59,8 @@ class _Trained:
     """A run of one kind; runs of all kinds take turns."""
 
     def __init__(self, topology: Topology, schedule: str) -> None:
-        self.topology, self._number = topology, 0
+        self.topology = topology
+        self._number = 0
         self._passes_until_stop, self._bytes_before = 0, 0
         torch.manual_seed(0)
         layers = [part for _ in range(LAYERS) for part in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
@@ -85,7 +90,8 @@ class _Trained:
 
     def stopped_step(self) -> list[Span]:
         """A step whose last backward pass goes on past its middle when a sum of what lies behind that is done."""
-        self._passes_until_stop, self._bytes_before = MICRO_BATCHES, self._dense._sync.bytes_reduced
+        self._passes_until_stop = MICRO_BATCHES
+        self._bytes_before = self._dense._sync.bytes_reduced
         return self.steps(1)
 
     def _stop(self) -> None:

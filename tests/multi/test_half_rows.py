@@ -35,7 +35,8 @@ def exchanged(topology: Topology, lookup: str, window_cache: bool) -> tuple[list
     parts = batch(topology.rank)
     routed = engine.route(*parts, window_cache=window_cache)
     working = engine.fetch(routed, step=1)
-    window, found = ExchangeWindow(engine, routed, working), []
+    window = ExchangeWindow(engine, routed, working)
+    found = []
     for number, part in enumerate(routed.micro_batches):
         window.receive(number)
         vectors = window.vectors(number)["items"]

@@ -78,7 +78,8 @@ def learned(topology: Topology, optimizer: str, dtype: str, store: str, folder: 
         working = engine.fetch(routed, step=step)
         for number, piece in enumerate(mine):
             vectors = engine.exchange_vectors(routed, working, number)
-            micro_batch, gradients = routed.micro_batches[number], {}
+            micro_batch = routed.micro_batches[number]
+            gradients = {}
             for name, asked in (("a", drawn[number]), ("b", drawn[number] * 2**50 - 7)):
                 assert vectors[name].dtype == tables[0].weight_dtype
                 keys = torch.empty(len(asked), 1, dtype=torch.int64)  # distinct, in the order of the index

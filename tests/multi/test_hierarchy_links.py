@@ -31,7 +31,9 @@ from nestrec_bench.harness.links import bytes_on_link, can_limit, limited_links
 from nestrec_bench.harness.local_ranks import run_on_ranks
 
 HOSTS, RANKS, DIM, MICRO_BATCHES = 2, 2, 64, 2
-SAMPLES, NUM_ROWS, LINK_MBIT = 6000, 10_000, 100.0
+SAMPLES = 6000
+NUM_ROWS = 10_000
+LINK_MBIT = 100.0
 WARM_UP, ROUNDS = 2, 8
 
 
@@ -57,7 +59,8 @@ class _Trained:
     """A run of one kind; runs of all kinds take turns."""
 
     def __init__(self, topology: Topology, schedule: str) -> None:
-        self.topology, self._number = topology, 0
+        self.topology = topology
+        self._number = 0
         model = torch.nn.Linear(DIM, 1, bias=False)
         torch.nn.init.ones_(model.weight)
         engine = EmbeddingEngine([TableConfig(name="items", dim=DIM, num_rows=NUM_ROWS)], topology)
@@ -65,14 +68,16 @@ class _Trained:
             lambda part, rows, index: model(rows["items"][index["items"].long()]).sin().sum(), torch.device("cpu")
         )
         dense = DenseOptimizer(model, OptimizerConfig(), topology, torch.device("cpu"))
-        self._engine, self._pipeline = engine, PipelineCore.build(loss, engine, dense, schedule)
+        self._engine = engine
+        self._pipeline = PipelineCore.build(loss, engine, dense, schedule)
 
     def steps(self, count: int) -> tuple[float, int]:
         """Seconds and bytes between hosts of a step, over the next ones."""
         first = self._number + 1
         feed = LookaheadIterator(self._batch(n) for n in range(first, first + count))
         barrier(self.topology.control)
-        sent, start = bytes_on_link(), time.perf_counter()
+        sent = bytes_on_link()
+        start = time.perf_counter()
         for number in range(first, first + count):
             is_fence = number == first + count - 1
             step = TrainingStep(
@@ -103,7 +108,8 @@ def measured(topology: Topology) -> list[dict[str, Any]]:
     for run in runs.values():
         run.steps(WARM_UP)
     rounds = [{kind: run.steps(3) for kind, run in runs.items()} for _ in range(ROUNDS)]
-    first, last = WARM_UP + 1, WARM_UP + 3 * ROUNDS
+    first = WARM_UP + 1
+    last = WARM_UP + 3 * ROUNDS
     rows = []
     for kind, run in runs.items():
         times = sorted(1e3 * found[kind][0] for found in rounds)

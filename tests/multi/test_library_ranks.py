@@ -16,7 +16,8 @@ from nestrec.training.callbacks import TrainingCallback
 from support.rank_pool import loaded_context
 from support.tiny_runs import config_of, make_datasets
 
-WORLD, LIMIT_S = 2, 200.0
+WORLD = 2
+LIMIT_S = 200.0
 pytestmark = pytest.mark.timeout(2 * LIMIT_S)
 
 
@@ -30,7 +31,8 @@ class Failing(TrainingCallback):
 def fail(rank: int, folder: Path) -> list[str]:
     """What this rank is told of calls that fail: on all ranks alike, before they train and while they do, and then on
     one rank alone, of which the others hear when it makes its next call."""
-    told, cfg = [], config_of("hstu", folder)
+    told = []
+    cfg = config_of("hstu", folder)
     for name, changes, alone in (
         ("mesh", {"ranks.replicas": 3}, False),
         ("data", {"data.folder": "/nowhere"}, False),
@@ -51,7 +53,8 @@ def train_again(rank: int, port: int, folder: Path, pipe) -> None:
     os.environ.update({name: str(value) for name, value in place.items()})
     os.environ.update({"WORLD_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": str(WORLD)})
     pipe.send(fail(rank, folder))
-    seen, cfg = [dist.is_initialized()], config_of("hstu", folder)
+    seen = [dist.is_initialized()]
+    cfg = config_of("hstu", folder)
     for name in ("first", "second"):
         run = nestrec.train(cfg, {"training.epochs": 1, "training.max_steps": 2}, output=folder / name)
         seen += [dist.is_initialized(), run.steps]
@@ -72,7 +75,10 @@ def train_again(rank: int, port: int, folder: Path, pipe) -> None:
 
 def test_a_call_gives_its_process_groups_back_even_if_it_fails_and_the_next_one_makes_its_own(tmp_path: Path) -> None:
     make_datasets(tmp_path)
-    context, port, pipes, processes = loaded_context(), free_port(), [], []
+    context = loaded_context()
+    port = free_port()
+    pipes = []
+    processes = []
     for rank in range(WORLD):
         mine, theirs = context.Pipe(duplex=False)
         processes.append(context.Process(target=train_again, args=(rank, port, tmp_path, theirs), daemon=True))

@@ -92,7 +92,8 @@ def counted_bytes(topology: Topology) -> tuple[int, int]:
     """Bytes that this rank sends to others, counted in the all-to-all itself, and the figure that is reported."""
     import nestrec.balance.sample_exchange as module
 
-    original, sent = module.all_to_all_rows, []
+    original = module.all_to_all_rows
+    sent = []
 
     def counting(communicator: Communicator, rows: Any, send: list[int], receive: list[int]) -> Any:
         sent.append(sum(n for rank, n in enumerate(send) if rank != communicator.rank) * rows.shape[1])

@@ -20,7 +20,8 @@ def test_steps_are_there_for_others_when_they_are_added(tmp_path):
 
 
 def test_the_stall_is_the_part_of_training_that_is_lost_and_lies_in_its_interval():
-    draw, ranks = np.random.default_rng(0), []
+    draw = np.random.default_rng(0)
+    ranks = []
     for _ in range(3):
         alone, beside = draw.normal(0.010, 0.001, 1000), draw.normal(0.0125, 0.001, 2000)
         ranks.append(np.vstack([steps_of(BEFORE, alone[:500]), steps_of(BESIDE, beside), steps_of(AFTER, alone[500:])]))

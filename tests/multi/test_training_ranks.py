@@ -181,7 +181,8 @@ def test_saved_on_4_loaded_on_2_1_3_and_back_on_4(pools, data: str, tmp_path: Pa
 def test_a_run_goes_on_with_another_number_of_ranks(pools, data: str, tmp_path: Path) -> None:
     more = options("hstu", dtype="float64", checkpoint_every_steps=4)
     whole = train(Topology.single(), "hstu", data, str(tmp_path / "whole"), {**more, "training.max_steps": 24})
-    run, steps = str(tmp_path / "run"), "training.max_steps"
+    run = str(tmp_path / "run")
+    steps = "training.max_steps"
     pools[4].run(train, "hstu", data, run, {**more, **BACKGROUND, steps: 9})
     train(Topology.single(), "hstu", data, run, {**more, **BACKGROUND, steps: 14})
     ranks = pools[2].run(train, "hstu", data, run, {**more, **BACKGROUND, steps: 24})
@@ -201,7 +202,8 @@ def test_a_bound_on_rows_holds_where_a_run_goes_on_with_more_ranks(
         "ttl_steps": 3 if eviction == "ttl" else "none",
     }
     more = {"batch.batch_samples": 40, "training.epochs": 9, **{f"task.table_store.{n}": v for n, v in store.items()}}
-    run, steps = str(tmp_path / "run"), "training.max_steps"
+    run = str(tmp_path / "run")
+    steps = "training.max_steps"
     alone = train(Topology.single(), "rows", data, run, {**more, steps: 4})
     held = [
         len(rank["rows"]["categories"][0]["keys"])

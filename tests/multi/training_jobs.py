@@ -67,7 +67,8 @@ def train_without_warnings(topology: Topology, family: str, data: str, run: str,
 def train_with_a_slow_rank(topology: Topology, family: str, data: str, run: str, more: More) -> None:
     """The last rank takes far longer for the loss of a micro-batch, also where a busy machine is slow for all."""
     trainer = trainer_of(topology, family, data, run, more)
-    task, loss = trainer.session.task, trainer.session.task.loss
+    task = trainer.session.task
+    loss = trainer.session.task.loss
 
     def slow_loss(*args: Any) -> Any:
         start_s = time.perf_counter()

@@ -31,7 +31,8 @@ from nestrec.report.result_file import write_frame
 PART_EVENTS = 2_000_000
 EVENTS_A_USER = 50
 DEVICES, COUNTRIES = ["phone", "tablet", "web", "tv"], [f"c{i}" for i in range(40)]
-START_MS, SPAN_MS = 1_700_000_000_000, 30 * 86_400_000
+START_MS = 1_700_000_000_000
+SPAN_MS = 30 * 86_400_000
 PREPARE = {
     "log.user": "user",
     "log.item": "item",
@@ -59,7 +60,8 @@ TRAIN = {
 
 def write_part(number: int, folder: Path, num_events: int, num_users: int, more: int = 0) -> None:
     """Events of one file, a function of its number. more: which of the logs that come later; they bring new users."""
-    draw, start = np.random.default_rng([3, number, more]), number * PART_EVENTS
+    draw = np.random.default_rng([3, number, more])
+    start = number * PART_EVENTS
     count = min(PART_EVENTS, num_events - start)
     num_items = max(100, num_users * EVENTS_A_USER // 200)
     at = START_MS + more * SPAN_MS + draw.integers(0, SPAN_MS, count)
@@ -90,9 +92,12 @@ def write_log(folder: Path, num_events: int, num_users: int, processes: int, mor
 
 def run(command: list[str]) -> dict[str, float]:
     """Seconds of a command, and its memory."""
-    start_s, environment = time.perf_counter(), {**os.environ, "OMP_NUM_THREADS": "1"}
+    start_s = time.perf_counter()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = psutil.Popen(command, env=environment, stdout=sys.stderr)
-    together, largest, used_s = 0.0, 0.0, _cpu_s()
+    together = 0.0
+    largest = 0.0
+    used_s = _cpu_s()
     while process.poll() is None:
         with contextlib.suppress(psutil.Error):
             found = [_memory_mib(each) for each in (process, *process.children(recursive=True))]
@@ -154,7 +159,8 @@ def measure(
     start_s = time.perf_counter()
     write_log(folder / "log", num_events, num_users, processes)
     yield {"what": "log", "events": num_events, "columns": 12, "wall_s": round(time.perf_counter() - start_s, 1)}
-    nestrec, data = [sys.executable, "-m", "nestrec"], str(folder / "data")
+    nestrec = [sys.executable, "-m", "nestrec"]
+    data = str(folder / "data")
     options = [f"--{name}={value}" for name, value in PREPARE.items()]
     prepare = run([*nestrec, "prepare", "log", str(folder / "log"), data, *options])
     yield {"what": "prepare", "events": num_events, "columns": 12, **prepare}

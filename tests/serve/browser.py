@@ -26,8 +26,13 @@ class Tab:
     """One page."""
 
     def __init__(self, reads, writes):
-        self._reads, self._writes, self._received, self._number = reads, writes, b"", 0
-        self._session, self.said, self.asked = None, [], []
+        self._reads = reads
+        self._writes = writes
+        self._received = b""
+        self._number = 0
+        self._session = None
+        self.said = []
+        self.asked = []
         """errors that the page has logged; every address that it has asked for"""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]

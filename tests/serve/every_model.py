@@ -54,11 +54,14 @@ class Exports:
     """Folders of models, each trained and exported once."""
 
     def __init__(self, root, data):
-        self._root, self._data, self._found = root, data, {}
+        self._root = root
+        self._data = data
+        self._found = {}
 
     def folder(self, task, name, dtype="run"):
         """Of a task's model with an encoder, trained for two steps."""
-        run, key = self._root / f"{task}-{name}", (task, name, dtype)
+        run = self._root / f"{task}-{name}"
+        key = (task, name, dtype)
         if not run.exists():
             training = TrainingConfig(epochs=1, max_steps=2, evaluate_every_epochs=0)
             cfg = replace(config_of(task, ENCODERS[name], self._data), training=training)
@@ -73,7 +76,9 @@ class Asker:
     """Random users of one server: they come back with more events, after signals, and with other candidates."""
 
     def __init__(self, client, item_keys, seed):
-        self._client, self._keys, self._rng = client, item_keys, random.Random(seed)
+        self._client = client
+        self._keys = item_keys
+        self._rng = random.Random(seed)
         self.requests = []
 
     def _event(self, time_ms):
@@ -81,7 +86,10 @@ class Asker:
 
     async def sequence(self, user):
         """Scores of every answer, and where prefixes came from."""
-        time_ms, events, scores, sources = FIRST_MS, [], [], []
+        time_ms = FIRST_MS
+        events = []
+        scores = []
+        sources = []
         for _ in range(4):
             for _ in range(self._rng.randint(1, 12)):
                 time_ms += self._rng.randint(1, 10**7)

@@ -76,7 +76,8 @@ class Runs:
     """A run of each role and variant with its export, each made when it is asked for."""
 
     def __init__(self, log: Path, *, seed: int = 0):
-        self.log, self.data = log, write_featured_log(log, seed=seed)
+        self.log = log
+        self.data = write_featured_log(log, seed=seed)
         self._trainers: dict[str, Trainer] = {}
 
     def trainer(self, role: str) -> Trainer:
@@ -104,7 +105,8 @@ def request_of(runs: Runs, user: int, length: int) -> tuple[dict, dict, str]:
     """The first events of a user as a request tells them, the context of the next one (of all events, that of the last
     one), and its item."""
     dataset = Dataset.open(runs.data)
-    rows, key = dataset.rows(np.array([user])), dataset.user_keys(np.array([user]))[0]
+    rows = dataset.rows(np.array([user]))
+    key = dataset.user_keys(np.array([user]))[0]
     with (runs.log / "log.csv").open() as log, (runs.log / "users.csv").open() as users:
         raw = sorted((row for row in csv.DictReader(log) if row["user"] == key), key=lambda row: int(row["at"]))
         of_user = next(row for row in csv.DictReader(users) if row["user"] == key)

@@ -14,7 +14,8 @@ def record(shown, **figures):
     print("\n" + json.dumps(row))
     if not (name := os.environ.get("NESTREC_OPERATOR_RESULTS")):
         return
-    path, frames = Path(name), []
+    path = Path(name)
+    frames = []
     if path.exists():
         frame = json.loads(path.read_text())
         for number, run in enumerate(frame["runs"]):

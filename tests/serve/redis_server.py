@@ -16,7 +16,8 @@ class RedisServer:
     """Keeps what was written over kills, as a store that an operator trusts does."""
 
     def __init__(self, folder, *options):
-        self.port, self._folder = free_port(), folder
+        self.port = free_port()
+        self._folder = folder
         self.url = f"redis://127.0.0.1:{self.port}/0"
         durable = ["--appendonly", "yes", "--appendfsync", "always"]
         place = ["--bind", "127.0.0.1", "--port", str(self.port), "--dir", str(folder), "--save", ""]

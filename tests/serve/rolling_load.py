@@ -36,7 +36,11 @@ class Load:
         self._asked = asked
         self._signal = {"history": asked["history"], "timeout_ms": asked["timeout_ms"]}
         self._http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30.0)
-        self.answers, self.num_requests, self.num_failed, self.num_split, self.is_over = {}, 0, 0, 0, False
+        self.answers = {}
+        self.num_requests = 0
+        self.num_failed = 0
+        self.num_split = 0
+        self.is_over = False
 
     async def ask(self, user):
         met = self.answers[user] = []
@@ -71,7 +75,8 @@ def command(*words):
 async def rolled(port, folders):
     load = Load(port)
     tasks = [asyncio.create_task(load.ask(f"u{number}")) for number in range(NUM_USERS)]
-    address, took_s = f"http://127.0.0.1:{port}", []
+    address = f"http://127.0.0.1:{port}"
+    took_s = []
     for number in range(1, NUM_SWAPS + 1):
         start_s = time.monotonic()
         said = await asyncio.to_thread(command, "swap", address, str(folders / str(number)))
@@ -108,7 +113,8 @@ def check_rolled(front, folders, load, took_s):
     """Keeps the figures: nothing failed, no answer of two versions, no pair of two, nobody who was sent back."""
     versions = [Servable.load(folders / str(number)).version[:12] for number in range(NUM_SWAPS + 1)]
     versions.append(versions[NUM_SWAPS - 1])
-    scores, num_back = {}, 0
+    scores = {}
+    num_back = 0
     for met in load.answers.values():
         for version, found in met:
             scores.setdefault(version, set()).add(found)

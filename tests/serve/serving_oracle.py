@@ -31,7 +31,8 @@ def _info(lengths, time, query_time):
 @torch.inference_mode()
 def _retrieval(servable, history, candidates, slide_events):
     first = history_start(len(history), servable.spec.task.history.max_length, slide_events)
-    items, times = history.items[first:], history.times_ms[first:]
+    items = history.items[first:]
+    times = history.times_ms[first:]
     asked = np.append(times[1:], candidates.now_ms)
     table = servable.tables["items"]
     state = servable.model(table.rows(torch.from_numpy(items)), _info([len(items)], times, asked))[-1]
@@ -42,7 +43,9 @@ def _retrieval(servable, history, candidates, slide_events):
 @torch.inference_mode()
 def _ranking(servable, history, candidates, slide_events):
     first = history_start(len(history), servable.spec.task.inputs.max_events - 1, slide_events)
-    items, times, actions = history.items[first:], history.times_ms[first:], history.actions[first:]
+    items = history.items[first:]
+    times = history.times_ms[first:]
+    actions = history.actions[first:]
     tab = history.features["event_tab"][first:]
     content, action, time = [], [], []
     for c, item in enumerate(candidates.items):

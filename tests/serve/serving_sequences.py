@@ -43,7 +43,8 @@ class Sequences:
     """One sequence. Who derives from it makes the engine of the current model, and checks each answer."""
 
     def __init__(self, seed):
-        self.rng, self.py = np.random.default_rng(seed), random.Random(seed)
+        self.rng = np.random.default_rng(seed)
+        self.py = random.Random(seed)
         self.clock = ManualClock()
         self.current = 0
         self.engine = self.make_engine()

@@ -19,7 +19,8 @@ from nestrec_bench.load_test.load_test import LoadTestConfig, made_up_request, r
 
 ENCODER = HSTUConfig(dim=16, num_layers=1, num_heads=2, head_dim=8, max_length=64, time_bias=True)
 NUM_ITEMS = 60
-RETRIEVAL, RANKING = random_retrieval(ENCODER, num_items=NUM_ITEMS), random_ranking(ENCODER, num_items=NUM_ITEMS)
+RETRIEVAL = random_retrieval(ENCODER, num_items=NUM_ITEMS)
+RANKING = random_ranking(ENCODER, num_items=NUM_ITEMS)
 PATIENT = EngineConfig(max_queue_s=1e9)
 LIMITS = LimitsConfig(max_listed=50, default_timeout_ms=10_000)
 HISTORY = {
@@ -237,7 +238,8 @@ class TestWhatAModelReads:
         assert answered(fronts["retrieval"], "/v1/rank", {**PLAIN, "candidates": [10]})["defaults"] == []
 
     def test_a_default_that_the_export_names_is_taken_and_said(self, fronts):
-        app, bare = fronts["lenient"], {"user": "ann", "candidates": [10, 11, 12], "now_ms": 9000}
+        app = fronts["lenient"]
+        bare = {"user": "ann", "candidates": [10, 11, 12], "now_ms": 9000}
         answer = answered(app, "/v1/rank", {**bare, "history": {"items": [1, 2, 3]}})
         assert answer["defaults"] == [
             {"field": "history.times_ms", "value": 9000},
@@ -251,7 +253,8 @@ class TestWhatAModelReads:
         assert np.abs(click(answer) - click(same)).max() <= 1e-5
 
     def test_a_history_that_the_export_names_stands_for_none(self, fronts):
-        app, asked = fronts["lenient_retrieval"], {"user": "new", "now_ms": 9000, "k": NUM_ITEMS}
+        app = fronts["lenient_retrieval"]
+        asked = {"user": "new", "now_ms": 9000, "k": NUM_ITEMS}
         answer = answered(app, "/v1/recommend", asked)
         assert answer["defaults"][0] == {"field": "history", "value": {"items": ["4", "5"]}}
         assert {"4", "5"} <= set(answer["items"]), "nobody has seen them"

@@ -29,7 +29,8 @@ def histories(retrieval):
     """Key, items and times of the first users of the dataset."""
     dataset = retrieval.trainer.session.dataset
     places = np.arange(70)
-    rows, keys = dataset.rows(places), dataset.items().column("item_key").to_pylist()
+    rows = dataset.rows(places)
+    keys = dataset.items().column("item_key").to_pylist()
     (items, offsets), (times, _) = rows.lists["item_ids"], rows.lists["timestamps_ms"]
     spans = list(itertools.pairwise(offsets))
     return {
@@ -84,7 +85,8 @@ def test_a_killed_job_goes_on_and_leaves_the_same_bytes(retrieval, listed, whole
     def kill():
         raise Killed
 
-    batch, output = nestrec.load(retrieval.folder).batch(CFG), tmp_path / "recs.parquet"
+    batch = nestrec.load(retrieval.folder).batch(CFG)
+    output = tmp_path / "recs.parquet"
     with armed("batch.part_written", kill, at=2), pytest.raises(Killed):
         batch.recommend(listed, output, data=dataset_folder)
     parts = tmp_path / "recs.parquet.parts"
@@ -104,7 +106,8 @@ def test_a_killed_job_goes_on_and_leaves_the_same_bytes(retrieval, listed, whole
 
 def test_parts_that_nobody_names_the_job_of_are_of_no_use(retrieval, listed, whole, dataset_folder, tmp_path):
     """A job was killed while it removed its parts; another one begins there."""
-    batch, output = nestrec.load(retrieval.folder).batch(CFG), tmp_path / "recs.parquet"
+    batch = nestrec.load(retrieval.folder).batch(CFG)
+    output = tmp_path / "recs.parquet"
     parts = tmp_path / "recs.parquet.parts"
     parts.mkdir()
     (parts / "part-000001.parquet").write_bytes(whole.read_bytes())
@@ -156,7 +159,8 @@ def test_products_of_embedded_users_and_items_are_the_scores(retrieval, listed, 
     batch = nestrec.load(retrieval.folder).batch(CFG)
     batch.embed_users(listed, tmp_path / "users.npy", data=dataset_folder)
     batch.embed_items(tmp_path / "items.parquet")
-    users, keys = np.load(tmp_path / "users.npy"), json.loads((tmp_path / "users.keys.json").read_text())
+    users = np.load(tmp_path / "users.npy")
+    keys = json.loads((tmp_path / "users.keys.json").read_text())
     items = {row["item"]: row["vector"] for row in pq.read_table(tmp_path / "items.parquet").to_pylist()}
     for row, key, user in zip(pq.read_table(whole).to_pylist(), keys, users, strict=True):
         assert row["user"] == key
@@ -227,7 +231,9 @@ def test_a_file_of_histories_is_looked_through_before_anything_is_computed(retri
 
 def test_ids_of_a_file_of_histories_may_be_decimals_as_those_of_data_may(retrieval, tmp_path):
     """Warehouses export whole numbers as decimals."""
-    decimal, batch, written = pa.decimal128(38, 2), nestrec.load(retrieval.folder).batch(CFG), []
+    decimal = pa.decimal128(38, 2)
+    batch = nestrec.load(retrieval.folder).batch(CFG)
+    written = []
     for user, items in (("7", ["1", "2"]), (pa.array([7]).cast(decimal), pa.array([[1, 2]]).cast(pa.list_(decimal)))):
         columns = {"user": [user] if isinstance(user, str) else user, "times_ms": [[T, T + 1]]}
         columns["items"] = [items] if isinstance(items, list) else items
@@ -238,7 +244,8 @@ def test_ids_of_a_file_of_histories_may_be_decimals_as_those_of_data_may(retriev
 
 
 def test_moments_of_a_file_of_histories_may_have_any_unit(retrieval, tmp_path):
-    batch, written = nestrec.load(retrieval.folder).batch(CFG), []
+    batch = nestrec.load(retrieval.folder).batch(CFG)
+    written = []
     for unit, ticks in (("ms", 1), ("ns", 10**6)):
         moments = pa.array([[T * ticks, (T + 10**7) * ticks]], pa.list_(pa.timestamp(unit)))
         pq.write_table(pa.table({"user": ["a"], "items": [["1", "2"]], "times_ms": moments}), tmp_path / "u.parquet")

@@ -75,7 +75,8 @@ def test_examples_of_the_documents_are_answered(service):
             for title, _, curl, python in request_examples.examples(described, set(dir(Client))):
                 assert request_examples.URL in curl
                 if "/admin/" not in title and title != "POST /v1/items":  # which is for models with features
-                    method, target = title.split()[0], curl.partition(request_examples.URL)[2].split()[0]
+                    method = title.split()[0]
+                    target = curl.partition(request_examples.URL)[2].split()[0]
                     body = json.loads(curl.partition("-d '")[2].rstrip("'")) if "-d" in curl else None
                     assert (await http.request(method, target, json=body)).status_code < 300, title
                 if python:
@@ -139,7 +140,8 @@ class Scripted:
     """Answers in their order, and what was asked."""
 
     def __init__(self, *answers):
-        self._answers, self.requests = list(answers), []
+        self._answers = list(answers)
+        self.requests = []
 
     def __call__(self, request):
         self.requests.append(request)

@@ -82,7 +82,8 @@ def references(value):
 
 def test_every_route_is_described_with_its_answer(described):
     for name in ENDPOINTS:
-        endpoint, found = ENDPOINTS.find(name), operation(described, name)
+        endpoint = ENDPOINTS.find(name)
+        found = operation(described, name)
         answer = found["responses"][str(endpoint.status)]
         assert endpoint.status == 204 or answer["content"][endpoint.content_type]["schema"], name
         assert ("requestBody" in found) == (endpoint.request is not None)
@@ -98,7 +99,8 @@ ANSWERING = [name for name in ENDPOINTS if ENDPOINTS.find(name).method != "DELET
 
 @pytest.mark.parametrize("name", ANSWERING)
 def test_answers_are_as_they_are_described(front, described, name):
-    endpoint, found = ENDPOINTS.find(name), operation(described, name)
+    endpoint = ENDPOINTS.find(name)
+    found = operation(described, name)
     response = call(front, endpoint.method, endpoint.path, BODIES.get(name))
     assert response.status_code == endpoint.status, response.text
     ((content_type, media),) = found["responses"][str(endpoint.status)]["content"].items()
@@ -144,7 +146,9 @@ class Links(HTMLParser):
 
     def __init__(self):
         super().__init__()
-        self.targets, self.anchors, self.open = [], set(), []
+        self.targets = []
+        self.anchors = set()
+        self.open = []
 
     def handle_starttag(self, tag, attributes):
         found = dict(attributes)
@@ -262,7 +266,8 @@ def test_a_front_may_be_given_its_endpoints(service):
 def test_the_description_says_where_a_key_is_asked_for(described):
     assert set(described["components"]["securitySchemes"]) == {"bearer", "key"}
     for name in ENDPOINTS:
-        found, is_open = operation(described, name), ENDPOINTS.find(name).audience == "anyone"
+        found = operation(described, name)
+        is_open = ENDPOINTS.find(name).audience == "anyone"
         assert ("security" in found) != is_open, name
         assert ({"401", "403"} <= set(found["responses"])) != is_open, name
 

@@ -25,7 +25,8 @@ SHARDS = [pytest.param(250 * s, 250, id=f"shard{s}", marks=pytest.mark.slow) for
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize(("first", "count"), [pytest.param(0, 6, id="some"), *SHARDS])
 def test_what_was_trained_is_served_over_http_with_the_same_scores_cached_or_not(exports, task, name, first, count):
-    folder, seeds = exports.folder(task, name), range(first, first + count)
+    folder = exports.folder(task, name)
+    seeds = range(first, first + count)
     cached, full = (answers_of(folder, cfg, seeds) for cfg in (SERVICE, FULL))
     assert "device" in {source for _, sources in cached for source in sources}
     assert {source for _, sources in full for source in sources} == {"none"}

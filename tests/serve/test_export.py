@@ -47,7 +47,8 @@ def full_scores(runner, histories, candidates):
 
 def test_exported_retrieval_ranks_the_catalogue_as_eval_does(retrieval):
     evaluation = retrieval.trainer.evaluate("test")
-    dataset, task = retrieval.trainer.session.dataset, retrieval.trainer.session.task
+    dataset = retrieval.trainer.session.dataset
+    task = retrieval.trainer.session.task
     runner = make_runner(retrieval.folder)
     queries = RetrievalQueries(dataset, task._split, task.cfg.history, "test", use_times=False)
     assert np.array_equal(evaluation.details["users"], queries.users)
@@ -76,7 +77,8 @@ def test_exported_retrieval_ranks_the_catalogue_as_eval_does(retrieval):
 def test_exported_ranking_gives_the_logits_of_eval(request, model):
     ranking = request.getfixturevalue(model)
     evaluation = ranking.trainer.evaluate("test")
-    dataset, task = ranking.trainer.session.dataset, ranking.trainer.session.task
+    dataset = ranking.trainer.session.dataset
+    task = ranking.trainer.session.task
     runner = make_runner(ranking.folder)
     windows = held_out_slices(task._split, "test", task.cfg.inputs.max_events, task._slide_events)
     assert len(windows) > 50
@@ -156,7 +158,8 @@ def test_an_export_never_overwrites(retrieval, tmp_path):
 
 def test_what_cannot_be_served_is_not_exported(tmp_path, monkeypatch):
     """Before anything is opened: there is neither a dataset nor a checkpoint here."""
-    cfg, spec = recipe("criteo_dlrm"), replace(task_spec(recipe("criteo_dlrm").task), serving=None)
+    cfg = recipe("criteo_dlrm")
+    spec = replace(task_spec(recipe("criteo_dlrm").task), serving=None)
     monkeypatch.setattr("nestrec.serving.model.serving_spec.task_spec", lambda task: spec)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.json").write_text(dumps(cfg))

@@ -29,7 +29,8 @@ from nestrec_bench.harness.random_model import random_ranking, random_retrieval
 
 ENCODER = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=256, time_bias=True)
 MODELS = {"retrieval": random_retrieval, "ranking": random_ranking}
-TOKEN_S, PAGE_BYTES = 1e-5, 256
+TOKEN_S = 1e-5
+PAGE_BYTES = 256
 CONFIG = EngineConfig(
     tiers=PrefixCacheConfig(cache_bytes=PAGE_BYTES << 8, dram_bytes=0, page_tokens=4), chunk_ms=0.2, max_queue_s=0.1
 )
@@ -65,7 +66,8 @@ class Late(Recording):
     depth = 2
 
     def launch(self, parts):
-        launched, looks = super().launch(parts), itertools.count()
+        launched = super().launch(parts)
+        looks = itertools.count()
         return InFlightBatch(launched.wait, lambda: next(looks) >= 20)
 
 
@@ -128,7 +130,8 @@ def test_a_long_request_is_computed_in_pieces_with_the_scores_of_the_whole(serva
 def test_short_requests_are_admitted_beside_long_ones_and_answered_before_them(servable, is_one_client):
     """More work waits than may: by its own share each short one is in time all the same."""
     engine, runner = make_engine(servable, replace(CONFIG, max_queue_s=0.0015))
-    rng, done = np.random.default_rng(2), []
+    rng = np.random.default_rng(2)
+    done = []
     long, short = draw_history(rng, 60), draw_history(rng, 3)
     with engine._condition:  # nothing is computed meanwhile
         works = [
@@ -154,8 +157,11 @@ def test_short_requests_are_admitted_beside_long_ones_and_answered_before_them(s
 def test_one_request_may_wait_behind_a_batch_that_is_longer_than_the_queue(servable):
     """Else the device would be idle from the end of the batch until somebody comes."""
     engine, runner = make_engine(servable, replace(CONFIG, chunk_ms=0, max_queue_s=1e-4))
-    rng, begun, go_on = np.random.default_rng(2), threading.Event(), threading.Event()
-    history, launch = draw_history(rng, 20), runner.launch
+    rng = np.random.default_rng(2)
+    begun = threading.Event()
+    go_on = threading.Event()
+    history = draw_history(rng, 20)
+    launch = runner.launch
 
     def launch_slowly(parts):
         begun.set()
@@ -165,7 +171,8 @@ def test_one_request_may_wait_behind_a_batch_that_is_longer_than_the_queue(serva
     def rank(user, timeout_s=TIMEOUT_S):
         return engine.rank(user, history, draw_candidates(rng, history, 8), timeout_s=timeout_s, sender=sender)
 
-    runner.launch, sender = launch_slowly, RequestSource("", 1000)
+    runner.launch = launch_slowly
+    sender = RequestSource("", 1000)
     works = [rank("a")]
     assert begun.wait(TIMEOUT_S)
     assert not engine.is_full_for(sender)
@@ -186,7 +193,9 @@ def test_the_next_batch_waits_for_the_last_one_where_the_host_is_what_is_slow(se
     monkeypatch.setattr(BatchPacer, "worked", lambda *_: None)
     engine, runner = make_engine(servable, replace(CONFIG, max_batch_requests=1), kind=Late)
     engine.pace.busy_share = busy_share
-    rng, launch, under_way = np.random.default_rng(5), runner.launch, []
+    rng = np.random.default_rng(5)
+    launch = runner.launch
+    under_way = []
     history = draw_history(rng, 3)
 
     def counted(parts):
@@ -247,7 +256,8 @@ def test_requests_in_pieces_are_exact_whoever_else_asks(servable, kind):
     """One user from two clients with two histories, small caches, forgetting in the middle."""
     cfg = replace(CONFIG, max_queue_s=1e9, tiers=replace(CONFIG.tiers, cache_bytes=40 * PAGE_BYTES))
     engine, _ = make_engine(servable, cfg, kind)
-    rng, py = np.random.default_rng(5), random.Random(5)
+    rng = np.random.default_rng(5)
+    py = random.Random(5)
     histories = [draw_history(rng, length) for length in (60, 50, 5, 20, 2)]
     asked = []
     for _ in range(30):
@@ -270,7 +280,8 @@ def test_requests_in_pieces_are_exact_whoever_else_asks(servable, kind):
 def test_a_piece_that_fails_fails_its_request_and_no_other(servable):
     engine, runner = make_engine(servable)
     rng = np.random.default_rng(6)
-    history, launch = draw_history(rng, 60), runner.launch
+    history = draw_history(rng, 60)
+    launch = runner.launch
 
     def fail_the_second(parts):
         launched = launch(parts)

@@ -44,7 +44,8 @@ def everybody(runs) -> dict[str, list[dict]]:
 
 
 def bodies_of(log: Runs, task: RetrievalTaskConfig) -> list[dict]:
-    dataset, bodies = Dataset.open(log.data), []
+    dataset = Dataset.open(log.data)
+    bodies = []
     for place, user in enumerate(dataset.user_keys(np.arange(dataset.num_samples))):
         history, context, _ = request_of(log, place, int(dataset.lengths[place]))
         told, _ = known_to(task, history, context)
@@ -63,7 +64,8 @@ def assert_answers_are_in(path: Path, servable: Servable, bodies: list[dict]) ->
     """What a server recommends to each."""
 
     async def asked(service: Service) -> None:
-        transport, rows = httpx.ASGITransport(App(service, LIMITS)), pq.read_table(path).to_pylist()
+        transport = httpx.ASGITransport(App(service, LIMITS))
+        rows = pq.read_table(path).to_pylist()
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
             for row, body in zip(rows, bodies, strict=True):
                 answer = await client.post("/v1/recommend", json={**body, "k": 7})
@@ -88,8 +90,10 @@ def write_users(path: Path, bodies: list[dict], *, dotted: bool = False) -> Path
 
 @pytest.mark.parametrize("role", ROLES)
 def test_everybody_gets_what_a_server_answers_that_is_told_the_same_features(runs, everybody, role, tmp_path):
-    bodies, context = everybody[role], context_of(runs, role)
-    batch, output = nestrec.load(runs.folder(role)).batch(replace(CFG, context=context)), tmp_path / "recs.parquet"
+    bodies = everybody[role]
+    context = context_of(runs, role)
+    batch = nestrec.load(runs.folder(role)).batch(replace(CFG, context=context))
+    output = tmp_path / "recs.parquet"
     assert batch.recommend("all", output, data=runs.data) == len(bodies)
     assert_answers_are_in(output, batch.servable, [{**body, "context": context} for body in bodies])
     batch.recommend(write_users(tmp_path / "users.parquet", bodies), tmp_path / "of_file.parquet")
@@ -99,7 +103,8 @@ def test_everybody_gets_what_a_server_answers_that_is_told_the_same_features(run
 @pytest.mark.parametrize("dotted", [False, True])
 def test_a_file_tells_the_context_of_each_user(runs, everybody, dotted, tmp_path):
     bodies = [{**one, "context": CONTEXTS[i % 2]} for i, one in enumerate(everybody[EVERY_KIND][:8])]
-    output, users = tmp_path / "recs.parquet", write_users(tmp_path / "users.parquet", bodies, dotted=dotted)
+    output = tmp_path / "recs.parquet"
+    users = write_users(tmp_path / "users.parquet", bodies, dotted=dotted)
     batch = nestrec.load(runs.folder(EVERY_KIND)).batch(CFG)
     batch.recommend(users, output)
     assert_answers_are_in(output, batch.servable, bodies)
@@ -120,7 +125,8 @@ def test_what_a_file_leaves_out_is_what_the_export_names(runs, everybody, tmp_pa
         body["history"]["features"] |= dict.fromkeys(body["history"]["features"])
     for body in bodies:
         body.pop("user_features")
-    batch, output = BatchRecommender(servable, CFG), tmp_path / "recs.parquet"
+    batch = BatchRecommender(servable, CFG)
+    output = tmp_path / "recs.parquet"
     batch.recommend(write_users(tmp_path / "users.parquet", bodies), output)
     assert_answers_are_in(output, servable, bodies)
 
@@ -152,7 +158,8 @@ def test_ranks_and_kills_leave_the_same_bytes_where_features_are_read(runs, ever
     def kill():
         raise Killed
 
-    users, outputs = write_users(tmp_path / "users.parquet", everybody["retrieval"]), []
+    users = write_users(tmp_path / "users.parquet", everybody["retrieval"])
+    outputs = []
     cfg = replace(CFG, context=context_of(runs, "retrieval"))
     batch = nestrec.load(runs.folder("retrieval")).batch(cfg)
     for of, data in ((users, None), ("all", runs.data)):
@@ -205,7 +212,8 @@ def test_wrong_features_of_a_file_are_named_before_anything_is_computed(runs, ev
 
 def test_what_nobody_can_know_is_asked_for_by_name(runs, everybody, tmp_path):
     """The context, and features that another dataset or file does not have."""
-    served, output = nestrec.load(runs.folder(EVERY_KIND)), tmp_path / "out.parquet"
+    served = nestrec.load(runs.folder(EVERY_KIND))
+    output = tmp_path / "out.parquet"
     for context, match in (
         ({}, r"context.device = None: is needed[\s\S]*set context.device, or export"),
         ({**CONTEXTS[0], "device": ["tv"]}, r"context.device = .*must be one value"),

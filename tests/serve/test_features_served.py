@@ -42,7 +42,8 @@ from support.featured_log import ITEM_FEATURES
 
 @pytest.mark.parametrize("role", ["ranking", "ranking, prefix", "ranking, dlrm", "ranking, every kind"])
 def test_served_scores_of_ranking_are_those_of_the_model_that_was_trained(runs, role):
-    trainer, served = runs.trainer(role), nestrec.load(runs.folder(role))
+    trainer = runs.trainer(role)
+    served = nestrec.load(runs.folder(role))
     task = trainer.session.task
     for user, length in ((3, 4), (8, 5), (7, 0)):
         history, context, item = request_of(runs, user, length)
@@ -60,8 +61,11 @@ def test_served_scores_of_ranking_are_those_of_the_model_that_was_trained(runs, 
 
 @pytest.mark.parametrize("role", ["retrieval", "retrieval, prefix"])
 def test_served_scores_of_retrieval_are_those_of_the_model_that_was_trained(runs, role):
-    trainer, served, dataset = runs.trainer(role), nestrec.load(runs.folder(role)), Dataset.open(runs.data)
-    task, engine = trainer.session.task, trainer.session.engine
+    trainer = runs.trainer(role)
+    served = nestrec.load(runs.folder(role))
+    dataset = Dataset.open(runs.data)
+    task = trainer.session.task
+    engine = trainer.session.engine
     queries = RetrievalQueries(
         task._read, task._split, task.cfg.history, "test", use_times=task._use_times, inputs=task._inputs
     )
@@ -107,7 +111,8 @@ def test_retrieval_asks_nobody_for_a_context_that_it_does_not_read(runs):
 @pytest.mark.parametrize("role", ["ranking, prefix", "retrieval, prefix"])
 def test_what_is_kept_behind_tokens_of_users_is_of_no_use_once_these_have_changed(runs, role):
     """With a batch of four tokens, signals are computed in pieces that end between two events."""
-    servable, oracle = Servable.load(runs.folder(role)), nestrec.load(runs.folder(role))
+    servable = Servable.load(runs.folder(role))
+    oracle = nestrec.load(runs.folder(role))
     engine = replace(SERVICE.engine, max_batch_tokens=4)
     service = Service({servable.serving.role: servable}, replace(SERVICE, engine=engine))
     history, context, _ = request_of(runs, 8, 6)
@@ -122,7 +127,8 @@ def test_what_is_kept_behind_tokens_of_users_is_of_no_use_once_these_have_change
         steps.insert(3, ("preinfer", history))
 
     async def asked() -> list[dict]:
-        transport, found = httpx.ASGITransport(App(service, LIMITS)), []
+        transport = httpx.ASGITransport(App(service, LIMITS))
+        found = []
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
             for path, one in steps:
                 told = {**one, "times_ms": [int(time) for time in one["times_ms"]]}
@@ -281,7 +287,8 @@ def asked_about_kept(asking: Asking, features: dict, limits: LimitsConfig = LIMI
 
 
 def test_kept_values_are_read_once_and_again_only_without_those_that_cannot_be(asking, monkeypatch):
-    read, values = [], RequestResolver.values
+    read = []
+    values = RequestResolver.values
 
     def counted(self, given, count, column, field, *, is_each):
         if field.startswith("history.features.") or not field:
@@ -325,7 +332,8 @@ def test_kept_values_that_only_another_model_could_read_are_values_that_nobody_k
         "query": [None, None, "red shoe", None],
         "filters": [["f1"], None, ["f2"] * 32, "f3"],
     }
-    expected, found = asking(events=read), asked_about_kept(asking, kept)
+    expected = asking(events=read)
+    found = asked_about_kept(asking, kept)
     assert expected.status_code == found.status_code == 200, (expected.text, found.text)
     assert found.json()["scores"]["click"] == pytest.approx(expected.json()["scores"]["click"], rel=1e-5)
 
@@ -344,7 +352,8 @@ def test_what_a_front_reads_of_every_kind_is_what_the_engine_gets(runs):
     history, context, item = request_of(runs, 8, 4)
     reading = RequestResolver(servable, LimitsConfig(), RequestNotes())
     request = asked_request(history, [item], context)
-    asked, features = reading.user(request), reading.candidate_features(request, 1)
+    asked = reading.user(request)
+    features = reading.candidate_features(request, 1)
     candidates = Candidates(items=servable.ids_of([item]), now_ms=asked.now_ms, features=features)
     asking = wire_format.RankFrame(
         fleet=1, by="name", user="u", sender=NOBODY, timeout_s=1.0, history=asked.history, candidates=candidates
@@ -364,12 +373,14 @@ def test_a_wide_vector_of_a_user_is_not_held_for_each_event(make):
     taste = ColumnSpec(name="user_taste", keys=None, num_rows=0, kind="vector", width=1536)
     defaults = InputDefaults(features={"tab": None}, actions=()) if plain.event_features else InputDefaults()
     servable = replace(plain, spec=replace(plain.spec, columns=(*plain.spec.columns, taste), defaults=defaults))
-    form, reading = make_form(servable), RequestResolver(servable, LimitsConfig(), RequestNotes())
+    form = make_form(servable)
+    reading = RequestResolver(servable, LimitsConfig(), RequestNotes())
     told, contents = {"items": ["1"] * 2000, "times_ms": [7] * 2000, "now_ms": 8}, []
     for vector in ([0.5] * 1536, [0.5] * 1535 + [0.25]):
         request = asked_request({**told, "user_features": {"taste": vector}}, ["1"] * 500, None)
         tracemalloc.start()
-        asked, features = reading.user(request), reading.candidate_features(request, 500)
+        asked = reading.user(request)
+        features = reading.candidate_features(request, 500)
         candidates = Candidates(items=servable.ids_of(request.candidates), now_ms=8, features=features).copied()
         sent = wire_format.RankFrame(
             fleet=1, by="name", user="u", sender=NOBODY, timeout_s=1.0, history=asked.history, candidates=candidates
@@ -430,7 +441,8 @@ def told_of(log: Path, name: str) -> dict:
 
 
 def test_new_items_are_served_as_an_export_that_had_them(runs):
-    log, service = runs.log, Service({role: Servable.load(runs.folder(role)) for role in ROLES}, ServiceConfig())
+    log = runs.log
+    service = Service({role: Servable.load(runs.folder(role)) for role in ROLES}, ServiceConfig())
     app = App(service, LimitsConfig(default_timeout_ms=10_000))
     history = {"items": ["i0", "i5"], "times_ms": [1_700_000_000_000, 1_700_000_060_000], "actions": ["click", []]}
     history["features"] = {"device": ["phone", "tv"], "place": [3, None]}

@@ -96,7 +96,8 @@ def test_an_answer_by_a_later_version_that_knows_more_items_sends_its_front_back
     service, has_grown
 ):
     """An item that it took for unknown may be one of those."""
-    now, sender = service.fleet("retrieval"), RequestSource("c")
+    now = service.fleet("retrieval")
+    sender = RequestSource("c")
     keys = now.servable.item_keys[:-1] if has_grown else now.servable.item_keys
     before = replace(now, servable=replace(now.servable, version="before", item_keys=keys))
     hub, front = hub_of(App(service, LimitsConfig(default_timeout_ms=10_000)))

@@ -171,7 +171,8 @@ def test_one_exposition_counts_what_all_fronts_answered(served):
         return {(route, int(status)): float(count) for route, status, count in found}
 
     counted()  # what a front was late to tell is in the next one
-    before, asked = counted(), [GOOD, {"user": "u"}, {**GOOD, "candidates": 3}, {**GOOD, "prefer_kept": True}]
+    before = counted()
+    asked = [GOOD, {"user": "u"}, {**GOOD, "candidates": 3}, {**GOOD, "prefer_kept": True}]
     for i in range(40):
         ask(port, asked[i % 4])
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
@@ -265,7 +266,8 @@ def test_the_trigger_hears_how_long_requests_are_on_their_way_through_fronts(ser
 
 def test_sigterm_loses_nothing_and_leaves_nobody(served):
     port, process = served
-    count, fronts = 200, fronts_of(process)
+    count = 200
+    fronts = fronts_of(process)
     template = children_of(process)
 
     def request(number):

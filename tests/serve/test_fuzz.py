@@ -108,7 +108,8 @@ def fuzzed(rng, path):
         if not isinstance(body.get("history", {}), dict):
             break
     if isinstance(body.get("history"), dict) and rng.random() < 0.2:  # events of one user, one time after the other
-        body["user"], body["history"][rng.choice(["items", "times_ms", "actions", "features"])] = "a", None
+        body["user"] = "a"
+        body["history"][rng.choice(["items", "times_ms", "actions", "features"])] = None
     return body
 
 

@@ -97,7 +97,8 @@ def test_requests_that_arrive_whole_are_asked_without_asgi_and_answered_alike(se
     ]
 
     async def use(client, gateway):
-        usual, asked = gateway._answer, []
+        usual = gateway._answer
+        asked = []
 
         async def counted(scope, body):
             asked.append(scope["path"])
@@ -168,7 +169,8 @@ def test_a_signal_that_tells_a_length_fetches_kept_events_only_where_they_are_of
 
 def test_head_is_answered_at_once_and_without_a_body(service):
     async def use(client, gateway):
-        head, full = await client.head("/v1/status"), await client.get("/v1/status")
+        head = await client.head("/v1/status")
+        full = await client.get("/v1/status")
         assert (head.status_code, head.content) == (200, b"")
         assert int(head.headers["content-length"]) > 0
         assert full.status_code == 200
@@ -179,7 +181,8 @@ def test_head_is_answered_at_once_and_without_a_body(service):
 
 def test_an_instance_is_told_whose_request_it_is(service, monkeypatch):
     """It sees the gateway's address alone, and shares its time among clients."""
-    seen, answer = [], App.serve
+    seen = []
+    answer = App.serve
 
     def recorded(app, route, client, body, reply):
         seen.append(client)

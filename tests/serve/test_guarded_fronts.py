@@ -69,7 +69,8 @@ def spans():
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory):
     """(file, keys by name)"""
-    path, keys = tmp_path_factory.mktemp("keys") / "keys.toml", {}
+    path = tmp_path_factory.mktemp("keys") / "keys.toml"
+    keys = {}
     for name, options in {
         "public": {},
         "admin": {"role": "admin"},
@@ -86,7 +87,8 @@ def published(tmp_path_factory):
     """(address, run, exports by the version that answers name)"""
     folder = tmp_path_factory.mktemp("run")
     make_datasets(folder / "data", num_topics=5)
-    address, exported = str(folder / "published"), {}
+    address = str(folder / "published")
+    exported = {}
     run = ChangingRun.begin(Topology.single(), folder / "data", address, family="hstu", store="lru", seed=5)
 
     def publish():
@@ -192,7 +194,8 @@ def test_one_trace_goes_from_the_client_through_a_front_to_the_engine_and_names_
 def test_every_answer_is_that_of_one_version_while_deltas_come(served, keys, published):
     _, (address, context), _ = served
     _, publish, exported = published
-    answers, is_over = [], asyncio.Event()
+    answers = []
+    is_over = asyncio.Event()
 
     async def ask_on(client, user):
         """The versions that a user meets."""

@@ -72,7 +72,8 @@ def test_stores_keep_the_same(cfg, is_shared):
     cfg = cfg if is_shared else replace(cfg, url="")
 
     async def use(store):
-        rng, kept = random.Random(3), []
+        rng = random.Random(3)
+        kept = []
         for number in range(120):
             times = [max(0, number - (rng.randrange(50) if rng.random() < 0.2 else 0))] * rng.choice([1, 1, 2, 5])
             rows = [

@@ -329,7 +329,9 @@ def test_a_swap_under_load_fails_nothing_and_mixes_nothing(models):
 def test_a_swap_without_memory_for_both_caches_leaves_the_old_model_in_service(models, monkeypatch):
     cfg = replace(CONFIG, instances=2)
     service = Service({"ranking": models["ranking"]}, cfg)
-    front, pools, empty = App(service, LIMITS), [], torch.empty
+    front = App(service, LIMITS)
+    pools = []
+    empty = torch.empty
     other = random_ranking(ENCODER, num_items=100, seed=9)
 
     def second_does_not_fit(shape, **options):
@@ -338,7 +340,8 @@ def test_a_swap_without_memory_for_both_caches_leaves_the_old_model_in_service(m
             raise torch.OutOfMemoryError("CUDA out of memory")
         return empty(shape, **options)
 
-    before, threads = call(front, "POST", "/v1/rank", rank_body()).json(), set(threading.enumerate())
+    before = call(front, "POST", "/v1/rank", rank_body()).json()
+    threads = set(threading.enumerate())
     with monkeypatch.context() as full:
         full.setattr(torch, "empty", second_does_not_fit)
         with pytest.raises(

@@ -74,7 +74,8 @@ def test_an_export_with_a_search_says_its_recall_and_finds_what_it_says(retrieva
 
 
 def test_ranks_are_those_of_the_server(ranking):
-    model, candidates = nestrec.load(ranking.folder), ["5", "6", "no such item", "40"]
+    model = nestrec.load(ranking.folder)
+    candidates = ["5", "6", "no such item", "40"]
     history = dict(ACTED[0])
     served = asked_of_server(
         ranking.folder,
@@ -92,7 +93,8 @@ def test_many_histories_are_computed_together_as_each_alone(retrieval, ranking):
     model = nestrec.load(retrieval.folder)
     for found, history in zip(model.recommend_all(HISTORIES, k=5), HISTORIES, strict=True):
         assert found.items == model.recommend(history, k=5).items
-    ranker, lists = nestrec.load(ranking.folder), [["5", "6"], ["7"]]
+    ranker = nestrec.load(ranking.folder)
+    lists = [["5", "6"], ["7"]]
     for found, history, candidates in zip(ranker.rank_all(ACTED, lists), ACTED, lists, strict=True):
         alone = ranker.rank(history, candidates)
         assert found.items == alone.items
@@ -118,7 +120,8 @@ def test_a_model_that_cuts_histories_and_cannot_be_served_scores_as_in_training(
     reach = AttentionSpanConfig(window=9, prefix=2, keep_last=8, keep_step=6)
     encoder = FuXiConfig(dim=16, num_layers=3, num_heads=2, head_dim=8, ffn_dim=8, max_length=32, attention=reach)
     servable = make_model(encoder, num_items=200)
-    model, rng = Recommender(servable), np.random.default_rng(1)
+    model = Recommender(servable)
+    rng = np.random.default_rng(1)
     for length in range(5, 15):
         history = draw_history(rng, length)
         candidates = draw_candidates(rng, history)

@@ -63,7 +63,8 @@ def test_histories_of_ten_million_events_are_read_in_milliseconds(server):
         await asyncio.gather(*(fill(first) for first in range(4)))
         gc.collect()
         gc.freeze()  # as a server does: modules and models are never garbage
-        rng, times = random.Random(1), []
+        rng = random.Random(1)
+        times = []
         for number in range(20_000):
             user = rng.randrange(NUM_USERS)
             start_s = time.perf_counter()

@@ -94,7 +94,8 @@ async def load(port, key, num_visits, rate):
 
 @pytest.mark.skipif(BROWSER is None, reason="needs chromium")
 def test_the_page_shows_how_a_server_fares_and_lets_people_try_it(folders, tmp_path):
-    keys, path = {role: new_key() for role in ("admin", "public")}, tmp_path / "keys.toml"
+    keys = {role: new_key() for role in ("admin", "public")}
+    path = tmp_path / "keys.toml"
     for role, key in keys.items():
         add_entry(path, ApiKeyEntry(name=role, role=role, sha256=digest_of(key.encode()).hex()))
     options = (

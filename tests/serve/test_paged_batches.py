@@ -28,7 +28,9 @@ SHAPES = [(0, 40, 3), (128, 150, 5), (20, 20, 0), (0, 130, 0), (64, 64, 7)]
 
 
 def make_parts(form, rng, shapes):
-    parts, page, before = [], 0, len(form.servable.prefix_columns)
+    parts = []
+    page = 0
+    before = len(form.servable.prefix_columns)
     of_user = {
         field: 1 + place % 2 if column.has_table else int(number_bits(rng.normal(size=1).astype(np.float32))[0])
         for column in form.servable.prefix_columns

@@ -39,8 +39,12 @@ class Peer:
     """A process on a port that may be of no use, be gone, and come back there."""
 
     def __init__(self):
-        self.fault, self.end, self.port, self.num_questions = "", "open", 0, 0
-        self._server, self._writers = None, set()
+        self.fault = ""
+        self.end = "open"
+        self.port = 0
+        self.num_questions = 0
+        self._server = None
+        self._writers = set()
 
     async def start(self):
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
@@ -147,7 +151,8 @@ def test_every_fault_is_found_and_every_peer_found_again(quick):
 def test_why_an_instance_is_not_ready_is_told_in_words(quick, caplog, fault, end, told):
     async def run():
         async with probed(1) as (peers, probes, _):
-            peers[0].fault, peers[0].end = fault, end
+            peers[0].fault = fault
+            peers[0].end = end
             assert await probes.is_ready(0) is False
             return peers[0].port
 
@@ -160,7 +165,8 @@ def test_why_an_instance_is_not_ready_is_told_in_words(quick, caplog, fault, end
 
 @pytest.mark.parametrize("num_rounds", [2, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
 def test_peers_that_fail_at_random_moments_are_found_as_they_are_in_the_end(quick, num_rounds):
-    count, rng = 24, random.Random(num_rounds)
+    count = 24
+    rng = random.Random(num_rounds)
 
     async def spoil(peer):
         for _ in range(rng.randrange(1, 8)):
@@ -178,7 +184,8 @@ def test_peers_that_fail_at_random_moments_are_found_as_they_are_in_the_end(quic
                 await asyncio.gather(*(spoil(peer) for peer in peers))
                 are_good = [rng.random() < 0.7 for _ in peers]
                 for peer, is_good in zip(peers, are_good, strict=True):
-                    peer.fault, peer.end = "" if is_good else rng.choice(list(FAULTS)), rng.choice(ENDS)
+                    peer.fault = "" if is_good else rng.choice(list(FAULTS))
+                    peer.end = rng.choice(ENDS)
                 await until(lambda wanted=are_good: router.is_alive == wanted)
             assert not watcher.done()
             watcher.cancel()
@@ -210,7 +217,8 @@ def test_what_an_instance_said_before_it_changed_is_not_taken_for_its_version():
             peers[0].fault = "half a body"
             before = probes.begin(0)
             await until(lambda: peers[0].num_questions == 1)
-            turn[0], peers[0].fault = (2, None), ""  # a whole change: its turn began, and ended
+            turn[0] = (2, None)
+            peers[0].fault = ""  # a whole change: its turn began, and ended
             since = asyncio.create_task(probes.is_ready_since(0))
             peers[0].say(BODY[9:])
             assert (await before, router.versions) == (True, [""])

@@ -54,7 +54,8 @@ def front(service):
 @pytest.fixture
 def short(monkeypatch):
     """Targets of requests that took the short way."""
-    taken, begin = [], FastRequestCycle._begin
+    taken = []
+    begin = FastRequestCycle._begin
     monkeypatch.setattr(FastRequestCycle, "_begin", lambda self: taken.append(self._route) or begin(self))
     return taken
 
@@ -249,7 +250,8 @@ def test_silent_and_idle_connections_give_way_and_those_being_answered_do_not(fr
             first, kept = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
             kept[1].write(request(ends=False))
             found = [(await read_answer(kept[0]))[0]]
-            going_on, rank = asyncio.Event(), front._posts._handlers["/v1/rank"]
+            going_on = asyncio.Event()
+            rank = front._posts._handlers["/v1/rank"]
 
             async def later(data):
                 await going_on.wait()
@@ -341,7 +343,10 @@ def test_a_server_that_ends_answers_and_closes(front):
 @contextlib.asynccontextmanager
 async def somebody_waits(engine, port):
     """A request in a batch that does not end before this does, and another one behind it."""
-    entered, going_on, launch, others = threading.Event(), threading.Event(), engine._runner.launch, []
+    entered = threading.Event()
+    going_on = threading.Event()
+    launch = engine._runner.launch
+    others = []
 
     def launch_later(parts):
         entered.set()
@@ -504,12 +509,15 @@ def test_health_has_a_port_of_its_own_while_the_server_lives(front):
 
     async def run():
         config = uvicorn_config(front, ServeConfig(limits=LIMITS, health_port=0), front)
-        app, messages, told = config.app, asyncio.Queue(), asyncio.Queue()
+        app = config.app
+        messages = asyncio.Queue()
+        told = asyncio.Queue()
         lifespan = asyncio.create_task(app({"type": "lifespan"}, messages.get, told.put))
         await messages.put({"type": "lifespan.startup"})
         assert (await told.get())["type"] == "lifespan.startup.complete"
         async with listening(front) as (port, state):  # where all connections are being answered
-            going_on, rank = asyncio.Event(), front._posts._handlers["/v1/rank"]
+            going_on = asyncio.Event()
+            rank = front._posts._handlers["/v1/rank"]
 
             async def later(data):
                 await going_on.wait()

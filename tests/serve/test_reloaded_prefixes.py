@@ -38,7 +38,8 @@ class Bursts:
     """Requests of several clients at once, for prefixes of which the device has room for two or three."""
 
     def __init__(self, servable, seed):
-        self.rng, self.py = np.random.default_rng(seed), random.Random(seed)
+        self.rng = np.random.default_rng(seed)
+        self.py = random.Random(seed)
         self.engine = make_engine(servable, self.py.randrange(2 << 12, 5 << 12))
         self.histories = [draw_history(self.rng, self.py.randrange(4, 14)) for _ in range(NUM_USERS)]
 
@@ -81,8 +82,10 @@ def test_no_copy_is_made_in_vain_over_random_bursts(servable):
 @pytest.mark.parametrize("is_rank", [True, False])
 def test_what_came_back_for_a_request_that_was_given_up_is_held_for_nobody(servable, is_rank, monkeypatch):
     rng = np.random.default_rng(1)
-    engine, history = make_engine(servable, 1 << 14), draw_history(rng, 9)
-    tiers, resume = engine.tiers, engine._planner._resume
+    engine = make_engine(servable, 1 << 14)
+    history = draw_history(rng, 9)
+    tiers = engine.tiers
+    resume = engine._planner._resume
     engine.rank("a", history, draw_candidates(rng, history), timeout_s=1e9).future.result(TIMEOUT_S)
     while tiers.dram._in_flight or engine._messages:
         time.sleep(1e-3)

@@ -58,7 +58,9 @@ class Supervised:
     """Starts and stops instances in this process."""
 
     def __init__(self, folder, made):
-        self._folder, self._made, self.slots = folder, made, []
+        self._folder = folder
+        self._made = made
+        self.slots = []
         self.models = {}
 
     async def started(self):
@@ -110,7 +112,9 @@ class Load:
     """Users who announce and ask, one request after the other, until the end."""
 
     def __init__(self, client, count=9):
-        self._client, self.answers, self._is_over = client, [], False
+        self._client = client
+        self.answers = []
+        self._is_over = False
         self._tasks = [asyncio.create_task(self._ask(f"u{number}")) for number in range(count)]
 
     async def _ask(self, user):

@@ -82,7 +82,8 @@ ENDPOINTS = {
 @pytest.fixture
 def ring(tmp_path):
     """(file, keys by what they are)"""
-    path, keys = tmp_path / "keys.toml", {name: new_key() for name in ("public", "monitor", "admin", "expired", "slow")}
+    path = tmp_path / "keys.toml"
+    keys = {name: new_key() for name in ("public", "monitor", "admin", "expired", "slow")}
     for name, key in keys.items():
         entry = {
             "role": name if name in ("public", "monitor", "admin") else "public",
@@ -179,7 +180,8 @@ def test_an_admin_path_in_another_spelling_is_no_way_round(service, ring):
 
 def test_a_thousand_malformed_credentials_are_refused_and_break_nothing(service, ring):
     path, keys = ring
-    rng, right = random.Random(3), keys["public"].encode()
+    rng = random.Random(3)
+    right = keys["public"].encode()
 
     def malformed():
         scheme = rng.choice([b"Bearer ", b"Basic ", b"bearer", b"", b"Bearer\t", b"Digest "])
@@ -231,7 +233,8 @@ def test_keys_come_and_go_while_the_server_runs(service, ring):
             while (await client.get("/v1/models", headers={"x-api-key": key})).status_code != status:
                 await asyncio.sleep(0.02)  # a thread looks at the file: there is no clock to inject
 
-        fresh, before = new_key(), path.read_text()
+        fresh = new_key()
+        before = path.read_text()
         await until(fresh, 401)
         add_entry(path, ApiKeyEntry(name="fresh", sha256=digest_of(fresh.encode()).hex()))
         await asyncio.wait_for(until(fresh, 200), PATIENCE_S)
@@ -239,7 +242,8 @@ def test_keys_come_and_go_while_the_server_runs(service, ring):
         await asyncio.wait_for(until(fresh, 401), PATIENCE_S)
         fresh_log = logging.getLogger("nestrec.serving.core.background_tasks")
         heard = asyncio.Event()
-        loop, handler = asyncio.get_running_loop(), logging.Handler(logging.ERROR)
+        loop = asyncio.get_running_loop()
+        handler = logging.Handler(logging.ERROR)
         handler.emit = lambda record: "sha256" in record.getMessage() and loop.call_soon_threadsafe(heard.set)
         fresh_log.addHandler(handler)
         path.write_text("[[key]]\nname = 'no digest'")
@@ -311,7 +315,8 @@ def test_admin_endpoints_can_be_had_on_the_health_port_alone(service, ring):
 
     async def use(client, port):
         async def asked(where, who, route="/v1/admin/probe"):
-            url, key = f"http://127.0.0.1:{where}{route}", {"x-api-key": keys[who]}
+            url = f"http://127.0.0.1:{where}{route}"
+            key = {"x-api-key": keys[who]}
             return (await client.post(url, json=BODIES.get(route, {}), headers=key)).status_code
 
         assert [await asked(port, who) for who in ("public", "admin")] == [403, 403]
@@ -343,7 +348,8 @@ def test_admin_endpoints_of_an_open_server_are_for_its_own_machine(service):
 @pytest.mark.parametrize("place", [single, behind_gateway])
 def test_tls_is_spoken_and_a_new_certificate_is_taken_without_a_restart(place, service, tmp_path):
     first, second = make_certificate(tmp_path, "first"), make_certificate(tmp_path, "second")
-    certificate, private_key = tmp_path / "now.pem", tmp_path / "now.key"
+    certificate = tmp_path / "now.pem"
+    private_key = tmp_path / "now.key"
     for source, target in zip(first, (certificate, private_key), strict=True):
         target.write_bytes(source.read_bytes())
     cfg = ServeConfig(limits=LIMITS, safety=SecurityConfig(certificate=str(certificate), private_key=str(private_key)))
@@ -583,7 +589,8 @@ def test_half_a_pair_and_what_is_no_certificate_are_told_at_the_start(tmp_path):
 @contextlib.contextmanager
 def heard(formatter):
     """What is logged, as lines."""
-    text, root = io.StringIO(), logging.getLogger()
+    text = io.StringIO()
+    root = logging.getLogger()
     handler = logging.StreamHandler(text)
     handler.setFormatter(formatter)
     level = logging.getLogger("nestrec").level

@@ -30,7 +30,8 @@ def runner_of(folder, store, cache_rows):
 
 def draw_parts(form, *, num_best=0):
     """Requests of 20 users, with items that the model does not know."""
-    rng, parts = np.random.default_rng(1), []
+    rng = np.random.default_rng(1)
+    parts = []
     for _ in range(20):
         count = int(rng.integers(1, 60))
         history = History(
@@ -82,7 +83,8 @@ def test_unknown_items_have_the_vector_of_evaluation_behind_a_cache_too(retrieva
 
 
 def test_instances_share_a_cache_whose_hits_are_counted(retrieval, ranking):
-    folders, place = [retrieval.folder, ranking.folder], TablesConfig(store="disk", cache_rows=20)
+    folders = [retrieval.folder, ranking.folder]
+    place = TablesConfig(store="disk", cache_rows=20)
     body = {
         "user": "a",
         "history": {"items": [1, 2, "none", 4], "times_ms": [1, 2, 3, 4], "actions": [0, 1, "click", 1]},

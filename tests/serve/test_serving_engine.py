@@ -87,7 +87,8 @@ SHARDS = [pytest.param(s * SHARD, SHARD, 40, id=f"shard{s}", marks=pytest.mark.s
 @pytest.mark.parametrize(("first", "num_sequences", "length"), [pytest.param(0, 12, 60, id="some"), *SHARDS])
 def test_cached_scores_equal_uncached_ones_over_random_sequences(kind, first, num_sequences, length, capsys):
     """Append, extend, slide, evict, spill, reload, expire, forget, change and swap, against the training-time model."""
-    worst, sources = 0.0, {"none": 0, "device": 0, "dram": 0}
+    worst = 0.0
+    sources = {"none": 0, "device": 0, "dram": 0}
     for seed in range(first, first + num_sequences):
         sequences = CachedAgainstUncached(MODELS[kind], seed)
         sequences.run(length)
@@ -100,9 +101,12 @@ def test_cached_scores_equal_uncached_ones_over_random_sequences(kind, first, nu
 
 
 def test_prefixes_of_8_bits_change_scores_a_little_and_take_half_the_bytes():
-    model, scores, held = random_ranking(ENCODER, num_items=200, dtype=torch.bfloat16), [], []
+    model = random_ranking(ENCODER, num_items=200, dtype=torch.bfloat16)
+    scores = []
+    held = []
     for prefix_dtype in ("model", "fp8"):
-        engine, rng = make_engine(model, replace(CONFIG, prefix_dtype=prefix_dtype)), np.random.default_rng(1)
+        engine = make_engine(model, replace(CONFIG, prefix_dtype=prefix_dtype))
+        rng = np.random.default_rng(1)
         history = draw_history(rng, 15)
         engine.preinfer("a", history, 0, 3, timeout_s=TIMEOUT_S)[1].future.result(TIMEOUT_S)
         asked = draw_candidates(rng, history, 50)
@@ -177,7 +181,8 @@ class LateDevice(ReferenceRunner):
     depth = 2
 
     def launch(self, parts):
-        results, ends_s = self.run(parts), time.perf_counter() + 0.01
+        results = self.run(parts)
+        ends_s = time.perf_counter() + 0.01
 
         def wait():
             time.sleep(max(0.0, ends_s - time.perf_counter()))
@@ -268,7 +273,8 @@ class InSteps(ReferenceRunner):
 
     def __init__(self, form, pool, row_step):
         super().__init__(form, pool)
-        self.row_step, self.rows = row_step, []
+        self.row_step = row_step
+        self.rows = []
 
     def launch(self, parts):
         self.rows.append(sum(part.num_new for part in parts))
@@ -298,7 +304,8 @@ def test_chunks_end_where_a_batch_has_whole_steps_of_rows():
 def test_a_chunk_takes_a_quarter_of_the_budget_of_ranking_unless_told_otherwise(monkeypatch):
     monkeypatch.setattr(EngineCostModel, "tokens_within", known_cost)
     encoder = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=1024)
-    servable, history = random_retrieval(encoder, num_items=200), draw_history(np.random.default_rng(13), 1000)
+    servable = random_retrieval(encoder, num_items=200)
+    history = draw_history(np.random.default_rng(13), 1000)
     batches = []
     for budget_ms in (1e6, 1e-6):
         trigger = replace(CONFIG.trigger, budget_ms=budget_ms)
@@ -313,7 +320,8 @@ def test_a_chunk_takes_a_quarter_of_the_budget_of_ranking_unless_told_otherwise(
 @pytest.mark.parametrize(("num_ranked", "chunk"), [(0, 768), (2, 512), (8, 256)])
 def test_signals_fill_a_batch_up_to_a_time_and_starve_beside_no_number_of_requests(monkeypatch, num_ranked, chunk):
     know_costs(monkeypatch)
-    (engine, runner), rng = engine_in_steps(1, chunk_ms=10.0), np.random.default_rng(14)
+    (engine, runner) = engine_in_steps(1, chunk_ms=10.0)
+    rng = np.random.default_rng(14)
     ranked = draw_history(rng, 200)
     with engine._condition:  # so that one batch has it all
         works = [engine.preinfer("a", draw_history(rng, 999), 0, 3, timeout_s=1e9)[1]]
@@ -340,7 +348,8 @@ def test_what_a_prefix_saves_of_a_request_decides_whether_it_is_worth_a_signal(m
 
 def test_a_batch_takes_no_second_signal_that_there_is_no_time_for(monkeypatch):
     know_costs(monkeypatch)
-    (engine, runner), rng = engine_in_steps(1, chunk_ms=4.0), np.random.default_rng(17)
+    (engine, runner) = engine_in_steps(1, chunk_ms=4.0)
+    rng = np.random.default_rng(17)
     with engine._condition:  # so that all of it is there at the first batch
         lengths = enumerate((301, 301, 51))
         works = [engine.preinfer(f"{i}", draw_history(rng, n), 0, 3, timeout_s=1e9)[1] for i, n in lengths]
@@ -351,7 +360,8 @@ def test_a_batch_takes_no_second_signal_that_there_is_no_time_for(monkeypatch):
 
 
 def test_signals_wait_while_requests_are_left_for_the_next_batch():
-    (engine, runner), rng = engine_in_steps(400, max_batch_tokens=300, chunk_ms=0.0), np.random.default_rng(16)
+    (engine, runner) = engine_in_steps(400, max_batch_tokens=300, chunk_ms=0.0)
+    rng = np.random.default_rng(16)
     ranked = draw_history(rng, 200)
     with engine._condition:  # so that all of it is there at the first batch
         works = [engine.preinfer("a", draw_history(rng, 101), 0, 3, timeout_s=1e9)[1]]
@@ -415,7 +425,8 @@ def test_what_copies_cost_is_known_before_the_first_is_chosen(monkeypatch):
     for direction, seconds in cost_s.items():
         monkeypatch.setattr(HostPages, direction, lambda *_, seconds=seconds: time.sleep(seconds))
     engine = make_engine(random_ranking(ENCODER, num_items=200), replace(CONFIG, tiers=replace(TIERS, reload="worth")))
-    tiers, pages = engine.tiers, min(32, engine.tiers.device.num_pages)
+    tiers = engine.tiers
+    pages = min(32, engine.tiers.device.num_pages)
     for copier, seconds in ((tiers._in, cost_s["copy_in"]), (tiers._out, cost_s["copy_out"])):
         assert copier.copy_s(pages * tiers.pool.page_bytes) >= seconds
         assert copier.wait_s == 0.0
@@ -424,8 +435,10 @@ def test_what_copies_cost_is_known_before_the_first_is_chosen(monkeypatch):
 
 
 def test_what_a_signal_has_brought_back_from_dram_counts_as_found_there_by_the_first_request_that_reads_it():
-    rng, servable = np.random.default_rng(18), random_ranking(ENCODER, num_items=200)
-    engine, history = make_engine(servable), draw_history(rng, 9)
+    rng = np.random.default_rng(18)
+    servable = random_ranking(ENCODER, num_items=200)
+    engine = make_engine(servable)
+    history = draw_history(rng, 9)
 
     def ranked():
         answer = engine.rank("a", history, draw_candidates(rng, history), timeout_s=1e9).future.result(TIMEOUT_S)
@@ -442,8 +455,12 @@ def test_what_a_signal_has_brought_back_from_dram_counts_as_found_there_by_the_f
 
 def test_who_comes_while_a_signal_brings_the_prefix_back_from_dram_waits_for_that_copy(monkeypatch):
     """Computing it as well would write to the pages that the copy writes to."""
-    rng, servable = np.random.default_rng(18), random_ranking(ENCODER, num_items=200)
-    engine, history, may_copy, copies = make_engine(servable), draw_history(rng, 9), threading.Event(), []
+    rng = np.random.default_rng(18)
+    servable = random_ranking(ENCODER, num_items=200)
+    engine = make_engine(servable)
+    history = draw_history(rng, 9)
+    may_copy = threading.Event()
+    copies = []
     copy_in = engine.tiers._host.copy_in
 
     def copied_later(pages, held):
@@ -471,8 +488,11 @@ def test_who_comes_while_a_signal_brings_the_prefix_back_from_dram_waits_for_tha
 
 
 def test_a_few_more_events_do_not_have_the_whole_prefix_copied_to_dram_again():
-    rng, servable = np.random.default_rng(19), random_ranking(ENCODER, num_items=200)
-    engine, history, kept = make_engine(servable), draw_history(rng, 0), []
+    rng = np.random.default_rng(19)
+    servable = random_ranking(ENCODER, num_items=200)
+    engine = make_engine(servable)
+    history = draw_history(rng, 0)
+    kept = []
     for num_new in (9, 1, 4):
         history = appended(rng, history, num_new)
         engine.rank("a", history, draw_candidates(rng, history), timeout_s=1e9).future.result(TIMEOUT_S)
@@ -484,7 +504,8 @@ def test_a_few_more_events_do_not_have_the_whole_prefix_copied_to_dram_again():
 
 def test_the_trigger_hears_what_requests_take_beside_the_device(servable):
     """The host's part of a batch, and the way of a request to the engine and of an answer back."""
-    engine, history = make_engine(servable), draw_history(np.random.default_rng(20), 9)
+    engine = make_engine(servable)
+    history = draw_history(np.random.default_rng(20), 9)
     candidates = draw_candidates(np.random.default_rng(20), history)
     for number in range(16):
         sender = RequestSource("a", 1000, time.perf_counter() - 5.0, 2.0)
@@ -582,7 +603,8 @@ def test_a_batch_that_fails_answers_with_an_error_and_leaks_no_page(servable, mo
 def test_what_is_forgotten_while_a_batch_computes_with_it_is_not_copied_to_dram_afterwards(servable, monkeypatch):
     rng = np.random.default_rng(8)
     engine = make_engine(servable)
-    history, launch = draw_history(rng, 10), engine._runner.launch
+    history = draw_history(rng, 10)
+    launch = engine._runner.launch
 
     def launch_and_forget(parts):
         engine.forget("a")
@@ -597,9 +619,11 @@ def test_what_is_forgotten_while_a_batch_computes_with_it_is_not_copied_to_dram_
 
 def test_a_prefix_that_was_forgotten_on_its_way_back_is_not_told_as_found(servable, monkeypatch):
     rng = np.random.default_rng(22)
-    engine, history = make_engine(servable), draw_history(rng, 10)
+    engine = make_engine(servable)
+    history = draw_history(rng, 10)
     host = engine.tiers._host
-    copy_in, has_left = host.copy_in, threading.Event()
+    copy_in = host.copy_in
+    has_left = threading.Event()
 
     def forget_and_copy(pages, held):
         engine.forget("a")

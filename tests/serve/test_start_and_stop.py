@@ -87,7 +87,8 @@ def test_a_port_in_use_is_one_clear_error_before_anything_is_said_to_serve(folde
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
-        port, said = other.getsockname()[1], []
+        port = other.getsockname()[1]
+        said = []
         with pytest.raises(UserError, match=f"port = {port}: is in use"):
             serve([folder], ServeConfig(port=port), SignalHandler(), said.append)
         with pytest.raises(UserError, match=r"host = '192\.0\.2\.1'"):
@@ -96,7 +97,8 @@ def test_a_port_in_use_is_one_clear_error_before_anything_is_said_to_serve(folde
 
 
 def test_nothing_is_said_to_serve_where_the_model_is_not_there(tmp_path):
-    said, port = [], free_port()
+    said = []
+    port = free_port()
     with pytest.raises(UserError, match="holds no exported model"):
         serve([tmp_path], ServeConfig(port=port), SignalHandler(), said.append)
     assert said == []
@@ -112,7 +114,8 @@ def test_json_log_contains_the_error_that_ends_a_server(tmp_path):
 
 
 def test_two_that_bind_at_once_are_told_apart_when_they_listen():
-    first, second = bound_sockets("127.0.0.1", 0), []
+    first = bound_sockets("127.0.0.1", 0)
+    second = []
     port = port_of(first)
     try:
         second = bound_sockets("127.0.0.1", port)
@@ -131,7 +134,9 @@ def test_the_last_reload_asked_for_wins_though_an_earlier_one_takes_longer(tmp_p
     current = tmp_path / "current"
     current.symlink_to(folder)
     service = Service.load([current], ServiceConfig())
-    begun, may_end, load = threading.Event(), threading.Event(), Servable.load
+    begun = threading.Event()
+    may_end = threading.Event()
+    load = Servable.load
 
     def slow_load(path, *arguments):
         servable = load(path, *arguments)
@@ -147,7 +152,8 @@ def test_the_last_reload_asked_for_wins_though_an_earlier_one_takes_longer(tmp_p
         current.symlink_to(tmp_path / name)
         reloader.ask()
         assert begun.wait(30)
-    last, end_s = load(tmp_path / "3").version, time.monotonic() + 0.3
+    last = load(tmp_path / "3").version
+    end_s = time.monotonic() + 0.3
     while time.monotonic() < end_s and service.fleet("retrieval").servable.version != last:
         time.sleep(0.01)  # a second load that did not wait for the first would take over now, and then lose
     may_end.set()

@@ -23,7 +23,8 @@ def test_titles_are_written_read_found_and_searched(tmp_path):
     assert Servable.load(tmp_path / "plain").item_titles == ()
     write_servable(replace(made, item_titles=tuple(f"Title {i}" for i in range(1, 31))), tmp_path / "titled")
     loaded = Servable.load(tmp_path / "titled")
-    service, keys = Service({"retrieval": loaded}, ServiceConfig()), loaded.item_keys
+    service = Service({"retrieval": loaded}, ServiceConfig())
+    keys = loaded.item_keys
     app = App(service, LimitsConfig(default_timeout_ms=10_000))
 
     async def asked(body):

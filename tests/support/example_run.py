@@ -167,7 +167,9 @@ def make_spans(num_steps: int = 4) -> list[Span]:
     spans = []
     for rank in range(2):
         for step in range(num_steps):
-            at, late, id_ = step * 10_000_000, rank * 500_000, step * 10
+            at = step * 10_000_000
+            late = rank * 500_000
+            id_ = step * 10
             common: dict[str, Any] = {"rank": rank, "step": step}
             spans += [
                 Span(

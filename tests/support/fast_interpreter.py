@@ -52,7 +52,8 @@ def _modules_of(function: Any) -> tuple[Any, ...]:
 
 def _patch_lang(function: Any) -> Any:
     """Of a kernel; of a function that it calls only what the kernel does not name itself."""
-    scope, modules = _Scope(), _modules_of(function)
+    scope = _Scope()
+    modules = _modules_of(function)
     if not modules or not _replaced.issuperset(modules):
         scope._changes = _patch_all(function)._changes
         scope.modules = tuple(module for module in modules if module not in _replaced)
@@ -76,7 +77,9 @@ def _shape_of(sizes: tuple[int, ...]) -> tuple[Any, Any]:
 
 
 def _init_tensor(tensor: Any, handle: Any, kind: Any) -> None:
-    tensor.handle, tensor.type, tensor.dtype = handle, kind, kind.scalar
+    tensor.handle = handle
+    tensor.type = kind
+    tensor.dtype = kind.scalar
     tensor.shape, tensor.numel = _shape_of(tuple(kind.shape.values) if kind.is_block() else ())
 
 

@@ -159,7 +159,8 @@ def _attempt(
     limit_s: float,
     scratch: Path,
 ) -> Attempt:
-    fail_log, output = scratch / "fired.txt", scratch / "output.txt"
+    fail_log = scratch / "fired.txt"
+    output = scratch / "output.txt"
     for path in (fail_log, output):  # a process that is ended at once has not begun to write
         path.write_text("")
     points = _points_of(faults[0]) if faults else ""

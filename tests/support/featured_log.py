@@ -53,7 +53,8 @@ def _user(user: int) -> dict[str, Any]:
 
 
 def _events(user: int, draw: random.Random) -> list[dict[str, Any]]:
-    brand, count = user % NUM_BRANDS, 6 + user % 9
+    brand = user % NUM_BRANDS
+    count = 6 + user % 9
     items = [f"i{brand + NUM_BRANDS * draw.randrange(NUM_ITEMS // NUM_BRANDS)}" for _ in range(count)]
     if user % 6 == 0:
         items[-1] = f"n{user // 6 % NUM_NEW}"

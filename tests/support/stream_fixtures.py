@@ -52,10 +52,12 @@ def without_times(card: DatasetCard) -> list[Any]:
 
 def stream_events(number: int, seed: int = 0) -> list[dict[str, Any]]:
     """Events of old and new users and items after those of the tiny dataset, some of them late."""
-    draw, events = random.Random(seed), []
+    draw = random.Random(seed)
+    events = []
     for place in range(number):
         late = draw.randrange(0, 40_000) if draw.random() < 0.2 else 0
-        user, item = draw.randrange(NUM_USERS + number // 40), 1 + draw.randrange(NUM_ITEMS + number // 20)
+        user = draw.randrange(NUM_USERS + number // 40)
+        item = 1 + draw.randrange(NUM_ITEMS + number // 20)
         time_ms = START_MS + 9 * SPAN_MS + place * 1000 - late
         bits = {name: draw.randrange(2) for name in ("click", "like", "long_view")}
         events.append({"user": f"{user}", "item": f"{item}", "time_ms": time_ms, **bits})

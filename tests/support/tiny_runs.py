@@ -15,7 +15,8 @@ from nestrec.training.run_config import RunConfig
 
 FAMILIES = ("hstu", "sasrec", "ranking", "rows")
 NUM_USERS, NUM_ITEMS, NUM_ROWS = 40, 60, 150
-_VALID_MS, _TEST_MS = START_MS + SPAN_MS * 6 // 10, START_MS + SPAN_MS * 8 // 10
+_VALID_MS = START_MS + SPAN_MS * 6 // 10
+_TEST_MS = START_MS + SPAN_MS * 8 // 10
 
 _HISTORY = {"task.history.max_length": "12", "task.encoder.max_length": "12", "task.encoder.dim": "8"}
 _RECIPE_OF = {"hstu": "demo", "sasrec": "beauty_sasrec", "ranking": "kuairand_ranking", "rows": "criteo_dlrm"}

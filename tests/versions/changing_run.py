@@ -45,7 +45,8 @@ class FirstItems:
     """A dataset as it was when it had fewer items."""
 
     def __init__(self, dataset: Dataset, num_items: int):
-        self._dataset, self.num_items = dataset, num_items
+        self._dataset = dataset
+        self.num_items = num_items
         counts = dataclasses.replace(dataset.card.counts, items=num_items)
         self.card = dataclasses.replace(dataset.card, counts=counts)
 
@@ -116,7 +117,9 @@ def publish_versions(topology: Topology, data: Path, scratch: Path, kind: tuple[
     many rows were removed on the way. kind: family of the model, and store of its tables."""
     address = str(scratch / "published")
     run = ChangingRun.begin(topology, data, address, family=kind[0], store=kind[1], seed=count)
-    versions, followed, removed = VersionStore(storage_of(address)), None, 0
+    versions = VersionStore(storage_of(address))
+    followed = None
+    removed = 0
     for number in range(count):
         for _ in range(int(run.random.integers(1, 4))):
             run.change()

@@ -40,7 +40,8 @@ class FaultyRun:
     """Does faults to a served run."""
 
     def __init__(self, served: Served, seed: int):
-        self.served, self._random = served, np.random.default_rng(seed)
+        self.served = served
+        self._random = np.random.default_rng(seed)
         self.done: Counter[str] = Counter()
         self.faults: dict[str, Callable[[], bool]] = {
             **{f"publisher killed at {point}": lambda point=point: self.kill_publisher(point) for point in PUBLISHING},

@@ -25,7 +25,8 @@ VERSIONS, FAULTS = 200, 240
 def deltas(data: Path, scratch: Path) -> Iterator[dict[str, Any]]:
     """A follower against an export, after each of many versions."""
     for world, kind in itertools.product((1, 2, 4), KINDS):
-        pool, folder = RankPool(world), scratch / f"{world}-{'-'.join(kind)}"
+        pool = RankPool(world)
+        folder = scratch / f"{world}-{'-'.join(kind)}"
         folder.mkdir()
         start_s = time.monotonic()
         removed = pool.outcomes(publish_versions, data, folder, kind, VERSIONS, timeout_s=1800)[0]

@@ -38,7 +38,8 @@ class Served:
         *,
         read_timeout_s: float = FOLLOW.read_timeout_s,
     ):
-        self.address, self._scratch = str(folder / "published"), folder
+        self.address = str(folder / "published")
+        self._scratch = folder
         self.exported: dict[str, Servable] = {}
         self.run = ChangingRun.begin(
             Topology.single(), data, self.address, family=family, store="lru", seed=5, snapshot_every=4

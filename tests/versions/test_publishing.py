@@ -159,7 +159,8 @@ def test_two_publishers_at_one_address_are_told_and_no_version_builds_on_what_is
 
 def test_an_address_that_cannot_be_asked_is_told_of_and_training_goes_on(data, tmp_path):
     """A store that was away when a run was started again ended it with a traceback."""
-    address, run = str(tmp_path / "published"), tmp_path / "run"
+    address = str(tmp_path / "published")
+    run = tmp_path / "run"
     (tmp_path / "published").write_text("a file where a folder is to be")
     options = {"training.max_steps": 1, "training.evaluate_every_epochs": 0, "publish.address": address}
     train(config_of("hstu", data, options), output=run)
@@ -187,7 +188,8 @@ def test_old_versions_go_and_those_that_newer_ones_build_on_stay(data, tmp_path)
 def test_versions_of_earlier_starts_can_be_gone_back_to_and_go_in_their_turn(data, tmp_path):
     """Each start that does not know what changed publishes in full: its versions build on none of those before."""
     address = str(tmp_path / "published")
-    versions, exported = VersionStore(storage_of(address)), {}
+    versions = VersionStore(storage_of(address))
+    exported = {}
     for start in range(6):
         run = ChangingRun.begin(
             Topology.single(), data, address, family="hstu", store="lru", seed=start, snapshot_every=1

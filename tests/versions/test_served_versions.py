@@ -53,7 +53,8 @@ def data(tmp_path_factory):
 )
 def test_every_answer_is_that_of_the_version_it_names(data, tmp_path, family, instances, tables):
     with serving(data, tmp_path, family, instances, tables) as served:
-        answers, is_over = [], threading.Event()
+        answers = []
+        is_over = threading.Event()
 
         async def ask_on():
             async with served.client() as client:
@@ -138,7 +139,8 @@ def test_prefixes_of_older_versions_leave_when_the_change_is_over(data, tmp_path
 
     with serving(data, tmp_path, "ranking") as served:
         (engine,) = served.service.fleet("ranking").engines
-        change, kept = engine._change, []
+        change = engine._change
+        kept = []
 
         def watched(*given):
             change(*given)
@@ -293,7 +295,8 @@ def test_a_swap_is_not_undone_by_what_was_on_its_way_to_the_model_before(data, t
 
 def test_a_rollback_undoes_a_swap_to_the_newest_version(data, tmp_path):
     with serving(data, tmp_path, "hstu") as served:
-        first, second = served.servable.version, served.publish()
+        first = served.servable.version
+        second = served.publish()
         served.reloader.swap([served.address])
         assert served.servable.version == second
         served.reloader.rollback()
@@ -381,7 +384,8 @@ def test_a_fleet_that_moves_together_stays_where_it_is_told_to(data, tmp_path):
     """At a version that is named, at a model that does not follow; and goes on from an address that is named."""
 
     async def use(client, gateway, _):
-        loop, rollout = asyncio.get_running_loop(), gateway.rollout
+        loop = asyncio.get_running_loop()
+        rollout = gateway.rollout
 
         def move(models):
             return asyncio.run_coroutine_threadsafe(rollout.follow(models), loop).result().status == 200

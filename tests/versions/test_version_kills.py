@@ -18,7 +18,8 @@ from support.tiny_runs import command_of, make_datasets
 @pytest.mark.timeout(600)
 def test_a_run_that_is_killed_as_it_publishes_leads_its_servers_to_the_same_model(tmp_path):
     make_datasets(tmp_path)
-    address, run = tmp_path / "published", tmp_path / "run"
+    address = tmp_path / "published"
+    run = tmp_path / "run"
     options = {
         "publish.address": address,
         "publish.every_steps": 1,
@@ -28,7 +29,8 @@ def test_a_run_that_is_killed_as_it_publishes_leads_its_servers_to_the_same_mode
         "training.checkpoint_every_steps": 2,
     }
     faults = [FailPoint(f"{point}@{2 if 'before' in point else 1}=kill") for point in PUBLISHING]
-    seen, is_over = [], threading.Event()
+    seen = []
+    is_over = threading.Event()
 
     def follow():
         while not (address / "newest.json").exists():

@@ -90,7 +90,8 @@ def test_after_a_replica_is_replaced_only_its_users_have_moved_and_they_return(s
     replicas = [p for p in psutil.Process(process.pid).children(recursive=True) if "Instance" in " ".join(p.cmdline())]
     assert len(replicas) == 3
     replicas[0].send_signal(signal.SIGKILL)
-    moved, end_s = set(), time.monotonic() + 120
+    moved = set()
+    end_s = time.monotonic() + 120
     while True:
         now = {user: ask(url, "/v1/rank", user)[1] for user in range(NUM_USERS)}
         moved |= {user for user in now if now[user] not in (-1, before[user])}

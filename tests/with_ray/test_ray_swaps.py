@@ -17,7 +17,8 @@ from nestrec.serving.fleet.readiness_probes import free_port
 
 @pytest.mark.timeout(900)
 def test_models_roll_over_replicas_time_and_again(tmp_path):
-    folders, port = write_versions(tmp_path), free_port()
+    folders = write_versions(tmp_path)
+    port = free_port()
     words = [sys.executable, "-W", "ignore", "-m", "nestrec", "serve", "--model", str(folders / "0")]
     words += ["--port", str(port), "--instances", str(NUM_INSTANCES), "--front", "ray", "--service.session_s", "20"]
     process = subprocess.Popen(words, env={**os.environ, "OMP_NUM_THREADS": "1"})

@@ -50,7 +50,8 @@ def test_two_workers_of_ray_make_the_run_of_two_ranks(tmp_path: Path) -> None:
     make_datasets(tmp_path)
     options = overrides_of("hstu", tmp_path, EPOCHS)
     words = [f"--{name}={value}" for name, value in options.items() if name != "training.device"]
-    file, run = launch_file(), tmp_path / "by_ray"
+    file = launch_file()
+    run = tmp_path / "by_ray"
     args, overrides = file.read(["demo", "--output", str(run), "--workers", "2", "--device", "cpu", *words])
     ray.init(num_cpus=2, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": _root()}})
     try:

@@ -162,7 +162,8 @@ def _evaluate(  # noqa: PLR0917
     partition_ms, cpu_ms, windows = [], [], []
     for number, lengths in enumerate(tokens):
         cost = model.of(lengths)
-        start, cpu_start = time.perf_counter(), time.thread_time()
+        start = time.perf_counter()
+        cpu_start = time.thread_time()
         groups = partition(policy, cost, ranks, lengths=lengths)
         partition_ms.append((time.perf_counter() - start) * 1e3)
         cpu_ms.append((time.thread_time() - cpu_start) * 1e3)

@@ -94,7 +94,8 @@ class TimedCompute:
     def forward_backward(
         self, part: MicroBatch, rows: Mapping[str, torch.Tensor], index: Mapping[str, torch.Tensor], weight: float
     ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-        wall, cpu = time.perf_counter(), time.thread_time()
+        wall = time.perf_counter()
+        cpu = time.thread_time()
         result = self._inner.forward_backward(part, rows, index, weight)
         self.wall_s += time.perf_counter() - wall
         self.cpu_s += time.thread_time() - cpu
@@ -246,7 +247,8 @@ def _table(ranks: Sequence[Mapping[str, Any]], policy: str) -> dict[str, Floats]
 
 
 def _row(bench: MeasuredBench, policy: str, ranks: Sequence[Mapping[str, Any]], baseline: Mapping[str, Floats]) -> Row:
-    table, first = _table(ranks, policy), ranks[0]
+    table = _table(ranks, policy)
+    first = ranks[0]
     steps = first["steps"][policy]
     step_s, cpu_max = table["step_s"].mean(axis=0), table["cpu_s"].max(axis=0)
     speedup = baseline["step_s"].mean(axis=0) / step_s

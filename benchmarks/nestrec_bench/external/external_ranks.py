@@ -62,7 +62,8 @@ def take_turns(systems: list[Timed], topology: Topology, *, rounds: int, steps: 
         first = number % len(systems)
         for system in systems[first:] + systems[:first]:
             barrier(topology.control)
-            start_s, start_cpu_s = time.perf_counter(), time.process_time()
+            start_s = time.perf_counter()
+            start_cpu_s = time.process_time()
             for _ in range(steps):
                 system.job.step()
             system.cpu_seconds.append(time.process_time() - start_cpu_s)

@@ -104,7 +104,8 @@ class PeersWorkload:
             values -= 0.5
             values *= 0.02
             start = block * _ROWS_A_DRAW
-            first, end = max(low, start), min(high, start + _ROWS_A_DRAW)
+            first = max(low, start)
+            end = min(high, start + _ROWS_A_DRAW)
             rows[first - low : end - low] = values[first - start : end - start]
         return torch.from_numpy(rows)
 

@@ -28,7 +28,8 @@ class TorchRecJob:
     def __init__(self, workload: PeersWorkload, batches: Sequence[PeersBatch], dense: DenseKind, mode: str) -> None:
         from torchrec import __version__
 
-        self.mode, self.version = mode, __version__
+        self.mode = mode
+        self.version = __version__
         self.losses: list[torch.Tensor] = []
         model = _PeersModel(workload, dense)
         # A hook and not a line of forward: pipelines trace forward with symbols before they run it.

@@ -185,7 +185,8 @@ class _PeersModel(nn.Module):
         self.dense = DensePart(workload.cfg, dense)
 
     def forward(self, vectors: dict[str, Any], batch: dict[str, Any]) -> tuple[torch.Tensor, int]:
-        sequence, label = vectors[SEQUENCE], batch["label"]
+        sequence = vectors[SEQUENCE]
+        label = batch["label"]
         mean = self.dense(sequence.values, sequence.lengths(), vectors[BAG], batch["dense"], label)
         return mean * len(label), len(label)
 
@@ -193,7 +194,8 @@ class _PeersModel(nn.Module):
 class NestrecJob:
     """Our side: a module of one's own in `nestrec.TrainingPipeline`."""
 
-    system, version = "nestrec", __version__
+    system = "nestrec"
+    version = __version__
 
     def __init__(
         self,
@@ -238,7 +240,8 @@ def _as_fields(batch: PeersBatch) -> dict[str, Any]:
 
 
 def _tables(workload: PeersWorkload) -> list[TableConfig]:
-    cfg, optimizer = workload.cfg, RowOptimizerConfig(kind="rowwise_adagrad", eps=ROW_EPS)
+    cfg = workload.cfg
+    optimizer = RowOptimizerConfig(kind="rowwise_adagrad", eps=ROW_EPS)
     return [
         TableConfig(name=table, dim=cfg.dim, num_rows=cfg.num_rows, features=(feature,), optimizer=optimizer)
         for feature, table in TABLE_OF.items()

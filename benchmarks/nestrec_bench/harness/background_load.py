@@ -15,7 +15,9 @@ class BackgroundLoadMeter:
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
-        self._start_s, self._busy_s, self._own_s = time.perf_counter(), _busy_s(), _own_s()
+        self._start_s = time.perf_counter()
+        self._busy_s = _busy_s()
+        self._own_s = _own_s()
 
     def cores(self) -> float:
         """Cores that processes beside the ranks took on average; interrupts are not counted. Collective."""

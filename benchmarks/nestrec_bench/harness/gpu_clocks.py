@@ -20,7 +20,8 @@ class ClockLog:
     """Samples of the first GPU from entering on; none where nvidia-smi is not installed."""
 
     def __init__(self, command: Sequence[str] = QUERY) -> None:
-        self._command, self._samples = command, list[tuple[float, list[float]]]()
+        self._command = command
+        self._samples = list[tuple[float, list[float]]]()
         self._process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Self:

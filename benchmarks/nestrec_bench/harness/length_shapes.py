@@ -40,7 +40,8 @@ def lengths_of(name: str, tokens: int = TOKENS) -> NDArray[np.int64]:
     if kind == "lognormal":
         given = _numbers(name, text, {"mean": None, "max": None, "count": None, "deviation": 1.0})
         count = _at_least_one(name, int(given["count"]))
-        mean, longest = min(given["mean"], given["max"]), int(given["max"])
+        mean = min(given["mean"], given["max"])
+        longest = int(given["max"])
         return _lognormal(count, given["deviation"], longest, _at_least_one(name, round(mean * count)))
     if not Path(kind).exists():
         remedy = (
@@ -71,7 +72,8 @@ def _lognormal(count: int, deviation: float, longest: int, tokens: int) -> NDArr
 
 def _scaled(spread: NDArray[np.float64], tokens: int, longest: int) -> NDArray[np.int64]:
     """Lengths in proportion to `spread`, at most `longest`, that sum to `tokens`."""
-    low, high = 0.0, float(tokens)
+    low = 0.0
+    high = float(tokens)
     for _ in range(64):
         middle = (low + high) / 2
         total = np.clip(np.round(spread * middle), 1, longest).sum()

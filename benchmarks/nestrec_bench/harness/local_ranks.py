@@ -83,7 +83,8 @@ def _answer(rank: int, pipe: Connection) -> Any:
     try:
         is_good, answer = pipe.recv()
     except EOFError:
-        is_good, answer = False, "the process ended"
+        is_good = False
+        answer = "the process ended"
     if not is_good:
         remedy = "see the error above; a rank needs memory and a free core"
         raise UserError(f"rank {rank} failed: {answer}", field="ranks", value=rank, remedy=remedy)

@@ -14,7 +14,8 @@ _CHUNK_ROWS = 512
 
 def create_all_rows(shard: TableShard, num_threads: int = 0) -> int:
     """Rows of all keys of this shard, as they begin; the shard has none before. Their bytes."""
-    residency, store = shard.residency, shard.store
+    residency = shard.residency
+    store = shard.store
     assert isinstance(residency, StaticKeyIndex), "a dynamic table has no list of keys"
     assert isinstance(store, HostStore), "meant for tables in host memory"
     keys = residency.owned()

@@ -71,7 +71,11 @@ class Attention:
         tokens: Callable[[torch.Tensor], torch.Tensor] = lambda x: x,
         bias: RelativeBias = NO_BIAS,
     ):
-        self._call, self._inputs, self._grad, self.tokens, self.bias = call, inputs, grad, tokens, bias
+        self._call = call
+        self._inputs = inputs
+        self._grad = grad
+        self.tokens = tokens
+        self.bias = bias
         self._learned = [x for x in (bias.position_table, bias.time_table, bias.time_function) if x is not None]
 
     def forward(self) -> torch.Tensor:
@@ -272,7 +276,9 @@ def flops_of(lengths: Sequence[int], heads: int, dim: int, name: str = "nestrec"
 
 
 def _shapes(bench: AttentionBench, name: str, heads: str) -> list[str]:
-    is_ours, is_semi_local, is_compared = name.startswith("nestrec"), name == SEMI_LOCAL, heads in bench.peers_at
+    is_ours = name.startswith("nestrec")
+    is_semi_local = name == SEMI_LOCAL
+    is_compared = heads in bench.peers_at
     usual = whole_shapes(bench.lengths) if (is_ours or is_compared) and not is_semi_local else []
     return usual + (whole_shapes(bench.long_lengths) if is_compared and name in ("nestrec", SEMI_LOCAL) else [])
 
@@ -290,7 +296,8 @@ def batch_of(lengths: list[int], heads_by_dim: str, seed: int, device: str = "cu
 
 
 def _row(name: str, shape: str, sets: Sequence[AttentionBatch], rounds: int) -> Row:
-    impl, batch = IMPLEMENTATIONS[name], sets[0]
+    impl = IMPLEMENTATIONS[name]
+    batch = sets[0]
     tokens, heads, dim = batch.q.shape
     row: Row = {"impl": name, "heads": heads, "dim": dim, "lengths": shape, "tokens": tokens}
     try:

@@ -141,7 +141,9 @@ def _matmuls_ms(
     for _ in range(_MATMULS):
         torch.mm(factors[0], factors[1], out=out)
     end.record()
-    every_s, due, copied = _CHUNK_BYTES / gb_per_s * 1e-9, time.perf_counter(), 0
+    every_s = _CHUNK_BYTES / gb_per_s * 1e-9
+    due = time.perf_counter()
+    copied = 0
     pending: list[torch.cuda.Event] = []
     while not end.query():
         pending = [event for event in pending if not event.query()]
@@ -264,7 +266,8 @@ def _rows(hosts: Topology, under_test: Topology, bench: ExchangeBench) -> list[d
 
 def _seconds(hosts: Topology, under_test: Topology, num_bytes: int, rounds: int) -> float:
     """Median time of an exchange from the moment that all ranks are ready to the moment the bytes are there."""
-    device, world = under_test.device, under_test.num_shards
+    device = under_test.device
+    world = under_test.num_shards
     share = num_bytes // world
     sent = torch.randint(0, 255, (share * world,), dtype=torch.uint8, device=device)
     taken = []
@@ -285,7 +288,8 @@ def _finish(device: torch.device) -> None:
 
 def _equals_gloo(reference: Topology, under_test: Topology, seed: int) -> bool:
     """Whether rows of uneven number arrive as over Gloo."""
-    world, rank = under_test.num_shards, under_test.shard
+    world = under_test.num_shards
+    rank = under_test.shard
     counts = torch.randint(0, 5000, (world, world), generator=torch.Generator().manual_seed(seed))
     counts[seed % world, 0] = 0
     send, receive = counts[rank].tolist(), counts[:, rank].tolist()

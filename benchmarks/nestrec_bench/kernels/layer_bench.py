@@ -68,7 +68,8 @@ def measure_layers(bench: LayerBench) -> Iterator[dict[str, Any]]:
         yield from ceilings(bench.repeats)
     shapes = whole_shapes(bench.lengths)
     for shape, heads, biases, impl in itertools.product(shapes, bench.heads, bench.biases, bench.impls):
-        lengths, (num_heads, head_dim) = lengths_of(shape), heads_and_dim(heads)
+        lengths = lengths_of(shape)
+        (num_heads, head_dim) = heads_and_dim(heads)
         row = {"impl": impl, "heads": num_heads, "dim": head_dim, "lengths": shape, "biases": biases}
         if impl == "eager" and not _fits(lengths, num_heads, bench.device):
             yield row | {"error": "its blocks do not fit the memory"}
@@ -98,7 +99,8 @@ def bias_fields(biases: Biases) -> dict[str, Any]:
 
 def _one(bench: LayerBench, cfg: HSTUConfig, lengths: NDArray[np.int64], impl: str) -> dict[str, Any]:
     torch.manual_seed(0)
-    layer, info = HSTULayer(cfg, site=1).to(bench.device), info_of(lengths, bench.device)
+    layer = HSTULayer(cfg, site=1).to(bench.device)
+    info = info_of(lengths, bench.device)
     dtype = torch.bfloat16 if bench.device == "cuda" else torch.float32
     x, grad = (torch.randn(int(lengths.sum()), cfg.dim, device=bench.device, dtype=dtype) for _ in range(2))
     x.requires_grad_()
@@ -167,7 +169,8 @@ def _times(
     run: Callable[[], torch.Tensor], leaves: list[torch.Tensor], grad: torch.Tensor, bench: LayerBench
 ) -> tuple[float, float, float]:
     """Median milliseconds forward and backward, and the peak of memory beyond what was there, in GiB."""
-    before, out = _memory(bench.device), list[torch.Tensor]()
+    before = _memory(bench.device)
+    out = list[torch.Tensor]()
 
     def forward(_: int) -> None:
         out.clear()

@@ -139,7 +139,8 @@ def _keys(bench: LookupBench, exponent: float, num_keys: int, device: torch.devi
 def _copy_rate(bench: LookupBench, device: torch.device) -> float:
     """Bytes read plus written a second, in units of 1e9."""
     size = min(_COPY_BYTES, 4 * bench.num_rows * bench.dim) // 4
-    source, target = torch.rand(size, device=device), torch.empty(size, device=device)
+    source = torch.rand(size, device=device)
+    target = torch.empty(size, device=device)
     return 8 * size / _median_s(lambda _: target.copy_(source), bench.rounds, device) / 1e9
 
 
@@ -179,7 +180,8 @@ def _gathers_of(table: torch.Tensor, keys: list[torch.Tensor], dtype: str) -> It
 
 def _learning(tables: _Tables, keys: list[torch.Tensor], distinct: list[torch.Tensor]) -> Iterator[_Operation]:
     """Deduplicate, sum, update."""
-    plain, grad = tables.plain, tables.grad[: len(keys[0])]
+    plain = tables.plain
+    grad = tables.grad[: len(keys[0])]
     num_bytes = grad.numel() * 4 + 2 * tables.row_bytes * len(distinct[0])
     ours = _rotate(keys, lambda k: learn(plain.weight, plain.state[:, None], k, grad, tables.rule))
     inverse = torch.unique(keys[0], return_inverse=True)[1]
@@ -202,7 +204,9 @@ def _train(path: Callable[..., None], table: TorchTable, grad: torch.Tensor, key
 
 def _updates(tables: _Tables, keys: list[torch.Tensor], distinct: list[torch.Tensor]) -> Iterator[_Operation]:
     """From deduplicated gradients, in place: rows where they lie in the table, and the fetched rows of a batch."""
-    plain, grad, rule = tables.plain, tables.grad, tables.rule
+    plain = tables.plain
+    grad = tables.grad
+    rule = tables.rule
     num_bytes = len(distinct[0]) * (4 * grad.shape[1] + 2 * tables.row_bytes)
     ours = _rotate(distinct, lambda k: update_rows(plain.weight, [plain.state[:, None]], grad[: len(k)], rule, k))
     yield _Operation("update", "nestrec", num_bytes, ours)
@@ -230,7 +234,9 @@ def _row_moves(tables: _Tables, keys: list[torch.Tensor], distinct: list[torch.T
 
 def _parts(tables: _Tables, keys: list[torch.Tensor], distinct: list[torch.Tensor]) -> Iterator[_Operation]:
     """Deduplication and sums alone."""
-    size, count, grad = len(keys[0]), len(distinct[0]), tables.grad[: len(keys[0])]
+    size = len(keys[0])
+    count = len(distinct[0])
+    grad = tables.grad[: len(keys[0])]
     inverse = torch.unique(keys[0], return_inverse=True)[1].to(torch.int32)
     yield _Operation("sum", "nestrec", 4 * grad.shape[1] * (size + count), lambda _: sum_by_index(grad, inverse, count))
     yield _Operation("deduplicate", "nestrec", 8 * size, _rotate(keys, lambda k: dedup_keys(k.to(torch.int32))))
@@ -245,9 +251,11 @@ def _parts(tables: _Tables, keys: list[torch.Tensor], distinct: list[torch.Tenso
 
 def _identical_repeats(keys: torch.Tensor, num_rows: int, grad: torch.Tensor) -> int:
     """How many of some repeats give the bits of the first."""
-    first, same = None, 0
+    first = None
+    same = 0
     for _ in range(_REPEATS):
-        weight, state = grad.new_ones(num_rows, grad.shape[1]), grad.new_zeros(num_rows, 1)
+        weight = grad.new_ones(num_rows, grad.shape[1])
+        state = grad.new_zeros(num_rows, 1)
         learn(weight, state, keys, grad, RowRule(kind="rowwise_adagrad", learning_rate=0.01, eps=1e-8))
         first = weight if first is None else first
         same += int(torch.equal(weight, first))

@@ -120,8 +120,10 @@ def _check(store: Store, dense: torch.Tensor, slots: NDArray[np.int64], device: 
 
 
 def _baselines(dense: torch.Tensor, slots: NDArray[np.int64]) -> list[_Operation]:
-    index, out = torch.from_numpy(slots), torch.empty(len(slots), dense.shape[1], dtype=torch.int32)
-    other, row_bytes = torch.empty_like(out), 4 * dense.shape[1]
+    index = torch.from_numpy(slots)
+    out = torch.empty(len(slots), dense.shape[1], dtype=torch.int32)
+    other = torch.empty_like(out)
+    row_bytes = 4 * dense.shape[1]
     keys = KeyHashTable()
     ones = np.ones(len(dense), np.int64)
     keys.insert(np.arange(len(dense)) * _KEY_STRIDE, ones, ones)

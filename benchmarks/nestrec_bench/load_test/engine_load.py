@@ -92,7 +92,8 @@ class Requests:
     def __init__(self, seed: int):
         rng = np.random.default_rng(seed)
         self._items, self._tabs = rng.integers(1, NUM_ITEMS, _BANK), rng.integers(0, 3, _BANK)
-        self._actions, self._times = rng.integers(0, 4, _BANK), np.sort(rng.integers(0, _NOW_MS // 2, _BANK))
+        self._actions = rng.integers(0, 4, _BANK)
+        self._times = np.sort(rng.integers(0, _NOW_MS // 2, _BANK))
 
     def request(self, load: RelayLoad, user: int, visit: int) -> tuple[History, Candidates]:
         length = load.history if not load.lengths else load.lengths[user * 7919 % len(load.lengths)]
@@ -123,7 +124,8 @@ class RelayOutcome:
 
 def run_in_turn(engine: Engine, load: RelayLoad, count: int) -> list[float]:
     """Milliseconds of requests of which each leaves when the one before has been answered."""
-    bank, latency_ms = bank_of(load.seed), list[float]()
+    bank = bank_of(load.seed)
+    latency_ms = list[float]()
     ended: queue.SimpleQueue[float] = queue.SimpleQueue()
     end_s = time.perf_counter() + load.longest_s
     for user in range(count):
@@ -182,9 +184,14 @@ class _Sent:
     """Signals and requests of one trial, and what became of them. Moments are of the engine's clock."""
 
     def __init__(self, engine: Engine, load: RelayLoad, rate: float, *, strays: float = 0.0, way_s: float = 0.0):
-        self._engine, self._load, self._rate, self._way_s, self.start_s = engine, load, rate, way_s, 0.0
+        self._engine = engine
+        self._load = load
+        self._rate = rate
+        self._way_s = way_s
+        self.start_s = 0.0
         self._at_s = arrivals(rate, load)
-        self._visits, bank = load.visits(self._at_s), bank_of(load.seed)
+        self._visits = load.visits(self._at_s)
+        bank = bank_of(load.seed)
         self._requests = [bank.request(load, *visit) for visit in self._visits]
         self._is_stray = np.random.default_rng(load.seed).random(len(self._at_s)) < strays
         self._ended_s, self._planned_s, self._launched_s, self._lateness_ms = (
@@ -202,9 +209,11 @@ class _Sent:
 
     def outcome(self) -> RelayOutcome:
         """When all have been answered or given up."""
-        load, at_s = self._load, self._at_s
+        load = self._load
+        at_s = self._at_s
         device_share = self._engine.device_s / (self._engine.clock.now_s() - self.start_s)
-        asked_s, counted = self.start_s + load.signal_s + at_s, at_s >= load.warm_s
+        asked_s = self.start_s + load.signal_s + at_s
+        counted = at_s >= load.warm_s
         latency_ms = (self._ended_s + self._way_s - asked_s) * 1e3
         span_s = float(at_s[-1]) - load.warm_s
         late_ms = float(np.quantile(self._lateness_ms[counted], 0.99))
@@ -221,7 +230,8 @@ class _Sent:
             self._engine.preinfer(self._user(number), history, candidates.now_ms, len(candidates), timeout_s=_TIMEOUT_S)
 
     def _rank(self, number: int) -> None:
-        (history, candidates), now_s = self._requests[number], self._engine.clock.now_s()
+        (history, candidates) = self._requests[number]
+        now_s = self._engine.clock.now_s()
         self._lateness_ms[number] = (now_s - self.start_s - self._at_s[number] - self._load.signal_s) * 1e3
         name = self._user(number)
         if self._is_stray[number]:  # whoever comes by chance finds nothing of theirs
@@ -242,7 +252,8 @@ class _Sent:
         work = self._works.pop(number)
         if future.exception() is None:
             self._ended_s[number] = self._engine.clock.now_s()
-            self._planned_s[number], self._launched_s[number] = work.planned_s, work.launched_s
+            self._planned_s[number] = work.planned_s
+            self._launched_s[number] = work.launched_s
 
 
 class _Clock:

@@ -46,7 +46,9 @@ class HttpClient:
     ):
         """key: of a server that asks for one. context: of a server with TLS."""
         self._context = context
-        self._host, self._port, self._timeout_s = host, port, timeout_s
+        self._host = host
+        self._port = port
+        self._timeout_s = timeout_s
         self._credential = f"authorization: Bearer {key}\r\n" if key else ""
         self._idle: list[_Connection] = []
         self._num_open = 0
@@ -235,8 +237,12 @@ def largest(
     """The largest rate (or whatever `measure` takes) up to `most` that meets the SLO: multiply by `factor`, or divide
     by it, then by its square and so on, until the rate lies in between; then halve the interval, `rounds` times once it
     is as narrow as `factor`. is_over: asked after each trial; the best so far is the answer once it says so."""
-    low, high, best = 0.0, math.inf, None
-    value, num_met, num_missed = min(start, most), 0, 0
+    low = 0.0
+    high = math.inf
+    best = None
+    value = min(start, most)
+    num_met = 0
+    num_missed = 0
     for _ in range(24):
         trial = measure(value)
         if trial.meets(slo_ms):

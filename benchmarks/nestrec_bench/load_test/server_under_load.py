@@ -82,7 +82,9 @@ def serve_load(
 ) -> ServedLoadResult:
     """Send requests at their moments and wait for all answers. polls: with a client that never sleeps."""
     requests = [post(path, body) for body in bodies]
-    before, cpu_s, start_s = process.memory_info().rss, _cpu_s(process), time.perf_counter()
+    before = process.memory_info().rss
+    cpu_s = _cpu_s(process)
+    start_s = time.perf_counter()
     with uncollected():
         outcome = SocketLoad(port, polls=polls).run(at_s, requests)
     cores = (_cpu_s(process) - cpu_s) / (time.perf_counter() - start_s)

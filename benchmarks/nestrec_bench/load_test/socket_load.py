@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
-_NOBODY, _UNASKED = -1, -2
+_NOBODY = -1
+_UNASKED = -2
 """numbers of no request, and of one whose answer is of no interest"""
 _RETRY = re.compile(rb"\r\nretry-after: *\d+\r\n", re.IGNORECASE)
 
@@ -45,7 +46,8 @@ class _Connection:
     def __init__(self, port: int):
         self.socket = socket.create_connection(("127.0.0.1", port))
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.received, self.number = b"", _NOBODY
+        self.received = b""
+        self.number = _NOBODY
 
     def whole_answer(self) -> tuple[bytes, bytes] | None:
         """Its head and body, once all of it has come. `EOFError` where the server has closed."""
@@ -68,7 +70,9 @@ class SocketLoad:
     """polls: never sleeps, so that the time in which a sleeping core wakes is not in the latencies."""
 
     def __init__(self, port: int, *, polls: bool = False, timeout_s: float = 30.0):
-        self._port, self._polls, self._timeout_s = port, polls, timeout_s
+        self._port = port
+        self._polls = polls
+        self._timeout_s = timeout_s
         self._epoll = select.epoll()
         self._open: dict[int, _Connection] = {}
         self._idle: deque[_Connection] = deque()  # in turn: a server may have a process for some of them each
@@ -79,13 +83,15 @@ class SocketLoad:
     ) -> LoadOutcome:
         """Send request i at `at_s[i]`, which do not decrease, and wait for all answers. wanted: what is sent as soon as
         the answer to a request says that it is; its own answer is nobody's."""
-        count, moments = len(at_s), [float(moment_s) for moment_s in at_s]
+        count = len(at_s)
+        moments = [float(moment_s) for moment_s in at_s]
         self._wanted = wanted or {}
         self._outcome = LoadOutcome(
             np.zeros(count, np.int64), np.zeros(count), np.full(count, np.inf), np.zeros(count, np.bool_)
         )
         self._start_s = time.perf_counter()
-        following, end_s = 0, (moments[-1] if moments else 0.0) + self._timeout_s
+        following = 0
+        end_s = (moments[-1] if moments else 0.0) + self._timeout_s
         while following < count or self._num_under_way:
             now_s = time.perf_counter() - self._start_s
             if following < count and moments[following] <= now_s:
@@ -106,7 +112,8 @@ class SocketLoad:
         connection.socket.settimeout(self._timeout_s)
         try:
             for number, request in enumerate(requests):
-                start_s, answer = time.perf_counter(), None
+                start_s = time.perf_counter()
+                answer = None
                 connection.socket.sendall(request)
                 while answer is None:
                     while self._polls and not self._epoll.poll(0):
@@ -154,7 +161,9 @@ class SocketLoad:
             return
         if answer is None:
             return
-        (head, body), number, outcome = answer, connection.number, self._outcome
+        (head, body) = answer
+        number = connection.number
+        outcome = self._outcome
         connection.number = _NOBODY
         self._num_under_way -= 1
         self._idle.append(connection)

@@ -21,7 +21,8 @@ class UserBodies:
 
     def __init__(self, items: Sequence[str], reads: RequiredInputs, *, new_events: int, seed: int):
         rng = np.random.default_rng(seed)
-        self._reads, self._new_events = reads, new_events
+        self._reads = reads
+        self._new_events = new_events
         self._items = _Written([items[i] for i in rng.integers(0, len(items), _BANK)])
         self._actions = _Written(rng.choice(reads.actions, _BANK).tolist() if reads.actions else [])
         self._times = _Written((_NOW_MS + (np.arange(_BANK) - _BANK) * _EVERY_MS).tolist())
@@ -29,7 +30,8 @@ class UserBodies:
     def of(self, lengths: Sequence[int], asked: int, user: int, visit: int) -> tuple[bytes, bytes, bytes]:
         """(whether a signal is wanted, signal, ranking request). lengths: events at the first visit, by turns of
         users."""
-        length, first = lengths[user * 7919 % len(lengths)] + visit * self._new_events, user * 7919 % (_BANK // 2)
+        length = lengths[user * 7919 % len(lengths)] + visit * self._new_events
+        first = user * 7919 % (_BANK // 2)
         columns = [b'"items":[%b]' % self._items.cut(first, length), b'"times_ms":[%b]' % self._times.cut(0, length)]
         if self._reads.actions:
             columns.append(b'"actions":[%b]' % self._actions.cut(first, length))
@@ -52,7 +54,8 @@ class _Written:
 
     def __init__(self, values: list[Any]):
         parts = [orjson.dumps(value) for value in values]
-        self._text, self._ends = b",".join(parts), np.cumsum([0, *(len(part) + 1 for part in parts)])
+        self._text = b",".join(parts)
+        self._ends = np.cumsum([0, *(len(part) + 1 for part in parts)])
 
     def cut(self, first: int, count: int) -> bytes:
         return self._text[self._ends[first] : max(self._ends[first], self._ends[first + count] - 1)]

@@ -191,7 +191,8 @@ def comparison_rows(
 
 
 def _quality_row(group: list[Ranks]) -> Row:
-    one, metrics = group[0], _metrics_of(group)
+    one = group[0]
+    metrics = _metrics_of(group)
     row: Row = {
         "recipe": one.recipe,
         "dataset": one.dataset,
@@ -206,7 +207,8 @@ def _quality_row(group: list[Ranks]) -> Row:
     values = {name: _seed_average(group, name) for name in metrics}
     for metric, interval in bootstrap(values, groups=one.users).items():
         of_seeds = _of_seeds(group, metric)
-        row[metric], row[f"{metric}_interval"] = interval.mean, [interval.low, interval.high]
+        row[metric] = interval.mean
+        row[f"{metric}_interval"] = [interval.low, interval.high]
         row[f"{metric}_of_seeds"] = of_seeds
         row[f"{metric}_seed_sd"] = statistics.stdev(of_seeds) if len(of_seeds) > 1 else None
     row["baselines"] = {
@@ -218,7 +220,8 @@ def _quality_row(group: list[Ranks]) -> Row:
 
 
 def _comparison_row(first: list[Ranks], second: list[Ranks]) -> Row:
-    one, other = first[0], second[0]
+    one = first[0]
+    other = second[0]
     _check_same_users([one, other])
     row: Row = {
         "recipe": one.recipe,
@@ -322,7 +325,8 @@ def quality_page(frame: Mapping[str, Any], page: str | None = None) -> str:
 
 def quality_tables(frame: Mapping[str, Any]) -> str:
     """Rows, baselines and comparisons as Markdown tables."""
-    rows, metrics = frame["rows"], _metrics(frame["rows"])
+    rows = frame["rows"]
+    metrics = _metrics(frame["rows"])
     heads = ["recipe", "dataset", "model", "seeds", "best epoch / epochs", "users", "trained on", *metrics]
     paragraphs = [
         f"Written on {frame['date']} by `{frame['command']}`. Values are means over users of each user's average over "

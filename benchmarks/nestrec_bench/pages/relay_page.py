@@ -65,7 +65,8 @@ def _charts(rows: Sequence[Mapping[str, Any]]) -> list[Markup]:
         for colour, mode in enumerate(dict.fromkeys(row["mode"] for row in own)):
             points = [row for row in own if row["mode"] == mode and row["p99_ms"] is not None]
             lines.append(Line(mode, [100 * row["load"] for row in points], [row["p99_ms"] for row in points], colour))
-        slo, loads = own[0]["slo_ms"], [100 * row["load"] for row in own]
+        slo = own[0]["slo_ms"]
+        loads = [100 * row["load"] for row in own]
         lines.append(Line("SLO", [min(loads), max(loads)], [slo, slo], len(lines), "dashed"))
         title = f"P99, ms: {history} events, {candidates} candidates"
         charts.append(line_chart(title, lines, x_label="% of each mode's largest rate", from_zero=True))
@@ -84,7 +85,8 @@ def _size_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _tried_chart(rows: Sequence[Mapping[str, Any]]) -> Markup:
-    first, slo = rows[0], float(rows[0]["slo_ms"])
+    first = rows[0]
+    slo = float(rows[0]["slo_ms"])
     lines: list[Line] = []
     for row in {(row["mode"], row["returning"] if row["mode"] != "full" else 0): row for row in rows}.values():
         points = [(one["rate"], min(one["p99_ms"] or _HIGHEST * slo, _HIGHEST * slo)) for one in row["tried"]]

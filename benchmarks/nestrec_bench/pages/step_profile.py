@@ -51,7 +51,8 @@ def parts_of(runner: Steps, steps: int, flops: StepFlops) -> dict[str, Any]:
 
 def idle_time(intervals: Iterable[tuple[float, float]]) -> float:
     """Time between the first beginning and the last end that no interval covers."""
-    idle, covered_to = 0.0, None
+    idle = 0.0
+    covered_to = None
     for start, end in sorted(intervals):
         if covered_to is not None and start > covered_to:
             idle += start - covered_to

@@ -143,7 +143,8 @@ def _line(observed: Sequence[StageObservations], stage: str) -> LinearCost:
 def _compute(bench: CalibrateBench) -> ComputeRates:
     """Forward and backward of HSTU layers at several lengths."""
     cfg = HSTUConfig(dim=64, head_dim=32, num_heads=2, num_layers=2, max_length=max(bench.lengths))
-    model, device = HSTU(cfg), torch.device(chosen_device("auto"))
+    model = HSTU(cfg)
+    device = torch.device(chosen_device("auto"))
     model.to(device)
     times, lengths = [], []
     for length in bench.lengths:
@@ -217,7 +218,8 @@ def _host_copies(repeats: int) -> list[dict[str, Any]]:
     target = torch.empty_like(source)
     copies = {"host copy": (_timed(lambda: target.copy_(source), repeats, source.device), source)}
     if torch.cuda.is_available():
-        pinned, device = source.pin_memory(), torch.device("cuda")
+        pinned = source.pin_memory()
+        device = torch.device("cuda")
         remote = pinned.to(device)
         copies["host to device"] = (_timed(lambda: remote.copy_(pinned, non_blocking=True), repeats, device), source)
         copies["device to host"] = (_timed(lambda: pinned.copy_(remote, non_blocking=True), repeats, device), source)

@@ -235,7 +235,8 @@ def _simulated(case: _Case, model: Model, steps: int, first: int) -> float:
     ranks = case.bed.ranks
     options = PipelineConfig(schedule=case.entry.schedule)
     program = rehearse(options, micro_batches=case.entry.micro_batches, steps=steps)
-    mesh, links = Mesh(1, ranks), StageObservations(case.loads, {}, case.bed.link_mbit / 8e3, case.burst_bytes).links()
+    mesh = Mesh(1, ranks)
+    links = StageObservations(case.loads, {}, case.bed.link_mbit / 8e3, case.burst_bytes).links()
     hands_over = any("train.embedding.copy" in stage.operations for stage in program.stages)
     loads = case.loads.starting_at(first - 1)
     costs = StepCosts(loads, model.profiles[ranks], links, mesh, store="dram", hands_over=hands_over)

@@ -246,11 +246,14 @@ class WorldFit:
 
 def exchanges_of(observed: StageObservations) -> Iterable[TimedExchange]:
     """All exchanges of a serial run, each rank in its own order."""
-    world, parts = observed.loads.world, observed.loads.num_micro_batches
-    links, burst_s = observed.links(), observed.burst_bytes / (observed.gb_per_s * 1e9)
+    world = observed.loads.world
+    parts = observed.loads.num_micro_batches
+    links = observed.links()
+    burst_s = observed.burst_bytes / (observed.gb_per_s * 1e9)
     steps = sorted({step for step, _, _ in observed.stages["train.compute"]})
     for rank in range(world):
-        now, sent = 0.0, -np.inf
+        now = 0.0
+        sent = -np.inf
         for step in steps:
             for name, part, kind in _order(parts):
                 seconds = observed.stages[name][step, rank, part]
@@ -282,7 +285,9 @@ def _order(parts: int) -> list[tuple[str, int, str]]:
 
 def _bytes_s(observed: StageObservations, links: Links, kind: str, place: tuple[int, int, int]) -> float:
     step, rank, part = place
-    loads, p, everyone = observed.loads, observed.loads.place(step), Group(observed.loads.world)
+    loads = observed.loads
+    p = observed.loads.place(step)
+    everyone = Group(observed.loads.world)
     if kind == "dense":
         return float(links.all_reduce_s(everyone, loads.dense_bytes))
     if kind == "keys":

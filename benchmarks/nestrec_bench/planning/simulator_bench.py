@@ -81,7 +81,9 @@ class _Varied:
     """Every stage takes another time on every rank and in every step."""
 
     def __init__(self, ranks: int, micro_batches: int) -> None:
-        self._ranks, self._draw, self._part = ranks, np.random.default_rng(0), 1.0 / micro_batches
+        self._ranks = ranks
+        self._draw = np.random.default_rng(0)
+        self._part = 1.0 / micro_batches
 
     def of(self, operation: str, step: int, micro_batch: int | None) -> Cost:
         busy = self._draw.uniform(0.9, 1.1, self._ranks)

@@ -188,7 +188,9 @@ def _trained(bench: ChoicesBench, name: str, given: dict[str, str], seed: int, r
 def _counters(trainer: Trainer, table: str) -> Row:
     """Of a rank: bytes of the table, and what its vectors and gradients came to in a step."""
     engine = trainer.session.engine
-    store, seen, layout = engine.store_statistics()[table], engine.statistics, engine.shards[table].layout
+    store = engine.store_statistics()[table]
+    seen = engine.statistics
+    layout = engine.shards[table].layout
     rows = max(1, seen.vectors.rows)
     return {
         "row_bytes": layout.row_bytes,

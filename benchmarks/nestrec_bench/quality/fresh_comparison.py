@@ -151,7 +151,9 @@ class WaysToKeepFresh:
     """The three ways with one seed."""
 
     def __init__(self, bench: FreshComparison, seed: int, folder: Path):
-        self._bench, self._seed, self._folder = bench, seed, folder
+        self._bench = bench
+        self._seed = seed
+        self._folder = folder
         self._windows: list[TimeWindow] = []
         self._num_events = 0
 
@@ -162,7 +164,8 @@ class WaysToKeepFresh:
         in_time |= {"windows.replay_share": self._bench.replay_share, "training.epochs": 1, **self._until(_NEVER)}
         with closing(self._trainer("frozen", in_time, self._folder / "first")) as frozen:
             frozen._begin()
-            self._windows, self._num_events = frozen.windows, frozen.session.dataset.card.counts.events
+            self._windows = frozen.windows
+            self._num_events = frozen.session.dataset.card.counts.events
             for window in frozen.windows:
                 found = frozen.session.task.predict(frozen.session.engine, window)
                 is_first = window.number == 0
@@ -206,7 +209,8 @@ class WaysToKeepFresh:
             began_s = time.perf_counter()
             trainer.train()
             took_s = time.perf_counter() - began_s
-            task, engine = trainer.session.task, trainer.session.engine
+            task = trainer.session.task
+            engine = trainer.session.engine
             return {} if window is None else task.predict(engine, window), took_s
 
     def _trainer(self, name: str, more: dict[str, object], start_from: Path | None) -> Trainer:

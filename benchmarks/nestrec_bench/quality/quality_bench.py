@@ -26,7 +26,8 @@ def quality_frame(runs: Sequence[Path], pairs: Sequence[str], *, command: str) -
     runs: run folders, or folders of run folders. pairs: `A:B` compares recipe A with recipe B.
     """
     folders = [folder for path in runs for folder in run_folders(path)]
-    rows, machine = quality_rows(folders), trained_on(folders)
+    rows = quality_rows(folders)
+    machine = trained_on(folders)
     frame = make_frame(bench="quality", command=command, rows=rows, measured_on=machine)
     return frame | {"comparisons": comparison_rows(folders, [parse_pair(pair) for pair in pairs])}
 

@@ -136,7 +136,8 @@ def _compare_with_torchrec(rows: Sequence[dict[str, Any]], measured: Measured) -
         ours = measured.rounds[row["schedule"], row["micro_batches"], row["window_cache"]]
         ratios = [t / mine["step_ms"] for t, mine in zip(theirs, ours, strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
-        row["torchrec_ratio"], row["torchrec_ratio_quartiles"] = round(middle, 3), [round(low, 3), round(high, 3)]
+        row["torchrec_ratio"] = round(middle, 3)
+        row["torchrec_ratio_quartiles"] = [round(low, 3), round(high, 3)]
         row["ratio_of_overlap"] = round(serial_ms / row["step_ms"], 3)
         row["ratio_of_bytes"] = round((serial_ms + more_ms) / serial_ms, 3)
         row["ratio_of_rest"] = round(middle / row["ratio_of_overlap"] / row["ratio_of_bytes"], 3)

@@ -114,7 +114,8 @@ def _hot_keys(cfg: JobConfig, topology: Topology, num_steps: int) -> Iterator[ND
 
 def colliding_keys(cfg: JobConfig, topology: Topology, num_steps: int) -> Iterator[NDArray[np.int64]]:
     """Keys of each step of a rank; fresh ones of neighbouring steps are of different classes, so they never meet."""
-    shape, before = (cfg.samples, cfg.tokens), None
+    shape = (cfg.samples, cfg.tokens)
+    before = None
     for step in range(num_steps):
         draw = np.random.default_rng([cfg.seed, topology.rank, step])
         keys = draw.integers(0, cfg.num_rows // _CLASSES, shape) * _CLASSES + step % _CLASSES
@@ -150,13 +151,15 @@ class Contestant:
     def __init__(
         self, cfg: JobConfig, engine: EmbeddingEngine, options: PipelineConfig, batches: Sequence[Batch]
     ) -> None:
-        self.engine, topology = engine, engine.topology
+        self.engine = engine
+        topology = engine.topology
         with engine.device:  # large ones are slow to draw on a host
             network = TokenNetwork(cfg)
         self.dense = DenseOptimizer(network, OptimizerConfig(), topology, engine.device)
         compute = LossCompute(token_loss(network), engine.device, cfg.precision)
         self.pipeline = PipelineCore.build(compute, engine, self.dense, options)
-        self._batches, self._done = batches, 0
+        self._batches = batches
+        self._done = 0
         self._rows_sent = self._bytes_sent = 0
 
     def round(self, num_steps: int, first_step: int | None = None) -> list[Span]:

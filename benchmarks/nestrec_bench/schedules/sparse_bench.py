@@ -136,7 +136,8 @@ def _memory(bench: SparseBench) -> Iterator[dict[str, Any]]:
     alone = 0
     for replicas in bench.replicas:
         answers = run_on_ranks(bench.replica_ranks, _bytes_held, job, replicas)
-        held, ranks = sum(answers) / len(answers), bench.replica_ranks
+        held = sum(answers) / len(answers)
+        ranks = bench.replica_ranks
         alone = alone or held
         formula = whole * (replicas - 1) / ranks
         row = {"ranks": ranks, "replicas": replicas, "table_mb": whole * 1e-6, "held_mb": held * 1e-6}

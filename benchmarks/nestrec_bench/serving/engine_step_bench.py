@@ -23,7 +23,8 @@ from nestrec.serving.model.request_inputs import Candidates, History
 from nestrec_bench.bench import Bench
 from nestrec_bench.harness.random_model import random_ranking
 
-_ITEMS, _NOW_MS = 1000, 10**11
+_ITEMS = 1000
+_NOW_MS = 10**11
 _BIASES: dict[str, dict[str, Any]] = {
     "none": {"position_bias": False},
     "position": {},
@@ -70,7 +71,8 @@ def measure_engine(bench: EngineBench) -> Iterator[dict[str, Any]]:
 
 
 def _runner(bench: EngineBench, name: str) -> BatchRunner:
-    kind, cfg = name.split(maxsplit=1)[0], replace(bench.encoder, max_length=max(bench.tokens) + 4)
+    kind = name.split(maxsplit=1)[0]
+    cfg = replace(bench.encoder, max_length=max(bench.tokens) + 4)
     shape: dict[str, Any] = {"dim": cfg.dim, "num_layers": cfg.num_layers, "num_heads": cfg.num_heads}
     shape |= {"ffn_dim": cfg.dim, "max_length": cfg.max_length}
     encoder: EncoderConfig = SASRecConfig(**shape) if kind == "sasrec" else FuXiConfig(**shape, head_dim=cfg.head_dim)
@@ -84,9 +86,11 @@ def _runner(bench: EngineBench, name: str) -> BatchRunner:
 
 
 def _part(runner: BatchRunner, tokens: int, first: int, asked: int) -> BatchItem:
-    rng, events = np.random.default_rng(0), tokens // 2
+    rng = np.random.default_rng(0)
+    events = tokens // 2
     tab = {"event_tab": rng.integers(0, 3, events)}
-    times, items = np.sort(rng.integers(0, _NOW_MS, events)), rng.integers(1, _ITEMS, events)
+    times = np.sort(rng.integers(0, _NOW_MS, events))
+    items = rng.integers(1, _ITEMS, events)
     history = History(items=items, times_ms=times, actions=rng.integers(0, 4, events), features=tab)
     shown = {"event_tab": rng.integers(0, 3, asked)}
     candidates = Candidates(items=rng.integers(1, _ITEMS, asked), now_ms=_NOW_MS, features=shown) if asked else None

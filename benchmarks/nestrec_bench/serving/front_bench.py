@@ -61,7 +61,8 @@ def measure_front(bench: FrontBench) -> list[dict[str, Any]]:
             for number, (client, count) in itertools.product(
                 range(bench.rounds), itertools.product(bench.clients, bench.front_processes)
             ):
-                (port, process), polls = running[count], client == "polls"
+                (port, process) = running[count]
+                polls = client == "polls"
                 before_s = _cpu_s(process)
                 served = _served(port, process, bench, bench.duration_s, len(rows) + 1, polls=polls)
                 took_ms = 1e3 * (_cpu_s(process) - before_s) / len(served.at_s)

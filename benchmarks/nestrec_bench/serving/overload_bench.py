@@ -79,7 +79,8 @@ def measure_overload(bench: OverloadBench) -> Iterator[dict[str, Any]]:
 
 def _run(port: int, load: Callable[..., ServedLoadResult], bench: OverloadBench, run: int) -> list[dict[str, Any]]:
     """All loads up and back, and what each is of the best of them."""
-    capacities, loads = list[float](), {m: list[ServedLoadResult]() for m in bench.multiples}
+    capacities = list[float]()
+    loads = {m: list[ServedLoadResult]() for m in bench.multiples}
     for way, multiples in enumerate((bench.multiples, bench.multiples[::-1])):
         seconds = min(_MOST_CAPACITY_S, bench.duration_s) / 2
         capacities.append(asyncio.run(_capacity(port, bench, 2 * run + way, seconds)))
@@ -111,7 +112,9 @@ def _engine_options(bench: OverloadBench) -> list[str]:
 
 async def _capacity(port: int, bench: OverloadBench, number: int, seconds: float) -> float:
     """Answers a second with a few requests always under way."""
-    client, ends_s, start_s = HttpClient("127.0.0.1", port), list[float](), time.perf_counter()
+    client = HttpClient("127.0.0.1", port)
+    ends_s = list[float]()
+    start_s = time.perf_counter()
     cfg = LoadTestConfig(candidates=bench.candidates, seed=bench.seed)
     reads = reads_of(f"http://127.0.0.1:{port}")
 

@@ -62,7 +62,9 @@ class Size:
     """Everything about one history and one number of candidates."""
 
     def __init__(self, bed: TrialBed, history: int, candidates: int):
-        self._bed, self._history, self._candidates = bed, history, candidates
+        self._bed = bed
+        self._history = history
+        self._candidates = candidates
         self._best: dict[tuple[str, float, float], float] = {}  # by mode, share of returning users and SLO
         self._sweeps: dict[tuple[str, float, float], Sweep] = {}  # by mode, share and budget
         load = replace(self._load(0.0), lengths=())
@@ -91,7 +93,8 @@ class Size:
 
     def longest(self) -> Iterator[dict[str, Any]]:
         """The longest history of each mode at one rate and one SLO."""
-        bench, load = self._bed.bench, self._load(self._bed.bench.returning[0])
+        bench = self._bed.bench
+        load = self._load(self._bed.bench.returning[0])
         most = LONGEST * max(bench.history)
         rate = self._best[bench.modes[0], load.returning, self._slo_ms] / 2
         baseline = 0
@@ -127,7 +130,8 @@ class Size:
 
     def _sweep(self, name: str, returning: float, slo_ms: float) -> "Sweep":
         """Trials; an SLO is of no concern to a mode that has no trigger, which serves all of them with the same."""
-        mode, deadline = mode_named(name), self._bed.bench.deadline_factor
+        mode = mode_named(name)
+        deadline = self._bed.bench.deadline_factor
         budget_ms = slo_ms if mode.sends_signals or deadline else self._slo_ms
         key = (name, returning, budget_ms)
         if key not in self._sweeps:
@@ -144,7 +148,11 @@ class Sweep:
     """Trials of one mode under one load; a rate is tried once."""
 
     def __init__(self, bed: TrialBed, name: str, load: RelayLoad, costs: RequestCosts, budget_ms: float):
-        self._bed, self._name, self.load, self._costs, self._budget_ms = bed, name, load, costs, budget_ms
+        self._bed = bed
+        self._name = name
+        self.load = load
+        self._costs = costs
+        self._budget_ms = budget_ms
         self._mode = mode_named(name)
         self._outcomes: dict[float, RelayOutcome] = {}
 
@@ -156,7 +164,8 @@ class Sweep:
     def row(self, slo_ms: float, known: float | None, first: float) -> dict[str, Any]:
         """The largest rate that meets an SLO; `known` where another load has given it already. first: that of the first
         mode, which is tried before any other: whether this one is ever worse is then one trial."""
-        bound, bench = self._costs.bound_qps(self._mode, self.load.returning), self._bed.bench
+        bound = self._costs.bound_qps(self._mode, self.load.returning)
+        bench = self._bed.bench
         best: Trial | None = None
         if known is None and first and bench.at_least:
             rates = (first, bench.at_least * first)
@@ -192,7 +201,8 @@ class Sweep:
             }  # fmt: skip
 
     def _labels(self) -> dict[str, Any]:
-        load, bench = self.load, self._bed.bench
+        load = self.load
+        bench = self._bed.bench
         return {
             "mode": self._name, "history": load.history, "candidates": load.candidates, "returning": load.returning,
             "in_process": True, "model": "random weights", "biases": _biases(bench), "lengths": list(load.lengths),

@@ -79,7 +79,8 @@ def measure_over_http(bench: RelayBench) -> Iterator[dict[str, Any]]:
             for asked, (returning, over) in itertools.product(
                 bench.candidates, zip(bench.returning, starts, strict=True)
             ):
-                size, base = (lengths, asked), full.get((lengths, asked), {}).get("max_qps")
+                size = (lengths, asked)
+                base = full.get((lengths, asked), {}).get("max_qps")
                 start = over * (base or _BEGIN * bench.instances / alone_ms[size])
                 row = bed.row(*size, returning, slo_ms[size], start=start)
                 yield {**row, "full_p50_ms": round(alone_ms[size], 3),
@@ -97,7 +98,9 @@ class _Longest:
     _of_first: int = 0
 
     def rows(self, bed: "_Bed", slo_ms: float, largest_rate: float) -> Iterator[dict[str, Any]]:
-        bench, (lengths, asked), rate = self.bench, self.size, largest_rate / 2
+        bench = self.bench
+        (lengths, asked) = self.size
+        rate = largest_rate / 2
         if not bench.longest or not rate:
             return
         most = json.loads((Path(bench.model) / SPEC_FILE).read_text())["task"]["inputs"]["max_events"]
@@ -129,7 +132,8 @@ class _Bed:
     _first_user: int = 0
 
     def __enter__(self) -> "_Bed":
-        bench, options = self.bench, [*_OPTIONS[self.mode], "--device", self.bench.device]
+        bench = self.bench
+        options = [*_OPTIONS[self.mode], "--device", self.bench.device]
         options += [f"{_ENGINE}.trigger.budget_ms", str(self.budget_ms)] if self.budget_ms else []
         for tier in ("cache_bytes", "dram_bytes"):
             options += [f"{_ENGINE}.tiers.{tier}", str(getattr(bench, tier))]
@@ -172,7 +176,9 @@ class _Bed:
     def row(
         self, lengths: tuple[int, ...], asked: int, returning: float, slo_ms: float, *, start: float
     ) -> dict[str, Any]:
-        bench, tried, counts = self.bench, list[dict[str, Any]](), dict[float, dict[str, int]]()
+        bench = self.bench
+        tried = list[dict[str, Any]]()
+        counts = dict[float, dict[str, int]]()
         end_s = time.perf_counter() + bench.search_s
 
         def measure(rate: float) -> Trial:
@@ -214,7 +220,8 @@ class _Bed:
             longest_s=max(bench.duration_s, bench.search_s / 4),
         )  # fmt: skip
         self._first_user += _ALONE + 100_000  # nobody has been here in another trial
-        at_s, before = arrivals(rate, load), self._counts()
+        at_s = arrivals(rate, load)
+        before = self._counts()
         made = [self._users.of(lengths, asked, self._first_user + user, visit) for user, visit in load.visits(at_s)]
         pairs = list(zip(at_s, made, strict=True))
         sent = [(at + load.signal_s, post("/v1/rank", rank), True, at) for at, (*_, rank) in pairs]

@@ -67,7 +67,8 @@ def mode_named(name: str) -> Mode:
     return known[name]
 
 
-_REPEATS, _WARM_S = 9, 0.3
+_REPEATS = 9
+_WARM_S = 0.3
 BATCH = 8
 """requests of a batch that ranks, or extends prefixes"""
 
@@ -100,7 +101,8 @@ class RequestCosts:
 
 def measure_costs(runner: BatchRunner, load: RelayLoad) -> RequestCosts:
     """Of a history and a number of candidates."""
-    form, pool = runner.form, runner.pool
+    form = runner.form
+    pool = runner.pool
     history, candidates = bank_of(load.seed).request(load, 0, 1)
     tokens = form.tokens(history, candidates.now_ms)
     last = load.history * form.tokens_an_event

@@ -85,7 +85,9 @@ def measure_retrieval(bench: RetrievalBench) -> Iterator[dict[str, Any]]:
         torch.manual_seed(bench.seed)
         centres = torch.randn(_CLUSTERS, bench.dim, device=bench.device)
         rows, queries = (_around(centres, count, getattr(torch, bench.dtype)) for count in (num_items, 1024))
-        exact, searches, labels = _search(bench, "exact", rows), dict[str, ItemSearch](), dict[str, dict[str, Any]]()
+        exact = _search(bench, "exact", rows)
+        searches = dict[str, ItemSearch]()
+        labels = dict[str, dict[str, Any]]()
         for kind in bench.kinds:
             start_s = time.perf_counter()
             searches[kind] = exact if kind == "exact" else _search(bench, kind, rows)
@@ -102,7 +104,8 @@ def _measured(
 ) -> dict[str, dict[str, Any]]:
     """All kinds in turn, batch by batch: `over_exact` is how many times as fast, the median of all batches, with the
     middle half of them."""
-    rng, ms = np.random.default_rng(bench.seed), {kind: list[float]() for kind in searches}
+    rng = np.random.default_rng(bench.seed)
+    ms = {kind: list[float]() for kind in searches}
     for number in range(bench.rounds + 3):
         asked = queries[torch.from_numpy(rng.integers(0, len(queries), batch)).to(queries.device)]
         excluded = Excluded.of([rng.integers(1, len(rows), bench.seen) for _ in range(batch)])
@@ -112,7 +115,8 @@ def _measured(
             ms[kind] += [(time.perf_counter() - start_s) * 1e3] if number >= 3 else []
     found = {}
     for kind, times_ms in ms.items():
-        ordered, qps = np.sort(times_ms), round(1e3 * batch / float(np.mean(times_ms)), 1)
+        ordered = np.sort(times_ms)
+        qps = round(1e3 * batch / float(np.mean(times_ms)), 1)
         p50_ms, p99_ms = (quantile(ordered, q) for q in (50, 99))
         found[kind] = {"device_ms": None, "qps": qps, "p50_ms": p50_ms, "p99_ms": p99_ms}
         if kind != "exact" and "exact" in ms:
@@ -141,7 +145,8 @@ def _over_http(bench: RetrievalBench, num_items: int, root: Path) -> Iterator[di
                     reads=reads_of(f"http://127.0.0.1:{port}"),
                 )  # fmt: skip
                 served = serve_load(port, process, *load, polls=bench.device == "cuda", path="/v1/recommend")
-                ordered, labels = served.answered_ms, {**_labels(bench, num_items, "exact"), "http": True}
+                ordered = served.answered_ms
+                labels = {**_labels(bench, num_items, "exact"), "http": True}
                 row = {"instances": count, "rate": rate, "requests": len(served.at_s),
                        "qps": round(served.trial.goodput(10.0), 1), "p50_ms": quantile(ordered, 50),
                        "p99_ms": quantile(ordered, 99), "refused": len(served.refused_ms),

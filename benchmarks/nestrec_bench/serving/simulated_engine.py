@@ -84,7 +84,10 @@ class SimulatedRunner:
         host_ms: float,
     ):
         """form: the model's; a prefix has its bytes. host_ms: from the plan of a batch until it is on its way."""
-        self.form, self._costs, self._clock, self._host_s = form, costs, clock, host_ms / 1e3
+        self.form = form
+        self._costs = costs
+        self._clock = clock
+        self._host_s = host_ms / 1e3
         self._busy_until_s = -math.inf
         meta = torch.device("meta")  # no memory is allocated for the pages
         self.pool = pool_for(form.servable, cache_bytes=cache_bytes, page_tokens=page_tokens, device=meta)

@@ -90,17 +90,20 @@ class Loopback(Transport):
     """Answers as the other ranks would. What it takes for that is none of this rank's time."""
 
     def __init__(self, num_ranks: int) -> None:
-        self.num_ranks, self.seconds = num_ranks, 0.0
+        self.num_ranks = num_ranks
+        self.seconds = 0.0
         self._counts = np.zeros(num_ranks, np.int64)
         self._records = torch.empty(0, dtype=torch.uint8)
 
     def ask(self, counts: NDArray[np.int64], records: NDArray[Any]) -> None:
         """What the others will ask for in the next exchange of keys, source by source; of this rank, the first,
         nothing."""
-        self._counts, self._records = counts, torch.from_numpy(records.view(np.uint8).reshape(-1))
+        self._counts = counts
+        self._records = torch.from_numpy(records.view(np.uint8).reshape(-1))
 
     def all_to_all(self, into: torch.Tensor, sent: torch.Tensor, receive: Sequence[int], send: Sequence[int]) -> None:
-        start, own = time.thread_time(), receive[0]
+        start = time.thread_time()
+        own = receive[0]
         if len(into) == self.num_ranks * _COUNT_BYTES and receive[0] == receive[-1] == _COUNT_BYTES:
             message = into.view(torch.int64).view(self.num_ranks, -1)
             message.zero_()
@@ -126,11 +129,15 @@ class _Rank:
     """The real one among so many, and its steps under `serial`."""
 
     def __init__(self, bench: HostBench, model: Model, num_ranks: int) -> None:
-        self._bench, self.model, self.num_ranks = bench, model, num_ranks
-        self._loopback, alone = Loopback(num_ranks), Topology.single()
+        self._bench = bench
+        self.model = model
+        self.num_ranks = num_ranks
+        self._loopback = Loopback(num_ranks)
+        alone = Topology.single()
         carried = {n: replace(getattr(alone, n), size=num_ranks, transport=self._loopback) for n in ("keys", "vectors")}
         self._topology = replace(alone, world=num_ranks, **carried)
-        self.tables, self._spent = _tables(bench, model), dict.fromkeys(PARTS, 0.0)
+        self.tables = _tables(bench, model)
+        self._spent = dict.fromkeys(PARTS, 0.0)
         engine = EmbeddingEngine(self.tables, self._topology)
         for shard in engine.shards.values():  # tables that have been trained: every row is there
             shard.fetch(shard.keys(), 1)
@@ -140,12 +147,15 @@ class _Rank:
         options = PipelineConfig(window_cache=bench.window_cache)
         self._compute = _Compute()
         self._pipeline = PipelineCore.build(self._compute, engine, _Dense(), options)
-        self._step, self.rounds, self.exchanges = 1, list[dict[str, float]](), 0
+        self._step = 1
+        self.rounds = list[dict[str, float]]()
+        self.exchanges = 0
 
     def run(self, watch: Callable[[Callable[[], object]], None] | None = None) -> None:
         """One step, its parts timed. watch: calls it in its own way."""
         self._step += 1
-        keys, before = self._prepared(), self._topology.log.count
+        keys = self._prepared()
+        before = self._topology.log.count
         parts = tuple(MicroBatch(np.arange(1), k, {}, 1, 1) for k in keys)
         batch = Batch(
             BatchPosition(0, self._step), 1.0, np.arange(len(parts)), parts, tokens=np.ones(len(parts), np.int64)
@@ -169,7 +179,8 @@ class _Rank:
 
     def _prepared(self) -> list[dict[str, NDArray[np.int64]]]:
         """The keys of this rank's batch; what the others ask for goes to the loopback."""
-        num_tables, others = len(self.tables), []
+        num_tables = len(self.tables)
+        others = []
         for rank in range(1, self.num_ranks):
             drawn = _drawn(self._bench, self.model, [self._step, rank])
             segments = np.repeat(np.arange(self._bench.micro_batches * num_tables), drawn.shape[-1])
@@ -246,7 +257,8 @@ def _tables(bench: HostBench, model: Model) -> list[TableConfig]:
 
 def _drawn(bench: HostBench, model: Model, seed: list[int]) -> NDArray[np.int64]:
     """(micro-batch, table, key) of a rank's batch; popularity falls as one over the rank of a key."""
-    is_one, parts = model == "retrieval", bench.micro_batches
+    is_one = model == "retrieval"
+    parts = bench.micro_batches
     shape = (
         (parts, 1, bench.samples // 8 * 128 // parts) if is_one else (parts, bench.num_tables, bench.samples // parts)
     )

@@ -55,7 +55,8 @@ def _peak_bytes(cfg: HSTUConfig, lengths: NDArray[np.int64], device: str, *, pla
     """Peak of what is allocated beyond what was there, weights and gradients included."""
     before = _allocated(device)
     torch.manual_seed(0)
-    model, info = HSTU(cfg).to(device), info_of(lengths, device)
+    model = HSTU(cfg).to(device)
+    info = info_of(lengths, device)
     x = torch.randn(int(lengths.sum()), cfg.dim, device=device)
     dtype = torch.bfloat16
     with torch.autocast(device, dtype, enabled=device == "cuda"):

@@ -160,12 +160,14 @@ def measure_negatives(bench: NegativesBench) -> Iterator[dict[str, Any]]:
 
 def _of_lookup(bench: NegativesBench, runner: StepRunner, lookup: Lookup) -> Iterator[dict[str, Any]]:
     """All numbers of negatives on the same model and table."""
-    task, base = runner.session.task, {"peak_gib": 0.0}
+    task = runner.session.task
+    base = {"peak_gib": 0.0}
     assert isinstance(task, RetrievalTask)
     for number in (0, *bench.negatives):
         runner.step(is_last=True)
         runner.take_from(task.assembler_of(number))
-        variants, plain = bench.variants if number else bench.variants[:1], dict[str, Any]()
+        variants = bench.variants if number else bench.variants[:1]
+        plain = dict[str, Any]()
         for variant, measured in zip(variants, _by_turns(bench, runner, task, variants), strict=True):
             row = {"variant": variant, "negatives": number, "lookup": lookup, "rows": bench.rows, **measured}
             row["loss_ms"] = round(
@@ -251,7 +253,8 @@ def _compared(row: dict[str, Any], base: dict[str, Any], plain: dict[str, Any]) 
     """Beside the plain variant of the same number: memory of negatives saved, peak saved, and time."""
     if not plain or plain["peak_gib"] <= base["peak_gib"]:
         return {}
-    cost, whole = row["peak_gib"] - base["peak_gib"], plain["peak_gib"] - base["peak_gib"]
+    cost = row["peak_gib"] - base["peak_gib"]
+    whole = plain["peak_gib"] - base["peak_gib"]
     return {
         "negatives_gib": round(cost, 2),
         "saved_of_negatives": round(1 - cost / whole, 4),

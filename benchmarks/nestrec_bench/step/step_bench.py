@@ -68,7 +68,8 @@ def write_step_data(folder: Path, lengths: NDArray[np.int64], *, num_batches: in
     rank = np.minimum(num_items * draw.random(total) ** (1.0 / (1.0 - zipf)), num_items - 1).astype(np.int64)
     items = 1 + (rank * 2_654_435_761) % num_items
     times = START_MS + np.cumsum(draw.exponential(MEAN_GAP_MS, total)).astype(np.int64)
-    ids, counts = np.arange(len(events)), np.bincount(items, minlength=num_items + 1)
+    ids = np.arange(len(events))
+    counts = np.bincount(items, minlength=num_items + 1)
     scalars = {
         dataset_schema.USER_ID: pa.array(ids),
         dataset_schema.USER_KEY: pa.array(ids).cast(pa.string()),
@@ -177,7 +178,8 @@ def encoder_of(bench: StepBench, case: str, biases: Biases = "none") -> tuple[Ba
     heads, _, shape = rest.partition("-")
     if not shape:
         raise UserError("is no case", field="cases", value=case, remedy="write it like hstu-4x256-u4096")
-    lengths, (num_heads, head_dim) = lengths_of(shape, bench.tokens), heads_and_dim(heads)
+    lengths = lengths_of(shape, bench.tokens)
+    (num_heads, head_dim) = heads_and_dim(heads)
     sizes: dict[str, Any] = {
         "dim": bench.dim, "num_layers": bench.num_layers, "num_heads": num_heads, "head_dim": head_dim,
         "max_length": int(lengths.max()), "dropout": bench.dropout, "recompute": bench.recompute, **bias_fields(biases),
@@ -250,7 +252,8 @@ class StepRunner:
             compute_of(self.session.task, self._device, cfg.training.precision), self.session.engine,
             self.session.dense, cfg.pipeline, tracer=Tracer(rank=0),
         )  # fmt: skip
-        self._batch_samples, self._number = batch_samples, 0
+        self._batch_samples = batch_samples
+        self._number = 0
         self.take_from(self.session.task.assembler)
 
     def take_from(self, assembler: Collator) -> None:
@@ -299,7 +302,8 @@ def _measured(
         begin = time.perf_counter()
         seconds = runner.seconds(bench.steps)
         found = clocks.medians(begin, time.perf_counter())
-    tokens, flops = int(lengths.sum()), step_flops(encoder, lengths)
+    tokens = int(lengths.sum())
+    flops = step_flops(encoder, lengths)
     row = {
         "lengths": f"{len(lengths)} sequences, longest {lengths.max()}",
         "tokens": tokens,

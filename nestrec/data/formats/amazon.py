@@ -44,7 +44,8 @@ def open_amazon(path: Path, options: AmazonOptions) -> LogSource:
     """Seconds or milliseconds are told apart by the first review."""
     first = first_line(require_input(path))
     if first.startswith("{"):
-        batches, unit = over_files([path], _read_json), _time_unit(str(_fields(_parse(first) or {})[3]))
+        batches = over_files([path], _read_json)
+        unit = _time_unit(str(_fields(_parse(first) or {})[3]))
         log = LogColumns(rating="rating", time="timestamp", time_unit=unit)
     else:
         how, log = _csv_columns(path, first, options)

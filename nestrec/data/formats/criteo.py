@@ -50,7 +50,8 @@ def _prepare(input: str, output: Path, options: CriteoOptions, progress: Progres
 def write_criteo(folder: Path, path: Path, options: CriteoOptions, progress: Progress) -> DatasetCard:
     """Write the dataset of rows into `folder`. Exact duplicates are counted and kept."""
     sizes = {dataset_schema.DENSE: NUM_DENSE, dataset_schema.CATEGORIES: NUM_CATEGORIES}
-    writer, quarantine = UsersWriter(folder, dataset_schema.row_fields(), sizes), Quarantine(folder)
+    writer = UsersWriter(folder, dataset_schema.row_fields(), sizes)
+    quarantine = Quarantine(folder)
     duplicates = DuplicateCounter(folder)
     num_read = num_rows = 0
     for batch, done in delimited_files([require_input(path)], HOW)():

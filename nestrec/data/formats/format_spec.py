@@ -255,7 +255,8 @@ def _kind_of_lists(column: pa.Array) -> SideKind | None:
     return "vector" if is_vector else "categories"
 
 
-_KEY, _ROWS = "id", 1 << 14
+_KEY = "id"
+_ROWS = 1 << 14
 
 
 def open_vectors(name: str, text: str, table: SideSource | None, option: str) -> SideSource:

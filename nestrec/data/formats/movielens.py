@@ -127,7 +127,8 @@ def _source(
 ) -> LogSource:
     log = LogColumns(user=user, item=item, rating="rating", time="timestamp", time_unit="s")
     columns = EventColumns.of(log, min_rating=options.min_rating, positive_rating=options.positive_rating)
-    user_side, item_side = users(file.parent), movies(file.parent)
+    user_side = users(file.parent)
+    item_side = movies(file.parent)
     return LogSource(
         plain_name(file),
         "movielens",

@@ -27,7 +27,8 @@ def open_pairs(path: Path, options: PrepareOptions) -> LogSource:
     """Fields are separated by a space or a tab; events keep the order of the file."""
     separator = "\t" if "\t" in first_line(require_input(path)) else " "
     how = DelimitedFormat(separator=separator, names=("user", "item"), has_quotes=False)
-    columns, batches = EventColumns.of(LogColumns()), delimited_files([path], how)
+    columns = EventColumns.of(LogColumns())
+    batches = delimited_files([path], how)
     return LogSource(plain_name(path), "sasrec_pairs", columns, batches, files=(path,))
 
 

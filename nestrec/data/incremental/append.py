@@ -162,13 +162,16 @@ class _Growth:
         partial: Path,
         progress: Progress,
     ):
-        self.card, self.dataset = card, Dataset.open(folder, cache_bytes=256 << 20)
+        self.card = card
+        self.dataset = Dataset.open(folder, cache_bytes=256 << 20)
         self.quarantine = Quarantine(partial)
         _check_same_events(card, source.columns)
         source = dataclasses.replace(
             source, columns=dataclasses.replace(source.columns, action_bits=dict(card.action_bits))
         )
-        parser, self._partial, self._source = EventParser(source.columns), partial, source
+        parser = EventParser(source.columns)
+        self._partial = partial
+        self._source = source
         parser.users.encode(self.dataset.all_user_keys())
         items = self.dataset.items()
         parser.items.encode(_texts(items.column("item_key")))
@@ -185,7 +188,8 @@ class _Growth:
     def write(self, *, may_be_empty: bool = False) -> tuple[list[DataFile], DatasetCard]:
         """The files of the layer, and the card of the dataset with them, but for its layers and files. may_be_empty:
         a stream goes on behind rows that are all bad."""
-        work, parser = self._work, self._work.parser
+        work = self._work
+        parser = self._work.parser
         sizes = {column: len(self._vocabulary(column)) for column in self._category_columns()}
         spilled, user_counts = read_events(work)
         work.quarantine.check(work.num_rows_read, work.options.max_bad_share, time_hint=parser.time_hint)
@@ -322,7 +326,8 @@ class _Growth:
     def _item_tables(
         self, bounds: NDArray[np.int64], sides: list[SideTable], counts: NDArray[np.int64]
     ) -> Iterator[pa.Table]:
-        num_old, types = self.card.counts.items, self.dataset.items().schema
+        num_old = self.card.counts.items
+        types = self.dataset.items().schema
         kinds = {f.column: f for f in self.card.item_features}
         for p in range(bounds.size - 1):
             codes = np.arange(max(num_old, bounds[p]), max(num_old, bounds[p + 1]), dtype=np.int64)
@@ -369,8 +374,10 @@ class _Growth:
         user_sides: list[SideTable],
         item_sides: list[SideTable],
     ) -> DatasetCard:
-        card, work = self.card, self._work
-        before, num_new = card.counts, int(counts.sum())
+        card = self.card
+        work = self._work
+        before = card.counts
+        num_new = int(counts.sum())
         dropped = work.num_duplicates if work.drops_duplicates else 0
         below = work.parser.num_below_rating
         filtered = Counter(before.filtered) + Counter({"min_rating": below})
@@ -470,7 +477,8 @@ def _check_same_events(card: DatasetCard, columns: EventColumns) -> None:
             value=", ".join(columns.action_bits),
             remedy="name the same actions",
         )
-    names, log = {f.name: f.kind for f in card.event_features}, columns.log
+    names = {f.name: f.kind for f in card.event_features}
+    log = columns.log
     now = {*columns.number_features(), *log.categories, *log.lists, *log.texts}
     if set(names) != now:
         raise DataError(

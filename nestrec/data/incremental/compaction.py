@@ -55,7 +55,8 @@ def merge_small_layers(
 ) -> tuple[tuple[LayerEntry, ...], tuple[DataFile, ...]]:
     """Layers and files below a new layer of so many events: the last ones become one where they are not larger."""
     layers = card.all_layers
-    above, first = new_events, len(layers)
+    above = new_events
+    first = len(layers)
     while first > 1 and layers[first - 1].events <= above:
         above += layers[first - 1].events
         first -= 1
@@ -140,7 +141,8 @@ def _write_items(partial: Path, layers: list[EventLayer]) -> list[DataFile]:
         items = merged_items([layer for layer in layers if layer.names & {ITEMS_FILE, COUNTS_FILE}])
         path = partial / ITEMS_FILE
         pq.write_table(items, path, compression="zstd")
-        num_new, first = items.num_rows, items.column("item_id")[0].as_py()
+        num_new = items.num_rows
+        first = items.column("item_id")[0].as_py()
         files.append(describe_file(partial, path, num_new))
     ids, counts = _counts_below(layers, first)
     if ids.size:

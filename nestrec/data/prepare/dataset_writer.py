@@ -85,7 +85,8 @@ class UsersWriter:
 
     def __init__(self, folder: Path, fields: list[pa.Field], list_sizes: dict[str, int] | None = None):
         """`list_sizes` names list columns with a fixed number of values a row; the others have `lengths` values."""
-        self._folder, self._schema = folder, pa.schema(fields)
+        self._folder = folder
+        self._schema = pa.schema(fields)
         self._list_sizes = list_sizes or {}
         self._pending: list[UserBlock] = []
         self._writer: pq.ParquetWriter | None = None

@@ -249,7 +249,8 @@ class EventParser:
         return self.transforms[name.removeprefix(EVENT_PREFIX)].bucket_ids(values) if self.is_cut(name) else None
 
     def _check_names(self, batch: RawBatch) -> None:
-        log, mistakes = self.columns.log, ErrorCollector()
+        log = self.columns.log
+        mistakes = ErrorCollector()
         for name in self.columns.wanted(batch.columns):
             with mistakes.noted():
                 if name not in batch.columns:
@@ -488,7 +489,8 @@ def find_training_part(
         return TrainingSubset(kept.users, kept.items, TransformFit())
     until_ms = _until_ms(parser, partitions, kept, options)
     users, items = np.zeros(kept.users.size, np.bool_), np.zeros(kept.items.size, np.bool_)
-    fittings, num_events = parser.fittings(), 0
+    fittings = parser.fittings()
+    num_events = 0
     for rows in _kept_rows(partitions, kept):
         is_fit = _is_early(rows["user"])
         if until_ms is not None:

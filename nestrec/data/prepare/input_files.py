@@ -124,7 +124,9 @@ class LogReader:
 
     def __init__(self, how: DelimitedFormat, wanted: Sequence[str], *, signs_rows: bool = False):
         """signs_rows: whether duplicates are looked for, among files of all kinds."""
-        self._how, self._wanted, self._json = how, tuple(wanted), JsonLinesReader(wanted, how.encoding)
+        self._how = how
+        self._wanted = tuple(wanted)
+        self._json = JsonLinesReader(wanted, how.encoding)
         self._signs_rows = signs_rows
 
     def read(self, file: Path) -> Iterator[RawBatch]:

@@ -21,7 +21,8 @@ class JsonLinesReader:
     """Reads files one after another; `check` then tells of columns that no line of any of them had."""
 
     def __init__(self, wanted: Sequence[str], encoding: str = "utf-8"):
-        self._wanted, self._encoding = tuple(dict.fromkeys(wanted)), encoding
+        self._wanted = tuple(dict.fromkeys(wanted))
+        self._encoding = encoding
         self._seen: dict[str, None] = {}
         self._file = ""
 

@@ -30,14 +30,16 @@ _NO_COMMA = re.compile(r"""['"]\s+['"]""")
 def split_cells(column: pa.Array, separator: str) -> tuple[pa.Array, NDArray[np.int64]]:
     """The values of all cells as text, one cell after the other, and how many each has; blanks are no values."""
     if pa.types.is_nested(column.type):
-        flat, counts = column.flatten(), _lengths(column)
+        flat = column.flatten()
+        counts = _lengths(column)
         values = as_texts(flat)
     else:
         text = with_marks(as_texts(column).fill_null(""), separator)
         is_marked = pc.starts_with(text, MARK)
         marked, plain = pc.split_pattern(text, MARK), pc.split_pattern(text, separator)
         lists = plain if not pc.any(is_marked).as_py() else pc.if_else(is_marked, marked, plain)
-        values, counts = pc.utf8_trim_whitespace(lists.flatten()), _lengths(lists)
+        values = pc.utf8_trim_whitespace(lists.flatten())
+        counts = _lengths(lists)
     values = values.fill_null("")
     is_value = pc.not_equal(values, "").to_numpy(zero_copy_only=False)
     if is_value.all():

@@ -222,7 +222,8 @@ def _parse_dates(column: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.uint8]
         times = pa.array([_iso(cell) for cell in text.to_pylist()], pa.timestamp("ms", tz="UTC"))
         is_blank = pc.is_in(text, _BLANK).to_numpy(zero_copy_only=False)
     else:
-        times, is_blank = column, column.is_null().to_numpy(zero_copy_only=False)
+        times = column
+        is_blank = column.is_null().to_numpy(zero_copy_only=False)
     is_null = times.is_null().to_numpy(zero_copy_only=False)
     states = np.where(is_blank, BLANK, np.where(is_null, BAD, GOOD)).astype(np.uint8)
     return _whole_ms(times), states

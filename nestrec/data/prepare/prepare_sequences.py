@@ -174,7 +174,9 @@ def _filter(work: PreparationJob, partitions: KeyPartitions) -> FilterResult:
 
 
 def _write(work: PreparationJob, partitions: KeyPartitions, kept: FilterResult, part: TrainingSubset) -> DatasetCard:
-    parser, num_users, num_items = work.parser, int(kept.users.sum()), int(kept.items.sum())
+    parser = work.parser
+    num_users = int(kept.users.sum())
+    num_items = int(kept.items.sum())
     user_rows = np.where(kept.users, np.cumsum(kept.users) - 1, -1)
     item_rows = np.where(kept.items, np.cumsum(kept.items), -1)
     users = Keyed("user", parser.users, user_rows, part.users, num_users)
@@ -225,7 +227,8 @@ def user_block(  # noqa: PLR0917
     features: dict[str, pa.Array],
 ) -> UserBlock:
     """Rows of users. codes, ids, counts: of each, in the parser and in the dataset, and how many records it has."""
-    lengths, rows = counts.astype(np.int32), records.rows
+    lengths = counts.astype(np.int32)
+    rows = records.rows
     assert records.size == int(lengths.sum())
     scalars = {
         dataset_schema.USER_ID: pa.array(ids),

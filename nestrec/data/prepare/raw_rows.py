@@ -39,7 +39,8 @@ class QuoteWatch:
     """Follows the quotes of a delimited text as it is read, piece by piece."""
 
     def __init__(self, separator: str, num_header_lines: int):
-        self._separator, self._num_header_lines = ord(separator), num_header_lines
+        self._separator = ord(separator)
+        self._num_header_lines = num_header_lines
         self._seen = np.array([_FIELD_START, 1, 0, 0, 0], dtype=np.int64)
 
     def see(self, data: bytes) -> None:
@@ -57,7 +58,8 @@ class QuoteWatch:
         """Raise where a field in quotes has taken in the end of its line and ended where no field ends."""
         _, line, opened, first, last = self._seen.tolist()
         if is_end and self._seen[_STATE] == _IN_QUOTES and line > opened:
-            first, last = opened, line
+            first = opened
+            last = line
         if first:
             remedy = (
                 'write a quote inside a field as two ("") and put the field in quotes, or say that quotes are plain '
@@ -147,14 +149,18 @@ def _follow(data: NDArray[Any], seen: NDArray[np.int64], separator: int, num_hea
             state = _IN_QUOTES
         elif state == _AFTER_QUOTE:
             if line > opened and seen[_WRONG_FROM] == 0:
-                seen[_WRONG_FROM], seen[_WRONG_TO] = opened, line
+                seen[_WRONG_FROM] = opened
+                seen[_WRONG_TO] = line
             state = _IN_FIELD
         elif state == _FIELD_START and byte == 34 and line > num_header_lines:
-            state, opened = _IN_QUOTES, line
+            state = _IN_QUOTES
+            opened = line
         else:
             state = _IN_FIELD
         line += byte == 10
-    seen[_STATE], seen[_LINE], seen[_OPENED] = state, line, opened
+    seen[_STATE] = state
+    seen[_LINE] = line
+    seen[_OPENED] = opened
 
 
 BLOCK_BYTES = 8 << 20
@@ -507,7 +513,8 @@ class Quarantine:
         )
 
     def _remedy(self, time_hint: str) -> str:
-        check, most = "check the format and its columns", self.reasons.most_common(1)[0][0]
+        check = "check the format and its columns"
+        most = self.reasons.most_common(1)[0][0]
         if most in ABOUT_TIME and time_hint:
             check = time_hint
         elif most == AHEAD:

@@ -106,7 +106,9 @@ class SideTable:
     """Features of one side table, in the partitions of the main table's keys. The first row of a key counts."""
 
     def __init__(self, source: SideSource, of: Keyed, folder: Path, name: str, bounds: NDArray[np.int64]):
-        self._source, self._of, self._folder = source, of, folder
+        self._source = source
+        self._of = of
+        self._folder = folder
         self._tables = {c.feature: IdEncoder() for c in source.columns if c.kind in ("category", "categories", "text")}
         self._fittings = {
             c.feature: TransformFitter("quantiles" if c.kind == "range" else c.transform, c.num_buckets)
@@ -135,7 +137,10 @@ class SideTable:
 
     def read(self, quarantine: Quarantine, max_bad_share: float) -> None:
         """Read all files; rows of keys that have no events only add to the vocabularies."""
-        num_bad_before, num_rows, num_known, first_id = quarantine.num_rows, 0, 0, None
+        num_bad_before = quarantine.num_rows
+        num_rows = 0
+        num_known = 0
+        first_id = None
         for batch in self._source.batches():
             quarantine.add(batch.file, batch.bad)
             num_rows += batch.num_rows + len(batch.bad)
@@ -177,7 +182,8 @@ class SideTable:
 
     def notes(self) -> list[str]:
         """What a person should know of a table of its own, after `read`."""
-        name, owner = self._source.must_match, self._of.owner
+        name = self._source.must_match
+        owner = self._of.owner
         stays = self._of.row_of_code >= 0
         num_found, num_all = int((stays & self._is_seen).sum()), int(stays.sum())
         notes = list(self._source.notes)
@@ -236,7 +242,8 @@ class SideTable:
         rows["key"] = codes
         lists: dict[str, NDArray[Any]] = {}
         for column in self._source.columns:
-            values, name = batch.columns[column.column], column.feature
+            values = batch.columns[column.column]
+            name = column.feature
             if column.kind == "date":
                 rows[name] = parse_days(values)
             elif column.kind in ("number", "range"):
@@ -301,7 +308,8 @@ class SideTable:
         return pc.if_else(pa.array(values > 0), texts, "")
 
     def _describe(self, column: SideColumn) -> Feature:
-        name, kind = column.feature, _FEATURE_KIND[column.kind]
+        name = column.feature
+        kind = _FEATURE_KIND[column.kind]
         transform = self._transforms.get(name, Transform())
         file = self._vectors.get(name)
         size = len(self._tables[name]) + 1 if column.kind in ("category", "categories") else transform.buckets

@@ -55,7 +55,8 @@ class RecordFile:
     """A file of fixed-size records, appended to and then read in chunks. It is open only while it is used."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any]):
-        self.path, self.dtype = path, dtype
+        self.path = path
+        self.dtype = dtype
         self.num_records = 0
         path.write_bytes(b"")
 

@@ -51,7 +51,8 @@ class Utf8Stream:
 
     def __init__(self, inner: Any, encoding: str, see: Callable[[bytes], None] | None = None):
         """see: is given each piece that is read."""
-        self._inner, self._see = inner, see
+        self._inner = inner
+        self._see = see
         self._is_ascii_alike = codecs.lookup(encoding).name in ("utf-8", "iso8859-1", "ascii")
         self._decoder = codecs.getincrementaldecoder(encoding)(errors=MARKING)
         self._is_start = True

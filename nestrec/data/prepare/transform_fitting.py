@@ -27,7 +27,9 @@ class ValueSample:
     """All values up to a number, then a part of them that depends on their places alone."""
 
     def __init__(self, size: int = SAMPLE_SIZE):
-        self._size, self._num_seen, self._shift = size, 0, 0
+        self._size = size
+        self._num_seen = 0
+        self._shift = 0
         self._values: list[NDArray[Any]] = []
         self._hashes: list[NDArray[np.uint64]] = []
         self._num_kept = 0
@@ -39,7 +41,9 @@ class ValueSample:
         while self._num_kept > 2 * self._size:
             self._shift += 1
             old = list(zip(self._values, self._hashes, strict=True))
-            self._values, self._hashes, self._num_kept = [], [], 0
+            self._values = []
+            self._hashes = []
+            self._num_kept = 0
             for part in old:
                 self._keep(*part)
 
@@ -58,9 +62,13 @@ class TransformFitter:
     """Learns one transform: add the raw values of the training part, then ask for it."""
 
     def __init__(self, kind: TransformKind, num_buckets: int):
-        self._kind, self._num_buckets = kind, num_buckets
-        self._sample, self._rest = ValueSample(), np.zeros(0)
-        self._count, self._sum, self._squares = 0, 0.0, 0.0
+        self._kind = kind
+        self._num_buckets = num_buckets
+        self._sample = ValueSample()
+        self._rest = np.zeros(0)
+        self._count = 0
+        self._sum = 0.0
+        self._squares = 0.0
 
     def add(self, values: NDArray[Any]) -> None:
         finite = values[np.isfinite(values)]
@@ -119,9 +127,11 @@ class VectorFile:
     """
 
     def __init__(self, folder: Path, name: str, num_rows: int, width: int, dtype: np.dtype[np.floating]):
-        self._folder, self.path = folder, folder / FOLDER / f"{name}.npy"
+        self._folder = folder
+        self.path = folder / FOLDER / f"{name}.npy"
         self.path.parent.mkdir(exist_ok=True)
-        self._shape, self._dtype = (num_rows, width), dtype
+        self._shape = (num_rows, width)
+        self._dtype = dtype
         with self.path.open("wb") as stream:
             header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": self._shape}
             np.lib.format.write_array_header_1_0(stream, header)

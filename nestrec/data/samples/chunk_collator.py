@@ -38,7 +38,8 @@ class CTRCollator(Collator):
     """Training rows."""
 
     def __init__(self, dataset: Dataset, indices: NDArray[np.int64]):
-        self._dataset, self._indices = dataset, indices
+        self._dataset = dataset
+        self._indices = indices
         self.weights = np.ones(len(indices))
         self.tokens = np.ones(len(indices), dtype=np.int64)
         self.shuffle_block = dataset.shuffle_block(len(indices))
@@ -134,8 +135,11 @@ class RetrievalChunkCollator(ChunkCollator):
         """As of `RetrievalCollator`."""
         super().__init__(slices, seed)
         self._inputs = inputs
-        self._dataset, self._history = dataset, history
-        self._sampler, self._sharing, self._use_times = sampler, sharing, use_times
+        self._dataset = dataset
+        self._history = history
+        self._sampler = sampler
+        self._sharing = sharing
+        self._use_times = use_times
         self.tokens = self._end - self._first - 1
 
     def read(self, samples: Ints) -> DatasetRows:
@@ -144,8 +148,10 @@ class RetrievalChunkCollator(ChunkCollator):
     def assemble(self, samples: Ints, rows: DatasetRows, epoch: int) -> MicroBatch:
         """Tensors also hold `scored` (S,): the tokens that have a target, and `target` (S,) theirs."""
         batch, key_T = self.queries(samples, rows, epoch)
-        key_S, target = key_T[batch.tensors["scored"].numpy()], batch.tensors["target"].numpy()
-        keys, tensors = {**batch.keys, "positive": target}, dict(batch.tensors)
+        key_S = key_T[batch.tensors["scored"].numpy()]
+        target = batch.tensors["target"].numpy()
+        keys = {**batch.keys, "positive": target}
+        tensors = dict(batch.tensors)
         num_items = self._dataset.card.counts.items
         drawn = negatives_of(self._sampler, key_S, target, num_items=num_items, sharing=self._sharing)
         keys, tensors = {**keys, **drawn.keys}, {**tensors, **drawn.tensors}

@@ -70,7 +70,8 @@ def column_of(feature: Feature) -> Column:
 def chosen_features(known: Sequence[Feature], wanted: Iterable[str], field_name: str) -> list[Feature]:
     """The features of these names that a model can read, or an error that tells which there are."""
     usable = {feature.name: feature for feature in known if feature.kind in _READ and feature.known == "before"}
-    mistakes, found = ErrorCollector(), []
+    mistakes = ErrorCollector()
+    found = []
     for name in wanted:
         with mistakes.noted():
             if name not in usable:
@@ -187,7 +188,8 @@ def item_column(items: pa.Table, name: str) -> Ints:
 def columns_of(card: DatasetCard, wanted: dict[str, tuple[str, ...]], section: str) -> dict[str, list[Feature]]:
     """Of each owner the features that a config asks for; an error that names all that the dataset does not have."""
     known = {"event": card.event_features, "user": card.user_features, "item": card.item_features}
-    mistakes, found = ErrorCollector(), dict[str, list[Feature]]()
+    mistakes = ErrorCollector()
+    found = dict[str, list[Feature]]()
     for owner, names in wanted.items():
         with mistakes.noted():
             found[owner] = chosen_features(known[owner], names, f"{section}.{owner}_features")

@@ -185,9 +185,12 @@ def _by_alias(key_T, num_negatives, accept_N, alias_N):  # type: ignore[no-untyp
 def _alias_table(share_N):  # type: ignore[no-untyped-def]
     """Vose's table: accept_N in 2**-32, and the item taken otherwise."""
     size = len(share_N)
-    accept, alias = np.empty(size, np.uint64), np.arange(size)
-    mass, stack = share_N * size, np.empty(size, np.int64)
-    low, high = 0, size  # small columns from the left of the stack, large ones from its right
+    accept = np.empty(size, np.uint64)
+    alias = np.arange(size)
+    mass = share_N * size
+    stack = np.empty(size, np.int64)
+    low = 0
+    high = size  # small columns from the left of the stack, large ones from its right
     for i in range(size):
         if mass[i] < 1.0:
             stack[low] = i

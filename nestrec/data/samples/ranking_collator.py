@@ -63,7 +63,8 @@ class RankingInputs:
     """Turns slices of users' events into arrays; shared by training and evaluation."""
 
     def __init__(self, dataset: Dataset, cfg: RankingInputConfig, *, seed: int):
-        self._cfg, self._seed = cfg, seed
+        self._cfg = cfg
+        self._seed = seed
         self.columns = checked_columns(dataset.card, cfg)
         self._label_bit = label_bits(dataset.card, cfg)
         features = features_of(dataset.card, cfg)
@@ -95,7 +96,8 @@ class RankingInputs:
 
     def _of_events_at(self, rows: DatasetRows, index: Ints, offsets: Ints, epoch: int) -> MicroBatch:
         """index: places in the concatenated rows; offsets: of the users among them."""
-        users, items = rows.indices, rows.lists["item_ids"][0]
+        users = rows.indices
+        items = rows.lists["item_ids"][0]
         token_offsets = 2 * offsets
         key_T = token_keys(sample_keys(self._seed, epoch, users), token_offsets)
         action = rows.lists["actions"][0][index].astype(np.int64)
@@ -107,7 +109,8 @@ class RankingInputs:
             "time": torch.from_numpy(time_s),
             "query_time": torch.from_numpy(time_s),
         }
-        of_items, of_events = self.of_items(items[index]), self._of_events.of(rows, index, np.diff(offsets))
+        of_items = self.of_items(items[index])
+        of_events = self._of_events.of(rows, index, np.diff(offsets))
         keys = {**of_items.keys, **of_events.keys}
         tensors |= {**of_items.tensors, **of_events.tensors}
         longest = int(np.diff(token_offsets).max(initial=0))
@@ -156,7 +159,8 @@ def checked_columns(card: DatasetCard, cfg: RankingInputConfig) -> tuple[Column,
 
 def label_bits(card: DatasetCard, cfg: RankingInputConfig) -> list[int]:
     """The place in the mask of actions of each label, or an error that names those that the dataset has."""
-    mistakes, bits = ErrorCollector(), []
+    mistakes = ErrorCollector()
+    bits = []
     for label in cfg.labels:
         with mistakes.noted():
             bits.append(_bit(card, label))

@@ -58,9 +58,14 @@ class RetrievalCollator(Collator):
     ):
         """sampler: of negatives; none compares with the whole catalogue. sharing: tokens whose negatives one meets.
         inputs: what is read beside ids."""
-        self._dataset, self._split, self._history, self._seed = dataset, split, history, seed
+        self._dataset = dataset
+        self._split = split
+        self._history = history
+        self._seed = seed
         self._inputs = inputs
-        self._sampler, self._sharing, self._use_times = sampler, sharing, use_times
+        self._sampler = sampler
+        self._sharing = sharing
+        self._use_times = use_times
         self._users = np.flatnonzero(split.train_end >= 2)
         if inputs is not None and inputs.weighs_targets:
             weights = target_weights(dataset, split.train_end, history.max_length, inputs.weights_of_masks)
@@ -153,9 +158,13 @@ class RetrievalQueries:
         max_targets: int = 1,
         inputs: RetrievalInputs | None = None,
     ):
-        self._dataset, self._history, self._use_times, self._inputs = dataset, history, use_times, inputs
+        self._dataset = dataset
+        self._history = history
+        self._use_times = use_times
+        self._inputs = inputs
         users, places, is_early = held_out_events(dataset, split, part, inputs, max_targets)
-        self.users, self.target_at = users[is_early], places[is_early]
+        self.users = users[is_early]
+        self.target_at = places[is_early]
         """(Q,) user of each query, and (Q,) place of the target in the user's row, which is also the number of events
         before it"""
         self.num_left_out = len(users) - len(self.users)

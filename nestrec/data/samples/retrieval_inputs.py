@@ -68,7 +68,9 @@ class RetrievalInputs:
 
     def __init__(self, dataset: Dataset, cfg: RetrievalInputConfig, *, seed: int, is_trained: NDArray[np.bool_] | None):
         """is_trained: by item id, whether it has training events; only asked where items have features."""
-        self._cfg, self._card, self._seed = cfg, dataset.card, seed
+        self._cfg = cfg
+        self._card = dataset.card
+        self._seed = seed
         features = features_of(dataset.card, cfg)
         self.item_columns = tuple(column_of(f) for f in features["item"])
         self.token_columns = tuple(column_of(f) for f in [*features["event"], *features["user"]])
@@ -183,7 +185,8 @@ class RetrievalInputs:
 def features_of(card: DatasetCard, cfg: RetrievalInputConfig) -> dict[str, list[Feature]]:
     """The features that the config asks for, by owner and `context`."""
     wanted = {"event": cfg.event_features, "user": cfg.user_features, "item": cfg.item_features}
-    found, mistakes = dict[str, list[Feature]](), ErrorCollector()
+    found = dict[str, list[Feature]]()
+    mistakes = ErrorCollector()
     with mistakes.noted():
         found |= columns_of(card, wanted, "task.inputs")
     with mistakes.noted():
@@ -214,7 +217,8 @@ def _weights_of_masks(card: DatasetCard, cfg: RetrievalInputConfig) -> NDArray[n
                 remedy = did_you_mean(name, card.action_bits)
                 raise UserError("is no action of this dataset", field=f"task.inputs.{where}", value=name, remedy=remedy)
             if cfg.action_weights.get(name, 1.0) < 0:
-                field_name, value = f"task.inputs.action_weights.{name}", cfg.action_weights[name]
+                field_name = f"task.inputs.action_weights.{name}"
+                value = cfg.action_weights[name]
                 raise UserError("is negative", field=field_name, value=value, remedy="give 0 or more")
     mistakes.raise_all()
     masks = np.arange(1 << max(card.action_bits.values()).bit_length())

@@ -68,7 +68,8 @@ class FolderSource(StreamSource):
     of the last files."""
 
     def __init__(self, folder: Path, log: LogColumns, wanted: tuple[str, ...]):
-        self._folder, self._wanted = folder, wanted
+        self._folder = folder
+        self._wanted = wanted
         self._how = DelimitedFormat(
             separator=log.separator.replace("\\t", "\t"),
             names=log.names,
@@ -86,8 +87,10 @@ class FolderSource(StreamSource):
         return None
 
     def pieces(self, position: StreamPosition, max_rows: int, number: int) -> list[StreamChunk]:
-        done, row = list(position.get("done", ())), int(position.get("row", 0))
-        waiting, found = self._waiting(done), list[StreamChunk]()
+        done = list(position.get("done", ()))
+        row = int(position.get("row", 0))
+        waiting = self._waiting(done)
+        found = list[StreamChunk]()
         if (current := position.get("file")) is not None:  # whatever has come before it by name
             waiting = [current, *(name for name in waiting if name != current)]
         sizes = self._checked(position.get("sizes", {}))
@@ -103,7 +106,8 @@ class FolderSource(StreamSource):
     def fetch(self, piece: StreamChunk) -> StreamRows:
         done, sizes, name, row = (piece.what[part] for part in ("done", "sizes", "file", "row"))
         with self._told():
-            batch, came = self._next(name, row, piece.what["max_rows"]), (self._folder / name).stat()
+            batch = self._next(name, row, piece.what["max_rows"])
+            came = (self._folder / name).stat()
         if came.st_size != sizes[name]:
             raise self._changed(name, sizes[name], came.st_size)
         # When it was written is what its writer says; when it came here is known.

@@ -127,14 +127,21 @@ class StreamIngester:
         """options: what the columns mean and others, as for `prepare`. changed_source: what to do where another source
         was read before. tables: files with features of new items and users, read again for each window. tell: takes
         texts for people."""
-        self._source, self._name, self._folder, self._rule, self._options = source, address, folder, rule, options
-        self._log, self._tell, self._has_told = options.log, tell, False
+        self._source = source
+        self._name = address
+        self._folder = folder
+        self._rule = rule
+        self._options = options
+        self._log = options.log
+        self._tell = tell
+        self._has_told = False
         self._blank = set[str]()
         self._tables = dict(tables or {})
         self.num_open = 0
         """Rows that were read into a window that has not closed; they are read again by the next start."""
         self._skipped = set[str]()
-        self._identity, self._changed = source.identity() or address, changed_source
+        self._identity = source.identity() or address
+        self._changed = changed_source
         card = DatasetCard.load(folder)
         self._saved(card)  # raises before anything is read or trained on
         for owner, file in self._tables.items():  # likewise

@@ -38,7 +38,8 @@ class KafkaSource(StreamSource):
     def __init__(self, address: str, wanted: tuple[str, ...]):
         """address: kafka://HOST:PORT[,HOST:PORT]/TOPIC[?name=value], with settings of librdkafka behind the mark."""
         parts = urlsplit(address)
-        self._topic, self._address = parts.path.strip("/"), address
+        self._topic = parts.path.strip("/")
+        self._address = address
         if not self._topic or not parts.netloc:
             remedy = "write kafka://HOST:PORT[,HOST:PORT]/TOPIC"
             raise UserError("names no brokers or no topic", field="SOURCE", value=address, remedy=remedy)
@@ -69,9 +70,13 @@ class KafkaSource(StreamSource):
         return next((rows for rows in found if not rows.is_empty), None)
 
     def pieces(self, position: StreamPosition, max_rows: int, number: int) -> list[StreamChunk]:
-        offsets, turn = dict(position.get("offsets", {})), int(position.get("turn", 0))
-        taken, found, num_empty = int(position.get("taken", 0)), list[StreamChunk](), 0
-        bounds, partitions = functools.cache(self._bounds), self._partitions_behind(offsets)
+        offsets = dict(position.get("offsets", {}))
+        turn = int(position.get("turn", 0))
+        taken = int(position.get("taken", 0))
+        found = list[StreamChunk]()
+        num_empty = 0
+        bounds = functools.cache(self._bounds)
+        partitions = self._partitions_behind(offsets)
         while max_rows > 0 and num_empty <= len(partitions):
             partition = partitions[turn % len(partitions)]
             low, high = bounds(partition)
@@ -101,7 +106,8 @@ class KafkaSource(StreamSource):
         return StreamRows(batch, piece.what["behind"], int(at_ms.max()) / 1000, came_ms=came_ms)
 
     def lag(self, position: StreamPosition) -> dict[str, float]:
-        offsets, left = position.get("offsets", {}), 0
+        offsets = position.get("offsets", {})
+        left = 0
         for partition in self._partitions_behind(offsets):
             low, high = self._bounds(partition)
             left += high - max(low, int(offsets.get(str(partition), 0)))
@@ -135,7 +141,8 @@ class KafkaSource(StreamSource):
         """Those of a run of offsets; what was compacted away leaves gaps."""
         consumer = self._at(partition, first)
         found: list[Any] = []
-        at, end_s = first, time.monotonic() + _ANSWER_S
+        at = first
+        end_s = time.monotonic() + _ANSWER_S
         while at < end:
             got = self._guarded(lambda left=end - at: consumer.consume(left, timeout=0.5))
             if not got and time.monotonic() > end_s:

@@ -104,7 +104,9 @@ class ValidatedSource(StreamSource):
         self, source: StreamSource, columns: Collection[str], mistake: Callable[[str, str], UserError]
     ) -> None:
         """columns: that all rows have. mistake: (member, problem) to the error that names the source."""
-        self._source, self._columns, self._mistake = source, columns, mistake
+        self._source = source
+        self._columns = columns
+        self._mistake = mistake
         self._passed: list[str] = []
 
     def read(self, position: StreamPosition, max_rows: int) -> StreamRows | None:

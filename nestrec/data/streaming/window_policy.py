@@ -112,8 +112,10 @@ class OpenWindow:
 
     def add(self, rows: StreamRows) -> RawBatch:
         """Take rows; as they were taken, with those that were set aside."""
-        times, came = self._times(rows.batch), _came_ms(rows)
-        batch, kept = rows.batch, np.ones(times.size, np.bool_)
+        times = self._times(rows.batch)
+        came = _came_ms(rows)
+        batch = rows.batch
+        kept = np.ones(times.size, np.bool_)
         if self.log.max_ahead_s is not None:
             kept = times <= came + round(1000 * self.log.max_ahead_s)
             batch = _without(batch, ~kept, AHEAD)

@@ -54,7 +54,8 @@ def permute(index: int, size: int, key: np.uint64) -> np.int64:
 @njit(cache=True, nogil=True)
 def successor(rank: int, dialect: int, num_items: int, num_topics: int, key: np.uint64) -> int:
     """The item after `rank` on a cycle of its block; the cycle is a full-period linear congruential generator."""
-    topic, place = rank % num_topics, rank // num_topics
+    topic = rank % num_topics
+    place = rank // num_topics
     num_places = (num_items - topic + num_topics - 1) // num_topics
     block = place // BLOCK
     size = min(BLOCK, num_places - block * BLOCK)

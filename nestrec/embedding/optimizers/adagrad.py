@@ -45,7 +45,8 @@ def _rule(step: RowStep, *, kind: str) -> RowRule:
 def _host_loop(
     rows: NDArray[Any], grad: NDArray[Any], columns: Sequence[int], step: RowStep, *, is_row_wise: bool
 ) -> None:
-    real, options = rows.dtype.type, step.options
+    real = rows.dtype.type
+    options = step.options
     scale = real(1 / options.moment_scale)
     _adagrad(rows, grad, columns[0], real(step.learning_rate), real(options.eps), scale, is_row_wise)
 

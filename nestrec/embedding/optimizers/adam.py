@@ -43,7 +43,8 @@ def _rule(step: RowStep, *, kind: str) -> RowRule:
 def _host_loop(
     rows: NDArray[Any], grad: NDArray[Any], columns: Sequence[int], step: RowStep, *, is_row_wise: bool
 ) -> None:
-    real, options = rows.dtype.type, step.options
+    real = rows.dtype.type
+    options = step.options
     decays = real(1 - options.beta1), real(1 - options.beta2)
     _adam(rows, grad, columns[0], columns[1], real(corrected_rate(step)), real(options.eps), *decays, is_row_wise)
 

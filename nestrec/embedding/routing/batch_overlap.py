@@ -78,7 +78,8 @@ def copy_shared(older: WorkingSet, newer: WorkingSet, shared: Overlap) -> int:
     """Give the newer working set the rows that the older batch has updated; how many they are."""
     for name, table in shared.tables.items():
         if len(table.older):
-            source, target = older.tables[name], newer.tables[name].fetched.rows
+            source = older.tables[name]
+            target = newer.tables[name].fetched.rows
             _copy_rows(source.fetched.rows, table.older, target, table.newer)
     return shared.num_rows
 
@@ -200,7 +201,8 @@ def find_collisions(older: RoutedKeys, newer: RoutedKeys, topology: Topology, sh
         in_older[name] = np.zeros(len(newer.owned[name]), np.bool_)
         in_older[name][places[places >= 0]] = True
     of_older, of_newer = _tell_sources([(older, in_newer), (newer, in_older)], topology)
-    device, holder = next(iter(older.micro_batches[0].index.values())).device, topology.replicas.rank
+    device = next(iter(older.micro_batches[0].index.values())).device
+    holder = topology.replicas.rank
     return Collisions(
         gradients=Portions(*(_gradients(older, of_older, shapes, device, holder, is_shared=s) for s in (False, True))),
         vectors=Portions(*(_vectors(newer, of_newer, shapes, device, is_shared=s) for s in (False, True))),
@@ -211,7 +213,8 @@ def find_collisions(older: RoutedKeys, newer: RoutedKeys, topology: Topology, sh
 
 def _tell_sources(batches: Sequence[tuple[RoutedKeys, dict[str, Flags]]], topology: Topology) -> list[_Shared]:
     """What owners have found, told to those who asked, for both batches. Collective."""
-    hosts, found = topology.hosts, [_of_asked(routed, flags) for routed, flags in batches]
+    hosts = topology.hosts
+    found = [_of_asked(routed, flags) for routed, flags in batches]
     rows = [(routed.own, routed.asked) for routed, _ in batches]
     own = _tell(rows, found, topology.keys if hosts is None else hosts.keys_between)
     shared = [_Shared(flags, a, o) for (_, flags), a, o in zip(batches, found, own, strict=True)]
@@ -235,7 +238,8 @@ def _tell(rows: Sequence[tuple[KeyRows, KeyRows]], found: Sequence[Flags], ranks
 
 
 def _of_asked(routed: RoutedKeys, of_owned: dict[str, Flags]) -> Flags:
-    tables, places = routed.asked.tables, routed.asked.places
+    tables = routed.asked.tables
+    places = routed.asked.places
     before = np.concatenate([[0], np.cumsum([len(flags) for flags in of_owned.values()])])
     found: Flags = np.concatenate(list(of_owned.values()))[before[tables] + places]
     return found

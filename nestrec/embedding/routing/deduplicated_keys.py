@@ -321,7 +321,8 @@ class KeyRows:
         """For each micro-batch those that cross with it."""
         steps = self.lasts if by_last else self.micro_batches
         order, bounds, of_ranks = by_micro_batch(steps, self.counts, num_micro_batches)
-        tables, places = self.tables[order], self.places[order]
+        tables = self.tables[order]
+        places = self.places[order]
         half = None if self.half is None else self.half[order]
         found = []
         for p in range(num_micro_batches):
@@ -360,14 +361,16 @@ def segments_of(records: NDArray[Any]) -> NDArray[np.int32]:
 
 def own_rows(source: DeduplicatedKeys, counted: KeyCounts) -> KeyRows:
     """Keys that a rank asks for. Places: among the distinct keys of the micro-batch, or in the window cache."""
-    bounds, num_tables = source.asked.bounds, source.num_tables
+    bounds = source.asked.bounds
+    num_tables = source.num_tables
     first = bounds[:-1].copy()
     if source.windows is not None:
         starts = np.stack([plan.starts[:-1] for plan in source.windows], axis=1).reshape(-1)
         first -= starts
     segments = source.segments
     places = (np.arange(len(segments)) - np.repeat(first, np.diff(bounds))).astype(np.int32)
-    last, order = source.last_micro_batch, counted.order
+    last = source.last_micro_batch
+    order = counted.order
     sent = segments[order]
     micro_batches = (sent // num_tables).astype(np.int16)
     return KeyRows(
@@ -382,7 +385,8 @@ def own_rows(source: DeduplicatedKeys, counted: KeyCounts) -> KeyRows:
 
 def asked_rows(records: NDArray[Any], places: Int32, counts: Int64, num_tables: int) -> KeyRows:
     """Keys that others ask for. Places: of each record."""
-    segments, last = segments_of(records), field_of(records, "last")
+    segments = segments_of(records)
+    last = field_of(records, "last")
     micro_batches = (segments // num_tables).astype(np.int16)
     lasts = micro_batches if last is None else last
     return KeyRows(micro_batches, lasts, segments % num_tables, places, field_of(records, "half"), counts)

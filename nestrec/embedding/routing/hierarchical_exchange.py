@@ -137,8 +137,10 @@ def on_behalf(
 
     source: of this rank. records, counted: of the exchange inside the host.
     """
-    num_tables, num_micro_batches = source.num_tables, source.num_micro_batches
-    last, segments = field_of(records, "last"), segments_of(records)
+    num_tables = source.num_tables
+    num_micro_batches = source.num_micro_batches
+    last = field_of(records, "last")
+    segments = segments_of(records)
     keys = np.ascontiguousarray(records["key"])
     if last is not None:  # a key of several ranks is used from the first use by any of them to the last
         keys, segments = np.tile(keys, 2), np.concatenate([segments, _used_last(last, segments, num_tables)])
@@ -146,7 +148,8 @@ def on_behalf(
     bounds = np.concatenate([[0], np.cumsum(counts)])
     places = np.empty(len(keys), np.int32)
     if last is None:
-        distinct, plans = dedup_segments(keys[order], bounds, num_shards), None
+        distinct = dedup_segments(keys[order], bounds, num_shards)
+        plans = None
         places[order] = distinct.inverse
     else:
         distinct, plans = planned(keys[order], bounds, num_tables, num_shards)
@@ -166,7 +169,8 @@ def _used_last(last: NDArray[np.int16], segments: Int32, num_tables: int) -> Int
 
 def relay(keys: IntraHostKeys, shapes: RowShapes, device: torch.device) -> HierarchicalExchange:
     """What crosses inside the host with each micro-batch. Local."""
-    num_micro_batches, windows = keys.source.num_micro_batches, keys.source.windows
+    num_micro_batches = keys.source.num_micro_batches
+    windows = keys.source.windows
     num_rows = num_rows_of(keys.source)
     if windows is not None:
         num_rows = np.tile(np.array([plan.num_rows for plan in windows], np.int64), (num_micro_batches, 1))
@@ -195,7 +199,8 @@ def within_legs(
 
 def flags_within(relayed: HierarchicalExchange, between: KeyRows, flags: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Of each key asked through this rank, what is known of its row. flags: of the rows as this rank asks for them."""
-    asked, num_tables = relayed.keys.asked, relayed.num_rows.shape[1]
+    asked = relayed.keys.asked
+    num_tables = relayed.num_rows.shape[1]
     first = np.concatenate([[0], np.cumsum(relayed.num_rows.reshape(-1))])
 
     def number(rows: KeyRows) -> Int64:

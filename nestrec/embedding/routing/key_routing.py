@@ -148,8 +148,10 @@ def exchange_keys(
 
     holders: those whom the mistake is told besides, so that every group knows of it.
     """
-    hosts, mistake = topology.hosts, [source.error[0] * (topology.rank + 1), *source.error[1:]]
-    owners, within = source.owners, None
+    hosts = topology.hosts
+    mistake = [source.error[0] * (topology.rank + 1), *source.error[1:]]
+    owners = source.owners
+    within = None
     if hosts is not None:
         told, mistake = _count(owners % hosts.ranks, mistake, hosts.keys_within)
         if mistake[0]:  # of this host: the others are told, and nobody asks for anything
@@ -157,7 +159,8 @@ def exchange_keys(
         else:
             told_here = _told(source, told, hosts.keys_within)
             within = on_behalf(source, told_here, told, topology.num_shards, hosts.ranks)
-            source, owners = within.source, within.source.owners
+            source = within.source
+            owners = within.source.owners
     told, mistake = _count(owners, mistake, topology.keys if hosts is None else hosts.keys_between, source.everywhere)
     if holders is not None:
         mistake = _first_mistake(torch.stack(all_gather_equal(holders, torch.tensor(mistake))).numpy())
@@ -196,7 +199,8 @@ def _owned_keys(
     records: NDArray[Any], num_tables: int, *, is_distinct: bool
 ) -> tuple[list[NDArray[np.int64]], NDArray[np.int32]]:
     """For each table its distinct keys, and the place of each record among them."""
-    keys, tables = np.ascontiguousarray(records["key"]), segments_of(records) % num_tables
+    keys = np.ascontiguousarray(records["key"])
+    tables = segments_of(records) % num_tables
     order, counts = by_value(tables, num_tables)
     bounds = np.concatenate([[0], np.cumsum(counts)])
     places = np.empty(len(records), np.int32)
@@ -211,7 +215,8 @@ def _owned_keys(
 def join_holders(asked: RequestedKeys, replicas: ReplicaKeyUnion, num_micro_batches: int, step: int) -> RequestedKeys:
     """The same, with the keys that other holders of this shard bring. Collective over the holders."""
     num_tables = len(asked.owned)
-    segments, last = segments_of(asked.records), field_of(asked.records, "last")
+    segments = segments_of(asked.records)
+    last = field_of(asked.records, "last")
     brought_in = segments // num_tables if last is None else last
     before = np.concatenate([[0], np.cumsum([len(keys) for keys in asked.owned])])
     lasts = np.zeros(before[-1], np.int32)
@@ -235,10 +240,12 @@ def arrange(  # noqa: PLR0917
     num_tables = source.num_tables
     owned, places = _working_places(asked, num_tables)
     num_owned = np.array([len(keys) for keys in owned])
-    within, num_sources = asked.within, len(asked.counted.comes)
+    within = asked.within
+    num_sources = len(asked.counted.comes)
     own = own_rows(source if within is None else within.source, asked.counted)
     theirs = asked_rows(asked.records, places, asked.counted.comes, num_tables)
-    everywhere, has_windows = None, source.windows is not None
+    everywhere = None
+    has_windows = source.windows is not None
     if source.everywhere is not None:
         everywhere = told_everywhere(source, asked.counted, asked.records, specs, rank)
     comes, goes = (None, None) if everywhere is None else (everywhere.vectors, everywhere.gradients)
@@ -321,7 +328,8 @@ def _used(
         return None
     places = [plan.places[micro_batch] for plan in source.windows]
     tables = np.repeat(np.arange(len(places), dtype=np.int32), [len(p) for p in places])
-    flat, gradients = np.concatenate(places), {}
+    flat = np.concatenate(places)
+    gradients = {}
     for dtype in shapes.gradient_types:
         chosen = shapes.has_type[dtype][tables]
         gradients[dtype] = RowList.of(tables[chosen], flat[chosen], shapes.dims, device)
@@ -389,7 +397,8 @@ def _mixed_indices(
 ) -> list[torch.Tensor]:
     """Where some segments were deduplicated on the device."""
     used_here(source.index.values())
-    parts, at = [], 0
+    parts = []
+    at = 0
     for segment in range(len(source.asked.bounds) - 1):
         own = sizes[at : at + len(specs.features_T[segment % source.num_tables])]
         inverse = source.index.get(segment)

@@ -86,7 +86,8 @@ def mean_over_holders(holders: Communicator, values: torch.Tensor) -> torch.Tens
 
     Each holder averages a slice of the rows for all of them.
     """
-    size, mine = holders.size, holders.rank
+    size = holders.size
+    mine = holders.rank
     counts = [len(values) * (r + 1) // size - len(values) * r // size for r in range(size)]
     received = all_to_all_rows(holders, values, counts, [counts[mine]] * size)
     wide = torch.promote_types(values.dtype, torch.float32)
@@ -100,7 +101,8 @@ def mean_over_holders(holders: Communicator, values: torch.Tensor) -> torch.Tens
 
 def mean_bytes_sent(holders: Communicator, values: torch.Tensor) -> int:
     """Bytes that `mean_over_holders` sends from this rank: its copies of the others' slices, the mean of its own."""
-    size, mine = holders.size, holders.rank
+    size = holders.size
+    mine = holders.rank
     own = len(values) * (mine + 1) // size - len(values) * mine // size
     return (len(values) - own + own * (size - 1)) * values.shape[1] * values.element_size()
 
@@ -131,7 +133,8 @@ class ReplicaKeyUnion:
     """The keys that the holders of a shard use, step by step. Used by the one thread that issues collectives."""
 
     def __init__(self, sync: ReplicaSyncConfig, holders: Communicator) -> None:
-        self._sync, self._holders = sync, holders
+        self._sync = sync
+        self._holders = holders
         self._touched: dict[int, list[Keys]] = {}
 
     def join(

@@ -102,7 +102,8 @@ def _scattered_is_less(sides: Sequence[ExchangeSide], distinct: Sequence[Exchang
 def _scattered(
     sides: Sequence[ExchangeSide], distinct: Sequence[ExchangeSide], widths: Int64, device: torch.device, holder: int
 ) -> ScatteredReduction:
-    own, num_holders = sides[holder], len(sides)
+    own = sides[holder]
+    num_holders = len(sides)
     adds = own.places % num_holders
     order = np.argsort(adds, kind="stable")
     counts = np.bincount(adds, minlength=num_holders)

@@ -85,7 +85,8 @@ class ExchangeSide:
 
     def rows(self, widths: Int64, device: torch.device) -> tuple[RowList, Int64]:
         """The list of them, and the elements of each rank; widths: elements of a row of each table."""
-        tables, places = self.tables, self.places
+        tables = self.tables
+        places = self.places
         if self.half is not None and self.half.any():
             tables, places = tables.copy(), places.copy()
             _number_halves(tables, places, self.half, len(widths) // 2)
@@ -127,7 +128,8 @@ def vector_leg(
     halves = [t for t, half in enumerate(shapes.halves) if half is not None]
     places = tuple({t: side.half_places(t, device) for t in halves} for side in (own, asked))
     in_order = is_in_order and not halves
-    own_rows, asked_rows = own.rows(shapes.words, device), asked.rows(shapes.words, device)
+    own_rows = own.rows(shapes.words, device)
+    asked_rows = asked.rows(shapes.words, device)
     return RowExchange(own, asked, *own_rows, *asked_rows, (places[0], places[1]), None, in_order)
 
 
@@ -192,7 +194,8 @@ def by_micro_batch(micro_batches, counts, num_micro_batches):  # type: ignore[no
             i += 1
     for p in range(num_micro_batches):
         bounds[p + 1] += bounds[p]
-    order, at = np.empty(i, np.int64), bounds.copy()
+    order = np.empty(i, np.int64)
+    at = bounds.copy()
     for k in range(i):
         p = micro_batches[k]
         order[at[p]] = k
@@ -297,7 +300,8 @@ def _laid_out(num_rows: Int64, widths: Int64, device: torch.device, num_spans: i
     """Tables one behind the other, each aligned. num_spans: those beyond the tables have no rows here."""
     sizes = -(-num_rows * widths // _ALIGNMENT) * _ALIGNMENT
     ends = np.cumsum(sizes)
-    starts, strides = ends - sizes, widths
+    starts = ends - sizes
+    strides = widths
     missing = (num_spans or len(widths)) - len(widths)
     if missing:
         none = np.full(missing, -1, np.int64)
@@ -334,13 +338,16 @@ def by_piece(pieces: Sequence[torch.Tensor], rows: RowList, counts: Int64) -> li
 
 def _place_halves(leg: RowExchange, pieces: Sequence[torch.Tensor], run: ConcatRows, shapes: RowShapes) -> None:
     """Rows that came in half precision, to their places in the type of their table."""
-    places, spans = leg.half_places[0], half_spans(leg.half_places[0], shapes, run.elements.device)
+    places = leg.half_places[0]
+    spans = half_spans(leg.half_places[0], shapes, run.elements.device)
     sizes = [len(rows) * int(shapes.words[shapes.num_tables + t]) for t, rows in places.items()]
     arrived = run.elements.new_empty(sum(sizes))
     for piece, rows in by_piece(pieces, leg.own_rows, leg.own.counts):
         scatter_spans(piece, rows, arrived, spans)
     for (t, where), words in zip(places.items(), arrived.split(sizes), strict=True):
-        half, dtype, dim = shapes.halves[t], shapes.weights[t], int(shapes.dims[t])
+        half = shapes.halves[t]
+        dtype = shapes.weights[t]
+        dim = int(shapes.dims[t])
         assert half is not None
         width = int(shapes.words[shapes.num_tables + t])
         values = words.view(len(where), width).view(half)[:, :dim].to(dtype)
@@ -349,7 +356,8 @@ def _place_halves(leg: RowExchange, pieces: Sequence[torch.Tensor], run: ConcatR
 
 def half_spans(places: dict[int, torch.Tensor], shapes: RowShapes, device: torch.device) -> Spans:
     """Where rows that cross in half precision lie on their own, table behind table."""
-    starts, at = np.full(len(shapes.words), -1, np.int64), 0
+    starts = np.full(len(shapes.words), -1, np.int64)
+    at = 0
     for t, rows in places.items():
         starts[shapes.num_tables + t] = at
         at += len(rows) * int(shapes.words[shapes.num_tables + t])

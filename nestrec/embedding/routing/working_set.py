@@ -47,10 +47,12 @@ class WorkingTable:
 
         Those rows, or none where there was nothing to do.
         """
-        gradient, places = self.gradient if self.total is None else self.total, chosen.places
+        gradient = self.gradient if self.total is None else self.total
+        places = chosen.places
         if gradient is None or not len(places):
             return None
-        rows, learnt = self.fetched.rows.index_select(0, places), gradient.index_select(0, places)
+        rows = self.fetched.rows.index_select(0, places)
+        learnt = gradient.index_select(0, places)
         self._update(rows, learnt * self.gradient_scale, chosen.on_host, step, learning_rate)
         self.fetched.rows.index_copy_(0, places, rows)
         return rows
@@ -117,7 +119,8 @@ class WorkingSet:
     ) -> "WorkingSet":
         """Memory for so many rows of each table. buffers: where it is taken from; none: fresh."""
         sizes = num_rows * shapes.strides[: shapes.num_tables]
-        ends, num_spans = np.cumsum(sizes), len(shapes.words)
+        ends = np.cumsum(sizes)
+        num_spans = len(shapes.words)
         starts = np.concatenate([ends - sizes, np.full(num_spans - len(ends), -1, np.int64)])
         size = int(ends[-1])
         words = (
@@ -145,7 +148,8 @@ class WorkingSet:
 
     def _halves(self, leg: RowExchange) -> torch.Tensor:
         """Rows that cross in half precision, rounded, table behind table."""
-        tables, parts = list(self.tables.values()), []
+        tables = list(self.tables.values())
+        parts = []
         for t, places in leg.half_places[1].items():
             vectors = tables[t].layout.view(tables[t].fetched.rows, "weight")
             parts.append(as_words(take_rows(vectors, places).to(self.shapes.halves[t])).reshape(-1))

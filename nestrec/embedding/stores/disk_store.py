@@ -40,7 +40,8 @@ class RowFile:
     """
 
     def __init__(self, path: Path, row_bytes: int) -> None:
-        self._folder, self._row_bytes = path.parent, row_bytes
+        self._folder = path.parent
+        self._row_bytes = row_bytes
         self.num_rows = 0
         self.descriptor = _open_nameless(path)
         self._closes = weakref.finalize(self, os.close, self.descriptor)
@@ -101,7 +102,8 @@ class DiskStore(HostStore):
     def __init__(self, path: Path, num_words: int, device: torch.device, cache_rows: int, num_threads: int = 0) -> None:
         super().__init__(device, num_lanes=1)
         self._file = RowFile(path, 4 * num_words)
-        self._folder, self._num_threads = path.parent, num_threads
+        self._folder = path.parent
+        self._num_threads = num_threads
         self._num_sets = max(1, cache_rows // _WAYS)
         self._cache = np.zeros((self._num_sets * _WAYS, num_words), np.int32)
         self._tags = np.full((self._num_sets, _WAYS), -1, np.int64)
@@ -143,7 +145,8 @@ class DiskStore(HostStore):
 
     def _pass(self, slots: Slots, rows: NDArray[np.int32], *, is_write: bool) -> None:
         state = (self._cache, self._tags, self._stamps, self._is_dirty)
-        file, misses = self._file.descriptor, list[int]()
+        file = self._file.descriptor
+        misses = list[int]()
 
         def work(low: int, high: int) -> None:
             misses.append(_through_cache(file, state, slots, rows, self._tick, low, high, is_write))

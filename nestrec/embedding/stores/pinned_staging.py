@@ -49,7 +49,8 @@ class _Lane:
 
     def _rows(self, turn: int, part: slice, like: torch.Tensor) -> torch.Tensor:
         """The buffer of this turn as rows of the width of `like`."""
-        num_rows, num_words = part.stop - part.start, like.shape[1]
+        num_rows = part.stop - part.start
+        num_words = like.shape[1]
         return self._buffers[turn % 2][: num_rows * num_words].view(num_rows, num_words)
 
 
@@ -71,13 +72,16 @@ class PinnedStaging:
         self._on_lanes(rows, lambda lane, parts: lane.to_host(rows, parts, take))
 
     def _on_lanes(self, rows: torch.Tensor, move: Callable[[_Lane, list[slice]], None]) -> None:
-        stream, lanes, num_rows = torch.cuda.current_stream(), self._lanes, len(rows)
+        stream = torch.cuda.current_stream()
+        lanes = self._lanes
+        num_rows = len(rows)
         chunk_rows = max(1, self._chunk_bytes // (4 * rows.shape[1]))
 
         def run(first: int, end: int) -> None:
             with torch.cuda.stream(stream):  # a thread has a stream of its own unless told
                 for lane in range(first, end):
-                    low, high = num_rows * lane // len(lanes), num_rows * (lane + 1) // len(lanes)
+                    low = num_rows * lane // len(lanes)
+                    high = num_rows * (lane + 1) // len(lanes)
                     move(lanes[lane], [slice(a, min(a + chunk_rows, high)) for a in range(low, high, chunk_rows)])
 
         with self._in_use:

@@ -48,7 +48,9 @@ class CopyOnWriteRing:
         self.rows = memory(capacity, num_words)
         self._slots = np.empty(capacity, np.int64)
         self._num_put = self._num_taken = 0
-        self._has_room, self._has_more, self._is_closed = threading.Event(), threading.Event(), False
+        self._has_room = threading.Event()
+        self._has_more = threading.Event()
+        self._is_closed = False
 
     @property
     def num_put(self) -> int:
@@ -70,7 +72,8 @@ class CopyOnWriteRing:
 
     def room(self, num_rows: int) -> NDArray[np.int32]:
         """Memory for the next rows, at most so many, side by side; less, or none, where there is no room."""
-        start, capacity = self._num_put % len(self._slots), len(self._slots)
+        start = self._num_put % len(self._slots)
+        capacity = len(self._slots)
         free = min(num_rows, capacity - (self._num_put - self._num_taken), capacity - start)
         return self.rows[start : start + free]
 
@@ -130,7 +133,8 @@ class RowSnapshot(ABC):
 
     def __init__(self, state: State, aside: CopyOnWriteRing) -> None:
         """state: by slot, `WAITS` where its row is wanted; it is changed here."""
-        self._state, self.aside = state, aside
+        self._state = state
+        self.aside = aside
         self._readers: ThreadTeam | None = None
         self._niceness = 0
         self.waited_s = 0.0
@@ -154,7 +158,8 @@ class RowSnapshot(ABC):
     def begin(self) -> None:
         """Called by the thread that reads."""
         if self._readers is None:
-            self._readers, self._niceness = ThreadTeam.of_thread(), niceness(threading.get_native_id())
+            self._readers = ThreadTeam.of_thread()
+            self._niceness = niceness(threading.get_native_id())
             if not self._has_memory_aside:
                 self.aside.touch()
 
@@ -203,7 +208,9 @@ class WriterPriorityLock:
     """A lock of a reader and of writers: the reader, who takes it again and again, lets all writers go first."""
 
     def __init__(self) -> None:
-        self._turn, self._gate, self._num_coming = threading.Condition(threading.RLock()), threading.Lock(), 0
+        self._turn = threading.Condition(threading.RLock())
+        self._gate = threading.Lock()
+        self._num_coming = 0
 
     @contextlib.contextmanager
     def of_writer(self) -> Iterator[None]:
@@ -230,7 +237,8 @@ class MemoryRows(RowSnapshot):
     def __init__(self, rows: Callable[[], Words], state: State, aside: CopyOnWriteRing) -> None:
         """rows: those of the store by slot, which may lie elsewhere after each change of the store itself."""
         super().__init__(state, aside)
-        self._rows, self._moves = rows, WriterPriorityLock()
+        self._rows = rows
+        self._moves = WriterPriorityLock()
 
     def take(self, slots: Slots, out: Words) -> Slots:
         kept = np.empty(len(slots), np.int64)
@@ -250,7 +258,8 @@ class ExclusiveRows(RowSnapshot):
 
     def __init__(self, read: Callable[[Slots, Words], None], state: State, aside: CopyOnWriteRing) -> None:
         super().__init__(state, aside)
-        self._read, self._turns = read, WriterPriorityLock()
+        self._read = read
+        self._turns = WriterPriorityLock()
 
     def take(self, slots: Slots, out: Words) -> Slots:
         with self._turns.of_reader():
@@ -313,7 +322,8 @@ def _waiting(slots, state, found):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _take(rows, slots, state, out, kept):  # type: ignore[no-untyped-def]
-    num_kept, width = 0, out.shape[1]
+    num_kept = 0
+    width = out.shape[1]
     for i in range(len(slots)):
         if i + AHEAD < len(slots):
             prefetch_row(rows, slots[i + AHEAD], width)
@@ -329,7 +339,8 @@ def _take(rows, slots, state, out, kept):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def _claim(rows, slots, state, out, kept):  # type: ignore[no-untyped-def]
-    num_kept, width = 0, out.shape[1]
+    num_kept = 0
+    width = out.shape[1]
     for slot in slots:  # first: a claim waits until what was written before it has arrived
         if exchange_if(state, slot, np.uint8(WAITS), np.uint8(GONE)):
             kept[num_kept] = slot
@@ -353,7 +364,9 @@ class DeviceRows(RowSnapshot):
     ) -> None:
         """gather: rows of the store into a tensor of the device, launched on the current stream."""
         super().__init__(state, aside)
-        self._gather, self._device, self._launching = gather, device, threading.Lock()
+        self._gather = gather
+        self._device = device
+        self._launching = threading.Lock()
         self._stream = side_stream(device)
         if self._stream is not None:
             torch.cuda.synchronize(device)  # what was written until now, on whatever stream
@@ -373,7 +386,8 @@ class DeviceRows(RowSnapshot):
         return kept
 
     def held_aside(self) -> tuple[Slots, NDArray[np.int64]]:
-        found, put = super().held_aside(), self._put
+        found = super().held_aside()
+        put = self._put
         if put is not None:
             put.synchronize()
         return found

@@ -50,7 +50,8 @@ def _residual_forward(
     """(T, D) states of the new tokens, and for each layer their keys and values, each (T, H, D)."""
     cfg: Any = model.cfg
     x_TD = x_TD * cfg.dim**0.5 + model.position[new_positions(segments, x_TD.device)]
-    layers, made = range(len(model.layers)), list[KeysAndValues]()
+    layers = range(len(model.layers))
+    made = list[KeysAndValues]()
 
     def through(
         numbers: Sequence[int], x: torch.Tensor, some: Sequence[NewTokenSegment], reader: PrefixReader
@@ -79,7 +80,8 @@ def _residual_forward(
 
 
 def _rows_behind_cuts(segments: Sequence[NewTokenSegment], device: torch.device) -> torch.Tensor:
-    first, rows = 0, list[torch.Tensor]()
+    first = 0
+    rows = list[torch.Tensor]()
     for segment in segments:
         rows.append(torch.arange(first + segment.num_cut, first + segment.num_tokens, device=device))
         first += segment.num_tokens
@@ -95,7 +97,9 @@ class _SegmentTimes:
     """What layers read of a segment's time differences, computed once: their buckets, or their logarithms."""
 
     def __init__(self, segment: NewTokenSegment, encoding: TimeEncoding, num_buckets: int):
-        self._segment, self._encoding, self._num_buckets = segment, encoding, num_buckets
+        self._segment = segment
+        self._encoding = encoding
+        self._num_buckets = num_buckets
         self._blocks: dict[tuple[int, int, int], torch.Tensor] = {}
         delta_K = segment.candidate_time_s - segment.time_K
         self._candidate_K = self._read(torch.cat([delta_K, delta_K.new_zeros(1)]))
@@ -136,7 +140,8 @@ def _position_biases(table: torch.Tensor, segment: NewTokenSegment, dtype: torch
 
     def rows(first: int, end: int, keys: slice) -> torch.Tensor:
         # Row i is table[centre - i + keys]: the rows are sliding windows in reverse.
-        low, high = segment.prefix_length + first, segment.prefix_length + end
+        low = segment.prefix_length + first
+        high = segment.prefix_length + end
         strip = table[centre - high + 1 + keys.start : centre - low + keys.stop]
         return strip.unfold(0, keys.stop - keys.start, 1).flip(0).to(dtype)
 
@@ -228,11 +233,13 @@ def _fuxi_block(
     normed = rms_norm(x_TD, x_TD.shape[1:], eps=FUXI_NORM_EPS)
     u, v, q, k = silu(normed @ block.uvqk).split(block.widths, dim=1)
     q_THD, k_THD, v_THD = (t.reshape(heads) for t in (q, k, v))
-    channels, first = list[list[torch.Tensor]](), 0
+    channels = list[list[torch.Tensor]]()
+    first = 0
     for b, segment in enumerate(segments):
         rows = slice(first, first + segment.num_tokens)
         q_HND, k_HND, v_HND = (t[rows].transpose(0, 1) for t in (q_THD, k_THD, v_THD))
-        kept, asked = prefix(b), segment.num_candidates
+        kept = prefix(b)
+        asked = segment.num_candidates
         semantic = cached_attention(
             q_HND, k_HND, v_HND, kept, num_candidates=asked, normaliser=block.normaliser, rules=block.rules
         )
@@ -275,9 +282,11 @@ def _sasrec_forward(
     made = list[KeysAndValues]()
     for number, layer in enumerate(model.layers):
         assert isinstance(layer, SASRecLayer)
-        normed, heads = layer.query_norm(x_TD), (-1, model.cfg.num_heads, model.cfg.dim // model.cfg.num_heads)
+        normed = layer.query_norm(x_TD)
+        heads = (-1, model.cfg.num_heads, model.cfg.dim // model.cfg.num_heads)
         q_THD, k_THD, v_THD = (part.view(heads) for part in (layer.query(normed), layer.key(x_TD), layer.value(x_TD)))
-        attended, first = list[torch.Tensor](), 0
+        attended = list[torch.Tensor]()
+        first = 0
         for b, segment in enumerate(segments):
             rows = slice(first, first + segment.num_tokens)
             q_HND, k_HND, v_HND = (t[rows].transpose(0, 1) for t in (q_THD, k_THD, v_THD))

@@ -77,7 +77,9 @@ class PairSource:
 
     def __init__(self, plan: PairPlan, times: PairTimes | None, num_buckets: int | None, memory: torch.Tensor):
         """num_buckets: of tables of time; none where there are no such tables. memory: of the plan or more."""
-        self._plan, self._times, self._memory = plan, times, memory
+        self._plan = plan
+        self._times = times
+        self._memory = memory
         self._buckets: torch.Tensor | None = None
         if num_buckets is not None and times is not None:
             self._buckets = find_buckets(plan, times, num_buckets)
@@ -101,7 +103,9 @@ class PagedLayers:
 
     def __init__(self, kept: PagedKVCache, *, seen: Sequence[VisibleRange], max_length: int):
         """seen: of each layer."""
-        self._kept, self._of_layer, self._max_length = kept, list(seen), max_length
+        self._kept = kept
+        self._of_layer = list(seen)
+        self._max_length = max_length
         _, _, num_heads, _, dim = kept.pool.shape
         self._workspace = Workspace.make(num_heads, dim, kept.pool.device)
         self.seen = tuple(dict.fromkeys(seen)) or (VisibleRange(),)
@@ -178,7 +182,8 @@ class PagedFuXi:
     def __init__(self, model: FuXi, kept: PagedKVCache):
         cfg = model.cfg
         self._blocks = [block for block in model.layers if isinstance(block, FuXiBlock)]
-        self._width, self._has_time = cfg.num_heads * cfg.head_dim, cfg.time_channel
+        self._width = cfg.num_heads * cfg.head_dim
+        self._has_time = cfg.time_channel
         self._num_buckets = cfg.num_time_buckets if cfg.time_channel and cfg.time_encoding == "buckets" else None
         self.pages = PagedLayers(
             kept, seen=seen_by_layers(cfg.attention, cfg.num_layers), max_length=len(model.position)
@@ -214,7 +219,8 @@ class PagedFuXi:
     def _last_block(
         self, number: int, state: tuple[torch.Tensor, torch.Tensor | None], batch: PagedBatch, source: PairSource
     ) -> torch.Tensor:
-        block, width = self._blocks[number], self._width
+        block = self._blocks[number]
+        width = self._width
         kept = norm_projection(*state, self._last_vk, (0, width, width), norm="rms", eps=FUXI_NORM_EPS)
         v, k = kept.parts
         self.pages.store(number, k, v, batch)
@@ -237,7 +243,8 @@ class PagedFuXi:
         is_last: bool = False,
     ) -> list[torch.Tensor]:
         """Semantic, positional, and temporal where there is time."""
-        block, pages = self._blocks[number], self.pages
+        block = self._blocks[number]
+        pages = self.pages
         found = [pages.attention(number, q, k, v, batch, scale=1.0 / block.normaliser, is_last=is_last)]
         for by_time in (False, True) if self._has_time else (False,):
             biases = source.of(block, by_distance=not by_time, by_time=by_time)
@@ -253,7 +260,8 @@ def _behind_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Both stages: (x and the first one, what the second one adds)."""
     none = Dropout(gate, 0, 0.0)
-    weight, bias = block.output.weight, block.output.bias
+    weight = block.output.weight
+    bias = block.output.bias
     first = gated_output(tuple(channels), gate, weight, bias, none, norm="rms", eps=FUXI_NORM_EPS)
     return feed_forward(x, first, block.up, block.down, none, eps=FUXI_NORM_EPS)
 
@@ -309,7 +317,8 @@ class PagedHSTU:
         return projected.total, _gated(layer, attended, projected.gate)
 
     def _last_layer(self, number: int, state: _State, batch: PagedBatch, sources: list[PairSource]) -> torch.Tensor:
-        layer, width = self._layers[number], self._width
+        layer = self._layers[number]
+        width = self._width
         kept = norm_projection(*state, self._last_vk, (0, width, width), norm="layer", eps=NORM_EPS)
         v, k = kept.parts
         self.pages.store(number, k, v, batch)
@@ -345,7 +354,8 @@ class PagedSASRec:
     def __init__(self, model: SASRec, kept: PagedKVCache):
         cfg = model.cfg
         self._layers = [layer for layer in model.layers if isinstance(layer, SASRecLayer)]
-        self._final_norm, self._scale = model.final_norm, (cfg.dim // cfg.num_heads) ** -0.5
+        self._final_norm = model.final_norm
+        self._scale = (cfg.dim // cfg.num_heads) ** -0.5
         self.pages = PagedLayers(kept, seen=[VisibleRange()] * cfg.num_layers, max_length=cfg.max_length)
 
     def weights_changed(self) -> None:
@@ -355,7 +365,8 @@ class PagedSASRec:
         """(C, D) states of the candidates."""
         for number, layer in enumerate(self._layers):
             is_last = number == len(self._layers) - 1
-            k, v = layer.key(x_TD), layer.value(x_TD)
+            k = layer.key(x_TD)
+            v = layer.value(x_TD)
             self.pages.store(number, k, v, batch)
             x_TD = x_TD.index_select(0, batch.row_C) if is_last else x_TD
             if not len(x_TD):

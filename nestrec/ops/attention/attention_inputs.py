@@ -114,7 +114,8 @@ class AttentionInputs(NamedTuple):
     def biases(self) -> tuple[Any, ...]:
         """Both tables and the times, as kernels take them that find the bucket of a pair themselves."""
         bias = self.bias
-        position, time = bias.position_table, bias.time_table
+        position = bias.position_table
+        time = bias.time_table
         return (
             position,
             0 if position is None else (position.numel() - 1) // 2,

@@ -54,7 +54,8 @@ def table_gradients(
     grad_THD: torch.Tensor, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, inputs: AttentionInputs
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Gradients of the position and of the time table, where they are."""
-    bias, rules = inputs.bias, inputs.rules
+    bias = inputs.bias
+    rules = inputs.rules
     tables = (bias.position_table, bias.time_table)
     # A unit of the sums is 2^-34 of the largest gradient: far below rounding, and far from overflow.
     quantum = torch.linalg.vector_norm(grad_THD, ord=torch.inf).float() * 2.0**-34
@@ -276,7 +277,8 @@ class _Division(NamedTuple):
 
 
 def _divide(inputs: AttentionInputs, num_tokens: int) -> _Division:
-    blocks, rows = -(-inputs.max_length // SIDE), max(1, num_tokens // SIDE + inputs.offsets.numel() - 1)
+    blocks = -(-inputs.max_length // SIDE)
+    rows = max(1, num_tokens // SIDE + inputs.offsets.numel() - 1)
     near = FAR_SPLITS if inputs.bias.time_table is None else NEAR_SPLITS
     return _Division(
         min(near, rows),
@@ -291,13 +293,18 @@ class TableSums:
 
     def __init__(self, inputs: AttentionInputs, num_tokens: int, plan: TilePlan, buckets: torch.Tensor | None):
         assert inputs.rules.num_targets_B is None
-        self._inputs, self._num_tokens, self._plan, self._buckets = inputs, num_tokens, plan, buckets
+        self._inputs = inputs
+        self._num_tokens = num_tokens
+        self._plan = plan
+        self._buckets = buckets
         self._by_distance: torch.Tensor | None = None
         self._by_time: torch.Tensor | None = None
 
     def add(self, kept: torch.Tensor) -> None:
         """kept: (tiles, heads, keys, queries)."""
-        inputs, bias, rules = self._inputs, self._inputs.bias, self._inputs.rules
+        inputs = self._inputs
+        bias = self._inputs.bias
+        rules = self._inputs.rules
         division = _divide(inputs, self._num_tokens)
         rows = division.programs * (SIDE // SLAB)
         _, scale, _, num_context, window, looking = inputs.scalars(kept[:, :, 0])
@@ -349,7 +356,8 @@ class TableSums:
 
     def gradients(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """Of the position table, of the time table and of the time function, where they are."""
-        bias, time = self._inputs.bias, self._by_time
+        bias = self._inputs.bias
+        time = self._by_time
         position = None
         if self._by_distance is not None and bias.position_table is not None:
             position = self._by_distance.to(bias.position_table.dtype)

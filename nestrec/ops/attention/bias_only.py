@@ -89,10 +89,14 @@ def bias_product(
     given = [x for x in (by_position, by_time) if x is not None]
     check_strided(*given)
     rows = given[0]
-    out, tile = like(rows), product_tile(rows.shape[1], rows.dtype)
+    out = like(rows)
+    tile = product_tile(rows.shape[1], rows.dtype)
     schedule = make_schedule(offsets, len(rows), BLOCK)
     columns, items, chunk = _chunks(schedule, max_length)
-    strip, origin, weights, times = rows, 0, rows, _Times.of(offsets, time, query_time, buckets, max_length)
+    strip = rows
+    origin = 0
+    weights = rows
+    times = _Times.of(offsets, time, query_time, buckets, max_length)
     seen = (window, context)
     if by_position is not None:
         strip, origin = position_strip(position.to(rows.dtype), max_length, is_reversed=is_reversed)
@@ -182,7 +186,8 @@ def _fill(
     """table: values of the buckets, and one of pairs that do not see each other; or the numbers of a function."""
     from nestrec.ops.attention.bias_only_kernels import bias_weights_kernel
 
-    num_buckets, splits = len(table) - 2, min(8, out.shape[1] // OTHERS)
+    num_buckets = len(table) - 2
+    splits = min(8, out.shape[1] // OTHERS)
     bias_weights_kernel[len(out) // BLOCK, splits](
         out,
         table,
@@ -272,7 +277,8 @@ def bias_time_gradient(
     columns, items, chunk = _chunks(schedule, max_length)
     number = torch.arange(num_slots + 1, device=grad.device).to(torch.uint8 if num_slots < 256 else torch.int16)
     buckets = number.new_empty(chunk * BLOCK, columns)
-    slots, times = power_of_two(num_slots), _Times.of(offsets, time, query_time, given, max_length)
+    slots = power_of_two(num_slots)
+    times = _Times.of(offsets, time, query_time, given, max_length)
     sums = torch.empty(-(-items // chunk) * chunk, SPLITS, slots, dtype=torch.float32, device=grad.device)
     for first in range(0, items, chunk):
         _fill(buckets, number, schedule, times, first, (window, context), is_reversed=False)
@@ -336,7 +342,8 @@ def pairs_tile(width: int) -> dict[str, Any]:
 
 def _chunks(schedule: "WorkOrder", max_length: int) -> tuple[int, int, int]:
     """(columns of weights, items of the schedule at most, items at a time)"""
-    columns, items = max(1, -(-max_length // BLOCK)) * BLOCK, schedule.table.shape[0]
+    columns = max(1, -(-max_length // BLOCK)) * BLOCK
+    items = schedule.table.shape[0]
     return columns, items, min(items, max(1, MAX_WEIGHTS // (BLOCK * columns)))
 
 
@@ -357,7 +364,8 @@ def bias_attention_reference(
         outputs = []
         for b, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
             own = channel if not channel.has_time else _of_tokens(channel, slice(start, end))
-            own_rules, own_offsets = rules_of_sequences(rules, slice(b, b + 1)), offsets[b : b + 2] - start
+            own_rules = rules_of_sequences(rules, slice(b, b + 1))
+            own_offsets = offsets[b : b + 2] - start
             weights_NN = seen_weights(own.dense(own_offsets, end - start, own_rules), own_offsets, own_rules)[0]
             outputs.append(weights_NN.to(v_TW.dtype) @ v_TW[start:end])
         found.append(torch.cat(outputs) if outputs else torch.zeros_like(v_TW))
@@ -374,7 +382,8 @@ def bias_attention_padded(
 def _channel_padded(
     v_TW: torch.Tensor, offsets: torch.Tensor, channel: RelativeBias, max_length: int, rules: AttentionMask = PLAIN
 ) -> torch.Tensor:
-    place_T, shape = padded_places(offsets, len(v_TW), max_length), (offsets.numel() - 1, max_length, v_TW.shape[1])
+    place_T = padded_places(offsets, len(v_TW), max_length)
+    shape = (offsets.numel() - 1, max_length, v_TW.shape[1])
     flat = v_TW.new_zeros(shape[0] * shape[1], shape[2]).index_copy(0, place_T, v_TW)
     weights_BNN = seen_weights(channel.dense(offsets, max_length, rules), offsets, rules).to(v_TW.dtype)
     return (weights_BNN @ flat.view(shape)).flatten(0, 1).index_select(0, place_T)

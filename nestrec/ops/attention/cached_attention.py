@@ -107,8 +107,10 @@ def cached_softmax_attention(
     num_candidates: int,
 ) -> torch.Tensor:
     """(H, N, D) causal attention of SASRec (softmax.py); candidates see the history and themselves."""
-    num_new, num_prefix = q_HND.shape[1], prefix_HPD[0].shape[1]
-    num_history, scale = num_new - num_candidates, q_HND.shape[2] ** -0.5
+    num_new = q_HND.shape[1]
+    num_prefix = prefix_HPD[0].shape[1]
+    num_history = num_new - num_candidates
+    scale = q_HND.shape[2] ** -0.5
     keys, values = (_history(old, new, num_candidates) for old, new in zip(prefix_HPD, (k_HND, v_HND), strict=True))
     out_HND = torch.empty_like(v_HND, memory_format=torch.contiguous_format)
     for first in range(0, num_history, BLOCK_ROWS):
@@ -141,8 +143,10 @@ def _weighted_sum(
 ) -> torch.Tensor:
     """(H, N, D), block by block of rows."""
     assert not rules.is_square, "a prefix that looks ahead changes with what comes after it"
-    num_new, num_prefix = v_HND.shape[1], prefix_HPD.shape[1]
-    num_history, values = num_new - num_candidates, _history(prefix_HPD, v_HND, num_candidates)
+    num_new = v_HND.shape[1]
+    num_prefix = prefix_HPD.shape[1]
+    num_history = num_new - num_candidates
+    values = _history(prefix_HPD, v_HND, num_candidates)
     out_HND = torch.empty_like(v_HND, memory_format=torch.contiguous_format)
     for first in range(0, num_history, BLOCK_ROWS):
         end = min(first + BLOCK_ROWS, num_history)

@@ -73,7 +73,8 @@ def hstu_attention_reference(
     outputs = []
     for b, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
         scores_HNN = torch.einsum("ihd,jhd->hij", q_THD[start:end], k_THD[start:end])
-        own_offsets, own_rules = offsets[b : b + 2] - start, rules_of_sequences(rules, slice(b, b + 1))
+        own_offsets = offsets[b : b + 2] - start
+        own_rules = rules_of_sequences(rules, slice(b, b + 1))
         if not bias.is_empty:
             dense = _of_tokens(bias, slice(start, end)).dense(own_offsets, end - start, own_rules)
             scores_HNN = scores_HNN + dense.to(scores_HNN.dtype)

@@ -81,12 +81,16 @@ def find_nodes(
 
     blocks: of 128 tokens. dtype: of queries and keys. is_reversed: whether rows of words are keys.
     """
-    time, asked, scalars, position = bias.time_T, bias.query_time_T, bias.time_function, bias.position_table
+    time = bias.time_T
+    asked = bias.query_time_T
+    scalars = bias.time_function
+    position = bias.position_table
     assert time is not None
     assert asked is not None
     assert scalars is not None
     assert not plan.is_square
-    num_tokens, device = time.numel(), time.device
+    num_tokens = time.numel()
+    device = time.device
     near_from, far_from = (
         torch.empty(num_tokens // BLOCK + len(plan.first_B) + 1, dtype=torch.int32, device=device) for _ in range(2)
     )
@@ -383,7 +387,10 @@ class FunctionSums:
     """Sums of gradients of scores that the gradient of a time function is made of, over groups of heads."""
 
     def __init__(self, bias: RelativeBias, plan: TilePlan, found: TimeNodes, normaliser: float):
-        self._bias, self._plan, self._found, self._scale = bias, plan, found, 1.0 / normaliser
+        self._bias = bias
+        self._plan = plan
+        self._found = found
+        self._scale = 1.0 / normaliser
         self._sums = list[torch.Tensor]()
 
     def add_near(self, kept: torch.Tensor) -> torch.Tensor:
@@ -391,9 +398,12 @@ class FunctionSums:
 
         kept: (tiles, heads, keys, queries).
         """
-        found, heads = self._found, kept.shape[1]
-        blocks, splits = found.blocks.table.shape[0], SIDE // SLAB
-        near, far = blocks * (BLOCK // SIDE), blocks * heads * (BLOCK // SIDE)
+        found = self._found
+        heads = kept.shape[1]
+        blocks = found.blocks.table.shape[0]
+        splits = SIDE // SLAB
+        near = blocks * (BLOCK // SIDE)
+        far = blocks * heads * (BLOCK // SIDE)
         # Rows of blocks that are not there stay zero.
         sums = torch.zeros(far + near, 3, SIDE, dtype=torch.float32, device=kept.device)
         _near_kernel[blocks, splits * (BLOCK // SIDE)](

@@ -109,7 +109,8 @@ class ChannelSums:
 
     def __call__(self, queries: Tokens, keys: Tokens, block: Block, parameters: Tokens) -> torch.Tensor:
         semantic = SiluSum(self.normaliser, self.rules)(queries, keys, block, {}).flatten(2)
-        seen_GNM, v_GMW = block.seen(self.rules), keys["v"].flatten(2)
+        seen_GNM = block.seen(self.rules)
+        v_GMW = keys["v"].flatten(2)
         others = [
             torch.where(seen_GNM, bias_GNM, 0.0).to(v_GMW.dtype) @ v_GMW
             for bias_GNM in _biases(queries, keys, block, parameters)
@@ -148,7 +149,8 @@ def _largest_scores(q_THD: torch.Tensor, k_THD: torch.Tensor, context: ContextPa
             for block in blocks_of(context.parts, context.part, part, PLAIN, q_THD.device):
                 queries = {"q": block.queries.take(q_THD)}
                 found_GHN = _scores(queries, {"k": block.keys.take(keys["k"])}, block).amax(3)
-                tokens, found = block.queries.tokens, block.queries.flat(found_GHN.transpose(1, 2))
+                tokens = block.queries.tokens
+                found = block.queries.flat(found_GHN.transpose(1, 2))
                 top_TH[tokens] = torch.maximum(top_TH[tokens], found)
     return top_TH
 
@@ -172,7 +174,8 @@ def _tokens(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, bias:
     if bias.has_time:
         assert bias.query_time_T is not None
         assert bias.time_T is not None
-        queries["query_time"], keys["time"] = bias.query_time_T, bias.time_T
+        queries["query_time"] = bias.query_time_T
+        keys["time"] = bias.time_T
     return queries, keys
 
 
@@ -194,7 +197,8 @@ def _check(q_THD: torch.Tensor, context: ContextParallelGroup, bias: RelativeBia
         raise UserError(
             f"this rank's part of the sequences has {num_tokens} tokens", field="q, k, v", value=tuple(q_THD.shape)
         )
-    table, longest = bias.position_table, int(context.parts.lengths.max(initial=0))
+    table = bias.position_table
+    longest = int(context.parts.lengths.max(initial=0))
     if table is not None and table.numel() < 2 * longest - 1:
         raise UserError(
             f"the table has no value for distances of sequences of {longest} tokens",

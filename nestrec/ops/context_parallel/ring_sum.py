@@ -165,7 +165,8 @@ def ring_sum(
 
 def ring_walk(context: ContextParallelGroup, keys: Tokens) -> Iterator[tuple[int, Tokens]]:
     """Each part and its keys, the own ones first, as they pass by. Collective."""
-    held, num = keys, context.ring.size
+    held = keys
+    num = context.ring.size
     for step in range(num):
         part = (context.part - step) % num
         yield part, held
@@ -191,7 +192,9 @@ class _RingSum(torch.autograd.Function):
         ctx.job = job
         ctx.save_for_backward(*tensors)
         queries, keys, parameters = job.unpacked(tensors)
-        function, parts, part = job.function, job.context.parts, job.context.part
+        function = job.function
+        parts = job.context.parts
+        part = job.context.part
         sums = _added(
             pair_sum(function, parts, (part, other), queries, held, parameters)
             for other, held in ring_walk(job.context, keys)
@@ -202,9 +205,12 @@ class _RingSum(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         job: _Job = ctx.job
         queries, keys, parameters = job.unpacked(ctx.saved_tensors)
-        function, context = job.function, job.context
-        num, part = context.ring.size, context.part
-        travelling, own = keys, dict[str, torch.Tensor]()
+        function = job.function
+        context = job.context
+        num = context.ring.size
+        part = context.part
+        travelling = keys
+        own = dict[str, torch.Tensor]()
         for step in range(num):
             held = {name: travelling[name] for name in keys}
             pair = context.part, part

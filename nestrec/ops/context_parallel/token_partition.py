@@ -38,7 +38,8 @@ class TokenPartition:
     def __init__(self, lengths: Ints, size: int) -> None:
         if size < 1:
             raise UserError("a group has at least one rank", field="size", value=size)
-        self.lengths, self.size = np.asarray(lengths, np.int64), size
+        self.lengths = np.asarray(lengths, np.int64)
+        self.size = size
         self._bounds_BC = self.lengths[:, None] * np.arange(2 * size + 1) // (2 * size)
         self._first_B = np.cumsum(self.lengths) - self.lengths
         self._found: dict[int, tuple[Ints, Ints]] = {}
@@ -77,8 +78,10 @@ class TokenPartition:
 
     def _tokens(self, part: int) -> tuple[Ints, Ints]:
         if part not in self._found:
-            lengths_B2, starts_B2 = self.lengths_of(part), self._bounds_BC[:, list(self.chunks_of(part))]
-            counts, starts = lengths_B2.reshape(-1), starts_B2.reshape(-1)
+            lengths_B2 = self.lengths_of(part)
+            starts_B2 = self._bounds_BC[:, list(self.chunks_of(part))]
+            counts = lengths_B2.reshape(-1)
+            starts = starts_B2.reshape(-1)
             first = np.repeat(np.cumsum(counts) - counts, counts)
             position = np.arange(counts.sum()) - first + np.repeat(starts, counts)
             self._found[part] = position, position + np.repeat(self._first_B, lengths_B2.sum(axis=1))
@@ -105,7 +108,8 @@ MOST_PAIRS = 1 << 20
 SMALL_PAIRS = 1 << 14
 """padding of blocks below this costs less than another block"""
 _LEAST_ROWS = 16
-_NO_QUERY, _NO_KEY = -1, 1 << 40
+_NO_QUERY = -1
+_NO_KEY = 1 << 40
 """positions of padding: it sees nothing, and nothing sees it"""
 
 
@@ -150,7 +154,8 @@ class Block:
 
     def seen(self, rules: AttentionMask) -> torch.Tensor:
         """(G, N, M) bool: which query sees which key."""
-        i, j = self.queries.position_GN[:, :, None], self.keys.position_GN[:, None, :]
+        i = self.queries.position_GN[:, :, None]
+        j = self.keys.position_GN[:, None, :]
         is_seen: torch.Tensor = j <= i
         if rules.max_attention_length is not None:
             is_seen = is_seen & ((i - j < rules.max_attention_length) | (j < rules.num_context))
@@ -204,7 +209,8 @@ def _num_together(counts_2B: Ints) -> int:
 
 
 def _padded(parts: TokenPartition, part: int, sequences: Ints, outside: int, device: torch.device) -> BlockSide:
-    first_G, length_G = parts.offsets(part)[sequences], parts.lengths_of(part).sum(axis=1)[sequences]
+    first_G = parts.offsets(part)[sequences]
+    length_G = parts.lengths_of(part).sum(axis=1)[sequences]
     column_N = np.arange(length_G.max())
     is_real_GN = column_N < length_G[:, None]
     place_GN = np.where(is_real_GN, first_G[:, None] + column_N, first_G[:, None])

@@ -38,7 +38,8 @@ def dedup(keys: NDArray[np.int64], num_shards: int = 1) -> UniqueKeys:
     """Distinct keys of a sequence; `result.keys[result.inverse]` gives the sequence back."""
     wanted = min(_MAX_BUCKETS, len(keys) // _BUCKET_KEYS) // num_shards
     bits = max(0, wanted.bit_length() - 1)
-    inverse, counts = np.empty(len(keys), np.int32), np.zeros(num_shards, np.int64)
+    inverse = np.empty(len(keys), np.int32)
+    counts = np.zeros(num_shards, np.int64)
     scratch = _scratch.of(len(keys))
     num_unique = _dedup(keys, np.uint64(bits), inverse, counts, scratch)
     return UniqueKeys(scratch[0][:num_unique].copy(), inverse, counts)
@@ -70,7 +71,8 @@ class Segments:
 
 def dedup_segments(keys: NDArray[np.int64], bounds: NDArray[np.int64], num_shards: int = 1) -> Segments:
     """`dedup` of many sequences, keys[bounds[s] : bounds[s + 1]], in one call: most are short where tables are many."""
-    inverse, found = np.empty(len(keys), np.int32), np.zeros(len(bounds), np.int64)
+    inverse = np.empty(len(keys), np.int32)
+    found = np.zeros(len(bounds), np.int64)
     scratch = _scratch.of(len(keys))
     _dedup_segments(keys, bounds, num_shards, inverse, found, scratch)
     return Segments(scratch[0][: found[-1]].copy(), found, inverse, bounds)
@@ -102,10 +104,13 @@ _scratch = _ThreadScratch()
 @njit(cache=True, nogil=True)
 def _dedup_segments(keys, bounds, num_shards, inverse, found, scratch):  # type: ignore[no-untyped-def]  # noqa: PLR0917
     distinct, _, position, _ = scratch
-    table, num_unique = np.full((4 * _BUCKET_KEYS, 2), -1, np.int64), 0
+    table = np.full((4 * _BUCKET_KEYS, 2), -1, np.int64)
+    num_unique = 0
     for s in range(len(bounds) - 1):
-        low, first = bounds[s], num_unique
-        own, of_own = keys[low : bounds[s + 1]], inverse[low : bounds[s + 1]]
+        low = bounds[s]
+        first = num_unique
+        own = keys[low : bounds[s + 1]]
+        of_own = inverse[low : bounds[s + 1]]
         if num_shards == 1 or len(own) >= 4 * num_shards:
             bits = 0
             while (2 << bits) * num_shards <= min(_MAX_BUCKETS, len(own) // _BUCKET_KEYS):
@@ -124,7 +129,8 @@ def _dedup_segments(keys, bounds, num_shards, inverse, found, scratch):  # type:
 @njit(cache=True, nogil=True)
 def _segment_by_buckets(keys, num_shards, bits, inverse, num_unique, table, scratch):  # type: ignore[no-untyped-def]  # noqa: PLR0917
     distinct, bucketed, position, _ = scratch
-    ends, start = _into_buckets(keys, num_shards, np.int64(1) << np.int64(bits), scratch), 0
+    ends = _into_buckets(keys, num_shards, np.int64(1) << np.int64(bits), scratch)
+    start = 0
     for bucket in range(len(ends)):
         end = ends[bucket]
         here = position[start:end]
@@ -156,7 +162,8 @@ def _group_by_owner(distinct, inverse, first, num_shards):  # type: ignore[no-un
     owners = np.empty(len(distinct), np.int32)
     owners_of(distinct, np.uint64(num_shards), owners)
     order = np.argsort(owners, kind="mergesort")
-    grouped, place = distinct[order], np.empty(len(order), np.int64)
+    grouped = distinct[order]
+    place = np.empty(len(order), np.int64)
     place[order] = np.arange(len(order))
     distinct[:] = grouped
     for i in range(len(inverse)):
@@ -171,7 +178,8 @@ def _dedup(keys, bits, inverse, counts, scratch):  # type: ignore[no-untyped-def
     table = np.full((4 * _BUCKET_KEYS, 2), -1, np.int64)
     num_unique, start = 0, 0
     for bucket in range(len(ends)):
-        first, end = num_unique, ends[bucket]
+        first = num_unique
+        end = ends[bucket]
         here = position[start:end]
         num_unique, table = _one_bucket(bucketed[start:end], here, inverse, distinct, num_unique, table)
         counts[bucket // per_owner] += num_unique - first
@@ -211,7 +219,8 @@ def _one_bucket(keys, position, inverse, distinct, num_unique, table):  # type: 
 
     Entries are (key, number). Numbers only grow, so what other buckets left behind is told by its number.
     """
-    first, size = num_unique, 16
+    first = num_unique
+    size = 16
     while size < 2 * len(keys) and size < len(table):
         size *= 2
     for i in range(len(keys)):

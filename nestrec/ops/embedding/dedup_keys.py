@@ -77,12 +77,15 @@ def _run(keys_P: torch.Tensor) -> Outputs:
 
 
 def _launch(keys_P: torch.Tensor) -> Outputs:
-    size, device = len(keys_P), keys_P.device
+    size = len(keys_P)
+    device = keys_P.device
     sorted_P, order_P = keys_P.sort(stable=True)
-    distinct_P, rows_P = torch.empty_like(sorted_P), torch.empty(size, dtype=torch.int32, device=device)
+    distinct_P = torch.empty_like(sorted_P)
+    rows_P = torch.empty(size, dtype=torch.int32, device=device)
     starts = torch.empty(size + 1, dtype=torch.int64, device=device)
     blocks = triton.cdiv(size, _BLOCK)
-    counts, count = torch.empty(blocks, dtype=torch.int32, device=device), starts.new_empty(1)
+    counts = torch.empty(blocks, dtype=torch.int32, device=device)
+    count = starts.new_empty(1)
     with torch.cuda.device_of(keys_P):
         _count_kernel[(blocks,)](sorted_P, counts, size, BLOCK=_BLOCK)
         ends = counts.cumsum(0, dtype=torch.int32)

@@ -103,7 +103,8 @@ def _launch(
     source_index_P: torch.Tensor | None,
     target_index_P: torch.Tensor | None,
 ) -> None:
-    count, width = _num_moved(source_NW, target_MW, source_index_P, target_index_P), source_NW.shape[1]
+    count = _num_moved(source_NW, target_MW, source_index_P, target_index_P)
+    width = source_NW.shape[1]
     if count == 0 or width == 0:
         return
     aligned = all(x % _PIECE_WORDS == 0 for x in (width, *_word_offsets(source_NW), *_word_offsets(target_MW)))
@@ -353,7 +354,8 @@ def group(tables, places, before):  # type: ignore[no-untyped-def]
     num_groups = 0
     for row in range(len(count) - 1):
         num_groups += count[row + 1] > 0
-    starts, number = np.zeros(num_groups + 1, np.int32), 0
+    starts = np.zeros(num_groups + 1, np.int32)
+    number = 0
     for row in range(len(count) - 1):
         if count[row + 1] > 0:
             starts[number + 1] = starts[number] + count[row + 1]
@@ -378,7 +380,8 @@ def _launch_spans(
     adds: bool,
 ) -> None:
     assert run.dtype == packed.dtype, "elements of one type"
-    table, lists = spans.on_device, rows.on_device
+    table = spans.on_device
+    lists = rows.on_device
     if table is None or lists is None:  # under Triton's interpreter
         table = to_device(np.stack([spans.starts, spans.strides, spans.widths]), run.device)
         tables, places, offsets = (to_device(a, run.device) for a in (rows.tables, rows.places, rows.offsets))

@@ -113,7 +113,8 @@ def take_rows(rows_UD: torch.Tensor, index_P: torch.Tensor) -> torch.Tensor:
 
 def _has_words(rows_UD: torch.Tensor) -> bool:
     """Whether rows are whole int32 words; 16-bit rows of odd length are not."""
-    size, (stride, unit) = rows_UD.element_size(), rows_UD.stride()
+    size = rows_UD.element_size()
+    (stride, unit) = rows_UD.stride()
     sizes = size * rows_UD.shape[1], size * stride, size * rows_UD.storage_offset()
     return unit == 1 and rows_UD.shape[1] > 0 and all(b % _WORD_BYTES == 0 for b in sizes)
 
@@ -123,7 +124,8 @@ class _GatherRows(torch.autograd.Function):
     def forward(ctx: Any, rows_UD: torch.Tensor, index_P: torch.Tensor, stored_UD: torch.Tensor | None) -> torch.Tensor:
         """stored: the values, where `rows` is the anchor of `HalfPrecisionRows`."""
         ctx.save_for_backward(index_P)
-        ctx.num_rows, ctx.dtype = rows_UD.shape[0], rows_UD.dtype
+        ctx.num_rows = rows_UD.shape[0]
+        ctx.dtype = rows_UD.dtype
         read_UD = rows_UD if stored_UD is None else stored_UD
         taken_PD = take_rows(read_UD, index_P.reshape(-1)).to(rows_UD.dtype)
         return taken_PD.view(*index_P.shape, rows_UD.shape[1])
@@ -221,7 +223,8 @@ class _PoolRows(torch.autograd.Function):
         weight_P: torch.Tensor | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(index_P, offsets)
-        ctx.num_rows, ctx.weight = len(rows_UD), _weights(weight_P, rows_UD.dtype)
+        ctx.num_rows = len(rows_UD)
+        ctx.weight = _weights(weight_P, rows_UD.dtype)
         out_BD = rows_UD.new_zeros(len(offsets) - 1, rows_UD.shape[1])
         rows, index, bounds = (t.detach().contiguous().numpy() for t in (rows_UD, index_P, offsets))
         out = out_BD.numpy()

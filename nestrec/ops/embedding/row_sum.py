@@ -52,7 +52,9 @@ def sum_by_index(grad_PD: torch.Tensor, index_P: torch.Tensor, num_rows: int) ->
 
 def add_by_index(out_UD: torch.Tensor, index_P: torch.Tensor, grad_PD: torch.Tensor) -> None:
     """out[index[p]] += grad[p] for p in order, in place, one addition after the other. On a CPU; float32 or float64."""
-    out, index, grad = out_UD.numpy(), index_P.numpy(), grad_PD.contiguous().numpy()
+    out = out_UD.numpy()
+    index = index_P.numpy()
+    grad = grad_PD.contiguous().numpy()
     # Threads share out rows, not positions, so that each row is still summed in order.
     for_parts(len(out), len(index), lambda low, high: _add(out, index, grad, low, high))
 
@@ -78,7 +80,8 @@ def _run(grad_PD: torch.Tensor, index_P: torch.Tensor, num_rows: int) -> torch.T
     wide_PD = grad_PD.to(sum_type(grad_PD.dtype)).contiguous()
     if grad_PD.device.type != "cpu":
         return _torch_sum(wide_PD, index_P, num_rows)
-    index, grad = index_P.numpy(), wide_PD.numpy()
+    index = index_P.numpy()
+    grad = wide_PD.numpy()
     return sum_by_runs(index, num_rows, wide_PD, lambda out, rows, low, high: _add(out, rows, grad, low, high))
 
 
@@ -88,7 +91,8 @@ Adder = Callable[[NDArray[Any], NDArray[np.int32], int, int], None]
 
 def sum_by_runs(index: NDArray[Any], num_rows: int, like: torch.Tensor, add: Adder) -> torch.Tensor:
     """(num_rows, D) sums on the host: every run but the first of a row has a row of its own behind the others."""
-    rows, owners = index, np.empty(0, np.int32)
+    rows = index
+    owners = np.empty(0, np.int32)
     if len(index) > RUN:
         rows, owners = _split_runs(index, num_rows)
     both = like.new_zeros(num_rows + len(owners), like.shape[1])
@@ -121,7 +125,8 @@ def _add(out: NDArray[Any], index: NDArray[Any], grad: NDArray[Any], low: int, h
 @njit(cache=True, nogil=True)
 def _split_runs(index, num_rows):  # type: ignore[no-untyped-def]
     """For each position the row that its run is summed in, and for each row behind `num_rows` whose run it is."""
-    seen, row_of = np.zeros(num_rows, np.int32), np.arange(num_rows).astype(np.int32)
+    seen = np.zeros(num_rows, np.int32)
+    row_of = np.arange(num_rows).astype(np.int32)
     rows, owners = np.empty(len(index), np.int32), np.empty(len(index) // RUN, np.int32)
     num_owners = 0
     for p in range(len(index)):
@@ -190,7 +195,8 @@ def sum_long_runs(
 
 def add_long_runs(partial: torch.Tensor, rows_P: torch.Tensor, starts: torch.Tensor, out_UD: torch.Tensor) -> None:
     """Sums of runs, placed as by `sum_long_runs`, into the rows that have several."""
-    num_positions, dim = len(rows_P), out_UD.shape[1]
+    num_positions = len(rows_P)
+    dim = out_UD.shape[1]
     _finish_kernel[(triton.cdiv(num_positions, RUN),)](
         partial,
         rows_P,

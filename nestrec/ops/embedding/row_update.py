@@ -187,7 +187,8 @@ def _update_some(  # noqa: PLR0917
     rule: RowRule,
 ) -> None:
     moved = index_P >= 0
-    places, columns = index_P[moved].long(), [weight_ND, *states]
+    places = index_P[moved].long()
+    columns = [weight_ND, *states]
     picked = [c[places] for c in columns]
     update_rows_reference(picked[0], picked[1:], grad_PD[moved], rule, None if draw_P is None else draw_P[moved])
     for column, values in zip(columns, picked, strict=True):

@@ -22,7 +22,8 @@ from nestrec.ops.kernel_op import HAS_TRITON
 
 HALF_TYPES = (torch.bfloat16, torch.float16)
 _SIGN, _INFINITY = 0x8000, 0x7F800000
-_FRACTION, _ONE = 0x7FFFFF, 1 << 23
+_FRACTION = 0x7FFFFF
+_ONE = 1 << 23
 _BIAS, _FIRST_NORMAL, _FIRST_TOO_LARGE = 112, 113, 143
 """float16: how far its exponents lie below those of float32; those of its smallest and of no normal number"""
 
@@ -40,7 +41,8 @@ def whole(rows: torch.Tensor) -> torch.Tensor:
 
 def rounded(value_PD: torch.Tensor, draw_P: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """(P, D) float32 values in a 16-bit type; draw: an int64 key for the random bits of each row. The definition."""
-    bits_PD, random_PD = value_PD.contiguous().view(torch.int32), draws24(draw_P, value_PD.shape[1])
+    bits_PD = value_PD.contiguous().view(torch.int32)
+    random_PD = draws24(draw_P, value_PD.shape[1])
     size_PD = bits_PD & 0x7FFFFFFF
     of_type = _rounded_bfloat16 if dtype == torch.bfloat16 else _rounded_float16
     # a NaN has no sign: those that a GPU makes are positive, those of a CPU often negative
@@ -72,7 +74,8 @@ def store_rounded(value_PD: torch.Tensor, draw_P: torch.Tensor, out_PD: torch.Te
 
     dim: only the first so many of each row; rows that are whole in memory are quicker than columns cut out of them.
     """
-    bits, out = value_PD.view(torch.int32).numpy().view(np.uint32), out_PD.view(torch.int16).numpy().view(np.uint16)
+    bits = value_PD.view(torch.int32).numpy().view(np.uint32)
+    out = out_PD.view(torch.int16).numpy().view(np.uint16)
     store = _store_bfloat16 if out_PD.dtype == torch.bfloat16 else _store_float16
     draws = draw_P.view(torch.int32).view(-1, 2).numpy().view(np.uint32)
     store(bits, draws, out, out_PD.shape[1] if dim is None else dim)

@@ -163,10 +163,13 @@ def _of_queries(excluded: ExcludedPairs | None, first: int, count: int) -> Exclu
 
 
 def _launch(queries_BD: torch.Tensor, index: IndexRows, k: int, excluded: ExcludedPairs | None) -> torch.Tensor:
-    num_queries, dim, num_groups = len(queries_BD), queries_BD.shape[1], -(-len(index) // GROUP)
+    num_queries = len(queries_BD)
+    dim = queries_BD.shape[1]
+    num_groups = -(-len(index) // GROUP)
     queries_BD, rows_ND = queries_BD.to(index.query_dtype).contiguous(), index.rows_ND
     assert (rows_ND.stride(1), rows_ND.shape[1]) == (1, dim), "elements of a row lie together"
-    is_wide, device = rows_ND.dtype == torch.float32, queries_BD.device
+    is_wide = rows_ND.dtype == torch.float32
+    device = queries_BD.device
     block_b = max(16, min(16 if is_wide else 64, power_of_two(num_queries)))  # what is not a tensor core's is unrolled
     starts = None
     if excluded is not None:

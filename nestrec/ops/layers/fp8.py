@@ -100,7 +100,8 @@ def eight_bit_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     from nestrec.ops.layers.fp8_kernels import eight_bit_rows_kernel
 
     check_strided(x)
-    out, scale = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device), column(x)
+    out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    scale = column(x)
     block = min(1024, power_of_two(x.shape[1]))
     rows = 1024 // block
     eight_bit_rows_kernel[(-(-len(x) // rows),)](

@@ -256,8 +256,10 @@ class _NormProjection(torch.autograd.Function):
         first = options.widths[0]
         parts = silu_columns(z, first)
         if options.forgotten is not None:
-            options.forgotten.z, options.forgotten.first = z, first
-        ctx.options, ctx.weight_type = options, weight.dtype
+            options.forgotten.z = z
+            options.forgotten.first = first
+        ctx.options = options
+        ctx.weight_type = weight.dtype
         ctx.save_for_backward(total, mean, rstd, cast, z, None if options.recompute else rows)
         return total, z[:, :first], *parts.split(list(options.widths[1:]), dim=1)
 
@@ -341,11 +343,13 @@ class _FeedForward(torch.autograd.Function):
         down: torch.Tensor,
         options: _FeedForwardOptions,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        up_cast, down_cast = up.to(options.dtype), down.to(options.dtype)
+        up_cast = up.to(options.dtype)
+        down_cast = down.to(options.dtype)
         total, rows, mean, rstd = add_norm_rows(x, delta, options.dtype, False, options.eps, *options.drop.arguments())
         z = product(rows, up_cast, fp8=options.fp8)
         hidden = swiglu(z)
-        ctx.options, ctx.types = options, (up.dtype, down.dtype)
+        ctx.options = options
+        ctx.types = (up.dtype, down.dtype)
         kept = (None, None) if options.recompute else (rows, hidden)
         ctx.save_for_backward(total, mean, rstd, up_cast, down_cast, z, *kept)
         return total, product(hidden, down_cast, fp8=options.fp8)
@@ -428,7 +432,8 @@ class _GatedOutput(torch.autograd.Function):
     ) -> torch.Tensor:
         gated, mean, rstd = gate_rows(list(parts), gate, options.centred, options.eps, *options.drop.arguments())
         cast = weight.to(options.dtype)
-        ctx.options, ctx.types = options, (weight.dtype, bias.dtype)
+        ctx.options = options
+        ctx.types = (weight.dtype, bias.dtype)
         ctx.save_for_backward(gate, mean, rstd, cast, None if options.recompute else gated, *parts)
         if options.fp8:
             return fp8_product(gated.to(options.dtype), cast.T, bias.to(options.dtype))

@@ -164,7 +164,9 @@ def gate_rows(
     from nestrec.ops.layers.gate_kernels import gate_forward_kernel
 
     check_parts(parts, gate)
-    out, mean, rstd = like(gate), column(gate), column(gate)
+    out = like(gate)
+    mean = column(gate)
+    rstd = column(gate)
     a0, a1, a2 = _three(parts)
     gate_forward_kernel[row_grid(a0, len(parts))](
         a0,
@@ -304,7 +306,9 @@ def _norm(
     from nestrec.ops.layers.row_kernels import norm_forward_kernel
 
     check_rows(x, delta)
-    out, mean, rstd = like(x, out_type), column(x), column(x)
+    out = like(x, out_type)
+    mean = column(x)
+    rstd = column(x)
     norm_forward_kernel[row_grid(x)](
         x,
         x if delta is None else delta,

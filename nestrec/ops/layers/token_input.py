@@ -150,7 +150,8 @@ def scale_rows(x: torch.Tensor, out_type: torch.dtype, factor: float, eps: float
     from nestrec.ops.layers.row_kernels import unit_forward_kernel
 
     check_rows(x)
-    out, inverse = like(x, out_type), column(x)
+    out = like(x, out_type)
+    inverse = column(x)
     unit_forward_kernel[row_grid(x)](x, out, inverse, len(x), eps, factor, **row_tile(x.shape[1]))
     return out, inverse
 
@@ -214,7 +215,9 @@ class _TokenInput(torch.autograd.Function):
         offsets: torch.Tensor,
         options: _Options,
     ) -> torch.Tensor:
-        ctx.options, ctx.types, ctx.table_rows = options, (vector.dtype, table.dtype), len(table)
+        ctx.options = options
+        ctx.types = (vector.dtype, table.dtype)
+        ctx.table_rows = len(table)
         ctx.save_for_backward(offsets)
         return embed_rows(
             vector, table.contiguous(), position, options.dtype, options.factor, *options.drop.arguments()
@@ -224,7 +227,8 @@ class _TokenInput(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (offsets,) = ctx.saved_tensors
         options: _Options = ctx.options
-        drop, grad = options.drop.arguments(), grads[0].contiguous()
+        drop = options.drop.arguments()
+        grad = grads[0].contiguous()
         grad_vector = embed_rows_backward(grad, ctx.types[0], options.factor, *drop)
         grad_table = position_gradient(grad, offsets, ctx.table_rows, *drop).to(ctx.types[1])
         return grad_vector, grad_table, None, None, None
@@ -240,7 +244,8 @@ def unit_rows(x_TD: TableRows, factor: float, eps: float) -> torch.Tensor:
     if isinstance(x_TD, HalfPrecisionRows):
         if not runs_kernels(x_TD.values):
             return unit_rows_reference(x_TD.whole(), factor, eps)
-        leaf_TD, stored_TD = x_TD.anchor, x_TD.values.contiguous()
+        leaf_TD = x_TD.anchor
+        stored_TD = x_TD.values.contiguous()
         return _UnitRows.apply(leaf_TD, stored_TD, compute_type(leaf_TD), factor, eps)  # type: ignore[no-any-return]
     if not runs_kernels(x_TD):
         return unit_rows_reference(x_TD, factor, eps)
@@ -255,7 +260,9 @@ class _UnitRows(torch.autograd.Function):
         """stored: the values, where `x` is the anchor of `HalfPrecisionRows`."""
         read = x if stored is None else stored
         out, inverse = scale_rows(read, dtype, factor, eps)
-        ctx.factor, ctx.eps, ctx.dtype = factor, eps, x.dtype
+        ctx.factor = factor
+        ctx.eps = eps
+        ctx.dtype = x.dtype
         ctx.save_for_backward(read, inverse)
         return out
 

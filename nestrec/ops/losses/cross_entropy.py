@@ -52,7 +52,8 @@ class _InPlaceCrossEntropy(torch.autograd.Function):
             loss_T[tokens] = total_T[tokens] - logit_SI.gather(1, target_T[tokens, None])[:, 0]
             logits.append(logit_SI)
         ctx.save_for_backward(query_TD, row_ID, target_T, total_T)
-        ctx.logits, ctx.tile_tokens = logits, tile_tokens
+        ctx.logits = logits
+        ctx.tile_tokens = tile_tokens
         return loss_T
 
     @staticmethod
@@ -60,7 +61,8 @@ class _InPlaceCrossEntropy(torch.autograd.Function):
         query_TD, row_ID, target_T, total_T = ctx.saved_tensors
         logits, ctx.logits = ctx.logits, None
         assert logits is not None, "the logits are gone: a backward pass runs once"
-        grad_query_TD, grad_row_ID = torch.empty_like(query_TD), torch.zeros_like(row_ID)
+        grad_query_TD = torch.empty_like(query_TD)
+        grad_row_ID = torch.zeros_like(row_ID)
         for tokens, slope_SI in zip(_token_tiles(len(query_TD), ctx.tile_tokens), logits, strict=True):
             upstream_S1 = grads[0][tokens, None]
             slope_SI.sub_(total_T[tokens, None]).exp_().mul_(upstream_S1)
@@ -99,7 +101,8 @@ class _Tiled(torch.autograd.Function):
         tile_tokens: int,
         tile_items: int,
     ) -> torch.Tensor:
-        num_tokens, wide = len(query_TD), torch.promote_types(query_TD.dtype, torch.float32)
+        num_tokens = len(query_TD)
+        wide = torch.promote_types(query_TD.dtype, torch.float32)
         highest_T = torch.full((num_tokens,), -torch.inf, dtype=wide, device=query_TD.device)
         summed_T, first_T = torch.zeros_like(highest_T), torch.zeros_like(highest_T)
         for tokens, items in _tiles(num_tokens, len(row_ID), tile_tokens, tile_items):

@@ -21,7 +21,9 @@ class OffloadedVectors:
     """Vectors of all candidates of a micro-batch."""
 
     def __init__(self, row_UD: torch.Tensor, index_TN: torch.Tensor, segment_tokens: int) -> None:
-        self._row_UD, self._index_TN, self._segment_tokens = row_UD, index_TN, segment_tokens
+        self._row_UD = row_UD
+        self._index_TN = index_TN
+        self._segment_tokens = segment_tokens
         self._is_cuda = row_UD.is_cuda
         shape = (*index_TN.shape, row_UD.shape[1])
         self._host_TND = pinned_empty(shape, row_UD.dtype, row_UD.device)
@@ -80,7 +82,8 @@ class _DoubleBuffer:
     """Two device buffers between the current stream, which computes, and a stream that copies."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._copies = device, _copy_stream(device.index or 0)
+        self._device = device
+        self._copies = _copy_stream(device.index or 0)
         self._buffers: list[torch.Tensor | None] = [None, None]
         self._copied: list[torch.cuda.Event | None] = [None, None]
         self._released: list[torch.cuda.Event | None] = [None, None]

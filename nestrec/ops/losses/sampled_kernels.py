@@ -188,7 +188,9 @@ def forward_kernel(
     query_TD: torch.Tensor, row_UD: torch.Tensor, index_TN: torch.Tensor, bias_TN: torch.Tensor | None, kind: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(T,) losses and (T,) log-sum-exp; inputs are contiguous."""
-    (num_tokens, num_candidates), dim, wide = index_TN.shape, row_UD.shape[1], _wide(row_UD)
+    (num_tokens, num_candidates) = index_TN.shape
+    dim = row_UD.shape[1]
+    wide = _wide(row_UD)
     loss_T, total_T = (torch.empty(num_tokens, dtype=wide, device=row_UD.device) for _ in range(2))
     if num_tokens:
         _forward[(num_tokens,)](
@@ -218,7 +220,9 @@ def backward_kernel(
     kind: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(T, D) gradients of the queries and (T, N) of the logits."""
-    (num_tokens, num_candidates), dim, wide = index_TN.shape, row_UD.shape[1], _wide(row_UD)
+    (num_tokens, num_candidates) = index_TN.shape
+    dim = row_UD.shape[1]
+    wide = _wide(row_UD)
     grad_query_TD = torch.empty(query_TD.shape, dtype=wide, device=row_UD.device)
     slope_TN = torch.empty(index_TN.shape, dtype=wide, device=row_UD.device)
     if num_tokens:
@@ -245,7 +249,8 @@ def sum_outer_kernel(
     slope_TN: torch.Tensor, query_TD: torch.Tensor, index_TN: torch.Tensor, num_rows: int
 ) -> torch.Tensor:
     """(num_rows, D) in the type of the slopes. Positions of a row are brought together by a stable sort."""
-    num_candidates, dim = index_TN.shape[1], query_TD.shape[1]
+    num_candidates = index_TN.shape[1]
+    dim = query_TD.shape[1]
     out_UD = torch.empty(num_rows, dim, dtype=slope_TN.dtype, device=slope_TN.device)
     rows_P, order_P = index_TN.reshape(-1).sort(stable=True)
     num_positions = len(order_P)
@@ -271,7 +276,8 @@ def sum_outer_kernel(
 
 _TYPES = {torch.float32: tl.float32, torch.float64: tl.float64}
 # The best of those tried on an H200, at 12,288 tokens x 129 candidates x 1024 channels of float32 rows.
-_TILE_ELEMENTS, _TILE_WARPS = 8 * 1024, 4
+_TILE_ELEMENTS = 8 * 1024
+_TILE_WARPS = 4
 _OUTER = {"BLOCK_P": 8, "BLOCK_D": 512, "num_warps": 2}
 
 

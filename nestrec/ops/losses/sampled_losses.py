@@ -82,7 +82,9 @@ def sum_outer(slope_TN: torch.Tensor, query_TD: torch.Tensor, index_TN: torch.Te
     if runs_triton(slope_TN):
         return sum_outer_on_device(slope_TN, query_TD, index_TN, num_rows)
     wide_TD = query_TD.to(slope_TN.dtype).contiguous()
-    slope, query, index = slope_TN.contiguous().numpy(), wide_TD.numpy(), index_TN.contiguous().numpy().reshape(-1)
+    slope = slope_TN.contiguous().numpy()
+    query = wide_TD.numpy()
+    index = index_TN.contiguous().numpy().reshape(-1)
     return sum_by_runs(index, num_rows, wide_TD, lambda out, rows, low, high: _add(out, rows, slope, query, low, high))
 
 
@@ -103,7 +105,8 @@ def _add(out: NDArray[Any], rows: NDArray[Any], slope: NDArray[Any], query: NDAr
     width = slope.shape[1]
     for t in range(slope.shape[0]):
         for n in range(width):
-            row, weight = rows[t * width + n], slope[t, n]
+            row = rows[t * width + n]
+            weight = slope[t, n]
             if low <= row < high and weight != 0.0:
                 for d in range(query.shape[1]):
                     out[row, d] += weight * query[t, d]
@@ -127,7 +130,9 @@ class GatheredVectors:
     """Gathered by index whenever they are needed."""
 
     def __init__(self, row_UD: torch.Tensor, index_TN: torch.Tensor, segment_tokens: int) -> None:
-        self._row_UD, self._index_TN, self._segment_tokens = row_UD, index_TN, segment_tokens
+        self._row_UD = row_UD
+        self._index_TN = index_TN
+        self._segment_tokens = segment_tokens
 
     def forward(self) -> Iterator[Segment]:
         for start, stop in segments(len(self._index_TN), self._segment_tokens):
@@ -184,14 +189,17 @@ class _Segmented(torch.autograd.Function):
             logit_SN = _logits(query_TD[start:stop], vector_SND, candidates.part(start, stop))
             loss_T[start:stop], total_T[start:stop] = loss_of_logits(logit_SN, kind)
         ctx.save_for_backward(query_TD, index_TN, total_T, *([] if bias_TN is None else [bias_TN]))
-        ctx.vectors, ctx.kind, ctx.num_rows = vectors, kind, len(row_UD)
+        ctx.vectors = vectors
+        ctx.kind = kind
+        ctx.num_rows = len(row_UD)
         return loss_T
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query_TD, index_TN, total_T, *bias = ctx.saved_tensors
         candidates = LossCandidates(index_TN, bias[0] if bias else None)
-        grad_query_TD, slope_TN = torch.empty_like(query_TD), query_TD.new_empty(index_TN.shape)
+        grad_query_TD = torch.empty_like(query_TD)
+        slope_TN = query_TD.new_empty(index_TN.shape)
         for start, stop, vector_SND in ctx.vectors.backward():
             logit_SN = _logits(query_TD[start:stop], vector_SND, candidates.part(start, stop))
             slope_SN = slopes(logit_SN, total_T[start:stop], ctx.kind) * grads[0][start:stop, None]
@@ -312,7 +320,8 @@ def grouped_loss(
     flat = token_GS.clamp(min=0).flatten()
     place_GS = positive_T.index_select(0, flat).view(token_GS.shape)
     bias_GS = None if bias_T is None else bias_T.index_select(0, flat).view(token_GS.shape)
-    q_GSD, p_GSD = deal_rows(query_TD, token_GS), gather_rows(row_UD, place_GS)
+    q_GSD = deal_rows(query_TD, token_GS)
+    p_GSD = gather_rows(row_UD, place_GS)
     return _GroupedLoss.apply(  # type: ignore[no-any-return]
         q_GSD, p_GSD.to(q_GSD.dtype), place_GS, token_GS >= 0, bias_GS, kind
     )

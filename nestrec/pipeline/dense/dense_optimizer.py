@@ -86,7 +86,8 @@ class TorchOptimizerAdapter:
     """Wraps a `torch.optim.Optimizer` over the weights of a model; its learning rates are its own."""
 
     def __init__(self, named: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
-        self._named, self._optimizer = named, optimizer
+        self._named = named
+        self._optimizer = optimizer
 
     @property
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
@@ -119,7 +120,8 @@ class TorchOptimizerAdapter:
 
     def settings(self) -> dict[str, Any]:
         """What is no tensor, as JSON has it: numbers of each group, such as learning rates, and of each weight."""
-        held, groups = self._optimizer.state, self._optimizer.param_groups
+        held = self._optimizer.state
+        groups = self._optimizer.param_groups
         numbers = {name: _plain_of(held[weight]) for name, weight in self._named.items() if weight in held}
         return {
             "kind": type(self._optimizer).__name__,
@@ -166,7 +168,9 @@ class AdamW:
     """Weights with their moments and step counts. On a GPU one kernel updates all, elsewhere lists of tensors."""
 
     def __init__(self, named: Mapping[str, nn.Parameter], cfg: OptimizerConfig, device: torch.device):
-        self._named, self._cfg, self._is_fused = named, cfg, device.type == "cuda"
+        self._named = named
+        self._cfg = cfg
+        self._is_fused = device.type == "cuda"
         self.state: dict[str, dict[str, torch.Tensor]] = {}
         """by name of the weight: what STATE names; empty before the first step"""
 
@@ -247,9 +251,11 @@ class DenseOptimizer:
         sharded = {} if self.sharded is None else self.sharded.held
         # What this rank updates: slices where there are some.
         self._named = {name: sharded.get(name, p) for name, p in model.named_parameters()}
-        self._model, self._control = model, topology.control
+        self._model = model
+        self._control = topology.control
         self._learning = self._learning_now()
-        self._device, self._row_watch = device, row_watch
+        self._device = device
+        self._row_watch = row_watch
         self._optimizer = (
             AdamW(self._named, optimizer, device)
             if isinstance(optimizer, OptimizerConfig)
@@ -264,7 +270,8 @@ class DenseOptimizer:
             begins_early=ranks.dense_overlap and not sharded,
         )
         cfg = optimizer if isinstance(optimizer, OptimizerConfig) else OptimizerConfig()
-        self._clip_norm, self._mean_part = cfg.clip_norm, cfg.ema
+        self._clip_norm = cfg.clip_norm
+        self._mean_part = cfg.ema
         self._means = {} if self._mean_part is None else {n: p.detach().clone() for n, p in self._named.items()}
 
     def _torch_optimizer(self, optimizer: torch.optim.Optimizer) -> TorchOptimizerAdapter:

@@ -75,7 +75,8 @@ class FSDPLayers:
         group = topology.dense.group
         assert group is not None, "there is nothing to share among one"
         self._encoder, layers, self._width = _encoder_of(model)
-        self._communicator, self._device = topology.dense, topology.device
+        self._communicator = topology.dense
+        self._device = topology.device
         with torch.no_grad():
             for parameter in layers.parameters():
                 broadcast(self._communicator, parameter.data)

@@ -59,7 +59,8 @@ class DualBufferSchedule(PipelinedSchedule):
         self._lookup = self.lookup_type(self._machine)
 
     def advance(self, step: TrainingStep, feed: LookaheadIterator) -> StepTotals:
-        machine, lookup = self._machine, self._lookup
+        machine = self._machine
+        lookup = self._lookup
         with machine.step(step):
             now = lookup.rows_of(step)
             loss, last_gradients = machine.in_turn(now, lambda: lookup.look_ahead(now, step, feed))

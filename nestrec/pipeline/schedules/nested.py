@@ -49,7 +49,8 @@ class NestedSchedule(PipelinedSchedule):
         self._first: _First | None = None
 
     def advance(self, step: TrainingStep, feed: LookaheadIterator) -> StepTotals:
-        machine, lookup = self._machine, self._lookup
+        machine = self._machine
+        lookup = self._lookup
         with machine.step(step):
             now = lookup.rows_of(step)
             first = self._first.vectors if self._first is not None and self._first.batch is now else None

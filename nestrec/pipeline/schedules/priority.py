@@ -67,7 +67,8 @@ class PrioritySchedule(PipelinedSchedule):
     ) -> None:
         super().__init__(engine, compute, dense, tracer, options)
         self._stages = CollisionStages(self._machine)
-        self._keys, self._buffers = KeyPrefetcher(self._machine, _KEYS_AHEAD), RowBuffers(turns=2)
+        self._keys = KeyPrefetcher(self._machine, _KEYS_AHEAD)
+        self._buffers = RowBuffers(turns=2)
         self._deferred: _Deferred | None = None
         self._begun: _StartedBatch | None = None
 
@@ -75,8 +76,10 @@ class PrioritySchedule(PipelinedSchedule):
         machine = self._machine
         with machine.step(step):
             begun = self._begin(step)
-            now, pair = begun.batch, self.look_beside(begun.batch, step, feed)
-            deferred, loss = None, machine.zero()
+            now = begun.batch
+            pair = self.look_beside(begun.batch, step, feed)
+            deferred = None
+            loss = machine.zero()
             for i, coming in enumerate(begun.vectors):
                 coming.wait()
                 loss = loss + machine.compute(now, i)
@@ -137,7 +140,8 @@ class PrioritySchedule(PipelinedSchedule):
         if pair is None:
             self._machine.write_back(now, None)
             return
-        shared, newer = self._machine.copy_shared(now, pair.following), pair.newer
+        shared = self._machine.copy_shared(now, pair.following)
+        newer = pair.newer
         if defers:
             self._deferred = _Deferred(pair, step.rates, shared)
         else:

@@ -42,12 +42,16 @@ class SerialSchedule:
     def __init__(
         self, engine: EmbeddingEngine, compute: ModelCompute, dense: DenseSide, tracer: Tracer, options: PipelineConfig
     ) -> None:
-        self._engine, self._compute, self._dense, self._tracer = engine, compute, dense, tracer
+        self._engine = engine
+        self._compute = compute
+        self._dense = dense
+        self._tracer = tracer
         self._window_cache = options.window_cache
 
     def advance(self, step: TrainingStep, feed: LookaheadIterator) -> StepTotals:
         """Train on one batch; returns the loss of the global batch, not yet read from the device."""
-        engine, micro_batches = self._engine, step.batch.micro_batches
+        engine = self._engine
+        micro_batches = step.batch.micro_batches
         check_can_cut(self._compute.couples_samples, len(micro_batches))
         if self._window_cache:
             check_can_cache(len(micro_batches))
@@ -90,7 +94,8 @@ class SerialSchedule:
         with self._span("train.embedding.vectors", "communication", is_collective=True):
             window.receive(i)
         with self._span("train.compute", "compute"):
-            on_device, rows = self._compute.transfer(micro_batch), window.vectors(i)
+            on_device = self._compute.transfer(micro_batch)
+            rows = window.vectors(i)
             loss, gradients = self._compute.forward_backward(
                 on_device, rows, window.routed.micro_batches[i].index, weight
             )

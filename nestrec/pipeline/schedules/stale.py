@@ -61,7 +61,8 @@ class StaleSchedule(PipelinedSchedule):
 
     def _rows_of(self, number: int, batch: Batch) -> FetchedBatch[ExchangeWindow]:
         """The batch with its rows, read now unless they were before."""
-        keys, read = self._keys.begun(number, batch), self._read.get(number)
+        keys = self._keys.begun(number, batch)
+        read = self._read.get(number)
         if read is None or read.keys is not keys:
             read = self._read[number] = self._machine.read_ahead(keys)
         return read

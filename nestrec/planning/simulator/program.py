@@ -163,7 +163,8 @@ class Recorder(Tracer):
             return
         thread = self._thread
         assert thread.span is None, f"{span.name} inside {thread.span and thread.span.name}: stages do not nest"
-        thread.span, thread.operations = span, []
+        thread.span = span
+        thread.operations = []
 
     def ended(self, span: OpenSpan) -> None:
         if span.kind == "step":
@@ -180,7 +181,8 @@ class Recorder(Tracer):
             operations=tuple(thread.operations) or (span.name,),
             after=tuple(dict.fromkeys(thread.waits)),
         )
-        thread.span, thread.waits = None, []
+        thread.span = None
+        thread.waits = []
         if self._is_main:
             self._events.append(("work", span.id))
 

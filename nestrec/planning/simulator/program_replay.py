@@ -122,7 +122,9 @@ def replay(program: Program, costs: Costs, mesh: Mesh) -> Replay:
 
 class _Walk:
     def __init__(self, program: Program, costs: Costs, mesh: Mesh) -> None:
-        self._program, self._costs, self._mesh = program, costs, mesh
+        self._program = program
+        self._costs = costs
+        self._mesh = mesh
         shape = (len(program.stages), mesh.world)
         self._start, self._entered, self._end = np.zeros(shape), np.zeros(shape), np.zeros(shape)
         self._now = np.zeros(mesh.world)
@@ -174,14 +176,18 @@ class _Spans:
     """Walks through the program again, along one rank."""
 
     def __init__(self, replayed: Replay, rank: int) -> None:
-        self._replay, self._rank = replayed, rank
+        self._replay = replayed
+        self._rank = rank
         self._program = replayed.program
-        self._start, self._end = replayed.start[:, rank], replayed.end[:, rank]
+        self._start = replayed.start[:, rank]
+        self._end = replayed.end[:, rank]
         self._spans: list[Span] = []
         self._ids = len(self._program.stages)
 
     def walk(self) -> list[Span]:
-        now, begin, step_now = 0.0, 0.0, 0
+        now = 0.0
+        begin = 0.0
+        step_now = 0
         free: dict[str, float] = defaultdict(float)
         for event in self._program.events:
             if event.kind == "begin":

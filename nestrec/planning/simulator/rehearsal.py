@@ -47,7 +47,8 @@ def rehearse(
 
     replica_sync: given where there are replica groups. The other holders of the toy's rows have nothing to say.
     """
-    recorder, topology = Recorder(), Topology.single()
+    recorder = Recorder()
+    topology = Topology.single()
     if replica_sync is not None:
         topology = replace(topology, world=2, num_replicas=2)
     table = TableConfig(name="toy", dim=_DIM, num_rows=_ROWS)

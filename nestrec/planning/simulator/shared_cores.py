@@ -54,9 +54,14 @@ def replay_shared(program: Program, costs: Costs, mesh: Mesh, hosts: Hosts) -> R
 
 class _Simulation:
     def __init__(self, program: Program, costs: Costs, mesh: Mesh, hosts: Hosts) -> None:
-        self._program, self._costs, self._mesh, self._hosts = program, costs, mesh, hosts
+        self._program = program
+        self._costs = costs
+        self._mesh = mesh
+        self._hosts = hosts
         shape = (len(program.stages), mesh.world)
-        self._start, self._entered, self._end = np.full(shape, _NEVER), np.zeros(shape), np.full(shape, _NEVER)
+        self._start = np.full(shape, _NEVER)
+        self._entered = np.zeros(shape)
+        self._end = np.full(shape, _NEVER)
         self._now = 0.0
         self._sent = [-_NEVER] * mesh.world
         names = ["compute", *dict.fromkeys(s.lane for s in program.stages if s.lane != "compute")]
@@ -121,7 +126,8 @@ class _Simulation:
         found = [self._costs.of(operation, stage.step, stage.micro_batch) for operation in stage.operations]
         lane.operations = deque(found)
         lane.busy_left = _of_rank(found[0].busy_s, lane.rank)
-        lane.wire_until, lane.joins = _NEVER, None
+        lane.wire_until = _NEVER
+        lane.joins = None
 
     def _go_on(self, lane: _Lane) -> bool:
         """From work to the wire, from one operation to the next, from the last one to the end of the stage."""
@@ -139,7 +145,8 @@ class _Simulation:
         if cost.scope != "rank" and lane.wire_until > self._now + _DONE_S:
             return False
         lane.operations.popleft()
-        lane.wire_until, lane.joins = _NEVER, None
+        lane.wire_until = _NEVER
+        lane.joins = None
         if lane.operations:
             lane.busy_left = _of_rank(lane.operations[0].busy_s, lane.rank)
         else:

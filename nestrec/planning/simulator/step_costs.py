@@ -37,8 +37,12 @@ class StepCosts:
     def __init__(
         self, loads: Loads, profile: Profile, links: Links, mesh: Mesh, *, store: StoreKind, hands_over: bool
     ) -> None:
-        self._loads, self._profile, self._links, self._sizes = loads, profile, links, Sizes.of(mesh)
-        self._store, self._hands_over = profile.store(store), hands_over
+        self._loads = loads
+        self._profile = profile
+        self._links = links
+        self._sizes = Sizes.of(mesh)
+        self._store = profile.store(store)
+        self._hands_over = hands_over
         self._known: dict[tuple[str, int, int | None], Cost] = {}
         self._operations: dict[str, _Operation] = {
             "deduplicate": lambda p, n: self._work(profile.deduplicate, loads.keys[p]),
@@ -96,15 +100,18 @@ class StepCosts:
     def _collisions(self, p: int, n: int | None) -> Cost:
         """Owners tell sources with a byte a key which rows two batches share."""
         asked = self._loads.asked[p].sum(axis=1)
-        rate, crossing = self._profile.intersect, self._links.all_to_all(self._sizes.shards, asked)
+        rate = self._profile.intersect
+        crossing = self._links.all_to_all(self._sizes.shards, asked)
         return self._crossing(rate.fixed_s + rate.unit_s * asked, crossing, "shards")
 
     def _exchange_vectors(self, p: int, n: int | None) -> Cost:
-        served, received = self._loads.served_bytes[p][:, n], self._loads.received_bytes[p][:, n]
+        served = self._loads.served_bytes[p][:, n]
+        received = self._loads.received_bytes[p][:, n]
         return self._exchange(self._profile.exchange_vectors, served, received)
 
     def _exchange_gradients(self, p: int, n: int | None) -> Cost:
-        returned, summed = self._loads.returned_bytes[p][:, n], self._loads.summed_bytes[p][:, n]
+        returned = self._loads.returned_bytes[p][:, n]
+        summed = self._loads.summed_bytes[p][:, n]
         return self._exchange(self._profile.exchange_gradients, returned, summed)
 
     def _exchange(self, rate: LinearCost, sent: Any, received: Any) -> Cost:
@@ -118,7 +125,8 @@ class StepCosts:
 
     def _forward_backward(self, p: int, n: int | None) -> Cost:
         rates = self._profile.compute
-        linear, attention = self._loads.linear_flops[p][:, n], self._loads.attention_flops[p][:, n]
+        linear = self._loads.linear_flops[p][:, n]
+        attention = self._loads.attention_flops[p][:, n]
         return Cost(rates.fixed_s + rates.flop_s * linear + rates.attention_flop_s * attention)
 
     def _sum_over_holders(self, p: int, n: int | None) -> Cost:
@@ -171,8 +179,11 @@ class RandomizedCosts:
 
     def __init__(self, costs: Costs, spreads: Spreads, world: int, *, wire_speed: float, seed: int) -> None:
         """wire_speed: amount of the spreads of what crosses, for each second of the link."""
-        self._costs, self._spreads, self._world = costs, spreads, world
-        self._wire_speed, self._seed = wire_speed, seed
+        self._costs = costs
+        self._spreads = spreads
+        self._world = world
+        self._wire_speed = wire_speed
+        self._seed = seed
 
     def of(self, operation: str, step: int, micro_batch: int | None) -> Cost:
         cost = self._costs.of(operation, step, micro_batch)
@@ -191,7 +202,8 @@ class ScaledCosts:
     """`costs` whose work takes `factor` times as long."""
 
     def __init__(self, costs: Costs, factor: float) -> None:
-        self._costs, self._factor = costs, factor
+        self._costs = costs
+        self._factor = factor
 
     def of(self, operation: str, step: int, micro_batch: int | None) -> Cost:
         cost = self._costs.of(operation, step, micro_batch)

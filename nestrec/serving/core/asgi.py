@@ -89,7 +89,8 @@ class HttpResponse:
     __slots__ = ("body", "headers", "is_counted", "status")
 
     def __init__(self, status: int, body: bytes, content_type: bytes = JSON, *headers: Header):
-        self.status, self.body = status, body
+        self.status = status
+        self.body = body
         self.is_counted = False
         """it has been, where it comes from"""
         self.headers = [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *headers]
@@ -157,7 +158,9 @@ class Body:
     """The body of a request, declared or chunked, within its limits of size and time."""
 
     def __init__(self, scope: Scope, receive: Receive, limits: LimitsConfig):
-        self._headers, self._receive, self._limits = dict(scope["headers"]), receive, limits
+        self._headers = dict(scope["headers"])
+        self._receive = receive
+        self._limits = limits
         self._is_read = False
 
     @property
@@ -173,7 +176,8 @@ class Body:
             raise BadRequestError("the content type must be application/json", status=415)
         if self._headers.get(b"content-encoding", b"identity").strip().lower() != b"identity":
             raise BadRequestError("the body must not be compressed", "content-encoding", status=415)
-        declared, most = self._headers.get(b"content-length", b"0"), self._limits.max_body_bytes
+        declared = self._headers.get(b"content-length", b"0")
+        most = self._limits.max_body_bytes
         if declared.isdigit() and int(declared[:20]) > most:
             raise BadRequestError(f"the body must have at most {most} bytes", status=413)
         try:
@@ -186,7 +190,8 @@ class Body:
 
 
 async def _read(receive: Receive, most: int) -> bytes:
-    parts, size = [], 0
+    parts = []
+    size = 0
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
@@ -201,7 +206,8 @@ async def _read(receive: Receive, most: int) -> bytes:
 
 async def unless_disconnected(work: Coroutine[Any, Any, Result], receive: Receive) -> Result:
     """The result of `work`, which is cancelled when the client goes away."""
-    task, is_gone = asyncio.current_task(), False
+    task = asyncio.current_task()
+    is_gone = False
     assert task is not None
 
     async def watch() -> None:

@@ -107,7 +107,9 @@ class EngineCostModel:
 
         Written out, since it runs with every batch: loops over three unknowns, or arrays of three, take twice as long.
         """
-        (w0, w1, w2), (e0, e1, e2), keep = work, self._expected, _FORGET
+        (w0, w1, w2) = work
+        (e0, e1, e2) = self._expected
+        keep = _FORGET
         g00, g11, g22, g01, g02, g12 = self._gram
         m0, m1, m2 = self._moment
         back = (1.0 - _FORGET) * _PRIOR  # what is forgotten of the expectation comes back

@@ -3,7 +3,8 @@ class RequestRejectedError(Exception):
 
     def __init__(self, reason: str, retry_after_s: float):
         super().__init__(reason)
-        self.reason, self.retry_after_s = reason, retry_after_s
+        self.reason = reason
+        self.retry_after_s = retry_after_s
 
 
 class OverloadedError(RequestRejectedError):

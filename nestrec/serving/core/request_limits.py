@@ -65,7 +65,9 @@ class BadRequestError(Exception):
     def __init__(self, message: str, field: str = "", status: int = 400, *, remedy: str = ""):
         """remedy: what the sender can do, if that is not part of the message."""
         super().__init__(message)
-        self.message, self.field, self.status = message, field, status
+        self.message = message
+        self.field = field
+        self.status = status
         self.remedy = remedy
 
 

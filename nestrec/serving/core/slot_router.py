@@ -114,8 +114,12 @@ class Router:
         free_load: int = 8,
         sticky_s: float = 2.0,
     ):
-        self._ring, self._keyed, self._clock, self._sticky_s = ring, keyed, clock, sticky_s
-        self._bound, self._free_load = bound, free_load
+        self._ring = ring
+        self._keyed = keyed
+        self._clock = clock
+        self._sticky_s = sticky_s
+        self._bound = bound
+        self._free_load = free_load
         self._num_slots = num_slots = max(ring.slots) + 1
         self.loads = [0] * num_slots
         self.is_alive = [True] * num_slots
@@ -182,7 +186,8 @@ class Router:
     def resize(self, num_slots: int) -> None:
         """More slots, or fewer: users of the new ones come from all others, and those of the last ones go to all
         others; nobody else moves. Requests under way in slots that are gone end as they began."""
-        self._ring, self._num_slots = Ring.make(num_slots, self._keyed), num_slots
+        self._ring = Ring.make(num_slots, self._keyed)
+        self._num_slots = num_slots
         more = num_slots - len(self.loads)
         if more > 0:
             self.loads += [0] * more

@@ -18,7 +18,9 @@ class TypedList(Sequence[Any]):
     __slots__ = ("kind", "values", "words")
 
     def __init__(self, kind: Kind, values: Ids, words: tuple[str | None, ...] = ()):
-        self.kind, self.values, self.words = kind, values, words
+        self.kind = kind
+        self.values = values
+        self.words = words
 
     @property
     def types(self) -> set[type]:

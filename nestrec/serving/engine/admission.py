@@ -32,7 +32,9 @@ class QueueEstimate:
         """most_signals_s: what a batch may have of them."""
         self.num_works = 0
         self.signals_s = 0.0
-        self._requests_s, self._most_signals_s, self._num_requests = 0.0, most_signals_s, 0
+        self._requests_s = 0.0
+        self._most_signals_s = most_signals_s
+        self._num_requests = 0
         self._clients: dict[str, _Client] = {}
 
     @property
@@ -88,7 +90,8 @@ class QueueEstimate:
 
     def expected_s(self, client: str, user: str | None, seconds: float) -> float:
         """Until work of so many seconds would be done. user: none where it is not known yet, and so a new one."""
-        own, signals_s = self._clients.get(client), self._signals_before_s
+        own = self._clients.get(client)
+        signals_s = self._signals_before_s
         if own is None:
             return signals_s + min(self._requests_s, len(self._clients) * seconds) + seconds
         user_s, _ = own.users.get(user, (0.0, 0)) if user is not None else (0.0, 0)
@@ -106,7 +109,9 @@ class AdmissionEstimator:
     """Any thread asks; one at a time tells."""
 
     def __init__(self, costs: EngineCostModel, pace: BatchPacer, backlog: QueueEstimate):
-        self._costs, self._pace, self._backlog = costs, pace, backlog
+        self._costs = costs
+        self._pace = pace
+        self._backlog = backlog
         self._byte_s = 0.0  # device seconds of a byte of a request
 
     def full_rank_s(self, length: int, num_candidates: int) -> float:

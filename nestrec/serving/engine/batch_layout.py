@@ -208,10 +208,15 @@ class Sections:
 
 def lay_out(pool: PagePool, parts: Sequence[RequestRows], to: Sections) -> None:
     """Write a batch. What is left of its room names row 0, and nothing of it is kept."""
-    rows, segments, pages = [], [], list[int]()
-    row, candidate_row, prefix_pages = 0, sum(part.end - part.first for part in parts), 0
+    rows = []
+    segments = []
+    pages = list[int]()
+    row = 0
+    candidate_row = sum(part.end - part.first for part in parts)
+    prefix_pages = 0
     for part in parts:
-        asked, history = part.num_asked, part.end - part.first
+        asked = part.num_asked
+        history = part.end - part.first
         prefix = -(-part.first // pool.page_tokens)
         rows.append((part.first, part.end, part.stored, asked, len(pages), prefix, len(part.tokens.before)))
         segments.append(PagedSegment(part.first, history, asked, row, candidate_row, prefix_pages, part.tokens.cut))
@@ -252,7 +257,8 @@ def _fill_records(parts: Sequence[RequestRows], to: Sections) -> None:
 def _fill_times(parts: Sequence[RequestRows], to: Sections) -> None:
     row = 0
     for part in parts:
-        tokens, rows = part.tokens, slice(row, row + part.end - part.first)
+        tokens = part.tokens
+        rows = slice(row, row + part.end - part.first)
         tokens.write_seconds(tokens.times_ms, part.first, part.end, to.time_T[rows])
         if tokens.asked_ms is tokens.times_ms:
             to.query_time_T[rows] = to.time_T[rows]
@@ -262,7 +268,8 @@ def _fill_times(parts: Sequence[RequestRows], to: Sections) -> None:
     for part in parts:
         if part.asked is not None:
             rows = slice(row, row + part.num_asked)
-            to.time_T[rows], to.query_time_T[rows] = part.asked.time_ms / 1000.0, part.asked.asked_ms / 1000.0
+            to.time_T[rows] = part.asked.time_ms / 1000.0
+            to.query_time_T[rows] = part.asked.asked_ms / 1000.0
             row = rows.stop
     to.time_T[row:] = to.query_time_T[row:] = 0.0
 
@@ -318,11 +325,14 @@ def _write_rows(  # noqa: PLR0917 - compiled functions take their arguments by p
         row += end - first
         used_pages[page : page + num_pages] = pages[first_page : first_page + num_pages]
         page += num_pages
-    num_history, asked = row, 0
+    num_history = row
+    asked = 0
     for i in range(len(parts)):
         for _ in range(parts[i, 3]):
-            token_T[row], position_T[row] = 2 * record, parts[i, 1]
-            row_C[asked], record_C[asked] = row, record
+            token_T[row] = 2 * record
+            position_T[row] = parts[i, 1]
+            row_C[asked] = row
+            record_C[asked] = record
             row, asked, record = row + 1, asked + 1, record + 1
     slot_T[num_history:] = -1
     token_T[row:], position_T[row:] = 0, 0

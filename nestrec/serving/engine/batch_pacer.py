@@ -111,14 +111,16 @@ class BatchPacer:
 
     def __init__(self, *, spins: bool, clock: Clock | None = None):
         """spins: the thread keeps its core busy while there is work."""
-        self.spins, self._clock = spins, clock or RealClock()
+        self.spins = spins
+        self._clock = clock or RealClock()
         self._spin = Spin() if spins else None
         self._calls = Calls()
         self._busy_until_s = 0.0
         self._lead_s, self._spread_s = 1e-3, 2e-4  # of late, from plan to launch
         self.busy_share = 1.0
         """of its time of late for which the device has worked"""
-        self._window_began_s, self._window_worked_s = self._clock.now_s(), 0.0
+        self._window_began_s = self._clock.now_s()
+        self._window_worked_s = 0.0
         self.host_s = 0.0
         """of a batch by itself, beside the device's: from its plan to its last answer, of late"""
         self.slowness = 1.0
@@ -139,7 +141,8 @@ class BatchPacer:
         self._window_worked_s += seconds
         if (span_s := ended_s - self._window_began_s) >= _WINDOW_S:
             self.busy_share = min(1.0, self._window_worked_s / span_s)
-            self._window_began_s, self._window_worked_s = ended_s, 0.0
+            self._window_began_s = ended_s
+            self._window_worked_s = 0.0
 
     def answered_alone(self, host_s: float) -> None:
         """A batch beside which there was no other took the host so long."""
@@ -169,7 +172,8 @@ class BatchPacer:
     def wait(self, *, has_work: bool) -> None:
         """A part of the time until the next batch is to be planned, or until one on its way ends: what arrives
         meanwhile can wait for the next turn."""
-        left_s, turn_in_s = self._busy_until_s - self._clock.now_s(), self.turn_in_s
+        left_s = self._busy_until_s - self._clock.now_s()
+        turn_in_s = self.turn_in_s
         has_turn = has_work or turn_in_s > 0
         if self._spin is not None:
             self._spin.wait(max(_SHORTEST_SPIN_S, min(_LOOKED_FOR * left_s, turn_in_s if has_turn else left_s)))
@@ -187,7 +191,8 @@ class BatchPacer:
         """A moment before sleeping: requests come in bursts, and a core that slept is slow for the first of them."""
         if self._spin is None:
             return
-        seen, end_s = self._calls.count, self._clock.now_s() + _AWAKE_S
+        seen = self._calls.count
+        end_s = self._clock.now_s() + _AWAKE_S
         if not has_something_to_do():
             while self._calls.count == seen and (left_s := end_s - self._clock.now_s()) > 0:
                 self._spin.wait_for_call(left_s, self._calls, seen)

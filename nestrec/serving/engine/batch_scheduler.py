@@ -142,9 +142,15 @@ class RankScheduler:
         is_wanted: Callable[[EngineRequest], bool],
         resume: Callable[[EngineRequest], None],
     ):
-        self._cfg, self._tiers, self._costs, self._chunk_s, self._cut_s = cfg, tiers, costs, chunk_s, cut_s
-        self._tokens_an_event, self._appends_candidates = tokens_an_event, appends_candidates
-        self._is_wanted, self._resume = is_wanted, resume
+        self._cfg = cfg
+        self._tiers = tiers
+        self._costs = costs
+        self._chunk_s = chunk_s
+        self._cut_s = cut_s
+        self._tokens_an_event = tokens_an_event
+        self._appends_candidates = appends_candidates
+        self._is_wanted = is_wanted
+        self._resume = resume
         self._begun: dict[CacheKey, EngineRequest] = {}
         self.clear()
 
@@ -185,7 +191,8 @@ class RankScheduler:
             return False, 0.0
         if work.key in batch.keys or self._begun.get(work.key, work) is not work:
             return True, 0.0
-        source, entry = work.source, self._tiers.find(work)
+        source = work.source
+        entry = self._tiers.find(work)
         if work.is_begun:  # what is found now it has computed itself
             work.source = source
         behind = len(self.queue)
@@ -206,7 +213,8 @@ class RankScheduler:
     def _begins(self, step: ScheduledChunk) -> None:
         work = step.work
         if not work.is_begun:
-            work.is_begun, work.num_cached = True, step.part.first
+            work.is_begun = True
+            work.num_cached = step.part.first
         work.num_planned += step.part.num_candidates
         if step.is_last:
             self.forget(work)
@@ -221,7 +229,8 @@ class RankScheduler:
 
     def _seconds(self, work: EngineRequest, entry: Entry | None) -> float:
         """Of all that is left of a request."""
-        first, candidates = entry.length if entry is not None else 0, work.candidates_left
+        first = entry.length if entry is not None else 0
+        candidates = work.candidates_left
         num_candidates = 0 if candidates is None else len(candidates)
         return self._costs.predict_s(*self._costs.work(first, work.tokens.length - first, num_candidates), steps=0.0)
 
@@ -290,12 +299,19 @@ class BatchScheduler:
         count: Callable[[str], None],
         queued_s: Callable[[], float],
     ):
-        self._cfg, self._tiers, self._clock, self._tokens_an_event = cfg, tiers, clock, tokens_an_event
-        self._costs, self._row_step = costs, row_step
+        self._cfg = cfg
+        self._tiers = tiers
+        self._clock = clock
+        self._tokens_an_event = tokens_an_event
+        self._costs = costs
+        self._row_step = row_step
         chunk_ms = cfg.trigger.budget_ms * _CHUNK_SHARE if cfg.chunk_ms is None else cfg.chunk_ms
         self.chunk_s = chunk_ms / 1e3 or math.inf
         """of a batch, up to which signals fill it"""
-        self._end, self._signal_done, self._count, self._queued_s = end, signal_done, count, queued_s
+        self._end = end
+        self._signal_done = signal_done
+        self._count = count
+        self._queued_s = queued_s
         self._ranks = RankScheduler(
             cfg,
             tiers,
@@ -386,7 +402,8 @@ class BatchScheduler:
         """Chunks that fill a batch up: the more requests it ranks, the less, so that all batches are about as long."""
         busy = {step.work.key for step in ranked}
         steps: list[ScheduledChunk] = []
-        budget, rows = self._cfg.max_batch_tokens, sum(step.part.num_new for step in ranked)
+        budget = self._cfg.max_batch_tokens
+        rows = sum(step.part.num_new for step in ranked)
         ranked_s = sum(self._costs.predict_s(*self._costs.work(*step.part.extent), steps=0.0) for step in ranked)
         left_s = max(self.chunk_s - ranked_s, LEAST_SHARE * self.chunk_s)
         for work in [w for w in self._signals.values() if w.key not in busy]:

@@ -76,7 +76,9 @@ class FairQueue:
         self, next_s: Callable[[EngineRequest], float], whole_s: Callable[[EngineRequest], float] | None = None
     ):
         """next_s: device seconds of a work's next piece. whole_s: of all of it."""
-        self._next_s, self._whole_s, self._turns = next_s, whole_s or next_s, _VirtualTime()
+        self._next_s = next_s
+        self._whole_s = whole_s or next_s
+        self._turns = _VirtualTime()
         self._clients: dict[str, _Client] = {}
         self._num_works = 0
 

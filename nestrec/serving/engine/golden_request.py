@@ -52,7 +52,8 @@ def check_probe(runner: BatchRunner) -> None:
     probe = runner.form.servable.probe
     if probe is None:
         return
-    recorded, found = np.array(probe.scores, np.float64), _scores(runner, probe).astype(np.float64)
+    recorded = np.array(probe.scores, np.float64)
+    found = _scores(runner, probe).astype(np.float64)
     is_half = runner.form.servable.dtype.itemsize < torch.float32.itemsize
     allowed = (_TOLERANCE_OF_HALVES if is_half else _TOLERANCE) * max(1e-6, float(np.abs(recorded).max(initial=0.0)))
     if recorded.shape == found.shape and bool((np.abs(found - recorded) <= allowed).all()):
@@ -92,7 +93,8 @@ def _part(form: ModelAdapter, probe: GoldenRequest) -> BatchItem:
 def _features(servable: Servable, count: int) -> dict[str, NDArray[np.int64]]:
     """Categories by turns, those that a request gives."""
     given = servable.given_fields
-    numbers, places = number_bits(np.arange(count, dtype=np.float32)), np.arange(count)
+    numbers = number_bits(np.arange(count, dtype=np.float32))
+    places = np.arange(count)
     found = {n: places % max(1, column.num_rows) if column.has_table else numbers for n, column in given.items()}
     keyed = {n: t.keys for n, t in servable.tables.items() if isinstance(t, KeyedTable) and len(t.keys)}
     return found | {name: keys[places % len(keys)] for name, keys in keyed.items()}

@@ -51,8 +51,10 @@ class GraphBest:
 
     def __init__(self, form: RetrievalAdapter):
         assert isinstance(form.servable.index, DeviceTable)
-        self._form, self._table = form, form.servable.index
-        self._num_rows, self._search = self._table.num_rows, ExactSearch(self._table)
+        self._form = form
+        self._table = form.servable.index
+        self._num_rows = self._table.num_rows
+        self._search = ExactSearch(self._table)
 
     @property
     def num_best(self) -> int:
@@ -93,7 +95,8 @@ def _write_pairs(counts: NDArray[np.int64], items: NDArray[np.int64], pairs: NDA
     for query in range(len(counts)):
         for _ in range(counts[query]):
             if items[place] > 0:  # 0 is no item
-                pairs[0, count], pairs[1, count] = query, items[place] - 1
+                pairs[0, count] = query
+                pairs[1, count] = items[place] - 1
                 count += 1
             place += 1
     pairs[:, count:] = -1
@@ -165,7 +168,11 @@ class CapturedGraph:
     ):
         """content_RW: room for the vectors of records, where they are brought to the device before the graph runs.
         best: the search that the pass ends with."""
-        self._form, self._encoder, self.room, self._content_RW, self._best = form, encoder, room, content_RW, best
+        self._form = form
+        self._encoder = encoder
+        self.room = room
+        self._content_RW = content_RW
+        self._best = best
         self._indices = torch.zeros(room.num_indices, dtype=torch.int32, device=form.servable.device)
         self._graph: torch.cuda.CUDAGraph | None = None
         self._scores: torch.Tensor | None = None
@@ -195,7 +202,9 @@ class CapturedGraph:
             self._content_RW[:num_records] = self._form.content(records)
 
     def _forward(self) -> torch.Tensor:
-        form, encoder, layout = self._form, cast(Any, self._form.encoder), self.room.layout
+        form = self._form
+        encoder = cast(Any, self._form.encoder)
+        layout = self.room.layout
         sections = self._indices.split(list(self.room.sizes))
         time_T, query_time_T = (words.view(torch.float64) if layout.has_times else None for words in sections[:2])
         token_T, position_T, slot_T, blocks, last_blocks, pages, row_C, record_C, records, pairs = sections[2:]
@@ -259,7 +268,9 @@ class GraphRunner:
     spins: bool = True
 
     def __init__(self, form: PagedModelAdapter, encoder: PagedEncoder, pool: PagePool, *, max_tokens: int):
-        self.form, self.pool, self._encoder = form, pool, encoder
+        self.form = form
+        self.pool = pool
+        self._encoder = encoder
         self.row_step = rows_a_wave(form.servable.kept, pool.tensor.device)
         self._layout = layout_of(form, encoder)
         self._most_pages = 32 * -(-form.servable.encoder_config.max_length // pool.page_tokens)

@@ -113,7 +113,9 @@ class ReferenceRunner:
 
     def __init__(self, form: ModelAdapter, pool: PagePool, forward: Forward | None = None):
         """forward: instead of the backbone's cached forward."""
-        self.form, self.pool, self._forward = form, pool, forward or form.servable.cached.forward
+        self.form = form
+        self.pool = pool
+        self._forward = forward or form.servable.cached.forward
 
     def launch(self, parts: Sequence[BatchItem]) -> InFlightBatch:
         start_s = time.perf_counter()
@@ -219,7 +221,8 @@ def plain_runner(servable: Servable, slide_events: int | None = None) -> Referen
 def user_queries(form: RetrievalAdapter, users: Sequence[tuple[History, int]]) -> torch.Tensor:
     """(B, D) for each (history, moment): its product with an item's vector is the item's score. Zeros for those
     without events."""
-    device, tokens = form.servable.device, [form.tokens(history, now_ms) for history, now_ms in users]
+    device = form.servable.device
+    tokens = [form.tokens(history, now_ms) for history, now_ms in users]
     lengths = np.array([one.length for one in tokens], np.int64)
     queries_BD = torch.zeros(len(users), form.servable.encoder_config.dim, dtype=form.servable.dtype, device=device)
     there = np.flatnonzero(lengths)

@@ -249,7 +249,8 @@ class Engine:
         sender: RequestSource = NOBODY,
     ) -> tuple[Decision, EngineRequest | None]:
         """Decide on a signal, and queue it where it is admitted. The history is not looked into before that."""
-        key, (length, cached) = self._key(user), lengths_of(self.form, len(history))
+        key = self._key(user)
+        (length, cached) = lengths_of(self.form, len(history))
         there = min(self.tiers.device.length_of(key), cached) if cached else 0
         with self._condition:
             self._check_open()
@@ -287,7 +288,8 @@ class Engine:
 
     def signals_from(self, num_candidates: int) -> int:
         """Events of the shortest history whose signal would be of use now; more than the longest where none would."""
-        low, high = 1, self.form.max_events + 1
+        low = 1
+        high = self.form.max_events + 1
         while low < high:
             middle = (low + high) // 2
             if self.foresee(middle, num_candidates).reason == "wanted":

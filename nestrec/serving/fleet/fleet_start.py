@@ -51,7 +51,8 @@ def serve_many(
     safety = safety_of(cfg)
     sockets = bound_sockets(cfg.host, cfg.port)
     url = url_of(cfg.host, port_of(sockets), is_tls=safety.certificates is not None)
-    arguments, models = instance_arguments(cfg, overrides), [str(folder) for folder in folders]
+    arguments = instance_arguments(cfg, overrides)
+    models = [str(folder) for folder in folders]
     try:
         with LocalSupervisor(models, arguments, cfg.instances, stop_timeout_s=cfg.service.drain_s + 5.0) as instances:
             if instances.wait_until_up(lambda: signals.is_stopping):

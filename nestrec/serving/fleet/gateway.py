@@ -106,7 +106,8 @@ _PROMETHEUS, _JSON = b"text/plain; version=0.0.4; charset=utf-8", b"application/
 _REPEATABLE = ("/v1/rank", "/v1/preinfer", "/v1/recommend")
 _FORWARDED = (b"retry-after", b"allow", b"x-content-type-options", b"content-security-policy")
 _REPEATABLE_METHODS = ("GET", "DELETE")
-_ITEMS, _EVENTS_OF_USER = "/v1/items", b"/events"
+_ITEMS = "/v1/items"
+_EVENTS_OF_USER = b"/events"
 _OK = 200
 _TOLD_TIMEOUT_S = 2.0
 _GRACE_S = 0.2
@@ -134,7 +135,8 @@ class Gateway:
         """shares_histories: any instance has the events of any user. supervisor: who has started the instances.
         folders: of the models that `ask_reload` loads anew. adding_s: that an instance may take to know new items, for
         which it may have to make its tables anew."""
-        self._upstreams, self._limits = [Upstream(port) for port in ports], limits
+        self._upstreams = [Upstream(port) for port in ports]
+        self._limits = limits
         self._shares_histories = shares_histories
         keyed = KeyedHash()
         self.router = Router(Ring.make(len(ports), keyed), keyed, RealClock(), bound=bound)
@@ -184,7 +186,8 @@ class Gateway:
     async def _answer(self, scope: Scope, unread: Body) -> HttpResponse:
         check_head(scope, self._limits)
         # What HEAD leaves out of an answer is left out by the server.
-        method, path = "GET" if scope["method"] == "HEAD" else scope["method"], scope["path"]
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
+        path = scope["path"]
         if (answered := await self._of_front(method, path, scope["query_string"])) is not None:
             return answered
         body = await unread.read() if method == "POST" else b""

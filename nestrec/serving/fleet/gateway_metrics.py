@@ -38,7 +38,8 @@ class GatewayMetrics:
 
 class _FrontCollector(Collector):
     def __init__(self, metrics: GatewayMetrics, router: Router):
-        self._metrics, self._router = metrics, router
+        self._metrics = metrics
+        self._router = router
 
     def collect(self) -> Iterable[Metric]:
         alive = GaugeMetricFamily("nestrec_slot_alive", "Whether users are sent to an instance", labels=["slot"])

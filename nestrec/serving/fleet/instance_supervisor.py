@@ -46,11 +46,14 @@ class Instance:
         stop_timeout_s: float,
     ):
         self._held = held_port()
-        self.slot, self.port = slot, int(self._held.getsockname()[1])
+        self.slot = slot
+        self.port = int(self._held.getsockname()[1])
         self.models = list(models)
         """folders that a process serves which is started from now on"""
-        self._arguments, self._tie = list(arguments), tie
-        self._start_timeout_s, self._stop_timeout_s = start_timeout_s, stop_timeout_s
+        self._arguments = list(arguments)
+        self._tie = tie
+        self._start_timeout_s = start_timeout_s
+        self._stop_timeout_s = stop_timeout_s
         self.process: subprocess.Popen[bytes] | None = None
         self.is_up = False
         """its process has listened"""
@@ -159,8 +162,10 @@ class LocalSupervisor:
         stop_timeout_s: float,
     ):
         """arguments: of `nestrec serve`, without models, host and port."""
-        self._tie, self._arguments = ParentDeathPipe(), arguments
-        self._start_timeout_s, self._stop_timeout_s = start_timeout_s, stop_timeout_s
+        self._tie = ParentDeathPipe()
+        self._arguments = arguments
+        self._start_timeout_s = start_timeout_s
+        self._stop_timeout_s = stop_timeout_s
         self.slots = [self._made(slot, models) for slot in range(count)]
 
     def __enter__(self) -> "LocalSupervisor":

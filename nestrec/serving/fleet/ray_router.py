@@ -28,7 +28,9 @@ def ring_of(secret: bytes, num_slots: int) -> tuple[KeyedHash, Ring]:
 
 def ranked_slots(keyed: KeyedHash, ring: Ring, user: str, is_alive: Sequence[bool]) -> list[int]:
     """The user's slot and, in order, those it would be with that one gone."""
-    place, alive, slots = keyed.number("user", user), list(is_alive), list[int]()
+    place = keyed.number("user", user)
+    alive = list(is_alive)
+    slots = list[int]()
     while (route := slot_for(ring, place, [0] * len(alive), alive, bound=2.0)) is not None:
         slots.append(route.slot)
         alive[route.slot] = False

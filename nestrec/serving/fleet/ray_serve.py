@@ -56,7 +56,8 @@ class RayInstance:
         self._app = App(service, cfg.limits, make_store(cfg.histories), reloader=reloader)
         self._slot = int(serve.get_replica_context().rank.rank)
         self._keyed, self._ring = ring_of(bytes.fromhex(secret), cfg.instances)
-        self._num_slots, self._num_leaked = cfg.instances, 0
+        self._num_slots = cfg.instances
+        self._num_leaked = 0
         self._leaks = Counter("nestrec_leaked_requests", "Requests that came to another slot than their user's")
 
     def record_replica_metadata(self) -> dict[str, Any]:
@@ -121,7 +122,8 @@ class RayIngressApp:
     """Finds out whom a request is about and hands it on. What concerns all replicas is asked of one after the other."""
 
     def __init__(self, instances: Any, cfg: ServeConfig):
-        self._instances, self._takes_admin = instances, is_loopback(cfg.host)
+        self._instances = instances
+        self._takes_admin = is_loopback(cfg.host)
         self._replicas = [RayUpstream(instances, slot) for slot in range(cfg.instances)]
         replicas: Any = self._replicas
         keyed = KeyedHash()
@@ -132,7 +134,8 @@ class RayIngressApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        parts, more = [], True
+        parts = []
+        more = True
         while more:
             message = await receive()
             parts.append(message.get("body", b""))
@@ -173,7 +176,8 @@ class RayUpstream:
     """One replica, as a front asks an instance."""
 
     def __init__(self, instances: Any, slot: int):
-        self._instances, self._slot = instances, slot
+        self._instances = instances
+        self._slot = slot
 
     async def send(
         self, method: str, target: bytes, body: bytes = b"", *, is_repeatable: bool = True, timeout_s: float = 30.0

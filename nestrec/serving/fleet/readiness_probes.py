@@ -40,7 +40,8 @@ def free_port() -> int:
 def held_port() -> socket.socket:
     """A socket that keeps such a port until it is closed. It does not listen: who connects is refused, as long as
     nobody whom the port is held for does."""
-    own, end = random.SystemRandom(), _first_ephemeral()
+    own = random.SystemRandom()
+    end = _first_ephemeral()
     for _ in range(_TRIES if end > _LOWEST else 0):
         with contextlib.suppress(OSError):
             return _held(own.randrange(_LOWEST, end))
@@ -79,7 +80,8 @@ def _held(port: int) -> socket.socket:
 
 
 _LOG = logging.getLogger(__name__)
-_TURN_S, _TURNS_A_PROBE = 0.1, 10
+_TURN_S = 0.1
+_TURNS_A_PROBE = 10
 _TIMEOUT_S = 2.0
 _OK = 200
 Turn = tuple[int, int | None]
@@ -91,7 +93,9 @@ class Probes:
 
     def __init__(self, upstreams: list[Upstream], router: Router, turn: Callable[[], Turn] = lambda: (0, None)):
         """upstreams: of the slots, as they are at any time. router: told what is found. turn: see `Turn`."""
-        self._upstreams, self._router, self._turn = upstreams, router, turn
+        self._upstreams = upstreams
+        self._router = router
+        self._turn = turn
         self._tasks: dict[int, asyncio.Task[bool]] = {}
         self._why: dict[int, str] = {}  # by slot: why it is not ready
         self.signals_from: dict[int, int] = {}

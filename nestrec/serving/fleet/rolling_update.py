@@ -55,7 +55,8 @@ class FleetBroadcast:
 
     def __init__(self, upstreams: Sequence[Upstream], probes: Probes):
         """upstreams: of the slots, as they are at any time."""
-        self._upstreams, self._probes = upstreams, probes
+        self._upstreams = upstreams
+        self._probes = probes
 
     async def make(self, change: Change, method: str, target: bytes, body: bytes = b"") -> Response | None:
         """The answer of the one that likes it least; none where an instance may not have done it."""
@@ -87,8 +88,10 @@ class FleetVersionFollower:
     ):
         """models: those of the instances; the ones that come from addresses are followed. swap: has all instances serve
         these, or none; whether they do. followed: what is to be followed by now, instead of those models."""
-        self._models, self._followed = list(models), followed
-        self._swap, self._poll_s = swap, poll_s
+        self._models = list(models)
+        self._followed = followed
+        self._swap = swap
+        self._poll_s = poll_s
         self._tried: dict[str, str] = {}
         self._versions: dict[str, VersionStore] = {}
         """by address: kept, since a read that never returns keeps a thread"""
@@ -192,7 +195,10 @@ class RollingUpdate:
         probe: Callable[[int], Awaitable[bool]],
     ):
         """upstreams: of the slots, kept up to date here. probe: asks anew whether a slot is ready, and with what."""
-        self._upstreams, self._router, self._supervisor, self._probe = upstreams, router, supervisor, probe
+        self._upstreams = upstreams
+        self._router = router
+        self._supervisor = supervisor
+        self._probe = probe
         self._lock = asyncio.Lock()
         self._previous: list[str] | None = None
         self._stays_at: dict[str, str | None] = {}
@@ -440,7 +446,8 @@ class Operations:
     """Reads requests and has them done; what was begun goes on where the client does not wait for it."""
 
     def __init__(self, rollout: RollingUpdate, limits: LimitsConfig, drain_s: float):
-        self._rollout, self._drain_s = rollout, drain_s
+        self._rollout = rollout
+        self._drain_s = drain_s
         self._read_swap, self._read_rollback = reader(SwapRequest, limits), reader(RollbackRequest, limits)
         self._read_drain, self._read_scale = reader(SlotDrainRequest, limits), reader(ScaleRequest, limits)
         self.under_way: set[asyncio.Task[HttpResponse]] = set()

@@ -26,7 +26,9 @@ class KeepAwake:
     """An event loop that does not sleep until so many seconds after the last request. Used inside that loop."""
 
     def __init__(self, seconds: float):
-        self._seconds, self._until_s, self._is_turning = seconds, 0.0, False
+        self._seconds = seconds
+        self._until_s = 0.0
+        self._is_turning = False
 
     def called(self) -> None:
         """A request has come."""
@@ -89,7 +91,10 @@ class FrontendApp:
         called: Callable[[], None],
     ):
         """connect: awaited before the first request. called: told of each."""
-        self._service, self._limits, self._observed, self._connect = service, limits, observed, connect
+        self._service = service
+        self._limits = limits
+        self._observed = observed
+        self._connect = connect
         self._called = called
         hot = [endpoint for endpoint in endpoints.values() if endpoint.runs_in_fronts]
         self._hot = PostHandler(_Hot(service, limits), hot, observed.observe)
@@ -141,7 +146,9 @@ class FrontendApp:
     # Any other.
 
     async def _answer(self, scope: Scope, receive: Receive, unread: Body) -> tuple[str, HttpResponse]:
-        method, path, client = scope["method"], scope["path"], client_in(scope)
+        method = scope["method"]
+        path = scope["path"]
+        client = client_in(scope)
         check_head(scope, self._limits)
         body = await unread.read() if method == "POST" and path in self._posts else b""
         if method == "POST" and path in self._posts:

@@ -76,7 +76,9 @@ class FrontendHub:
     ):
         """sockets: that one more front is to listen on. config: what a front is told first. refusals: counts of the
         gates are added to them. awake_s: see `EngineSocketLoop`."""
-        self._app, self._service, self._refusals = app, app.front.service, refusals
+        self._app = app
+        self._service = app.front.service
+        self._refusals = refusals
         self._access = AccessRules(app.front.endpoints.values())
         self._processes = FrontendWorkerPool(
             spawner, sockets, self, count=count, config=config, drain_s=drain_s, awake_s=awake_s
@@ -93,7 +95,8 @@ class FrontendHub:
         announce: called when all fronts listen."""
         server = Server(config, lambda: None)
         processes = self._processes
-        processes.announce, processes.end = announce, server.end
+        processes.announce = announce
+        processes.end = server.end
         signals.when_stopped(processes.stop)
         try:
             server.run([])
@@ -157,7 +160,8 @@ class FrontendHub:
 
     def _fleet_of(self, asking: RankFrame, *, is_signal: bool) -> ModelDeployment:
         """The one that it was read with, which is the one that is to answer it."""
-        service, named = self._service, self._numbers.find(asking.fleet)
+        service = self._service
+        named = self._numbers.find(asking.fleet)
         if asking.by == "session":
             right = service.announced_fleet(asking.user) if is_signal else service.ranking_fleet(asking.user)
         else:
@@ -239,7 +243,8 @@ class FrontendHub:
     async def _forwarded(self, front: FrontendWorker, number: int, payload: bytes) -> None:
         """A request that the application answers as if it had come here."""
         size = int.from_bytes(payload[:4], "little")
-        head, body = orjson.loads(payload[4 : 4 + size]), payload[4 + size :]
+        head = orjson.loads(payload[4 : 4 + size])
+        body = payload[4 + size :]
         gone = front.forwarded[number] = asyncio.Event()
         answer = _Collected()
         current_request_id.set(head["id"])
@@ -305,7 +310,9 @@ class _Collected:
     """An answer as an application sends it."""
 
     def __init__(self) -> None:
-        self.status, self.headers, self.body = 500, list[tuple[str, str]](), list[bytes]()
+        self.status = 500
+        self.headers = list[tuple[str, str]]()
+        self.body = list[bytes]()
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":

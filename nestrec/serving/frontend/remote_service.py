@@ -51,9 +51,12 @@ class RemoteScoringService:
 
     def __init__(self, cfg: ServiceConfig, tell: Callable[[], Mapping[str, Any]], stop: Callable[[], None]):
         """tell: what has been counted since it was called last. stop: called when this front is to end."""
-        self.cfg, self._tell, self._stop = cfg, tell, stop
+        self.cfg = cfg
+        self._tell = tell
+        self._stop = stop
         self.control, self.quick = (Channel(self._received, self._lost) for _ in range(2))
-        self.known, self._are_known = DeploymentNameCache(), asyncio.Condition()
+        self.known = DeploymentNameCache()
+        self._are_known = asyncio.Condition()
         self.unread: dict[str, int] = {}
         """by role: requests that were refused without being read"""
         self._waiting: dict[int, asyncio.Future[bytes]] = {}

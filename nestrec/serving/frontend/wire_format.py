@@ -98,7 +98,9 @@ class FrameReader:
     def taken(self, data: bytes | memoryview) -> list[tuple[int, int, bytes]]:
         """(kind, number, payload) of the frames that are whole now."""
         self._buffer += data
-        frames, first, end = [], 0, len(self._buffer)
+        frames = []
+        first = 0
+        end = len(self._buffer)
         while end - first >= _HEAD.size:
             length, kind, number = _HEAD.unpack_from(self._buffer, first)
             after = first + 4 + length
@@ -115,7 +117,8 @@ class Channel(asyncio.Protocol):
     """One end. Used inside one event loop."""
 
     def __init__(self, received: Received, lost: Callable[[], None]):
-        self._received, self._lost = received, lost
+        self._received = received
+        self._lost = lost
         self._reader = FrameReader()
         self._transport: asyncio.WriteTransport | None = None
 
@@ -168,7 +171,8 @@ class RankFrame:
     """of a signal: so many of them are expected, as `num_best`"""
 
     def packed(self) -> bytes:
-        history, candidates = self.history, self.candidates
+        history = self.history
+        candidates = self.candidates
         names = _names(history.features), _names(candidates.features), [*history.asked]
         texts = self.user.encode(), self.sender.client.encode(), *("\n".join(group).encode() for group in names)
         allowed = candidates.allowed
@@ -190,7 +194,8 @@ class RankFrame:
         """The arrays are views of the data, and are not to be changed."""
         fleet, by, timeout_s, now_ms, num_bytes, began_s, back_s, num_best, *rest = _ASK.unpack_from(data)
         num_events, num_candidates, num_excluded, num_allowed, num_asked, *sizes = rest
-        place, texts = _ASK.size, []
+        place = _ASK.size
+        texts = []
         for size in sizes:
             texts.append(data[place : place + size].decode())
             place += size
@@ -232,7 +237,8 @@ class RankFrame:
 
 class _Arrays:
     def __init__(self, values: Ids):
-        self._values, self._place = values, 0
+        self._values = values
+        self._place = 0
 
     def next(self, count: int) -> Ids:
         self._place += count
@@ -273,13 +279,20 @@ class RankReply:
     retry_after_s: float = 0.0
 
     def packed(self) -> bytes:
-        answer, times = self.answer, self.times
+        answer = self.answer
+        times = self.times
         arrays: tuple[NDArray[Any], ...] = ()
         if answer is None or times is None:
-            version, source, num_cached, shape = self.reason.encode(), 0, 0, (0, 0, 0)
-            moments, num_tokens = (self.retry_after_s, 0.0, 0.0, 0.0), 0
+            version = self.reason.encode()
+            source = 0
+            num_cached = 0
+            shape = (0, 0, 0)
+            moments = (self.retry_after_s, 0.0, 0.0, 0.0)
+            num_tokens = 0
         else:
-            version, source, num_cached = answer.version.encode(), _SOURCES.index(answer.source), answer.num_cached
+            version = answer.version.encode()
+            source = _SOURCES.index(answer.source)
+            num_cached = answer.num_cached
             shape = (len(answer.items), *answer.scores.shape)
             moments = (times.arrived_s, times.planned_s, times.computed_s, times.ended_s)
             num_tokens = times.num_tokens
@@ -351,7 +364,9 @@ class EngineSocket:
 
     def __init__(self, end: socket.socket, received: Received, wires: "EngineSocketLoop"):
         end.setblocking(False)
-        self._end, self._received, self._wires = end, received, wires
+        self._end = end
+        self._received = received
+        self._wires = wires
         self._reader = FrameReader()
         self._lock = threading.Lock()
         self._unsent = bytearray()
@@ -423,7 +438,8 @@ class EngineSocketLoop:
 
     def __init__(self, awake_s: float = 0.0):
         """awake_s: for which the thread keeps its core awake after a request."""
-        self._awake_s, self._awake_until_s = awake_s, 0.0
+        self._awake_s = awake_s
+        self._awake_until_s = 0.0
         self._spin = ReadableSpin() if awake_s else None
         self._calls, self._called = socket.socketpair()
         for one in (self._calls, self._called):

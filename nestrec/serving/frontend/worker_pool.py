@@ -58,7 +58,8 @@ def run_front(control: socket.socket, quick: socket.socket, sockets: list[socket
     tracing.start(cfg.tracing)
     allow_open_files(cfg.limits.max_connections)
     sys.setswitchinterval(5e-5)
-    safety, observed = safety_of(cfg, rates), WorkerCounters()
+    safety = safety_of(cfg, rates)
+    observed = WorkerCounters()
 
     def tell() -> Mapping[str, Any]:
         unread, service.unread = service.unread, {}
@@ -194,8 +195,13 @@ class FrontendWorkerPool:
     ):
         """sockets: that one more front is to listen on. config: what a front is told first. awake_s: see
         `EngineSocketLoop`."""
-        self._spawner, self._sockets, self._listener, self._awake_s = spawner, sockets, listener, awake_s
-        self._count, self._config, self._drain_s = count, config, drain_s
+        self._spawner = spawner
+        self._sockets = sockets
+        self._listener = listener
+        self._awake_s = awake_s
+        self._count = count
+        self._config = config
+        self._drain_s = drain_s
         self.announce: Callable[[], None] = lambda: None
         """called when all of them listen"""
         self.end: Callable[[bool], None] = lambda _: None
@@ -228,7 +234,8 @@ class FrontendWorkerPool:
     def stop(self, is_impatient: bool) -> None:
         """Have fronts answer what they have accepted, and end; from any thread."""
         with self._lock:
-            loop, self._is_stopping = self._loop, True
+            loop = self._loop
+            self._is_stopping = True
         if loop is not None:
             loop.call_soon_threadsafe(self._stop_all, is_impatient)
 
@@ -270,7 +277,8 @@ class FrontendWorkerPool:
     def _spawn(self, slot: int) -> None:
         if self._is_stopping or self._wires is None:
             return
-        pairs, sockets = [socket.socketpair() for _ in range(2)], self._sockets()
+        pairs = [socket.socketpair() for _ in range(2)]
+        sockets = self._sockets()
         theirs = [one for _, one in pairs]
         try:
             for one in itertools.chain(*pairs):

@@ -34,7 +34,8 @@ class CorruptHistoryError(ValueError):
 
 def packed(user: str, events: RawHistory) -> bytes:
     """One part, of events in the order of their times."""
-    items, features = events["items"], events.get("features") or {}
+    items = events["items"]
+    features = events.get("features") or {}
     times = np.array(events["times_ms"], np.int64)
     body = [
         _COUNT.pack(len(items)),
@@ -52,7 +53,8 @@ def packed(user: str, events: RawHistory) -> bytes:
 
 def unpacked(user: str, parts: bytes) -> list[RawHistory]:
     """The parts in the order in which they came. `CorruptHistoryError` where they were not packed for this user."""
-    found, place = [], 0
+    found = []
+    place = 0
     while place < len(parts):
         if place + _HEAD.size > len(parts):
             raise CorruptHistoryError("a history ends in the middle of a part")
@@ -171,7 +173,8 @@ class _Reading:
     """Of one body, from its beginning to its end."""
 
     def __init__(self, content: bytes):
-        self._content, self._place = content, 0
+        self._content = content
+        self._place = 0
         self._count = 0
 
     def events(self) -> RawHistory:

@@ -30,7 +30,8 @@ class MemoryHistoryStore:
     them, and packed, so that their bytes can be counted. Thread safe."""
 
     def __init__(self, cfg: HistoryStoreConfig, clock: Clock | None = None):
-        self._cfg, self._clock = cfg, clock or RealClock()
+        self._cfg = cfg
+        self._clock = clock or RealClock()
         self._users: OrderedDict[str, _StoredEvents] = OrderedDict()
         self._num_bytes = 0
         self._lock = threading.Lock()
@@ -108,7 +109,8 @@ class _StoredEvents:
         """One part of the newest events."""
         history = merged(unpacked(user, b"".join(self.parts)), cfg.max_events)
         part, self.num_events = cut(user, history, cfg.max_user_bytes - _PART_BYTES)
-        self.parts, self.num_bytes = [part], len(part) + _PART_BYTES
+        self.parts = [part]
+        self.num_bytes = len(part) + _PART_BYTES
 
 
 def _size(user: str, kept: _StoredEvents) -> int:

@@ -137,7 +137,8 @@ class RedisHistoryStore:
             raise HistoryStoreUnavailableError(_UNREADABLE) from None
 
     async def append(self, user: str, events: RawHistory, timeout_s: float) -> None:
-        key, part = self._key(user), packed(user, events)
+        key = self._key(user)
+        part = packed(user, events)
         commands: list[Command] = [("APPEND", key, part)]
         if self._cfg.ttl_s is not None:  # both or none: an end of life that is lost would be none at all
             life = ("PEXPIRE", key, int(1000 * self._cfg.ttl_s))

@@ -45,7 +45,8 @@ class Connections(Generic[Connection]):
     """Open connections by address. Used inside one event loop."""
 
     def __init__(self, most: int, most_an_address: int):
-        self.most, self.most_an_address = most, most_an_address
+        self.most = most
+        self.most_an_address = most_an_address
         self._addresses: dict[str, _Address[Connection]] = {}
         self._open: dict[Connection, str] = {}
 
@@ -228,10 +229,14 @@ class FastRequestCycle:
         self, protocol: HttpToolsProtocol, door: DirectApp, route: str, incoming: RequestHead, tell: Tell | None = None
     ):
         """tell: called at the answer."""
-        self._protocol, self._door, self._route, self.incoming = protocol, door, route, incoming
+        self._protocol = protocol
+        self._door = door
+        self._route = route
+        self.incoming = incoming
         self._task: asyncio.Task[None] | None = None
         self._tell = tell
-        self.body, self.more_body = b"", True
+        self.body = b""
+        self.more_body = True
         self.disconnected = self.response_complete = False
         self.keep_alive = protocol.parser.should_keep_alive()
 

@@ -63,7 +63,8 @@ class PostHandler:
     """Of some endpoints, by their paths."""
 
     def __init__(self, front: HotRouteContext, endpoints: Iterable[EndpointSpec], observe: Observe):
-        self._front, self._observe = front, observe
+        self._front = front
+        self._observe = observe
         self._handlers: dict[str, Handler] = {}
         self._computed_by: dict[str, str | None] = {}
         self._with_lists: set[str] = set()
@@ -91,7 +92,8 @@ class PostHandler:
 
     def refusal(self, path: str, sender: RequestSource) -> OverloadedError | None:
         """For a request that nobody has looked into yet; none where it may be served."""
-        service, role = self._front.service, self._computed_by[path]
+        service = self._front.service
+        role = self._computed_by[path]
         role = service.ranker if role == "ranker" else role
         return service.refusal(role, sender) if role is not None and role in service.fleets else None
 
@@ -176,8 +178,11 @@ class HttpResponder:
     observe: Observe
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        start_s, path, body = time.perf_counter(), scope["path"], Body(scope, receive, self.limits)
-        route, incoming = path if path in self.routes else "other", incoming_of(scope)
+        start_s = time.perf_counter()
+        path = scope["path"]
+        body = Body(scope, receive, self.limits)
+        route = path if path in self.routes else "other"
+        incoming = incoming_of(scope)
         try:
             route, answered = await self.answer(scope, receive, body)
         except ClientDisconnectedError:
@@ -206,7 +211,8 @@ class App:
         reloader: Reloader | None = None,
     ):
         """endpoints: by name; none takes those of this package and of others that are installed."""
-        self._service, self._limits = service, limits
+        self._service = service
+        self._limits = limits
         self.metrics = Metrics(service, None if reloader is None else reloader.followers)
         self._store = store or MemoryHistoryStore(HistoryStoreConfig())
         found = all_endpoints() if endpoints is None else endpoints
@@ -288,8 +294,10 @@ class App:
     async def _kept_for(self, data: dict[str, Any]) -> tuple[RawHistory | None, dict[str, Any]]:
         """What the store has for a request without a history, or one that prefers it, whose own stands in where the
         store has none or is away. What that took is taken off the deadline of the request, which comes second."""
-        loop, user = asyncio.get_running_loop(), parse_user(data.get("user"), self._limits)
-        start_s, timeout_ms = loop.time(), data.get("timeout_ms")
+        loop = asyncio.get_running_loop()
+        user = parse_user(data.get("user"), self._limits)
+        start_s = loop.time()
+        timeout_ms = data.get("timeout_ms")
         timeout_ms = self._limits.default_timeout_ms if timeout_ms is None else timeout_ms
         is_timely = type(timeout_ms) is int and 1 <= timeout_ms <= self._limits.max_timeout_ms  # else it is refused
         try:

@@ -139,7 +139,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.flow, self.address = _HeldFlow(transport, self), address_of(self.client)
+        self.flow = _HeldFlow(transport, self)
+        self.address = address_of(self.client)
         gives_way = self.room.opened(self, self.address)
         self._is_beyond = gives_way is self
         if len(self.room) > self.room.most + _SPARE_CONNECTIONS:
@@ -200,7 +201,8 @@ class LimitedProtocol(HttpToolsProtocol):
             end = self._first_unfed + max(_PIECE_BYTES, self._body_left)
             piece, self._first_unfed = self._unfed[self._first_unfed : end], end
             if end >= len(self._unfed):
-                self._unfed, self._first_unfed = b"", 0
+                self._unfed = b""
+                self._first_unfed = 0
             self._parse(piece)
         self._is_feeding = False
         if self.transport.is_closing():
@@ -231,7 +233,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def _decline_upgrade(self, rest: bytes) -> None:
         """The request as if it had not offered another protocol: the parser takes what follows its head for that
         protocol, and so a body for the next request."""
-        self._is_upgrade, method = False, self.parser.get_method()
+        self._is_upgrade = False
+        method = self.parser.get_method()
         if method == b"CONNECT":
             self.send_400_response("Invalid HTTP request received.")
             return
@@ -246,7 +249,9 @@ class LimitedProtocol(HttpToolsProtocol):
     # What the parser calls.
 
     def on_message_begin(self) -> None:
-        self.url, self.headers, self.expect_100_continue = b"", [], False
+        self.url = b""
+        self.headers = []
+        self.expect_100_continue = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._awaits_head:  # it came after a chunked body, where nobody looks for it
@@ -260,7 +265,8 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade():  # see `_decline_upgrade`
             self._is_upgrade = True
             return
-        self._awaits_head, self._unplaced_bytes = False, 0
+        self._awaits_head = False
+        self._unplaced_bytes = 0
         length = next((value for name, value in self.headers if name == b"content-length"), b"")
         self._body_left = int(length) if length.isdigit() and len(length) <= _LONGEST_NUMBER else 0
         incoming = self._incoming()
@@ -278,7 +284,9 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         if self._is_upgrade:
             return
-        self._awaits_head, self._unplaced_bytes, self._body_left = True, 0, 0
+        self._awaits_head = True
+        self._unplaced_bytes = 0
+        self._body_left = 0
         self.room.began(self)
         super().on_message_complete()
 
@@ -309,10 +317,13 @@ class LimitedProtocol(HttpToolsProtocol):
         return route
 
     def _take_usual_way(self, incoming: RequestHead) -> None:
-        url, headers, expects = self.url, self.headers, self.expect_100_continue
+        url = self.url
+        headers = self.headers
+        expects = self.expect_100_continue
         super().on_message_begin()
         incoming.put_into(self.scope)
-        self.url, self.expect_100_continue = url, expects
+        self.url = url
+        self.expect_100_continue = expects
         self.headers += headers
         super().on_headers_complete()
 

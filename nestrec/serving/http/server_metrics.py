@@ -226,7 +226,8 @@ class FollowCollector(Collector):
             "nestrec_freshness_seconds", "From an event to the first answer that has learnt from it", labels=["model"]
         )
         for role, follower in dict(self._followers()).items():
-            counts, freshness = follower.counts, follower.told_freshness()
+            counts = follower.counts
+            freshness = follower.told_freshness()
             events.add_metric([role, "applied"], counts.applied)
             events.add_metric([role, "loaded"], counts.loaded)
             for reason, count in sorted(counts.failures.items()):
@@ -244,7 +245,8 @@ def follow_status(followers: Mapping[str, VersionFollower]) -> dict[str, Any]:
     """What the live page shows, by model."""
     found = {}
     for role, follower in dict(followers).items():
-        counts, last = follower.counts, follower.told_freshness().last
+        counts = follower.counts
+        last = follower.told_freshness().last
         found[role] = {
             "address": str(follower.source),
             "number": follower.number,
@@ -308,7 +310,8 @@ class ServingTimeline:
             "versions": "+".join(state["version"] for state in states),
         }
         self._samples.append(sample)
-        self._before, self._device_s = ranked, busy_s
+        self._before = ranked
+        self._device_s = busy_s
 
     def columns(self) -> dict[str, list[Any]]:
         """Of all samples, oldest first."""
@@ -328,7 +331,8 @@ class Metrics:
 
     def __init__(self, service: Service, followers: Mapping[str, VersionFollower] | None = None):
         """followers: of models that come from addresses, by role."""
-        self._service, self._followers = service, {} if followers is None else followers
+        self._service = service
+        self._followers = {} if followers is None else followers
         self._answers = _Answers()
         self._registry = CollectorRegistry()
         self._registry.register(self._answers)

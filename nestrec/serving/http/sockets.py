@@ -221,7 +221,9 @@ class HealthPortMiddleware:
         safety: ServerSecurity,
         endpoints: Collection[ProtectedRoute],
     ):
-        self._app, self._state, self._certificates = app, ServerState(), safety.certificates
+        self._app = app
+        self._state = ServerState()
+        self._certificates = safety.certificates
         self._admins = AccessRules(endpoints) if safety.cfg.admin_on_health_port else None
         protocol = protocol_with(_LIMITS, hosts, safety.gate(endpoints, of_health=True))
         self._config = uvicorn.Config(

@@ -93,7 +93,10 @@ class EngineRequest:
     def begin_again(self, version: str) -> None:
         """With another version of the model: nothing of what was computed is of use."""
         self.key = replace(self.key, version=version)
-        self.source, self.num_cached, self.is_begun, self.num_planned = "none", 0, False, 0
+        self.source = "none"
+        self.num_cached = 0
+        self.is_begun = False
+        self.num_planned = 0
         self.scored.clear()
 
     @property

@@ -82,7 +82,12 @@ def _taken_out(text, mark, rest, values, lists):  # type: ignore[no-untyped-def]
     """The text with marks in place of plain lists goes to `rest`. Of each list, `lists` gets (kind, first value),
     (number of values, number of words) and where its words are (start, size; size -1: null). Gives the bytes of `rest`
     and the number of lists."""
-    end, place, copied, num_rest, num_values, num_lists = len(text), 0, 0, 0, 0, 0
+    end = len(text)
+    place = 0
+    copied = 0
+    num_rest = 0
+    num_values = 0
+    num_lists = 0
     before = _OPEN
     while place < end:
         character = text[place]
@@ -99,10 +104,13 @@ def _taken_out(text, mark, rest, values, lists):  # type: ignore[no-untyped-def]
                 num_rest += size
                 rest[num_rest : num_rest + len(mark)] = mark
                 num_rest += len(mark)
-                rest[num_rest], rest[num_rest + 1] = np.uint8(65 + num_lists), _QUOTE
+                rest[num_rest] = np.uint8(65 + num_lists)
+                rest[num_rest + 1] = _QUOTE
                 num_rest += 2
-                lists[num_lists, 0, 0], lists[num_lists, 0, 1] = kind, num_values
-                lists[num_lists, 1, 0], lists[num_lists, 1, 1] = count, num_words
+                lists[num_lists, 0, 0] = kind
+                lists[num_lists, 0, 1] = num_values
+                lists[num_lists, 1, 0] = count
+                lists[num_lists, 1, 1] = num_words
                 num_lists, num_values, copied, place = num_lists + 1, num_values + count, after, after - 1
             before = _CLOSE
         elif character > _SPACE:
@@ -116,7 +124,9 @@ def _taken_out(text, mark, rest, values, lists):  # type: ignore[no-untyped-def]
 @_inlined
 def _read(text, place, values, words):  # type: ignore[no-untyped-def]
     """(kind, number of values, number of words, where the text goes on) of a list; 0 values where it is not plain."""
-    end, count, num_words = len(text), 0, 0
+    end = len(text)
+    count = 0
+    num_words = 0
     place = _after_space(text, place)
     kind = _kind_at(text, place)
     while place < end:
@@ -159,7 +169,8 @@ def _coded(text, place, words, num_words):  # type: ignore[no-untyped-def]
             return number, num_words, place
     if num_words == len(words):
         return 0, num_words, 0
-    words[num_words, 0], words[num_words, 1] = start, size
+    words[num_words, 0] = start
+    words[num_words, 1] = size
     return num_words, num_words + 1, place
 
 
@@ -188,7 +199,9 @@ def _after_space(text, place):  # type: ignore[no-untyped-def]
 @_inlined
 def _number(text, place):  # type: ignore[no-untyped-def]
     """(a whole number as `str` writes it, where it ends); 0 for the end where there is none."""
-    end, is_negative, number = len(text), False, np.int64(0)
+    end = len(text)
+    is_negative = False
+    number = np.int64(0)
     if place < end and text[place] == _MINUS:
         is_negative, place = True, place + 1
     start = place

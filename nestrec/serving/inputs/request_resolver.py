@@ -119,12 +119,15 @@ class RequestResolver:
     """Reads a request as one model does. What the answer has to say about it goes into the notes."""
 
     def __init__(self, servable: Servable, limits: LimitsConfig, notes: RequestNotes):
-        self.servable, self.notes, self._limits = servable, notes, limits
+        self.servable = servable
+        self.notes = notes
+        self._limits = limits
         self._defaults = servable.spec.defaults
 
     def user(self, request: UserRequest) -> ResolvedRequest:
         """User, history and moment of a request."""
-        user, now_ms = parse_user(request.user, self._limits), request.now_ms
+        user = parse_user(request.user, self._limits)
+        now_ms = request.now_ms
         if now_ms is None:
             now_ms = int(time.time() * 1000)
             if self.servable.reads_times:
@@ -171,14 +174,17 @@ class RequestResolver:
         """Features of so many candidates, in the model's ids; none where it does not read them."""
         if not self.servable.serving.reads_candidate_features:
             return {}
-        given, context = request.candidate_features or {}, request.context or {}
+        given = request.candidate_features or {}
+        context = request.context or {}
         found: Features = {}
         for name, column in self.servable.event_features.items():
-            field, value = f"candidate_features.{name}", given.get(name)
+            field = f"candidate_features.{name}"
+            value = given.get(name)
             if name in context:
                 if name in given:
                     raise BadRequestError("is in context as well; give it once", field)
-                field, value = f"context.{name}", context[name]
+                field = f"context.{name}"
+                value = context[name]
             elif name not in given:
                 value = self.default(name, self._defaults.features, field)
             found |= self.values(value, count, column, field, is_each=_is_each(request, name, value))
@@ -189,7 +195,8 @@ class RequestResolver:
         given = {**(getattr(request, "candidate_features", None) or {}), **(getattr(request, "context", None) or {})}
         found: dict[str, int] = {}
         for name in self.servable.context_features:
-            field, column = f"context.{name}", self.servable.event_features[name]
+            field = f"context.{name}"
+            column = self.servable.event_features[name]
             value = given[name] if name in given else self.default(name, self._defaults.features, field)
             values = self.values(value, 1, column, field, is_each=_is_each(request, name, value))
             found |= {its: int(one[0]) for its, one in values.items()}
@@ -254,14 +261,16 @@ class RequestResolver:
 
     def actions(self, given: Sequence[Action] | None, count: int) -> Ids:
         """Action bits of events: from their sum, a name or a list of names."""
-        field, bits = "history.actions", self.servable.spec.action_bits
+        field = "history.actions"
+        bits = self.servable.spec.action_bits
         if given is not None:
             _check_count(given, count, field)
         if not (self.servable.reads_actions and count):
             return np.zeros(count, np.int64)
         if given is None:
             given = TypedList("words", np.zeros(count, np.int64), (None,))
-        kinds, default = types_of(given), self._defaults.actions
+        kinds = types_of(given)
+        default = self._defaults.actions
         if type(None) in kinds:
             if default is None:
                 raise MissingInputError(field)
@@ -287,7 +296,8 @@ class RequestResolver:
     def _event_values(self, given: Mapping[str, list[Value] | None], count: int) -> Features:
         found: Features = {}
         for name, column in self.servable.event_features.items():
-            field, value = f"history.features.{name}", given.get(name)
+            field = f"history.features.{name}"
+            value = given.get(name)
             default = self.default(name, self._defaults.features, field) if value is None and count else None
             is_each = value is not None
             found |= self.values(value if is_each else default, count, column, field, is_each=is_each)
@@ -296,7 +306,8 @@ class RequestResolver:
     def _user_values(self, given: Mapping[str, Value] | None, count: int) -> Features:
         found: Features = {}
         for name, column in self.servable.user_features.items():
-            field, is_given = f"user_features.{name}", given is not None and name in given
+            field = f"user_features.{name}"
+            is_given = given is not None and name in given
             value = given[name] if given is not None and is_given else None
             if not is_given:
                 value = self.default(name, self._defaults.user_features, field)

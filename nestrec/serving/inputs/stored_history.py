@@ -35,7 +35,8 @@ def readable(history: Mapping[str, Any], servable: Servable, limits: LimitsConfi
     """The same without what the model or a lower limit has turned out not to allow: values of features, which then
     nobody knows, and events of items whose ids are too long."""
     keeps = [not isinstance(item, str) or len(item) <= limits.max_id_characters for item in history["items"]]
-    reader, columns = RequestResolver(servable, limits, RequestNotes()), servable.event_features
+    reader = RequestResolver(servable, limits, RequestNotes())
+    columns = servable.event_features
     plain = {name: values and [*compress(values, keeps)] for name, values in history.items() if name != "features"}
     features = {
         name: reader.readable([*compress(values, keeps)], columns[name]) for name, values in history["features"].items()

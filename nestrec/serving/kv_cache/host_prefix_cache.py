@@ -52,7 +52,10 @@ class HostPrefixCache(Generic[Payload]):
 
     def __init__(self, *, max_bytes: int, ttl_s: float, clock: Clock, give: Callable[[Payload], None] = lambda _: None):
         """give: is handed the payload of an entry that is gone."""
-        self.max_bytes, self._ttl_s, self._clock, self._give = max_bytes, ttl_s, clock, give
+        self.max_bytes = max_bytes
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._give = give
         self._kept: OrderedDict[CacheKey, HostCacheEntry[Payload]] = OrderedDict()  # least recently used first
         self._in_flight: set[CacheKey] = set()
         self.num_bytes = 0
@@ -138,7 +141,8 @@ class HostPrefixCache(Generic[Payload]):
         return list(self._kept.values())
 
     def _make_room(self, num_bytes: int) -> bool:
-        victims, gained = [], self.max_bytes - self.num_bytes
+        victims = []
+        gained = self.max_bytes - self.num_bytes
         for key, kept in self._kept.items():
             if gained >= num_bytes:
                 break

@@ -64,8 +64,11 @@ class PagePool:
         has_times: bool = False,
     ):
         """dtype: of the model. has_times: when tokens happened is kept beside them, for a model that reads times."""
-        self.num_pages, self.page_tokens, self._dtype = num_pages, page_tokens, dtype
-        num_slots, own = num_pages * page_tokens, kept_dtype(prefix_dtype, dtype)
+        self.num_pages = num_pages
+        self.page_tokens = page_tokens
+        self._dtype = dtype
+        num_slots = num_pages * page_tokens
+        own = kept_dtype(prefix_dtype, dtype)
         shape = (kept.num_layers, 2, kept.num_heads, num_slots, kept.head_dim)
         self.token_bytes = bytes_a_token(kept, own, has_times=has_times)
         remedy = "give less; while a model is swapped, the caches of the old and the new one are there"
@@ -129,7 +132,8 @@ class PagePool:
 
     def gather(self, pages: Sequence[int]) -> torch.Tensor:
         """(N, B) uint8: a copy of whole pages."""
-        numbers, blocks = self._numbers(pages), self.empty_blocks(len(pages))
+        numbers = self._numbers(pages)
+        blocks = self.empty_blocks(len(pages))
         for view, first, end in self._planes():
             blocks[:, first:end] = view.index_select(0, numbers).flatten(1)
         return blocks

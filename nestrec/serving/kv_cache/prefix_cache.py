@@ -44,13 +44,11 @@ class PrefixCache:
     def __init__(
         self, *, num_pages: int, page_tokens: int, bucket_of: Callable[[CacheKey], bytes], clock: Clock, ttl_s: float
     ):
-        self.num_pages, self.page_tokens, self._bucket_of, self._clock, self._ttl_s = (
-            num_pages,
-            page_tokens,
-            bucket_of,
-            clock,
-            ttl_s,
-        )
+        self.num_pages = num_pages
+        self.page_tokens = page_tokens
+        self._bucket_of = bucket_of
+        self._clock = clock
+        self._ttl_s = ttl_s
         self._free = list(range(num_pages - 1, -1, -1))
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()  # least recently used first
         self._lingering: set[Entry] = set()
@@ -97,7 +95,8 @@ class PrefixCache:
     def commit(self, entry: Entry, length: int, content: bytes) -> None:
         """The first `length` tokens are in the pages now."""
         assert length <= len(entry.pages) * self.page_tokens
-        entry.length, entry.content = length, content
+        entry.length = length
+        entry.content = content
         entry.expires_s = self._clock.now_s() + self._ttl_s
 
     def hold(self, entry: Entry, until_s: float) -> None:
@@ -162,7 +161,8 @@ class PrefixCache:
         if len(self._free) >= num_pages:
             return True
         now_s = self._clock.now_s()
-        victims, gained = [], len(self._free)
+        victims = []
+        gained = len(self._free)
         for bucket, entry in self._entries.items():
             if gained >= num_pages:
                 break
@@ -188,7 +188,8 @@ class PrefixCache:
         self._lingering.discard(entry)
         self._free += entry.pages
         entry.pages = []
-        entry.length, entry.content = 0, b""
+        entry.length = 0
+        entry.content = b""
 
     def check(self) -> None:
         """Every page is free or belongs to exactly one entry."""

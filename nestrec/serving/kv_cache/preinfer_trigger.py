@@ -39,8 +39,13 @@ USUAL_CANDIDATES = 256
 """of a ranking request to come, where a signal does not say"""
 _LOAD_WINDOW_S, _SHORTEST_SPAN_S, _DEVIATIONS = 0.5, 0.1, 2.0
 _FEWEST_LIVES, _REFRESH_EVERY = 16, 8
-_P99, _HIGHEST_LOAD, _NEWTON_STEPS = 0.99, 0.99, 8
-_WAYS, _WAYS_EVERY, _WAY_QUANTILE, _LONGEST_WAY_S = 256, 16, 0.9, 10.0
+_P99 = 0.99
+_HIGHEST_LOAD = 0.99
+_NEWTON_STEPS = 8
+_WAYS = 256
+_WAYS_EVERY = 16
+_WAY_QUANTILE = 0.9
+_LONGEST_WAY_S = 10.0
 """requests whose way is known, after how many it is looked at again, and what counts of them"""
 
 
@@ -97,7 +102,9 @@ class Trigger:
     """Decisions of one instance. One thread, or one lock of the caller, uses it."""
 
     def __init__(self, cfg: TriggerConfig, clock: Clock, *, cache_bytes: int):
-        self.cfg, self._clock, self._cache_bytes = cfg, clock, cache_bytes
+        self.cfg = cfg
+        self._clock = clock
+        self._cache_bytes = cache_bytes
         self._live: OrderedDict[CacheKey, tuple[int, float]] = OrderedDict()  # bytes, admitted at
         self._live_bytes = 0
         self._saved_s = cfg.burst_s

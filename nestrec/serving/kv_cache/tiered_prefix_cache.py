@@ -161,7 +161,10 @@ class TieredPrefixCache:
 
         make_copier: makes the copier of each direction between device pages and host memory.
         """
-        self.cfg, self._costs, self._post, self._count = cfg, costs, post, count
+        self.cfg = cfg
+        self._costs = costs
+        self._post = post
+        self._count = count
         servable = form.servable
         self._longest = servable.encoder_config.max_length
         cache_bytes = cfg.cache_bytes if cfg.keeps_prefix else 0
@@ -195,7 +198,8 @@ class TieredPrefixCache:
         """What both directions cost, before anybody has to choose between them and computing."""
         held = self._host.take(min(_LEARNED_PAGES, num_pages, self._host.num_pages) * self._host.page_bytes)
         if held:
-            pages, num_bytes = list(range(len(held))), len(held) * self._host.page_bytes
+            pages = list(range(len(held)))
+            num_bytes = len(held) * self._host.page_bytes
             self._out.learn(lambda: self._host.copy_out(pages, held), num_bytes)
             self._in.learn(lambda: self._host.copy_in(pages, held), num_bytes)
             self._host.give(held)
@@ -242,7 +246,8 @@ class TieredPrefixCache:
         stays = self.cfg.keeps_on_device
         if self.dram.max_bytes == 0 or entry.length == 0 or (stays and used <= self.cfg.spill_above):
             return
-        num_bytes, kept = self._host.bytes_of(entry.length), None
+        num_bytes = self._host.bytes_of(entry.length)
+        kept = None
         known = self.dram.find(entry.key, work.content_of)
         is_new = known is None or entry.length - known.length > _FEW_NEW * entry.length
         is_worth = is_new and self._is_copy_worth(entry.length, ahead_s, behind=0)
@@ -250,7 +255,8 @@ class TieredPrefixCache:
             kept = self.dram.begin_spill(entry.key, length=entry.length, content=entry.content, num_bytes=num_bytes)
         if kept is not None:
             self.device.pin(entry)
-            pages, held = list(entry.pages), self._host.take(num_bytes)
+            pages = list(entry.pages)
+            held = self._host.take(num_bytes)
             finish = self._posted(lambda is_made: self._spilled(kept, entry, held, is_made))
             self._out.submit(lambda: self._host.copy_out(pages, held), num_bytes, finish)
         if not stays:
@@ -279,7 +285,8 @@ class TieredPrefixCache:
             return False
         self._reloading[work.key] = [work]
         self.dram.begin_reload(kept)
-        pages, held = list(entry.pages), kept.payload
+        pages = list(entry.pages)
+        held = kept.payload
         finish = self._posted(lambda is_made: self._reloaded(kept, entry, resume, is_made))
         self._in.submit(lambda: self._host.copy_in(pages, held), kept.num_bytes, finish)
         return True

@@ -45,7 +45,8 @@ class CTRAdapter:
     outputs: tuple[str, ...] = ("label",)
 
     def __init__(self, servable: Servable, slide_events: int):
-        self.servable, self.slide_events = servable, slide_events
+        self.servable = servable
+        self.slide_events = slide_events
         self.encoder = servable.model
         self._model = cast(DLRM, servable.model)
         self._numbers = [c.name for c in servable.spec.columns if not c.has_table]

@@ -28,9 +28,11 @@ class FaissSearch:
     """Rows by the structure that `built` gave."""
 
     def __init__(self, rows_ND: torch.Tensor, cfg: SearchConfig, tensors: Tensors):
-        self._table, self.cfg = DeviceTable(rows_ND), cfg
+        self._table = DeviceTable(rows_ND)
+        self.cfg = cfg
         self._exact = ExactSearch(self._table)
-        faiss, vectors = _faiss(), _vectors(rows_ND)
+        faiss = _faiss()
+        vectors = _vectors(rows_ND)
         if cfg.kind == "faiss_hnsw":
             self._index = _restored_graph(faiss, vectors, cfg, tensors)
             self._how = faiss.SearchParametersHNSW(efSearch=cfg.width)
@@ -53,14 +55,16 @@ class FaissSearch:
         for b in short.tolist():
             own = Excluded(np.zeros(counts[b], np.int64), excluded.row_P[excluded.query_P == b])
             found = self._exact.best(queries_BD[b : b + 1], k, own)
-            rows[b], scores[b] = -1, -np.inf
+            rows[b] = -1
+            scores[b] = -np.inf
             rows[b, : found[0].shape[1]], scores[b, : found[0].shape[1]] = found[0][0], found[1][0]
         return rows, scores
 
 
 def built(rows_ND: torch.Tensor, cfg: SearchConfig) -> dict[str, torch.Tensor]:
     """The structure of an index, to be written."""
-    faiss, vectors = _faiss(), _vectors(rows_ND)
+    faiss = _faiss()
+    vectors = _vectors(rows_ND)
     if cfg.kind == "faiss_hnsw":
         graph = faiss.IndexHNSWFlat(vectors.shape[1], cfg.links, faiss.METRIC_INNER_PRODUCT)
         graph.hnsw.efConstruction = cfg.build_width
@@ -77,7 +81,8 @@ def built(rows_ND: torch.Tensor, cfg: SearchConfig) -> dict[str, torch.Tensor]:
 
 def measured_recall(search: FaissSearch, rows_ND: torch.Tensor, queries_BD: torch.Tensor, of: str) -> SearchRecall:
     """of: whose queries they are"""
-    k, nothing = min(_RECALL_K, len(rows_ND)), Excluded.of([])
+    k = min(_RECALL_K, len(rows_ND))
+    nothing = Excluded.of([])
     found = search.best(queries_BD, k, nothing)[0]
     wanted = ExactSearch(DeviceTable(rows_ND)).best(queries_BD, k, nothing)[0]
     shares = [len(np.intersect1d(a, b)) / k for a, b in zip(found, wanted, strict=True)]
@@ -110,7 +115,8 @@ def _restored_graph(faiss: Any, vectors: NDArray[np.float32], cfg: SearchConfig,
 
 
 def _restored_lists(faiss: Any, vectors: NDArray[np.float32], tensors: Tensors) -> Any:
-    centroids, lists = _vectors(tensors["centroids"]), tensors["lists"].numpy().astype(np.int64)
+    centroids = _vectors(tensors["centroids"])
+    lists = tensors["lists"].numpy().astype(np.int64)
     _check(len(lists) == len(vectors) and centroids.shape[1] == vectors.shape[1], "lists")
     _check(bool((lists >= 0).all() and (lists < len(centroids)).all()), "lists")
     coarse = faiss.IndexFlatIP(vectors.shape[1])

@@ -46,7 +46,8 @@ class ItemIds:
         numbers = {int(key): known + i + 1 for i, key in enumerate(keys) if _is_number(key)}
         table = self._table
         if numbers and len(table):
-            low, high = min(numbers), max(numbers)
+            low = min(numbers)
+            high = max(numbers)
             if low >= 0 and high < _SPARSE * (known + len(keys)):
                 if high + 2 > len(table):  # with room for those to come: requests wait for a copy
                     table = np.zeros((high + 2) * 9 // 8, np.int64)
@@ -112,7 +113,9 @@ class KeyedTable:
 
     def __init__(self, rows: ServedTable, keys: NDArray[np.int64], begins: KeyedTableSpec):
         """keys: of the rows, ascending"""
-        self.by_row, self.keys, self.begins = rows, keys, begins
+        self.by_row = rows
+        self.keys = keys
+        self.begins = begins
         self.num_rows = rows.num_rows
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:

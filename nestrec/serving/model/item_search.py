@@ -60,7 +60,8 @@ class Excluded:
     def of(items: Sequence[NDArray[np.int64]]) -> "Excluded":
         """Item ids for each query; 0, which is no item, is left out."""
         counts = [len(one) for one in items]
-        queries, rows = np.repeat(np.arange(len(items)), counts), np.concatenate([np.zeros(0, np.int64), *items]) - 1
+        queries = np.repeat(np.arange(len(items)), counts)
+        rows = np.concatenate([np.zeros(0, np.int64), *items]) - 1
         return Excluded(queries[rows >= 0], rows[rows >= 0])
 
     def of_queries(self, first: int, end: int) -> "Excluded":
@@ -183,10 +184,12 @@ class GraphSearch:
     """An index that lies whole on a GPU. Threads take turns."""
 
     def __init__(self, table: DeviceTable):
-        self._table, self._plain = table, ExactSearch(table)
+        self._table = table
+        self._plain = ExactSearch(table)
         self._graphs: dict[tuple[int, int, int], _Captured] = {}
         self._num_rows = table.num_rows
-        self._memory, self._lock = torch.cuda.graph_pool_handle(), threading.Lock()
+        self._memory = torch.cuda.graph_pool_handle()
+        self._lock = threading.Lock()
 
     def best(
         self, queries_BD: torch.Tensor, k: int, excluded: Excluded
@@ -198,7 +201,8 @@ class GraphSearch:
         size = (sizes[0], sizes[1], sizes[2])
         with self._lock:
             if self._num_rows != self._table.num_rows:  # a model that follows a run has learnt of new items
-                self._graphs, self._num_rows = {}, self._table.num_rows
+                self._graphs = {}
+                self._num_rows = self._table.num_rows
             if size not in self._graphs:
                 self._graphs[size] = _Captured(self._table, queries_BD.dtype, size, self._memory)
             scores_BK, rows_BK = scores_and_rows(self._graphs[size].run(queries_BD, excluded)[:, :k])
@@ -210,7 +214,8 @@ class _Captured:
         """size: queries, best rows, excluded pairs"""
         num_queries, self._k, num_pairs = size
         device = table.weight.device
-        self._search, self._graph = ExactSearch(table), torch.cuda.CUDAGraph()
+        self._search = ExactSearch(table)
+        self._graph = torch.cuda.CUDAGraph()
         self._queries_BD = torch.zeros(num_queries, table.weight.shape[1], dtype=dtype, device=device)
         self._pairs_2P = torch.full((2, num_pairs), -1, device=device)
         self._sent_2P = pinned_empty([2, num_pairs], torch.int64, device).fill_(-1)

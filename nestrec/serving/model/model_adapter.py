@@ -93,7 +93,8 @@ def column_vectors(servable: Servable, column: ColumnSpec, values_RF: torch.Tens
 
 def _pooled(servable: Servable, column: ColumnSpec, ids_RF: torch.Tensor) -> torch.Tensor:
     """Field by field: all rows of a text at once would be a batch of many times the width."""
-    table, is_there_RF = servable.tables[column.name], ids_RF > 0
+    table = servable.tables[column.name]
+    is_there_RF = ids_RF > 0
     if ids_RF.device.type == "cpu":  # a captured batch cannot know how long its lists are
         longest = int(is_there_RF.sum(1).max()) if len(ids_RF) else 0
         ids_RF, is_there_RF = ids_RF[:, :longest], is_there_RF[:, :longest]

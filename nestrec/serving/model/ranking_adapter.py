@@ -43,7 +43,8 @@ class RankingAdapter:
     appends_candidates: bool = True
 
     def __init__(self, servable: Servable, slide_events: int):
-        self.servable, self.slide_events = servable, slide_events
+        self.servable = servable
+        self.slide_events = slide_events
         self._model, task = cast(RankingModel, servable.model), cast(RankingTaskConfig, servable.spec.task)
         self.encoder = self._model.encoder
         self.outputs = task.inputs.labels
@@ -52,7 +53,8 @@ class RankingAdapter:
         self._columns = [c for c in servable.spec.columns if not c.name.startswith(folded)]
         given = [c for c in self._columns if c.name not in servable.item_columns]
         self._given = [field for column in given for field in column.fields]
-        self._places, self._alike = places_of(given, first=3), of_users(self._given, first=3)
+        self._places = places_of(given, first=3)
+        self._alike = of_users(self._given, first=3)
         self._before = UserPrefixTokens(servable, self._places)
         self._uses_time = servable.reads_times
 
@@ -191,7 +193,8 @@ def _side_by_side(count: int, *columns: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _model(spec: ServableSpec) -> RankingModel:
-    task, num_bits = cast(RankingTaskConfig, spec.task), max(spec.action_bits.values()).bit_length()
+    task = cast(RankingTaskConfig, spec.task)
+    num_bits = max(spec.action_bits.values()).bit_length()
     model = RankingModel(
         task.encoder,
         task.head,

@@ -45,7 +45,8 @@ class RetrievalAdapter:
     outputs: tuple[str, ...] = ("score",)
 
     def __init__(self, servable: Servable, slide_events: int):
-        self.servable, self.slide_events = servable, slide_events
+        self.servable = servable
+        self.slide_events = slide_events
         self._model, task = cast(RetrievalModel, servable.model), cast(RetrievalTaskConfig, servable.spec.task)
         self.encoder = self._model.encoder
         self._asks_next = task.history.query_time == "next"
@@ -53,7 +54,8 @@ class RetrievalAdapter:
         self.max_events = task.history.max_length
         self._columns = [c for c in servable.spec.columns if not c.name.startswith(ITEM_PREFIX)]
         self._given = [field for column in self._columns for field in column.fields]
-        self._places, self._alike = places_of(self._columns, first=1), of_users(self._given, first=1)
+        self._places = places_of(self._columns, first=1)
+        self._alike = of_users(self._given, first=1)
         self._before = UserPrefixTokens(servable, self._places)
 
     def follow(self, servable: Servable) -> None:
@@ -67,7 +69,8 @@ class RetrievalAdapter:
         asked = times
         if self._asks_next and self._uses_time:
             asked = np.empty_like(times)
-            asked[:-1], asked[-1:] = times[1:], now_ms
+            asked[:-1] = times[1:]
+            asked[-1:] = now_ms
         given = [self._values(field, history) for field in self._given]
         before = self._before.records(history, self.num_fields)[: None if len(history) else 0]
         return HistoryTokens(
@@ -84,10 +87,8 @@ class RetrievalAdapter:
         )
 
     def vectors(self, tokens: HistoryTokens, first: int, end: int) -> torch.Tensor:
-        columns, events = (
-            tokens.columns[: self.num_fields],
-            slice(tokens.events_within(first), tokens.events_within(end)),
-        )
+        columns = tokens.columns[: self.num_fields]
+        events = slice(tokens.events_within(first), tokens.events_within(end))
         records = np.stack([column[events] for column in columns], axis=1)
         if first < len(tokens.before):
             records = np.concatenate([tokens.before[first:end], records])

@@ -47,7 +47,8 @@ class DramRows:
 
     def __init__(self, weight: torch.Tensor):
         self._weight = weight
-        (self.num_rows, self.dim), self.dtype = weight.shape, weight.dtype
+        (self.num_rows, self.dim) = weight.shape
+        self.dtype = weight.dtype
 
     def read(self, ids: NDArray[np.int64]) -> torch.Tensor:
         return self._weight.index_select(0, torch.from_numpy(ids))
@@ -64,14 +65,19 @@ class DiskRows:
 
     def __init__(self, path: Path, tensor: str):
         place = place_of(path, tensor)
-        self._start, self.num_rows, self.dim, self.dtype = place.start, place.num_rows, place.dim, place.dtype
-        self._name, self._row_bytes = path.name, place.row_bytes
+        self._start = place.start
+        self.num_rows = place.num_rows
+        self.dim = place.dim
+        self.dtype = place.dtype
+        self._name = path.name
+        self._row_bytes = place.row_bytes
         self._descriptor = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._descriptor)
 
     def read(self, ids: NDArray[np.int64]) -> torch.Tensor:
         rows = torch.empty(len(ids), self.dim, dtype=self.dtype)
-        words, are_read = rows.view(torch.uint8).numpy(), list[bool]()
+        words = rows.view(torch.uint8).numpy()
+        are_read = list[bool]()
 
         def work(low: int, high: int) -> None:
             are_read.append(_read_rows(self._descriptor, self._start, ids[low:high], words[low:high]))

@@ -108,7 +108,8 @@ class Servable:
     @cached_property
     def encoder_config(self) -> BackboneConfig:
         """Of the backbone, with room for what stands before a history."""
-        own, num_prefix = self.serving.encoder(self.spec.task), self.serving.num_prefix(self.spec.task)
+        own = self.serving.encoder(self.spec.task)
+        num_prefix = self.serving.num_prefix(self.spec.task)
         return with_room(own, num_prefix)
 
     @cached_property
@@ -224,7 +225,8 @@ class Servable:
     def load(folder: Path, device: torch.device | str = "cpu", tables: TablesConfig | None = None) -> "Servable":
         """Verify and load; `CorruptFileError` where a file is missing, changed or foreign."""
         manifest = verified_manifest(folder)
-        cfg, place = tables or TablesConfig(), torch.device(device)
+        cfg = tables or TablesConfig()
+        place = torch.device(device)
         servable = Servable.of_parts(
             {entry.name: _content(folder / entry.name) for entry in manifest.files if is_description(entry.name)},
             load_file(folder / WEIGHTS_FILE),

@@ -107,7 +107,8 @@ class DeviceTable:
 
     def __init__(self, weight: torch.Tensor, num_rows: int | None = None):
         """num_rows: the rows beyond are room for more."""
-        self.weight, self.num_rows = weight, len(weight) if num_rows is None else num_rows
+        self.weight = weight
+        self.num_rows = len(weight) if num_rows is None else num_rows
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         return self.weight.index_select(0, ids.to(self.weight.device))
@@ -135,7 +136,8 @@ class MultiDeviceTable:
 
     def __init__(self, parts: Sequence[torch.Tensor]):
         """parts: rows in order, each where it lies; rows are handed out on the device of the first"""
-        self._parts, self._firsts = list(parts), np.cumsum([0, *(len(part) for part in parts)])
+        self._parts = list(parts)
+        self._firsts = np.cumsum([0, *(len(part) for part in parts)])
         self.num_rows = int(self._firsts[-1])
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
@@ -175,7 +177,8 @@ class CachedTable:
 
     def __init__(self, source: RowSource, device: torch.device, cache_rows: int, num_rows: int | None = None):
         """num_rows: the rows of the source beyond are room for more."""
-        self._source, self._device = source, device
+        self._source = source
+        self._device = device
         self.num_rows = source.num_rows if num_rows is None else num_rows
         self._cache = torch.empty(cache_rows, source.dim, dtype=source.dtype, device=device)
         self._slots = KeyHashTable()
@@ -234,7 +237,8 @@ class CachedTable:
         fresh = sent_to_device(self._source.read(missing), self._device)
         self._keep(missing, fresh)
         rows = torch.empty(len(keys), *fresh.shape[1:], dtype=fresh.dtype, device=self._device)
-        rows[to_device(is_here, self._device)], rows[to_device(~is_here, self._device)] = here, fresh
+        rows[to_device(is_here, self._device)] = here
+        rows[to_device(~is_here, self._device)] = fresh
         return rows
 
     def _keep(self, keys: NDArray[np.int64], fresh: torch.Tensor) -> None:
@@ -330,7 +334,8 @@ class QuantizedTable:
     """Numbers over a table of bytes, which lies wherever tables lie."""
 
     def __init__(self, packed: ServedTable, kind: PackedKind):
-        self.packed, self.kind = packed, kind
+        self.packed = packed
+        self.kind = kind
 
     @property
     def num_rows(self) -> int:

@@ -57,7 +57,8 @@ def digest_of(key: bytes) -> bytes:
 
 def place_of(key: bytes, digests: Sequence[bytes]) -> int | None:
     """Which of the digests is the key's; all of them are compared whole, whichever it is."""
-    own, found = digest_of(key), -1
+    own = digest_of(key)
+    found = -1
     for place, digest in enumerate(digests):
         if hmac.compare_digest(own, digest):
             found = place
@@ -211,7 +212,8 @@ class ApiKeyStore:
 def read_keys(path: Path) -> tuple[ApiKey, ...]:
     """All keys of a file; `UserError` names what is wrong with it."""
     try:
-        mode, text = path.stat().st_mode, path.read_text(encoding="utf-8")
+        mode = path.stat().st_mode
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         remedy = "make one with: nestrec key NAME --file FILE"
         raise UserError(f"cannot be read: {error}", field="safety.keys", value=str(path), remedy=remedy) from error

@@ -67,8 +67,12 @@ class RequestAuthorizer:
     ):
         """takes_admin: admin endpoints may be asked at all; without keys whoever reaches the server may ask them.
         refusals: counted here by reason. rates: of keys; none: of this gate alone."""
-        self._access, self._keys, self._front_only, self._takes_admin = access, keys, front_only, takes_admin
-        self._rates, self._unix_s = rates or LocalRateLimiter(clock or RealClock()), unix_s
+        self._access = access
+        self._keys = keys
+        self._front_only = front_only
+        self._takes_admin = takes_admin
+        self._rates = rates or LocalRateLimiter(clock or RealClock())
+        self._unix_s = unix_s
         self.refusals = {} if refusals is None else refusals
 
     def admit(self, path: str, raw_path: str, headers: list[Header], address: str) -> AccessDecision:
@@ -259,7 +263,8 @@ class ServerSecurity:
 
     def __init__(self, cfg: SecurityConfig, host: str, rates: RateLimiter | None = None):
         """host: what the server listens on. rates: of keys, where other processes listen there as well."""
-        self.cfg, self._rates = cfg, rates
+        self.cfg = cfg
+        self._rates = rates
         self.keys = ApiKeyStore(Path(cfg.keys)) if cfg.keys else None
         self.certificates = CertificateReloader.of(cfg)
         self.refusals: dict[str, int] = {}

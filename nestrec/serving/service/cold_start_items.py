@@ -78,7 +78,9 @@ class NewItemInsertion:
 
     def __init__(self, servable: Servable, items: Sequence[NewItem]):
         _check(servable, items)
-        self._servable, self.items, self.count = servable, items, len(items)
+        self._servable = servable
+        self.items = items
+        self.count = len(items)
         self._first = servable.spec.num_items + 1
         self._of_items = [c for c in servable.spec.columns if c.name.startswith(ITEM_PREFIX)]
         self.after = self._described()
@@ -108,8 +110,10 @@ class NewItemInsertion:
     @torch.inference_mode()
     def apply(self) -> None:
         """Write them into the tables, while nobody reads these."""
-        servable, end = self._servable, self._first + self.count
-        ids, rows_nD = torch.arange(self._first, end), self._rows()
+        servable = self._servable
+        end = self._first + self.count
+        ids = torch.arange(self._first, end)
+        rows_nD = self._rows()
         items = servable.tables["items"]
         items.put(ids.to(items.row_device), rows_nD.to(items.rows(torch.zeros(1, dtype=torch.int64))))
         items.num_rows = end
@@ -125,7 +129,8 @@ class NewItemInsertion:
         servable.item_ids.grow([item.key for item in self.items], self._first - 1)
 
     def _described(self) -> Servable:
-        old, keys = self._servable, tuple(item.key for item in self.items)
+        old = self._servable
+        keys = tuple(item.key for item in self.items)
         titles = (*old.item_titles, *(item.title for item in self.items)) if old.item_titles else ()
         told = repr([(item.key, sorted(item.features.items()), item.title) for item in self.items])
         after = replace(
@@ -162,7 +167,8 @@ class NewItemInsertion:
         return found
 
     def _vectors(self, column: ColumnSpec, values: Sequence[Any]) -> torch.Tensor:
-        servable, to_width = self._servable, cast(FeatureProjections, self._servable.model.to_width)
+        servable = self._servable
+        to_width = cast(FeatureProjections, self._servable.model.to_width)
         if column.kind == "number":
             numbers_n2 = numbers_of(torch.from_numpy(number_bits(column.transform.numbers(_numbers(values)))))
             found: torch.Tensor = to_width(column.name, numbers_n2.to(servable.device, servable.dtype))

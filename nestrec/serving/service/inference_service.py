@@ -102,7 +102,9 @@ class Service:
         on_engine_lost: Callable[[], None] = lambda: None,
     ):
         """on_engine_lost: called on the thread of an engine that cannot continue."""
-        self.cfg, self._clock, self._keyed = cfg, clock or RealClock(), KeyedHash()
+        self.cfg = cfg
+        self._clock = clock or RealClock()
+        self._keyed = KeyedHash()
         self._on_engine_lost = on_engine_lost
         self._lock = threading.Lock()
         self.sources: dict[str, str] = {}
@@ -143,11 +145,13 @@ class Service:
             role = role_of(servable)
             if role in servables:
                 raise UserError(f"is a second {role} model", field="MODEL", value=text, remedy="give one")
-            servables[role], sources[role] = servable, text
+            servables[role] = servable
+            sources[role] = text
             if found is not None:
                 followed[role] = found
         service = Service(servables, cfg, on_engine_lost=on_engine_lost)
-        service.sources, service.followed = sources, followed
+        service.sources = sources
+        service.followed = followed
         return service
 
     def fleet(self, role: str) -> ModelDeployment:
@@ -158,7 +162,8 @@ class Service:
         """The engines that are told of a ranking request of this user to come, which then belongs to them for a while.
         Chosen and remembered at once: a swap comes before or after it."""
         with self._lock:
-            fleet, now_s = self.fleets[self.ranker], self._clock.now_s()
+            fleet = self.fleets[self.ranker]
+            now_s = self._clock.now_s()
             self._expected.pop(user, None)
             while self._expected and next(iter(self._expected.values()))[1] <= now_s:
                 self._expected.popitem(last=False)
@@ -284,7 +289,8 @@ class Service:
 
     async def foresee(self, user: str, num_events: int, num_candidates: int) -> tuple[ModelDeployment, Decision]:
         """Whether a signal of a user with so many events would be of use to the instance that would get it."""
-        fleet, slot = self.fleets[self.ranker], self._begin(user)
+        fleet = self.fleets[self.ranker]
+        slot = self._begin(user)
         try:
             return fleet, fleet.engines[slot].foresee(num_events, num_candidates)
         finally:
@@ -349,7 +355,8 @@ class Service:
 
     def _wait_for_sessions(self, old: list[ModelDeployment]) -> None:
         """Until every ranking request that these engines were told of has come, or will not."""
-        end_s, engines = self._clock.now_s() + self.cfg.session_s, [fleet.engines for fleet in old]
+        end_s = self._clock.now_s() + self.cfg.session_s
+        engines = [fleet.engines for fleet in old]
         while self._clock.now_s() < end_s:
             with self._lock:
                 if not any(fleet.engines in engines for fleet, _ in self._expected.values()):

@@ -115,7 +115,9 @@ class Reloader:
     """Thread safe; what is asked by a signal is done on a thread of its own."""
 
     def __init__(self, service: Service, device: str, tables: TablesConfig, follow: VersionFollowConfig | None = None):
-        self._service, self._device, self._tables = service, device, tables
+        self._service = service
+        self._device = device
+        self._tables = tables
         self._follow = follow or VersionFollowConfig()
         self._lock = threading.Lock()
         self._folders = {role: _whole(text) for role, text in service.sources.items()}
@@ -214,7 +216,8 @@ class Reloader:
 
     def _swap(self, wanted: Sequence[tuple[str, str | None]], *, cause: str = "") -> None:
         """wanted: folders or addresses, and the versions that folders must hold. cause: prefix of the logged line."""
-        before, seen = self.current, set[str]()
+        before = self.current
+        seen = set[str]()
         moves: list[tuple[VersionFollower, str | None]] = []
         fresh: dict[str, tuple[str, Servable, LiveModelVersion | None]] = {}
         for text, version in wanted:
@@ -226,7 +229,8 @@ class Reloader:
                 moves.append((follower, at))
                 continue
             # Where the folder is a link, all files come from what it points to now, wherever it points meanwhile.
-            whole, source = _whole(text), source_of(text)
+            whole = _whole(text)
+            source = source_of(text)
             followed = None if source is None else self._opened(source)
             servable = Servable.load(Path(whole), self._device, self._tables) if followed is None else followed.servable
             role = role_of(servable)

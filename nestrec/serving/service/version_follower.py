@@ -82,10 +82,17 @@ class VersionFollower:
         scratch: Path | None = None,
     ):
         """followed: the version in service. source: where from, and whether one version of it is to stay."""
-        self._service, self._role, self._followed, self.source = service, role, followed, source
-        self._cfg, self._device, self._tables, self._scratch = cfg, device, tables, scratch
+        self._service = service
+        self._role = role
+        self._followed = followed
+        self.source = source
+        self._cfg = cfg
+        self._device = device
+        self._tables = tables
+        self._scratch = scratch
         self._versions = VersionStore(source.storage, cfg.read_timeout_s)
-        self.counts, self.freshness = FollowCounts(), FreshnessTracker()
+        self.counts = FollowCounts()
+        self.freshness = FreshnessTracker()
         self._lock = threading.Lock()
         self._is_closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -148,7 +155,8 @@ class VersionFollower:
             except Exception as error:
                 self._failed(error)
                 return False
-            self.counts.behind, self.counts.problem = 0, ""
+            self.counts.behind = 0
+            self.counts.problem = ""
             return True
 
     def move(self, version: str | None) -> None:

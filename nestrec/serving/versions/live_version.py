@@ -71,7 +71,8 @@ class LiveModelVersion:
         """The last version of a way that begins with a full one. scratch: for tables on the disk."""
         full, last = way[0], way[-1].manifest
         files = _files({}, *versions.descriptions(full))
-        place, cfg = torch.device(device), tables or TablesConfig()
+        place = torch.device(device)
+        cfg = tables or TablesConfig()
         room = {table.name: _room(table.num_rows) for table in last.tables}
         published = tables_of(full.manifest)
         num_items = published["items"].num_rows - 1
@@ -129,7 +130,8 @@ class LiveModelVersion:
     def rehearse(self) -> None:
         """Write what is there over itself, as a version is written. A GPU loads what that needs with its first use, and
         requests would wait for it."""
-        one, servable = torch.zeros(1, dtype=torch.int64), self.servable
+        one = torch.zeros(1, dtype=torch.int64)
+        servable = self.servable
         tables = {id(table): table for table in (*servable.tables.values(), servable.index) if table is not None}
         puts = [_Put.of(table, table.num_rows, (one, table.rows(one))) for table in tables.values()]
         columns = {name: (one.to(c.device), c[one.to(c.device)]) for name, c in servable.item_columns.items()}
@@ -214,7 +216,8 @@ class StagedVersion:
         used_here(self._brought())
         old_rows = [(put, put.table.rows(put.ids.cpu() if _asks_host(put.table) else put.ids)) for put in self.puts]
         old_counts = [put.table.num_rows for put in self.puts]
-        model, servable = self.before.servable.model, self.before.servable
+        model = self.before.servable.model
+        servable = self.before.servable
         old_weights = {name: torch.empty_like(tensor) for name, tensor in model.state_dict().items()}
         _copy_all(list(old_weights.values()), list(model.state_dict().values()))
         old_columns = {name: servable.item_columns[name][ids].clone() for name, (ids, _) in self.columns.items()}

@@ -38,7 +38,8 @@ FULL_LOSS_ITEMS = 20_000
 IDLE_SHARE = 0.05
 """Of events without any action from which on a log is one of impressions."""
 REPEATED_SHARE = 0.2
-LEAST_LABEL_SHARE, MOST_LABELS = 0.005, 3
+LEAST_LABEL_SHARE = 0.005
+MOST_LABELS = 3
 MOST_CATEGORY_VALUES = 100_000
 SEVERAL_SHARE = 0.05
 """Of events with a less frequent action, those with several, from which on actions are outcomes and not event types."""
@@ -49,7 +50,8 @@ MEANING = {
     "retrieval": "finds items of the whole catalog (/v1/recommend)",
     "ranking": "scores candidates that you provide (/v1/rank)",
 }
-RARE, RARE_SHARE = 5, 0.3
+RARE = 5
+RARE_SHARE = 0.3
 """From such a share of rare items on, items are read by their features too."""
 
 
@@ -272,7 +274,8 @@ def _rows(dataset: Dataset, reasons: _Reasons, *, has_own_split: bool) -> RunCon
 
 
 def _retrieval(dataset: Dataset, habits: UserBehaviorStats, reasons: _Reasons, split: SplitKind) -> RunConfig:
-    card, counts = dataset.card, dataset.card.counts
+    card = dataset.card
+    counts = dataset.card.counts
     per_item = counts.events / max(1, counts.items)
     length = _at_least(card.lengths.p90, (50, 100, 200))
     length = reasons.because(
@@ -308,7 +311,8 @@ def _retrieval(dataset: Dataset, habits: UserBehaviorStats, reasons: _Reasons, s
         f"{counts.users:,} users, about a hundred steps an epoch",
     )
     rate = reasons.because("optimizer.learning_rate", 1e-3, "with Adam, as the public recipes")
-    content, rare = _read_features(card, "item"), _rare_share(card)
+    content = _read_features(card, "item")
+    rare = _rare_share(card)
     content = content if rare >= RARE_SHARE else ()
     if content:
         why = f"{rare:.0%} of items have at most {RARE} events, and are told by what they are"

@@ -43,7 +43,8 @@ def test_moved_bytes_count_only_samples_that_leave_home() -> None:
 
 
 def test_noise_has_the_stated_size() -> None:
-    uniform, gaussian = noise_uniform(100_000, 0.1, 0), noise_gaussian(100_000, 0.1, 0)
+    uniform = noise_uniform(100_000, 0.1, 0)
+    gaussian = noise_gaussian(100_000, 0.1, 0)
     assert uniform.min() >= 0.9
     assert uniform.max() <= 1.1
     assert gaussian.std() == pytest.approx(0.1, rel=0.02)

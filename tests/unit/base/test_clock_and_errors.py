@@ -13,7 +13,8 @@ def test_the_simulated_clock_moves_only_when_told() -> None:
 
 
 def test_what_is_due_happens_in_order_and_at_its_moment_while_somebody_sleeps() -> None:
-    clock, seen = EventClock(), list[tuple[str, float]]()
+    clock = EventClock()
+    seen = list[tuple[str, float]]()
     clock.at(2.0, lambda: seen.append(("second", clock.now_s())))
     clock.at(1.0, lambda: (seen.append(("first", clock.now_s())), clock.at(1.5, lambda: seen.append(("then", 1.5)))))
     clock.at(2.0, lambda: seen.append(("third", clock.now_s())))

@@ -10,7 +10,8 @@ from nestrec.base.thread_team import ThreadTeam, for_parts, in_order, niceness, 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("size", [0, 1, 3, 10_000, 100_001])
 def test_parts_cover_the_range_once(size, threads):
-    seen, lock = [], threading.Lock()
+    seen = []
+    lock = threading.Lock()
 
     def work(start: int, stop: int) -> None:
         with lock:
@@ -36,7 +37,8 @@ def test_calls_that_run_ahead_return_in_order(threads):
 
 
 def test_calls_run_while_the_next_one_is_made_and_few_are_made_ahead():
-    made, ran = [], threading.Event()
+    made = []
+    ran = threading.Event()
 
     def calls():
         yield ran.set

@@ -33,7 +33,8 @@ def mix32_python(x: int) -> int:
 
 def uniform24_python(key: int, site: int, channel: int) -> int:
     key = (key & (2**64 - 1)) ^ mix64(site)
-    low, high = key & 0xFFFFFFFF, key >> 32
+    low = key & 0xFFFFFFFF
+    high = key >> 32
     return mix32_python(mix32_python(low ^ ((channel * 0x9E3779B9) & 0xFFFFFFFF)) ^ high) >> 8
 
 

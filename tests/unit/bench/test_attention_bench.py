@@ -90,7 +90,9 @@ def test_shapes_that_were_cut_at_commas_are_whole_again():
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_flops_count_every_seen_pair_twice_in_two_products(impl):
-    lengths, heads, dim = [1500, 3], 2, 5
+    lengths = [1500, 3]
+    heads = 2
+    dim = 5
     rules = IMPLEMENTATIONS[impl].rules
     pairs = sum(int(seen_mask(torch.tensor([0, n]), n, rules).sum()) for n in lengths)
     assert flops_of(lengths, heads, dim, impl) == 2 * 2 * pairs * heads * dim

@@ -18,8 +18,11 @@ def test_rows_are_read_and_trained_beside_plain_torch():
 
 def test_every_way_of_plain_torch_trains_the_same_rows():
     torch.manual_seed(0)
-    keys, grad, weight = torch.randint(0, 30, (200,)), torch.randn(200, 8), torch.randn(40, 8)
-    expected, state = weight.clone(), torch.zeros(40, 1)
+    keys = torch.randint(0, 30, (200,))
+    grad = torch.randn(200, 8)
+    weight = torch.randn(40, 8)
+    expected = weight.clone()
+    state = torch.zeros(40, 1)
     learn(expected, state, keys, grad, RowRule(kind="rowwise_adagrad", learning_rate=0.01, eps=1e-8))
     for path in PATHS.values():
         table = TorchTable(weight.clone(), torch.zeros(40))

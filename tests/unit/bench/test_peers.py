@@ -111,7 +111,8 @@ def test_a_python_without_torchrec_is_refused():
 
 def test_a_page_keeps_what_people_wrote_around_its_tables(tmp_path):
     rows = rows_of("mlp", [system_of("nestrec", [30.0]) | {"parts_ms": {"embedding.route": [2.0]}}])
-    frame, page = make_frame(bench="peers", command="nestrec bench peers", rows=rows), tmp_path / "page.md"
+    frame = make_frame(bench="peers", command="nestrec bench peers", rows=rows)
+    page = tmp_path / "page.md"
     write_page(page, frame)
     page.write_text(f"about\n{page.read_text()}\nafter\n")
     before = page.read_text()

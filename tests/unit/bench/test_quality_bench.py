@@ -21,7 +21,9 @@ def write_runs(folder: Path) -> Path:
 
 
 def test_the_command_writes_the_result_file_and_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs, result, page = write_runs(tmp_path / "runs"), tmp_path / "out" / "quality.json", tmp_path / "quality.md"
+    runs = write_runs(tmp_path / "runs")
+    result = tmp_path / "out" / "quality.json"
+    page = tmp_path / "quality.md"
     arguments = ["bench", "quality", str(runs), "--pair", "hstu:sasrec", "--json", str(result), "--page", str(page)]
     monkeypatch.setattr(sys, "argv", ["nestrec", *arguments])
     done = CliRunner().invoke(app, arguments)

@@ -159,7 +159,8 @@ def test_where_searches_begin_is_told_for_each_share_of_returning_users():
 
 def test_the_longest_history_is_looked_for_at_half_the_largest_rate_of_the_first_mode(tmp_path):
     write_servable(random_ranking(replace(BENCH.encoder, max_length=1024), num_items=50), tmp_path / "model")
-    bench, rates = replace(BENCH, model=str(tmp_path / "model"), longest=True, rounds=1), []
+    bench = replace(BENCH, model=str(tmp_path / "model"), longest=True, rounds=1)
+    rates = []
 
     def bed(mode, carried):
         def trial(lengths, _candidates, rate, _returning):

@@ -60,7 +60,8 @@ def test_requests_leave_at_their_moments_and_whole_answers_are_read(polls):
 
 
 def test_a_stall_of_one_connection_holds_nobody_else_back():
-    asked, have_others_asked = [], threading.Event()
+    asked = []
+    have_others_asked = threading.Event()
 
     def answer(connection, _):
         asked.append(connection)

@@ -102,7 +102,9 @@ def test_what_is_saved_while_training_goes_on_is_the_table_of_when_the_save_bega
     monkeypatch.setattr("nestrec.embedding.table_snapshot.CHUNK_BYTES", 16 << 10)
     monkeypatch.setattr("nestrec.artifacts.atomic_files.PIECE_BYTES", 4 << 10)
     monkeypatch.setattr("nestrec.checkpoint.checkpoint_writer.cores_of_rank", lambda: cores)
-    have_trained, num_aside, expected = threading.Barrier(3), list[int](), dict[int, bytes]()
+    have_trained = threading.Barrier(3)
+    num_aside = list[int]()
+    expected = dict[int, bytes]()
     may_write = threading.Event()
 
     def write_late(path: Path, content: Iterator[memoryview], *, past_cache: bool = False) -> tuple[int, str]:
@@ -112,8 +114,10 @@ def test_what_is_saved_while_training_goes_on_is_the_table_of_when_the_save_bega
     monkeypatch.setattr("nestrec.checkpoint.checkpoint_writer.write_file", write_late)
 
     def work(peers: CheckpointGroup) -> None:
-        shard, draw = shard_of(peers), np.random.default_rng(peers.rank)
-        keys, checkpoints = shard.keys(), CheckpointManager(tmp_path, peers=peers)
+        shard = shard_of(peers)
+        draw = np.random.default_rng(peers.rank)
+        keys = shard.keys()
+        checkpoints = CheckpointManager(tmp_path, peers=peers)
 
         def train(step: int) -> None:
             fetched = shard.fetch(np.unique(draw.choice(keys, 200)), step)

@@ -54,7 +54,8 @@ def test_rows_are_written_while_the_next_ones_are_read_where_there_are_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     has_cores(monkeypatch, 4)
-    is_second_read, keys = threading.Event(), torch.arange(4)
+    is_second_read = threading.Event()
+    keys = torch.arange(4)
 
     def write_late(path: Path, content: Iterator[memoryview], *, past_cache: bool = False) -> tuple[int, str]:
         assert not path.name.startswith("rows-") or is_second_read.wait(30), "the first file waits for the second chunk"
@@ -77,7 +78,9 @@ def test_threads_that_write_are_nice_until_somebody_waits_for_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     has_cores(monkeypatch, 4)
-    own, is_asked, seen = threading.get_native_id(), threading.Event(), list[int]()
+    own = threading.get_native_id()
+    is_asked = threading.Event()
+    seen = list[int]()
     if not set_niceness(own, 1) or not set_niceness(own, 0):
         pytest.skip("this user may not make a thread less nice again")
 

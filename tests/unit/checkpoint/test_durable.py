@@ -14,7 +14,8 @@ from nestrec.checkpoint.checkpoint_manifest import MANIFEST_NAME
 def flushed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """(what, inode) of flushes and renames, in order; the real ones are made as well."""
     seen: list[tuple[str, int]] = []
-    fsync, rename = os.fsync, os.rename
+    fsync = os.fsync
+    rename = os.rename
 
     def watched_fsync(descriptor: int) -> None:
         fsync(descriptor)

@@ -69,7 +69,8 @@ def test_a_run_goes_on_from_an_address_where_its_folder_has_nothing(tmp_path: Pa
 
 
 def test_a_chain_is_copied_with_what_it_builds_on_and_taken_back_whole(tmp_path: Path, address: str) -> None:
-    draw, rows = random.Random(1), dict[int, tuple[float, ...]]()
+    draw = random.Random(1)
+    rows = dict[int, tuple[float, ...]]()
     checkpoints = CheckpointManager(tmp_path / "a", keep=1, max_deltas=3, address=address)
     for step in range(1, 7):
         base = checkpoints.base_for_next()
@@ -128,7 +129,8 @@ def test_an_address_that_cannot_be_written_is_told_and_the_run_goes_on(tmp_path:
 
 
 def test_best_weights_that_did_not_reach_the_second_place_are_sent_with_the_next_save(tmp_path: Path) -> None:
-    there, told = tmp_path / "there", list[str]()
+    there = tmp_path / "there"
+    told = list[str]()
 
     def places() -> tuple[CheckpointManager, CheckpointManager]:
         best = CheckpointManager(tmp_path / "best", keep=1, report=told.append, address=str(there / "best"))

@@ -169,7 +169,8 @@ def _rows(restored: LoadedCheckpoint | None) -> dict[int, float]:
 @pytest.mark.parametrize("seed", range(5))
 def test_incremental_saves_restore_the_whole_table(tmp_path: Path, seed: int) -> None:
     random_ = random.Random(seed)
-    model, checkpoints = Model(), CheckpointManager(tmp_path, keep=2, max_deltas=3)
+    model = Model()
+    checkpoints = CheckpointManager(tmp_path, keep=2, max_deltas=3)
     history: dict[int, dict[int, float]] = {}
     for step in range(12):
         model.train(random_)
@@ -275,7 +276,8 @@ def test_the_error_of_a_background_save_is_raised_once_by_the_next_call(tmp_path
 
 def test_incremental_and_background_saves_go_together(tmp_path: Path) -> None:
     random_ = random.Random(1)
-    model, checkpoints = Model(), CheckpointManager(tmp_path, max_deltas=2)
+    model = Model()
+    checkpoints = CheckpointManager(tmp_path, max_deltas=2)
     bases = []
     for step in range(5):
         model.train(random_)

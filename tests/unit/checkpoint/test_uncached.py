@@ -22,7 +22,8 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere all f
 
 
 def refuses_the_flag(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
-    original, refused = fcntl.fcntl, []
+    original = fcntl.fcntl
+    refused = []
 
     def control(descriptor: int, command: int, *arguments: int) -> int:
         if command == fcntl.F_SETFL and arguments[0] & os.O_DIRECT:
@@ -36,7 +37,8 @@ def refuses_the_flag(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
 
 def refuses_what_is_written(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
     """From the second piece on."""
-    original, seen = os.write, []
+    original = os.write
+    seen = []
 
     def write(descriptor: int, piece: memoryview) -> int:
         if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
@@ -51,7 +53,8 @@ def refuses_what_is_written(monkeypatch: pytest.MonkeyPatch) -> Callable[[], boo
 
 def writes_odd_parts(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
     """As where the disk is almost full: a part, and what is left lies at an odd place."""
-    original, cut = os.write, []
+    original = os.write
+    cut = []
 
     def write(descriptor: int, piece: memoryview) -> int:
         if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT and len(piece) > 1000:
@@ -74,7 +77,8 @@ def test_every_size_in_any_parts_is_written_to_the_byte(tmp_path, monkeypatch, k
     monkeypatch.setattr(atomic_files, "PIECE_BYTES", PIECE)
     monkeypatch.setattr(atomic_files, "_OF_THREAD", threading.local())  # memory of that size
     has_happened = None if isinstance(kind, str) else kind(monkeypatch)
-    draw, number = np.random.default_rng(1), 0
+    draw = np.random.default_rng(1)
+    number = 0
     for pieces in range(4):
         for more in (0, 1, 4095, 4096, 4097, PIECE - 1):
             content = draw.bytes(pieces * PIECE + more)

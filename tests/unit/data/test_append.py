@@ -190,7 +190,8 @@ def test_an_append_that_ends_in_the_middle_leaves_the_old_generation(grown: Path
         raise Killed
 
     append(write(grown.parent / "1.csv", rows_of(1)), grown)
-    before, second = content(grown), write(grown.parent / "2.csv", rows_of(2))
+    before = content(grown)
+    second = write(grown.parent / "2.csv", rows_of(2))
     with armed(point, kill), pytest.raises(Killed):
         append(second, grown)
     assert content(grown) == before

@@ -193,7 +193,8 @@ VECTORS = np.arange(12, dtype=np.float32).reshape(4, 3)
 @pytest.mark.parametrize("given", ["column", "text", "rows of a table", "ids in a file", "ids in an array"])
 def test_vectors_are_rows_by_item_id(tmp_path: Path, given: str) -> None:
     (tmp_path / "log.csv").write_text("user,item\nu,b\nu,a\nu,zz\nv,a\n")
-    ids, table = ["a", "b", "c", "a"], tmp_path / "items.parquet"
+    ids = ["a", "b", "c", "a"]
+    table = tmp_path / "items.parquet"
     columns: dict[str, Any] = {"item": ids, "kind": ["x", "y", "x", "z"]}
     if given == "column":
         columns["picture"] = VECTORS.tolist()

@@ -14,7 +14,8 @@ from support.stream_fixtures import drop_files, stream_events
 
 
 def test_files_that_are_taken_away_before_they_were_read_are_told_of(tmp_path: Path) -> None:
-    folder, wanted = tmp_path / "events", tuple(stream_events(1)[0])
+    folder = tmp_path / "events"
+    wanted = tuple(stream_events(1)[0])
     drop_files(folder, stream_events(4), events_a_file=2)
     source = FolderSource(folder, LogColumns(), wanted)
     first = source.read({}, 1)
@@ -29,7 +30,8 @@ def test_files_that_are_taken_away_before_they_were_read_are_told_of(tmp_path: P
 
 def test_a_file_that_changes_after_it_was_read_is_told_of(tmp_path: Path) -> None:
     """What is written behind its end would never be read; of a shorter one, rows would be skipped."""
-    folder, wanted = tmp_path / "events", tuple(stream_events(1)[0])
+    folder = tmp_path / "events"
+    wanted = tuple(stream_events(1)[0])
     drop_files(folder, stream_events(40), events_a_file=20)
     (folder / "part-00001.jsonl").rename(tmp_path / "later.jsonl")
     file = folder / "part-00000.jsonl"

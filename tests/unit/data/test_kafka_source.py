@@ -14,7 +14,8 @@ def test_questions_to_brokers_do_not_wait_for_a_fetch_that_finds_nothing() -> No
     wanted = tuple(stream_events(1)[0])
     with topic(stream_events(60)) as address:
         source = KafkaSource(f"{address}?fetch.wait.max.ms=30000", wanted)
-        position, number = {}, 0
+        position = {}
+        number = 0
         while (rows := source.read(position, 5)) is not None:  # of those who fetch, three wait by then
             position, number = rows.position, number + rows.batch.num_rows
             assert source.lag(position) == {"messages": 60.0 - number}

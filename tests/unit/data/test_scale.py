@@ -27,7 +27,8 @@ def test_fewer_columns_are_the_same_rows_and_take_what_is_said(data):
     dataset = Dataset.open(data / "sequences")
     narrow = dataset.only(["item_ids", "actions"])
     some = np.array([7, 3, 3])
-    rows, expected = narrow.rows(some), dataset.rows(some)
+    rows = narrow.rows(some)
+    expected = dataset.rows(some)
     assert set(rows.lists) == {"item_ids", "actions"}
     assert not rows.scalars
     for name, (values, offsets) in rows.lists.items():
@@ -40,7 +41,8 @@ def test_fewer_columns_are_the_same_rows_and_take_what_is_said(data):
 
 def test_what_is_counted_by_row_groups_is_what_lies_in_all_of_them(data):
     dataset = Dataset.open(data / "sequences")
-    split, lists = leave_one_out(dataset.lengths), dataset.rows(np.arange(dataset.num_samples)).lists
+    split = leave_one_out(dataset.lengths)
+    lists = dataset.rows(np.arange(dataset.num_samples)).lists
     items, offsets = lists["item_ids"]
     trained = [slice(start, start + end) for start, end in zip(offsets[:-1], split.train_end, strict=True)]
     counts = np.bincount(np.concatenate([items[part] for part in trained]), minlength=dataset.num_items + 1)

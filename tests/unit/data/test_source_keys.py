@@ -20,7 +20,8 @@ IDS = st.one_of(
 
 @given(batches=st.lists(st.lists(IDS, max_size=40), max_size=6))
 def test_codes_equal_those_of_a_dictionary_in_order_of_first_appearance(batches: list[list[str]]) -> None:
-    table, oracle = IdEncoder(), {}  # type: ignore[var-annotated]
+    table = IdEncoder()
+    oracle = {}  # type: ignore[var-annotated]
     for ids in batches:
         expected = [oracle.setdefault(i, len(oracle)) for i in ids]
         assert table.encode(pa.array(ids, pa.string())).tolist() == expected
@@ -57,7 +58,8 @@ def test_a_batch_of_one_agrees_with_the_check_of_one(text: str) -> None:
 def test_decimals_are_the_ids_that_whole_numbers_and_text_are() -> None:
     """In a batch with fractions 7.00 was another id than in one without."""
     table = IdEncoder()
-    kind, large = pa.decimal128(38, 10), 10**20
+    kind = pa.decimal128(38, 10)
+    large = 10**20
     whole = table.encode(pa.array([Decimal(7), Decimal(0), Decimal(100)], kind))
     mixed = pa.array([Decimal(7), Decimal("8.50"), Decimal(0), Decimal(100), Decimal(large)], kind)
     codes = table.encode(mixed)

@@ -85,9 +85,11 @@ def test_windows_hold_every_training_event_once_and_in_order(
 
 
 def test_replayed_samples_are_older_than_their_window_and_the_share_that_was_asked_for() -> None:
-    times, offsets = np.tile(np.arange(40) * HOUR_MS, 3), np.arange(4) * 40
+    times = np.tile(np.arange(40) * HOUR_MS, 3)
+    offsets = np.arange(4) * 40
     windows = windows_by_time(times, offsets, np.full(3, 40), WindowsConfig(hours=10), 0)
-    past, reach = past_of(times, offsets), SampleLimits(8, 1)
+    past = past_of(times, offsets)
+    reach = SampleLimits(8, 1)
     plain = training_slices(windows, reach, past, seed=3, replay_share=0.0)
     mixed = training_slices(windows, reach, past, seed=3, replay_share=0.5)
     fresh = {tuple(row) for row in plain.rows.tolist()}
@@ -106,7 +108,8 @@ def test_replayed_samples_are_older_than_their_window_and_the_share_that_was_ask
 
 def test_windows_of_a_stream_replay_what_came_before_them_late_events_or_not() -> None:
     """Two users of forty events; the last five of one came last, and with them a very late one of the other."""
-    times, offsets = np.tile(np.arange(1, 41) * HOUR_MS, 2), np.arange(3) * 40
+    times = np.tile(np.arange(1, 41) * HOUR_MS, 2)
+    offsets = np.arange(3) * 40
     user, place = np.array([0, 0, 0, 0, 0, 1]), np.array([35, 36, 37, 38, 39, 3])
     window = window_of_events(7, user, place, times[offsets[user] + place])
     assert (window.from_ms, window.to_ms) == (4 * HOUR_MS, 40 * HOUR_MS)
@@ -124,7 +127,9 @@ def test_windows_of_a_stream_replay_what_came_before_them_late_events_or_not() -
 def test_batches_of_windows_are_in_order_and_never_hold_two_windows(size: dict[str, int]) -> None:
     bounds = np.array([0, 4, 4, 9, 10])
     order = GlobalBatchSampler(np.array([1, 2, 3, 1, 1, 1, 2, 2, 1, 5]), seed=1, window_bounds=bounds, **size)
-    position, seen, ends = BatchPosition(), [], []
+    position = BatchPosition()
+    seen = []
+    ends = []
     while position.epoch == 0:
         samples = order.samples(position).tolist()
         assert (

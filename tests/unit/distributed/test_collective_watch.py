@@ -14,7 +14,8 @@ class Watched:
     """A watch with a clock of its own, and what it would end the process with."""
 
     def __init__(self) -> None:
-        self.now_s, self.ends = 0.0, list[str]()
+        self.now_s = 0.0
+        self.ends = list[str]()
         self.watch = CollectiveWatchdog(10.0, end=lambda error: self.ends.append(str(error)), clock=lambda: self.now_s)
 
     def look_at(self, now_s: float) -> list[str]:
@@ -24,7 +25,8 @@ class Watched:
 
 
 def test_a_collective_that_does_not_end_in_time_is_named_once():
-    watched, over = Watched(), set()
+    watched = Watched()
+    over = set()
     for name in ("vectors.all_to_all", "dense.all_reduce"):
         watched.watch.await_end(name, lambda name=name: name in over)
     assert not watched.look_at(9.0)

@@ -80,10 +80,12 @@ def on_thread(work, *args) -> threading.Thread:
 @pytest.mark.parametrize("num_rows", [4000, None])
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_are_those_of_the_moment_however_they_change_while_they_are_read(tmp_path, kind, num_rows):
-    draw, shard = np.random.default_rng(1), make_shard(tmp_path, kind, num_rows)
+    draw = np.random.default_rng(1)
+    shard = make_shard(tmp_path, kind, num_rows)
     train(shard, OWNED[:1500], 1)
     expected = columns_of(shard.snapshot())
-    frozen, chunks = shard.freeze(max_bytes=2000 * shard.layout.row_bytes), []
+    frozen = shard.freeze(max_bytes=2000 * shard.layout.row_bytes)
+    chunks = []
     train(shard, draw.choice(OWNED, 60, replace=False), 2)
     for step, chunk in enumerate(frozen, start=3):
         chunks.append(chunk)
@@ -104,7 +106,8 @@ def test_rows_are_those_of_the_moment_however_they_change_while_they_are_read(tm
 @pytest.mark.parametrize("seed", range(3))
 def test_a_copy_of_the_moment_whoever_is_slow_and_however_little_room_there_is(tmp_path, kind, num_rows, seed):
     """Two threads as they come, or one of them held up now and then, at random."""
-    draw, shard = np.random.default_rng(seed), make_shard(tmp_path, kind, num_rows)
+    draw = np.random.default_rng(seed)
+    shard = make_shard(tmp_path, kind, num_rows)
     train(shard, OWNED, 1)
     for step in range(2, 5):
         expected = columns_of(shard.snapshot())
@@ -117,7 +120,9 @@ def test_a_copy_of_the_moment_whoever_is_slow_and_however_little_room_there_is(t
                 held.acquire()
                 train(shard, part, step)
 
-        writer, chunks, num_free = on_thread(write), [], int(draw.integers(0, 9))
+        writer = on_thread(write)
+        chunks = []
+        num_free = int(draw.integers(0, 9))
         for chunk in frozen:
             chunks.append(chunk)
             held.release(num_free) if num_free else None
@@ -155,7 +160,8 @@ def test_what_has_no_room_is_handed_out_before_its_turn_and_training_goes_on(tmp
     shard = make_shard(tmp_path, kind, 4000)
     train(shard, OWNED, 1)
     expected = columns_of(shard.snapshot())
-    frozen, chunks = shard.freeze(max_bytes=100 * shard.layout.row_bytes), []
+    frozen = shard.freeze(max_bytes=100 * shard.layout.row_bytes)
+    chunks = []
     writer = on_thread(lambda: [train(shard, part, 2) for part in np.array_split(OWNED, 100)])
     for chunk in frozen:
         chunks.append(chunk)
@@ -189,7 +195,9 @@ def test_training_does_not_wait_for_a_table_whose_turn_has_not_come(tmp_path):
     expected = columns_of(second.snapshot())
     tables = {"first": first.freeze(), "second": second.freeze(max_bytes=200 * second.layout.row_bytes)}
     writer = on_thread(lambda: [train(second, part, 2) for part in np.array_split(OWNED, 100)])
-    aside, order, chunks = tables["second"].rows.aside, [], []
+    aside = tables["second"].rows.aside
+    order = []
+    chunks = []
     for table, chunk in chunks_of(tables):
         order.append(table)
         chunks += [chunk] if table == "second" else []
@@ -232,14 +240,16 @@ def test_memory_is_bounded_however_large_the_table_is(monkeypatch):
     monkeypatch.setattr("nestrec.embedding.table_snapshot._PIECE_ROWS", 1 << 12)
     monkeypatch.setattr("nestrec.embedding.table_snapshot._ROWS_A_TURN", 1 << 10)
     table = TableConfig(name="t", dim=4, num_rows=100_000, store=StoreConfig(kind="dram"))
-    shard, keys = TableShard(table, 0, 1, torch.device("cpu")), np.arange(100_000)
+    shard = TableShard(table, 0, 1, torch.device("cpu"))
+    keys = np.arange(100_000)
     train(shard, keys, 1)
     compiled = shard.freeze(max_bytes=CHUNK_BYTES)  # host loops, before memory is counted
     train(shard, keys[:10], 1)
     assert sum(len(chunk["keys"]) for chunk in compiled) == 100_000
     compiled.close()
     tracemalloc.start()
-    frozen, num_read = shard.freeze(max_bytes=CHUNK_BYTES), 0
+    frozen = shard.freeze(max_bytes=CHUNK_BYTES)
+    num_read = 0
     for step, chunk in enumerate(frozen):
         num_read += len(chunk["keys"])
         train(shard, keys[15 * step : 15 * (step + 1)], 2)
@@ -295,7 +305,8 @@ def test_keys_of_equal_hashes_come_in_the_order_of_keys():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no niceness of their own")
 def test_a_nice_reader_hurries_while_there_is_little_room(tmp_path):
-    shard, seen = make_shard(tmp_path, "dram", 4000), []
+    shard = make_shard(tmp_path, "dram", 4000)
+    seen = []
     train(shard, OWNED, 1)
     frozen = shard.freeze(max_bytes=100 * shard.layout.row_bytes)
 

@@ -25,14 +25,16 @@ def table_of(kind: str = "adam", dtype: str = "bfloat16", **more: object) -> Tab
 
 def stepped(table: TableConfig, *ways: str) -> list[torch.Tensor]:
     """Rows after three steps, each way of making them."""
-    layout, keys = layout_of(table), np.arange(NUM_ROWS) * 2**41 - 77
+    layout = layout_of(table)
+    keys = np.arange(NUM_ROWS) * 2**41 - 77
     results = []
     for way in ways:
         torch.manual_seed(0)
         rows = torch.zeros(NUM_ROWS, layout.num_words, dtype=torch.int32)
         layout.view(rows, "weight").copy_(torch.randn(NUM_ROWS, DIM))
         for number in range(1, 4):
-            grad, draws = torch.randn(NUM_ROWS, DIM), torch.from_numpy(draws_of(table, keys, number))
+            grad = torch.randn(NUM_ROWS, DIM)
+            draws = torch.from_numpy(draws_of(table, keys, number))
             step = RowStep(number, 0.01, table.optimizer, draws)
             if way == "host":
                 TableOptimizer(table, layout).update_on_host(rows, grad, step)

@@ -7,7 +7,8 @@ from nestrec.embedding.key_hash_table import KeyHashTable
 @pytest.mark.parametrize("spread", [300, 2**62])
 def test_a_key_table_is_a_dict_through_many_inserts_and_removals(spread):
     draw = np.random.default_rng(0)
-    table, oracle = KeyHashTable(), {}
+    table = KeyHashTable()
+    oracle = {}
     for step in range(400):
         keys = np.unique(draw.integers(-spread, spread, 60))
         slots = table.find(keys)

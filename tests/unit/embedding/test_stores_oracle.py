@@ -39,7 +39,8 @@ class Oracle:
         return ttl is not None and step - self.rows[key].last > ttl
 
     def fetch(self, keys: list[int], step: int) -> np.ndarray:
-        self.newest, store = step, self.table.store
+        self.newest = step
+        store = self.table.store
         for key in [k for k in self.rows if self.expired(k, step)]:
             del self.rows[key]
         missing = [k for k in keys if k not in self.rows]
@@ -71,7 +72,8 @@ class Oracle:
                 del self.waiting[key]
 
     def make_room(self, wanted: int, step: int) -> None:
-        bound, kind = self.table.store.max_rows, self.table.store.eviction
+        bound = self.table.store.max_rows
+        kind = self.table.store.eviction
         if bound is None or kind not in ("lru", "lfu") or len(self.rows) + wanted <= bound:
             return
         old = [(e.uses if kind == "lfu" else 0, e.last, k) for k, e in self.rows.items() if e.last < step - 1]

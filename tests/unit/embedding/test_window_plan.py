@@ -16,7 +16,8 @@ def test_one_more_than_the_most_is_refused():
 
 @pytest.mark.slow
 def test_the_last_micro_batch_of_the_most_is_known_as_such():
-    first_and_last, none = np.array([5]), np.empty(0, np.int64)
+    first_and_last = np.array([5])
+    none = np.empty(0, np.int64)
     plan = plan_window([first_and_last, *[none] * (MOST_MICRO_BATCHES - 2), first_and_last], 1)
     assert plan.last_of(0).tolist() == [MOST_MICRO_BATCHES - 1]
     assert [p for p, used in enumerate(plan.places) if len(used)] == [0, MOST_MICRO_BATCHES - 1]

@@ -21,7 +21,8 @@ class Model(nn.Module):
     def __init__(self, width: int = DIM) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.mix, self.norm = nn.Linear(width, 1), nn.BatchNorm1d(width)
+        self.mix = nn.Linear(width, 1)
+        self.norm = nn.BatchNorm1d(width)
 
     def forward(self, vectors, batch):
         score = self.mix(self.norm(vectors["item"][:, : self.mix.in_features])) * vectors["user"].sum(1, keepdim=True)

@@ -60,7 +60,8 @@ def test_a_backbone_says_whether_it_reads_times(cfg, reads):
     small = replace(cfg, dim=8, max_length=4, **({} if isinstance(cfg, SASRecConfig) else {"head_dim": 8}))
     assert reads_times(small) == reads
     encoder = make_encoder(small).eval()
-    x, position = torch.randn(4, 8), torch.arange(4)
+    x = torch.randn(4, 8)
+    position = torch.arange(4)
 
     def states(time_s: float) -> torch.Tensor:
         times = torch.arange(4, dtype=torch.float64) * time_s

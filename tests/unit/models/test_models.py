@@ -129,7 +129,9 @@ def test_fuxi_is_what_its_formulas_say(reach):
     torch.manual_seed(0)
     cfg = FuXiConfig(dim=6, head_dim=2, num_heads=2, ffn_dim=5, num_layers=1, max_length=9, attention=reach)
     encoder = FuXi(cfg).double().eval()
-    block, info, x = encoder.layers[0], info_of([5], [3]), vectors_of([5], [3], dim=6)
+    block = encoder.layers[0]
+    info = info_of([5], [3])
+    x = vectors_of([5], [3], dim=6)
     x = x * 6**0.5 + encoder.position[:5]
     u, v, q, k = torch.nn.functional.silu(rms(x) @ block.uvqk).split([12, 4, 4, 4], dim=1)
     channels = torch.zeros(3, 5, 4, dtype=torch.float64)
@@ -188,7 +190,9 @@ def test_a_head_with_interactions_tells_apart_what_has_one_sum(has_interactions)
     model = RankingModel(HSTU_CONFIG, head, num_tasks=2, num_action_bits=3, num_features=3).eval()
     feature_ECD = torch.randn(5, 3, 8)
     moved = feature_ECD + torch.tensor([1.0, -1.0, 0.0])[:, None]
-    content_ED, action_E, info = feature_ECD.sum(1), torch.zeros(5, dtype=torch.int64), info_of([10], [1])
+    content_ED = feature_ECD.sum(1)
+    action_E = torch.zeros(5, dtype=torch.int64)
+    info = info_of([10], [1])
     found, other = (model(content_ED, action_E, info, None, given) for given in (feature_ECD, moved))
     assert torch.equal(found, other) == (not has_interactions)
     if has_interactions:

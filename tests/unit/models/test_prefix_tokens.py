@@ -12,7 +12,9 @@ from nestrec.models.hstu import HSTUConfig
 from nestrec.models.sasrec import SASRecConfig
 from nestrec.models.sequence import SequenceInfo
 
-LENGTHS, NUM_PREFIX, DIM = (3, 1, 5), 2, 8
+LENGTHS = (3, 1, 5)
+NUM_PREFIX = 2
+DIM = 8
 
 
 def info_of(lengths: tuple[int, ...]) -> SequenceInfo:

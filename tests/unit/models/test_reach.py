@@ -48,7 +48,8 @@ def info_of(lengths, first=0, **more):
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_cut_leaves_the_last_tokens_to_the_layers_behind_it(kind):
     reach = AttentionSpanConfig(window=6, prefix=2, keep_last=10, keep_step=4)
-    model, lengths = make(kind, reach), [3, 13, 14, 37]
+    model = make(kind, reach)
+    lengths = [3, 13, 14, 37]
     cuts = [0, 0, 4, 24]
     x = torch.randn(sum(lengths), 8, dtype=torch.float64)
     found = model(x, info_of(lengths)).split(lengths)
@@ -62,7 +63,9 @@ def test_a_cut_leaves_the_last_tokens_to_the_layers_behind_it(kind):
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("reach", REACHES)
 def test_candidates_in_one_pass_are_as_in_one_each(kind, reach):
-    model, history, num_targets = make(kind, reach), 17, 3
+    model = make(kind, reach)
+    history = 17
+    num_targets = 3
     x = torch.randn(history + num_targets, 8, dtype=torch.float64)
     cut = torch.tensor([reach.cut(history)])
     info = info_of([history + num_targets], num_targets_B=torch.tensor([num_targets]), cut_B=cut)
@@ -78,7 +81,8 @@ def test_candidates_in_one_pass_are_as_in_one_each(kind, reach):
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("reach", REACHES)
 def test_flops_are_those_of_tokens_and_pairs_that_are_computed(kind, reach):
-    cfg, lengths = make(kind, reach).cfg, np.array([1, 9, 26, 40])
+    cfg = make(kind, reach).cfg
+    lengths = np.array([1, 9, 26, 40])
     flops, plain = flops_of(cfg), flops_of(make(kind, AttentionSpanConfig()).cfg)
     tokens, pairs = 0, 0
     for layer in range(3):

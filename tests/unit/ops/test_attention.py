@@ -71,8 +71,10 @@ def random_bias(num_tokens, longest, has_position, time):
 
 @given(st.data(), lengths_lists, st.booleans(), st.sampled_from(["none", "table", "function"]))
 def test_hstu_attention_equals_its_definition(data, lengths, has_position, time):
-    offsets, inputs = offsets_of(torch.tensor(lengths)), qkv(lengths)
-    rules, longest = data.draw(attention_rules(lengths)), max(lengths)
+    offsets = offsets_of(torch.tensor(lengths))
+    inputs = qkv(lengths)
+    rules = data.draw(attention_rules(lengths))
+    longest = max(lengths)
     bias = random_bias(sum(lengths), longest, has_position, time)
     fast = hstu_attention(*inputs, offsets, max_length=longest, normaliser=7.0, bias=bias, rules=rules)
     slow = hstu_attention_reference(*inputs, offsets, normaliser=7.0, bias=bias, rules=rules)
@@ -136,7 +138,8 @@ def test_wrong_inputs_are_refused_by_name(change, named):
 
 def test_long_and_short_sequences_together_equal_one_padded_block():
     lengths = [700, 3, 0, 40]
-    offsets, inputs = offsets_of(torch.tensor(lengths)), qkv(lengths, heads=1)
+    offsets = offsets_of(torch.tensor(lengths))
+    inputs = qkv(lengths, heads=1)
     shared = {"max_length": 700, "normaliser": 700.0}
     same_values_and_gradients(
         hstu_attention(*inputs, offsets, **shared), hstu_attention_padded(*inputs, offsets, **shared), inputs
@@ -146,8 +149,10 @@ def test_long_and_short_sequences_together_equal_one_padded_block():
 @given(st.data(), lengths_lists, st.booleans(), st.sampled_from(["none", "table", "function"]), st.integers(1, 200))
 def test_blocks_by_length_equal_the_definition(data, lengths, has_position, time, pairs):
     """However few pairs a block may have, whatever the order of the lengths, with candidates and windows."""
-    offsets, inputs = offsets_of(torch.tensor(lengths)), qkv(lengths)
-    rules, longest = data.draw(attention_rules(lengths)), max(lengths)
+    offsets = offsets_of(torch.tensor(lengths))
+    inputs = qkv(lengths)
+    rules = data.draw(attention_rules(lengths))
+    longest = max(lengths)
     bias = random_bias(sum(lengths), longest, has_position, time)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("nestrec.ops.attention.hstu_attention.BLOCK_PAIRS", pairs)
@@ -174,7 +179,8 @@ def test_a_batch_of_unlike_lengths_is_not_padded_to_the_longest(monkeypatch):
 
 @given(lengths_lists)
 def test_softmax_attention_equals_its_definition(lengths):
-    offsets, inputs = offsets_of(torch.tensor(lengths)), qkv(lengths)
+    offsets = offsets_of(torch.tensor(lengths))
+    inputs = qkv(lengths)
     fast = softmax_attention(*inputs, offsets, max_length=max(lengths))
     same_values_and_gradients(fast, softmax_attention_reference(*inputs, offsets), inputs)
 
@@ -195,7 +201,8 @@ def test_time_buckets_follow_the_published_rule():
 
 
 def test_the_edge_of_a_bucket_is_the_least_difference_in_it():
-    edges, number = bucket_edges(128, torch.device("cpu")), torch.arange(1, 129)
+    edges = bucket_edges(128, torch.device("cpu"))
+    number = torch.arange(1, 129)
     assert torch.equal(time_bucket(edges[1:-1], 128), number)
     assert torch.equal(time_bucket(edges[1:-1].nextafter(torch.zeros(1, dtype=torch.float64)), 128), number - 1)
     assert edges[0] == 0.0
@@ -221,7 +228,8 @@ def test_bias_gradients_equal_those_of_plain_indexing(kind):
 
 def test_sums_of_a_gpu_are_those_of_a_histogram_in_any_order_to_the_bit():
     torch.manual_seed(0)
-    index, weights = torch.randint(0, 7, (5000,)), torch.randn(5000) * torch.logspace(-6, 4, 5000)
+    index = torch.randint(0, 7, (5000,))
+    weights = torch.randn(5000) * torch.logspace(-6, 4, 5000)
     found = repeatable_sums(index, weights, 9)
     largest = float(weights.abs().max())
     assert torch.allclose(found, torch.bincount(index, weights.double(), 9), rtol=0, atol=5000 * 2.0**-35 * largest)

@@ -157,8 +157,12 @@ def test_words_of_tiles_are_half_the_biases_of_their_pairs(is_reversed, is_squar
     )
     exact_BNN = bias.dense(offsets, 129, rules)
     n = torch.arange(2048)
-    thread, u, k, h = n // 4 % 128, n // 512, n // 2 % 2, n % 2
-    row, column = thread // 32 * 16 + h * 8 + thread // 4 % 8, 16 * u + 8 * k + 2 * (thread % 4)
+    thread = n // 4 % 128
+    u = n // 512
+    k = n // 2 % 2
+    h = n % 2
+    row = thread // 32 * 16 + h * 8 + thread // 4 % 8
+    column = 16 * u + 8 * k + 2 * (thread % 4)
     for number, length, a, b, tile in tiles_of(lengths, plan, is_square=is_square):
         words = found.words[tile]
         for value, c in ((words << 16).view(torch.float32), column), (words.view(torch.float32), column + 1):
@@ -195,7 +199,8 @@ def test_sums_over_kept_gradients_are_those_of_the_definition(option):
 
     lengths = [70, 0, 20]
     offsets, asked, seen = tile_of_pairs(7, lengths)
-    draw, is_square = np.random.default_rng(8), option == "looks ahead"
+    draw = np.random.default_rng(8)
+    is_square = option == "looks ahead"
     rules = AttentionMask(
         num_context=9 if option in ("window", "looks ahead") else 0,
         looks_ahead=is_square,

@@ -38,7 +38,8 @@ def test_tiles_of_the_strip_hold_the_weights_of_their_pairs(longest, size, is_re
 def test_channels_and_their_gradients_are_those_of_the_definition(has_times):
     """On blocks; kernels are compared with blocks. A sequence of none and one of one."""
     draw = torch.Generator().manual_seed(3)
-    offsets, total = torch.tensor([0, 6, 6, 7, 16]), 16
+    offsets = torch.tensor([0, 6, 6, 7, 16])
+    total = 16
     leaves = [
         torch.randn(*shape, generator=draw, dtype=torch.float64).requires_grad_() for shape in [(16, 6), (17,), (5,)]
     ]

@@ -36,7 +36,8 @@ def test_every_token_is_in_one_part(lengths, size):
     assert sorted(places.tolist()) == list(range(sum(lengths)))
     first = np.cumsum(lengths) - lengths
     for part in range(size):
-        offsets, positions = parts.offsets(part), parts.positions(part)
+        offsets = parts.offsets(part)
+        positions = parts.positions(part)
         assert offsets[-1] == parts.num_tokens(part) == len(positions)
         for b in range(len(lengths)):
             own = positions[offsets[b] : offsets[b + 1]]
@@ -62,7 +63,8 @@ def test_parts_have_equally_much_to_compute(size):
 def drawn(lengths, has_position, time):
     """(q, k, v, bias, gradient of the result)"""
     generator = torch.Generator().manual_seed(sum(lengths) + 7 * len(lengths))
-    num, longest = sum(lengths), max(lengths)
+    num = sum(lengths)
+    longest = max(lengths)
     draw = lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float64)  # noqa: E731
     q, k, v = (draw(num, 2, 3).requires_grad_() for _ in range(3))
     bias = RelativeBias(

@@ -22,7 +22,8 @@ def test_gather_and_its_gradient_are_the_definition(shape, dtype):
 def test_sums_do_not_depend_on_the_number_of_threads():
     index = torch.randint(0, 100, (50_000,), dtype=torch.int32)
     grad = torch.randn(50_000, 16)
-    before, sums = torch.get_num_threads(), []
+    before = torch.get_num_threads()
+    sums = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         sums.append(sum_by_index(grad, index, 100))
@@ -34,7 +35,8 @@ def test_sums_do_not_depend_on_the_number_of_threads():
 def test_parts_in_order_sum_to_the_bits_of_the_whole():
     from nestrec.ops.embedding.row_sum import add_by_index
 
-    index, grad = torch.randint(0, 9, (64,), dtype=torch.int32), torch.randn(64, 3)
+    index = torch.randint(0, 9, (64,), dtype=torch.int32)
+    grad = torch.randn(64, 3)
     out = torch.zeros(9, 3)
     for start in range(0, 64, 16):
         add_by_index(out, index[start : start + 16], grad[start : start + 16])

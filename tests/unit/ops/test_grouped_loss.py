@@ -40,7 +40,8 @@ def test_losses_and_gradients_are_those_of_candidates(kind, log_q, num_tokens, n
     drawn = GroupSampler(np.arange(1, 9) if log_q else None, num_negatives).draw(KEYS[:num_tokens], target).tensors
     query, row = (torch.randn(n, 6, dtype=torch.float64, requires_grad=True) for n in (num_tokens, 9))
     positive = torch.from_numpy(target.astype(np.int32))
-    token_GS, bias = drawn["group_token"], drawn.get("target_bias")
+    token_GS = drawn["group_token"]
+    bias = drawn.get("target_bias")
     found = grouped_loss(query, row, positive, token_GS, kind, bias_T=bias)
     expected = sum(_by_candidates(query, row, positive, group[group >= 0], bias, kind) for group in token_GS)
     torch.testing.assert_close(found.sum(), expected)

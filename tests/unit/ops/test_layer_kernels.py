@@ -25,7 +25,8 @@ def test_tiles_cover_every_row_and_channel(tokens, width):
         tile = row_tile(width, parts)
         assert row_grid(x, parts)[0] * tile["ROWS"] >= tokens
         assert tile["BLOCK"] >= width
-    tile, (rows, columns) = part_tile(width), part_grid(x)
+    tile = part_tile(width)
+    (rows, columns) = part_grid(x)
     assert rows * tile["ROWS"] >= tokens
     assert columns * tile["BLOCK"] >= width
 

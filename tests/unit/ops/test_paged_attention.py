@@ -24,7 +24,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning"),  # rows of padding hold anything
     pytest.mark.skipif(not (IS_INTERPRETED or torch.cuda.is_available()), reason="needs a GPU, or TRITON_INTERPRET=1"),
 ]
-PAGE, HEADS, DIM, SCALE = 64, 2, 16, 0.2
+PAGE = 64
+HEADS = 2
+DIM = 16
+SCALE = 0.2
 DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
 SHAPES = [(0, 1, 0), (0, 5, 3), (64, 0, 3), (100, 1, 0), (70, 130, 2), (0, 200, 140), (65, 64, 129), (3, 0, 1)]
 """(prefix, new history, candidates)"""
@@ -42,7 +45,10 @@ class Batch:
 
         generator = torch.Generator().manual_seed(1)
         draw = lambda *shape: torch.randn(*shape, generator=generator).to(DEVICE, dtype)  # noqa: E731
-        self.dim, self.seen, self.cut, self.dtype = dim, seen, cut if seen.is_cut else 0, dtype
+        self.dim = dim
+        self.seen = seen
+        self.cut = cut if seen.is_cut else 0
+        self.dtype = dtype
         history_total = sum(s for _, s, _ in shapes)
         total = history_total + sum(c for _, _, c in shapes)
         num_pages = sum(-(-p // PAGE) for p, _, _ in shapes) + 1
@@ -53,8 +59,12 @@ class Batch:
         scales = torch.full(pool.shape[:3], 255, dtype=torch.uint8, device=DEVICE) if is_small else None
         self.kept = PagedLayerKV(pool.to(torch.float8_e4m3fn) if is_small else pool, scales)
         slot_times = torch.full((num_pages * PAGE,), float("nan"), dtype=torch.float64, device=DEVICE)
-        order, self.segments, pages = np.random.default_rng(2).permutation(num_pages), [], []
-        self.old, row, asked_row = [], 0, history_total
+        order = np.random.default_rng(2).permutation(num_pages)
+        self.segments = []
+        pages = []
+        self.old = []
+        row = 0
+        asked_row = history_total
         for prefix, history, asked in shapes:
             self.segments.append(PagedSegment(prefix, history, asked, row, asked_row, len(pages), cut))
             own = order[len(pages) : len(pages) + -(-prefix // PAGE)]
@@ -92,7 +102,8 @@ class Batch:
         from nestrec.ops.attention.paged.paged_attention import Workspace, paged_attention
         from nestrec.ops.attention.paged.paged_bias import find_buckets, write_biases
 
-        biases, learned = None, self.learned
+        biases = None
+        learned = self.learned
         if kinds:
             biases = self.plan.memory(self.dtype)
             write_biases(
@@ -124,9 +135,11 @@ class Batch:
 
     def expected(self, b, weights, kinds):
         """(N, H * D) in float64, with one mask over everything."""
-        segment, (old_k, old_v, old_time) = self.segments[b], self.old[b]
+        segment = self.segments[b]
+        (old_k, old_v, old_time) = self.old[b]
         rows = self.rows(b)
-        num_prefix, length = segment.prefix_length, segment.prefix_length + len(rows)
+        num_prefix = segment.prefix_length
+        length = segment.prefix_length + len(rows)
         rules = AttentionMask(
             num_targets_B=torch.tensor([segment.num_candidates]),
             num_context=self.seen.context,
@@ -163,7 +176,8 @@ class Batch:
         ]
 
     def error(self, weights="silu", kinds=()):
-        out, worst = self.run(weights, kinds).cpu().double(), 0.0
+        out = self.run(weights, kinds).cpu().double()
+        worst = 0.0
         for b in range(len(self.segments)):
             if len(rows := self.rows(b)):
                 # Rows before a cut are nobody's.
@@ -248,7 +262,8 @@ def test_prefixes_of_8_bits_are_read_as_they_were_rounded(dtype):
     assert 1e-3 < batch.error() <= 0.05
     powers = torch.exp2(batch.kept.scales.float() - 127.0)
     read = batch.kept.pool.float() * powers[..., None]
-    pages, old = batch.plan.pages.tolist(), []
+    pages = batch.plan.pages.tolist()
+    old = []
     for segment, (k, _, times) in zip(batch.segments, batch.old, strict=True):
         token = np.arange(segment.prefix_length)
         own = np.array(pages[segment.first_page :])[token // PAGE] * PAGE + token % PAGE
@@ -260,7 +275,8 @@ def test_prefixes_of_8_bits_are_read_as_they_were_rounded(dtype):
 
 
 def test_keys_outside_of_windows_are_not_read():
-    segments, blocks = segment_array([PagedSegment(100_000, 64, 64, 0, 64, 0)]), np.empty((400, FIELDS), np.int32)
+    segments = segment_array([PagedSegment(100_000, 64, 64, 0, 64, 0)])
+    blocks = np.empty((400, FIELDS), np.int32)
     read = []
     for seen in (VisibleRange(), VisibleRange(1024), VisibleRange(1024, 256)):
         count = write_blocks(segments, 8, False, blocks, seen)

@@ -25,7 +25,9 @@ def test_fused_sums_and_gradients_are_the_reference(lengths, is_weighted):
 
 def test_bags_are_those_of_torch_in_every_way_to_pool():
     torch.manual_seed(0)
-    rows, index, offsets = torch.randn(9, 4), torch.randint(0, 9, (11,)), torch.tensor([0, 3, 3, 10, 11])
+    rows = torch.randn(9, 4)
+    index = torch.randint(0, 9, (11,))
+    offsets = torch.tensor([0, 3, 3, 10, 11])
     weight = torch.rand(11)
     bag = torch.nn.functional.embedding_bag
     for how in ("sum", "mean"):

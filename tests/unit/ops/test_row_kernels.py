@@ -21,7 +21,9 @@ def test_rows_without_a_place_are_not_moved():
 
 def test_the_operators_know_the_shapes_of_their_results():
     with FakeTensorMode():
-        rows, index, ops = torch.empty(4, 8), torch.empty(9, dtype=torch.int32), torch.ops.nestrec
+        rows = torch.empty(4, 8)
+        index = torch.empty(9, dtype=torch.int32)
+        ops = torch.ops.nestrec
         assert ops.take_rows(rows, index).shape == (9, 8)
         assert ops.sum_by_index(torch.empty(9, 8, dtype=torch.bfloat16), index, 4).shape == (4, 8)
         assert ops.sum_by_index(torch.empty(9, 8, dtype=torch.bfloat16), index, 4).dtype == torch.float32
@@ -46,7 +48,8 @@ def test_there_is_one_way_to_make_an_operator():
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_a_gather_is_compiled_in_one_piece():
     torch.manual_seed(0)
-    rows, index = torch.randn(6, 3, requires_grad=True), torch.randint(0, 6, (4, 5), dtype=torch.int32)
+    rows = torch.randn(6, 3, requires_grad=True)
+    index = torch.randint(0, 6, (4, 5), dtype=torch.int32)
     compiled = torch.compile(lambda rows: gather_rows(rows, index).square().sum(), backend="aot_eager", fullgraph=True)
     compiled(rows).backward()
     found, rows.grad = rows.grad, None

@@ -87,7 +87,8 @@ def test_gradients_of_rows_are_the_definition_to_the_bit(shape, dtype):
 def test_gradients_of_rows_do_not_depend_on_the_number_of_threads():
     index = torch.randint(0, 100, (3000, 20), dtype=torch.int32)
     slope, query = torch.randn(3000, 20), torch.randn(3000, 8)
-    before, sums = torch.get_num_threads(), []
+    before = torch.get_num_threads()
+    sums = []
     for threads in (1, 3):
         torch.set_num_threads(threads)
         sums.append(sum_outer(slope, query, index, 100).numpy())
@@ -104,7 +105,8 @@ def test_gradients_of_popular_rows_are_summed_by_runs(dtype):
     index[:290, 1:] = 2
     index[:256, 0] = 4
     index[256:, 0][index[256:, 0] == 4] = 3
-    found, expected = sum_outer(slope, query, index, 7), sum_outer_reference(slope, query, index, 7)
+    found = sum_outer(slope, query, index, 7)
+    expected = sum_outer_reference(slope, query, index, 7)
     if IS_INTERPRETED:
         torch.testing.assert_close(found, expected)
     else:

@@ -15,7 +15,8 @@ def example(seed: int, dtype: torch.dtype = torch.float32):
     """Tables of several widths and strides, one of them passed over; rows of a list in any order, places repeated."""
     draw = np.random.default_rng(seed)
     widths = np.array([3, 1, 8, 5])
-    strides, num_rows = widths + np.array([0, 3, 2, 0]), np.array([4, 6, 2, 3])
+    strides = widths + np.array([0, 3, 2, 0])
+    num_rows = np.array([4, 6, 2, 3])
     starts = np.concatenate([[0], np.cumsum(strides * num_rows)[:-1]])
     run = torch.from_numpy(draw.standard_normal(int((strides * num_rows).sum()))).to(dtype)
     tables = draw.integers(0, 4, 40).astype(np.int32)
@@ -41,7 +42,9 @@ def test_gathered_scattered_and_added_as_by_a_loop_over_elements(seed):
         for at, to in elements(spans, part):
             wanted[to] = run[at]
         assert torch.equal(packed, wanted)
-        values, summed, expected = torch.randn(part.num_elements), run.clone(), run.clone()
+        values = torch.randn(part.num_elements)
+        summed = run.clone()
+        expected = run.clone()
         add_spans(values, part, summed, spans)
         for at, to in elements(spans, part):
             expected[at] += values[to]

@@ -22,7 +22,8 @@ def neighbours(value: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, t
     below = size.to(dtype)
     below = torch.where(below.float() > size, (below.view(torch.int16) - 1).view(dtype), below)
     above = torch.where(below.float() < size, (below.view(torch.int16) + 1).view(dtype), below)
-    low, high = below.float() * value.sign(), above.float() * value.sign()
+    low = below.float() * value.sign()
+    high = above.float() * value.sign()
     return torch.minimum(low, high), torch.maximum(low, high)
 
 
@@ -31,7 +32,8 @@ def neighbours(value: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, t
 @settings(max_examples=25, deadline=None)
 def test_a_value_goes_to_a_neighbour_by_the_definition_and_by_the_loop(dtype, value, seed):
     values = torch.tensor([value, value * 1e-4, value * 1e-7, value * 2**-20]).repeat(8, 1)
-    found, by_loop = rounded(values, draws(8, seed), dtype), torch.empty(8, 4, dtype=dtype)
+    found = rounded(values, draws(8, seed), dtype)
+    by_loop = torch.empty(8, 4, dtype=dtype)
     store_rounded(values, draws(8, seed), by_loop)
     assert torch.equal(found.view(torch.int16), by_loop.view(torch.int16))
     low, high = neighbours(values, dtype)

@@ -14,7 +14,9 @@ from nestrec.ops.losses.sampled_losses import VARIANTS, sampled_loss
 @pytest.mark.parametrize("dtype", HALF_TYPES)
 def test_values_and_gradients_are_those_of_a_float32_leaf(dtype):
     torch.manual_seed(0)
-    values, index, weight = torch.randn(20, 6).to(dtype), torch.randint(0, 20, (9, 5)), torch.randn(9, 5, 6)
+    values = torch.randn(20, 6).to(dtype)
+    index = torch.randint(0, 20, (9, 5))
+    weight = torch.randn(9, 5, 6)
     gathered, scaled = [], []
     for rows in (HalfPrecisionRows.of(values), values.float().requires_grad_()):
         leaf = rows.anchor if isinstance(rows, HalfPrecisionRows) else rows
@@ -31,7 +33,8 @@ def test_values_and_gradients_are_those_of_a_float32_leaf(dtype):
 
 
 def test_an_anchor_is_one_number_in_memory_and_a_gather_keeps_no_row_for_its_gradient():
-    stored, kept = HalfPrecisionRows.of(torch.zeros(1000, 64, dtype=torch.bfloat16)), []
+    stored = HalfPrecisionRows.of(torch.zeros(1000, 64, dtype=torch.bfloat16))
+    kept = []
     assert stored.anchor.untyped_storage().nbytes() == 4
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -51,7 +54,8 @@ def test_every_variant_of_the_loss_reads_them_and_gives_what_a_float32_leaf_give
     candidates = make_candidates(torch.randint(300, (11,)).int(), torch.randint(300, (11, 3)).int())
     results = []
     for rows in (HalfPrecisionRows.of(values), values.float().requires_grad_()):
-        leaf, asked = (rows.anchor if isinstance(rows, HalfPrecisionRows) else rows), query.clone().requires_grad_()
+        leaf = rows.anchor if isinstance(rows, HalfPrecisionRows) else rows
+        asked = query.clone().requires_grad_()
         loss = sampled_loss(asked, rows, candidates, "sampled_softmax", variant=variant, segment_tokens=4)
         loss.sum().backward()
         results.append((loss.detach(), asked.grad, leaf.grad))

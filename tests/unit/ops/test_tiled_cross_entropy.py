@@ -41,7 +41,8 @@ def test_kept_logits_give_the_loss_and_the_gradients_of_the_definition(num_token
     monkeypatch.setattr("nestrec.ops.losses.cross_entropy.TILE_ELEMENTS", tile)
     torch.manual_seed(0)
     query = torch.randn(num_tokens, 4, dtype=torch.float64) * 300  # logits whose exponentials have no number
-    rows, target = torch.randn(num_items, 4, dtype=torch.float64), torch.randint(num_items, (num_tokens,))
+    rows = torch.randn(num_items, 4, dtype=torch.float64)
+    target = torch.randint(num_items, (num_tokens,))
     found = []
     for cross_entropy in (full_cross_entropy, kept_cross_entropy):
         leaves = query.clone().requires_grad_(), rows.clone().requires_grad_()

@@ -18,7 +18,9 @@ def values(scalars, delta_s):
 
 
 def test_it_is_the_published_power_of_gamma():
-    amplitude, scale, power = SCALARS[0], math.exp(SCALARS[1]), math.exp(SCALARS[2])
+    amplitude = SCALARS[0]
+    scale = math.exp(SCALARS[1])
+    power = math.exp(SCALARS[2])
     gamma = math.exp(-(scale**-power))
     expected = [amplitude * gamma ** (max(dt, 1.0) ** power) for dt in FAR.tolist()]
     found = values(torch.tensor(SCALARS, dtype=torch.float64), FAR)
@@ -52,7 +54,8 @@ def test_it_falls_over_the_times_that_histories_span_before_anything_is_learnt()
 
 def test_fuxis_temporal_channel_equals_its_definition():
     generator = torch.Generator().manual_seed(1)
-    offsets, v = torch.tensor([0, 4, 4, 11]), torch.randn(11, 6, generator=generator, dtype=torch.float64)
+    offsets = torch.tensor([0, 4, 4, 11])
+    v = torch.randn(11, 6, generator=generator, dtype=torch.float64)
     time = torch.rand(11, generator=generator, dtype=torch.float64).mul(1e5).cumsum(0)
     inputs = [v.requires_grad_(), torch.tensor(SCALARS, dtype=torch.float64).requires_grad_()]
     bias = RelativeBias(
@@ -67,7 +70,8 @@ def test_fuxis_temporal_channel_equals_its_definition():
 
 
 def test_a_function_needs_times_and_stands_alone():
-    scalars, time = torch.tensor(SCALARS), torch.zeros(2, dtype=torch.float64)
+    scalars = torch.tensor(SCALARS)
+    time = torch.zeros(2, dtype=torch.float64)
     with pytest.raises(UserError, match="time_function"):
         RelativeBias(time_function=scalars)
     with pytest.raises(UserError, match="time_table and time_function"):

@@ -21,7 +21,8 @@ TOLERANCE = 2.0**-9
 
 def times_of(kind):
     """Seconds at which events were seen, of all sequences together."""
-    draw, count = np.random.default_rng(4), sum(LENGTHS)
+    draw = np.random.default_rng(4)
+    count = sum(LENGTHS)
     if kind == "regular":
         return np.arange(count) * 3600.0
     if kind == "sessions":  # seconds apart, with weeks between
@@ -103,7 +104,8 @@ def test_the_gradient_over_near_pairs_is_that_of_the_definition():
     found, bias, offsets, plan = found_for("sessions", 0.5, 0.7)
     kept = torch.full((plan.most, 2, 64, 64), float("nan"))
     scalars = bias.time_function.double().requires_grad_()
-    draw, total = torch.Generator().manual_seed(1), torch.zeros((), dtype=torch.float64)
+    draw = torch.Generator().manual_seed(1)
+    total = torch.zeros((), dtype=torch.float64)
     for number, length in enumerate(LENGTHS):
         start, slot = int(offsets[number]), int(offsets[number]) // 128 + number
         own = slice(start, start + length)

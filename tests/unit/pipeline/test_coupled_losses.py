@@ -52,7 +52,8 @@ def trained(
     data: Path, task_class: type[RetrievalTask], schedule: str, num_micro_batches: int
 ) -> tuple[list[float], str]:
     """Losses and final rows of four steps."""
-    cfg, topology = config_of("hstu", data, {"batch.micro_batches": num_micro_batches}), Topology.single()
+    cfg = config_of("hstu", data, {"batch.micro_batches": num_micro_batches})
+    topology = Topology.single()
     torch.manual_seed(1)
     task = task_class(cfg.task, open_data(cfg.data, topology), seed=1, dtype="float32")
     engine = EmbeddingEngine(task.tables, topology)
@@ -60,7 +61,8 @@ def trained(
     compute = compute_of(task, topology.device, "fp32")
     pipeline = PipelineCore.build(compute, engine, dense, schedule)
     feed = LookaheadIterator(BatchLoader(task.assembler, cfg.batch, seed=1).starting_at(BatchPosition(0, 0)))
-    rates, losses = LearningRates(dense=0.01, tables=0.05), []
+    rates = LearningRates(dense=0.01, tables=0.05)
+    losses = []
     try:
         for number in range(1, 5):
             step = TrainingStep(number=number, batch=next(feed), rates=rates, is_fence=number == 4)

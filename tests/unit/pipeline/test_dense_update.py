@@ -19,7 +19,8 @@ def updated(
     """A small model after some steps of made-up gradients, and their norms."""
     torch.manual_seed(3)
     model = nn.Linear(4, 3)
-    dense, norms = DenseOptimizer(model, cfg, Topology.single(), CPU), []
+    dense = DenseOptimizer(model, cfg, Topology.single(), CPU)
+    norms = []
     for step in range(num_steps):
         draw = torch.Generator().manual_seed(step)
         for weight in model.parameters():

@@ -17,7 +17,9 @@ from nestrec.pipeline.lanes import Label
 def test_a_fence_waits_for_every_lane(lane):
     tables = [TableConfig(name="t", dim=2)]
     pipeline = TrainingPipeline(torch.nn.Linear(1, 1), tables, schedule="nested", topology=Topology.single())
-    machine, go, done = pipeline.schedule._machine, threading.Event(), threading.Event()
+    machine = pipeline.schedule._machine
+    go = threading.Event()
+    done = threading.Event()
     batch = Batch(BatchPosition(), 1.0, torch.arange(1).numpy(), (), tokens=torch.arange(1).numpy())
     timer = threading.Timer(0.2, go.set)
     with machine.step(TrainingStep(number=1, batch=batch, rates=LearningRates(dense=0.1, tables=0.1), is_fence=True)):

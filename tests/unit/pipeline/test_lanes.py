@@ -23,7 +23,8 @@ def tracer():
 
 
 def test_a_lane_runs_its_tasks_in_order_and_tickets_carry_results(tracer):
-    lane, seen = Lane("a", tracer, RunAheadLimiter(CPU)), []
+    lane = Lane("a", tracer, RunAheadLimiter(CPU))
+    seen = []
     tickets = [lane.submit(lambda span, i=i: seen.append(i) or i * i, label("t")) for i in range(20)]
     assert [ticket.wait() for ticket in tickets] == [i * i for i in range(20)]
     assert seen == list(range(20))
@@ -31,11 +32,9 @@ def test_a_lane_runs_its_tasks_in_order_and_tickets_carry_results(tracer):
 
 
 def test_a_task_waits_for_tasks_of_other_lanes(tracer):
-    first, second, go = (
-        Lane("a", tracer, RunAheadLimiter(CPU)),
-        Lane("b", tracer, RunAheadLimiter(CPU)),
-        threading.Event(),
-    )
+    first = Lane("a", tracer, RunAheadLimiter(CPU))
+    second = Lane("b", tracer, RunAheadLimiter(CPU))
+    go = threading.Event()
     slow = first.submit(lambda span: go.wait(60), label("slow"))
     after = second.submit(lambda span: "done", label("after"), after=[slow])
     assert not after._done.is_set()
@@ -48,7 +47,9 @@ def test_a_task_waits_for_tasks_of_other_lanes(tracer):
 
 
 def test_an_error_stops_its_lane_and_whoever_waits_for_it(tracer):
-    first, second, ran = Lane("a", tracer, RunAheadLimiter(CPU)), Lane("b", tracer, RunAheadLimiter(CPU)), []
+    first = Lane("a", tracer, RunAheadLimiter(CPU))
+    second = Lane("b", tracer, RunAheadLimiter(CPU))
+    ran = []
 
     def fail(span):
         raise ValueError("broken")
@@ -65,7 +66,8 @@ def test_an_error_stops_its_lane_and_whoever_waits_for_it(tracer):
 
 
 def test_a_wait_names_the_span_that_it_waited_for(tracer):
-    lane, go = Lane("a", tracer, RunAheadLimiter(CPU)), threading.Event()
+    lane = Lane("a", tracer, RunAheadLimiter(CPU))
+    go = threading.Event()
     ticket = lane.submit(lambda span: go.wait(60), label("slow", step=7))
     wait_for_end = ticket._done.wait
     ticket._done.wait = lambda: (go.set(), wait_for_end())  # the task goes on when it is waited for
@@ -78,7 +80,8 @@ def test_a_wait_names_the_span_that_it_waited_for(tracer):
 
 
 def test_drain_waits_for_all_lanes(tracer):
-    lanes, seen = Lanes(tracer, RunAheadLimiter(CPU)), []
+    lanes = Lanes(tracer, RunAheadLimiter(CPU))
+    seen = []
     for lane in (lanes.transfer, lanes.communication, lanes.lookup):
         for _ in range(5):
             lane.submit(lambda span, name=lane.name: seen.append(name), label("t"))

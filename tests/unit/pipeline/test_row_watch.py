@@ -53,7 +53,8 @@ def test_rows_that_are_not_finite_are_told_with_the_totals_of_one_of_the_next_st
         torch.nn.Linear(1, 1), OptimizerConfig(), Topology.single(), torch.device("cpu"), engine.row_watch
     )
     pipeline = PipelineCore.build(Gradients(), engine, dense, schedule)
-    feed, told = LookaheadIterator(batch_of(number) for number in range(1, NUM_STEPS + 1)), []
+    feed = LookaheadIterator(batch_of(number) for number in range(1, NUM_STEPS + 1))
+    told = []
     for number in range(1, NUM_STEPS + 1):
         step = TrainingStep(
             number=number, batch=next(feed), rates=LearningRates(dense=0.1, tables=10.0), is_fence=number == NUM_STEPS

@@ -103,7 +103,8 @@ def test_step_by_step_is_the_same_training():
 
 
 def test_one_step_is_that_of_plain_torch():
-    batch, model = next(batches(1)), Towers()
+    batch = next(batches(1))
+    model = Towers()
     pipeline = made(model=model, dense_optimizer=torch.optim.SGD(model.parameters(), 0.5), table_learning_rate=0.0)
     vectors = pipeline.lookup({"history": batch["history"].values, "item": batch["item"]})
     twin = Towers()
@@ -218,7 +219,8 @@ def test_what_a_schedule_needs_of_the_tables_is_said_before_training():
 def test_a_model_is_measured_between_steps_with_what_a_step_would_give_it():
     bagged = {"pooled": {"history": "mean"}, "model": Bags()}
     for options in ({"model": Towers()}, bagged):
-        pipeline, batch = made("nested", **options), next(batches(1))
+        pipeline = made("nested", **options)
+        batch = next(batches(1))
         with torch.no_grad():
             loss, weight = options["model"](*pipeline.inputs(batch))
         assert float(loss) / weight == pytest.approx(float(pipeline.step(batch)), rel=1e-6)
@@ -243,7 +245,8 @@ def test_what_is_measured_between_steps_changes_no_bit_of_dynamic_tables():
 
 
 def test_weights_that_are_frozen_or_thawed_later_are_told_and_not_trained_by_each_rank_alone():
-    pipeline, batch = made(model=Towers()), next(batches(1))
+    pipeline = made(model=Towers())
+    batch = next(batches(1))
     pipeline.step(batch)
     for weight in pipeline.dense.held.values():
         weight.requires_grad_(False)
@@ -343,7 +346,8 @@ def test_a_pipeline_that_was_closed_or_has_failed_says_so_instead_of_reading_mem
 
 
 def test_a_mistake_in_a_batch_before_anything_is_in_flight_can_be_mended():
-    pipeline, batch = made(), next(batches(1))
+    pipeline = made()
+    batch = next(batches(1))
     for wrong in (
         [batch],
         {**batch, "item": batch["item"] + 0.5},

@@ -29,7 +29,8 @@ from nestrec.trace import Span
 
 @pytest.mark.parametrize("num_micro_batches", [1, 2, 4, 8, 16])
 def test_only_the_first_and_last_exchange_are_exposed_where_they_fit_beside_the_computation(num_micro_batches):
-    compute, exchange = 1712.0 / num_micro_batches, 1185.0 / (2 * num_micro_batches)
+    compute = 1712.0 / num_micro_batches
+    exchange = 1185.0 / (2 * num_micro_batches)
     window = overlapped_ms(
         [compute] * num_micro_batches, [exchange] * num_micro_batches, [exchange] * num_micro_batches
     )

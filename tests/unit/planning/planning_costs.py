@@ -18,7 +18,9 @@ class TableOfCosts:
     """Seconds by operation; `spread` varies those of work over ranks, the same at every call."""
 
     def __init__(self, seconds: dict[str, float], world: int = 1, spread: float = 0.0) -> None:
-        self._seconds, self._world, self._spread = seconds, world, spread
+        self._seconds = seconds
+        self._world = world
+        self._spread = spread
 
     def of(self, operation: str, step: int, micro_batch: int | None) -> Cost:
         seconds = self._seconds.get(operation, 0.0)

@@ -106,7 +106,8 @@ def test_what_no_run_on_the_cluster_could_do_is_refused_by_name(data, option, va
 
 
 def test_the_command_keeps_what_was_given_takes_back_what_the_recipe_had_and_says_so(data, tmp_path):
-    recipe, file = tmp_path / "config.json", tmp_path / "plan.json"
+    recipe = tmp_path / "config.json"
+    file = tmp_path / "plan.json"
     recipe.write_text(dumps(config_of("hstu", data, {"pipeline.window_cache": True, "ranks.replicas": 2})))
     options = ["--tables.items.store", "disk", "--tables.items.folder", "/scratch", "--ranks.context", "2"]
     options += ["--batch.micro_batches", "1", "--most", "1", "--json", str(file)]

@@ -32,7 +32,8 @@ def test_a_small_table_is_replicated_and_large_or_dynamic_ones_are_not():
 
 def test_a_placement_that_is_given_is_kept():
     placed = [replace(t, placement=p) for t, p in zip(tables(), ("replicated", "sharded", None), strict=True)]
-    candidate, memory = Candidate(schedule="nested", micro_batches=4), {"host": Memory(limit=1e9), "disk": Memory()}
+    candidate = Candidate(schedule="nested", micro_batches=4)
+    memory = {"host": Memory(limit=1e9), "disk": Memory()}
     found = placements_of(workload(tables=tuple(placed)), cpu_cluster(), candidate, memory)
     assert [(p.placement, p.why) for p in found[:2]] == [("replicated", "given"), ("sharded", "given")]
     assert options_of(found) == {}, "the run has been told"

@@ -49,10 +49,8 @@ def test_parts_of_a_step_add_up_to_it(schedule):
 def test_ranks_with_cores_enough_take_the_same_time_in_both_replays(schedule):
     mesh = Mesh(2, 2)
     costs = TableOfCosts(typical(PARTS), mesh.world, spread=0.3)
-    many, few = (
-        replay(program_of(schedule), costs, mesh),
-        replay_shared(program_of(schedule), costs, mesh, Hosts(ranks=4, cores=16)),
-    )
+    many = replay(program_of(schedule), costs, mesh)
+    few = replay_shared(program_of(schedule), costs, mesh, Hosts(ranks=4, cores=16))
     np.testing.assert_allclose(few.start, many.start, atol=1e-9)
     np.testing.assert_allclose(few.end, many.end, atol=1e-9)
     np.testing.assert_allclose(few.entered, many.entered, atol=1e-9)

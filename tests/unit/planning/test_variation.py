@@ -46,7 +46,8 @@ def test_a_full_bucket_passes_at_no_cost_and_an_empty_one_does_not(shared):
         replay_shared(program, Bucket(), mesh, Hosts(ranks=2, cores=8)) if shared else replay(program, Bucket(), mesh)
     )
     # Gradients find a full bucket after the computation; the vectors that follow them find next to nothing in it.
-    free, paid = 0.2 + 0.01, 0.5 - 0.01 + 0.01
+    free = 0.2 + 0.01
+    paid = 0.5 - 0.01 + 0.01
     assert done.step_s()[0] == pytest.approx(1.0 + free + paid, abs=1e-9)
 
 

@@ -18,7 +18,8 @@ NUM_EVENTS = 600
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Clicks at random; `screen` is where a click leads, `dwell` has a value where there was one, `page` is free."""
-    root, draw = tmp_path_factory.mktemp("described"), np.random.default_rng(0)
+    root = tmp_path_factory.mktemp("described")
+    draw = np.random.default_rng(0)
     clicked = draw.integers(0, 2, NUM_EVENTS)
     item = draw.integers(0, 60, NUM_EVENTS)
     log = {

@@ -30,7 +30,8 @@ def terminal() -> tuple[Console, StringIO]:
 
 
 def test_without_a_terminal_there_is_a_plain_line_every_ten_seconds() -> None:
-    (console, file), clock = plain_console(), ManualClock()
+    (console, file) = plain_console()
+    clock = ManualClock()
     with LiveProgress(num_epochs=3, console=console, clock=clock) as progress:
         progress.started(300, 0)
         for step in range(1, 26):
@@ -43,7 +44,8 @@ def test_without_a_terminal_there_is_a_plain_line_every_ten_seconds() -> None:
 
 
 def test_the_time_left_of_a_resumed_run_counts_new_steps_only() -> None:
-    (console, file), clock = plain_console(), ManualClock()
+    (console, file) = plain_console()
+    clock = ManualClock()
     with LiveProgress(console=console, clock=clock) as progress:
         progress.started(120, 100)
         clock.sleep(10)
@@ -96,7 +98,8 @@ def test_figures_that_are_missing_or_not_finite_do_not_stop_the_run() -> None:
 
 
 def test_quick_stages_show_nothing() -> None:
-    (console, file), clock = plain_console(), ManualClock()
+    (console, file) = plain_console()
+    clock = ManualClock()
     with progress_for("prepare", console=console, clock=clock) as progress:
         progress("reading", 0.5)
         clock.sleep(1.9)
@@ -105,7 +108,8 @@ def test_quick_stages_show_nothing() -> None:
 
 
 def test_long_stages_print_plain_lines_without_a_terminal() -> None:
-    (console, file), clock = plain_console(), ManualClock()
+    (console, file) = plain_console()
+    clock = ManualClock()
     with progress_for("prepare", console=console, clock=clock) as progress:
         for second in range(25):
             progress("sorting", second / 25)
@@ -119,7 +123,8 @@ def test_long_stages_print_plain_lines_without_a_terminal() -> None:
 
 
 def test_long_stages_show_a_bar_on_a_terminal() -> None:
-    (console, file), clock = terminal(), ManualClock()
+    (console, file) = terminal()
+    clock = ManualClock()
     with progress_for("evaluate", console=console, clock=clock) as progress:
         progress("users", 0.25)
         clock.sleep(5)
@@ -128,7 +133,8 @@ def test_long_stages_show_a_bar_on_a_terminal() -> None:
 
 
 def test_a_stage_that_fails_does_not_say_that_it_is_done() -> None:
-    (console, file), clock = plain_console(), ManualClock()
+    (console, file) = plain_console()
+    clock = ManualClock()
     progress = progress_for("prepare", console=console, clock=clock)
     clock.sleep(5)
     with pytest.raises(ValueError, match="broken"), progress:

@@ -20,7 +20,8 @@ class Waits(selectors.SelectSelector):
 
 
 def test_a_loop_stays_awake_until_a_while_after_the_last_request(monkeypatch):
-    now_s, waits = [0.0], Waits()
+    now_s = [0.0]
+    waits = Waits()
     monkeypatch.setattr(module.time, "monotonic", lambda: now_s[0])
     loop = asyncio.SelectorEventLoop(waits)
 

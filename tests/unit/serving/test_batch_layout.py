@@ -12,7 +12,8 @@ PAGE = 16
 
 def token_by_token(parts, pages, tokens_an_event, num_rows):
     """(token, position, slot) of the rows of histories, and the number of their records."""
-    found, record = [], 0
+    found = []
+    record = 0
     for first, end, stored, _, first_page, _, before in parts:
         for token in range(first, end):
             second = token >= before and (token - before) % tokens_an_event == 1

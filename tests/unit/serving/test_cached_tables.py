@@ -34,7 +34,8 @@ def opened(file, store, cache_rows):
 @pytest.mark.parametrize("cache_rows", [0, 1, 7, 64, NUM_ROWS - 1])
 @pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16], indirect=True)
 def test_rows_are_those_of_the_table_to_the_bit_and_the_cache_is_bounded(weight, file, store, cache_rows):
-    table, rng = opened(file, store, cache_rows), np.random.default_rng(2)
+    table = opened(file, store, cache_rows)
+    rng = np.random.default_rng(2)
     for _ in range(60):
         ids = rng.zipf(1.3, int(rng.integers(0, 120))) % NUM_ROWS
         found = table.rows(torch.from_numpy(ids))
@@ -64,7 +65,8 @@ def test_rows_in_use_stay_while_others_pass_by(file):
 
 
 def test_many_threads_get_the_rows_they_asked_for(weight, file):
-    table, wrong = opened(file, "disk", 16), []
+    table = opened(file, "disk", 16)
+    wrong = []
 
     def ask(seed):
         rng = np.random.default_rng(seed)

@@ -39,7 +39,8 @@ def serve_options(words):
 
 def stages():
     """Instructions of each stage, by its name, with those of the stage that it is built from before them."""
-    found, text = {}, re.sub(r"\\\n", " ", DOCKERFILE.read_text())
+    found = {}
+    text = re.sub(r"\\\n", " ", DOCKERFILE.read_text())
     for line in text.splitlines():
         if match := re.match(r"FROM (\S+) AS (\S+)", line):
             found[match[2]] = current = [*found.get(match[1], [line])]

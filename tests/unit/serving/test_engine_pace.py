@@ -2,7 +2,8 @@ from nestrec.serving.engine.batch_pacer import BatchPacer
 
 
 def test_slowness_is_what_goes_by_for_a_second_of_work_while_work_waits():
-    pace, now_s = BatchPacer(spins=False), 0.0
+    pace = BatchPacer(spins=False)
+    now_s = 0.0
     for _ in range(2000):  # a millisecond of work every three of them, with more behind it
         now_s += 0.003
         pace.done(now_s, 0.001, has_more=True)

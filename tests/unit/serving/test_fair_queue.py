@@ -83,7 +83,12 @@ def test_a_request_in_pieces_goes_on_before_equal_ones_and_behind_shorter_ones()
 
 def test_requests_of_a_user_keep_their_order_and_none_is_lost_over_random_schedules():
     for seed in range(30):
-        rng, queue, waiting, last, num_pushed, num_served = random.Random(seed), make(), 0, {}, 0, 0
+        rng = random.Random(seed)
+        queue = make()
+        waiting = 0
+        last = {}
+        num_pushed = 0
+        num_served = 0
         for _ in range(300):
             if rng.random() < 0.5:
                 num_pushed += 1

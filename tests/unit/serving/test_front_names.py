@@ -29,7 +29,8 @@ def later(old: Servable, version: str, more: tuple[str, ...]) -> Servable:
 
 @pytest.mark.parametrize("skipped", [False, True], ids=["every version", "a version nobody was told of"])
 def test_a_front_is_told_the_items_that_came_and_nothing_that_it_knows(skipped: bool) -> None:
-    tell, known = NameSender(DeploymentNumbers()), DeploymentNameCache()
+    tell = NameSender(DeploymentNumbers())
+    known = DeploymentNameCache()
     first = RemoteDeployment(random_ranking(ENCODER, num_items=NUM_ITEMS), ())
     whole = tell.message({"ranking": first})
     known.take(whole)
@@ -40,7 +41,8 @@ def test_a_front_is_told_the_items_that_came_and_nothing_that_it_knows(skipped: 
     message = tell.message({"ranking": third})
     known.take(message)
     assert len(message) < len(whole) / 10
-    told, served = known.in_service["ranking"].servable, third.servable
+    told = known.in_service["ranking"].servable
+    served = third.servable
     assert (told.version, told.item_keys) == (served.version, served.item_keys)
     assert told.spec.num_items == served.spec.num_items == NUM_ITEMS + 3
     asked = ["a", 7000, "b", "1", "nobody"]
@@ -48,7 +50,8 @@ def test_a_front_is_told_the_items_that_came_and_nothing_that_it_knows(skipped: 
 
 
 def test_a_front_is_told_all_of_a_model_that_was_loaded_anew() -> None:
-    tell, known = NameSender(DeploymentNumbers()), DeploymentNameCache()
+    tell = NameSender(DeploymentNumbers())
+    known = DeploymentNameCache()
     first = RemoteDeployment(random_ranking(ENCODER, num_items=9), ())
     known.take(tell.message({"ranking": first}))
     anew = replace(first.servable, version="anew", item_keys=first.servable.item_keys[::-1])

@@ -83,7 +83,8 @@ def test_bytes_are_bounded_for_a_user_and_in_all_and_the_newest_events_stay():
 def test_parts_make_no_difference():
     """Many small additions against one list, over random ones."""
     rng = random.Random(1)
-    store, kept = Embedded(HistoryStoreConfig(max_events=150)), []
+    store = Embedded(HistoryStoreConfig(max_events=150))
+    kept = []
     for number in range(400):
         count = rng.choice([0, 1, 1, 2, 5])
         more = [

@@ -47,7 +47,8 @@ def test_a_page_of_the_host_is_as_large_as_one_of_the_device(pool):
 
 def test_what_went_out_comes_back_into_other_pages(pool):
     host = HostPages(pool, max_bytes=10 * pool.page_bytes)
-    before, held = content_of(pool, [7, 3, 12]), host.take(host.bytes_of(11))
+    before = content_of(pool, [7, 3, 12])
+    held = host.take(host.bytes_of(11))
     host.copy_out([7, 3, 12, 20], held)
     untouched = content_of(pool, [0, 2, 4])
     host.copy_in([1, 23, 5, 2], held)
@@ -58,7 +59,9 @@ def test_what_went_out_comes_back_into_other_pages(pool):
 @pytest.mark.parametrize("slab_pages", [1, 3, 100])
 def test_random_prefixes_keep_what_they_hold_within_the_bytes(pool, monkeypatch, slab_pages):
     monkeypatch.setattr(host_prefix_cache, "_SLAB_BYTES", slab_pages * pool.page_bytes)
-    rng, host, kept = random.Random(slab_pages), HostPages(pool, max_bytes=16 * pool.page_bytes), {}
+    rng = random.Random(slab_pages)
+    host = HostPages(pool, max_bytes=16 * pool.page_bytes)
+    kept = {}
     for step in range(400):
         used = sum(len(held) for held, _ in kept.values())
         count = rng.randint(1, 6)

@@ -22,7 +22,8 @@ CATALOGUES = {
 @pytest.mark.parametrize("name", CATALOGUES)
 def test_all_at_once_is_one_by_one(name):
     keys = CATALOGUES[name]
-    ids, rng = ItemIds(keys), random.Random(name)
+    ids = ItemIds(keys)
+    rng = random.Random(name)
     known = {key: i + 1 for i, key in enumerate(keys)}
     odd = [0, 1, -1, 5, 310, 311, 2**31, 2**63 - 1, 2**63, 2**64 + 3, -(2**63), -(2**63) - 1, "1", " 1", "1 ", "", "x"]
     numbers = [int(key) for key in keys if key.isdecimal() and len(key) < 20]

@@ -43,11 +43,16 @@ def is_told_apart(compare, right, num_blocks=300):
 
     By pairs that lie next to each other in time, so that a busy machine meets both of them alike. Each is
     first, and in either place of memory, as often as the other: places differ by nanoseconds, for whole runs."""
-    near, far, stored, num_slower = right[:-1] + b"?", b"?" + right[1:], [digest_of(right)], 0
+    near = right[:-1] + b"?"
+    far = b"?" + right[1:]
+    stored = [digest_of(right)]
+    num_slower = 0
     places = bytearray(near), bytearray(far)
     for block in range(num_blocks):
-        is_far_first, is_swapped = block % 2, block // 2 % 2
-        places[is_swapped][:], places[1 - is_swapped][:] = near, far
+        is_far_first = block % 2
+        is_swapped = block // 2 % 2
+        places[is_swapped][:] = near
+        places[1 - is_swapped][:] = far
         spent = {}
         for is_far in (is_far_first, 1 - is_far_first):
             spent[is_far] = spent_ns(compare, places[is_swapped ^ is_far], stored)
@@ -153,7 +158,8 @@ def test_a_file_behind_a_link_is_read_again_and_a_broken_one_is_not_taken(tmp_pa
 
 def test_a_bucket_gives_its_burst_and_then_its_rate():
     clock = ManualClock()
-    rates, key = LocalRateLimiter(clock), ApiKey("a", "public", b"", float("inf"), 2.0, 3.0)
+    rates = LocalRateLimiter(clock)
+    key = ApiKey("a", "public", b"", float("inf"), 2.0, 3.0)
     assert [rates.wait_s(key) for _ in range(4)] == [0.0, 0.0, 0.0, 0.5]
     clock.sleep(0.5)
     assert [rates.wait_s(key) for _ in range(2)] == [0.0, 0.5]

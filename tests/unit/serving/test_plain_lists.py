@@ -76,7 +76,8 @@ def test_everything_else_is_left_to_the_usual_parser(name):
 
 def test_any_text_is_read_as_the_usual_parser_reads_it():
     """Documents with pieces changed, lost and doubled: equal, or refused by both."""
-    rng, num_read = random.Random(1), 0
+    rng = random.Random(1)
+    num_read = 0
     whole = orjson.dumps({**LISTS, "in": {**LEFT, 'a "key" [1': "[1,2,3]"}, **PADDING})
     for _ in range(600):
         text = bytearray(whole)
@@ -144,7 +145,8 @@ def test_the_same_is_refused_with_the_same_words(field, values):
 
 @pytest.mark.parametrize("keys", [[str(i) for i in range(5, 400)], [str(1000 * i) for i in range(50)], ["a", "b"]])
 def test_ids_are_those_of_the_list(keys):
-    ids, asked = ItemIds(keys), [*range(-3, 600), 49_000]
+    ids = ItemIds(keys)
+    asked = [*range(-3, 600), 49_000]
     for values in (asked, [*map(str, asked)], ["a", "c", "b"] * 300):
         read = loads(orjson.dumps({"a": values, **PADDING}))["a"]
         assert isinstance(read, TypedList)

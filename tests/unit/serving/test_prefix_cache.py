@@ -123,7 +123,8 @@ class Schedule:
         return all(self.page_owner[page] == entry.key.user for page in entry.pages[:used])
 
     def write(self):
-        user, length = self.rng.randrange(8), self.rng.randint(1, 30)
+        user = self.rng.randrange(8)
+        length = self.rng.randint(1, 30)
         entry = find(self.cache, user) if self.rng.random() < 0.5 else None
         if entry is None:
             entry = self.cache.create(key_of(user))
@@ -142,7 +143,8 @@ class Schedule:
 
     def grown(self, entry, length):
         """Room is made of what nobody has pinned or holds, oldest first; where that is too little, of nothing."""
-        now_s, before = self.clock.now_s(), self.cache.entries()
+        now_s = self.clock.now_s()
+        before = self.cache.entries()
         spared = [one for one in before if one is entry or one.pins or one.held_until_s > now_s]
         has_room = self.cache.grow(entry, length)
         assert not any(one.is_dropped for one in spared)

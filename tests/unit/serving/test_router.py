@@ -31,7 +31,8 @@ def test_no_slot_exceeds_its_bound_in_random_schedules(num_schedules):
     rings = {n: Ring.make(n, KEYED) for n in range(1, 7)}
     for seed in range(num_schedules):
         rng = random.Random(seed)
-        num_slots, bound = rng.randint(1, 6), rng.choice([1.1, 1.25, 2.0])
+        num_slots = rng.randint(1, 6)
+        bound = rng.choice([1.1, 1.25, 2.0])
         free_load = rng.choice([1, 1, 4])
         clock = ManualClock()
         router = Router(rings[num_slots], KEYED, clock, bound=bound, free_load=free_load, sticky_s=0.0)
@@ -105,10 +106,12 @@ def test_a_dead_slot_is_left_at_once_and_counted():
 
 def test_while_versions_differ_a_user_meets_that_of_its_own_slot_alone():
     """Whatever the loads: and once it has met the new one, it meets the old one never again."""
-    rng, clock = random.Random(4), ManualClock()
+    rng = random.Random(4)
+    clock = ManualClock()
     router = Router(Ring.make(4, KEYED), KEYED, clock, bound=1.1, free_load=1, sticky_s=1.0)
     users = [f"user {i}" for i in range(40)]
-    seen, num_diverted = dict.fromkeys(users, "old"), 0
+    seen = dict.fromkeys(users, "old")
+    num_diverted = 0
     router.versions[:] = ["old"] * 4
     for version in [*(f"rolling {slot}" for slot in range(4)), "none"]:
         for turn in range(300):

@@ -10,7 +10,8 @@ from nestrec.serving.http.server_logging import LogConfig, NonBlockingLogHandler
 
 def test_a_log_that_nobody_reads_stops_nobody_and_goes_on_when_somebody_does():
     reads, writes = os.pipe()
-    handler, logger = NonBlockingLogHandler(writes), logging.Logger("a")
+    handler = NonBlockingLogHandler(writes)
+    logger = logging.Logger("a")
     logger.addHandler(handler)
 
     def log_much():
@@ -36,7 +37,8 @@ def test_a_disk_that_was_full_costs_the_messages_of_that_time_alone():
     reads, writes = os.pipe()
     os.set_blocking(reads, False)
     full = os.open("/dev/full", os.O_WRONLY)
-    handler, logger = NonBlockingLogHandler(full, LogConfig(format="json")), logging.Logger("a")
+    handler = NonBlockingLogHandler(full, LogConfig(format="json"))
+    logger = logging.Logger("a")
     logger.addHandler(handler)
     for _ in range(3):
         logger.error("no room")

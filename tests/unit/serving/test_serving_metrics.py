@@ -14,7 +14,9 @@ def samples(registry):
 
 
 def test_answers_are_counted_as_by_the_objects_of_the_library():
-    ours, theirs, answers = CollectorRegistry(), CollectorRegistry(), _Answers()
+    ours = CollectorRegistry()
+    theirs = CollectorRegistry()
+    answers = _Answers()
     ours.register(answers)
     count = Counter("nestrec_requests", "Answers by route and status", ["route", "status"], registry=theirs)
     times = Histogram(

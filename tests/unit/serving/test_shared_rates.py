@@ -61,7 +61,9 @@ def test_keys_that_come_take_the_places_of_those_that_went(monkeypatch, clock):
 @pytest.mark.filterwarnings("ignore:This process")
 def test_processes_that_ask_at_once_get_no_more_than_one_would(clock, rates):
     """Without a lock, two that read the same bucket would both take its last token."""
-    often, children, (told, tell) = key("a", rate=1e-9, burst=3000.0), [], os.pipe()
+    often = key("a", rate=1e-9, burst=3000.0)
+    children = []
+    (told, tell) = os.pipe()
     for _ in range(3):
         child = os.fork()
         if child == 0:

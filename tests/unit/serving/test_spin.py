@@ -8,7 +8,9 @@ from nestrec.serving.engine.batch_pacer import Calls, Spin
 
 
 def test_others_have_the_interpreter_while_a_thread_spins():
-    spin, ran, gate = Spin(), [], threading.Lock()
+    spin = Spin()
+    ran = []
+    gate = threading.Lock()
     gate.acquire()
     thread = threading.Thread(target=lambda: (gate.acquire(), ran.append(True)))
     thread.start()
@@ -37,7 +39,8 @@ def test_a_wait_is_bounded_and_none_is_none():
 
 
 def test_a_call_ends_a_wait_and_one_that_was_seen_does_not():
-    spin, calls = Spin(), Calls()
+    spin = Spin()
+    calls = Calls()
     spin._turns_a_second = 1e13  # so long that only a call ends it
     seen = calls.count
     thread = threading.Thread(target=calls.call)

@@ -123,7 +123,10 @@ def test_who_is_served_by_the_host_more_than_by_the_device_gains_little_by_a_pre
 def test_whatever_load_host_and_way_are_nobody_short_is_signalled_and_more_of_them_never_makes_anybody_safe():
     rng = random.Random(3)
     for _ in range(300):
-        budget_ms, host_s, way_s, wait_s = rng.uniform(1, 100), rng.uniform(0, 0.1), rng.uniform(0, 0.1), rng.random()
+        budget_ms = rng.uniform(1, 100)
+        host_s = rng.uniform(0, 0.1)
+        way_s = rng.uniform(0, 0.1)
+        wait_s = rng.random()
         calm, _ = make(budget_ms=budget_ms)
         loaded, _ = make(budget_ms=budget_ms)
         for _ in range(16):
@@ -206,9 +209,11 @@ def test_random_schedules_keep_both_bounds():
     for seed in range(2_000):
         rng = random.Random(seed)
         trigger, clock = make(cache_share=rng.random(), compute_share=rng.random(), burst_s=0.2, first_life_s=2.0)
-        spent, start = 0.0, clock.now_s()
+        spent = 0.0
+        start = clock.now_s()
         for _ in range(30):
-            user, seconds = rng.randrange(10), rng.random() * 0.2
+            user = rng.randrange(10)
+            seconds = rng.random() * 0.2
             if rng.random() < 0.7:
                 spent += seconds * decide(trigger, user, preinfer_s=seconds, num_bytes=rng.randint(1, 40)).is_admitted
             else:
@@ -234,7 +239,8 @@ def test_the_cost_model_learns_costs_and_tail():
 @pytest.mark.parametrize("work", [work_of(0, 0, 256), work_of(0, 1024, 64), work_of(4000, 0, 1)])
 def test_the_cost_of_requests_that_are_all_alike_never_drifts(work):
     """Their tokens and pairs grow together, so nothing tells what either costs; their sum must stay right."""
-    rng, costs = random.Random(2), EngineCostModel()
+    rng = random.Random(2)
+    costs = EngineCostModel()
     for number in range(20_000):
         size = rng.choice([1, 1, 1, 2, 3])
         seconds = (1e-4 + size * (2e-6 * work[0] + 1e-9 * work[1])) * rng.uniform(0.8, 1.2)

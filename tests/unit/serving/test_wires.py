@@ -32,7 +32,8 @@ def wired(wires, received=lambda *_: None):
 
 
 def frames_from(end, count):
-    reader, found = FrameReader(), []
+    reader = FrameReader()
+    found = []
     while len(found) < count:
         data = end.recv(1 << 16)
         assert data
@@ -44,7 +45,9 @@ def frames_from(end, count):
 def test_frames_are_whole_and_in_order_however_they_are_cut(seed):
     rng = np.random.default_rng(seed)
     sent = [(int(rng.integers(1, 11)), number, rng.bytes(int(rng.choice([0, 1, 40, 70_000])))) for number in range(30)]
-    data, reader, found = b"".join(frame(*one) for one in sent), FrameReader(), []
+    data = b"".join(frame(*one) for one in sent)
+    reader = FrameReader()
+    found = []
     while data:
         size = int(rng.choice([1, 3, 9, 50_000]))
         found += reader.taken(data[:size])

@@ -92,7 +92,8 @@ def test_ease_equals_its_closed_form() -> None:
 
 
 def test_recent_popularity_counts_the_last_tenth() -> None:
-    items, times = np.array([1] * 15 + [2] * 3 + [3, 3]), np.arange(20)
+    items = np.array([1] * 15 + [2] * 3 + [3, 3])
+    times = np.arange(20)
     assert recent_popularity(items, times, 3).top(np.array([1]), set(), 3) == [3, 1, 2]
 
 

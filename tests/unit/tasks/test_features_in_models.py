@@ -84,7 +84,8 @@ def test_with_users_as_prefix_tokens_nested_equals_serial_bit_for_bit(data, tmp_
         trainer = Trainer(cfg, tmp_path / f"{name}-{schedule}", Topology.single())
         before = trainer.session.engine.digest("user_country")
         trainer.train()
-        task, engine = trainer.session.task, trainer.session.engine
+        task = trainer.session.task
+        engine = trainer.session.engine
         assert engine.digest("user_country") != before, "it is read, and learnt"
         assert task.model.encoder.position.shape[0] == cfg.task.encoder.max_length + len(USER_FEATURES) + 11
         assert [layer.rules.num_context for layer in task.model.encoder.layers] == [3, 3]
@@ -99,7 +100,8 @@ def test_with_interactions_of_pooled_bags_nested_equals_serial_bit_for_bit(data,
         cfg = config_of("ranking", data, pipeline__schedule=schedule, tables__tags__dim="4", **dlrm)
         trainer = Trainer(cfg, tmp_path / schedule, Topology.single())
         trainer.train()
-        task, engine = trainer.session.task, trainer.session.engine
+        task = trainer.session.task
+        engine = trainer.session.engine
         num_features = 1 + len(ITEM_FEATURES) + len(EVENT_FEATURES) + len(USER_FEATURES)
         assert task.model.head[0].in_features == 2 * 8 + num_features * (num_features - 1) // 2
         assert task.bags == {"item_tags", "item_title_bag", "event_query", "user_languages"}

@@ -65,13 +65,16 @@ def test_the_baseline_learns_good_items_and_is_not_fooled_by_its_own_labels() ->
 
 @pytest.mark.parametrize("only", [0, 1])
 def test_labels_that_are_all_alike_give_finite_scores(only: int) -> None:
-    ids, label = np.arange(6) % 3, np.full(6, only)
+    ids = np.arange(6) % 3
+    label = np.full(6, only)
     model = LogisticBaseline(ids, ids, np.zeros(6, np.int64), label, num_items=3, num_users=3, num_categories=1)
     assert np.isfinite(model.logits(ids, ids, np.zeros(6, np.int64))).all()
 
 
 def test_a_category_of_very_many_values_counts_by_its_rates() -> None:
-    draw, count, many = np.random.default_rng(2), 4000, 10**6
+    draw = np.random.default_rng(2)
+    count = 4000
+    many = 10**6
     nobody = np.zeros(count, np.int64)
     category = draw.integers(0, 20, count) * (many // 20)
     label = (draw.random(count) < np.where(category < many // 2, 0.8, 0.2)).astype(np.int64)

@@ -73,7 +73,8 @@ def test_bootstrap_intervals_hold_the_truth_as_often_as_they_say() -> None:
 def test_bootstrap_auc_resamples_users_and_not_events() -> None:
     """A user's copies add nothing: an interval over events would shrink with them."""
     draw = np.random.default_rng(2)
-    label, users = draw.integers(0, 2, 60), np.arange(60)
+    label = draw.integers(0, 2, 60)
+    users = np.arange(60)
     score = label + draw.normal(size=60)
     once = bootstrap_auc(label, score, users)
     copies = np.tile(np.arange(60), 9)
@@ -122,8 +123,10 @@ def test_what_is_shown_equals_its_definition(pairs: list[tuple[int, int]]) -> No
     if not shown.sum():
         assert all(np.isnan(value) for value in found.values())
         return
-    counts, events = shown[1:].tolist(), trained[1:].tolist()
-    size, total = len(counts), sum(counts)
+    counts = shown[1:].tolist()
+    events = trained[1:].tolist()
+    size = len(counts)
+    total = sum(counts)
     assert found["coverage@5"] == pytest.approx(sum(c > 0 for c in counts) / size)
     differences = sum(abs(a - b) for a in counts for b in counts)
     assert found["gini@5"] == pytest.approx(differences / (2 * size * total), abs=1e-12)
@@ -153,7 +156,8 @@ def test_gauc_and_calibration_equal_their_definitions(events: list[tuple[int, in
 
 
 def test_one_user_alone_has_no_interval() -> None:
-    label, user = np.array([0, 1, 1]), np.full(3, 7)
+    label = np.array([0, 1, 1])
+    user = np.full(3, 7)
     found = [
         bootstrap({"hit": np.array([0.0, 1.0, 1.0])}, groups=user)["hit"],
         bootstrap_auc(label, np.array([0.0, 1.0, 2.0]), user),
@@ -165,7 +169,8 @@ def test_one_user_alone_has_no_interval() -> None:
 
 def test_values_of_one_user_are_drawn_together() -> None:
     """Two users, one always right and one always wrong: with many values each, the interval still spans all of it."""
-    values, users = {"hit": np.repeat([1.0, 0.0], 500)}, np.repeat([3, 9], 500)
+    values = {"hit": np.repeat([1.0, 0.0], 500)}
+    users = np.repeat([3, 9], 500)
     assert bootstrap(values, groups=users)["hit"] == ConfidenceInterval(0.5, 0.0, 1.0)
     assert bootstrap(values)["hit"].low > 0.4
 

@@ -24,10 +24,13 @@ NUM_EVENTS = 1_500
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     """A click where a number lies in the middle and the device is a phone: no sum of rates can tell that."""
-    folder, draw = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
+    folder = tmp_path_factory.mktemp("data")
+    draw = np.random.default_rng(0)
     lines = ["user,item,at,clicked,device,place,topic"]
     for second in range(NUM_EVENTS):
-        place, device, item = draw.random(), draw.choice(["phone", "tv"]), draw.integers(20)
+        place = draw.random()
+        device = draw.choice(["phone", "tv"])
+        item = draw.integers(20)
         chance = 0.9 if (0.3 < place < 0.7) == (device == "phone") else 0.1
         row = (draw.integers(40), item, second, int(draw.random() < chance), device, f"{place:.4f}", f"t{item % 3}")
         lines.append(",".join(map(str, row)))
@@ -50,7 +53,8 @@ def evaluated(dataset: Dataset, split: SplitConfig, **options: object) -> Evalua
     rows = dataset.rows(np.arange(dataset.num_samples))
     actions, offsets = rows.lists["actions"]
     held = np.concatenate([np.arange(a, b) for a, b in zip(offsets[:-1] + first, offsets[:-1] + end, strict=True)])
-    label, user = (actions[held, None] & 1).astype(np.int64), np.repeat(np.arange(len(first)), end - first)
+    label = (actions[held, None] & 1).astype(np.int64)
+    user = np.repeat(np.arange(len(first)), end - first)
     given = {
         "baselines": ranking_evaluator.BASELINES,
         "category": "device",
@@ -62,7 +66,8 @@ def evaluated(dataset: Dataset, split: SplitConfig, **options: object) -> Evalua
 
 
 def test_slices_of_history_hold_every_event_the_first_of_users_too(dataset: Dataset) -> None:
-    place, none = np.repeat([0, 1, 4, 5, 50, 120], 10), np.zeros(60, np.int64)
+    place = np.repeat([0, 1, 4, 5, 50, 120], 10)
+    none = np.zeros(60, np.int64)
     masks = slice_masks(("history",), dataset, Targets(none, none, place, none, none))
     assert {name: int(mask.sum()) for name, mask in masks.items()} == {
         "history 0": 10,

@@ -39,7 +39,8 @@ CUT_MS = (synthetic.START_MS + synthetic.SPAN_MS // 2, synthetic.START_MS + synt
 
 def make_log(folder: Path, *, shuffled: bool) -> Path:
     """A synthetic log as a dataset; with shuffled labels the actions are dealt anew over all events."""
-    raw, output = folder / "log.csv", folder / f"shuffled-{shuffled}"
+    raw = folder / "log.csv"
+    output = folder / f"shuffled-{shuffled}"
     synthetic.write_csv(synthetic.preset("tiny", num_users=1200), raw)
     table = pyarrow.csv.read_csv(raw)
     if shuffled:
@@ -205,7 +206,8 @@ def test_all_events_of_long_histories_are_trained_on_if_asked(log):
 def test_asked_at_once_nothing_is_known_of_reactions_to_held_out_events(log, tmp_path):
     cfg = ranking_run(log)
     trainer = Trainer(replace(cfg, task=replace(cfg.task, at_once=300)), tmp_path / "run", Topology.single())
-    task, engine = trainer.session.task, trainer.session.engine
+    task = trainer.session.task
+    engine = trainer.session.engine
     slices = held_out_slices(task._split, "test", 20, task._slide_events)
     in_turn, _, users = task._scores(engine, slices)
     ends = task._split.valid_end, task._split.test_end
@@ -228,7 +230,8 @@ def test_a_window_of_time_tells_gauc_of_events_that_were_asked_for_at_once(log, 
     cfg = ranking_run(log)
     cfg = replace(cfg, task=replace(cfg.task, windows_at_once=100, inputs=replace(cfg.task.inputs, labels=("click",))))
     trainer = Trainer(cfg, tmp_path / "run", Topology.single())
-    task, engine = trainer.session.task, trainer.session.engine
+    task = trainer.session.task
+    engine = trainer.session.engine
     users = task._split.users_with("test")[:150]
     runs = np.stack([users, task._split.valid_end[users], task._split.test_end[users]], axis=1)
     found = task.predict(engine, TimeWindow(number=0, from_ms=0, to_ms=0, runs=runs))

@@ -24,7 +24,8 @@ CUTS = (1_600, 1_800)
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Thousand events at random, one a second from 1000 on; the last users and items come late."""
-    folder, draw = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
+    folder = tmp_path_factory.mktemp("data")
+    draw = np.random.default_rng(0)
     lines = ["user,item,at,brand"]
     for second in range(1_000, 2_000):
         late = second >= CUTS[0]
@@ -58,7 +59,8 @@ def test_every_held_out_event_is_asked_for_and_sliced(data: Path) -> None:
     rows = dataset.rows(np.arange(dataset.num_samples))
     (items, offsets), times = rows.lists["item_ids"], rows.lists["timestamps_ms"][0]
     keys = [row["item_key"] for row in dataset.items().to_pylist()]
-    asked, trained = [], items[times < CUTS[0] * 1000]
+    asked = []
+    trained = items[times < CUTS[0] * 1000]
     for user in range(dataset.num_samples):
         own = range(offsets[user], offsets[user + 1])
         events = [i for i in own if times[i] >= CUTS[1] * 1000 and i > offsets[user]]

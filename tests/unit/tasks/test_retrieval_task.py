@@ -36,7 +36,8 @@ def session_of(data, **overrides):
 def plain_rank(session, queries, user, filter_seen):
     """The definition: score every item, sort by (score, id), look for the target."""
     batch = queries.assemble(np.array([user]))
-    task, table = session.task, torch.arange(1, session.dataset.num_items + 1)
+    task = session.task
+    table = torch.arange(1, session.dataset.num_items + 1)
     vectors = task.model.item_vectors(session.engine.lookup_readonly({"positive": table.numpy()})["positive"]).double()
     history = session.engine.lookup_readonly({"history": batch.keys["history"]})["history"]
     task.model.eval()
@@ -102,7 +103,8 @@ def test_popularity_counts_training_events_only(data):
         **{"task.evaluation.filter_seen": "none", "task.evaluation.ks": "40", "task.evaluation.headline": "ndcg@40"},
     )
     rank = details.task.evaluate(details.engine, "test").details["rank/popularity"]
-    dataset, split = session.dataset, session.task._split
+    dataset = session.dataset
+    split = session.task._split
     items, offsets = dataset.rows(np.arange(dataset.num_samples)).lists["item_ids"]
     count = np.zeros(dataset.num_items + 1, dtype=int)
     for user, start in enumerate(offsets[:-1]):

@@ -135,7 +135,8 @@ def test_every_task_trains_and_measures_on_tables_of_other_widths(data, tmp_path
 def check_export(trainer: Trainer, tmp_path: Path, family: str) -> None:
     """It holds what evaluation reads of each item, in the model's width."""
     export_run(tmp_path / "run", tmp_path / "out", best=False)
-    served, task = Servable.load(tmp_path / "out"), trainer.session.task
+    served = Servable.load(tmp_path / "out")
+    task = trainer.session.task
     ids = np.arange(served.spec.num_items + 1)
     feature = "item" if family == "ranking" else "history"
     rows = trainer.session.engine.lookup_readonly({feature: ids})[feature]
@@ -170,7 +171,9 @@ def test_lists_of_items_are_pooled_in_training_and_served_as_they_were_trained(l
     trainer = Trainer(with_overrides(recipe("ranking"), said), tmp_path / "run", Topology.single())
     trainer.train()
     export_run(tmp_path / "run", tmp_path / "out", best=False)
-    task, engine, user = trainer.session.task, trainer.session.engine, np.array([0])
+    task = trainer.session.task
+    engine = trainer.session.engine
+    user = np.array([0])
     rows = task._inputs.read(user)
     length = min(6, len(rows.lists["item_ids"][0]))
     batch = task._inputs.slices(rows, np.array([0]), np.array([length]), epoch=0)

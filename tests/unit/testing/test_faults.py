@@ -72,7 +72,8 @@ if not (path := pathlib.Path(sys.argv[1])).exists():
 def test_a_command_that_is_aborted_says_where_it_stood(tmp_path: Path, is_forked: bool) -> None:
     """As one is that has not ended at the limit."""
     fault = KillWhen((tmp_path / "is_there").exists, signal=signal.SIGABRT)
-    command, told = [sys.executable, "-c", HANG_ONCE, str(tmp_path / "is_there")], list[str]()
+    command = [sys.executable, "-c", HANG_ONCE, str(tmp_path / "is_there")]
+    told = list[str]()
     first, second = run_with_faults(command, [fault], is_forked=is_forked, tell=told.append)
     assert (first.exit_code, second.exit_code) == (-signal.SIGABRT, 0)
     assert "in stands_here" in first.output

@@ -61,7 +61,9 @@ def test_another_source_than_the_one_that_was_read_is_refused_until_it_is_said_w
     base: tuple[Path, Path], tmp_path: Path
 ) -> None:
     """Names and offsets of one mean nothing in another: files of the same names were taken for read."""
-    first, second, events = tmp_path / "first", tmp_path / "second", stream_events(90)
+    first = tmp_path / "first"
+    second = tmp_path / "second"
+    events = stream_events(90)
     drop_files(first, events[:30], events_a_file=30)
     drop_files(second, events[30:60], events_a_file=30)
     run = copied(*base, tmp_path)

@@ -65,10 +65,12 @@ def test_an_export_keeps_the_rows_of_16_bits_and_recommends_what_evaluation_rank
     export_run(tmp_path / "run", tmp_path / "model")
     model = load(tmp_path / "model")
     assert model.servable.tables["items"].weight.dtype == torch.bfloat16
-    keys, ranks = model.servable.item_keys, evaluation.details["rank/model"]
+    keys = model.servable.item_keys
+    ranks = evaluation.details["rank/model"]
     for user, rank in zip(evaluation.details["users"][:10], ranks[:10], strict=True):
         lists = trainer.session.dataset.rows(user[None]).lists
-        items, times = ([keys[i - 1] for i in lists["item_ids"][0]], lists["timestamps_ms"][0].tolist())
+        items = [keys[i - 1] for i in lists["item_ids"][0]]
+        times = lists["timestamps_ms"][0].tolist()
         history = {"items": items[:-1], "times_ms": times[:-1], "now_ms": times[-1]}
         found = model.recommend(history, k=10, exclude_seen=False, exclude=items[-13:-1]).items
         assert (found.index(items[-1]) + 1 if items[-1] in found else 0) == rank

@@ -69,7 +69,8 @@ def test_a_run_that_has_only_its_best_weights_is_not_begun_again_with_another_se
 
 def test_a_run_that_has_only_its_best_weights_begins_again_with_other_rates_and_its_own_best(tiny_data, tmp_path):
     cut_after_the_first_best(tiny_data, tmp_path)
-    heard, more = Heard(), {RATE: 0.05, "optimizer.table_learning_rate": 0.5}
+    heard = Heard()
+    more = {RATE: 0.05, "optimizer.table_learning_rate": 0.5}
     trainer = trainer_of(tiny_data, tmp_path, more, heard)
     trainer.train()
     assert "from another course of training; it is set aside" in heard.warnings[0]
@@ -93,7 +94,8 @@ def test_weights_of_a_course_that_was_left_are_not_kept_as_best(tiny_data, tmp_p
 
 def test_going_on_as_before_keeps_best_weights_of_steps_that_come_again(tiny_data, tmp_path):
     trainer_of(tiny_data, tmp_path).train()
-    whole, best = run_digest(tmp_path), (tmp_path / "best").stat().st_mtime_ns
+    whole = run_digest(tmp_path)
+    best = (tmp_path / "best").stat().st_mtime_ns
     for step in (4, 6):
         shutil.rmtree(tmp_path / "checkpoints" / f"step-{step:08d}")
     trainer = trainer_of(tiny_data, tmp_path, {"training.keep_checkpoints": 8})
@@ -105,7 +107,8 @@ def test_going_on_as_before_keeps_best_weights_of_steps_that_come_again(tiny_dat
 
 def test_best_weights_are_written_before_the_checkpoint_that_counts_on_them(tiny_data, tmp_path):
     """In the background, too: a kill in between must not leave a run that believes in weights it does not have."""
-    other_is_done, found = threading.Event(), []
+    other_is_done = threading.Event()
+    found = []
 
     def look() -> None:
         found.append([CheckpointManager(tmp_path / part).steps() for part in ("best", "checkpoints")])

@@ -210,7 +210,8 @@ def test_an_option_of_the_log_changes_that_and_nothing_else(tmp_path: Path) -> N
 def test_bad_rows_alone_are_set_aside_and_what_comes_after_them_is_trained_on(
     base: tuple[Path, Path], tmp_path: Path, rule: dict[str, Any], bad: str
 ) -> None:
-    folder, events = tmp_path / "events", stream_events(70)
+    folder = tmp_path / "events"
+    events = stream_events(70)
     drop_files(folder, events, events_a_file=70)
     (folder / "first.jsonl").write_text(f"{bad}\n" * 30)  # before the others by name, and a window of its own
     (folder / "z.jsonl").write_text(f"{bad}\n" * 5)

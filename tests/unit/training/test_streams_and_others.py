@@ -19,7 +19,8 @@ def test_two_runs_that_follow_into_one_data_read_every_event_once(base: tuple[Pa
     drop_files(tmp_path / "events", stream_events(70), events_a_file=70)
     runs = [copied(*base, tmp_path / "a"), tmp_path / "b"]
     shutil.copytree(runs[0], runs[1])
-    source, states = str(tmp_path / "events"), []
+    source = str(tmp_path / "events")
+    states = []
 
     def overtake() -> None:
         states.append(follow(source, runs[1], BY_COUNT).trainer.state)
@@ -37,7 +38,8 @@ def test_what_is_appended_while_a_window_is_read_is_trained_on_before_it(
     events = stream_events(65)
     drop_files(tmp_path / "events", events[:30], events_a_file=30)
     drop_files(tmp_path / "more", events[30:], events_a_file=35)
-    run, told = copied(*base, tmp_path), list[int]()
+    run = copied(*base, tmp_path)
+    told = list[int]()
     more = tmp_path / "more" / "part-00000.jsonl"
     with armed("stream.read", lambda: append(more, tmp_path / "data", format="log", overrides=COLUMNS) and None, at=1):
         follow(str(tmp_path / "events"), run, BY_COUNT, window_hooks=[lambda end: told.append(end.num_events)])

@@ -134,9 +134,12 @@ def test_incremental_checkpoints_hold_only_what_changed(tiny_data: Path, tmp_pat
 
 def test_consumed_samples_are_the_global_batches_in_order(tiny_data: Path, tmp_path: Path) -> None:
     trainer = trainer_of("hstu", tiny_data, tmp_path, {"training.max_steps": 5})
-    state, expected, position = trainer.state, trainer.state, BatchPosition()
+    state = trainer.state
+    expected = trainer.state
+    position = BatchPosition()
     for _ in range(5):
-        batch, following = trainer.batches.build(position), trainer.batches.order.after(position)
+        batch = trainer.batches.build(position)
+        following = trainer.batches.order.after(position)
         expected, position = expected.after(batch, following), following
     assert trainer.train().consumed == expected.consumed != state.consumed
 
@@ -145,7 +148,8 @@ def test_measuring_the_best_epoch_forgets_rows_made_later(tiny_data: Path, tmp_p
     more = {"training.max_steps": 1, "batch.batch_samples": 2, "training.keep_checkpoints": 9}
     first = trainer_of("hstu", tiny_data, tmp_path, more)
     first.train()
-    early, at_start = first.session.engine.digest("items"), first.measure("test", best=True)
+    early = first.session.engine.digest("items")
+    at_start = first.measure("test", best=True)
     later = trainer_of("hstu", tiny_data, tmp_path, {**more, "training.max_steps": 6})
     later.train()
     assert later.session.engine.digest("items") != early
@@ -266,7 +270,8 @@ def test_running_means_of_weights_are_measured_saved_and_exported(tiny_data: Pat
     more = {"training.max_steps": 6, "optimizer.ema": 0.9, "optimizer.clip_norm": 1.0, "optimizer.learning_rate": 0.05}
     trainer = trainer_of("hstu", tiny_data, tmp_path / "run", more)
     trainer.train()
-    found, dense = trainer.measure("valid", best=False).metrics["model"], trainer.session.dense
+    found = trainer.measure("valid", best=False).metrics["model"]
+    dense = trainer.session.dense
     with dense.averaged():
         weights = {name: tensor.clone() for name, tensor in trainer.session.task.model.state_dict().items()}
         expected = trainer.session.task.evaluate(trainer.session.engine, "valid").metrics["model"]

@@ -72,7 +72,8 @@ class UniformCosts:
     """Costs that depend on the operation alone. shared: part of the rows that the neighbouring batch uses too."""
 
     def __init__(self, seconds: Mapping[str, float], *, shared: float = 0.0) -> None:
-        self._seconds, self._shared = seconds, shared
+        self._seconds = seconds
+        self._shared = shared
 
     def of(self, operation: str, step: int, micro_batch: int | None) -> Cost:
         name, _, half = operation.partition(":")

@@ -24,7 +24,8 @@ REPLICAS = 4
 TWO_D_EXPOSED_MS = 438.36
 """communication of 2D-SP at MANY workers"""
 MICRO_BATCHES = 8
-VECTOR_BYTES, KEY_BYTES = 512 * 4, 8
+VECTOR_BYTES = 512 * 4
+KEY_BYTES = 8
 STORE_PART = 0.5
 """of the lookup"""
 STEPS = 8

@@ -202,7 +202,8 @@ class _Biases(NamedTuple):
 
     def arguments(self, *, is_reversed: bool, keys: int) -> tuple[Any, ...]:
         """keys: whose basis is copied at a time."""
-        own, far = (self.words, self.origin, self.first_tile_B), self.far
+        own = (self.words, self.origin, self.first_tile_B)
+        far = self.far
         if far is None:
             return *own, None, None, None, 0, None, 0
         bounds = far.far_from if is_reversed else far.near_from
@@ -213,7 +214,9 @@ class _Pairs:
     """Tiles of the pairs of a batch, and what is written into them; each is made when it is first needed."""
 
     def __init__(self, inputs: AttentionInputs, x_THD: torch.Tensor):
-        self._inputs, self._num_tokens, self._dtype = inputs, x_THD.shape[0], x_THD.dtype
+        self._inputs = inputs
+        self._num_tokens = x_THD.shape[0]
+        self._dtype = x_THD.dtype
         self._plan: TilePlan | None = None
         self._blocks: WorkOrder | None = None
         self._buckets = inputs.bias.buckets
@@ -248,11 +251,13 @@ class _Pairs:
 
     def biases(self, *, is_reversed: bool, has_tiles: bool = False) -> _Biases:
         """has_tiles: number tiles of pairs even where no bias needs it."""
-        bias, rules = self._inputs.bias, self._inputs.rules
+        bias = self._inputs.bias
+        rules = self._inputs.rules
         if bias.is_empty:
             return _Biases(None, -1, self.plan.first_B if has_tiles else None)
         if bias.time_function is not None and rules.is_plain:
-            plan, blocks = self.plan, self._blocks
+            plan = self.plan
+            blocks = self._blocks
             assert blocks is not None
             far = find_nodes(bias, plan, blocks, self._dtype, is_reversed=is_reversed)
             has_lines = bias.position_table is not None
@@ -378,7 +383,8 @@ def launch_product(
     """
     switches = _switches(k, inputs)
     del switches["FAST"]
-    far, bias = biases.far, inputs.bias
+    far = biases.far
+    bias = inputs.bias
     arguments: tuple[Any, ...] = (None,) * 6
     if far is not None:
         basis = _columns_of(far.product_basis, SIDE)
@@ -466,7 +472,8 @@ def rows_of(x_THD: torch.Tensor, rows: int) -> TensorDescriptor:
     bound. The outermost coordinate takes the surplus back, by wrapping around in 64 bits.
     """
     _, heads, dim = x_THD.shape
-    step, width = x_THD.stride(0), width_of(x_THD)
+    step = x_THD.stride(0)
+    width = width_of(x_THD)
     box = [1, 1, rows, 1, width]
     layout = gl.NVMMASharedLayout.get_default_for(box, _GL_TYPES[x_THD.dtype])
     bounds = [0x7FFF0000, 0x7FFF0000, 1 << 30, heads, dim]

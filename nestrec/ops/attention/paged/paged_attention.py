@@ -152,7 +152,8 @@ def _is_half(out: torch.Tensor) -> bool:
 
 def _stages(out: torch.Tensor, width: int) -> int:
     """Blocks of keys and values on their way at once, as shared memory has room for beside the queries."""
-    queries, per_stage = BLOCK_ROWS * width * out.itemsize, 2 * BLOCK_KEYS * width * out.itemsize
+    queries = BLOCK_ROWS * width * out.itemsize
+    per_stage = 2 * BLOCK_KEYS * width * out.itemsize
     return min(max((_SHARED_BYTES - queries) // per_stage, 1), 3)
 
 

@@ -124,7 +124,8 @@ def _write_blocks(  # noqa: PLR0917 - compiled functions take their arguments by
             count, tile = _write_parts(blocks, count, tile, prefix, keys, place, seen, True)
         shared = tile  # candidates stand at one place and ask at one time: their biases are the same
         for first in range(0, asked, BLOCK_ROWS):
-            rows, row = min(BLOCK_ROWS, asked - first), candidate_row + first
+            rows = min(BLOCK_ROWS, asked - first)
+            row = candidate_row + first
             place = (row, rows, page, history_row, history, history, row - first_candidate + 1)
             count, tile = _write_parts(blocks, count, shared, prefix, keys, place, seen, first == 0)
     _sort(blocks, count, out)
@@ -136,7 +137,9 @@ def _keys_a_part(segments: NDArray[np.int64], num_heads: int, candidates_only: b
     """Of a prefix, at most. seen: tokens of it that one sees at most; 0: all."""
     total, longest = 0, 0
     for i in range(len(segments)):
-        prefix, history, asked = _read(segments[i, 0], seen), segments[i, 1], segments[i, 2]
+        prefix = _read(segments[i, 0], seen)
+        history = segments[i, 1]
+        asked = segments[i, 2]
         num_blocks = _num_blocks(asked)
         total += num_blocks * (prefix + history)
         if not candidates_only:
@@ -180,7 +183,9 @@ def _write_parts(  # noqa: PLR0917
     """How many blocks and tiles there are then."""
     row, rows, page, history_row, first, num_seen, candidate = place
     window, context, floor = seen
-    low, kept, prefix = 0, 0, whole
+    low = 0
+    kept = 0
+    prefix = whole
     if window:
         low = max(0, whole + first - window + 1, floor)
         if low > whole:  # new history has whole blocks of its own
@@ -194,12 +199,23 @@ def _write_parts(  # noqa: PLR0917
     for part in range(num_parts):
         block = blocks[count + part]
         is_last = part == num_parts - 1
-        block[0], block[1], block[3], block[4], block[5] = row, rows, page, history_row, first
+        block[0] = row
+        block[1] = rows
+        block[3] = page
+        block[4] = history_row
+        block[5] = first
         block[2] = prefix if is_last else min((part + 1) * size, prefix)
-        block[6], block[7] = num_seen if is_last else 0, candidate
+        block[6] = num_seen if is_last else 0
+        block[7] = candidate
         block[8] = min(part * size, prefix)
-        block[9], block[10], block[11] = num_parts, part, count
-        block[12], block[13], block[14], block[15], block[16] = kept, low, whole, floor, tile
+        block[9] = num_parts
+        block[10] = part
+        block[11] = count
+        block[12] = kept
+        block[13] = low
+        block[14] = whole
+        block[15] = floor
+        block[16] = tile
         block[17] = is_writer
         tile += -(-(block[2] - block[8]) // BLOCK_KEYS)
     tile += -(-num_seen // BLOCK_KEYS) + 1  # what is new, and a candidate with itself
@@ -209,9 +225,11 @@ def _write_parts(  # noqa: PLR0917
 @njit(cache=True, nogil=True)
 def _sort(blocks: NDArray[np.int32], count: int, out: NDArray[np.int32]) -> None:
     """By the number of keys; equal ones keep their order."""
-    order, num_keys = np.arange(count), blocks[:count, 2] - blocks[:count, 8] + blocks[:count, 6]
+    order = np.arange(count)
+    num_keys = blocks[:count, 2] - blocks[:count, 8] + blocks[:count, 6]
     for i in range(1, count):
-        one, j = order[i], i - 1
+        one = order[i]
+        j = i - 1
         while j >= 0 and num_keys[order[j]] < num_keys[one]:
             order[j + 1] = order[j]
             j -= 1

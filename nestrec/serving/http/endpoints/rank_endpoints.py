@@ -37,7 +37,8 @@ async def preinfer(front: HotRouteContext, request: PreinferRequest) -> Preinfer
         fleet, foreseen = await front.service.foresee(user, request.events, num_candidates)
         model = shown_version(fleet.servable.version)
         return {"admitted": False, "reason": foreseen.reason, "model": model, **RequestNotes().said()}
-    fleet, notes = front.service.announced_fleet(parse_user(request.user, front.limits)), RequestNotes(request.unknown)
+    fleet = front.service.announced_fleet(parse_user(request.user, front.limits))
+    notes = RequestNotes(request.unknown)
     check_feature_names(request, fleet.servable)
     asked = RequestResolver(fleet.servable, front.limits, notes).user(request)
     decision = await front.service.preinfer(
@@ -131,9 +132,11 @@ async def score(
     front: HotRouteContext, fleet: ModelDeployment, asked: ResolvedRequest, wanted: RequestedItems, notes: RequestNotes
 ) -> _Scored:
     """Scores of items by a model, which may not know some of them."""
-    keys, features = wanted.keys, wanted.features
+    keys = wanted.keys
+    features = wanted.features
     ids = RequestResolver(fleet.servable, front.limits, notes).items(keys, wanted.field)
-    is_scored, done = ids > 0, _DONE[notes.policy]
+    is_scored = ids > 0
+    done = _DONE[notes.policy]
     if not is_scored.all():
         notes.add_unknown(wanted.field, unknown_of(keys, ids), done)
         is_scored |= done == "scored"
@@ -145,7 +148,9 @@ async def score(
     version = fleet.servable.version
     if len(chosen):
         answer = await front.service.rank(fleet, asked.user, asked.history, chosen, timeout_s=asked.timeout_s)
-        scores[is_scored], prefix, version = answer.scores, prefix_of(answer), answer.version
+        scores[is_scored] = answer.scores
+        prefix = prefix_of(answer)
+        version = answer.version
     if done == "dropped":
         kept = [key for key, keeps in zip(keys, is_scored, strict=True) if keeps]
         return _Scored(kept, scores[is_scored], prefix, version)

@@ -25,7 +25,8 @@ async def recommend(front: HotRouteContext, request: RecommendRequest) -> Recomm
         raise BadRequestError("no retrieval model is served; give candidates to /v1/rank", status=404)
     check_feature_names(request, *(fleet.servable for fleet in service.fleets.values()))
     fleets = service.fleets  # one look: a swap of both models lies before or after it
-    retrieval, ranking = fleets["retrieval"], fleets.get("ranking")
+    retrieval = fleets["retrieval"]
+    ranking = fleets.get("ranking")
     recommending = _Recommending(front, request, retrieval)
     return await recommending.found() if ranking is None else await recommending.ranked_by(ranking)
 
@@ -34,14 +35,19 @@ class _Recommending:
     """One request on its way through the models."""
 
     def __init__(self, front: HotRouteContext, request: RecommendRequest, retrieval: ModelDeployment):
-        self._front, self._request, self._retrieval = front, request, retrieval
-        self._notes, self._k = RequestNotes(request.unknown), request.k or _USUAL_K
+        self._front = front
+        self._request = request
+        self._retrieval = retrieval
+        self._notes = RequestNotes(request.unknown)
+        self._k = request.k or _USUAL_K
         self._reader = RequestResolver(retrieval.servable, front.limits, self._notes)
         self._asked = self._reader.user(request)
 
     async def found(self, least: int = 0) -> RecommendResponse:
         """What retrieval finds: so many as are wanted, and at least so many."""
-        asked, request, servable = self._asked, self._request, self._retrieval.servable
+        asked = self._asked
+        request = self._request
+        servable = self._retrieval.servable
         seen = distinct(asked.seen) if request.exclude_seen in (None, True) else np.zeros(0, np.int64)
         best = Candidates(
             items=np.zeros(0, np.int64),
@@ -65,9 +71,12 @@ class _Recommending:
 
     async def ranked_by(self, ranking: ModelDeployment) -> RecommendResponse:
         """The best of what retrieval finds, in the order of the ranking model."""
-        service, notes, preranked = self._front.service, self._notes, self._front.service.cfg.preranked
+        service = self._front.service
+        notes = self._notes
+        preranked = self._front.service.cfg.preranked
         reader = RequestResolver(ranking.servable, self._front.limits, notes)
-        asked, features = reader.user(self._request), reader.candidate_features(self._request, 1)
+        asked = reader.user(self._request)
+        features = reader.candidate_features(self._request, 1)
         await service.preinfer(ranking, asked.user, asked.history, asked.now_ms, preranked, timeout_s=asked.timeout_s)
         keys = (await self.found(preranked))["items"]
         of_all = {name: np.broadcast_to(values, len(keys)) for name, values in features.items()}

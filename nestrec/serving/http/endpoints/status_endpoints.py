@@ -39,7 +39,8 @@ async def status(front: HandlerContext, _: Any) -> Any:
 
 async def now(front: HandlerContext, _: Any) -> Any:
     """How it stands, how it went, and the last requests of the relay."""
-    metrics, now_s = await front.metrics.gathered(), time.perf_counter()
+    metrics = await front.metrics.gathered()
+    now_s = time.perf_counter()
     recent = {
         role: [one for engine in fleet.engines for one in engine.recent.told(now_s)]
         for role, fleet in front.service.fleets.items()
@@ -71,7 +72,8 @@ async def models(front: HandlerContext, _: Any) -> ModelsResponse:
 
 
 def _model(fleet: ModelDeployment) -> ModelInfo:
-    servable, form = fleet.servable, fleet.engines[0].form
+    servable = fleet.servable
+    form = fleet.engines[0].form
     features, user_features = list(servable.event_features), list(servable.user_features)
     of_events = {"times_ms": servable.reads_times, "actions": servable.reads_actions}
     of_asked = features if servable.serving.reads_candidate_features else servable.context_features

@@ -12,7 +12,8 @@ from nestrec.serving.inputs.responses import EventsResponse
 
 async def keep_events(front: HandlerContext, request: EventsRequest) -> EventsResponse:
     """Events as they came, in the ids of the source; those that the present model could not read are refused."""
-    servable, given = front.service.fleet(front.service.ranker).servable, request.history
+    servable = front.service.fleet(front.service.ranker).servable
+    given = request.history
     check_feature_names(request, servable)
     if not given.items or given.times_ms is None:
         raise BadRequestError("must hold items and times_ms", "history")
