@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from nestrec.data import dataset_schema
 from nestrec.data.dataset import Dataset
 from nestrec.report import progress_for, write_report
 from nestrec.report.speed_sections import two_schedules
+from nestrec.serving.core.http_client import Request, send_blocking
 from nestrec.serving.core.request_limits import LimitsConfig
 from nestrec.serving.fleet.readiness_probes import free_port
 from nestrec.trace import load_spans
@@ -38,6 +38,7 @@ NUM_RANKS = 2
 COMPARED_STEPS = 40
 SCHEDULES = ("serial", "nested")
 _START_TIMEOUT_S = 60.0
+_OK = 200
 
 
 def run_demo(output: Path, overrides: Mapping[str, str]) -> None:
@@ -142,23 +143,29 @@ def _request(data: Path) -> dict[str, Any]:
 
 def _wait_until_ready(server: "subprocess.Popen[bytes]", address: str) -> None:
     until = time.monotonic() + _START_TIMEOUT_S
+    request = Request("GET", f"{address}/health/ready")
     while True:
         try:
-            with urllib.request.urlopen(f"{address}/health/ready", timeout=5):
+            response = send_blocking(request, timeout_s=5.0)
+        except (OSError, EOFError) as error:  # it does not listen yet
+            problem = str(error)
+        else:
+            if response.status == _OK:
                 return
-        except OSError as error:  # refused, or not ready yet
-            if server.poll() is not None or time.monotonic() > until:
-                remedy = "start it by hand to see why: nestrec serve --model MODEL"
-                raise UserError(f"did not become ready: {error}", field="serve", value=address, remedy=remedy) from None
+            problem = f"it answers with status {response.status}"
+        if server.poll() is not None or time.monotonic() > until:
+            remedy = "start it by hand to see why: nestrec serve --model MODEL"
+            raise UserError(f"did not become ready: {problem}", field="serve", value=address, remedy=remedy)
         time.sleep(0.1)
 
 
 def _post(url: str, body: dict[str, Any]) -> dict[str, Any]:
-    headers = {"content-type": "application/json"}
+    request = Request("POST", url, {b"content-type": b"application/json"}, json.dumps(body).encode())
+    remedy = "run the same command once more: what is trained and exported is kept"
     try:
-        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return dict(json.load(answer))
-    except OSError as error:  # an answer that is none, or none in time
-        remedy = "run the same command once more: what is trained and exported is kept"
+        response = send_blocking(request, timeout_s=30.0)
+    except (OSError, EOFError) as error:
         raise UserError(f"was not answered: {error}", field="POST", value=url, remedy=remedy) from None
+    if response.status != _OK:
+        raise UserError(f"was answered with status {response.status}", field="POST", value=url, remedy=remedy)
+    return dict(json.loads(response.body))

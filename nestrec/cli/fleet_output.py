@@ -3,16 +3,14 @@
 `nestrec health`: what a container's health check asks of a server, without a tool of its own in the image.
 """
 
-import http.client
 import json
 import os
 import ssl
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 from nestrec.base.errors import UserError
+from nestrec.serving.core.http_client import NotHttpError, Request, Response, send_blocking
 
 
 def remedy_without_answer(reason: object) -> str:
@@ -22,7 +20,7 @@ def remedy_without_answer(reason: object) -> str:
             return "set SSL_CERT_FILE to the certificate of whoever has signed the server's, and ask by a name in that"
         case ssl.SSLError():
             return "see that a nestrec server with TLS listens there; one without is asked by http://"
-        case http.client.HTTPException():  # also if the connection was closed without an answer
+        case NotHttpError() | EOFError():  # a server with TLS closes the connection, or answers by an alert
             return "see that a nestrec server listens there; one with TLS is asked by https://"
     return "see that a nestrec server listens there"
 
@@ -40,27 +38,26 @@ def as_seen_by_server(models: list[str]) -> list[str]:
 def operate(address: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
     """What a server or a front answers to POST, or to GET where there is no body; `UserError` where it refuses."""
     address = (address if "://" in address else f"http://{address}").rstrip("/")
-    headers = {"content-type": "application/json", **_authorized()}
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(f"{address}/v1/admin/{path}", data=data, headers=headers)
+    headers = {b"content-type": b"application/json", **_authorized()}
+    url = f"{address}/v1/admin/{path}"
+    request = Request("GET", url, headers) if body is None else Request("POST", url, headers, json.dumps(body).encode())
     try:
-        with urllib.request.urlopen(request, timeout=_TOLD_S if body is None else _LOAD_S) as response:
-            return dict(json.load(response))
-    except urllib.error.HTTPError as error:
-        message, remedy = _refusal(error)
-        raise UserError(message, field="server", value=address, remedy=remedy or _remedy(error.code)) from error
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        reason = getattr(error, "reason", error)
-        remedy = remedy_without_answer(reason)
-        raise UserError(f"does not answer: {reason}", field="server", value=address, remedy=remedy) from error
+        response = send_blocking(request, timeout_s=_TOLD_S if body is None else _LOAD_S, uses_proxy=True)
+        if response.status < 300:
+            return dict(json.loads(response.body))
+    except (OSError, EOFError, ValueError) as error:
+        remedy = remedy_without_answer(error)
+        raise UserError(f"does not answer: {error}", field="server", value=address, remedy=remedy) from error
+    message, remedy = _refusal(response)
+    raise UserError(message, field="server", value=address, remedy=remedy or _remedy(response))
 
 
-def _authorized() -> dict[str, str]:
+def _authorized() -> dict[bytes, bytes]:
     key = os.environ.get(KEY_VARIABLE, "").strip()
     if not (key.isascii() and key.isprintable()):  # it is not shown: it may be a key with something behind it
         remedy = "put the key into it, as `nestrec key` has printed it"
         raise UserError("is no key", field=KEY_VARIABLE, value=f"{len(key)} characters", remedy=remedy)
-    return {"authorization": f"Bearer {key}"} if key else {}
+    return {b"authorization": f"Bearer {key}".encode()} if key else {}
 
 
 def served(answer: dict[str, Any]) -> list[str]:
@@ -76,23 +73,28 @@ def _models(instance: dict[str, Any] | None) -> str:
     return f"{told}{', set aside' if instance['draining'] else ''}"
 
 
-def _refusal(error: urllib.error.HTTPError) -> tuple[str, str]:
+def _refusal(response: Response) -> tuple[str, str]:
     """Return why the server refuses and its remedy, which may be empty."""
     try:
-        told = json.load(error)["error"]
+        told = json.loads(response.body)["error"]
         message = f"{told['field']}: {told['message']}" if "field" in told else told["message"]
         return f"refuses: {message}", told.get("remedy", "")
     except (ValueError, KeyError, TypeError):
-        return f"refuses with status {error.code}", ""
+        return f"refuses with status {response.status}", ""
 
 
-def _remedy(status: int) -> str:
-    if status in (401, 403):
+def _remedy(response: Response) -> str:
+    if response.status in (401, 403):
         return f"put a key of its administrators into {KEY_VARIABLE}"
+    if b"location" in response.headers:
+        return (
+            f"send the command to the address that it redirects to, {response.headers[b'location'].decode('latin-1')}"
+        )
     return "see its log; what it served before is served on"
 
 
 _TIMEOUT_S = 4.0
+_OK = 200
 
 
 def check_health(address: str) -> None:
@@ -102,20 +104,14 @@ def check_health(address: str) -> None:
         raise UserError("is no address", field="ADDRESS", value=address, remedy="write HOST:PORT, as 127.0.0.1:8001")
     told = "nobody answers there"
     # The certificate names the server as clients know it, and this asks the machine that it runs on.
-    for context in (None, ssl._create_unverified_context()):
-        connection = (
-            http.client.HTTPConnection(host, int(port), timeout=_TIMEOUT_S)
-            if context is None
-            else http.client.HTTPSConnection(host, int(port), timeout=_TIMEOUT_S, context=context)
-        )
+    for scheme, tls in (("http", None), ("https", ssl._create_unverified_context())):
         try:
-            connection.request("GET", "/health/live")
-            status = connection.getresponse().status
-        except (OSError, http.client.HTTPException):
+            status = send_blocking(
+                Request("GET", f"{scheme}://{host}:{port}/health/live"), timeout_s=_TIMEOUT_S, tls=tls
+            ).status
+        except (OSError, EOFError):
             continue
-        finally:
-            connection.close()
-        if status == http.client.OK:
+        if status == _OK:
             return
         told = f"it answers with status {status}"
     raise UserError(f"is not alive: {told}", field="ADDRESS", value=address, remedy="look at the server's log")

@@ -46,8 +46,10 @@ class RetryState:
             raise ServerBusyError("the deadline has passed")
         return left_s
 
-    def answered(self, status: int, headers: Mapping[str, str], body: Any) -> float | None:
-        """None where that is the answer, else seconds to wait before the next attempt. Raises where there is none."""
+    def answered(self, status: int, headers: Mapping[bytes, bytes], body: Any) -> float | None:
+        """Return None if a response is the answer, or the seconds to wait before the next attempt; else raise.
+
+        headers: Headers of the response by their names in lower case."""
         if status < 400:
             return None
         problem = body.get("error", {}) if isinstance(body, dict) else {}
@@ -55,7 +57,7 @@ class RetryState:
         if status not in _COMES_BACK:
             field, remedy = problem.get("field", ""), problem.get("remedy", "")
             raise RequestError(message, status=status, field=field, remedy=remedy)
-        after = headers.get("retry-after", "")
+        after = headers.get(b"retry-after", b"")
         retry_after_s = float(after) if after.isdigit() else None
         busy = ServerBusyError(message, status=status, retry_after_s=retry_after_s)
         # 429 says that nothing was begun; after 503 nobody may know.

@@ -1,20 +1,21 @@
-"""The clients: the same methods, one with `await`. Each call has one deadline, for all of its attempts.
+"""The clients of a server: `AsyncClient` has the methods, and `Client` runs the same methods without an event loop.
 
-What is asked: method, path, body and headers of each request. Names of fields are those of the server.
+Each call has one deadline for all of its attempts. Names of fields in a request are those of the server.
 """
 
-import asyncio
+import functools
+import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from types import TracebackType
-from typing import Any, Literal, Self, TypedDict, cast
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Self, TypedDict, TypeVar, cast
 from urllib.parse import quote
 
-import httpx
-
 from nestrec.client.attempts import RetryState, ServerBusyError
+from nestrec.client.client_transport import NotSentError, Transport, run_blocking
+from nestrec.serving.core.http_client import Request, Response
 from nestrec.serving.inputs.responses import (
     EventsResponse,
     ModelsResponse,
@@ -23,6 +24,11 @@ from nestrec.serving.inputs.responses import (
     RecommendResponse,
 )
 
+if TYPE_CHECKING:
+    import httpx
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 Id = str | int
 Category = str | int | float | bool | None
 Value = Category | Sequence[Category]
@@ -60,20 +66,25 @@ class ClientRequest:
     has_deadline: bool = False
     """the server is told how long it may take"""
 
-    def content(self, left_s: float) -> dict[str, Any] | None:
-        """The body, with what is left until the deadline."""
+    def request(self, url: str, headers: Mapping[bytes, bytes], left_s: float) -> Request:
+        """Return the request to a server, with the time that is left until the deadline.
+
+        Args:
+            url: Address of the server, without a slash at its end.
+            headers: Headers of all requests.
+            left_s: Seconds until the deadline.
+        """
+        all_headers = dict(headers)
+        if self.user is not None:  # a front chooses the instance by this, and the id cannot be read from it
+            digest = blake2b(str(self.user).encode(), digest_size=12)
+            all_headers[b"x-nestrec-user"] = digest.hexdigest().encode()
         if self.body is None:
-            return None
+            return Request(self.method, url + self.path, all_headers)
         told = {name: value for name, value in self.body.items() if value is not None}
         if self.has_deadline:
             told["timeout_ms"] = max(1, min(_LONGEST_MS, int(1000 * left_s)))
-        return told
-
-    def headers(self) -> dict[str, str]:
-        """A front sends all requests of a user to one instance by this; nobody can read the id from it."""
-        if self.user is None:
-            return {}
-        return {"x-nestrec-user": blake2b(str(self.user).encode(), digest_size=12).hexdigest()}
+        body = json.dumps(told, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+        return Request(self.method, url + self.path, {**all_headers, b"content-type": b"application/json"}, body)
 
 
 def history_of(
@@ -110,201 +121,8 @@ def forgotten(user: Id, what: str) -> ClientRequest:
     return ClientRequest("DELETE", f"/v1/users/{quote(str(user), safe='')}/{what}", user)
 
 
-class Client:
-    """Asks a server of nestrec; safe to share between threads.
-
-        with Client("http://127.0.0.1:8000") as client: client.recommend("ann", k=5)
-
-    Refusals (429, 503) are asked again after the time that the server names, where the deadline allows it.
-    """
-
-    def __init__(
-        self, url: str, *, key: str | None = None, deadline_s: float = 5.0, transport: httpx.BaseTransport | None = None
-    ):
-        """url: of a server or a front. key: sent as a bearer token. deadline_s: of a call that names none."""
-        self._deadline_s = deadline_s
-        headers = {"authorization": f"Bearer {key}"} if key else {}
-        self._http = httpx.Client(base_url=url, headers=headers, transport=transport)
-
-    def preinfer(
-        self,
-        user: Id,
-        *,
-        items: Sequence[Id] | None = None,
-        times_ms: Sequence[int] | None = None,
-        actions: Sequence[Action] | None = None,
-        features: Mapping[str, Sequence[Value]] | None = None,
-        history: UserHistory | None = None,
-        prefer_kept: bool | None = None,
-        user_features: Mapping[str, Value] | None = None,
-        now_ms: int | None = None,
-        unknown: Unknown | None = None,
-        num_candidates: int | None = None,
-        events: int | None = None,
-        deadline_s: float | None = None,
-    ) -> PreinferResponse:
-        """Announce a ranking request of this user, so that the server can compute the history ahead.
-
-        items, times_ms, actions and features: as in `recommend`."""
-        question = asked(
-            "/v1/preinfer",
-            user,
-            history=history_of(history, items, times_ms, actions, features),
-            prefer_kept=prefer_kept,
-            user_features=user_features,
-            now_ms=now_ms,
-            unknown=unknown,
-            num_candidates=num_candidates,
-            events=events,
-        )
-        return cast(PreinferResponse, self._answer(question, deadline_s))
-
-    def rank(
-        self,
-        user: Id,
-        candidates: Sequence[Id],
-        *,
-        items: Sequence[Id] | None = None,
-        times_ms: Sequence[int] | None = None,
-        actions: Sequence[Action] | None = None,
-        features: Mapping[str, Sequence[Value]] | None = None,
-        history: UserHistory | None = None,
-        prefer_kept: bool | None = None,
-        user_features: Mapping[str, Value] | None = None,
-        context: Mapping[str, Value] | None = None,
-        candidate_features: Mapping[str, Sequence[Value] | Value] | None = None,
-        now_ms: int | None = None,
-        unknown: Unknown | None = None,
-        deadline_s: float | None = None,
-    ) -> RankResponse:
-        """Return scores of candidates, in their order.
-
-        items, times_ms, actions and features: as in `recommend`."""
-        question = asked(
-            "/v1/rank",
-            user,
-            candidates=candidates,
-            history=history_of(history, items, times_ms, actions, features),
-            prefer_kept=prefer_kept,
-            user_features=user_features,
-            context=context,
-            candidate_features=candidate_features,
-            now_ms=now_ms,
-            unknown=unknown,
-        )
-        return cast(RankResponse, self._answer(question, deadline_s))
-
-    def recommend(
-        self,
-        user: Id,
-        *,
-        items: Sequence[Id] | None = None,
-        times_ms: Sequence[int] | None = None,
-        actions: Sequence[Action] | None = None,
-        features: Mapping[str, Sequence[Value]] | None = None,
-        history: UserHistory | None = None,
-        prefer_kept: bool | None = None,
-        k: int | None = None,
-        exclude_seen: bool | None = None,
-        exclude: Sequence[Id] | None = None,
-        allow: Sequence[Id] | None = None,
-        user_features: Mapping[str, Value] | None = None,
-        context: Mapping[str, Value] | None = None,
-        candidate_features: Mapping[str, Value] | None = None,
-        now_ms: int | None = None,
-        unknown: Unknown | None = None,
-        deadline_s: float | None = None,
-    ) -> RecommendResponse:
-        """Return the best items of the catalog, best first.
-
-        items, times_ms, actions and features: the user's history, oldest event first, with one value per event;
-        `history` takes the same as one mapping. Without a history the server takes the events that it keeps."""
-        question = asked(
-            "/v1/recommend",
-            user,
-            history=history_of(history, items, times_ms, actions, features),
-            prefer_kept=prefer_kept,
-            k=k,
-            exclude_seen=exclude_seen,
-            exclude=exclude,
-            allow=allow,
-            user_features=user_features,
-            context=context,
-            candidate_features=candidate_features,
-            now_ms=now_ms,
-            unknown=unknown,
-        )
-        return cast(RecommendResponse, self._answer(question, deadline_s))
-
-    def events(
-        self,
-        user: Id,
-        history: UserHistory | None = None,
-        *,
-        items: Sequence[Id] | None = None,
-        times_ms: Sequence[int] | None = None,
-        actions: Sequence[Action] | None = None,
-        features: Mapping[str, Sequence[Value]] | None = None,
-        at_least_once: bool = False,
-        deadline_s: float | None = None,
-    ) -> EventsResponse:
-        """Events for the server to keep. at_least_once: also sent again where nobody knows whether they were kept, in
-        which case they may be there twice; else that is an error."""
-        given = history_of(history, items, times_ms, actions, features)
-        return cast(EventsResponse, self._answer(told(user, given, at_least_once=at_least_once), deadline_s))
-
-    def forget_events(self, id: Id, *, deadline_s: float | None = None) -> None:
-        """Erase the events that are kept of a user, everywhere."""
-        self._answer(forgotten(id, "events"), deadline_s)
-
-    def forget_cache(self, id: Id, *, deadline_s: float | None = None) -> None:
-        """Drop the prefixes that were computed for a user, everywhere."""
-        self._answer(forgotten(id, "cache"), deadline_s)
-
-    def models(self, *, deadline_s: float | None = None) -> ModelsResponse:
-        """What the models read and give."""
-        return cast(ModelsResponse, self._answer(ClientRequest("GET", "/v1/models"), deadline_s))
-
-    def close(self) -> None:
-        """End the connections that are kept."""
-        self._http.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _answer(self, question: ClientRequest, deadline_s: float | None) -> Any:
-        deadline_s = self._deadline_s if deadline_s is None else deadline_s
-        attempts = RetryState(deadline_s, is_repeatable=question.is_repeatable, now_s=time.monotonic)
-        while True:
-            left_s = attempts.left_s()
-            try:
-                response = self._http.request(
-                    question.method,
-                    question.path,
-                    json=question.content(left_s),
-                    headers=question.headers(),
-                    timeout=left_s,
-                )
-            except httpx.TimeoutException as error:
-                raise ServerBusyError("the deadline has passed") from error
-            except httpx.TransportError as error:
-                wait_s = attempts.failed(error, was_sent=not isinstance(error, httpx.ConnectError))
-            else:
-                body = _read(response)
-                wait = attempts.answered(response.status_code, response.headers, body)
-                if wait is None:
-                    return body
-                wait_s = wait
-            time.sleep(wait_s)
-
-
 class AsyncClient:
-    """The same for programs with an event loop; used inside one of them.
+    """Asks a server of nestrec from a program with an event loop; used inside one of them.
 
         async with AsyncClient("http://127.0.0.1:8000") as client: await client.recommend("ann", k=5)
 
@@ -317,12 +135,25 @@ class AsyncClient:
         *,
         key: str | None = None,
         deadline_s: float = 5.0,
-        transport: httpx.AsyncBaseTransport | None = None,
+        transport: "httpx.AsyncBaseTransport | Transport | None" = None,
     ):
-        """url: of a server or a front. key: sent as a bearer token. deadline_s: of a call that names none."""
+        """Prepare a client; connections are opened by its calls.
+
+        Args:
+            url: Address of a server or a front.
+            key: API key, sent as a bearer token.
+            deadline_s: Deadline of calls that do not name one.
+            transport: How requests are sent: by httpx over a transport of its own, or by something else.
+        """
+        self._url = url.rstrip("/")
         self._deadline_s = deadline_s
-        headers = {"authorization": f"Bearer {key}"} if key else {}
-        self._http = httpx.AsyncClient(base_url=url, headers=headers, transport=transport)
+        self._headers = {b"authorization": f"Bearer {key}".encode()} if key else {}
+        if isinstance(transport, Transport):
+            self._transport = transport
+        else:
+            from nestrec.client.httpx_transports import AsyncHttpx
+
+            self._transport = AsyncHttpx(transport)
 
     async def preinfer(
         self,
@@ -465,7 +296,7 @@ class AsyncClient:
 
     async def aclose(self) -> None:
         """End the connections that are kept."""
-        await self._http.aclose()
+        await self._transport.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -480,29 +311,86 @@ class AsyncClient:
         attempts = RetryState(deadline_s, is_repeatable=question.is_repeatable, now_s=time.monotonic)
         while True:
             left_s = attempts.left_s()
+            request = question.request(self._url, self._headers, left_s)
             try:
-                response = await self._http.request(
-                    question.method,
-                    question.path,
-                    json=question.content(left_s),
-                    headers=question.headers(),
-                    timeout=left_s,
-                )
-            except httpx.TimeoutException as error:
+                response = await self._transport.send(request, timeout_s=left_s)
+            except TimeoutError as error:
                 raise ServerBusyError("the deadline has passed") from error
-            except httpx.TransportError as error:
-                wait_s = attempts.failed(error, was_sent=not isinstance(error, httpx.ConnectError))
+            except (OSError, EOFError) as error:
+                wait_s = attempts.failed(error, was_sent=not isinstance(error, NotSentError))
             else:
                 body = _read(response)
-                wait = attempts.answered(response.status_code, response.headers, body)
+                wait = attempts.answered(response.status, response.headers, body)
                 if wait is None:
                     return body
                 wait_s = wait
-            await asyncio.sleep(wait_s)
+            await self._transport.sleep(wait_s)
 
 
-def _read(response: httpx.Response) -> Any:
+def _blocking(
+    method: Callable[Concatenate[AsyncClient, _P], Coroutine[Any, Any, _T]],
+) -> "Callable[Concatenate[Client, _P], _T]":
+    """Return the method of `Client` that does the same as this one of `AsyncClient`."""
+
+    @functools.wraps(method)
+    def call(self: "Client", /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        return run_blocking(method(self._client, *args, **kwargs))
+
+    call.__qualname__ = f"Client.{method.__name__}"
+    return call
+
+
+class Client:
+    """Asks a server of nestrec; safe to share between threads.
+
+        with Client("http://127.0.0.1:8000") as client: client.recommend("ann", k=5)
+
+    Refusals (429, 503) are asked again after the time that the server names, where the deadline allows it.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        key: str | None = None,
+        deadline_s: float = 5.0,
+        transport: "httpx.BaseTransport | None" = None,
+    ):
+        """Prepare a client; connections are opened by its calls.
+
+        Args:
+            url: Address of a server or a front.
+            key: API key, sent as a bearer token.
+            deadline_s: Deadline of calls that do not name one.
+            transport: Transport of httpx over which requests are sent.
+        """
+        from nestrec.client.httpx_transports import BlockingHttpx
+
+        self._client = AsyncClient(url, key=key, deadline_s=deadline_s, transport=BlockingHttpx(transport))
+
+    preinfer = _blocking(AsyncClient.preinfer)
+    rank = _blocking(AsyncClient.rank)
+    recommend = _blocking(AsyncClient.recommend)
+    events = _blocking(AsyncClient.events)
+    forget_events = _blocking(AsyncClient.forget_events)
+    forget_cache = _blocking(AsyncClient.forget_cache)
+    models = _blocking(AsyncClient.models)
+
+    def close(self) -> None:
+        """End the connections that are kept."""
+        run_blocking(self._client.aclose())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _read(response: Response) -> Any:
     try:
-        return response.json() if response.content else None
+        return json.loads(response.body) if response.body else None
     except ValueError:
         return None

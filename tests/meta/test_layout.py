@@ -259,7 +259,7 @@ def _is_for_type_checkers(node: ast.stmt) -> bool:
 
 
 def test_layout_start_up_loads_nothing_heavy():
-    heavy = ("torch", "numba", "pyarrow", "numpy")
+    heavy = ("torch", "numba", "pyarrow", "numpy", "httpx")
     code = f"import sys, nestrec, nestrec.cli.app, nestrec.client; print([m for m in {heavy} if m in sys.modules])"
     output = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=250

@@ -4,6 +4,8 @@ import asyncio
 import importlib.util
 import inspect
 import json
+import sys
+import threading
 from dataclasses import fields
 from http import HTTPStatus
 from pathlib import Path
@@ -14,6 +16,8 @@ from test_gateway import listening
 
 from nestrec.client import AsyncClient, Client, RequestError, ServerBusyError
 from nestrec.client.attempts import RetryState
+from nestrec.client.client_transport import NotSentError, run_blocking
+from nestrec.serving.core.http_client import Request, Response
 from nestrec.serving.core.request_limits import LimitsConfig
 from nestrec.serving.fleet.readiness_probes import free_port
 from nestrec.serving.http.http_app import App
@@ -136,6 +140,71 @@ def test_unknown_user_message_says_what_to_do(service):
     assert all("POST /v1/events" in error.remedy and error.remedy in str(error) for error in (without, empty, unknown))
 
 
+@pytest.mark.parametrize("name", ["preinfer", "rank", "recommend", "events", "forget_events", "forget_cache", "models"])
+def test_client_methods_look_like_those_of_async_client(name):
+    method, other = getattr(Client, name), getattr(AsyncClient, name)
+    assert inspect.signature(method) == inspect.signature(other)
+    assert (method.__name__, method.__qualname__, method.__doc__) == (name, f"Client.{name}", other.__doc__)
+    assert inspect.iscoroutinefunction(other)
+    assert not inspect.iscoroutinefunction(method)
+
+
+def test_client_needs_neither_event_loop_nor_thread(waits):
+    server = Scripted(*[(503, {"retry-after": "1"}), (200, {})] * 2)
+    num_threads = threading.active_count()
+
+    async def inside_of_a_loop():  # as in a notebook
+        return server.client().rank("ann", ["1"])
+
+    assert server.client().rank("ann", ["1"]) == asyncio.run(inside_of_a_loop())
+    assert waits == [1.0, 1.0]
+    assert threading.active_count() == num_threads
+
+
+def test_client_refuses_a_transport_that_suspends():
+    with pytest.raises(RuntimeError, match="give it a transport that blocks"):
+        run_blocking(asyncio.sleep(0))
+
+
+def test_async_client_takes_a_transport_of_its_own(monkeypatch):
+    monkeypatch.setitem(sys.modules, "nestrec.client.httpx_transports", None)  # no httpx is needed then
+
+    class ScriptedTransport:
+        def __init__(self):
+            self.requests = []
+            self.sleeps = []
+            self.is_closed = False
+            self.answers = [NotSentError("refused"), EOFError("ended"), Response(503, {b"retry-after": b"3"}, b"")]
+
+        async def send(self, request, *, timeout_s):
+            self.requests.append(request)
+            answer = self.answers.pop(0) if self.answers else Response(200, {}, b'{"models":{}}')
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        async def sleep(self, seconds):
+            self.sleeps.append(seconds)
+
+        async def close(self):
+            self.is_closed = True
+
+    async def run():
+        transport = ScriptedTransport()
+        async with AsyncClient("http://server/prefix/", key="secret", transport=transport) as client:
+            assert await client.models() == {"models": {}}
+            await client.forget_events("a/b")
+        return transport
+
+    found = asyncio.run(run())
+    assert (
+        found.requests[:4]
+        == [Request("GET", "http://server/prefix/v1/models", {b"authorization": b"Bearer secret"})] * 4
+    )
+    assert found.requests[4].url == "http://server/prefix/v1/users/a%2Fb/events"
+    assert (len(found.sleeps), found.sleeps[2], found.is_closed) == (3, 3.0, True)
+
+
 class Scripted:
     """Answers in their order, and what was asked."""
 
@@ -164,7 +233,7 @@ def waits(monkeypatch):
         found.append(seconds)
         now[0] += seconds
 
-    monkeypatch.setattr("nestrec.client.clients.time.sleep", sleep)
+    monkeypatch.setattr("nestrec.client.httpx_transports.time.sleep", sleep)
     monkeypatch.setattr("nestrec.client.clients.time.monotonic", lambda: now[0])
     return found
 

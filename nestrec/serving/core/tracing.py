@@ -98,8 +98,9 @@ def note(**attributes: str | int | float) -> None:
 
 @contextlib.contextmanager
 def sending(slot_port: int) -> Iterator[bytes]:
-    """A span around what a front asks of an instance for a request; the header that hands it on, with the end of its
-    line. What a front asks by itself, or for somebody who watches, belongs to no trace."""
+    """Open a span around a request that a front sends for another one; yield the value of its `HEADER`.
+
+    The value is empty if there is no trace: requests that a front sends of its own accord belong to none."""
     if _Tracing.tracer is None:
         yield b""
         return
@@ -115,7 +116,7 @@ def sending(slot_port: int) -> Iterator[bytes]:
     ):
         carrier: dict[str, str] = {}
         TraceContextTextMapPropagator().inject(carrier)
-        yield b"%s: %s\r\n" % (HEADER, carrier[HEADER.decode()].encode()) if carrier else b""
+        yield carrier.get(HEADER.decode(), "").encode()
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,12 +33,13 @@ from nestrec.serving.core.asgi import (
     retry_after,
 )
 from nestrec.serving.core.background_tasks import reported
+from nestrec.serving.core.http_client import Response
 from nestrec.serving.core.request_limits import BadRequestError, LimitsConfig
 from nestrec.serving.core.slot_router import KeyedHash, Ring, Route, Router
 from nestrec.serving.fleet.gateway_metrics import GatewayMetrics
 from nestrec.serving.fleet.readiness_probes import Probes
 from nestrec.serving.fleet.rolling_update import Change, FleetBroadcast, Operations, RollingUpdate, Supervisor
-from nestrec.serving.fleet.upstream_connection import Response, Upstream
+from nestrec.serving.fleet.upstream_connection import Upstream
 from nestrec.serving.http.fast_request import client_in
 from nestrec.serving.kv_cache.preinfer_trigger import USUAL_CANDIDATES
 from nestrec.serving.security.server_security import ServerSecurity

@@ -5,7 +5,6 @@ died) or does not answer for long is replaced, ever more slowly where it dies as
 the process that started them.
 """
 
-import http.client
 import json
 import logging
 import os
@@ -18,6 +17,7 @@ from typing import Literal
 
 from nestrec.base.errors import UserError
 from nestrec.serving.core.background_tasks import FAILURES, BackgroundThread
+from nestrec.serving.core.http_client import Request, send_blocking
 from nestrec.serving.fleet.readiness_probes import held_port, listens
 from nestrec.serving.http.signals import ParentDeathPipe
 from nestrec.serving.security import security_config
@@ -231,15 +231,11 @@ class LocalSupervisor:
 
 def health_of(port: int, *, timeout_s: float) -> Health | None:
     """What an instance says of itself; none where nobody answers, or somebody who does not know this front."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
+    headers = {security_config.HEADER: security_config.front_secret().encode()}
+    request = Request("GET", f"http://127.0.0.1:{port}/health/live", headers)
     try:
-        connection.request(
-            "GET", "/health/live", headers={security_config.HEADER.decode(): security_config.front_secret()}
-        )
-        answer = json.loads(connection.getresponse().read())
-    except (OSError, http.client.HTTPException, ValueError):
+        answer = json.loads(send_blocking(request, timeout_s=timeout_s).body)
+    except (OSError, EOFError, ValueError):
         return None
-    finally:
-        connection.close()
     status = answer.get("status") if isinstance(answer, dict) else None
     return status if status in ("live", "dead") else None

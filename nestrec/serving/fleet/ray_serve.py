@@ -17,11 +17,11 @@ from nestrec.base.clock import RealClock
 from nestrec.base.cuda import chosen_device
 from nestrec.base.lazy import import_extra
 from nestrec.serving.core.asgi import HttpResponse, Receive, Scope, Send, is_loopback, problem, problem_of, retry_after
+from nestrec.serving.core.http_client import Response
 from nestrec.serving.core.request_limits import BadRequestError
 from nestrec.serving.core.slot_router import KeyedHash, Ring, Router
 from nestrec.serving.fleet.gateway import user_of
 from nestrec.serving.fleet.rolling_update import FleetVersionFollower, Operations, RollingUpdate, whole_name
-from nestrec.serving.fleet.upstream_connection import Response
 from nestrec.serving.history_store.memory_store import make_store
 from nestrec.serving.http.http_app import App
 from nestrec.serving.http.serve_config import ServeConfig

@@ -30,10 +30,11 @@ from nestrec.base.config_values import NumberRange
 from nestrec.base.errors import CorruptFileError
 from nestrec.serving.core.asgi import HttpResponse, as_json, parse_json, problem
 from nestrec.serving.core.background_tasks import FAILURES, BackgroundThread
+from nestrec.serving.core.http_client import Response
 from nestrec.serving.core.request_limits import LimitsConfig
 from nestrec.serving.core.slot_router import Router
 from nestrec.serving.fleet.readiness_probes import Probes, Turn, version_of
-from nestrec.serving.fleet.upstream_connection import Response, Upstream
+from nestrec.serving.fleet.upstream_connection import Upstream
 from nestrec.serving.inputs.request_schema import AtLeast, RollbackRequest, SwapRequest, reader
 from nestrec.serving.versions.live_version import ModelAddress, source_of
 from nestrec.serving.versions.version_store import VersionStore

@@ -135,7 +135,7 @@ class RemoteScoringService:
                 "query": query,
                 "client": client,
                 "id": current_request_id.get(),
-                "trace": trace.partition(b":")[2].strip().decode(),
+                "trace": trace.decode(),
             }
             told = orjson.dumps(head)
             payload = await self._exchange(FrameKind.FORWARD, len(told).to_bytes(4, "little") + told + body, None)

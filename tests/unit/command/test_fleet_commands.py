@@ -43,6 +43,13 @@ def test_who_asks_by_the_wrong_scheme_is_told_the_other_one(peer, scheme, said, 
     assert remedy in str(refused.value)
 
 
+def test_redirect_is_named_and_not_followed(peer):
+    port = peer(b"HTTP/1.1 302 Found\r\nlocation: https://other/v1\r\ncontent-length: 0\r\n\r\n")
+    with pytest.raises(UserError, match="refuses with status 302") as refused:
+        operate(f"http://127.0.0.1:{port}", "fleet")
+    assert "redirects to, https://other/v1" in str(refused.value)
+
+
 @pytest.mark.parametrize(("count", "told"), [(1, "1 instance\n"), (3, "3 instances\n")])
 def test_scale_tells_how_many_there_are(peer, count, told):
     body = b'{"instances":%d}' % count
