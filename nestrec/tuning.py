@@ -206,13 +206,12 @@ def _keep_search(folder: Path, said: Mapping[str, str]) -> None:
         may_come_later = name == "data" or name.startswith("--search")
         if before.get(name) == said.get(name) or (may_come_later and not (name in before and name in said)):
             continue
-        with mistakes.noted():
-            raise UserError(
-                f"holds a search with another {name}: {before.get(name, 'none')}",
-                field="--output",
-                value=str(folder),
-                remedy=f"name another folder, or say the same as then (now: {said.get(name, 'none')})",
-            )
+        mistakes.add(
+            f"holds a search with another {name}: {before.get(name, 'none')}",
+            field="--output",
+            value=str(folder),
+            remedy=f"name another folder, or say the same as then (now: {said.get(name, 'none')})",
+        )
     mistakes.raise_all()
     file.write_text(standard_json({**before, **said}, indent=2) + "\n")
 

@@ -205,9 +205,8 @@ def from_plain(cls: type[T], data: Mapping[str, Any], where: str = "") -> T:
                 )
             given[key] = convert(value, hints[key], join(where, key))
     for field in fields:
-        with mistakes.noted():
-            if field.name not in data and not _has_default(field):
-                raise UserError("is required", field=join(where, field.name), value=None, remedy="give it a value")
+        if field.name not in data and not _has_default(field):
+            mistakes.add("is required", field=join(where, field.name), value=None, remedy="give it a value")
     mistakes.raise_all()
     return built(lambda: cls(**given), where)
 

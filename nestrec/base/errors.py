@@ -92,12 +92,42 @@ class ErrorCollector:
         except UserError as error:
             self.errors.append(error)
 
+    def add(
+        self,
+        problem: str,
+        *,
+        field: str | None = None,
+        value: Any = None,
+        remedy: str | None = None,
+        error: type[UserError] = UserError,
+    ) -> None:
+        """Keep an error of the class `error` for later."""
+        self.errors.append(error(problem, field=field, value=value, remedy=remedy))
+
     def raise_all(self) -> None:
         """Raise what was noted: one error as it is, several as one."""
         if len(self.errors) == 1:
             raise self.errors[0]
         if self.errors:
             raise UserErrorGroup(self.errors)
+
+
+def require(
+    condition: object,
+    problem: str,
+    *,
+    field: str | None = None,
+    value: Any = None,
+    remedy: str | None = None,
+    error: type[UserError] = UserError,
+) -> None:
+    """Raise an error of the class `error` if the condition is false.
+
+    The texts are built in either case. Write `if ...: raise UserError(...)` instead if building them is expensive or
+    fails when the condition holds, in a loop over many values, and where mypy has to narrow a type by the condition.
+    """
+    if not condition:
+        raise error(problem, field=field, value=value, remedy=remedy)
 
 
 class DataError(UserError):

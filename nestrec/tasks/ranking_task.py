@@ -338,22 +338,20 @@ def _check(cfg: RankingTaskConfig, dataset: Dataset) -> None:
     with mistakes.noted():
         checked_columns(card, cfg.inputs)
     categories = [feature.name for feature in card.event_features if feature.kind == "category"]
-    with mistakes.noted():
-        if cfg.baseline_category and cfg.baseline_category not in categories:
-            raise UserError(
-                "is no category of the dataset's events",
-                field="task.baseline_category",
-                value=cfg.baseline_category,
-                remedy=f"{did_you_mean(cfg.baseline_category, categories)}; '' does without one",
-            )
-    with mistakes.noted():
-        if 2 * cfg.inputs.max_events != cfg.encoder.max_length:
-            raise UserError(
-                f"must be twice task.inputs.max_events = {cfg.inputs.max_events}",
-                field="task.encoder.max_length",
-                value=cfg.encoder.max_length,
-                remedy="an event gives two tokens",
-            )
+    if cfg.baseline_category and cfg.baseline_category not in categories:
+        mistakes.add(
+            "is no category of the dataset's events",
+            field="task.baseline_category",
+            value=cfg.baseline_category,
+            remedy=f"{did_you_mean(cfg.baseline_category, categories)}; '' does without one",
+        )
+    if 2 * cfg.inputs.max_events != cfg.encoder.max_length:
+        mistakes.add(
+            f"must be twice task.inputs.max_events = {cfg.inputs.max_events}",
+            field="task.encoder.max_length",
+            value=cfg.encoder.max_length,
+            remedy="an event gives two tokens",
+        )
     mistakes.raise_all()
 
 

@@ -363,8 +363,7 @@ def _check_context(cfg: RetrievalTaskConfig, bags: Collection[str]) -> None:
     if bags:
         refused.append(("features with several ids are read for whole samples", "task.inputs", sorted(bags)))
     for problem, field, value in refused:
-        with mistakes.noted():
-            raise whole_samples_only(problem, field, value)
+        mistakes.errors.append(whole_samples_only(problem, field, value))
     mistakes.raise_all()
 
 
@@ -425,41 +424,37 @@ def _check(cfg: RetrievalTaskConfig, dataset: Dataset, use_times: bool) -> None:
     mistakes = ErrorCollector()
     with mistakes.noted():
         check_slices(cfg.evaluation.slices, dataset, "task.evaluation.slices")
-    with mistakes.noted():
-        if use_times and not dataset.card.has_timestamps:
-            name = backbone_of(cfg.encoder).times_field or "kind"
-            field = f"task.encoder.{name}"
-            other = "take another backbone" if name == "kind" else "set it to false"
-            raise UserError(
-                "needs timestamps, and the dataset has none",
-                field=field,
-                value=getattr(cfg.encoder, name),
-                remedy=f"{other}, or prepare the data from files with timestamps",
-            )
-    with mistakes.noted():
-        if cfg.history.max_length != cfg.encoder.max_length:
-            raise UserError(
-                f"differs from task.encoder.max_length = {cfg.encoder.max_length}",
-                field="task.history.max_length",
-                value=cfg.history.max_length,
-                remedy="give both the same value",
-            )
-    with mistakes.noted():
-        if cfg.inputs.item_features and cfg.negatives.lookup != "full":
-            raise UserError(
-                "an item with features is looked up once for all that it is",
-                field="task.negatives.lookup",
-                value=cfg.negatives.lookup,
-                remedy="leave it at full, or keep all rows in 16 bits (--tables.items.dtype bfloat16)",
-            )
-    with mistakes.noted():
-        if (cfg.inputs.actions or cfg.inputs.action_weights) and cfg.history.stochastic_length_alpha is not None:
-            raise UserError(
-                "which targets a sample has, and so what it counts, would be known too late",
-                field="task.history.stochastic_length_alpha",
-                value=cfg.history.stochastic_length_alpha,
-                remedy="leave it out, or train on all actions alike",
-            )
+    if use_times and not dataset.card.has_timestamps:
+        name = backbone_of(cfg.encoder).times_field or "kind"
+        field = f"task.encoder.{name}"
+        other = "take another backbone" if name == "kind" else "set it to false"
+        mistakes.add(
+            "needs timestamps, and the dataset has none",
+            field=field,
+            value=getattr(cfg.encoder, name),
+            remedy=f"{other}, or prepare the data from files with timestamps",
+        )
+    if cfg.history.max_length != cfg.encoder.max_length:
+        mistakes.add(
+            f"differs from task.encoder.max_length = {cfg.encoder.max_length}",
+            field="task.history.max_length",
+            value=cfg.history.max_length,
+            remedy="give both the same value",
+        )
+    if cfg.inputs.item_features and cfg.negatives.lookup != "full":
+        mistakes.add(
+            "an item with features is looked up once for all that it is",
+            field="task.negatives.lookup",
+            value=cfg.negatives.lookup,
+            remedy="leave it at full, or keep all rows in 16 bits (--tables.items.dtype bfloat16)",
+        )
+    if (cfg.inputs.actions or cfg.inputs.action_weights) and cfg.history.stochastic_length_alpha is not None:
+        mistakes.add(
+            "which targets a sample has, and so what it counts, would be known too late",
+            field="task.history.stochastic_length_alpha",
+            value=cfg.history.stochastic_length_alpha,
+            remedy="leave it out, or train on all actions alike",
+        )
     mistakes.raise_all()
 
 

@@ -144,22 +144,20 @@ def check_options_are_used(cfg: RunConfig, task: Task) -> None:
     with mistakes.noted():
         _check_clustering(cfg, task)
     for name, value in leaves(cfg.windows).items():
-        with mistakes.noted():
-            if cfg.batch.order == "shuffled" and value != getattr(WindowsConfig(), name):
-                raise UserError(
-                    "samples are shuffled, and there are no windows",
-                    field=f"windows.{name}",
-                    value=value,
-                    remedy="give --batch.order chronological too, or leave it out",
-                )
-    with mistakes.noted():
-        if cfg.batch.order == "chronological" and cfg.batch.shuffle_block is not None:
-            raise UserError(
-                "nothing is shuffled in the order of time",
-                field="batch.shuffle_block",
-                value=cfg.batch.shuffle_block,
-                remedy="leave it out, or take --batch.order shuffled",
+        if cfg.batch.order == "shuffled" and value != getattr(WindowsConfig(), name):
+            mistakes.add(
+                "samples are shuffled, and there are no windows",
+                field=f"windows.{name}",
+                value=value,
+                remedy="give --batch.order chronological too, or leave it out",
             )
+    if cfg.batch.order == "chronological" and cfg.batch.shuffle_block is not None:
+        mistakes.add(
+            "nothing is shuffled in the order of time",
+            field="batch.shuffle_block",
+            value=cfg.batch.shuffle_block,
+            remedy="leave it out, or take --batch.order shuffled",
+        )
     with mistakes.noted():
         _check_precision(cfg)
     for name in ("mode", "every", "state_every"):

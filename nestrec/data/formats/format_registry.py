@@ -52,10 +52,9 @@ def _check_names(name: str, given: Mapping[str, str]) -> None:
     for path, value in given.items():
         first = path.partition(".")[0]
         takers = [other for other in FORMATS if first in _names_of(FORMATS.find(other))] if first not in known else []
-        with mistakes.noted():
-            if takers:
-                remedy = f"leave it out; it belongs to {', '.join(takers)}"
-                raise UserError(f"is not an option of the format {name}", field=path, value=value, remedy=remedy)
+        if takers:
+            remedy = f"leave it out; it belongs to {', '.join(takers)}"
+            mistakes.add(f"is not an option of the format {name}", field=path, value=value, remedy=remedy)
     mistakes.raise_all()
 
 

@@ -190,10 +190,9 @@ def check_features(owner: Owner, sources: Sequence[SideSource]) -> None:
             problem = f"is the name of {names.count(name)} features of the {owner}"
         elif name in lists:
             problem = "is what the dataset calls how many values each list has"
-        with mistakes.noted():
-            if problem:
-                remedy = f"rename it, or leave it out: --{owner}_columns.left_out {name}"
-                raise DataError(problem, field=f"{owner}_columns", value=name, remedy=remedy)
+        if problem:
+            remedy = f"rename it, or leave it out: --{owner}_columns.left_out {name}"
+            mistakes.add(problem, field=f"{owner}_columns", value=name, remedy=remedy, error=DataError)
     mistakes.raise_all()
 
 
@@ -212,15 +211,15 @@ def _check(names: tuple[str, ...], key: str, columns: TableColumns, file: Path, 
     }
     for group, chosen in wanted.items():
         for name in chosen:
-            with mistakes.noted():
-                if name not in names:
-                    hint = f" (is the separator right? --{option}.separator ';')" if len(names) == 1 else ""
-                    raise DataError(
-                        f"is no column of {file.name}",
-                        field=f"{option}.{group}",
-                        value=name,
-                        remedy=did_you_mean(name, names) + hint,
-                    )
+            if name not in names:
+                hint = f" (is the separator right? --{option}.separator ';')" if len(names) == 1 else ""
+                mistakes.add(
+                    f"is no column of {file.name}",
+                    field=f"{option}.{group}",
+                    value=name,
+                    remedy=did_you_mean(name, names) + hint,
+                    error=DataError,
+                )
     mistakes.raise_all()
 
 

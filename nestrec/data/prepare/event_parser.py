@@ -362,16 +362,16 @@ class EventParser:
         mistakes = ErrorCollector()
         for name, text in self.columns.log.actions.items():
             column = next((column for column in self._values if text.startswith((f"{column}:", f"{column}="))), None)
-            with mistakes.noted():
-                if column is not None and name not in self._actions_met:
-                    value = text[len(column) + 1 :]
-                    remedy = did_you_mean(value, [*self._values[column]][:_VALUES_TOLD])
-                    raise DataError(
-                        f"no row has {value!r} in the column {column}",
-                        field="log.actions",
-                        value=f"{name}={text}",
-                        remedy=f"{remedy} (or leave the action out)",
-                    )
+            if column is not None and name not in self._actions_met:
+                value = text[len(column) + 1 :]
+                remedy = did_you_mean(value, [*self._values[column]][:_VALUES_TOLD])
+                mistakes.add(
+                    f"no row has {value!r} in the column {column}",
+                    field="log.actions",
+                    value=f"{name}={text}",
+                    remedy=f"{remedy} (or leave the action out)",
+                    error=DataError,
+                )
         mistakes.raise_all()
 
     def _is_rated_enough(self, records: NDArray[Any], good: NDArray[np.bool_]) -> NDArray[np.bool_]:

@@ -73,15 +73,15 @@ def chosen_features(known: Sequence[Feature], wanted: Iterable[str], field_name:
     mistakes = ErrorCollector()
     found = []
     for name in wanted:
-        with mistakes.noted():
-            if name not in usable:
-                raise UserError(
-                    "is no feature of this dataset that is known before the user reacts, and that models read",
-                    field=field_name,
-                    value=name,
-                    remedy=f"{did_you_mean(name, usable)}; '' takes none",
-                )
+        if name in usable:
             found.append(usable[name])
+        else:
+            mistakes.add(
+                "is no feature of this dataset that is known before the user reacts, and that models read",
+                field=field_name,
+                value=name,
+                remedy=f"{did_you_mean(name, usable)}; '' takes none",
+            )
     mistakes.raise_all()
     return found
 

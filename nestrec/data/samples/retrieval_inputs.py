@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from nestrec.base.config import config
 from nestrec.base.config_values import Decay
-from nestrec.base.errors import ErrorCollector, UserError, did_you_mean
+from nestrec.base.errors import ErrorCollector, did_you_mean
 from nestrec.base.random import fold, fold_array
 from nestrec.data.batch_loader import MicroBatch
 from nestrec.data.dataset import Dataset, DatasetRows
@@ -212,14 +212,12 @@ def _weights_of_masks(card: DatasetCard, cfg: RetrievalInputConfig) -> NDArray[n
         return None
     mistakes = ErrorCollector()
     for name, where in [*((a, "actions") for a in cfg.actions), *((a, "action_weights") for a in cfg.action_weights)]:
-        with mistakes.noted():
-            if name not in card.action_bits:
-                remedy = did_you_mean(name, card.action_bits)
-                raise UserError("is no action of this dataset", field=f"task.inputs.{where}", value=name, remedy=remedy)
-            if cfg.action_weights.get(name, 1.0) < 0:
-                field_name = f"task.inputs.action_weights.{name}"
-                value = cfg.action_weights[name]
-                raise UserError("is negative", field=field_name, value=value, remedy="give 0 or more")
+        if name not in card.action_bits:
+            remedy = did_you_mean(name, card.action_bits)
+            mistakes.add("is no action of this dataset", field=f"task.inputs.{where}", value=name, remedy=remedy)
+        elif cfg.action_weights.get(name, 1.0) < 0:
+            field_name = f"task.inputs.action_weights.{name}"
+            mistakes.add("is negative", field=field_name, value=cfg.action_weights[name], remedy="give 0 or more")
     mistakes.raise_all()
     masks = np.arange(1 << max(card.action_bits.values()).bit_length())
     most = np.full(len(masks), -1.0)

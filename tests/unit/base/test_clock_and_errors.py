@@ -1,7 +1,15 @@
 import pytest
 
 from nestrec.base.clock import RealClock
-from nestrec.base.errors import CorruptFileError, UserError, did_you_mean
+from nestrec.base.errors import (
+    CorruptFileError,
+    DataError,
+    ErrorCollector,
+    UserError,
+    UserErrorGroup,
+    did_you_mean,
+    require,
+)
 from nestrec_bench.harness.clocks import EventClock, ManualClock
 
 
@@ -42,3 +50,34 @@ def test_a_user_error_names_field_value_and_remedy() -> None:
 def test_a_close_name_is_suggested_and_otherwise_all_are_listed() -> None:
     assert did_you_mean("schedul", ["schedule", "model"]) == "did you mean 'schedule'?"
     assert did_you_mean("zzz", ["b", "a"]) == "known names: a, b"
+
+
+def test_require_raises_the_chosen_error_if_false() -> None:
+    for holds in (True, 1, "text", [0]):
+        require(holds, "is wrong", field="batch", value=7, remedy="choose 3")
+    for fails in (False, 0, "", [], None):
+        with pytest.raises(UserError) as refused:
+            require(fails, "is too big", field="batch", value=7, remedy="choose 3")
+        assert type(refused.value) is UserError
+        assert str(refused.value) == "batch = 7: is too big\n  remedy: choose 3"
+    with pytest.raises(CorruptFileError, match=r"^is damaged$"):
+        require(False, "is damaged", error=CorruptFileError)
+
+
+def test_error_collector_keeps_added_errors_in_order() -> None:
+    mistakes = ErrorCollector()
+    mistakes.raise_all()
+    mistakes.add("is empty", field="log", value="", remedy="name a file", error=DataError)
+    with pytest.raises(DataError) as alone:
+        mistakes.raise_all()
+    assert str(alone.value) == "log = '': is empty\n  remedy: name a file"
+    with mistakes.noted():
+        raise UserError("is too big", field="batch", value=7)
+    mistakes.add("is wrong")
+    with pytest.raises(UserErrorGroup) as several:
+        mistakes.raise_all()
+    assert [(type(error), error.problem) for error in several.value.errors] == [
+        (DataError, "is empty"),
+        (UserError, "is too big"),
+        (UserError, "is wrong"),
+    ]
