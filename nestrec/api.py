@@ -32,7 +32,7 @@ import torch
 from nestrec.base.config_overrides import override_texts, with_overrides
 from nestrec.base.config_values import from_plain
 from nestrec.base.cuda import chosen_device
-from nestrec.base.errors import UserError, did_you_mean
+from nestrec.base.errors import UserError, did_you_mean, require
 from nestrec.base.files import given_path
 from nestrec.data.dataset import Dataset
 from nestrec.data.samples.split import Part
@@ -94,9 +94,8 @@ def _automatic(texts: dict[str, str]) -> RunConfig:
 
 
 def _named(name: str) -> RunConfig:
-    if Path(name, "config.json").exists():
-        remedy = f"to go on with it: nestrec train {name}/config.json --output {name}"
-        raise UserError("is a run, not a recipe", field="RECIPE", value=name, remedy=remedy)
+    remedy = f"to go on with it: nestrec train {name}/config.json --output {name}"
+    require(not Path(name, "config.json").exists(), "is a run, not a recipe", field="RECIPE", value=name, remedy=remedy)
     return _saved_config(Path(name)) if name.endswith(".json") else named_recipe(name)
 
 
@@ -258,9 +257,8 @@ def _check_hearers(listener: Any, hooks: Any) -> None:
 
 def folder_of(run: Any) -> Path:
     """Of what a call takes for a run."""
-    if not isinstance(run, Run | Path | str):
-        remedy = "give what nestrec.train gave, or a folder that it wrote"
-        raise UserError("is no run", field="run", value=run, remedy=remedy)
+    remedy = "give what nestrec.train gave, or a folder that it wrote"
+    require(isinstance(run, Run | Path | str), "is no run", field="run", value=run, remedy=remedy)
     return run.folder if isinstance(run, Run) else Path(run)
 
 

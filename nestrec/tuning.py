@@ -22,7 +22,7 @@ from typing import Any
 
 from nestrec.base.clock import Clock, RealClock
 from nestrec.base.config import standard_json
-from nestrec.base.errors import INTERRUPTED, ErrorCollector, UserError
+from nestrec.base.errors import INTERRUPTED, ErrorCollector, UserError, require
 from nestrec.base.lazy import import_extra
 from nestrec.data.dataset_card import CARD_FILE, DatasetCard
 from nestrec.report.formatting import mean_of_metric
@@ -117,9 +117,8 @@ def _parse_range(text: str, what: str) -> Range:
         bounds = float(low), float(high)
     except ValueError:
         bounds = math.nan, math.nan
-    if not bounds[0] < bounds[1]:
-        remedy = "give two numbers, the smaller one first: 1e-4..1e-2"
-        raise UserError("is no range", field="--search", value=text, remedy=remedy)
+    remedy = "give two numbers, the smaller one first: 1e-4..1e-2"
+    require(bounds[0] < bounds[1], "is no range", field="--search", value=text, remedy=remedy)
     return Range(*bounds, is_whole=low.strip("-").isdigit() and high.isdigit())
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nestrec.base.errors import DataError, UserError
+from nestrec.base.errors import DataError, UserError, require
 from nestrec.base.failpoints import fail_point
 
 PARTIAL = ".partial"
@@ -53,8 +53,7 @@ def check_file(path: Path | None) -> Path | None:
     """The path of a file that can be written, for an option of a command: asked before the work, not after it."""
     if path is not None:
         check_folder(path.parent, "file")
-        if path.is_dir():
-            raise UserError("is a folder", field="file", value=str(path), remedy="name a file")
+        require(not path.is_dir(), "is a folder", field="file", value=str(path), remedy="name a file")
     return path
 
 
@@ -181,9 +180,8 @@ def check_replaceable(output: Path, *, marker: str, force: bool) -> None:
         raise DataError(
             "exists and is not a prepared dataset", field="output", value=str(output), remedy="name another folder"
         )
-    if not force:
-        remedy = "name another folder, or give --force to replace it"
-        raise DataError("already holds a dataset", field="output", value=str(output), remedy=remedy)
+    remedy = "name another folder, or give --force to replace it"
+    require(force, "already holds a dataset", field="output", value=str(output), remedy=remedy, error=DataError)
 
 
 def _lock(temporary: Path, output: Path) -> int:

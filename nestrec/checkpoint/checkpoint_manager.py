@@ -18,7 +18,7 @@ from nestrec.artifacts.manifest import FileEntry
 from nestrec.artifacts.writer_group import BackgroundWorker, CheckpointGroup, CheckpointSaveError
 from nestrec.base.config import to_plain
 from nestrec.base.config_values import from_plain
-from nestrec.base.errors import CorruptFileError, NonFiniteError, UserError
+from nestrec.base.errors import CorruptFileError, NonFiniteError, UserError, require
 from nestrec.base.failpoints import fail_point
 from nestrec.base.files import fsync_path
 from nestrec.checkpoint.checkpoint_content import RankCheckpoint
@@ -70,8 +70,7 @@ class CheckpointManager:
         `fsspec`; they are taken from there where the folder has none. beside: others, whose newest is looked after in
         their second place with every save of these.
         """
-        if keep < 1:
-            raise UserError("at least one checkpoint must be kept", field="keep", value=keep, remedy="give 1 or more")
+        require(keep >= 1, "at least one checkpoint must be kept", field="keep", value=keep, remedy="give 1 or more")
         self._folder = Path(folder)
         self._keep = keep
         self._max_deltas = max_deltas

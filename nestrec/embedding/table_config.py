@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from nestrec.base.config import config
 from nestrec.base.config_values import Count, Natural, NonNegative, from_plain
-from nestrec.base.errors import UserError
+from nestrec.base.errors import UserError, require
 from nestrec.distributed.topology import Topology
 from nestrec.embedding.row_optimizer import RowColumn, RowLayout, RowOptimizerConfig
 from nestrec.ops.embedding.stochastic_rounding import HALF_TYPES
@@ -214,8 +214,7 @@ def check_tables(tables: Sequence[TableConfig]) -> None:
 
 def _check_unique(field_name: str, names: Sequence[str]) -> None:
     for name in names:
-        if names.count(name) > 1:
-            raise UserError("is used twice", field=field_name, value=name, remedy="give each its own name")
+        require(names.count(name) <= 1, "is used twice", field=field_name, value=name, remedy="give each its own name")
 
 
 def _check_table(table: TableConfig) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nestrec.base.errors import UserError
+from nestrec.base.errors import UserError, require
 from nestrec.data.dataset import Dataset, DatasetRows
 from nestrec.data.dataset_card import Feature
 from nestrec.data.dataset_schema import ACTIONS, ITEM_IDS, TIMESTAMPS_MS
@@ -247,14 +247,13 @@ class DatasetFeatures:
         self, name: str, column: ColumnSpec, defaults: Mapping[str, str | None], field: str, count: int
     ) -> Values:
         """Of a feature that the dataset does not have."""
-        if name not in defaults:
-            remedy = f"name a dataset that has it, or export the model with defaults.{field}"
-            raise UserError(
-                "is read by the model, and the dataset does not have it",
-                field=field,
-                value=str(self._dataset.folder),
-                remedy=remedy,
-            )
+        require(
+            name in defaults,
+            "is read by the model, and the dataset does not have it",
+            field=field,
+            value=str(self._dataset.folder),
+            remedy=f"name a dataset that has it, or export the model with defaults.{field}",
+        )
         return spread(self._reader.values(defaults[name], 1, column, field, is_each=False), count)
 
     def _check(self, column: ColumnSpec, feature: Feature) -> None:

@@ -22,7 +22,7 @@ from nestrec.artifacts.writer_group import CheckpointGroup
 from nestrec.base.config import config, dumps, to_plain
 from nestrec.base.config_values import from_plain
 from nestrec.base.cuda import DeviceChoice, chosen_device
-from nestrec.base.errors import DataError, UserError
+from nestrec.base.errors import DataError, UserError, require
 from nestrec.base.files import check_folder, fsync_path, replaced_folder
 from nestrec.data.dataset_schema import EVENT_PREFIX, ITEM_PREFIX
 from nestrec.data.samples.feature_inputs import Column, item_column
@@ -174,14 +174,13 @@ def _by_first(topology: Topology, write: Callable[[], ServableManifest]) -> Serv
 
 
 def _check_fewer_bits(servable: Servable) -> None:
-    if not servable.reads_items:
-        remedy = "leave out --dtype, --tables and --prefixes"
-        raise UserError(
-            "reads no histories, by which the cost of fewer bits is measured",
-            field="task.kind",
-            value=servable.spec.task.kind,
-            remedy=remedy,
-        )
+    require(
+        servable.reads_items,
+        "reads no histories, by which the cost of fewer bits is measured",
+        field="task.kind",
+        value=servable.spec.task.kind,
+        remedy="leave out --dtype, --tables and --prefixes",
+    )
 
 
 def _with_defaults(servable: Servable, defaults: InputDefaults | None) -> Servable:
@@ -200,8 +199,7 @@ def write_servable(servable: Servable, output: Path) -> ServableManifest:
 
 
 def _check_new(output: Path) -> None:
-    if output.exists():
-        raise UserError("exists already", field="OUT", value=str(output), remedy="name a new folder")
+    require(not output.exists(), "exists already", field="OUT", value=str(output), remedy="name a new folder")
 
 
 def servable_of_session(session: Session, step: int, scratch: Path) -> Servable:

@@ -24,7 +24,7 @@ import torch
 
 from nestrec.base.config import config, to_plain
 from nestrec.base.config_values import Count, from_plain
-from nestrec.base.errors import CorruptFileError, UserError, did_you_mean
+from nestrec.base.errors import CorruptFileError, UserError, did_you_mean, require
 from nestrec.base.failpoints import fail_point
 from nestrec.base.files import check_file, remove_partials, replaced_file, told_if_unwritable, write_atomic
 from nestrec.data.dataset import Dataset
@@ -78,8 +78,7 @@ def users_of(users: Path | str, servable: Servable, data: Path | str | None, con
     if data is None:
         remedy = "name the dataset of the users (data), or a Parquet file of users with their histories"
         raise UserError("needs a dataset, which this model does not name", field="users", value=users, remedy=remedy)
-    if not isinstance(data, str | Path):
-        raise UserError("is no path", field="data", value=data, remedy="give the folder of a dataset")
+    require(isinstance(data, str | Path), "is no path", field="data", value=data, remedy="give the folder of a dataset")
     return _UsersOfDataset(Dataset.open(data), servable, None if users == "all" else Path(users), context)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from nestrec.base.cuda import known_device
-from nestrec.base.errors import UserError, did_you_mean
+from nestrec.base.errors import UserError, did_you_mean, require
 from nestrec.embedding import TableConfig
 from nestrec.embedding.table_config import Table
 from nestrec.pipeline.dense.dense_optimizer import OptimizerConfig
@@ -39,8 +39,7 @@ def _is_count(value: Any) -> bool:
 
 def check_micro_batches(count: Any) -> None:
     """A whole number of parts."""
-    if not _is_count(count):
-        raise UserError("must be a whole number from 1", field="micro_batches", value=count, remedy="such as 4")
+    require(_is_count(count), "must be a whole number from 1", field="micro_batches", value=count, remedy="such as 4")
 
 
 def check_cut(count: int, num_samples: int, of: str = "the first batch", *, field: str = "micro_batches") -> None:
@@ -115,8 +114,7 @@ def configs_of(tables: Any) -> list[TableConfig]:
     if not isinstance(tables, Iterable) or not (tables := list(tables)):
         raise UserError("must be a list of tables", field="tables", value=tables, remedy=remedy)
     for table in tables:
-        if not isinstance(table, Table | TableConfig):
-            raise UserError("is no table", field="tables", value=table, remedy=remedy)
+        require(isinstance(table, Table | TableConfig), "is no table", field="tables", value=table, remedy=remedy)
     return [table.config if isinstance(table, Table) else table for table in tables]
 
 

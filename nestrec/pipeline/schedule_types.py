@@ -17,7 +17,7 @@ from typing import Generic, Literal, Protocol, TypeVar
 
 import torch
 
-from nestrec.base.errors import BatchError, UserError
+from nestrec.base.errors import BatchError, UserError, require
 from nestrec.base.thread_team import FutureLike
 from nestrec.data.batch_loader import Batch, MicroBatch
 from nestrec.embedding.routing.batch_overlap import Overlap
@@ -254,14 +254,11 @@ def check_can_cache(num_micro_batches: int | Literal["auto"]) -> None:
 
 def check_can_cut(couples: Coupling, num_micro_batches: int | Literal["auto"]) -> None:
     """Micro-batches are computed one by one, so a loss over the whole batch has no sum over them (coupled samples)."""
-    if couples == "batch" and num_micro_batches != 1:
-        remedy = (
-            "give 1 (every schedule takes it; dual_buffer and nested still hide the lookup), or confine the loss to a "
-            "micro-batch: task.negatives.reach=micro_batch, or couples_samples of a task of your own"
-        )
-        raise UserError(
-            "the loss couples the samples of the whole batch, which may not be cut",
-            field="batch.micro_batches",
-            value=num_micro_batches,
-            remedy=remedy,
-        )
+    require(
+        couples != "batch" or num_micro_batches == 1,
+        "the loss couples the samples of the whole batch, which may not be cut",
+        field="batch.micro_batches",
+        value=num_micro_batches,
+        remedy="give 1 (every schedule takes it; dual_buffer and nested still hide the lookup), or confine the loss to "
+        "a micro-batch: task.negatives.reach=micro_batch, or couples_samples of a task of your own",
+    )

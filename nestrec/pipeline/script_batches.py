@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from nestrec.balance.partition_tools import Groups
-from nestrec.base.errors import UserError
+from nestrec.base.errors import UserError, require
 from nestrec.base.random import fold_array
 from nestrec.data.batch_loader import OFFSETS, WEIGHT, MicroBatch
 from nestrec.jagged import Jagged
@@ -38,9 +38,8 @@ def fields_of(batch: Samples | Any, features: Collection[str] = ()) -> dict[str,
 def _name_of(name: Any) -> str:
     if not isinstance(name, str):
         raise UserError("is no name", field="field of a batch", value=name, remedy="name fields by text")
-    if name.endswith(OFFSETS):
-        problem = "is how the offsets of a Jagged are kept, and would not reach the model"
-        raise UserError(problem, field="field of a batch", value=name, remedy="give it another name")
+    problem = "is how the offsets of a Jagged are kept, and would not reach the model"
+    require(not name.endswith(OFFSETS), problem, field="field of a batch", value=name, remedy="give it another name")
     return name
 
 
@@ -310,9 +309,8 @@ def _places(vectors: torch.Tensor) -> torch.Tensor:
 def announced(weight: Any) -> float:
     """What `weight` gave for a batch or a part of it, where a sum of losses can be divided by it."""
     found = _number(weight, "what the function `weight` gives")
-    if not (math.isfinite(found) and found >= 0):
-        remedy = "let the function give 0 or more, and 0 only where no sample counts"
-        raise UserError("is no weight of a batch", field="weight", value=found, remedy=remedy)
+    remedy = "let the function give 0 or more, and 0 only where no sample counts"
+    require(math.isfinite(found) and found >= 0, "is no weight of a batch", field="weight", value=found, remedy=remedy)
     return found
 
 

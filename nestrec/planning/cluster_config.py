@@ -14,7 +14,7 @@ import torch
 
 from nestrec.base.config import config
 from nestrec.base.config_values import Count, NonNegative, Positive, from_plain
-from nestrec.base.errors import UserError, did_you_mean
+from nestrec.base.errors import UserError, did_you_mean, require
 from nestrec.planning.hardware_profile import Link, Links, Profile
 
 GIB = 2**30
@@ -88,8 +88,7 @@ def load_cluster(name: str) -> ClusterConfig:
     """A file, or a name that the package knows."""
     path = Path(name)
     if path.suffix == ".toml":
-        if not path.exists():
-            raise UserError("there is no such file", field="--cluster", value=name, remedy="see docs/planning.md")
+        require(path.exists(), "there is no such file", field="--cluster", value=name, remedy="see docs/planning.md")
         try:
             text = path.read_text()
         except (OSError, UnicodeDecodeError) as error:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from nestrec.balance import CostModel, partition
-from nestrec.base.errors import UserError
+from nestrec.base.errors import require
 from nestrec.data.batch_loader import MicroBatch
 from nestrec.data.batch_order import contiguous
 from nestrec.distributed import Topology
@@ -162,8 +162,7 @@ def workload_of(cfg: RunConfig) -> Workload:
     with torch.device("meta"):
         task = make_task(cfg.task, dataset, seed=cfg.training.seed, dtype=cfg.training.dtype, tables=cfg.tables)
     tokens = task.assembler.tokens[task.assembler.tokens > 0]
-    if not len(tokens):
-        raise UserError("has no samples", field="data.folder", value=cfg.data.folder, remedy="prepare it again")
+    require(len(tokens), "has no samples", field="data.folder", value=cfg.data.folder, remedy="prepare it again")
     lengths = np.quantile(tokens, np.linspace(0, 1, NUM_QUANTILES))
     parameters = sum(p.numel() for p in task.model.parameters())
     cost = cost_of(cfg, task)

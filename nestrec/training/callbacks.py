@@ -13,7 +13,7 @@ import psutil
 import torch
 
 from nestrec.base.clock import Clock, RealClock
-from nestrec.base.errors import NonFiniteError, UserError
+from nestrec.base.errors import NonFiniteError, require
 from nestrec.data.batch_loader import Batch
 from nestrec.data.samples.time_windows import TimeWindow
 from nestrec.distributed import Topology
@@ -125,9 +125,8 @@ def cannot_publish(
     tell: Callable[[str], None],
 ) -> None:
     """Raises if versions are to be published by a trainer that was not given a way to do so."""
-    if cfg.address:
-        remedy = "give Trainer open_publishing=nestrec.exporters.version_publisher.open_publishing"
-        raise UserError("needs a publisher", field="publish.address", value=cfg.address, remedy=remedy)
+    remedy = "give Trainer open_publishing=nestrec.exporters.version_publisher.open_publishing"
+    require(not cfg.address, "needs a publisher", field="publish.address", value=cfg.address, remedy=remedy)
 
 
 @dataclass

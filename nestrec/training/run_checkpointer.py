@@ -16,7 +16,7 @@ from typing import TypeVar
 from nestrec.artifacts.storage import storage_of
 from nestrec.base.config import dumps
 from nestrec.base.config_values import from_plain
-from nestrec.base.errors import CorruptFileError, UserError
+from nestrec.base.errors import CorruptFileError, UserError, require
 from nestrec.checkpoint import IDENTITY, CheckpointGroup, CheckpointManager, LoadedCheckpoint
 from nestrec.checkpoint.checkpoint_manifest import folder_of
 from nestrec.checkpoint.mirror import damaged_elsewhere, read_at
@@ -334,8 +334,7 @@ class RunCheckpointer:
 def _check_address(address: str, world: int) -> None:
     """Raise a UserError where nothing could be kept there; nothing is asked of the place yet."""
     field, remedy = "training.checkpoint_address", "name a folder or a store that all ranks reach: s3://bucket/run"
-    if address.endswith("://"):
-        raise UserError("names no place", field=field, value=address, remedy=remedy)
+    require(not address.endswith("://"), "names no place", field=field, value=address, remedy=remedy)
     if address.startswith("memory:") and world > 1:
         problem = "is memory of each process, and no rank has all of a checkpoint there"
         raise UserError(problem, field=field, value=address, remedy=remedy)

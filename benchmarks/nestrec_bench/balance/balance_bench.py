@@ -22,7 +22,7 @@ from nestrec.balance.partition_tools import Groups, loads_of
 from nestrec.balance.policies import window_imbalance
 from nestrec.base.config import config
 from nestrec.base.config_values import Count, Natural
-from nestrec.base.errors import UserError, did_you_mean
+from nestrec.base.errors import UserError, did_you_mean, require
 from nestrec.base.random import fold
 from nestrec.data.batch_order import epoch_order
 from nestrec.data.dataset import Dataset
@@ -79,8 +79,7 @@ def run(lengths: str, ranks: int, batch: int, *, seed: int = 0, rounds: int = 50
     lengths: a preset, a prepared dataset, or a file of lengths. ranks: number of ranks. batch: samples a rank.
     """
     for name, value in (("ranks", ranks), ("batch", batch), ("rounds", rounds), ("micro_batches", micro_batches)):
-        if value < 1:
-            raise UserError("must be at least 1", field=name, value=value, remedy="give a positive number")
+        require(value >= 1, "must be at least 1", field=name, value=value, remedy="give a positive number")
     tokens = global_batches(lengths, ranks * batch, seed=seed, rounds=rounds)
     common = {"lengths": lengths, "ranks": ranks, "batch": batch, "rounds": rounds, "micro_batches": micro_batches}
     rows = []

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nestrec.base.config import config
-from nestrec.base.errors import UserError, did_you_mean
+from nestrec.base.errors import UserError, did_you_mean, require
 from nestrec_bench.bench import Bench, Shown
 from nestrec_bench.external.torchrec_job import TORCHREC_MODES
 from nestrec_bench.external.training_job import DENSE_KINDS
@@ -149,8 +149,7 @@ def _check(bench: PeersBench) -> None:
         if value not in names:
             raise UserError("is not known", field=name, value=value, remedy=did_you_mean(value, names))
     for name, number, least in (("rounds", bench.rounds, 1), ("steps", bench.steps, 0)):
-        if number < least:
-            raise UserError(f"must be at least {least}", field=name, value=number, remedy="give a larger number")
+        require(number >= least, f"must be at least {least}", field=name, value=number, remedy="give a larger number")
 
 
 def _show(rows: Sequence[Mapping[str, Any]], more: Mapping[str, Any]) -> Iterator[Shown]:

@@ -19,7 +19,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from nestrec.base.errors import UserError, did_you_mean
+from nestrec.base.errors import UserError, did_you_mean, require
 from nestrec.data.dataset import Dataset
 
 TOKENS = 131_072
@@ -116,6 +116,5 @@ def _numbers(name: str, text: str, defaults: dict[str, float | None]) -> dict[st
 
 
 def _at_least_one(name: str, number: int) -> int:
-    if number < 1:
-        raise UserError("has no tokens", field="lengths", value=name, remedy="give lengths and counts of at least 1")
+    require(number >= 1, "has no tokens", field="lengths", value=name, remedy="give lengths and counts of at least 1")
     return number

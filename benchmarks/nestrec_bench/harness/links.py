@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 
-from nestrec.base.errors import UserError
+from nestrec.base.errors import UserError, require
 from nestrec.distributed.topology import Communicator, Topology
 from nestrec.distributed.transports import AllToAllPayload, Sizes, Transport
 
@@ -190,9 +190,8 @@ def bytes_on_link() -> int:
 @contextlib.contextmanager
 def limited_links(num_ranks: int, link_mbit: float) -> Iterator[RankNamespaces]:
     """Namespaces of `num_ranks` ranks, joined by links of `link_mbit` megabits a second each way."""
-    if not can_limit():
-        remedy = "run as root where `ip` and `tc` exist, or measure without limits (link_mbit=0)"
-        raise UserError("needs network namespaces", field="link_mbit", value=link_mbit, remedy=remedy)
+    remedy = "run as root where `ip` and `tc` exist, or measure without limits (link_mbit=0)"
+    require(can_limit(), "needs network namespaces", field="link_mbit", value=link_mbit, remedy=remedy)
     tag = f"{os.getpid():x}"
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # or nothing would be removed
     names = tuple(f"nestrec-{tag}-{rank}" for rank in range(num_ranks))

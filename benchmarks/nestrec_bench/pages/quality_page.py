@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nestrec.base.errors import CorruptFileError, UserError
+from nestrec.base.errors import CorruptFileError, UserError, require
 from nestrec.report.formatting import mean_of_metric
 from nestrec.report.run_records import load_run
 from nestrec.tasks.metrics import Values, bootstrap, ranking_metrics
@@ -110,8 +110,7 @@ def has_ranks(run: Path) -> bool:
 
 def _load_arrays(run: Path) -> dict[str, NDArray[Any]]:
     path = run / RANKS_FILE
-    if not path.is_file():
-        raise UserError("has no test result", field="run", value=str(run), remedy=f"run `nestrec eval {run}` first")
+    require(path.is_file(), "has no test result", field="run", value=str(run), remedy=f"run `nestrec eval {run}` first")
     try:
         # Opened here: numpy leaves its own handle open when the archive is damaged.
         with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
@@ -136,8 +135,7 @@ def _validation_curve(run: Path) -> tuple[dict[int, float], int | None]:
 
 
 def _load_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise UserError(f"has no {path.name}", field="run", value=str(path.parent), remedy="name a run folder")
+    require(path.is_file(), f"has no {path.name}", field="run", value=str(path.parent), remedy="name a run folder")
     try:
         value: dict[str, Any] = json.loads(path.read_text())
     except ValueError as error:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nestrec.base.config import config
-from nestrec.base.errors import UserError
+from nestrec.base.errors import require
 from nestrec.training.run_folder import read_evaluation
 from nestrec_bench.bench import Bench
 
@@ -22,9 +22,8 @@ def evaluation_rows(runs: Sequence[Path]) -> list[dict[str, Any]]:
 
 def _rows_of(run: Path) -> Iterator[dict[str, Any]]:
     tested = run / "eval" / "test.json"
-    if not tested.exists():
-        remedy = "let `nestrec train` finish, or run `nestrec eval`"
-        raise UserError("has not been measured on its test part", field="RUN", value=str(run), remedy=remedy)
+    remedy = "let `nestrec train` finish, or run `nestrec eval`"
+    require(tested.exists(), "has not been measured on its test part", field="RUN", value=str(run), remedy=remedy)
     config, card = (json.loads(p.read_text()) for p in (run / "config.json", run / "card.json"))
     found = read_evaluation(tested)
     for system, metrics in found["metrics"].items():

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nestrec.base.config import config
-from nestrec.base.errors import UserError
+from nestrec.base.errors import UserError, require
 from nestrec.report.result_file import make_frame
 from nestrec_bench.bench import Bench, More, Row, Shown
 from nestrec_bench.pages.quality_page import comparison_rows, quality_page, quality_rows
@@ -35,9 +35,8 @@ def quality_frame(runs: Sequence[Path], pairs: Sequence[str], *, command: str) -
 def run_folders(path: Path) -> Iterator[Path]:
     """The run itself, or the runs in a folder by name."""
     found = [path] if _is_run(path) else sorted(filter(_is_run, path.iterdir())) if path.is_dir() else []
-    if not found:
-        remedy = "name folders that `nestrec train` wrote, or a folder that holds them"
-        raise UserError("holds no run", field="RUN", value=str(path), remedy=remedy)
+    remedy = "name folders that `nestrec train` wrote, or a folder that holds them"
+    require(found, "holds no run", field="RUN", value=str(path), remedy=remedy)
     yield from found
 
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from nestrec.base.config import config
 from nestrec.base.config_values import OneOf
-from nestrec.base.errors import UserError
+from nestrec.base.errors import require
 from nestrec.base.files import replaced_folder
 from nestrec.data import dataset_schema
 from nestrec.data.batch_loader import Batch, Collator
@@ -176,8 +176,7 @@ def encoder_of(bench: StepBench, case: str, biases: Biases = "none") -> tuple[Ba
     """The model and the lengths that a case names."""
     model, _, rest = case.partition("-")
     heads, _, shape = rest.partition("-")
-    if not shape:
-        raise UserError("is no case", field="cases", value=case, remedy="write it like hstu-4x256-u4096")
+    require(shape, "is no case", field="cases", value=case, remedy="write it like hstu-4x256-u4096")
     lengths = lengths_of(shape, bench.tokens)
     (num_heads, head_dim) = heads_and_dim(heads)
     sizes: dict[str, Any] = {

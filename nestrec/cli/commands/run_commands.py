@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from nestrec.base.config_overrides import PASSED_ON, parse_overrides
-from nestrec.base.errors import UserError, did_you_mean
+from nestrec.base.errors import UserError, did_you_mean, require
 from nestrec.base.files import check_file, check_folder
 from nestrec.base.process import loading
 
@@ -50,9 +50,8 @@ def train(  # noqa: PLR0917
 
         check_plan(cfg, cluster)
         return
-    if cluster is not None:
-        remedy = "add --plan-only, or see `nestrec plan --help` and docs/many-machines.md"
-        raise UserError("only says what --plan-only is to check", field="--cluster", value=cluster, remedy=remedy)
+    remedy = "add --plan-only, or see `nestrec plan --help` and docs/many-machines.md"
+    require(cluster is None, "only says what --plan-only is to check", field="--cluster", value=cluster, remedy=remedy)
     folder = output or Path("runs") / cfg.name
     check_folder(folder, "--output")
     train_run(cfg, folder, start_from)

@@ -10,7 +10,7 @@ import typer
 
 from nestrec.base import errors
 from nestrec.base.config_overrides import PASSED_ON, parse_overrides
-from nestrec.base.errors import UserError
+from nestrec.base.errors import UserError, require
 from nestrec.base.lazy import import_extra
 from nestrec.base.process import loading
 
@@ -59,9 +59,8 @@ def serve(
     say_where = partial(_say_where, is_logged=cfg.log.format == "json")
     try:
         if cfg.front == "none":
-            if cfg.instances != 1:
-                remedy = "name a front: --front gateway or ray"
-                raise UserError("needs a front", field="instances", value=cfg.instances, remedy=remedy)
+            remedy = "name a front: --front gateway or ray"
+            require(cfg.instances == 1, "needs a front", field="instances", value=cfg.instances, remedy=remedy)
             serve_models(model, cfg, signals, say_where)
         else:
             from nestrec.serving.fleet.fleet_start import serve_many

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from nestrec.base.config import config, to_plain
 from nestrec.base.config_values import Share
-from nestrec.base.errors import DataError
+from nestrec.base.errors import DataError, require
 from nestrec.base.files import replaced_folder
 from nestrec.data import dataset_schema
 from nestrec.data.dataset_card import CARD_FILE, Counts, DataFile, DatasetCard
@@ -63,8 +63,7 @@ def write_criteo(folder: Path, path: Path, options: CriteoOptions, progress: Pro
         num_rows += block.num_rows
         progress("read", done)
     quarantine.check(num_read, options.max_bad_share)
-    if not num_rows:
-        raise DataError("has no usable rows", field="input", value=str(path), remedy="check the format")
+    require(num_rows, "has no usable rows", field="input", value=str(path), remedy="check the format", error=DataError)
     files = [*writer.close(), *quarantine.files()]
     counts = Counts(
         users=num_rows,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nestrec.base.config import config
-from nestrec.base.errors import DataError
+from nestrec.base.errors import DataError, require
 from nestrec.data.dataset_schema import KUAIRAND_BITS
 from nestrec.data.formats.format_spec import log_format
 from nestrec.data.prepare.event_parser import EventColumns
@@ -72,9 +72,8 @@ def open_kuairand(path: Path, options: KuaiRandOptions) -> LogSource:
     """The folder of an edition, or its `data` folder; parts and gzip are found by name."""
     folder = require_input(path) / "data" if (path / "data").is_dir() else path
     logs = _files(folder, "log_standard") + (_files(folder, "log_random") if options.random_logs else [])
-    if not logs:
-        remedy = "it must hold files such as log_standard_4_08_to_4_21_pure.csv"
-        raise DataError("holds no KuaiRand logs", field="input", value=str(path), remedy=remedy)
+    remedy = "it must hold files such as log_standard_4_08_to_4_21_pure.csv"
+    require(logs, "holds no KuaiRand logs", field="input", value=str(path), remedy=remedy, error=DataError)
     items = _side(_files(folder, "video_features_basic"), "video_id", VIDEO_KINDS)
     if options.video_statistics:
         items += _side(_files(folder, "video_features_statistic"), "video_id", {})

@@ -11,7 +11,7 @@ import glob
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from nestrec.base.errors import DataError
+from nestrec.base.errors import DataError, require
 from nestrec.data.prepare.json_lines import JSON_LINES_SUFFIXES, JsonLinesReader, field_names, is_json
 from nestrec.data.prepare.log_source import plain_name, require_input
 from nestrec.data.prepare.raw_rows import (
@@ -160,6 +160,5 @@ def delimited(file: Path, how: DelimitedFormat) -> DelimitedFormat:
 
 
 def _some(path: Path, files: list[Path], remedy: str) -> list[Path]:
-    if not files:
-        raise DataError("holds no log files", field="input", value=str(path), remedy=remedy)
+    require(files, "holds no log files", field="input", value=str(path), remedy=remedy, error=DataError)
     return files

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from nestrec.base.config import to_plain
-from nestrec.base.errors import DataError
+from nestrec.base.errors import DataError, require
 from nestrec.base.failpoints import fail_point
 from nestrec.base.random import fold_array
 from nestrec.data import dataset_schema
@@ -78,9 +78,8 @@ def write_dataset(folder: Path, source: LogSource, options: PrepareOptions, prog
     spilled, user_counts = read_events(work)
     work.quarantine.check(work.num_rows_read, options.max_bad_share, time_hint=parser.time_hint)
     work.num_bad_events = work.quarantine.num_rows
-    if not len(parser.users):
-        remedy = "check the columns and filters"
-        raise DataError("has no usable events", field="input", value=source.name, remedy=remedy)
+    remedy = "check the columns and filters"
+    require(len(parser.users), "has no usable events", field="input", value=source.name, remedy=remedy, error=DataError)
     parser.check_actions()
     partitions = split_events(work, spilled, user_counts)
     fail_point("data.after_split")

@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 import numpy as np
 
-from nestrec.base.errors import UserError
+from nestrec.base.errors import UserError, require
 from nestrec.base.lazy import import_extra
 from nestrec.data.prepare.json_lines import JsonLinesReader
 from nestrec.data.prepare.prepare_options import LogColumns
@@ -127,14 +127,13 @@ class KafkaSource(StreamSource):
                 value=self._address,
                 remedy=_ANEW,
             )
-        if offset is not None and offset < low:
-            remedy = "keep messages for longer (retention.ms), or begin a run anew"
-            raise UserError(
-                f"has lost the messages from {offset} to {low} of partition {partition}",
-                field="SOURCE",
-                value=self._address,
-                remedy=remedy,
-            )
+        require(
+            offset is None or offset >= low,
+            f"has lost the messages from {offset} to {low} of partition {partition}",
+            field="SOURCE",
+            value=self._address,
+            remedy="keep messages for longer (retention.ms), or begin a run anew",
+        )
         return max(offset or 0, low)
 
     def _messages(self, partition: int, first: int, end: int) -> list[Any]:

@@ -42,7 +42,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from nestrec.base.errors import UserError
+from nestrec.base.errors import UserError, require
 from nestrec.ops.padding import padded_places
 
 
@@ -60,8 +60,7 @@ class AttentionMask:
     """whether the contextual prefix sees what comes after it"""
 
     def __post_init__(self) -> None:
-        if self.num_context < 0:
-            raise UserError("a count of tokens is at least 0", field="num_context", value=self.num_context)
+        require(self.num_context >= 0, "a count of tokens is at least 0", field="num_context", value=self.num_context)
         if self.max_attention_length is not None and self.max_attention_length < 1:
             raise UserError(
                 "a query sees at least itself",

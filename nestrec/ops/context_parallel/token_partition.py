@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nestrec.base.errors import UserError
+from nestrec.base.errors import require
 from nestrec.ops.attention.mask_and_bias import AttentionMask
 
 Ints = NDArray[np.int64]
@@ -36,8 +36,7 @@ class TokenPartition:
     """Which tokens of a batch of sequences each of `size` ranks holds; known on the host, the same on all of them."""
 
     def __init__(self, lengths: Ints, size: int) -> None:
-        if size < 1:
-            raise UserError("a group has at least one rank", field="size", value=size)
+        require(size >= 1, "a group has at least one rank", field="size", value=size)
         self.lengths = np.asarray(lengths, np.int64)
         self.size = size
         self._bounds_BC = self.lengths[:, None] * np.arange(2 * size + 1) // (2 * size)

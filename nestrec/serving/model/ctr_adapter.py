@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nestrec.base.errors import UserError
+from nestrec.base.errors import UserError, require
 from nestrec.data.dataset_schema import EVENT_PREFIX
 from nestrec.data.formats.criteo import CATEGORY_NAMES, DENSE_NAMES, HASH_KEY
 from nestrec.embedding import TableConfig
@@ -106,9 +106,8 @@ def _exported(session: TrainedRun, step: int) -> Servable:
     """The model of a session with every row that its table has; other keys begin as they would in training."""
     task = cast(CTRTaskConfig, session.cfg.task)
     table: TableConfig = session.engine.tables[_TABLE]
-    if table.num_rows is not None:
-        remedy = "train with the dynamic table of the recipe to serve the model"
-        raise UserError("has rows for hashes of keys", field="table", value=_TABLE, remedy=remedy)
+    remedy = "train with the dynamic table of the recipe to serve the model"
+    require(table.num_rows is None, "has rows for hashes of keys", field="table", value=_TABLE, remedy=remedy)
     chunks = list(session.engine.snapshot(_TABLE))
     keys = torch.cat([torch.zeros(0, dtype=torch.int64), *(chunk["keys"] for chunk in chunks)])
     weight = torch.cat([torch.zeros(0, table.dim), *(whole(chunk["weight"]) for chunk in chunks)])

@@ -18,7 +18,7 @@ from torch import nn
 
 from nestrec.artifacts.manifest import file_problem
 from nestrec.base.config_values import from_plain
-from nestrec.base.errors import CorruptFileError, UserError
+from nestrec.base.errors import CorruptFileError, UserError, require
 from nestrec.data.dataset_schema import EVENT_PREFIX, USER_PREFIX
 from nestrec.data.samples.retrieval_inputs import CONTEXT_PREFIX
 from nestrec.models.backbone_registry import backbone_of, cached_forward_of
@@ -393,5 +393,4 @@ def _are_finite(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def _check(is_so: bool, file: str, problem: str) -> None:
-    if not is_so:
-        raise CorruptFileError(problem, field="servable file", value=file, remedy="export the run again")
+    require(is_so, problem, field="servable file", value=file, remedy="export the run again", error=CorruptFileError)

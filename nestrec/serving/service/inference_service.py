@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from nestrec.base.clock import Clock, RealClock
 from nestrec.base.config import config
 from nestrec.base.config_values import Count, NonNegative
-from nestrec.base.errors import UserError
+from nestrec.base.errors import UserError, require
 from nestrec.serving.core import tracing
 from nestrec.serving.core.rejections import OverloadedError, UnavailableError
 from nestrec.serving.core.request_limits import RequestSource, current_sender
@@ -143,8 +143,7 @@ class Service:
             found = None if source is None else open_source(source, device, tables, read_timeout_s=read_timeout_s)
             servable = Servable.load(Path(text), device, tables) if found is None else found.servable
             role = role_of(servable)
-            if role in servables:
-                raise UserError(f"is a second {role} model", field="MODEL", value=text, remedy="give one")
+            require(role not in servables, f"is a second {role} model", field="MODEL", value=text, remedy="give one")
             servables[role] = servable
             sources[role] = text
             if found is not None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from nestrec.base.errors import UserError
+from nestrec.base.errors import UserError, require
 from nestrec.serving.core.background_tasks import BackgroundThread
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.model.servable_spec import shown_version
@@ -175,9 +175,8 @@ class Reloader:
     def rollback(self) -> None:
         """Serve what was served before the last swap."""
         with self._turn():
-            if not self.previous:
-                remedy = "name what to go to: nestrec swap SERVER MODEL, or ADDRESS@VERSION for an earlier version"
-                raise UserError("has had no other model yet", field="server", value="rollback", remedy=remedy)
+            remedy = "name what to go to: nestrec swap SERVER MODEL, or ADDRESS@VERSION for an earlier version"
+            require(self.previous, "has had no other model yet", field="server", value="rollback", remedy=remedy)
             self._swap([self._as_it_was(role, one) for role, one in self.previous.items()], cause="rollback: ")
 
     @contextlib.contextmanager
