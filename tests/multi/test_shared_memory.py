@@ -92,7 +92,7 @@ def _anonymous_files() -> int:
 
 def test_shared_memory_can_be_asked_for_and_declined(pools):
     assert pools[2].run(kinds_of_transport, "shared_memory") == [["SharedMemoryTransport"] * 3] * 2
-    assert pools[2].run(kinds_of_transport, "collectives") == [["Collectives"] * 3] * 2
+    assert pools[2].run(kinds_of_transport, "collectives") == [["CollectiveTransport"] * 3] * 2
 
 
 def kinds_of_transport(topology: Topology, exchange: str) -> list[str]:

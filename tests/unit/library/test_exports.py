@@ -62,7 +62,8 @@ def test_a_version_published_from_python_is_that_of_the_command(run: nestrec.Run
     said = said_by("publish", run.folder, tmp_path / "command")
     (command,) = (tmp_path / "command" / "versions").glob("*/full.json")
     told = json.loads(command.read_text())
-    assert told["files"] == to_plain(manifest)["files"]
+    written = [(entry["name"], entry["sha256"]) for entry in told["files"]]
+    assert written == [(entry.name, entry.sha256) for entry in manifest.files]
     assert said == f"version {command.parent.name} of step {manifest.step}: {manifest.num_bytes / 1e6:.1f} MB\n"
     assert nestrec.publish(run, str(tmp_path / "python")).version == manifest.version, "it is there already"
     found, wanted = (nestrec.load(at).recommend(HISTORY, k=5).items for at in (tmp_path / "python", run))
