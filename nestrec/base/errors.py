@@ -7,7 +7,6 @@ What a process tells its launcher when it ends.
 """
 
 import contextlib
-import difflib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -168,6 +167,8 @@ def did_you_mean(wrong: str, known: Iterable[str]) -> str:
     names = sorted(known)
     if not names:
         return "there are none to choose from"
+    import difflib  # only when something is wrong: importing the package must stay quick
+
     close = difflib.get_close_matches(wrong, names, n=1, cutoff=0.6)
     if close:
         return f"did you mean {close[0]!r}?"
