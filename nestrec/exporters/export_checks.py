@@ -11,6 +11,7 @@ mistake that is better found now than by a client.
 A search that does not look at every row, built over an index and measured on users of the dataset.
 """
 
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -274,13 +275,13 @@ def _check_history(items: tuple[str, ...], defaults: InputDefaults, servable: Se
         if not servable.ids_of([key])[0]:
             remedy = "give ids of items as the log has them"
             raise UserError("is no item of the model", field="defaults.history", value=key, remedy=remedy)
-    needs = {"times": servable.reads_times and defaults.times is None}
-    needs["actions"] = servable.reads_actions and defaults.actions is None
-    needs |= {f"features.{name}": name not in defaults.features for name in servable.event_features}
-    for name, is_missing in needs.items():
-        if items and is_missing:
-            remedy = f"add --defaults.{name}, which the model reads of each event"
-            raise UserError("needs another default", field="defaults.history", value=list(items), remedy=remedy)
+    given = defaults.typed()
+    missing = [(name, value) for name, value in servable.event_default_examples.items() if name not in given]
+    if items and missing:
+        options = " ".join(f"--defaults.{name} {shlex.quote(value)}" for name, value in missing)
+        remedy = f"add {options}, which the model reads of each event"
+        problem = "needs another default" if len(missing) == 1 else "needs other defaults"
+        raise UserError(problem, field="defaults.history", value=list(items), remedy=remedy)
 
 
 def _check_categories(

@@ -3,6 +3,7 @@
 import contextlib
 import random
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,23 +12,31 @@ import pytest
 import torch
 
 from nestrec.base.config import dumps
+from nestrec.base.config_overrides import parse_overrides, with_overrides
 from nestrec.base.errors import CorruptFileError, UserError
 from nestrec.data.samples.retrieval_collator import RetrievalQueries
+from nestrec.data.samples.retrieval_inputs import CONTEXT_PREFIX
 from nestrec.data.samples.time_windows import held_out_slices
 from nestrec.exporters.export_checks import check_defaults
-from nestrec.exporters.servable_writer import export_run
+from nestrec.exporters.servable_writer import ExportConfig, export_run
 from nestrec.models import FuXiConfig, HSTUConfig, SASRecConfig
+from nestrec.serving.core.request_limits import BadRequestError, LimitsConfig
 from nestrec.serving.engine.reference_runner import BatchItem, ReferenceRunner
+from nestrec.serving.inputs.request_resolver import RequestNotes, RequestResolver
+from nestrec.serving.inputs.request_schema import RecommendRequest
 from nestrec.serving.kv_cache.kv_page_pool import PagePool
 from nestrec.serving.model.model_adapter import make_form
 from nestrec.serving.model.request_inputs import Candidates, History
 from nestrec.serving.model.servable import Servable
-from nestrec.serving.model.servable_spec import InputDefaults
+from nestrec.serving.model.servable_spec import ColumnSpec, InputDefaults
 from nestrec.serving.model.serving_spec import why_not_served
 from nestrec.tasks.ranking_task import RankingTaskConfig
 from nestrec.tasks.task_registry import task_spec
 from nestrec.training.recipes import RECIPES, recipe
-from nestrec_bench.harness.random_model import random_ranking
+from nestrec_bench.harness.random_model import random_ranking, random_retrieval
+
+SMALL = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=8, time_bias=True)
+TAB = ColumnSpec(name=f"{CONTEXT_PREFIX}tab", keys=("home", "search"), num_rows=3)
 
 
 def make_runner(folder):
@@ -218,3 +227,36 @@ def test_a_default_must_be_known_and_read():
         check_defaults(InputDefaults(features={"tab": "hme"}), servable)
     with pytest.raises(UserError, match=r"defaults.times = 'now': is not read by the model"):
         check_defaults(InputDefaults(times="now"), servable)
+
+
+def remedy_defaults(remedy):
+    """Return the defaults that a remedy names, read as `nestrec export` reads them."""
+    words = shlex.split(remedy.replace("ITEM,ITEM", "1,2").partition(", which")[0])
+    start = next(i for i, word in enumerate(words) if word.startswith("--defaults."))
+    return with_overrides(ExportConfig(), parse_overrides(words[start:])).defaults
+
+
+@pytest.mark.parametrize(
+    ("columns", "defaults"),
+    [((), {}), ((TAB,), {}), ((TAB,), {"tab": "home"})],
+    ids=["plain", "context", "context with a default"],
+)
+def test_new_user_remedy_is_a_complete_export_line(columns, defaults):
+    plain = random_retrieval(SMALL, num_items=5)
+    spec = replace(plain.spec, columns=columns, defaults=InputDefaults(features=defaults))
+    servable = replace(plain, spec=spec)
+    resolver = RequestResolver(servable, LimitsConfig(), RequestNotes())
+    with pytest.raises(BadRequestError) as refused:
+        resolver.user(RecommendRequest(user="stranger"))
+    assert "nestrec export RUN OUT --defaults.history ITEM,ITEM --defaults.times now" in refused.value.remedy
+    named = remedy_defaults(refused.value.remedy)
+    check_defaults(named, servable)
+    assert named.features == ({"tab": defaults.get("tab")} if columns else {})
+
+
+def test_default_history_error_names_values_to_add():
+    servable = random_ranking(SMALL, num_items=5)
+    with pytest.raises(UserError) as refused:
+        check_defaults(InputDefaults(history=("1",)), servable)
+    assert refused.value.remedy.startswith("add --defaults.times now --defaults.actions ")
+    check_defaults(replace(remedy_defaults(refused.value.remedy), history=("1",)), servable)

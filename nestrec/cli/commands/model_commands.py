@@ -26,6 +26,9 @@ def export(
     - [bold]nestrec export runs/mine models/mine --defaults.actions click
       --defaults.features.device phone[/bold]: a request must tell what the model
       reads, unless the export names a default. Answers say where one was taken.
+    - [bold]nestrec export runs/mine models/mine --defaults.history sku-12,sku-7
+      --defaults.times now[/bold]: users without events are answered as if they had
+      these two.
     - [bold]nestrec export runs/mine models/small --dtype bfloat16 --tables int8[/bold]:
       weights and tables in fewer bits. What that costs is measured on the run's
       validation part, shown, and kept in the manifest; with [bold]--prefixes fp8[/bold]

@@ -5,6 +5,7 @@ is taken and the answer says so, or the request is refused.
 """
 
 import itertools
+import shlex
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -85,10 +86,6 @@ class RequestNotes:
 Ids = NDArray[np.int64]
 Features = dict[str, Ids]
 _TOO_LARGE = f"must be numbers within {LARGEST_NUMBER:g}, which the model can compute with"
-_NEW_USER_REMEDY = (
-    "send a history with an item that the model knows, or store events with POST /v1/events; "
-    "to answer for new users, export the model with --defaults.history ITEM,ITEM"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +99,16 @@ class ResolvedRequest:
     """items of the events that the user really has: not those of a default"""
     now_ms: int
     timeout_s: float
+
+
+def _new_user_remedy(servable: Servable) -> str:
+    """Returns what a client or an operator can do, with one export command that names every default of the model."""
+    others = {**servable.event_default_examples, **servable.spec.defaults.typed()}
+    line = "".join(f" --defaults.{name} {shlex.quote(value)}" for name, value in others.items())
+    return (
+        "send a history with an item that the model knows, or store events with POST /v1/events; "
+        f"to answer for new users, export the model with: nestrec export RUN OUT --defaults.history ITEM,ITEM{line}"
+    )
 
 
 def check_feature_names(request: Any, *servables: Servable) -> None:
@@ -239,7 +246,7 @@ class RequestResolver:
                 message = "is empty: the model needs at least one event to recommend from"
             else:
                 message = "contains no item that the model knows yet"
-            raise BadRequestError(message, "history", remedy=_NEW_USER_REMEDY)
+            raise BadRequestError(message, "history", remedy=_new_user_remedy(self.servable))
         if default is not None or given is None or len(given):
             self.notes.add_default("history", {"items": list(default or ())})
         return self.events(HistoryFields(items=list(default or ())), now_ms)

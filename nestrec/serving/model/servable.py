@@ -177,6 +177,16 @@ class Servable:
         return asked | self._columns_of(EVENT_PREFIX)
 
     @cached_property
+    def event_default_examples(self) -> dict[str, str]:
+        """An example value, as `export` reads it, of each default that a default history needs (`times`: `now`)."""
+        found: dict[str, str] = {}
+        if self.reads_times:
+            found["times"] = "now"
+        if self.reads_actions:
+            found["actions"] = next(iter(self.spec.action_bits), "[]")
+        return found | {f"features.{name}": "none" for name in self.event_features}
+
+    @cached_property
     def context_features(self) -> tuple[str, ...]:
         """Those that are read of the event that is asked for."""
         return tuple(self._columns_of(CONTEXT_PREFIX))

@@ -93,6 +93,17 @@ class InputDefaults:
     user_features: Mapping[str, str | None] = field(default_factory=dict)
     """category of users, by name; none: an unknown one"""
 
+    def typed(self) -> dict[str, str]:
+        """Returns the defaults other than the history by option (`times`, `features.NAME`), as `export` reads them."""
+        found: dict[str, str] = {}
+        if self.times is not None:
+            found["times"] = self.times
+        if self.actions is not None:
+            found["actions"] = ",".join(self.actions) or "[]"
+        for field_name, values in (("features", self.features), ("user_features", self.user_features)):
+            found |= {f"{field_name}.{name}": "none" if value is None else value for name, value in values.items()}
+        return found
+
 
 @config
 class ServableSpec:
