@@ -22,21 +22,24 @@ from nestrec.serving.service.inference_service import Service, ServiceConfig
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def own_log_section() -> tuple[list[str], dict[str, list[str]], dict[str, Any]]:
-    """Return the first lines of the log, the commands by name, and the request of the README."""
+def own_log_section() -> tuple[list[str], dict[str, list[str]], list[dict[str, Any]]]:
+    """Return the first lines of the log, the commands by name, and the requests of the README."""
     section = (ROOT / "README.md").read_text().partition("## From your own logs")[2]
     blocks = dict(re.findall(r"```(csv|sh)\n(.*?)```", section.partition("From another terminal")[0], re.S))
     lines = [shlex.split(line, comments=True) for line in blocks["sh"].splitlines()]
-    request = re.search(r"-d '(\{.*?\})'\n", section, re.S)
-    assert request is not None
-    return blocks["csv"].splitlines(), {words[1]: words[1:] for words in lines}, json.loads(request[1])
+    requests = [json.loads(text) for text in re.findall(r"-d '(\{.*?\})'\n", section, re.S)]
+    commands = {words[1]: words[1:] for words in lines}
+    found = re.search(r"`nestrec (export [^`]*--defaults[^`]*)`", section)
+    assert found is not None
+    commands["export for new users"] = shlex.split(found[1])
+    return blocks["csv"].splitlines(), commands, requests
 
 
 @pytest.mark.parametrize("times", ["iso", "ms"])
 def test_readme_leads_from_a_log_to_recommendations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: str
 ) -> None:
-    log, commands, request = own_log_section()
+    log, commands, (request, stranger) = own_log_section()
     monkeypatch.chdir(tmp_path)
     for user, item in itertools.product(range(20), range(8)):
         log.append(f"u{user},sku-{(user + item) % 30},2026-10-{10 + item}T12:30:00Z,{('view', 'buy')[item % 2]}")
@@ -48,17 +51,26 @@ def test_readme_leads_from_a_log_to_recommendations(
         words += ["--log.actions", "view=event:view,buy=event:buy"]
     Path("events.csv").write_text("\n".join(log) + "\n")
     runner = CliRunner()
-    for command in (words, [*commands["train"], "--training.max_steps", "2"], commands["report"], commands["export"]):
+    train = [*commands["train"], "--training.max_steps", "2"]
+    for command in (words, train, *(commands[name] for name in ("report", "export", "export for new users"))):
         done = runner.invoke(app, command)
         assert done.exception is None, (done.output, done.exception)
     assert commands["serve"] == ["serve", "--model", "models/mine"]
-    service = Service.load([Path("models/mine")], ServiceConfig())
+    known, refused = ask(Path("models/mine"), request, stranger)
+    assert len(known["items"]) == request["k"]
+    assert known["unknown"] == []
+    assert "--defaults.history ITEM,ITEM --defaults.times now" in refused["error"]["remedy"]
+    (recommended,) = ask(Path(commands["export for new users"][2]), stranger)
+    assert len(recommended["items"]) == stranger["k"]
+    assert {"field": "history", "value": {"items": ["sku-12", "sku-7"]}} in recommended["defaults"]
+
+
+def ask(model: Path, *requests: dict[str, Any]) -> list[dict[str, Any]]:
+    service = Service.load([model], ServiceConfig())
     try:
-        found = asyncio.run(answer(service, request))
+        return [asyncio.run(answer(service, request)) for request in requests]
     finally:
         service.close()
-    assert len(found["items"]) == request["k"]
-    assert found["unknown"] == []
 
 
 async def answer(service: Service, request: dict[str, Any]) -> dict[str, Any]:
