@@ -18,6 +18,9 @@ from typer.core import TyperCommand, TyperGroup
 from nestrec.base.errors import UserError
 from nestrec.base.plugins import PluginRegistry
 
+TYPED_WORDS = "nestrec.typed_words"
+"""Key in the `meta` of a command's context: all words that were typed after the command's name."""
+
 
 class _PlainFlags:
     """Parameters of a command, of which flags show no type: they take no value."""
@@ -31,7 +34,11 @@ class _PlainFlags:
 
 
 class PlainCommand(_PlainFlags, TyperCommand):
-    """A command with plain flags."""
+    """A command with plain flags, whose callbacks of parameters can read all typed words."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta[TYPED_WORDS] = tuple(args)
+        return super().parse_args(ctx, args)
 
 
 class PlainGroup(_PlainFlags, TyperGroup):

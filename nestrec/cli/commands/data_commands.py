@@ -1,20 +1,39 @@
 """The commands on data: prepare, append, compact, restore, follow, describe, formats."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from nestrec.base.config_overrides import PASSED_ON, parse_overrides
+from nestrec.base.errors import UserError
 from nestrec.base.process import loading
+from nestrec.cli.console import TYPED_WORDS
 
 app = typer.Typer()
+
+
+def _check_format(context: typer.Context, format: str) -> str:
+    """Run before the other arguments are read: if the format is left out, each of them is in the place of another."""
+    from nestrec.data.formats.format_registry import FORMATS, find_format
+
+    is_path = Path(format).exists() or any(character in format for character in "/.*")
+    if is_path and format not in FORMATS:
+        remedy = shlex.join(["nestrec", "prepare", "log", *context.meta[TYPED_WORDS]])
+        problem = "is a path; the format before it is missing (`log` for files of your own)"
+        raise UserError(problem, field="format", value=format, remedy=remedy)
+    find_format(format)
+    return format
 
 
 @app.command(context_settings=PASSED_ON)
 def prepare(
     context: typer.Context,
-    format: Annotated[str, typer.Argument(help="`log` for files of your own; `nestrec formats` lists all.")],
+    format: Annotated[
+        str,
+        typer.Argument(help="`log` for files of your own; `nestrec formats` lists all.", callback=_check_format),
+    ],
     input: Annotated[
         str, typer.Argument(help="A file, a folder, a pattern in quotes, or (synthetic) the name of a preset.")
     ],

@@ -34,6 +34,18 @@ FORMATS: PluginRegistry[FormatSpec] = PluginRegistry(
 )
 
 
+_FILE_KINDS = ("csv", "json", "jsonl", "ndjson", "parquet", "tsv")
+"""Names of kinds of files that users take for formats; `log` reads all of them."""
+
+
+def find_format(name: str) -> FormatSpec:
+    """Return a format; the error of a kind of file, such as csv, names the format that reads it."""
+    if name not in FORMATS and name.lower() in _FILE_KINDS:
+        remedy = "take log, which reads CSV, Parquet and JSON lines, as in `nestrec prepare log INPUT OUTPUT`"
+        raise UserError("is a kind of file, not a format", field="format", value=name, remedy=remedy)
+    return FORMATS.find(name, field="format")
+
+
 def typed_options(name: str, overrides: Mapping[str, str]) -> Any:
     """The options of a format with dotted overrides, as typed on a command line."""
     _check_names(name, overrides)
@@ -47,7 +59,7 @@ def given_options(name: str, given: Mapping[str, Any]) -> Any:
 
 def _check_names(name: str, given: Mapping[str, str]) -> None:
     """Options of other formats are refused: ignored in silence they would look obeyed."""
-    known = _names_of(FORMATS.find(name))
+    known = _names_of(find_format(name))
     mistakes = ErrorCollector()
     for path, value in given.items():
         first = path.partition(".")[0]
@@ -80,7 +92,7 @@ def prepare(
     all of them as the format's own config, `FORMATS[format].options`.
     The folder appears whole or not at all.
     """
-    found = FORMATS.find(format, field="format")
+    found = find_format(format)
     folder = given_path(output, "output")
     if options is not None and (given or not isinstance(options, found.options)):
         remedy = f"give a {found.options.__name__}, or options by name"

@@ -36,7 +36,7 @@ from nestrec.data.dataset_card import (
 )
 from nestrec.data.event_layers import COUNTS_FILE, ITEMS_FILE
 from nestrec.data.flat_arrays import add_counts
-from nestrec.data.formats.format_registry import FORMATS
+from nestrec.data.formats.format_registry import FORMATS, find_format
 from nestrec.data.formats.format_spec import checked_source
 from nestrec.data.incremental.compaction import is_repeated, merge_small_layers
 from nestrec.data.incremental.generations import (
@@ -93,7 +93,7 @@ def append(
     folder = given_path(dataset, "dataset")
     card = DatasetCard.load(folder)
     name = format or card.source_format
-    found = FORMATS.find(name, field="format")
+    found = find_format(name)
     if found.open is None:
         remedy = "name the format of the events (--format log)"
         raise DataError("is no format of event logs", field="format", value=name, remedy=remedy)

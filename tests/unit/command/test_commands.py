@@ -339,3 +339,18 @@ def test_option_habits_lead_to_options_that_exist() -> None:
     for word, ends in _HABITS.items():
         for end in ends:
             assert any(f".{name}".endswith(f".{end}") for name in names), (word, end)
+
+
+@pytest.mark.parametrize("options", ["", " --log.user customer"])
+def test_prepare_without_a_format_says_to_add_log(options: str) -> None:
+    error = refusal(*f"prepare shop.csv data/x{options}".split())
+    assert (error.field, error.value) == ("format", "shop.csv")
+    assert "the format before it is missing" in error.problem
+    assert error.remedy == f"nestrec prepare log shop.csv data/x{options}"
+
+
+def test_prepare_names_log_for_kinds_of_files() -> None:
+    error = refusal("prepare", "csv", "shop.csv", "data/x")
+    assert (error.field, error.value) == ("format", "csv")
+    assert "nestrec prepare log INPUT OUTPUT" in str(error.remedy)
+    assert "movielens" in str(refusal("prepare", "movilens", "in", "out").remedy)
