@@ -4,10 +4,13 @@ A message that all ranks of one launch have is printed by one of them.
 """
 
 import contextlib
+import difflib
 import hashlib
+import itertools
 import os
+import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,11 +37,59 @@ class _PlainFlags:
 
 
 class PlainCommand(_PlainFlags, TyperCommand):
-    """A command with plain flags, whose callbacks of parameters can read all typed words."""
+    """A command with plain flags that names a mistyped or left-out option that it needs.
+
+    Callbacks of its parameters can read all typed words.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.meta[TYPED_WORDS] = tuple(args)
+        if not ctx.resilient_parsing and "--help" not in args:
+            self._check_required_options(ctx, args)
         return super().parse_args(ctx, args)
+
+    def _check_required_options(self, ctx: Any, args: list[str]) -> None:
+        params = self.get_params(ctx)
+        options = [param for param in params if param.param_type_name == "option"]
+        known = {name for param in options for name in param.opts}
+        for param in options:
+            if not param.required or _is_given(param.opts, args):
+                continue
+            _raise_mistyped(args, param.opts[0], known)
+            lengths = [each.nargs for each in params if each.param_type_name == "argument"]
+            if ctx.allow_interspersed_args and min(lengths, default=0) >= 0:
+                _raise_without_option(ctx, args, param, sum(lengths))
+
+
+def _is_given(names: Sequence[str], args: Sequence[str]) -> bool:
+    """Return whether an option is among the words: `--ranks 2`, `--ranks=2`, `-n 2` or `-n2`."""
+    short = tuple(name for name in names if not name.startswith("--"))
+    return any(word.partition("=")[0] in names or word.startswith(short) for word in args)
+
+
+def _raise_mistyped(args: list[str], option: str, known: Collection[str]) -> None:
+    """Raise a `UserError` if one of the words looks like a misspelled `option`."""
+    for i, word in enumerate(args):
+        name, has_value, value = word.partition("=")
+        is_close = difflib.get_close_matches(name.removeprefix("--"), [option.removeprefix("--")], n=1)
+        if name.startswith("--") and name not in known and is_close:
+            given = value if has_value else " ".join(args[i + 1 : i + 2])
+            raise UserError("no such option", field=name, value=given, remedy=f"did you mean {option}?")
+
+
+def _raise_without_option(ctx: Any, args: list[str], param: Any, num_arguments: int) -> None:
+    """Raise a `UserError` if there are more words before the first option than the command has arguments."""
+    words = list(itertools.takewhile(lambda word: not word.startswith("-"), args))
+    extra = words[num_arguments:]
+    if not extra:
+        return
+    values = extra if param.multiple else extra[:1]
+    named = [word for value in values for word in (param.opts[0], value)]
+    root = ctx.find_root().info_name or ""
+    program = root if root.startswith("nestrec ") else "nestrec"
+    command = [*program.split(), *ctx.command_path.removeprefix(root).split()]
+    remedy = shlex.join([*command, *words[:num_arguments], *named, *args[num_arguments + len(values) :]])
+    raise UserError(f"needs its option {param.opts[0]}", field="argument", value=extra[0], remedy=f"write {remedy}")
 
 
 class PlainGroup(_PlainFlags, TyperGroup):

@@ -4,6 +4,7 @@ Whether a model that was read can serve: shapes that belong together, and finite
 """
 
 import json
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -55,6 +56,9 @@ from nestrec.serving.model.served_tables import (
     open_table,
 )
 from nestrec.serving.model.serving_spec import NoBackboneConfig, ServingSpec, serving_form_of
+
+_RUN_CONFIG_FILE = "config.json"
+"""File that tells the folder of a run from other folders; serving does not import training."""
 
 
 @dataclass(frozen=True)
@@ -307,6 +311,10 @@ def _open_table(path: Path, tensor: str, device: torch.device, cfg: TablesConfig
 def verified_manifest(folder: Path) -> ServableManifest:
     """The manifest of a folder whose files are exactly those that were exported."""
     if not (folder / MANIFEST_FILE).exists():
+        if (folder / _RUN_CONFIG_FILE).exists():
+            model = Path("models", folder.resolve().name)
+            remedy = f"export it: nestrec export {shlex.quote(str(folder))} {shlex.quote(str(model))}"
+            raise CorruptFileError("is a run, not an exported model", field="--model", value=str(folder), remedy=remedy)
         remedy = "name a folder that `nestrec export RUN OUT` wrote, or an address where a run has published a version"
         raise CorruptFileError("holds no exported model", field="--model", value=str(folder), remedy=remedy)
     try:

@@ -354,3 +354,35 @@ def test_prepare_names_log_for_kinds_of_files() -> None:
     assert (error.field, error.value) == ("format", "csv")
     assert "nestrec prepare log INPUT OUTPUT" in str(error.remedy)
     assert "movielens" in str(refusal("prepare", "movilens", "in", "out").remedy)
+
+
+@pytest.mark.parametrize(
+    ("command", "field", "value", "remedy"),
+    [
+        ("serve --modle models/shop", "--modle", "models/shop", "did you mean --model?"),
+        ("serve --models=models/shop", "--models", "models/shop", "did you mean --model?"),
+        ("serve models/shop --port 80", "argument", "models/shop", "write nestrec serve --model models/shop --port 80"),
+        ("serve models/a models/b", "argument", "models/a", "write nestrec serve --model models/a --model models/b"),
+        ("plan demo cpu-hosts", "argument", "cpu-hosts", "write nestrec plan demo --cluster cpu-hosts"),
+        ("recommend runs/a --out a.parquet", "--out", "a.parquet", "did you mean --output?"),
+    ],
+)
+def test_commands_name_a_required_option(command: str, field: str, value: str, remedy: str) -> None:
+    error = refusal(*command.split())
+    assert (error.field, error.value, error.remedy) == (field, value, remedy)
+
+
+def test_commands_without_words_keep_the_usual_error() -> None:
+    for command in (["serve"], ["serve", "--port", "80"], ["launch", "train", "demo"], ["plan", "demo"]):
+        result = CliRunner().invoke(app, command)
+        assert (result.exit_code, "Missing option" in result.output) == (2, True)
+    assert CliRunner().invoke(app, ["serve", "models/shop", "--help"]).exit_code == 0
+
+
+def test_serve_of_a_run_says_how_to_export_it(tmp_path: Path) -> None:
+    run = tmp_path / "shop"
+    run.mkdir()
+    (run / "config.json").write_text("{}")
+    error = refusal("serve", "--model", str(run), "--port", "0")
+    assert (error.value, error.problem) == (str(run), "is a run, not an exported model")
+    assert error.remedy == f"export it: nestrec export {run} models/shop"
