@@ -29,7 +29,10 @@ def config_of(words: list[str], commands: Collection[str] = ()) -> tuple[Any, st
     command, *rest = words
     if command in ("train", "plan", "tune"):
         from nestrec.training.recipes import recipe
+        from nestrec.training.recipes.auto_recipe import NAME as AUTO
 
+        if rest[:1] == [AUTO]:
+            raise _of_auto(command, rest[1:])
         return recipe(rest[0] if rest else "demo"), " ".join(rest[1:])
     if command in ("prepare", "append"):
         from nestrec.data.formats.format_registry import FORMATS
@@ -44,6 +47,16 @@ def config_of(words: list[str], commands: Collection[str] = ()) -> tuple[Any, st
     if command not in CONFIGS:
         raise _without_options(command, commands)
     return import_attribute(CONFIGS[command])(), " ".join(rest)
+
+
+def _of_auto(command: str, searched: list[str]) -> UserError:
+    """Returns the error that names the recipes whose options `auto` takes."""
+    from nestrec.training.recipes.auto_recipe import OPTIONS_OF
+
+    lines = (shlex.join(["nestrec", "options", command, recipe, *searched]) for recipe in OPTIONS_OF.values())
+    remedy = "; ".join(f"{line} ({task})" for line, task in zip(lines, OPTIONS_OF, strict=True))
+    problem = "takes the options of the recipe of its task, and chooses their values from a dataset"
+    return UserError(problem, field="RECIPE", value="auto", remedy=remedy)
 
 
 def _without_options(command: str, commands: Collection[str]) -> UserError:

@@ -32,6 +32,8 @@ NAME = "auto"
 ChosenT = TypeVar("ChosenT")
 SequenceTask = Literal["retrieval", "ranking"]
 TaskKind = Literal["retrieval", "ranking", "rows"]
+OPTIONS_OF: dict[TaskKind, str] = {"retrieval": "demo", "ranking": "ranking", "rows": "criteo_dlrm"}
+"""For each task, a recipe that has the same options as the one that `auto` makes."""
 LOOKED_AT = 4096
 """Users whose events are looked at."""
 FULL_LOSS_ITEMS = 20_000

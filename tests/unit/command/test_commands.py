@@ -22,6 +22,7 @@ from nestrec.cli.options_command import CONFIGS, config_of, option_text
 from nestrec.data.formats.format_registry import FORMATS
 from nestrec.data.synthetic.synthetic_logs import generate, preset
 from nestrec.training.recipes import RECIPES
+from nestrec.training.recipes.auto_recipe import OPTIONS_OF
 from nestrec_bench.bench import BENCHES
 from nestrec_bench.command import app as bench_app
 
@@ -386,3 +387,13 @@ def test_serve_of_a_run_says_how_to_export_it(tmp_path: Path) -> None:
     error = refusal("serve", "--model", str(run), "--port", "0")
     assert (error.value, error.problem) == (str(run), "is a run, not an exported model")
     assert error.remedy == f"export it: nestrec export {run} models/shop"
+
+
+def test_options_of_auto_name_recipes_with_the_same_options() -> None:
+    error = refusal("options", "train", "auto", "dropout")
+    assert error.value == "auto"
+    lines = re.findall(r"nestrec (options train \w+ dropout) \(\w+\)", str(error.remedy))
+    assert lines[0] == "options train demo dropout"
+    assert len(lines) == len(OPTIONS_OF)
+    for line in lines:
+        assert "dropout" in CliRunner().invoke(app, line.split()).output
