@@ -28,6 +28,7 @@ from nestrec.report import LiveProgress, evaluation_table, progress_for
 from nestrec.report.console_tables import print_rows
 from nestrec.report.formatting import OF_SLICES, duration, slice_rows, verdict_on
 from nestrec.report.run_records import best_evaluation, load_run
+from nestrec.serving.model.serving_spec import why_not_served
 from nestrec.tasks.task import Evaluation
 from nestrec.training.callbacks import CallbackList, TrainingCallback
 from nestrec.training.recipes.auto_recipe import NAME as AUTO
@@ -121,6 +122,15 @@ def train_run(cfg: RunConfig, folder: Path, start_from: Path | None = None) -> N
         print("nothing is held out to test on")
     took = f"{trained_s:.1f} s" if trained_s < 60 else duration(trained_s)
     print(f"trained to step {last_step:,} in {took}; run folder: {folder}")
+    print(f"next: {_next_commands(cfg, folder)}")
+
+
+def _next_commands(cfg: RunConfig, folder: Path) -> str:
+    """Returns what to type after a run: its report, and its export if models of its task can be served."""
+    commands = [["nestrec", "report", str(folder)]]
+    if why_not_served(cfg.task) is None:
+        commands.append(["nestrec", "export", str(folder), str(Path("models", folder.resolve().name))])
+    return "; ".join(map(shlex.join, commands))
 
 
 def _warn_of_baselines(folder: Path, cfg: RunConfig, state: TrainState) -> None:

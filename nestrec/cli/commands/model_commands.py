@@ -3,6 +3,7 @@
 The commands that tell: of a run (report), and of this machine (doctor).
 """
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -49,6 +50,7 @@ def export(
             f" {_told(cost.after)} ({cost.num_requests} requests)"
         )
     typer.echo(f"model {manifest.version[:12]}: {output} ({sum(f.bytes for f in manifest.files) / 1e6:.1f} MB)")
+    typer.echo(f"next: nestrec serve --model {shlex.quote(str(output))}")
 
 
 def _told(metric: float | None) -> str:

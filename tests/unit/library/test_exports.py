@@ -39,6 +39,7 @@ def test_an_export_from_python_is_that_of_the_command(run: nestrec.Run, tmp_path
     said = said_by("export", run.folder, tmp_path / "command", "--tables", "int8", "--device", "cpu")
     assert contents(tmp_path / "python") == contents(tmp_path / "command")
     assert f"model {manifest.version[:12]}: " in said
+    assert said.splitlines()[-1] == f"next: nestrec serve --model {tmp_path / 'command'}"
     assert manifest.precision is not None
     told = json.loads((tmp_path / "python/manifest.json").read_text())["precision"]
     assert told == to_plain(manifest.precision)

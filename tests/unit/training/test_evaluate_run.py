@@ -133,7 +133,10 @@ def test_result_table_names_its_weights(tiny_data, tmp_path, capsys, changes, we
 
 def test_train_run_prints_its_training_time(tiny_data, tmp_path, capsys):
     train_run(config_of("hstu", tiny_data, SHORT), tmp_path / "run")
-    assert re.search(r"^trained to step 2 in \d+\.\d s; run folder: ", capsys.readouterr().out, re.MULTILINE)
+    *_, trained, following = capsys.readouterr().out.splitlines()
+    assert re.match(r"trained to step 2 in \d+\.\d s; run folder: ", trained)
+    run = tmp_path / "run"
+    assert following == f"next: nestrec report {run}; nestrec export {run} models/run"
 
 
 def test_train_only_measures_nothing(tiny_data, tmp_path, capsys):
