@@ -319,6 +319,8 @@ def _retrieval(dataset: Dataset, habits: UserBehaviorStats, reasons: _Reasons, s
     if content:
         why = f"{rare:.0%} of items have at most {RARE} events, and are told by what they are"
         reasons.because("task.inputs.item_features", ",".join(content), why)
+    if habits.actions:
+        reasons.because("task.inputs.actions", "[]", _ignored_actions(habits))
     return RunConfig(
         name=NAME,
         task=RetrievalTaskConfig(
@@ -344,6 +346,15 @@ def _retrieval(dataset: Dataset, habits: UserBehaviorStats, reasons: _Reasons, s
         optimizer=OptimizerConfig(learning_rate=rate),
         training=_training(reasons, epochs=100, patience=10),
         reasons=reasons.why,
+    )
+
+
+def _ignored_actions(habits: UserBehaviorStats) -> str:
+    """Says that retrieval does not tell actions apart, and how to change that, with the least frequent usual action."""
+    *_, example = _labels_of(habits) or habits.actions
+    return (
+        f"every event is a target, and its actions ({', '.join(habits.actions)}) are ignored; "
+        f"--task.inputs.actions {example} trains and measures on events with {example}"
     )
 
 

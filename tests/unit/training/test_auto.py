@@ -130,6 +130,19 @@ def test_auto_prefers_retrieval_for_a_shop_log(tmp_path: Path, form: str) -> Non
     assert "--task.kind ranking scores candidates" in cfg.reasons["task.kind"]
 
 
+def test_auto_says_that_retrieval_ignores_actions(tmp_path: Path) -> None:
+    kinds = ["view"] * 9 + ["buy"]
+    lines = (f"u{second % 20},i{second // 20},{second},0,0,{kinds[second % 7 + 3]}" for second in range(600))
+    folder = write_events(tmp_path, lines, time="at", actions={"view": "event:view", "buy": "event:buy"})
+    cfg = configured("auto", {"data.folder": str(folder)})
+    assert cfg.task.inputs.actions == ()
+    assert "actions (view, buy) are ignored; --task.inputs.actions buy trains" in cfg.reasons["task.inputs.actions"]
+    chosen = configured("auto", {"data.folder": str(folder), "task.inputs.actions": "buy"})
+    assert chosen.task.inputs.actions == ("buy",)
+    assert "task.inputs.actions" not in chosen.reasons
+    assert "task.inputs.actions" not in configured("auto", {"data.folder": folder, "task.kind": "ranking"}).reasons
+
+
 def test_prepare_explains_which_task_auto_chooses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     show_task(Path(write_log(tmp_path, "shown", clicks=0.4)))
     show_task(Path(write_log(tmp_path, "done", clicks=1.0)))
