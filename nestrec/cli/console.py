@@ -1,4 +1,4 @@
-"""How the commands' help looks, and commands that other packages bring.
+"""Helpers of the command line: the form of the help, errors about required options, and commands of other packages.
 
 A message that all ranks of one launch have is printed by one of them.
 """

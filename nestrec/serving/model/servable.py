@@ -58,7 +58,7 @@ from nestrec.serving.model.served_tables import (
 from nestrec.serving.model.serving_spec import NoBackboneConfig, ServingSpec, serving_form_of
 
 _RUN_CONFIG_FILE = "config.json"
-"""File that tells the folder of a run from other folders; serving does not import training."""
+"""File that every folder of a run contains; serving does not import training."""
 
 
 @dataclass(frozen=True)

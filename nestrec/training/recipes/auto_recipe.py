@@ -350,7 +350,7 @@ def _retrieval(dataset: Dataset, habits: UserBehaviorStats, reasons: _Reasons, s
 
 
 def _ignored_actions(habits: UserBehaviorStats) -> str:
-    """Says that retrieval does not tell actions apart, and how to change that, with the least frequent usual action."""
+    """Returns the reason for not reading actions, with the option that reads the least frequent usual one."""
     *_, example = _labels_of(habits) or habits.actions
     return (
         f"every event is a target, and its actions ({', '.join(habits.actions)}) are ignored; "
