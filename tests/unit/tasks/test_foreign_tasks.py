@@ -2,17 +2,19 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
+import torch
 
 from nestrec.base.config import config
 from nestrec.base.errors import UserError
 from nestrec.data.dataset import Dataset
 from nestrec.distributed import Topology
 from nestrec.tasks.retrieval_task import RetrievalTask, RetrievalTaskConfig
-from nestrec.tasks.task import Task, TaskSpec
-from nestrec.tasks.task_registry import TASKS, make_task
+from nestrec.tasks.task import Task, TaskSpec, compute_of
+from nestrec.tasks.task_registry import TASKS, make_task, task_spec
 from nestrec.training.trainer import Trainer
 from support.tiny_runs import config_of, make_datasets
 
@@ -110,3 +112,20 @@ def test_a_task_without_a_part_is_named_when_it_is_made(
     with pytest.raises(UserError, match=said) as refused:
         make_task(cfg.task, Dataset.open(cfg.data.folder), seed=1, dtype="float32")
     assert "mine" in str(refused.value)
+
+
+def test_unknown_task_is_refused_by_its_field() -> None:
+    cfg: Any = SimpleNamespace(kind="retreival")
+    with pytest.raises(UserError, match="retreival") as refused:
+        task_spec(cfg)
+    assert refused.value.field == "task.kind"
+
+
+def test_loss_is_computed_in_the_precision_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    products: list[str] = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", products.append)
+    task: Any = SimpleNamespace(loss=None, couples_samples="batch", reads_stored_rows=False)
+    computes = [compute_of(task, torch.device("cuda"), precision) for precision in ("fp32", "tf32", "bf16")]
+    assert [compute._half for compute in computes] == [False, False, True]
+    assert products == ["highest", "high", "high"]
+    assert {compute.couples_samples for compute in computes} == {"batch"}

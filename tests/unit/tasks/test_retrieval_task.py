@@ -1,5 +1,6 @@
 """Evaluation of retrieval: ranks against a plain definition, for every filter and protocol."""
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -8,12 +9,16 @@ import torch
 
 from nestrec.base.config_overrides import with_overrides
 from nestrec.base.errors import UserError, UserErrorGroup
+from nestrec.base.random import fold, fold_array
 from nestrec.data.dataset import Dataset
 from nestrec.data.samples.retrieval_collator import RetrievalQueries
 from nestrec.data.samples.time_windows import TrainingChunks
 from nestrec.data.synthetic import synthetic_logs as synthetic
 from nestrec.distributed import Topology
-from nestrec.tasks.catalog_ranks import ranks_of_slices
+from nestrec.models.backbone_registry import activations_of, flops_of
+from nestrec.tasks import item_tower
+from nestrec.tasks.catalog_ranks import CatalogRanker, ranks_of_slices
+from nestrec.tasks.retrieval_task import RetrievalTaskConfig, _features
 from nestrec.tasks.task import sequence_info
 from nestrec.tasks.task_registry import _loss_of
 from nestrec.training.recipes import recipe
@@ -200,3 +205,99 @@ def test_ranks_of_slices_equal_those_of_queries(data, filter_seen):
     if filter_seen != "input":
         assert together[:, 1].tolist() == ranks(first, end, end - 1).tolist()
     assert together[:, 0].tolist() == ranks(first, end - 1, end - 2).tolist()
+
+
+def test_retrieval_cost_counts_the_items_that_a_token_meets(data):
+    sampled = session_of(data).task
+    full = session_of(data, **{"task.loss": "full"}).task
+    dim = sampled.cfg.encoder.dim
+    num_items = full._dataset.num_items
+    layers = flops_of(sampled.cfg.encoder)
+    kept = activations_of(sampled.cfg.encoder)
+    assert sampled.cost().flops == replace(layers, head=2.0 * dim * 16)
+    assert sampled.cost().activations == kept + 16 * (dim + 2)
+    assert full.cost().flops == replace(layers, head=2.0 * dim * num_items)
+    assert full.cost().activations == kept + num_items
+
+
+def test_item_content_has_the_width_of_the_model(data):
+    session = session_of(data, **{"tables.items.dim": "12", "task.evaluation.sampled_negatives": "3"})
+    task = session.task
+    items = np.array([3, 1])
+    rows = session.engine.lookup_readonly({"history": items})["history"]
+    expected = rows @ task.model.to_width.matrices["of_items"].weight.T
+    assert torch.equal(task.side.content(session.engine, items), expected)
+    assert expected.shape == (2, task.cfg.encoder.dim) != rows.shape
+
+
+def test_items_with_features_are_compared_chunk_by_chunk(data, monkeypatch):
+    session = session_of(data, **{"task.inputs.item_features": "topic"})
+    side = session.task.side
+    engine = session.engine
+    keys = np.arange(1, side.num_items + 1)
+    expected = side.scored(side.content(engine, keys))
+    asked = list[int]()
+    content = side.content
+    monkeypatch.setattr(item_tower, "_CHUNK_ITEMS", 7)
+    monkeypatch.setattr(side, "content", lambda engine, items: asked.extend(items.tolist()) or content(engine, items))
+    vectors = side.compared(engine)(None, torch.from_numpy(keys))
+    torch.testing.assert_close(vectors, expected)
+    assert asked == keys.tolist()
+
+
+def test_sampled_items_are_drawn_by_the_key_of_the_user(data):
+    session = session_of(data)
+    task = session.task
+    queries = RetrievalQueries(session.dataset, task._split, task.cfg.history, "test", use_times=True)
+    batch = queries.assemble(queries.ids)
+    target = batch.tensors["target"].tolist()
+    offsets = batch.tensors["seen_offsets"].tolist()
+    seen = [set(batch.tensors["seen"][a:b].tolist()) for a, b in itertools.pairwise(offsets)]
+    unseen = [sorted(set(range(1, 41)) - had - {t}) for had, t in zip(seen, target, strict=True)]
+    fewest = min(map(len, unseen))
+
+    def candidates(count):
+        cfg = replace(task.cfg.evaluation, sampled_negatives=count)
+        ranker = CatalogRanker(task.side, session.engine, queries, cfg)
+        return ranker._sampled_candidates(queries.users, batch).tolist()
+
+    drawn = [
+        sorted(items, key=dict(zip(items, fold_array(fold(0x5A, int(user)), np.array(items)), strict=True)).get)
+        for user, items in zip(queries.users, unseen, strict=True)
+    ]
+    for count in (3, fewest):
+        assert candidates(count) == [[t, *items[:count]] for t, items in zip(target, drawn, strict=True)]
+    with pytest.raises(UserError, match=f"has only {fewest} unseen items"):
+        candidates(fewest + 1)
+
+
+def test_targets_are_counted_in_the_training_events(data):
+    session = session_of(data, **{"task.evaluation.baselines": "[]"})
+    split = session.task._split
+    items, offsets = session.dataset.rows(np.arange(session.dataset.num_samples)).lists["item_ids"]
+    count = np.zeros(session.dataset.num_items + 1, dtype=int)
+    for user, start in enumerate(offsets[:-1]):
+        np.add.at(count, items[start : start + split.train_end[user]], 1)
+    details = session.task.evaluate(session.engine, "test").details
+    targets = [items[offsets[user] + split.valid_end[user]] for user in details["users"]]
+    assert details["item_events"].tolist() == count[targets].tolist()
+
+
+def test_ease_is_left_out_of_larger_catalogues(data):
+    num_items = Dataset.open(data).num_items
+    makers = {}
+    for most in (num_items - 1, num_items):
+        session = session_of(data, **{"task.evaluation.ease_max_items": str(most)})
+        makers[most] = session.task._results._makers(session.engine.device)
+    assert ["ease" in found for found in makers.values()] == [False, True]
+
+
+def test_only_samplers_of_other_items_read_negatives():
+    cfg = RetrievalTaskConfig()
+    read = {
+        name: _features(replace(cfg, negatives=replace(cfg.negatives, sampler=name)))
+        for name in ("uniform", "in_batch", "groups")
+    }
+    of_tokens = ("history", "positive")
+    assert read == {"uniform": (*of_tokens, "negative"), "in_batch": of_tokens, "groups": of_tokens}
+    assert _features(replace(cfg, loss="full")) == (*of_tokens, "catalogue")

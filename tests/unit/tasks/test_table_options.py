@@ -1,6 +1,7 @@
 """Tables by name: what a run says of them is what it gets, and what cannot be is refused by its name."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -220,3 +221,28 @@ def test_tables_with_an_option_are_found_by_either_name():
     assert tables_with("dim", TABLES, given) == {"item_tags"}
     assert tables_with("store", TABLES, given) == set()
     assert tables_with("dtype", TABLES, {**given, "*": TableOverrides(dtype="float32")}) == {t.name for t in TABLES}
+
+
+def test_time_to_live_and_room_of_a_table_are_set_together():
+    store = by_name(chosen(tags={"ids": "dynamic", "ttl_steps": 3, "eviction": "lru", "max_rows": 5}))[
+        "item_tags"
+    ].store
+    assert (store.eviction, store.ttl_steps, store.max_rows) == ("lru", 3, 5)
+
+
+def test_shared_table_has_the_rows_of_both_features():
+    first = TableConfig(name="first", dim=8, num_rows=9)
+    second = TableConfig(name="second", dim=8, num_rows=12)
+    unknown = replace(second, num_rows=None)
+
+    def joined(table, other, **options):
+        found = chosen_tables([table, other], {"second": TableOverrides(share="first")} | options)
+        return found.tables[0].num_rows, found.num_ids["first"]
+
+    hashed = {"first": TableOverrides(ids="hashed", rows=5)}
+    assert joined(first, second) == (12, 12)
+    assert joined(replace(first, num_rows=20), second) == (20, 20)
+    assert joined(first, second, **hashed) == (5, 12), "a hashed table has the rows that it is given"
+    assert joined(first, unknown) == (None, None)
+    assert joined(replace(first, num_rows=None), second) == (None, None)
+    assert joined(first, unknown, **hashed) == (5, None)
