@@ -297,3 +297,13 @@ def test_places_write_list_replace_and_remove(tmp_path: Path, kind: str, request
 def test_address_of_an_unknown_kind_is_an_error() -> None:
     with pytest.raises(UserError, match=r"address = 'nowhere://x': cannot be opened"):
         storage_of("nowhere://x")
+
+
+def test_copy_whose_manifest_is_a_folder_is_damaged(tmp_path: Path) -> None:
+    address = str(tmp_path / "copies")
+    CheckpointManager(tmp_path / "a", address=address).save(1, make_content(1))
+    (manifest,) = (tmp_path / "copies").rglob("manifest.json")
+    manifest.unlink()
+    manifest.mkdir()
+    with pytest.raises(CorruptFileError, match="none of the checkpoints there is whole"):
+        CheckpointManager(tmp_path / "b", address=address).restore_latest()

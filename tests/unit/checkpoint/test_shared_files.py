@@ -73,3 +73,15 @@ def test_a_step_that_is_saved_already_reaches_the_best_as_well(tmp_path: Path) -
     last.save(1, make_content(1), also=best)
     assert best.steps() == [1]
     assert verify(tmp_path / "best" / "step-00000001") == []
+
+
+def test_best_that_has_the_step_already_is_left_alone(tmp_path: Path) -> None:
+    told: list[str] = []
+    last = CheckpointManager(tmp_path / "last", report=told.append)
+    best = CheckpointManager(tmp_path / "best", keep=1, report=told.append)
+    best.save(1, make_content(1))
+    before = inodes(tmp_path / "best" / "step-00000001")
+    last.save(1, make_content(1), also=best)
+    assert inodes(tmp_path / "best" / "step-00000001") == before
+    assert [path.name for path in (tmp_path / "best").iterdir()] == ["step-00000001"]
+    assert (last.steps(), told) == ([1], [])

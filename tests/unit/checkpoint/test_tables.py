@@ -1,8 +1,11 @@
 """Tables over ranks: shards, resharding, incremental saves, export."""
 
 import dataclasses
+import itertools
 import random
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +20,7 @@ from nestrec.checkpoint import (
     Chunk,
     LoadedCheckpoint,
     RankCheckpoint,
+    checkpoint_manager,
     verify,
 )
 from nestrec.checkpoint.checkpoint_content import parts_of
@@ -414,3 +418,90 @@ def test_background_save_keeps_the_removed_keys_of_its_step(tmp_path: Path) -> N
     restored = CheckpointManager(tmp_path).restore_latest()
     assert restored is not None
     assert set(values_of(restored, "items")) == {0, 3}
+
+
+def damage_rows(folder: Path, step: int) -> None:
+    """Change a byte of a file of rows, not its size."""
+    file = folder / f"step-{step:08d}" / "rows-items-00000-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"!")
+
+
+def test_rows_are_verified_where_nothing_reads_them_later(tmp_path: Path) -> None:
+    told: list[str] = []
+    checkpoints = CheckpointManager(tmp_path, report=told.append)
+    for step in (1, 2):
+        checkpoints.save(step, RankCheckpoint(tables={"items": [_chunk({1: float(step)})]}))
+    damage_rows(tmp_path, 2)
+    with pytest.raises(CorruptFileError, match="rows-items"):
+        checkpoints.restore(2)
+    assert _rows(checkpoints.restore_latest()) == {1: 1.0}
+    assert ["step 2 is damaged" in message for message in told] == [True]
+
+
+def test_restored_rows_are_read_from_their_files_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    CheckpointManager(tmp_path).save(1, RankCheckpoint(tables={"items": [_chunk({1: 1.0}), _chunk({2: 1.0})]}))
+    verified: list[str] = []
+    problems_of = checkpoint_manager.file_problems
+
+    def noted(files: list[Any], **options: bool) -> list[str]:
+        verified.extend(entry.name for _, entry in files if entry.kind == "rows" and not options.get("but_rows"))
+        return problems_of(files, **options)
+
+    monkeypatch.setattr(checkpoint_manager, "file_problems", noted)
+    found: list[int] = []
+    restored = CheckpointManager(tmp_path).restore_latest(
+        lambda restored: found.extend(key for chunk in restored.rows("items") for key in chunk["keys"].tolist())
+    )
+    assert restored is not None
+    assert (sorted(found), verified) == ([1, 2], [])
+    assert restored.bytes_read == sum(entry.bytes for entry in restored.manifest.files if entry.kind == "rows")
+
+
+def test_every_save_is_full_unless_deltas_are_asked_for(tmp_path: Path) -> None:
+    checkpoints = CheckpointManager(tmp_path)
+    checkpoints.save(1, RankCheckpoint(tables={"items": [_chunk({1: 1.0})]}))
+    assert checkpoints.base_for_next() is None
+
+
+def test_content_is_released_if_the_save_before_it_failed(tmp_path: Path) -> None:
+    checkpoints = CheckpointManager(tmp_path)
+    checkpoints.save_async(1, dataclasses.replace(make_content(1), state={"not json": object()}))
+    closed: list[int] = []
+    with pytest.raises(CheckpointSaveError, match="not JSON serializable"):
+        checkpoints.save_async(2, dataclasses.replace(make_content(2), close=lambda: closed.append(2)))
+    assert closed == [2]
+
+
+def test_state_that_is_damaged_is_none(tmp_path: Path) -> None:
+    checkpoints = CheckpointManager(tmp_path)
+    checkpoints.save(1, make_content(1))
+    assert checkpoints.state(1) == make_content(1).state
+    file = tmp_path / "step-00000001" / "state.json"
+    file.write_bytes(file.read_bytes().replace(b'"epoch": 1', b'"epoch": 2'))
+    assert checkpoints.state(1) is None
+
+
+def test_written_bytes_are_reported_by_the_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    checkpoints = CheckpointManager(tmp_path, note=told.append)
+    monkeypatch.setattr(checkpoint_manager, "time", SimpleNamespace(perf_counter=lambda: 104.0))
+    checkpoints._tell(7, "written", 2_000_000_000, 100.0)
+    checkpoints._tell(8, "written", checkpoint_manager.NOTED_BYTES - 1, 100.0)
+    assert told == ["checkpoint of step 7: 2.00 GB written by 1 ranks in 4.0 s (0.50 GB/s)"]
+
+
+def test_merged_checkpoint_has_every_row_of_a_shard_once(tmp_path: Path) -> None:
+    def train(peers: CheckpointGroup) -> None:
+        checkpoints = CheckpointManager(tmp_path, peers=peers, max_deltas=1)
+        for step in range(3):
+            base = checkpoints.base_for_next()
+            rows = rows_of_rank(peers, step)
+            checkpoints.save(step, RankCheckpoint(tables={"items": rows[: None if base is None else 1]}, base=base))
+
+    run_ranks(2, train)
+    restored = CheckpointManager(tmp_path).restore(2)
+    assert restored.manifest.base is None
+    assert set(values_of(restored, "items")) == set(KEYS)
+    rows = [entry for entry in restored.manifest.files if entry.kind == "rows"]
+    held = [load_file(tmp_path / "step-00000002" / entry.name)["keys"].tolist() for entry in rows]
+    assert sorted(itertools.chain(*held)) == sorted(KEYS), "no file holds rows of the other rank"

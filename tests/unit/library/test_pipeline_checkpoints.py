@@ -170,3 +170,34 @@ def test_weights_that_are_not_finite_are_no_checkpoint(tmp_path):
     assert saved.restore() == {}
     assert pipeline.number == 0
     pipeline.close()
+
+
+class WithExtra(Model):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(2))
+
+
+@pytest.mark.parametrize("saves_more", [True, False])
+def test_model_with_other_tensors_is_refused_by_folder(tmp_path, saves_more):
+    models = (WithExtra(), Model()) if saves_more else (Model(), WithExtra())
+    pipeline, different = (made(model=model) for model in models)
+    path = nestrec.PipelineCheckpoints(pipeline, tmp_path).save()
+    shapes = ("None", r"\[2\]") if saves_more else (r"\[2\]", "None")
+    with pytest.raises(UserError, match=rf"shape of seen = {shapes[0]}: is {shapes[1]} in the checkpoint {path}"):
+        nestrec.PipelineCheckpoints(different, tmp_path).restore()
+    for each in (pipeline, different):
+        each.close()
+
+
+def test_one_checkpoint_stays_by_default(tmp_path):
+    pipeline = made()
+    saved = nestrec.PipelineCheckpoints(pipeline, tmp_path)
+    for number in range(3):
+        pipeline.number = number
+        path = saved.save()
+    assert [folder.name for folder in path.parent.iterdir()] == ["step-00000002"]
+    for keep in (True, "2", 1.5, 0):
+        with pytest.raises(UserError, match="keep"):
+            nestrec.PipelineCheckpoints(pipeline, tmp_path, keep=keep)
+    pipeline.close()
