@@ -14,8 +14,9 @@ from nestrec.data.samples.retrieval_inputs import RetrievalInputConfig
 from nestrec.data.samples.split import item_counts, leave_one_out
 from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine
+from nestrec.tasks.table_overrides import TableOverrides, chosen_tables
 from nestrec.tasks.task import sequence_info
-from nestrec.tasks.task_registry import _loss_of, make_task
+from nestrec.tasks.task_registry import _loss_of, make_task, task_spec
 from nestrec.training.recipes import recipe
 from nestrec.training.run_config import RunConfig
 from nestrec.training.trainer import Trainer
@@ -236,3 +237,21 @@ def test_full_loss_compares_with_every_trained_item(data, id_dropout):
     assert _loss_of("retrieval", task, engine, samples) == pytest.approx(expected.item(), rel=1e-4)
     has_id = (batch.tensors["at/catalogue"] < len(batch.keys["item"])).double().mean()
     assert abs(has_id - (1 - float(id_dropout))) < 0.3
+
+
+@pytest.mark.parametrize("name", ["demo", "ranking"])
+def test_lists_are_pooled_by_mean_until_a_run_chooses(data, name):
+    cfg = config_of(name, data)
+    task = task_spec(cfg.task).make(cfg.task, Dataset.open(data), seed=1, dtype="float32")
+    assert task.bags
+    assert task.pooling == dict.fromkeys(task.bags, "mean")
+    task.take(chosen_tables(task.tables, {"tags": TableOverrides(pooling="sum")}, task.bags))
+    assert set(task.pooling.values()) >= {"sum"}
+
+
+def test_lists_of_events_are_ranked_for_the_test_alone(data):
+    cfg = config_of("ranking", data, task__at_once="40", task__baselines="[]").task
+    task = make_task(cfg, Dataset.open(data), seed=1, dtype="float32")
+    engine = EmbeddingEngine(task.tables, Topology.single())
+    systems = {part: set(task.evaluate(engine, part).metrics) for part in ("valid", "test")}
+    assert systems == {"valid": {"model"}, "test": {"model", "model, at once"}}

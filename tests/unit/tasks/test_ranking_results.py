@@ -12,7 +12,15 @@ from nestrec.data.incremental.append import append
 from nestrec.data.samples.split import SplitConfig, split_of
 from nestrec.distributed import Topology
 from nestrec.tasks import ranking_evaluator
-from nestrec.tasks.learned_baselines import NUM_FOLDS, _fewer_threads, _Sums, fold_of
+from nestrec.tasks.learned_baselines import (
+    NUM_FOLDS,
+    SMOOTHING,
+    BoostedTrees,
+    EventTable,
+    _fewer_threads,
+    _Sums,
+    fold_of,
+)
 from nestrec.tasks.metrics import MIN_MEMBERS, MOST_VALUES, Targets, slice_masks, sliced_features
 from nestrec.tasks.ranking_evaluator import RankingEvaluator
 from nestrec.tasks.task import Evaluation
@@ -214,3 +222,27 @@ def test_targets_count_the_training_events_of_item_and_user(dataset: Dataset) ->
     assert found.item.tolist() == [item for _, _, item in held]
     assert found.item_events.tolist() == [trained.count(item) for _, _, item in held]
     assert found.user_events.tolist() == [split.train_end[u] for u, _, _ in held]
+
+
+@pytest.mark.skipif(not ranking_evaluator.is_available(), reason="needs scikit-learn")
+def test_trees_read_smoothed_rates_and_counts_of_training_events() -> None:
+    ids = {"item": np.array([1, 1, 2, 3]), "user": np.array([0, 1, 1, 0]), "device": np.array([0, 1, 0, 1])}
+    label = np.array([1, 1, 0, 0])
+    hours = 3_600_000 * np.array([5, 23, 24, 50])
+    events = EventTable(ids, {"place": np.array([0.5, 1.5, 2.5, np.nan])}, hours)
+    trees = BoostedTrees(events, label)
+    asked = EventTable(
+        {"item": np.array([1, 9]), "user": np.array([1, 0]), "device": np.array([1, 0])},
+        {"place": np.array([7.0, 8.0])},
+        hours[:2],
+    )
+
+    def rate(positive: int, total: int) -> float:
+        return (positive + SMOOTHING * 0.5) / (total + SMOOTHING)
+
+    # Rates of item, user and device, each by events; then the numbers and the hour of the day.
+    assert trees._columns(asked, None).tolist() == [
+        [rate(2, 2), 2, rate(1, 2), 2, rate(1, 2), 1, 7.0, 5],
+        [rate(0, 0), 0, rate(1, 2), 2, rate(1, 2), 0, 8.0, 23],
+    ]
+    assert trees._model.l2_regularization == 1.0
