@@ -123,3 +123,13 @@ def test_time_to_live_counts_from_the_step_that_was_saved(tmp_path: Path) -> Non
     for each in (engine, other):
         use(each, 15, 2)
     assert other.gone_since("ttl", 13).tolist() == engine.gone_since("ttl", 13).tolist() == [1]
+
+
+def test_time_to_live_counts_steps_without_any_use(tmp_path: Path) -> None:
+    tables = [TableConfig(name="ttl", dim=2, store=TTL)]
+    engine = EmbeddingEngine(tables, Topology.single())
+    use(engine, 10, 1)
+    restored = saved(tmp_path, TableCheckpointer(engine), 13)
+    other = EmbeddingEngine(tables, Topology.single())
+    TableCheckpointer(other).take(restored)
+    assert other.unsettled("ttl")["newest_step"].tolist() == [13]
