@@ -1,4 +1,4 @@
-"""What checkpoints take of the tables of one rank and give back, without a run around it."""
+"""Tables of one rank in checkpoints: what is saved of them and what is restored, without a run around it."""
 
 from pathlib import Path
 

@@ -457,7 +457,7 @@ def test_restored_rows_are_read_from_their_files_once(tmp_path: Path, monkeypatc
     assert restored.bytes_read == sum(entry.bytes for entry in restored.manifest.files if entry.kind == "rows")
 
 
-def test_every_save_is_full_unless_deltas_are_asked_for(tmp_path: Path) -> None:
+def test_saves_are_full_unless_deltas_are_configured(tmp_path: Path) -> None:
     checkpoints = CheckpointManager(tmp_path)
     checkpoints.save(1, RankCheckpoint(tables={"items": [_chunk({1: 1.0})]}))
     assert checkpoints.base_for_next() is None

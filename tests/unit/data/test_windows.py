@@ -173,3 +173,9 @@ def test_window_without_events_has_no_runs() -> None:
     window = window_of_events(2, none, none, none)
     assert (window.number, window.from_ms, window.to_ms, window.is_newest) == (2, 0, 0, True)
     assert (window.runs.shape, window.runs.dtype) == ((0, 3), np.int64)
+
+
+def test_start_of_windows_is_refused_by_its_name():
+    with pytest.raises(UserError, match="soon") as refused:
+        WindowsConfig(hours=1, start="soon")
+    assert refused.value.field == "windows.start"

@@ -190,7 +190,7 @@ def test_model_with_other_tensors_is_refused_by_folder(tmp_path, saves_more):
         each.close()
 
 
-def test_one_checkpoint_stays_by_default(tmp_path):
+def test_retention_keeps_one_checkpoint_by_default(tmp_path):
     pipeline = made()
     saved = nestrec.PipelineCheckpoints(pipeline, tmp_path)
     for number in range(3):

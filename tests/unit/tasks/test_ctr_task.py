@@ -1,4 +1,4 @@
-"""Click prediction on labelled rows: what it costs, by hand."""
+"""Click prediction on labeled rows: what it costs, by hand."""
 
 from pathlib import Path
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ import torch
 from nestrec.base.config_overrides import with_overrides
 from nestrec.base.errors import UserError, UserErrorGroup
 from nestrec.data.dataset import Dataset
-from nestrec.data.samples.retrieval_inputs import RetrievalInputConfig
+from nestrec.data.samples.feature_inputs import Inputs
+from nestrec.data.samples.retrieval_inputs import RetrievalInputConfig, _weights_of_masks
 from nestrec.data.samples.split import item_counts, leave_one_out
 from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine
@@ -255,3 +257,23 @@ def test_lists_of_events_are_ranked_for_the_test_alone(data):
     engine = EmbeddingEngine(task.tables, Topology.single())
     systems = {part: set(task.evaluate(engine, part).metrics) for part in ("valid", "test")}
     assert systems == {"valid": {"model"}, "test": {"model", "model, at once"}}
+
+
+def test_action_weights_may_be_zero_and_not_negative():
+    card = SimpleNamespace(action_bits={"click": 1, "buy": 2})
+    cfg = RetrievalInputConfig(actions=("click", "buy"), action_weights={"buy": 0.0})
+    # By mask: no action, click, buy, both.
+    assert _weights_of_masks(card, cfg).tolist() == [0, 1, 0, 1]
+    for weights, field in (
+        ({"buy": -1.0}, "task.inputs.action_weights.buy"),
+        ({"by": 1.0}, "task.inputs.action_weights"),
+    ):
+        with pytest.raises((UserError, UserErrorGroup)) as refused:
+            _weights_of_masks(card, replace(cfg, action_weights=weights))
+        assert {error.field for error in getattr(refused.value, "errors", [refused.value])} == {field}
+
+
+def test_missing_numbers_are_zero_and_marked():
+    found = Inputs()
+    found.add_numbers("place", np.array([0.5, np.nan, 0.0], np.float32))
+    assert found.tensors["place"].tolist() == [[0.5, 0.0], [0.0, 1.0], [0.0, 0.0]]

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import psutil
@@ -29,7 +30,7 @@ VECTORS = 7 * 8 * 2
 
 
 def test_micro_batch_sizes_are_counted_in_tokens() -> None:
-    collator = SimpleNamespace(tokens=np.array([5, 1, 4, 2]))
+    collator: Any = SimpleNamespace(tokens=np.array([5, 1, 4, 2]))
     samples = BatchConfig(batch_samples=6)
     tokens = BatchConfig(batch_samples=None, batch_tokens=7)
     assert largest_micro_batch(collator, samples, 3) == 5 + 4

@@ -283,7 +283,7 @@ def test_targets_are_counted_in_the_training_events(data):
     assert details["item_events"].tolist() == count[targets].tolist()
 
 
-def test_ease_is_left_out_of_larger_catalogues(data):
+def test_ease_is_left_out_of_larger_catalogs(data):
     num_items = Dataset.open(data).num_items
     makers = {}
     for most in (num_items - 1, num_items):
@@ -301,3 +301,11 @@ def test_only_samplers_of_other_items_read_negatives():
     of_tokens = ("history", "positive")
     assert read == {"uniform": (*of_tokens, "negative"), "in_batch": of_tokens, "groups": of_tokens}
     assert _features(replace(cfg, loss="full")) == (*of_tokens, "catalogue")
+
+
+def test_query_batches_count_all_of_their_tokens(data):
+    session = session_of(data)
+    task = session.task
+    queries = RetrievalQueries(session.dataset, task._split, task.cfg.history, "test", use_times=True)
+    batch = queries.assemble(queries.ids[:5])
+    assert batch.num_tokens == len(batch.keys["history"]) == int(batch.tensors["offsets"][5])
