@@ -113,9 +113,11 @@ class Fault:
         real = owner.__dict__[name]
         is_static = isinstance(real, staticmethod)
         function = real.__func__ if is_static else real
+        # The executor of a copier sets results of futures too, and its thread ends if that raises.
+        threads = "nestrec-engine" if owner is Future else "nestrec-"
 
         def planted(*given, **options):
-            is_due = not self.has_fired and threading.current_thread().name.startswith("nestrec-")
+            is_due = not self.has_fired and threading.current_thread().name.startswith(threads)
             if is_due and not is_after:
                 self._fire()
             result = function(*given, **options)
@@ -161,7 +163,8 @@ def check_nothing_leaks(engine):
     assert engine.wait_until_idle(TIMEOUT_S)
     end_s = time.perf_counter() + TIMEOUT_S
     while tiers.dram._in_flight or engine._messages or tiers._reloading:
-        assert time.perf_counter() < end_s
+        left = tiers.dram._in_flight, list(engine._messages), tiers._reloading
+        assert time.perf_counter() < end_s, left
         time.sleep(1e-3)  # copies run on real threads
     engine.close()
     assert not engine._unfinished
@@ -182,10 +185,12 @@ def test_engine_answers_after_an_exception(servable, asked, monkeypatch, point, 
     fault = Fault(monkeypatch, *POINTS[point], is_after=is_after)
     users = list(asked)
     num_errors = 0
-    for _ in range(3):
+    for round_number in itertools.count(1):
         num_errors += check_answers(ask_together(engine, asked, users), asked)
         assert engine.wait_until_idle(TIMEOUT_S)
-    assert fault.has_fired
+        if fault.has_fired and round_number >= 3:
+            break
+        assert round_number < 100, "the fault has not fired"  # a signal may always be overtaken by its ranking
     assert num_errors <= MOST_REQUESTS
     for _ in range(100 // NUM_USERS):
         assert check_answers(ask_together(engine, asked, users), asked) == 0
