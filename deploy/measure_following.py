@@ -127,7 +127,9 @@ def sent(url: str, load: RequestSchedule) -> Trial:
 
 
 def measure(chosen: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    address, port, began_s = str(folder / "published"), free_port(), time.monotonic()
+    address = str(folder / "published")
+    port = free_port()
+    began_s = time.monotonic()
     encoder = encoder_of(chosen)
     publish(address, encoder, chosen.items, 0.0, 0)
     url = f"http://127.0.0.1:{port}"

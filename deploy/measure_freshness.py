@@ -66,7 +66,9 @@ def prepare(folder: Path, rng: np.random.Generator) -> None:
 
 
 def measure(chosen: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    rng, port, seen = np.random.default_rng(1), free_port(), dict[int, dict[str, Any]]()
+    rng = np.random.default_rng(1)
+    port = free_port()
+    seen = dict[int, dict[str, Any]]()
     prepare(folder, rng)
     (folder / "drop").mkdir()
     server = started("serve", "--model", folder / "published", "--follow", "--follow.poll_s", 0.2, "--port", port)
@@ -74,7 +76,8 @@ def measure(chosen: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         "follow", folder / "drop", "--run", folder / "run", "--window.events", chosen.events, "--poll_s", 0.1,
         "--run.publish.address", folder / "published",
     )  # fmt: skip
-    url, is_over = f"http://127.0.0.1:{port}", threading.Event()
+    url = f"http://127.0.0.1:{port}"
+    is_over = threading.Event()
     body = {"user": "u", "history": {"items": ["1", "2"], "times_ms": [1, 2]}, "candidates": ["3", "4"], "now_ms": 3}
 
     def ask_on() -> None:

@@ -66,7 +66,8 @@ async def spent_us(connection: Any, data: bytes) -> float:
 def key_file(folder: Path, count: int) -> tuple[Path, str]:
     """A file of so many keys, and the last of them."""
     folder.mkdir(exist_ok=True)
-    path, key = folder / f"{count}.toml", ""
+    path = folder / f"{count}.toml"
+    key = ""
     for number in range(count):
         key = new_key()
         add_entry(path, ApiKeyEntry(name=f"k{number}", sha256=digest_of(key.encode()).hex()))
@@ -82,7 +83,8 @@ def certificate(folder: Path) -> tuple[Path, Path]:
 
 
 async def over_sockets(service: Service, folder: Path) -> list[dict[str, Any]]:
-    app, pem = App(service, LimitsConfig(default_timeout_ms=10_000)), certificate(folder)
+    app = App(service, LimitsConfig(default_timeout_ms=10_000))
+    pem = certificate(folder)
     one, many = key_file(folder, 1), key_file(folder, 256)
     tls = {"certificate": str(pem[0]), "private_key": str(pem[1])}
     ways: dict[str, tuple[SecurityConfig, str]] = {

@@ -66,7 +66,8 @@ def serving(nestrec: str, model: Path, folder: Path) -> Iterator[str]:
 
 
 def asked(url: str, body: dict[str, Any]) -> dict[str, Any]:
-    data, headers = json.dumps(body).encode(), {"content-type": "application/json"}
+    data = json.dumps(body).encode()
+    headers = {"content-type": "application/json"}
     with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=30) as response:
         return dict(json.load(response))
 

@@ -27,7 +27,8 @@ def rows_of(*reports: str, by_test: bool = False) -> list[Row]:
     counts: dict[str, Counter[str]] = {}
     seconds: dict[str, float] = {}
     for case in (case for xml in reports for case in ElementTree.fromstring(xml).iter("testcase")):
-        ended, inside = {child.tag for child in case}, case.get("classname")
+        ended = {child.tag for child in case}
+        inside = case.get("classname")
         words = (inside or case.get("name", "")).split(".")
         module = next((n for n, word in enumerate(words, 1) if word.startswith("test_")), 0)
         if module == 0 or not (inside or ended & {"failure", "error"}):

@@ -47,7 +47,8 @@ def trainer_of(args: argparse.Namespace, overrides: dict[str, str]) -> Any:
     from ray.train.torch import TorchConfig, TorchTrainer
 
     fewest, _, most = args.workers.partition(":")
-    has_gpu, output = args.device == "cuda", args.output.absolute()
+    has_gpu = args.device == "cuda"
+    output = args.output.absolute()
     cores = args.cpus or (12 if has_gpu else 1)
     return TorchTrainer(
         work,

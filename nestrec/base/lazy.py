@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping
 from types import FunctionType, ModuleType
 from typing import Any
 
-from nestrec.base.errors import UserError
-
 
 def lazy_exports(package: str, exports: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return `__getattr__` and `__dir__` of a package.
@@ -71,12 +69,16 @@ def import_extra(
         if missing.partition(".")[0] == __name__.partition(".")[0]:
             raise  # a mistake of ours
         remedy = f"pip install 'nestrec[{extra}]'{instead}"
+        from nestrec.base.errors import UserError  # only here: importing the package must stay quick
+
         raise UserError(problem, field=field, value=value or missing, remedy=remedy) from error
 
 
 def _called_from_python(package: str, function: FunctionType) -> Any:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        from nestrec.base.errors import UserError
+
         try:
             return function(*args, **kwargs)
         except UserError as error:

@@ -86,7 +86,8 @@ def cached_forward(
     for number, layer in enumerate(model.layers):
         assert isinstance(layer, LinearLayer)
         q, k, v, gate = layer.projected(x_TD)
-        sums, first = torch.empty_like(v), 0
+        sums = torch.empty_like(v)
+        first = 0
         for b, segment in enumerate(segments):
             rows = slice(first, first + segment.num_tokens)
             sums[rows] = _sums(q[rows], k[rows], v[rows], prefix(number, b), segment.num_history)
@@ -106,7 +107,8 @@ def _sums(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prefix: KeysAndValu
     q, k, v = (part.transpose(0, 1) for part in (q, k, v))
     keys, values = (torch.cat([old, new], dim=1) for old, new in zip(prefix, (k, v), strict=True))
     weights = q @ keys.transpose(1, 2)
-    num_prefix, num_new = prefix[0].shape[1], q.shape[1]
+    num_prefix = prefix[0].shape[1]
+    num_new = q.shape[1]
     place = torch.arange(num_new, device=q.device)
     sees = (place[:, None] >= place) & ((place < num_history) | (place[:, None] == place))
     weights = weights * torch.cat([sees.new_ones(num_new, num_prefix), sees], dim=1)

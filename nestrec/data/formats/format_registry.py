@@ -40,7 +40,7 @@ _FILE_KINDS = ("csv", "json", "jsonl", "ndjson", "parquet", "tsv")
 
 def find_format(name: str) -> FormatSpec:
     """Return a format; the error of a kind of file, such as csv, names the format that reads it."""
-    if name not in FORMATS and name.lower() in _FILE_KINDS:
+    if isinstance(name, str) and name not in FORMATS and name.lower() in _FILE_KINDS:
         remedy = "take log, which reads CSV, Parquet and JSON lines, as in `nestrec prepare log INPUT OUTPUT`"
         raise UserError("is a kind of file, not a format", field="format", value=name, remedy=remedy)
     return FORMATS.find(name, field="format")
