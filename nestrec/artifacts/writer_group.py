@@ -1,4 +1,6 @@
-"""One piece of work at a time on a thread of its own; its error waits for whoever asks next.
+"""Ranks that write one artifact and agree on its success, and a background writer.
+
+One piece of work at a time on a thread of its own; its error waits for whoever asks next.
 
 The ranks that write one checkpoint together, and how they agree on its success.
 """

@@ -1,4 +1,6 @@
-"""How even steps really were, from what every rank measured of them.
+"""Metrics of balance: how evenly partitions spread the work, and what ranks measured.
+
+How even steps really were, from what every rank measured of them.
 
 A collective ends on all ranks at about the same time, and the last rank to enter it waits for nobody: what it spends
 there is the collective itself, and what another rank spends there beyond that, it waited. So durations are enough, and

@@ -1,4 +1,6 @@
-"""What a sample costs: a * L + b * L^2 + c * candidates, given or fitted to measured step times.
+"""Cost model of a sample: given or fitted to measured step times, and its changes during a run.
+
+What a sample costs: a * L + b * L^2 + c * candidates, given or fitted to measured step times.
 
 By rule the coefficients are one value that all ranks agree on, changed only at a logged step and saved in the
 checkpoint: `to_plain` and `from_plain` of `nestrec.base.config` carry a `CostModel` through JSON unchanged.

@@ -1,4 +1,6 @@
-"""Cutting a list of weights into consecutive runs.
+"""Helpers of the balance policies: orders of samples and cuts of weighted lists.
+
+Cutting a list of weights into consecutive runs.
 
 Sorting and grouping shared by the partition functions: the same result on every machine, ties by index.
 """

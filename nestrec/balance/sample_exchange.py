@@ -1,4 +1,6 @@
-"""Balancing as the data stages see it: who reads and who computes each sample of a global batch.
+"""Partitions each global batch over ranks and exchanges the samples between them.
+
+Balancing as the data stages see it: who reads and who computes each sample of a global batch.
 
 `read`: every rank can read any sample, so it reads what the policy gives it. `exchange`: a rank reads its contiguous
 part of the batch, and samples are traded. Both give every rank the same samples. Micro-batches inside a rank are of

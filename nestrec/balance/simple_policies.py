@@ -1,4 +1,6 @@
-"""`fixed`: equal counts, contiguous in the global batch. The baseline that knows nothing of lengths.
+"""Balance policies: fixed, zigzag, token threshold, power, greedy and Karmarkar-Karp.
+
+`fixed`: equal counts, contiguous in the global batch. The baseline that knows nothing of lengths.
 
 `greedy`: the costliest sample first, each to the rank with the least load (TurboGR, long sequences).
 

@@ -1,4 +1,6 @@
-"""The fields of a config with their values and the line of documentation that stands under each.
+"""Applies dotted overrides to configs, and describes their fields.
+
+The fields of a config with their values and the line of documentation that stands under each.
 
 Dotted overrides of a config (`{"model.num_layers": "4"}`): as they are typed, and all mistakes told at once.
 """

@@ -1,4 +1,6 @@
-"""What a field of a config may hold: part of its type, so that a value out of range is refused by name.
+"""Types, bounds and conversions of config values.
+
+What a field of a config may hold: part of its type, so that a value out of range is refused by name.
 
 `batch_samples: Count = 128` is an int for a type checker, and 1 or more for everybody who builds the config.
 `policy: Annotated[str, OneOf(POLICIES)]` is a name in a registry that may grow.

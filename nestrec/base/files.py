@@ -66,7 +66,7 @@ def told_if_unwritable(path: Path, field: str) -> Iterator[None]:
         if error.errno not in _UNWRITABLE and _SHORT_OF_NUMPY not in str(error):
             raise
         problem = f"cannot be written: {error.strerror or error}"
-        remedy = "free disk space or mend permissions"
+        remedy = "free disk space or fix its permissions"
         raise UserError(problem, field=field, value=str(error.filename or path), remedy=remedy) from error
 
 

@@ -1,4 +1,6 @@
-"""What a member of a seam says of itself, against what its spec asks: kinds of values, and how functions are called.
+"""Plugin registries: built-in entries and entry points, with checks of their specs.
+
+What a member of a seam says of itself, against what its spec asks: kinds of values, and how functions are called.
 
 A spec is a dataclass whose fields are annotated; nothing else tells whether a package has answered them. What cannot be
 told by looking, such as what a function gives, is left to whoever calls it.

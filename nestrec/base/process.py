@@ -1,4 +1,6 @@
-"""The end of a process whose threads may still be inside torch.
+"""Exit of a process, huge pages and garbage collection.
+
+The end of a process whose threads may still be inside torch.
 
 When an interpreter ends, it stops such threads where they are, and what was compiled around them calls that a fault: a
 rank that had done all its work was now and then ended by SIGABRT, and its launcher took the run for a failed one.

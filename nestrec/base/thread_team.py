@@ -1,4 +1,6 @@
-"""What somebody else is still making.
+"""Threads that share a loop, and the protocol of futures.
+
+What somebody else is still making.
 
 Host loops split over threads, and calls that run ahead on some: what they do is numba, files and digests, without
 the GIL.

@@ -1,4 +1,6 @@
-"""What goes into a checkpoint.
+"""The content of a checkpoint: tensors, state and rows of tables.
+
+What goes into a checkpoint.
 
 Nested state dictionaries as tensors by name plus JSON, so that `torch.optim` state needs no pickle.
 

@@ -1,4 +1,6 @@
-"""Ends a chain of incremental checkpoints: a full one, made of the rows at hand and of files already written.
+"""Writes full and incremental checkpoints, and merges a chain into a full one.
+
+Ends a chain of incremental checkpoints: a full one, made of the rows at hand and of files already written.
 
 Only touched rows are taken from the running model. The rest comes from the files of the chain, in the background: the
 training waits for no more than the copy of what it touched, also where a full checkpoint is due.

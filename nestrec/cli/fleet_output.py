@@ -1,4 +1,6 @@
-"""What whoever runs servers asks of them: other models, the ones before, fewer or more instances.
+"""Calls the admin API of a server or a gateway, and formats what it returns.
+
+What whoever runs servers asks of them: other models, the ones before, fewer or more instances.
 
 `nestrec health`: what a container's health check asks of a server, without a tool of its own in the image.
 """

@@ -1,4 +1,6 @@
-"""`nestrec recommend` and `nestrec embed`: files for very many users.
+"""Runs training, evaluation and batch inference for the command line, and prints results.
+
+`nestrec recommend` and `nestrec embed`: files for very many users.
 
 What the commands show on a terminal while they train and measure.
 """

@@ -1,4 +1,6 @@
-"""The threads behind `BatchLoader`: several read and assemble, in any order; one trades samples, in the order of the
+"""Data loader: reads, collates and prefetches micro-batches on background threads.
+
+The threads behind `BatchLoader`: several read and assemble, in any order; one trades samples, in the order of the
 steps.
 
     read (pool) -> trade (one thread, in order) -> assemble (pool)

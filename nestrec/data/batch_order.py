@@ -1,4 +1,6 @@
-"""Who computes which samples of a global batch: a hook for balancing, which lives above this folder.
+"""Sample order: which samples form each global batch, and which rank computes them.
+
+Who computes which samples of a global batch: a hook for balancing, which lives above this folder.
 
 The order of samples: the global batch of a step is a pure function of (seed, epoch, step).
 

@@ -1,4 +1,6 @@
-"""Loops over flat arrays that numpy would do with large temporaries.
+"""Compiled loops over flat arrays: gathers, slices and the sort of events.
+
+Loops over flat arrays that numpy would do with large temporaries.
 
 Stable order of events inside a partition: by user, then by the sort keys, then as they came.
 

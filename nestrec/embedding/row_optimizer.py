@@ -1,4 +1,6 @@
-"""The seam of row optimisers: what one is, where it is found, and how a table names it.
+"""Row optimizers: specs, state columns, row layout and updates of 16-bit rows.
+
+The seam of row optimisers: what one is, where it is found, and how a table names it.
 
 A row optimiser is a formula on whole rows: it changes their state and says by how much the weights move. That is its
 definition, and enough to train with. A host loop and a kernel are the same arithmetic made quick. All optimisers are

@@ -1,4 +1,6 @@
-"""Whether a table is sharded over ranks or held whole by every rank: what can be, and which crosses in fewer bytes.
+"""Config of an embedding table: rows, initial values, optimizer, store and placement.
+
+Whether a table is sharded over ranks or held whole by every rank: what can be, and which crosses in fewer bytes.
 
 Of a table with U rows in a step, n of which a micro-batch of a rank asks for, on R ranks, with N micro-batches in which
 rows cross (1 with the window cache), keys of 8 bytes, vectors of w and gradients of g bytes, a rank sends

@@ -1,4 +1,6 @@
-"""What fewer bits cost, measured when a model is exported, on requests made of events that validate.
+"""Measures a servable at export: precision cost, recall of its search, default inputs.
+
+What fewer bits cost, measured when a model is exported, on requests made of events that validate.
 
 A request tells what the dataset has of its user, features of every kind included. Both models are asked by the code
 that serves them. Where prefixes are kept in fewer bits, they are kept and read again.

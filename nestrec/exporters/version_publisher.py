@@ -1,4 +1,6 @@
-"""`nestrec publish`: a run that is not under way, as the newest version at an address.
+"""Publishes versions of a model, during training or from a finished run.
+
+`nestrec publish`: a run that is not under way, as the newest version at an address.
 
 A run's side of publishing: what has changed since the last version is copied after a step and written beside the
 next ones.

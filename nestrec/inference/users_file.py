@@ -1,4 +1,6 @@
-"""A Parquet file of users, a row each: which columns it has, looked through before anything is read of it.
+"""Reads users and their histories from Parquet files for batch inference.
+
+A Parquet file of users, a row each: which columns it has, looked through before anything is read of it.
 
     user, items, times_ms, actions, features.NAME, user_features.NAME, context.NAME, now_ms
 

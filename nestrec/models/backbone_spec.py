@@ -1,4 +1,6 @@
-"""What a backbone says of itself: the seam through which models of other packages join in.
+"""The spec of a backbone (a plugin), and its limits on attention span.
+
+What a backbone says of itself: the seam through which models of other packages join in.
 
     GRU = Backbone(config=GRUConfig, build=GRU, flops=lambda cfg: ForwardFlops(token=12.0 * cfg.dim**2))
 

@@ -1,4 +1,6 @@
-"""The type that a model computes in, where it is another than it was trained in.
+"""Parts that encoders share: features, prefix tokens, data types, residual blocks.
+
+The type that a model computes in, where it is another than it was trained in.
 
 Vectors of several tables, and columns of numbers, as one vector of the model's width.
 

@@ -1,4 +1,6 @@
-"""What a token is compared with besides its positive, and at what price.
+"""Heads and scores of retrieval and ranking models, with their negatives.
+
+What a token is compared with besides its positive, and at what price.
 
 Legend: T tokens, R negatives drawn for a token, K others whose negatives it meets too, D channels.
 

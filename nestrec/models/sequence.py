@@ -1,4 +1,6 @@
-"""What an encoder knows of a batch besides its vectors.
+"""What an encoder is given: sequence info, segments of new tokens, the uncached forward.
+
+What an encoder knows of a batch besides its vectors.
 
 New tokens of sequences whose first part has been computed before, as serving asks a backbone for them.
 

@@ -1,4 +1,6 @@
-"""Forward and backward of a loss on looked-up rows.
+"""Exchanges and computation of one batch between two parameter updates.
+
+Forward and backward of a loss on looked-up rows.
 
 What a rank holds of a batch while it computes: vectors that have come, gradients that wait to go.
 

@@ -1,4 +1,6 @@
-"""A batch in flight: one type for each phase, which has what the phase has and nothing that comes later.
+"""Types of the schedules: steps, batches in each phase, learning rates.
+
+A batch in flight: one type for each phase, which has what the phase has and nothing that comes later.
 
     LoadedBatch     on its way to the device, its keys deduplicated
     RoutedBatch     its keys exchanged, what crosses with each micro-batch put together

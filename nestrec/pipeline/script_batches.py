@@ -1,4 +1,6 @@
-"""The loss of a module of the user's own, as schedules compute it.
+"""Batches and losses of a user's own module for `TrainingPipeline`.
+
+The loss of a module of the user's own, as schedules compute it.
 
 Batches of a script's own: fields by name, cut into micro-batches by sample.
 

@@ -1,4 +1,6 @@
-"""Ahead of the step: while batch t trains, the batches after it go through the stages before their own.
+"""Runs the stages of a batch on their lanes, and prefetches the batches ahead.
+
+Ahead of the step: while batch t trains, the batches after it go through the stages before their own.
 
 Keys ahead of rows: keys of t + ahead are exchanged, and the batch after that is loaded. Each of the stages has a step
 of its own. Were a batch loaded and its keys exchanged in one step, the exchange would stand in the communication lane

@@ -1,4 +1,6 @@
-"""How many micro-batches each batch has: changed only at logged steps, and the same when replayed (agreed choices).
+"""Chooses the number of micro-batches from measured times, and logs its changes.
+
+How many micro-batches each batch has: changed only at logged steps, and the same when replayed (agreed choices).
 
 How many micro-batches: a model of the frozen window, fitted to two measured partitions.
 

@@ -1,4 +1,6 @@
-"""How long exchanges take on a hierarchy of links: inside a host, inside a rack, between racks.
+"""Hardware profile: costs of operations and of transfers over a hierarchy of links.
+
+How long exchanges take on a hierarchy of links: inside a host, inside a rack, between racks.
 
 A level joins `ranks` neighbouring ranks. What leaves a level passes through the links of the next, so an exchange is as
 slow as the most loaded level. Each further peer costs a message, and many senders to one receiver slow the bytes down.

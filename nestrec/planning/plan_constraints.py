@@ -1,4 +1,6 @@
-"""What of a plan the user has given: it is held as it is, and only the rest is searched.
+"""Constraints of a plan that the user has given, and plans of the user's own options.
+
+What of a plan the user has given: it is held as it is, and only the rest is searched.
 
 Whether a run fits as it is configured: asked before anything is allocated.
 """

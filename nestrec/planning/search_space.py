@@ -1,4 +1,6 @@
-"""What a planner chooses between.
+"""Search space of the planner: candidates, and the combinations that were tested.
+
+What a planner chooses between.
 
 Which combinations of a plan have been run by us on that kind of device, and which have only been reckoned with.
 

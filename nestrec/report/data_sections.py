@@ -1,4 +1,6 @@
-"""The data: counts, lengths and popularity.
+"""Sections of the run page about data, model and configuration.
+
+The data: counts, lengths and popularity.
 
 What is needed to repeat the run: versions, config and what happened.
 

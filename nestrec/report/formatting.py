@@ -1,4 +1,6 @@
-"""Reading plain evaluation records: values, the order of metrics, and how the model stands beside its best baseline.
+"""Formats evaluation records: values, order of metrics, verdict against baselines.
+
+Reading plain evaluation records: values, the order of metrics, and how the model stands beside its best baseline.
 
 Numbers and times as people read them.
 """

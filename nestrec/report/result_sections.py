@@ -1,4 +1,6 @@
-"""The headline numbers: the model beside its baselines, with intervals.
+"""Sections of the run page about results, samples, training and time windows.
+
+The headline numbers: the model beside its baselines, with intervals.
 
 A few users of the test: what they had, what the model recommends, and what came next.
 

@@ -1,4 +1,6 @@
-"""How evenly the work of each step was spread over the ranks.
+"""Sections of the run page about speed, balance and timelines.
+
+How evenly the work of each step was spread over the ranks.
 
 Throughput over the run and where the time of a step went.
 

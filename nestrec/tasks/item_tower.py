@@ -1,4 +1,6 @@
-"""The vectors of a feature at each place of a micro-batch: looked up, or pooled where a place has several ids.
+"""The item tower: vectors of items from their ids and features.
+
+The vectors of a feature at each place of a micro-batch: looked up, or pooled where a place has several ids.
 
 Vectors of items and of the tokens of histories, for training, evaluation and export alike.
 

@@ -1,4 +1,6 @@
-"""Gradient-boosted trees on hand-made columns: the baseline of ranking that is hard to beat where features tell much.
+"""Learned baselines: gradient-boosted trees and logistic regression.
+
+Gradient-boosted trees on hand-made columns: the baseline of ranking that is hard to beat where features tell much.
 
 Columns of an event: smoothed rates of its item, user and of every category with many values, learnt on other folds of
 the training events than the event's own; the ids of categories with few values; numbers as they came; the training

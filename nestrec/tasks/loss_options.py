@@ -1,4 +1,6 @@
-"""Negatives that no micro-batch could supply are refused before training begins.
+"""Checks and choices of loss options: negatives and memory variants.
+
+Negatives that no micro-batch could supply are refused before training begins.
 
 How the loss is computed where the config leaves it open: measured when a run begins, one value for all ranks.
 

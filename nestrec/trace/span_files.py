@@ -1,4 +1,6 @@
-"""Export in the Chrome trace event format, which ui.perfetto.dev opens: one track for each lane of each rank.
+"""Files of spans: storage, and export for Perfetto.
+
+Export in the Chrome trace event format, which ui.perfetto.dev opens: one track for each lane of each rank.
 
 Spans on the disk, one JSON object a line, and spans of several ranks put together.
 """

@@ -1,4 +1,6 @@
-"""Whose a checkpoint is: it names its run, seed, model and course, and is refused where they are others.
+"""Identity of a run, and which of its options may change when it resumes.
+
+Whose a checkpoint is: it names its run, seed, model and course, and is refused where they are others.
 
 run      a random name, made when a folder is first trained into
 seed     of initial weights, order, dropout and negatives

@@ -1,4 +1,6 @@
-"""Ranks that were started with different configurations say so at once, instead of training on something else each.
+"""Checks of a run's options before training begins.
+
+Ranks that were started with different configurations say so at once, instead of training on something else each.
 
 A run that has nothing to train on or to measure itself by, or asks for what cannot be combined, is refused before it
 begins.

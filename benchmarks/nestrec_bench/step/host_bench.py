@@ -47,7 +47,6 @@ Model = Literal["retrieval", "tables"]
 _COUNT_BYTES = 8 * (ERROR_WORDS + 1)
 _SPREAD = 2654435761
 _WARM_UP = 4
-_EVENTS = 128
 _DIMS = (8, 16, 32, 64)
 PARTS = {
     "deduplicate": ["deduplicate"],

@@ -1,4 +1,6 @@
-"""Which users and items stay when rare ones are removed (k-core, minimum lengths), in passes over events on disk.
+"""Encodes user and item ids as numbers, and filters rare ones (k-core).
+
+Which users and items stay when rare ones are removed (k-core, minimum lengths), in passes over events on disk.
 
 Dense codes for the ids of a source, in order of first appearance.
 

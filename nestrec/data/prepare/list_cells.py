@@ -1,4 +1,6 @@
-"""Cells with several values: lists of typed files and of JSON, or text, with a separator or as lists are written.
+"""Parses cells that contain lists, and computes signatures of rows.
+
+Cells with several values: lists of typed files and of JSON, or text, with a separator or as lists are written.
 
 A 64-bit hash of each row's cells, by which exact duplicates are told, and of each cell with a key of its column.
 """

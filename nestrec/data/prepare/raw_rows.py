@@ -1,4 +1,6 @@
-"""A quote that opens a field and is not closed takes in the rows behind it: they would be lost without being counted.
+"""Reads raw rows of delimited files and Parquet in batches; bad rows go to the quarantine.
+
+A quote that opens a field and is not closed takes in the rows behind it: they would be lost without being counted.
 
 A reader of CSV cannot tell: to it the rows are text of one field, up to the next quote in the file. What can be told is
 that this one does not stand where a field ends, or that the file ended first.

@@ -1,4 +1,6 @@
-"""Counting of exact duplicates over a whole input in bounded memory: signatures go to files by their top bits.
+"""External sort: spills records to disk, and counts duplicates in bounded memory.
+
+Counting of exact duplicates over a whole input in bounded memory: signatures go to files by their top bits.
 
 Records on disk: appended in input order, then split by ranges of a key into partitions that fit in memory.
 

@@ -1,4 +1,6 @@
-"""Values of features while a dataset is prepared: lists in cells, vectors, and what is learnt of numbers.
+"""Fits the transforms of features, and reads files of vectors.
+
+Values of features while a dataset is prepared: lists in cells, vectors, and what is learnt of numbers.
 
 Parameters of transforms from values that pass by: memory does not grow, and results do not depend on the pieces.
 

@@ -1,4 +1,6 @@
-"""Samples of labelled rows: dense numbers, categories, one label (Criteo).
+"""Collates labeled rows, and chunks of long histories.
+
+Samples of labelled rows: dense numbers, categories, one label (Criteo).
 
 Samples that are slices of users' events: the scored ones at the end are learnt from, those before are history.
 """

@@ -1,4 +1,6 @@
-"""Which events of a user train the model and which are held out.
+"""Train, validation and test splits, and the training events of a user.
+
+Which events of a user train the model and which are held out.
 
 Stochastic length of HSTU: long histories are mostly trained on a subsequence.
 

@@ -1,4 +1,6 @@
-"""Whose a position is: that of one source, kept with the data beside those of sources that were read before it.
+"""Stream sources: their specs, checked reads and positions.
+
+Whose a position is: that of one source, kept with the data beside those of sources that were read before it.
 
 A stream that is given another source than the one it has read is refused, since nobody but its user knows whether that
 is the same stream at another place or another stream.

@@ -1,4 +1,6 @@
-"""adagrad and rowwise_adagrad, with c the moment scale.
+"""The row optimizers `adagrad` and `rowwise_adagrad`.
+
+adagrad and rowwise_adagrad, with c the moment scale.
 
 adagrad          s += g^2;          w -= lr * g / (sqrt(s) + eps)
 rowwise_adagrad  s += mean(g^2);    w -= lr * g / (sqrt(s / c) + eps)

@@ -1,4 +1,6 @@
-"""sgd: w -= lr * g.
+"""The row optimizer `sgd`, and the list of built-in optimizers.
+
+sgd: w -= lr * g.
 
 Row optimisers whose formula and kernel are the operator `update_rows`, told apart by the rule of a step.
 """

@@ -1,4 +1,6 @@
-"""Rows that two consecutive batches share (collisions), told to the ranks that use them.
+"""Rows that consecutive batches share: found, copied, and tracked while read ahead.
+
+Rows that two consecutive batches share (collisions), told to the ranks that use them.
 
 Only the owner of a shard sees which keys two batches have in common, over all sources, so it is found there and told to
 the sources: a byte for each asked key, in the order in which the keys came. With it every exchange of a batch falls

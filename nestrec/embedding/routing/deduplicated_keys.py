@@ -1,4 +1,6 @@
-"""Deduplication of a batch's keys on the engine's device, for batches that would keep the host's loop too long.
+"""Unique keys of a batch with their inverse indices, on the host or the device.
+
+Deduplication of a batch's keys on the engine's device, for batches that would keep the host's loop too long.
 
 The keys go over in one copy; what comes back is their number and then the distinct keys, for which the host has to
 wait. It waits for a stream of its own, never for the training that is under way.

@@ -1,4 +1,6 @@
-"""Which rows the holders of a shard have in common business with: the union of their keys (union over replicas).
+"""The union of the keys of a replica group, and the synchronization of its replicas.
+
+Which rows the holders of a shard have in common business with: the union of their keys (union over replicas).
 
 gradients    The working set of a step is the union of what all holders are asked for; each gradient crosses to the
              other holders after the micro-batch that completes it in its own group.

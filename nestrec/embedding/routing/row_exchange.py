@@ -1,4 +1,6 @@
-"""Rows that cross in half precision: those of keys that a batch reads only through features marked so.
+"""Exchanges of embedding vectors and gradients between ranks.
+
+Rows that cross in half precision: those of keys that a batch reads only through features marked so.
 
 TurboGR's negatives: vectors that a token is only pushed away from are looked up and sent as 16 bits, every other row as
 it is. A key that any other feature of the micro-batch (of the batch, with the window cache) reads too is sent once,

@@ -1,4 +1,6 @@
-"""Rows that were about to change before they were read: a ring of them, of bounded size.
+"""Snapshots of rows that are saved while training changes them (copy on write).
+
+Rows that were about to change before they were read: a ring of them, of bounded size.
 
 One side puts rows at its head, the other takes them from its end, and neither ever holds a lock that the other needs.
 

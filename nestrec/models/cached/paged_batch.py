@@ -1,4 +1,6 @@
-"""FuXi over pages (paged.py). The definition is `nestrec.models.cached.cached_forwards`.
+"""Forward passes of HSTU, FuXi and SASRec over a paged KV cache.
+
+FuXi over pages (paged.py). The definition is `nestrec.models.cached.cached_forwards`.
 
 Legend: T rows of the batch, C candidates, D model width.
 

@@ -1,4 +1,6 @@
-"""Attention whose weights are learned values of the distance or the time between tokens: FuXi's further channels.
+"""Attention whose weights depend on distance or time alone (further channels of FuXi).
+
+Attention whose weights are learned values of the distance or the time between tokens: FuXi's further channels.
 
     positional[i] = sum_{j seen by i} position[j - i + centre] * v[j]
     temporal[i]   = sum_{j seen by i} time[bucket(query_time[i] - time[j])] * v[j]          within each sequence

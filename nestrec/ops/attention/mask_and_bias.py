@@ -1,4 +1,6 @@
-"""Who sees whom in HSTU attention, as one dense mask: the definition that every kernel is tested against.
+"""Attention mask, relative bias and time function: the reference definitions.
+
+Who sees whom in HSTU attention, as one dense mask: the definition that every kernel is tested against.
 
     h               = length - targets           tokens of the history
     place(i)        = min(i, h)                   all targets stand where the next event would

@@ -1,4 +1,6 @@
-"""The bucket of a time difference inside a Triton kernel. Imported only where CUDA or Triton's interpreter is used.
+"""Time buckets and the time function inside Triton kernels.
+
+The bucket of a time difference inside a Triton kernel. Imported only where CUDA or Triton's interpreter is used.
 
 The time function (time_function.py) inside a Triton kernel. Imported only where Triton is used.
 """

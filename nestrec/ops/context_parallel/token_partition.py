@@ -1,4 +1,6 @@
-"""What is computed at a time where the queries of one part meet the keys of another.
+"""Partition of the tokens of a sequence over a context-parallel group.
+
+What is computed at a time where the queries of one part meet the keys of another.
 
 Short sequences are padded and computed together, long ones a run of query rows at a time against the keys that those
 can see: memory is bounded by MOST_PAIRS, however long sequences are. Blocks are a function of the lengths alone, so all

@@ -1,4 +1,6 @@
-"""What threads may do to one element of an array at the same time, inside numba loops.
+"""Compiled host loops of embedding rows: atomics, finite checks, copies, prefetch.
+
+What threads may do to one element of an array at the same time, inside numba loops.
 
 Whether float32 rows of the host hold an infinity or a NaN: one look at the bits of each element.
 

@@ -1,4 +1,6 @@
-"""Whole rows from place to place in one launch: gather, scatter, and copy between two buffers.
+"""Copies of embedding rows: gather, scatter, and runs of rows in one launch.
+
+Whole rows from place to place in one launch: gather, scatter, and copy between two buffers.
 
     target[to[i], :] = source[from[i], :]    for all i with from[i] >= 0 and to[i] >= 0
 

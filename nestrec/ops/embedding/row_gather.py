@@ -1,4 +1,6 @@
-"""Rows by index, with a gradient that is summed in a fixed order.
+"""Gathers and pools embedding rows, with gradients summed in a fixed order.
+
+Rows by index, with a gradient that is summed in a fixed order.
 
     forward    out[p] = rows[index[p]]
     backward   d rows[u] = sum of d out[p] over all p with index[p] = u, in the order of nestrec.ops.rows.sum

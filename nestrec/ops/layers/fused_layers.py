@@ -1,4 +1,6 @@
-"""Dropout whose mask is a pure function of (token key, site, channel), so that a sample may run anywhere.
+"""Fused layers: dropout, feed-forward, gated output and norm with projection.
+
+Dropout whose mask is a pure function of (token key, site, channel), so that a sample may run anywhere.
 
     y[t, c] = x[t, c] / (1 - p)   where   u24(key[t], site, c) >= p * 2**24,   else 0
 

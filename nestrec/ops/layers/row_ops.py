@@ -1,4 +1,6 @@
-"""Activations of projected rows, as operators: SiLU of columns, and SiLU times a second half.
+"""Operators on projected rows: activations, gates and norms.
+
+Activations of projected rows, as operators: SiLU of columns, and SiLU times a second half.
 
 How row kernels cut matrices into tiles, and what they refuse.
 

@@ -1,4 +1,6 @@
-"""Cross-entropy over the whole catalogue on a CPU: logits are kept once, and become their own derivatives in place.
+"""Cross-entropy over the whole catalog, in one piece or by tiles.
+
+Cross-entropy over the whole catalogue on a CPU: logits are kept once, and become their own derivatives in place.
 
     forward    for some tokens at a time: logits = queries x rows; the maximum and the sum of exponentials of each token
     backward   for the same tokens: logits to (softmax - is target) * upstream, where they lie; two products with them

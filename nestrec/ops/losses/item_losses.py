@@ -1,4 +1,6 @@
-"""The items that a token chooses between: its positive, then its negatives, as places among rows.
+"""Losses over candidate items: candidates and sampled softmax.
+
+The items that a token chooses between: its positive, then its negatives, as places among rows.
 
 Legend: T tokens, R negatives drawn for a token, K - 1 other tokens whose negatives it meets too (logit sharing),
 N = 1 + K R candidates of a token.

@@ -1,4 +1,6 @@
-"""Sampled losses that gather rows inside the kernel and keep nothing but one number a token.
+"""Sampled losses: plain, fused, grouped and segmented.
+
+Sampled losses that gather rows inside the kernel and keep nothing but one number a token.
 
     forward    loss_t, and log-sum-exp_t for the backward pass
     backward   logits again, slopes (T, N); d query = slopes x rows, d rows by nestrec.ops.losses.sum_outer

@@ -1,4 +1,6 @@
-"""How weights follow gradients.
+"""The dense optimizer: AdamW with gradient clipping, schedules, and torch optimizers.
+
+How weights follow gradients.
 
 An optimiser of torch's in the place of ours.
 

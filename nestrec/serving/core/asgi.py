@@ -1,4 +1,6 @@
-"""Under which names a server may be asked.
+"""HTTP values of the server: requests, responses, headers, allowed hosts.
+
+Under which names a server may be asked.
 
 A page of any web site can make its own name point to a loopback address, and then ask a server there as if it were its
 own. A browser still tells the name that it was given: where nobody but this machine is served, a name is refused unless

@@ -1,4 +1,6 @@
-"""Keyed hashes over tagged fields: nobody outside can aim at a slot, and no two lists of fields read the same.
+"""Routes users to slots by consistent hashing with bounded loads and keyed hashes.
+
+Keyed hashes over tagged fields: nobody outside can aim at a slot, and no two lists of fields read the same.
 
 Which instance serves a user: consistent hashing with bounded loads over stable slots.
 

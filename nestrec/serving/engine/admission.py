@@ -1,4 +1,6 @@
-"""How long a request would wait, by whom it is from: what admission asks.
+"""Admission control: estimates of queue delay and completion time.
+
+How long a request would wait, by whom it is from: what admission asks.
 
     wait  <=  signals + min(all requests, clients * min(the client's own, its users * the user's own)),
               with the request in each, and of signals what a batch may have of them

@@ -1,4 +1,6 @@
-"""Options of an engine.
+"""The batch scheduler: which requests form the next batch, with the engine's options.
+
+Options of an engine.
 
 A work's share of a batch.
 

@@ -1,4 +1,6 @@
-"""Batches of work on a GPU: one copy to the device, one captured graph, one copy back.
+"""Runs batches on a GPU by captured CUDA graphs over the paged KV cache.
+
+Batches of work on a GPU: one copy to the device, one captured graph, one copy back.
 
 Batches are padded to one of a few numbers of rows and of candidates, and for each pair of them everything from ids to
 scores is captured once; of a retrieval model, everything from ids to the items that were found (`graph_best`), and for

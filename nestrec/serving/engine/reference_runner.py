@@ -1,4 +1,6 @@
-"""A runner that keeps nothing: batches of whole histories.
+"""The reference runner: plain operators, sequence by sequence, and warm-up.
+
+A runner that keeps nothing: batches of whole histories.
 
 One batch of serving work on the device: new tokens of many users against their prefixes.
 

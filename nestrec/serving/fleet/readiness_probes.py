@@ -1,4 +1,6 @@
-"""Ports of this machine for processes that are still to start, and whether somebody listens there.
+"""Readiness probes of instances, and free ports for their processes.
+
+Ports of this machine for processes that are still to start, and whether somebody listens there.
 
 A port that the system hands out by itself (of its ephemeral range) may be gone before the process takes it, and again
 whenever the process is started anew: any connection of anybody may get it meanwhile. Those below that range are only

@@ -1,4 +1,6 @@
-"""Changes that count when every instance has made them, since each remembers and knows things by itself.
+"""Rolling updates and operations over all instances of a fleet.
+
+Changes that count when every instance has made them, since each remembers and knows things by itself.
 
 A fleet that moves together: its front looks for newer versions, and takes all instances there, or none.
 

@@ -1,4 +1,6 @@
-"""Keeping a front's core awake while requests come: one that slept is slow for the next of them.
+"""The application of a frontend worker process.
+
+Keeping a front's core awake while requests come: one that slept is slow for the next of them.
 
 On hosts of GPUs, virtual ones above all, a core takes tens to hundreds of microseconds to wake, and is several times
 slower just after it. A front waits three times for each request: for it, for what was computed, and for the next one.

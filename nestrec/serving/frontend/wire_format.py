@@ -1,4 +1,6 @@
-"""What fronts and the engine say to each other: frames over two pairs of sockets a front.
+"""Wire format between frontend workers and the engine process.
+
+What fronts and the engine say to each other: frames over two pairs of sockets a front.
 
     bytes    4        1      4         the rest
              length   kind   number    payload          length: of all after it; number: of the request it belongs to

@@ -1,4 +1,6 @@
-"""One front: a process that takes requests on a socket of its own, and has them computed by another one.
+"""Starts, supervises and stops frontend worker processes.
+
+One front: a process that takes requests on a socket of its own, and has them computed by another one.
 
 It ends when it is told to, after answering what it has accepted, and when the process that computes is gone.
 

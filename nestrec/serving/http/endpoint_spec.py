@@ -1,4 +1,6 @@
-"""What the endpoints of the hot routes need of a server: the service itself, or one in another process.
+"""Specs of endpoints (plugins), and the context that their handlers get.
+
+What the endpoints of the hot routes need of a server: the service itself, or one in another process.
 
 One route of the front: what it is asked, what it answers, and who answers.
 

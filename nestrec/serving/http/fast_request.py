@@ -1,4 +1,6 @@
-"""Which connections may stay open, and which give way where there is no room for another.
+"""The fast path of hot routes: request head, connections, and cycle without ASGI.
+
+Which connections may stay open, and which give way where there is no room for another.
 
 A connection without a complete request gives way to a new one: first of those that have never asked anything, then of
 those that are kept for a next request, and of the address that has most of them. So many silent sockets cost those who

@@ -1,4 +1,6 @@
-"""A request of ASGI that is answered whatever becomes of it, and counted once.
+"""The ASGI application: routing, admission before parsing, and responses.
+
+A request of ASGI that is answered whatever becomes of it, and counted once.
 
 Requests with a body to their endpoints, and the answers to what goes wrong.
 

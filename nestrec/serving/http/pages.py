@@ -1,4 +1,6 @@
-"""The page at /docs: the OpenAPI description for people, in one file that needs nothing else.
+"""The live page, the page at /docs, and the OpenAPI description.
+
+The page at /docs: the OpenAPI description for people, in one file that needs nothing else.
 
 The OpenAPI description of the front, made from its endpoints.
 

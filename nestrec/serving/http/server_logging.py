@@ -1,4 +1,6 @@
-"""A log that never makes a server wait for whoever reads it.
+"""Logging of the server: formats, access log, and a handler that never blocks.
+
+A log that never makes a server wait for whoever reads it.
 
 Where standard error is a pipe that nobody reads, a write waits without end, and with it the thread that logs: the one
 of the engine, or the one that answers. So a thread of its own writes, and what it cannot keep up with is dropped and

@@ -1,4 +1,6 @@
-"""What an answer says about how its request was read: ids that a model does not know, and defaults that were taken.
+"""Resolves requests: source ids and features to the ids that the model reads.
+
+What an answer says about how its request was read: ids that a model does not know, and defaults that were taken.
 
 Requests in the ids of a model. One rule for all that a model reads: it is there, or a default that its export names
 is taken and the answer says so, or the request is refused.

@@ -1,4 +1,6 @@
-"""Copies between device pages and DRAM on a thread of their own, and what they cost.
+"""The tiered prefix cache: device pages, host memory, and copies between them.
+
+Copies between device pages and DRAM on a thread of their own, and what they cost.
 
 Each direction has a copier: a link carries both at once, and what comes back is waited for. On a GPU they also have a
 stream of their own, so that batches go on beside them. A copy begins after the engine has

@@ -1,4 +1,6 @@
-"""Records of tokens that stand before a history: what is known of its user, a token each.
+"""Adapters between a servable model and the engine: histories as tokens.
+
+Records of tokens that stand before a history: what is known of its user, a token each.
 
 A record of one has the value of its column in that column's fields and, in the last field, the number of the token from
 1; those of events have 0 there. So batches hold both alike.

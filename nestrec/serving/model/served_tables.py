@@ -1,4 +1,6 @@
-"""Memory that the system may write out to a disk: a table may be larger than the host's.
+"""Embedding tables of a served model: resident, memory-mapped or quantized.
+
+Memory that the system may write out to a disk: a table may be larger than the host's.
 
 Tables of a model that is served: whole on the device, or in DRAM or on disk behind a bounded cache of rows there.
 

@@ -1,4 +1,6 @@
-"""Whom each route is for: anyone, clients, those who watch a server, or those who change it.
+"""API keys and roles: authentication, authorization, and files that are watched.
+
+Whom each route is for: anyone, clients, those who watch a server, or those who change it.
 
 Digests of keys, and how they are compared: in a time that tells nothing of what is right about a guess.
 

@@ -1,4 +1,6 @@
-"""Something slow that is asked for from outside: done one time after another, and the last request is never missed.
+"""Reloads and swaps models while the server runs.
+
+Something slow that is asked for from outside: done one time after another, and the last request is never missed.
 
 Other models while the old ones serve: one load after another, and the last one asked for wins.
 

@@ -1,4 +1,6 @@
-"""How long it takes from an event to the first answer that has learnt from it, and what that time consists of.
+"""Manifest of a published version, and the freshness of its data.
+
+How long it takes from an event to the first answer that has learnt from it, and what that time consists of.
 
     window     the event waits for the end of its window (mean over the events of a version)
     training   the window is trained on

@@ -1,4 +1,6 @@
-"""Amazon Beauty, 5-core: leave-one-out, full ranking, whole-catalogue cross-entropy.
+"""Recipes of the demo, Amazon, KuaiRand, Criteo and your own ranking log.
+
+Amazon Beauty, 5-core: leave-one-out, full ranking, whole-catalogue cross-entropy.
 
 Criteo display advertising: click prediction with a small DLRM over a dynamic table of hashed categories.
 

@@ -1,4 +1,6 @@
-"""POST /v1/preinfer: a ranking request is on its way.
+"""Endpoints `POST /v1/rank` and `POST /v1/preinfer`.
+
+POST /v1/preinfer: a ranking request is on its way.
 
 POST /v1/rank: scores of candidates.
 """
