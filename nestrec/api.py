@@ -81,12 +81,12 @@ def _automatic(texts: dict[str, str]) -> RunConfig:
     """The recipe that a dataset asks for; options that are given win, and lose the reason of what was chosen."""
     if "data.folder" not in texts:
         remedy = "name the dataset that `nestrec prepare` wrote: --data.folder data/mine"
-        raise UserError("reads the card of a dataset", field="RECIPE", value=auto_recipe.NAME, remedy=remedy)
+        raise UserError("reads the card of a dataset", option="RECIPE", value=auto_recipe.NAME, remedy=remedy)
     given = dict(texts)
     kind = given.pop("task.kind", None)
     if kind is not None and kind not in get_args(auto_recipe.TaskKind):
         remedy = did_you_mean(kind, get_args(auto_recipe.TaskKind))
-        raise UserError("is no task that it knows", field="task.kind", value=kind, remedy=remedy)
+        raise UserError("is no task that it knows", option="task.kind", value=kind, remedy=remedy)
     has_own_split = any(name.startswith(("task.split.", "task.valid_share", "task.test_share")) for name in given)
     dataset = Dataset.open(texts["data.folder"])
     base = auto_recipe.auto(dataset, kind, has_own_split=has_own_split)  # type: ignore[arg-type]
@@ -95,7 +95,7 @@ def _automatic(texts: dict[str, str]) -> RunConfig:
 
 def _named(name: str) -> RunConfig:
     remedy = f"to go on with it: nestrec train {name}/config.json --output {name}"
-    require(not Path(name, "config.json").exists(), "is a run, not a recipe", field="RECIPE", value=name, remedy=remedy)
+    require(not Path(name, "config.json").exists(), "is a run, not a recipe", option="RECIPE", value=name, remedy=remedy)
     return _saved_config(Path(name)) if name.endswith(".json") else named_recipe(name)
 
 
@@ -107,7 +107,7 @@ def _saved_config(file: Path) -> RunConfig:
         return from_plain(RunConfig, plain)
     except (OSError, ValueError, UserError) as error:
         remedy = "name a config.json that `nestrec train` wrote, or a recipe (see `nestrec recipes`)"
-        raise UserError(f"cannot be read: {error}", field="RECIPE", value=str(file), remedy=remedy) from error
+        raise UserError(f"cannot be read: {error}", option="RECIPE", value=str(file), remedy=remedy) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +180,7 @@ def evaluate(run: Run | Path | str, part: Part = "test", *, best: bool = True) -
     """
     if part not in get_args(Part):
         remedy = did_you_mean(str(part), get_args(Part))
-        raise UserError("is no part of the data", field="part", value=part, remedy=remedy)
+        raise UserError("is no part of the data", option="part", value=part, remedy=remedy)
     folder = folder_of(run)
     cfg = RunFolder(folder).config()
     with contextlib.ExitStack() as held:
@@ -249,16 +249,16 @@ def _check_hearers(listener: Any, hooks: Any) -> None:
     """Before anything is trained that they would hear of."""
     if listener is not None and not isinstance(listener, TrainingCallback):
         remedy = "give an instance of a class of yours under nestrec.training.callbacks.TrainingCallback"
-        raise UserError("is no listener", field="listener", value=listener, remedy=remedy)
+        raise UserError("is no listener", option="listener", value=listener, remedy=remedy)
     if not isinstance(hooks, Sequence) or not all(map(callable, hooks)):
         remedy = "give a list of functions of a nestrec.training.training_session.WindowEnd"
-        raise UserError("is no list of functions", field="window_hooks", value=hooks, remedy=remedy)
+        raise UserError("is no list of functions", option="window_hooks", value=hooks, remedy=remedy)
 
 
 def folder_of(run: Any) -> Path:
     """Of what a call takes for a run."""
     remedy = "give what nestrec.train gave, or a folder that it wrote"
-    require(isinstance(run, Run | Path | str), "is no run", field="run", value=run, remedy=remedy)
+    require(isinstance(run, Run | Path | str), "is no run", option="run", value=run, remedy=remedy)
     return run.folder if isinstance(run, Run) else Path(run)
 
 

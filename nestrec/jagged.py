@@ -36,7 +36,7 @@ class Jagged:
         for number, row in enumerate(given):
             if row.dim() == 0:
                 remedy = "give a row of values for each sample, such as [[3, 8], [], [5]]"
-                raise UserError("is one value and no row", field=f"rows[{number}]", value=row.item(), remedy=remedy)
+                raise UserError("is one value and no row", option=f"rows[{number}]", value=row.item(), remedy=remedy)
         lengths = torch.tensor([len(row) for row in given], dtype=torch.int64)
         filled = [row for row in given if len(row)] or given
         values = torch.cat(filled) if filled else torch.empty(0)

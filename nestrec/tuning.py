@@ -106,7 +106,7 @@ def parse_search(given: Sequence[str]) -> dict[str, Range | Choices]:
             remedy = (
                 "write option=low..high or option=a,b,c, each option once, such as optimizer.learning_rate=1e-4..1e-2"
             )
-            raise UserError("says not what to search", field="--search", value=text, remedy=remedy)
+            raise UserError("says not what to search", option="--search", value=text, remedy=remedy)
         found[option] = _parse_range(text, what) if ".." in what else Choices(tuple(what.split(",")))
     return found
 
@@ -118,7 +118,7 @@ def _parse_range(text: str, what: str) -> Range:
     except ValueError:
         bounds = math.nan, math.nan
     remedy = "give two numbers, the smaller one first: 1e-4..1e-2"
-    require(bounds[0] < bounds[1], "is no range", field="--search", value=text, remedy=remedy)
+    require(bounds[0] < bounds[1], "is no range", option="--search", value=text, remedy=remedy)
     return Range(*bounds, is_whole=low.strip("-").isdigit() and high.isdigit())
 
 
@@ -140,7 +140,7 @@ def tune(
     """
     if runs is None and minutes is None:
         remedy = "give --runs 20, --minutes 60, or both"
-        raise UserError("a search needs an end", field="--runs", value=None, remedy=remedy)
+        raise UserError("a search needs an end", option="--runs", value=None, remedy=remedy)
     optuna = _optuna()
     journal = optuna.storages.journal
     folder.mkdir(parents=True, exist_ok=True)
@@ -175,7 +175,7 @@ def tune(
         if num_failed >= (_MOST_FAILED if _num_scored(study) else _FIRST_FAILED):
             raise UserError(
                 f"{num_failed} tries in a row have no validation score",
-                field="tune",
+                option="tune",
                 value=str(folder),
                 remedy=f"{run / LOG_FILE} tells why; mend it, and the same command goes on",
             )
@@ -183,7 +183,7 @@ def tune(
         remedy = (
             f"give more, and the same command goes on; {LOG_FILE} of each run folder in {folder} tells how far it came"
         )
-        raise UserError("no try has a validation score so far", field="--minutes", value=minutes, remedy=remedy)
+        raise UserError("no try has a validation score so far", option="--minutes", value=minutes, remedy=remedy)
     return _keep_best(study, search, folder)
 
 
@@ -207,11 +207,11 @@ def _keep_search(folder: Path, said: Mapping[str, str]) -> None:
             continue
         mistakes.add(
             f"holds a search with another {name}: {before.get(name, 'none')}",
-            field="--output",
+            option="--output",
             value=str(folder),
             remedy=f"name another folder, or say the same as then (now: {said.get(name, 'none')})",
         )
-    mistakes.raise_all()
+    mistakes.raise_if_any()
     file.write_text(standard_json({**before, **said}, indent=2) + "\n")
 
 

@@ -83,7 +83,7 @@ def run_bench(name: str, arguments: Sequence[str], json: Path | None = None, pag
 
     bench = BENCHES.find(name)
     if page is not None and bench.page is None:
-        raise UserError("has no page", field="--page", value=str(page), remedy="leave --page out")
+        raise UserError("has no page", option="--page", value=str(page), remedy="leave --page out")
     cfg = configured(name, arguments)
     rows: list[Row] = []
 
@@ -117,7 +117,7 @@ def configured(name: str, arguments: Sequence[str]) -> Any:
     words = list(arguments)
     bare = words[: next((i for i, word in enumerate(words) if word.startswith("--")), len(words))]
     if bare and bench.argument is None:
-        raise UserError("does not belong to an option", field="argument", value=bare[0], remedy="write --name value")
+        raise UserError("does not belong to an option", option="argument", value=bare[0], remedy="write --name value")
     overrides = parse_overrides(words[len(bare) :], ("json", "page"), joins_repeated=True)
     if bare:
         overrides = {str(bench.argument): ",".join(bare), **overrides}

@@ -213,7 +213,7 @@ class FsspecStorage:
             remedy = (
                 "install what its kind needs (pip install 'nestrec[addresses]', s3fs, gcsfs, ...), or name a folder"
             )
-            raise UserError(f"cannot be opened: {error}", field="address", value=address, remedy=remedy) from error
+            raise UserError(f"cannot be opened: {error}", option="address", value=address, remedy=remedy) from error
 
     def write(self, name: str, content: Iterator[memoryview]) -> tuple[int, str]:
         digest = hashlib.sha256()

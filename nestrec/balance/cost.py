@@ -46,7 +46,7 @@ class CostModel:
 
     def __post_init__(self) -> None:
         if self.token + self.token_squared + self.candidate == 0:
-            raise UserError("every sample would be free", field="cost", value=0.0, remedy="give token a positive cost")
+            raise UserError("every sample would be free", option="cost", value=0.0, remedy="give token a positive cost")
 
     def of(self, lengths: NDArray[Any], candidates: NDArray[Any] | None = None) -> NDArray[np.float64]:
         """(B,) cost of each sample, from (B,) tokens and (B,) candidates."""
@@ -99,7 +99,7 @@ def fit_sums(
     if token + token_squared + sum(rest) == 0:
         problem = "the times do not grow with the lengths"
         raise UserError(
-            problem, field="step_times_s", value=len(times), remedy="measure more steps of different lengths"
+            problem, option="step_times_s", value=len(times), remedy="measure more steps of different lengths"
         )
     return CostModel(token=token, token_squared=token_squared, candidate=rest[0] if rest else 0.0, step=step)
 

@@ -69,7 +69,7 @@ class BalanceConfig:
             if self.policy != "power" and getattr(self, name) is not None:
                 raise UserError(
                     f"the policy {self.policy} has no shares to tune",
-                    field=f"balance.{name}",
+                    option=f"balance.{name}",
                     value=getattr(self, name),
                     remedy="take --balance.policy power, or leave it out",
                 )

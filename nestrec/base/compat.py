@@ -62,7 +62,7 @@ def find_private(module: str, name: str, tested: str) -> Any:
         version = getattr(sys.modules.get(package), "__version__", "not installed")
         problem = f"this version lacks {module}.{name}, which nestrec uses"
         remedy = f"install a version that nestrec was tested with: {tested}"
-        raise UserError(problem, field=package, value=version, remedy=remedy) from error
+        raise UserError(problem, option=package, value=version, remedy=remedy) from error
 
 
 def run_exit_handlers() -> None:
@@ -162,7 +162,7 @@ def check_uvicorn(version: str) -> None:
     if not first <= tuple(int(number) for number in re.findall(r"\d+", version)[:2]) < too_new:
         wanted = f"uvicorn>={'.'.join(map(str, first))},<{'.'.join(map(str, too_new))}"
         problem = "was not tested with nestrec, which builds on the insides of its HTTP protocol"
-        raise UserError(problem, field="uvicorn", value=version, remedy=f"pip install '{wanted}'")
+        raise UserError(problem, option="uvicorn", value=version, remedy=f"pip install '{wanted}'")
 
 
 def stop_keep_alive_timer(protocol: "HttpToolsProtocol") -> None:

@@ -128,7 +128,7 @@ def override_texts(overrides: Any) -> dict[str, str]:
     """
     if overrides is not None and not isinstance(overrides, Mapping):
         remedy = 'give names with values, such as {"training.epochs": 2}'
-        raise UserError("are not named values", field="overrides", value=overrides, remedy=remedy)
+        raise UserError("are not named values", option="overrides", value=overrides, remedy=remedy)
     return dict(_texts(overrides or {}, ""))
 
 
@@ -142,7 +142,7 @@ def _texts(overrides: Mapping[Any, Any], where: str) -> Iterator[tuple[str, str]
             yield path, override_text(value)
         except TypeError:
             remedy = "give text, a number, a date, a path, a list, a mapping or a config"
-            raise UserError("is no value of an option", field=path, value=value, remedy=remedy) from None
+            raise UserError("is no value of an option", option=path, value=value, remedy=remedy) from None
 
 
 def _is_whole(value: Mapping[Any, Any]) -> bool:
@@ -172,11 +172,11 @@ class _Overriding:
         mistakes = ErrorCollector()
         replaced = {}
         for name, inner in _by_first(given).items():
-            with mistakes.noted():
+            with mistakes.collecting():
                 if name not in names:
                     raise self._no_such_option(join(where, name), inner, names)
                 replaced[name] = self._of_one(getattr(node, name), hints[name], inner, join(where, name))
-        mistakes.raise_all()
+        mistakes.raise_if_any()
         return built(lambda: _replaced(node, replaced), where)
 
     def _of_one(self, current: Any, hint: Any, given: _Overrides, path: str) -> Any:
@@ -191,7 +191,7 @@ class _Overriding:
         parts, text = next(iter(inner.items()))
         if not isinstance(current, Mapping):
             remedy = f"{path} is a single value; drop the part after it"
-            raise UserError("has no fields", field=".".join((path, *parts)), value=text, remedy=remedy)
+            raise UserError("has no fields", option=".".join((path, *parts)), value=text, remedy=remedy)
         return {**current, **self._of_entries(current, hint, inner, path)}
 
     def _converted(self, current: Any, hint: Any, text: str, path: str) -> Any:
@@ -200,14 +200,14 @@ class _Overriding:
         try:
             return convert(value, hint, path, raw=text)
         except UserError as error:
-            if error.field != path or isinstance(value, Mapping) or not dataclasses.is_dataclass(current):
+            if error.option != path or isinstance(value, Mapping) or not dataclasses.is_dataclass(current):
                 raise
             inside = [name for name in _field_names(current, path) if name.count(".") == path.count(".") + 1]
             meant = _by_habit(path, inside) or _nearest(path.rpartition(".")[2], inside)
             remedy = f"did you mean {meant[0]!r}? It has" if meant else "it has"
             raise UserError(
                 "must hold named fields: it is a group of options",
-                field=path,
+                option=path,
                 value=text,
                 remedy=f"{remedy} {', '.join(inside)}",
             ) from error
@@ -223,7 +223,7 @@ class _Overriding:
                 parts, text = next(iter(inner.items()))
                 field = ".".join((path, name, *parts))
                 remedy = did_you_mean(name, current)
-                raise UserError("no such entry", field=field, value=text, remedy=remedy)
+                raise UserError("no such entry", option=field, value=text, remedy=remedy)
             entries[name] = self._of_one(before, of_entry, inner, f"{path}.{name}")
         return entries
 
@@ -238,7 +238,7 @@ class _Overriding:
         else:
             names = ", ".join(join(group, name) for name in sorted(siblings))
             remedy = f"known names: {names}; `nestrec options COMMAND` lists all options of a command"
-        return UserError("no such option", field=typed, value=text, remedy=remedy)
+        return UserError("no such option", option=typed, value=text, remedy=remedy)
 
 
 def _blank(hint: Any) -> Any:
@@ -374,17 +374,17 @@ def parse_overrides(
         if not name.startswith("--"):
             raise UserError(
                 "does not belong to an option",
-                field="argument",
+                option="argument",
                 value=name,
                 remedy="write --dotted.name value; a pattern of several files stands in quotes",
             )
         if not has_value:
             if not rest:
                 remedy = did_you_mean(name.removeprefix("--"), known)
-                raise UserError("needs a value", field=name, value="", remedy=f"write {name} VALUE; or {remedy}")
+                raise UserError("needs a value", option=name, value="", remedy=f"write {name} VALUE; or {remedy}")
             value = rest.pop(0)
         key = name.removeprefix("--")
         found[key] = f"{found[key]},{value}" if joins_repeated and key in found else value
         if (close := difflib.get_close_matches(name.removeprefix("--"), known, n=1)) and "." not in name:
-            raise UserError("no such option", field=name, value=value, remedy=f"did you mean --{close[0]}?")
+            raise UserError("no such option", option=name, value=value, remedy=f"did you mean --{close[0]}?")
     return found

@@ -100,7 +100,7 @@ class OutOfRangeError(UserError):
         return (
             self
             if not where
-            else OutOfRangeError(self.problem, field=f"{where}.{self.field}", value=self.value, remedy=self.remedy)
+            else OutOfRangeError(self.problem, option=f"{where}.{self.option}", value=self.value, remedy=self.remedy)
         )
 
 
@@ -115,9 +115,9 @@ def check_limits(value: Any, limits: dict[str, NumberRange | OneOf]) -> None:
     """Raise for the fields that hold what they may not; of a sequence, every element must be allowed."""
     mistakes = ErrorCollector()
     for name, limit in limits.items():
-        with mistakes.noted():
+        with mistakes.collecting():
             _check_limit(name, getattr(value, name), limit)
-    mistakes.raise_all()
+    mistakes.raise_if_any()
 
 
 def _check_limit(name: str, given: Any, limit: NumberRange | OneOf) -> None:
@@ -125,9 +125,9 @@ def _check_limit(name: str, given: Any, limit: NumberRange | OneOf) -> None:
         if isinstance(limit, OneOf):
             if isinstance(one, str) and one not in limit.known:
                 remedy = did_you_mean(one, limit.known)
-                raise OutOfRangeError("is not one of the choices", field=name, value=given, remedy=remedy)
+                raise OutOfRangeError("is not one of the choices", option=name, value=given, remedy=remedy)
         elif isinstance(one, int | float) and not limit.holds(one):
-            raise OutOfRangeError(f"must be {limit}", field=name, value=given, remedy=f"give {limit}")
+            raise OutOfRangeError(f"must be {limit}", option=name, value=given, remedy=f"give {limit}")
 
 
 def _limit_in(hint: Any) -> NumberRange | OneOf | None:
@@ -156,7 +156,7 @@ class PluginConfig:
             package = self.seam.package_of(kind)
             raise UserError(
                 f"its config {cls.__name__} is not of this kind",
-                field=f"{self.seam.group}: {kind}",
+                option=f"{self.seam.group}: {kind}",
                 value=kind,
                 remedy=f"give {cls.__name__} of the package {package!r} the field `kind: Literal[{kind!r}] = {kind!r}`",
             )
@@ -172,7 +172,7 @@ class PluginConfig:
                 return cls
         raise UserError(
             "does not say of which kind it is",
-            field=where,
+            option=where,
             value=dict(value),
             remedy=f'add "kind", one of {", ".join(self.seam)}',
         )
@@ -182,7 +182,7 @@ class PluginConfig:
         kind = getattr(value, "kind", None)
         if not (isinstance(kind, str) and kind in self.seam and isinstance(value, self.config(kind, field=where))):
             problem = f"is no config of a {self.seam.noun}"
-            raise UserError(problem, field=where, value=value, remedy=f"give one of kind {', '.join(self.seam)}")
+            raise UserError(problem, option=where, value=value, remedy=f"give one of kind {', '.join(self.seam)}")
 
 
 T = TypeVar("T")
@@ -197,19 +197,19 @@ def from_plain(cls: type[T], data: Mapping[str, Any], where: str = "") -> T:
     mistakes = ErrorCollector()
     given = {}
     for key, value in data.items():
-        with mistakes.noted():
+        with mistakes.collecting():
             if key not in names:
                 raise UserError(
                     f"{cls.__name__} has no such field",
-                    field=join(where, key),
+                    option=join(where, key),
                     value=value,
                     remedy=did_you_mean(key, names),
                 )
             given[key] = convert(value, hints[key], join(where, key))
     for field in fields:
         if field.name not in data and not _has_default(field):
-            mistakes.add("is required", field=join(where, field.name), value=None, remedy="give it a value")
-    mistakes.raise_all()
+            mistakes.add("is required", option=join(where, field.name), value=None, remedy="give it a value")
+    mistakes.raise_if_any()
     return built(lambda: cls(**given), where)
 
 
@@ -257,7 +257,7 @@ def _convert_bare(value: Any, hint: Any, where: str, raw: str | None) -> Any:
 def _convert_annotated(value: Any, hint: Any, where: str, raw: str | None) -> Any:
     for part in hint.__metadata__:
         if isinstance(part, RemovedChoice) and value == part.choice:
-            raise UserError("was removed", field=where, value=value, remedy=part.remedy)
+            raise UserError("was removed", option=where, value=value, remedy=part.remedy)
     of_kind = next((part for part in hint.__metadata__ if isinstance(part, PluginConfig)), None)
     if of_kind is None:  # limits are checked by the config that has the field
         return convert(value, hint.__origin__, where, raw)
@@ -284,7 +284,7 @@ def _convert_choice(value: Any, choices: tuple[Any, ...], where: str, raw: str |
                 f"here it can only be {choices[0]}; take a recipe of the other kind (see `nestrec recipes`), or give"
                 f' the whole of {whole} as JSON with its kind: --{whole} \'{{"kind": "{value}", ...}}\''
             )
-        raise UserError("is not one of the choices", field=where, value=value, remedy=remedy)
+        raise UserError("is not one of the choices", option=where, value=value, remedy=remedy)
     return value
 
 
@@ -300,11 +300,11 @@ def _convert_union(value: Any, members: tuple[Any, ...], where: str, raw: str | 
             return convert(value, member, where, raw)
         except UserError as error:
             errors.append(error)
-    if len(errors) == 1 and (len(members) == 1 or errors[0].field != where):  # of a part of the value
+    if len(errors) == 1 and (len(members) == 1 or errors[0].option != where):  # of a part of the value
         raise errors[0]
     remedy = ", or ".join([str(error.remedy) for error in errors] + ["none"] * (len(others) < len(members)))
     problem = errors[0].problem if len(errors) == 1 else "is nothing that this option takes"
-    raise UserError(problem, field=where, value=value, remedy=remedy)
+    raise UserError(problem, option=where, value=value, remedy=remedy)
 
 
 def _members_by_kind(members: list[Any]) -> dict[str, type]:
@@ -324,13 +324,13 @@ def _member_named(value: Mapping[str, Any], kinds: dict[str, type], where: str) 
         kind = str(value["kind"])
         if kind not in kinds:
             remedy = did_you_mean(kind, kinds)
-            raise UserError("is not one of the choices", field=join(where, "kind"), value=kind, remedy=remedy)
+            raise UserError("is not one of the choices", option=join(where, "kind"), value=kind, remedy=remedy)
         return kinds[kind]
     fitting = [cls for cls in kinds.values() if set(value) <= {field.name for field in dataclasses.fields(cls)}]
     if not fitting:
         raise UserError(
             "does not say of which kind it is",
-            field=where,
+            option=where,
             value=dict(value),
             remedy=f'add "kind", one of {", ".join(kinds)}',
         )
@@ -350,14 +350,14 @@ def _convert_sequence(value: Any, hint: Any, where: str, raw: str | None) -> Any
         value = [value]
     is_fixed = get_origin(hint) is tuple and not (len(args) == 2 and args[1] is Ellipsis)
     if is_fixed and len(value) != len(args):
-        raise UserError(f"has {len(value)} values", field=where, value=value, remedy=f"give {len(args)} values")
+        raise UserError(f"has {len(value)} values", option=where, value=value, remedy=f"give {len(args)} values")
     hints = args if is_fixed else [args[0]] * len(value)
     mistakes = ErrorCollector()
     items = []
     for i, (item, of_item, text) in enumerate(zip(value, hints, texts or [None] * len(value), strict=True)):
-        with mistakes.noted():
+        with mistakes.collecting():
             items.append(convert(item, of_item, f"{where}[{i}]", text))
-    mistakes.raise_all()
+    mistakes.raise_if_any()
     return tuple(items) if get_origin(hint) is tuple else items
 
 
@@ -369,20 +369,20 @@ def _convert_mapping(value: Any, hint: Any, where: str, raw: str | None) -> dict
             if not (name and equals):
                 raise UserError(
                     "is no list of names and values",
-                    field=where,
+                    option=where,
                     value=raw,
                     remedy="write name=value,other=value, or JSON",
                 )
         return {name: convert(parse(text), hint, join(where, name), text) for name, _, text in pairs}
     if raw is not None and not isinstance(value, Mapping):
         remedy = "write name=value,other=value, or JSON; `nestrec options COMMAND` describes the values of each option"
-        raise UserError("must hold names with values", field=where, value=raw, remedy=remedy)
+        raise UserError("must hold names with values", option=where, value=raw, remedy=remedy)
     mistakes = ErrorCollector()
     found = {}
     for name, inner in _expect_fields(value, where).items():
-        with mistakes.noted():
+        with mistakes.collecting():
             found[str(name)] = convert(inner, hint, join(where, str(name)))
-    mistakes.raise_all()
+    mistakes.raise_if_any()
     return found
 
 
@@ -394,14 +394,14 @@ def _convert_scalar(value: Any, hint: Any, where: str, raw: str | None) -> Any:
             return float(value)
         except OverflowError as error:
             remedy = "give a number that a float can hold"
-            raise UserError("is too large", field=where, value=f"{str(value)[:40]}...", remedy=remedy) from error
+            raise UserError("is too large", option=where, value=f"{str(value)[:40]}...", remedy=remedy) from error
     if hint is str and raw is not None and not isinstance(value, str):
         return raw
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return _convert_enum(value, hint, where)
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         remedy = f"give {_EXPECTED.get(hint, hint.__name__)}"
-        raise UserError(f"is not of type {hint.__name__}", field=where, value=value, remedy=remedy)
+        raise UserError(f"is not of type {hint.__name__}", option=where, value=value, remedy=remedy)
     return value
 
 
@@ -410,12 +410,12 @@ def _convert_enum(value: Any, hint: type[enum.Enum], where: str) -> Any:
         return hint(value)
     except ValueError:
         remedy = did_you_mean(str(value), [str(member.value) for member in hint])
-        raise UserError("is not one of the choices", field=where, value=value, remedy=remedy) from None
+        raise UserError("is not one of the choices", option=where, value=value, remedy=remedy) from None
 
 
 def _expect_fields(value: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise UserError("must hold named fields", field=where, value=value, remedy="give a mapping of field to value")
+        raise UserError("must hold named fields", option=where, value=value, remedy="give a mapping of field to value")
     return value
 
 
@@ -431,7 +431,7 @@ def moment_ms(text: str | None, field: str) -> int | None:
         moment = datetime.datetime.fromisoformat(text)
     except ValueError:
         remedy = "write a date (2026-11-01) or a moment (2026-11-01T12:00+02:00)"
-        raise UserError("is no date", field=field, value=text, remedy=remedy) from None
+        raise UserError("is no date", option=field, value=text, remedy=remedy) from None
     zoned = moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)
     return round(zoned.timestamp() * 1000)
 

@@ -65,7 +65,7 @@ def known_device(wanted: str) -> "torch.device":
         return torch.device(chosen_device(wanted))
     except (RuntimeError, TypeError):
         remedy = 'take "cpu", "cuda" or "auto"'
-        raise UserError("is no device", field="device", value=wanted, remedy=remedy) from None
+        raise UserError("is no device", option="device", value=wanted, remedy=remedy) from None
 
 
 _ALIGNMENT_BYTES = 16

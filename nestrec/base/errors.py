@@ -1,9 +1,7 @@
-"""Errors that a user can act on.
+"""Exceptions for mistakes that a user can correct, and the exit codes of the commands.
 
-A mistake of the user raises :class:`UserError`, which names the field, the value and the remedy; the command line
-prints it without a traceback. `assert` is kept for our own invariants.
-
-What a process tells its launcher when it ends.
+A mistake of the user raises :class:`UserError`, which names the option, the value and the fix. The command line prints it
+without a traceback. `assert` is reserved for internal invariants.
 """
 
 import contextlib
@@ -12,54 +10,110 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 _LONGEST_VALUE = 2_000
-"""Characters of a value that an error contains."""
+"""Maximum number of characters of a value in an error message."""
 
 
 class UserError(Exception):
-    """A mistake that the user can mend: what is wrong, where, and what to do about it."""
+    """A mistake that the user can correct.
 
-    def __init__(self, problem: str, *, field: str | None = None, value: Any = None, remedy: str | None = None):
+    The message reads `OPTION=VALUE: PROBLEM. REMEDY.`:
+
+        >>> print(UserError("no such column in events.csv", option="log.user", value="uid", remedy="columns: id, ts"))
+        log.user=uid: no such column in events.csv. Columns: id, ts.
+
+    Args:
+        problem: What is wrong, as a sentence or a noun phrase without a final period.
+        option: Name of the option, argument or file that is wrong.
+        value: Its value. Tables and arrays are shown by their class only.
+        remedy: What to do, as an imperative sentence without a final period.
+    """
+
+    def __init__(self, problem: str, *, option: str | None = None, value: Any = None, remedy: str | None = None):
         self.problem = problem
-        self.field = field
+        self.option = option
         self.value = value
         self.remedy = remedy
         super().__init__(self._text())
 
     def add_to_problem(self, text: str) -> None:
-        """Extend the problem with something that only the caller knows."""
+        """Append details that only the caller knows to the problem."""
         self.problem += text
         self.args = (self._text(),)
 
     def _text(self) -> str:
-        where = f"{self.field} = {_shown(self.value)}: " if self.field is not None else ""
-        what_to_do = f"\n  remedy: {self.remedy}" if self.remedy else ""
-        return f"{where}{self.problem}{what_to_do}"
+        if self.option is None:
+            problem = _sentence(self.problem)
+        else:
+            problem = _with_period(f"{self.option}={_shown(self.value)}: {self.problem}")
+        return f"{problem} {_sentence(self.remedy)}" if self.remedy else problem
 
     def name_arguments(self) -> None:
         """Name options as a Python call does: `training.epochs` and `output` instead of --training.epochs, --output.
 
-        Whole command lines, such as `nestrec prepare log ... --log.time ts`, stay as they are.
+        Whole command lines, such as `nestrec prepare log ... --log.time ts`, are not changed.
         """
         self.problem = _as_arguments(self.problem)
-        self.field = None if self.field is None else _as_arguments(str(self.field))
+        self.option = None if self.option is None else _as_arguments(str(self.option))
         self.remedy = None if self.remedy is None else _as_arguments(str(self.remedy))
         self.args = (self._text(),)
 
+    def name_options(self, words: Sequence[str]) -> None:
+        """Name options as they are typed on the command line: `--training.epochs` instead of `training.epochs`.
+
+        Args:
+            words: The words of the command line; an undotted name is an option if it was typed as one.
+        """
+        if self.option is not None and _is_typed_option(self.option, words):
+            self.option = f"--{self.option}"
+            self.args = (self._text(),)
+
+
+_FILE_SUFFIXES = ("csv", "json", "jsonl", "md", "parquet", "safetensors", "toml", "txt", "yaml")
+_DOTTED = re.compile(r"[a-z]\w*(\.\w+)+")
+
+
+def _is_typed_option(name: str, words: Sequence[str]) -> bool:
+    if _DOTTED.fullmatch(name):
+        return name.rpartition(".")[2] not in _FILE_SUFFIXES
+    typed = {word.partition("=")[0].replace("-", "_") for word in words if word.startswith("--")}
+    return f"__{name.replace('-', '_')}" in typed
+
+
+def _with_period(text: str) -> str:
+    return text if text.rstrip().endswith((".", "?", "!", ":")) else f"{text}."
+
+
+def _sentence(text: str) -> str:
+    """Add the final period and the capital letter of a sentence; text that begins with a name is not capitalized."""
+    first = text.split(maxsplit=1)[0] if text.strip() else ""
+    is_word = first.rstrip(",:;").isalpha() and first.islower() and first != "nestrec"
+    return _with_period(text[:1].upper() + text[1:] if is_word else text)
+
 
 def _shown(value: Any) -> str:
-    """Return a value as an error contains it: a table or an array by the name of its class."""
-    text = repr(value)
+    """Return a value as an error message contains it."""
+    if isinstance(value, str) and value and value.isprintable() and value == value.strip():
+        text = value
+    else:
+        text = repr(value)
     if "\n" in text:
         return f"a value of the class {type(value).__module__}.{type(value).__qualname__}"
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
 
 
 class UserErrorGroup(UserError):
-    """Several mistakes, told at once; `errors` holds each of them."""
+    """Several mistakes that were found together.
+
+    Attributes:
+        errors: The individual errors.
+    """
 
     def __init__(self, errors: Sequence[UserError]):
         self.errors = tuple(errors)
         super().__init__(self._problem())
+
+    def _text(self) -> str:
+        return self.problem
 
     def _problem(self) -> str:
         each = "".join("\n- " + str(error).replace("\n", "\n  ") for error in self.errors)
@@ -68,6 +122,14 @@ class UserErrorGroup(UserError):
     def name_arguments(self) -> None:
         for error in self.errors:
             error.name_arguments()
+        self._refresh()
+
+    def name_options(self, words: Sequence[str]) -> None:
+        for error in self.errors:
+            error.name_options(words)
+        self._refresh()
+
+    def _refresh(self) -> None:
         self.problem = self._problem()
         self.args = (self.problem,)
 
@@ -76,14 +138,14 @@ class UserErrorGroup(UserError):
 
 
 class ErrorCollector:
-    """Gathers errors of parts that do not depend on each other, so that a user need not find them one a try."""
+    """Collects independent errors, so that the user sees all of them at once."""
 
     def __init__(self) -> None:
         self.errors: list[UserError] = []
 
     @contextlib.contextmanager
-    def noted(self) -> Iterator[None]:
-        """An error inside the block is kept for later, and ends only the block."""
+    def collecting(self) -> Iterator[None]:
+        """Collect a `UserError` that the block raises; it ends the block only."""
         try:
             yield
         except UserErrorGroup as several:
@@ -95,16 +157,16 @@ class ErrorCollector:
         self,
         problem: str,
         *,
-        field: str | None = None,
+        option: str | None = None,
         value: Any = None,
         remedy: str | None = None,
         error: type[UserError] = UserError,
     ) -> None:
-        """Keep an error of the class `error` for later."""
-        self.errors.append(error(problem, field=field, value=value, remedy=remedy))
+        """Add an error of the class `error`; see `UserError` for the other arguments."""
+        self.errors.append(error(problem, option=option, value=value, remedy=remedy))
 
-    def raise_all(self) -> None:
-        """Raise what was noted: one error as it is, several as one."""
+    def raise_if_any(self) -> None:
+        """Raise the collected errors: a single one itself, several as a `UserErrorGroup`."""
         if len(self.errors) == 1:
             raise self.errors[0]
         if self.errors:
@@ -115,7 +177,7 @@ def require(
     condition: object,
     problem: str,
     *,
-    field: str | None = None,
+    option: str | None = None,
     value: Any = None,
     remedy: str | None = None,
     error: type[UserError] = UserError,
@@ -126,27 +188,27 @@ def require(
     fails when the condition holds, in a loop over many values, and where mypy has to narrow a type by the condition.
     """
     if not condition:
-        raise error(problem, field=field, value=value, remedy=remedy)
+        raise error(problem, option=option, value=value, remedy=remedy)
 
 
 class DataError(UserError):
-    """Input data that cannot be used as it is."""
+    """The input data is invalid."""
 
 
 class CorruptFileError(UserError):
-    """A file that fails its digest or cannot be parsed: nothing may be read from it."""
+    """A file does not match its digest or cannot be parsed; none of its content may be used."""
 
 
 class PeerLostError(UserError):
-    """Another rank died or stopped answering; every surviving rank raises this within a bounded time."""
+    """Another rank died or stopped responding; every surviving rank raises this within a bounded time."""
 
 
 class BatchError(UserError):
-    """A mistake in one batch that every rank knows of: it ends the step that needs the batch, and no step before."""
+    """One batch is invalid on all ranks; the step that needs it fails, earlier steps complete."""
 
 
 class NonFiniteError(UserError):
-    """A loss, a gradient or a weight became NaN or infinite."""
+    """A loss, gradient or weight became NaN or infinite."""
 
 
 _OPTION = re.compile(r"(?P<command>nestrec [^`;()]*)|(?<![\w-])(?P<option>--[a-z][\w.-]*)")

@@ -30,7 +30,7 @@ def given_path(value: Any, field: str) -> Path:
         remedy = 'give text or a Path, such as "data/mine"'
         if hasattr(value, "to_parquet") or hasattr(value, "write_parquet"):  # a data frame of pandas or polars
             remedy = 'write the table into a file first, such as "events.parquet", and give its path'
-        raise UserError("is no path", field=field, value=value, remedy=remedy)
+        raise UserError("is no path", option=field, value=value, remedy=remedy)
     return Path(value)
 
 
@@ -39,11 +39,11 @@ def check_folder(path: Path, field: str) -> None:
     present = next(place for place in (path.absolute(), *path.absolute().parents) if _is_there(place))
     if not present.is_dir():
         problem = "is a file" if present == path.absolute() else f"runs through the file {present}"
-        raise UserError(problem, field=field, value=str(path), remedy="name a folder, or one that does not exist yet")
+        raise UserError(problem, option=field, value=str(path), remedy="name a folder, or one that does not exist yet")
     if not os.access(present, os.W_OK | os.X_OK):
         raise UserError(
             f"cannot be written: no permission in {present}",
-            field=field,
+            option=field,
             value=str(path),
             remedy="name another folder, or change its permissions",
         )
@@ -53,7 +53,7 @@ def check_file(path: Path | None) -> Path | None:
     """The path of a file that can be written, for an option of a command: asked before the work, not after it."""
     if path is not None:
         check_folder(path.parent, "file")
-        require(not path.is_dir(), "is a folder", field="file", value=str(path), remedy="name a file")
+        require(not path.is_dir(), "is a folder", option="file", value=str(path), remedy="name a file")
     return path
 
 
@@ -67,7 +67,7 @@ def told_if_unwritable(path: Path, field: str) -> Iterator[None]:
             raise
         problem = f"cannot be written: {error.strerror or error}"
         remedy = "free disk space or fix its permissions"
-        raise UserError(problem, field=field, value=str(error.filename or path), remedy=remedy) from error
+        raise UserError(problem, option=field, value=str(error.filename or path), remedy=remedy) from error
 
 
 def fsync_path(path: Path) -> None:
@@ -178,10 +178,10 @@ def check_replaceable(output: Path, *, marker: str, force: bool) -> None:
         return
     if not output.is_dir() or not (output / marker).exists():
         raise DataError(
-            "exists and is not a prepared dataset", field="output", value=str(output), remedy="name another folder"
+            "exists and is not a prepared dataset", option="output", value=str(output), remedy="name another folder"
         )
     remedy = "name another folder, or give --force to replace it"
-    require(force, "already holds a dataset", field="output", value=str(output), remedy=remedy, error=DataError)
+    require(force, "already holds a dataset", option="output", value=str(output), remedy=remedy, error=DataError)
 
 
 def _lock(temporary: Path, output: Path) -> int:
@@ -195,7 +195,7 @@ def _lock(temporary: Path, output: Path) -> int:
             os.close(descriptor)
             remedy = "wait for the other process to end"
             raise DataError(
-                "is being written by another process", field="output", value=str(output), remedy=remedy
+                "is being written by another process", option="output", value=str(output), remedy=remedy
             ) from None
         # The folder may have been renamed into place between mkdir and the lock: then this is no longer ours to clear.
         if temporary.exists() and os.stat(temporary).st_ino == os.fstat(descriptor).st_ino:

@@ -71,7 +71,7 @@ def import_extra(
         remedy = f"pip install 'nestrec[{extra}]'{instead}"
         from nestrec.base.errors import UserError  # only here: importing the package must stay quick
 
-        raise UserError(problem, field=field, value=value or missing, remedy=remedy) from error
+        raise UserError(problem, option=field, value=value or missing, remedy=remedy) from error
 
 
 def _called_from_python(package: str, function: FunctionType) -> Any:

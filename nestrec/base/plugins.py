@@ -183,7 +183,7 @@ class PluginRegistry(Generic[T]):
             if not isinstance(name, str) or name not in self:
                 problem = f"no such {self.noun}"
                 remedy = f"{did_you_mean(str(name), self)} (other packages add some by entry points of {self.group!r})"
-                raise UserError(problem, field=field or self.noun, value=name, remedy=remedy)
+                raise UserError(problem, option=field or self.noun, value=name, remedy=remedy)
             self._loaded[name] = self._load(name)
         return self._loaded[name]
 
@@ -203,12 +203,12 @@ class PluginRegistry(Generic[T]):
         """The error for who needs what a member does not say; `what`: the field of its spec, `problem`: the reason."""
         package = self.package_of(name)
         remedy = f"let it answer: `{what}` of its spec in the package {package!r}, or take another {self.noun}{see}"
-        return UserError(problem, field=self.noun, value=name, remedy=remedy)
+        return UserError(problem, option=self.noun, value=name, remedy=remedy)
 
     def broken(self, name: str, what: str, problem: str) -> UserError:
         """The error for who was given by a member what it must not give; `what`: the function of it that gave it."""
         remedy = f"mend `{what}` in the package {self.package_of(name)!r}, or take another {self.noun}"
-        return UserError(f"its `{what}` {problem}", field=f"{self.group}: {name}", value=what, remedy=remedy)
+        return UserError(f"its `{what}` {problem}", option=f"{self.group}: {name}", value=what, remedy=remedy)
 
     def by_default(self, name: str, what: str, *, field: str | None = None) -> Any:
         """The config whose class stands in the field `what` of a spec, where nothing is said of it."""
@@ -238,7 +238,7 @@ class PluginRegistry(Generic[T]):
                 other = found[point.name].value if point.name in found else "nestrec itself"
                 remedy = f"rename it in the package of {point.value!r}, or uninstall one of the two"
                 problem = f"two {self.noun}s of one name: {point.value!r} and that of {other!r}"
-                raise UserError(problem, field=f"entry point of {self.group}", value=point.name, remedy=remedy)
+                raise UserError(problem, option=f"entry point of {self.group}", value=point.name, remedy=remedy)
             found[point.name] = point
         return found
 
@@ -248,11 +248,11 @@ class PluginRegistry(Generic[T]):
             member = import_attribute(member)
         if not isinstance(member, self._of):
             remedy = f"let its entry point name an instance of {self._of.__module__}.{self._of.__qualname__}"
-            raise UserError(f"is no {self.noun}", field=f"{self.group}: {name}", value=member, remedy=remedy)
+            raise UserError(f"is no {self.noun}", option=f"{self.group}: {name}", value=member, remedy=remedy)
         if (misfit := misfit_of(member)) is not None:
             remedy = f"let the package {self.package_of(name)!r} give {misfit.wanted}"
             field = f"{self.group}: {name}, {misfit.field}"
-            raise UserError(misfit.problem, field=field, value=misfit.value, remedy=remedy)
+            raise UserError(misfit.problem, option=field, value=misfit.value, remedy=remedy)
         return cast(T, member)
 
     def _load_foreign(self, point: EntryPoint) -> Any:
@@ -261,4 +261,4 @@ class PluginRegistry(Generic[T]):
         except (Exception, SystemExit) as error:  # a script that ends itself would end this program without a word
             remedy = f"mend or uninstall the package {self.package_of(point.name)!r}"
             problem = f"cannot be loaded ({type(error).__name__}: {error})"
-            raise UserError(problem, field=f"{self.group}: {point.name}", value=point.value, remedy=remedy) from error
+            raise UserError(problem, option=f"{self.group}: {point.name}", value=point.value, remedy=remedy) from error

@@ -70,7 +70,7 @@ class CheckpointManager:
         `fsspec`; they are taken from there where the folder has none. beside: others, whose newest is looked after in
         their second place with every save of these.
         """
-        require(keep >= 1, "at least one checkpoint must be kept", field="keep", value=keep, remedy="give 1 or more")
+        require(keep >= 1, "at least one checkpoint must be kept", option="keep", value=keep, remedy="give 1 or more")
         self._folder = Path(folder)
         self._keep = keep
         self._max_deltas = max_deltas
@@ -156,7 +156,7 @@ class CheckpointManager:
         if steps:
             remedy = "start over in another run folder, or delete this one"
             raise CorruptFileError(
-                "no checkpoint is whole", field="checkpoints", value=str(self._folder), remedy=remedy
+                "no checkpoint is whole", option="checkpoints", value=str(self._folder), remedy=remedy
             )
         return None
 
@@ -201,11 +201,11 @@ class CheckpointManager:
         """The checkpoint of a step; `CorruptFileError` when it is not whole."""
         if step not in self._peers.gather(self.steps())[0]:
             remedy = f"steps with a checkpoint: {self.steps()}"
-            raise UserError("no checkpoint of this step", field="step", value=step, remedy=remedy)
+            raise UserError("no checkpoint of this step", option="step", value=step, remedy=remedy)
         problems, restored = self._open(step)
         if restored is None:
             remedy = "take an earlier step"
-            raise CorruptFileError(_summary(problems), field="checkpoint of step", value=step, remedy=remedy)
+            raise CorruptFileError(_summary(problems), option="checkpoint of step", value=step, remedy=remedy)
         return restored
 
     def state(self, step: int) -> dict[str, Any] | None:

@@ -43,7 +43,7 @@ def committed_steps(parent: Path) -> list[int]:
             return []
         what = f"is a link to {parent.readlink()}, which is not there" if parent.is_symlink() else "is no folder"
         remedy = "mount or mend what it leads to, or move it away to begin without checkpoints"
-        raise UserError(f"{what}: checkpoints lie under this name", field="RUN", value=str(parent), remedy=remedy)
+        raise UserError(f"{what}: checkpoints lie under this name", option="RUN", value=str(parent), remedy=remedy)
     steps = [step_of(path.name) for path in parent.iterdir() if path.is_dir()]
     return sorted(step for step in steps if step is not None)
 
@@ -110,12 +110,12 @@ def decode(content: bytes | bytearray, where: str) -> Manifest:
 
 
 def _damaged(where: str, problem: str) -> CorruptFileError:
-    return CorruptFileError(problem, field="manifest", value=where)
+    return CorruptFileError(problem, option="manifest", value=where)
 
 
 def damaged_file(where: str, problem: str) -> CorruptFileError:
     """Returns the error for a file of a checkpoint."""
-    return CorruptFileError(problem, field="checkpoint", value=where)
+    return CorruptFileError(problem, option="checkpoint", value=where)
 
 
 def local_reads(folder: Path) -> VerifiedReads:
@@ -144,7 +144,7 @@ def chain_in(reads: VerifiedReads, name: str) -> list[Manifest]:
         folder = folder_of(Path(), manifest.base.step).name
         base = manifest_in(reads, folder)
         if digest_of(base) != manifest.base.digest or base.step >= manifest.step:
-            raise CorruptFileError("is not the checkpoint that the later one builds on", field="base", value=folder)
+            raise CorruptFileError("is not the checkpoint that the later one builds on", option="base", value=folder)
         return base
 
     return list(chain_of(manifest_in(reads, name), base_of))

@@ -82,7 +82,7 @@ class _TouchedThenOlder:
             yield from self._older.rows(self._table, shard=self._shard, superseded=newer)
         except CorruptFileError as error:
             raise CorruptFileError(
-                f"cannot be built on: {error.problem}", field=error.field, value=error.value
+                f"cannot be built on: {error.problem}", option=error.option, value=error.value
             ) from error
 
     def due(self) -> Iterator[Chunk]:

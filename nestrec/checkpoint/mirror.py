@@ -218,7 +218,7 @@ def damaged_elsewhere(address: str, problems: Mapping[int, str]) -> CorruptFileE
     step, problem = next(iter(problems.items()))
     return CorruptFileError(
         f"none of the checkpoints there is whole (steps {steps}); step {step}: {problem}",
-        field=FIELD,
+        option=FIELD,
         value=address,
         remedy="restore the damaged files; or, to start over, name another address or move these checkpoints away",
     )
@@ -243,7 +243,7 @@ def _refusing(address: str) -> Iterator[None]:
     except Exception as error:  # some file systems of fsspec raise errors of their own
         raise UserError(
             f"cannot be read: {type(error).__name__}: {error}",
-            field=FIELD,
+            option=FIELD,
             value=address,
             remedy="start again when the storage answers; nothing was changed there",
         ) from error

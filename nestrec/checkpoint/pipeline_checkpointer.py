@@ -49,7 +49,7 @@ class PipelineCheckpoints:
         """
         _check_pipeline(pipeline)
         if isinstance(keep, bool) or not isinstance(keep, int):
-            raise UserError("must be a whole number from 1", field="keep", value=keep, remedy="such as 2")
+            raise UserError("must be a whole number from 1", option="keep", value=keep, remedy="such as 2")
         self._pipeline = pipeline
         self._dense = pipeline.dense
         self._tables = TableCheckpointer(pipeline.engine)
@@ -118,7 +118,7 @@ class PipelineCheckpoints:
         where = str(restored.path)
         if _OURS not in restored.state:
             remedy = "name a folder that PipelineCheckpoints.save wrote; `nestrec train` goes on with its runs itself"
-            raise UserError("is a checkpoint of a run, not of a pipeline", field="folder", value=where, remedy=remedy)
+            raise UserError("is a checkpoint of a run, not of a pipeline", option="folder", value=where, remedy=remedy)
         ours = restored.state[_OURS]
         tables = self._pipeline.engine.tables
         _same("tables", sorted(ours["tables"]), sorted(tables), where)
@@ -138,7 +138,7 @@ class PipelineCheckpoints:
 def _check_pipeline(pipeline: Any) -> None:
     if not isinstance(pipeline, TrainingPipeline):
         remedy = "give the nestrec.TrainingPipeline of a module"
-        raise UserError("is no pipeline of a module", field="pipeline", value=pipeline, remedy=remedy)
+        raise UserError("is no pipeline of a module", option="pipeline", value=pipeline, remedy=remedy)
 
 
 def _of_optimizer(settings: Mapping[str, Any]) -> tuple[str, int]:
@@ -172,7 +172,7 @@ def _same(field: str, saved: Any, mine: Any, where: str) -> None:
     if saved != mine:
         raise UserError(
             f"is {saved!r} in the checkpoint {where}",
-            field=field,
+            option=field,
             value=mine,
             remedy="build the pipeline as the one that was saved, or name another folder",
         )
@@ -189,4 +189,4 @@ def _as_json(value: Any, name: str) -> Any:
     if value is None or isinstance(value, str | int | float | bool):
         return value
     remedy = "give text, numbers, lists, and mappings with text as names; tensors may be buffers of the model"
-    raise UserError("is nothing that a checkpoint holds", field=name, value=value, remedy=remedy)
+    raise UserError("is nothing that a checkpoint holds", option=name, value=value, remedy=remedy)

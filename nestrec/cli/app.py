@@ -4,6 +4,7 @@ Heavy imports stand inside the commands, so that `nestrec --help` answers at onc
 the lines of a docstring: they fit a terminal of 80 columns. Examples are a list there, and on the page of commands too.
 """
 
+import sys
 from typing import Annotated, NoReturn
 
 import typer
@@ -101,6 +102,7 @@ def main() -> None:
 
 
 def _fail(error: UserError, code: int) -> NoReturn:
+    error.name_options(sys.argv[1:])
     say_once(f"error: {error}")
     leave(code)
 

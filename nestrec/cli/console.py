@@ -74,7 +74,7 @@ def _raise_mistyped(args: list[str], option: str, known: Collection[str]) -> Non
         is_close = difflib.get_close_matches(name.removeprefix("--"), [option.removeprefix("--")], n=1)
         if name.startswith("--") and name not in known and is_close:
             given = value if has_value else " ".join(args[i + 1 : i + 2])
-            raise UserError("no such option", field=name, value=given, remedy=f"did you mean {option}?")
+            raise UserError("no such option", option=name, value=given, remedy=f"did you mean {option}?")
 
 
 def _raise_without_option(ctx: Any, args: list[str], param: Any, num_arguments: int) -> None:
@@ -89,7 +89,7 @@ def _raise_without_option(ctx: Any, args: list[str], param: Any, num_arguments: 
     program = root if root.startswith("nestrec ") else "nestrec"
     command = [*program.split(), *ctx.command_path.removeprefix(root).split()]
     remedy = shlex.join([*command, *words[:num_arguments], *named, *args[num_arguments + len(values) :]])
-    raise UserError(f"needs its option {param.opts[0]}", field="argument", value=extra[0], remedy=f"write {remedy}")
+    raise UserError(f"needs its option {param.opts[0]}", option="argument", value=extra[0], remedy=f"write {remedy}")
 
 
 class PlainGroup(_PlainFlags, TyperGroup):
@@ -131,7 +131,7 @@ def external_command(name: str) -> ExternalCommand:
         package = _PACKAGES[name]
         remedy = f"pip install {package}, or in a checkout: pip install -e benchmarks"
         raise UserError(
-            f"is in the package {package}, which is not installed", field="nestrec", value=name, remedy=remedy
+            f"is in the package {package}, which is not installed", option="nestrec", value=name, remedy=remedy
         )
     return EXTERNAL_COMMANDS.find(name)
 

@@ -67,7 +67,7 @@ def _train(output: Path, options: Mapping[str, str]) -> None:
     ended = subprocess.run(_launch(output, options), env=_environment(), check=False)
     if ended.returncode != 0:
         remedy = "see the message above; the same command goes on from the last checkpoint"
-        raise UserError(f"ended with code {ended.returncode}", field="train", value=str(output), remedy=remedy)
+        raise UserError(f"ended with code {ended.returncode}", option="train", value=str(output), remedy=remedy)
 
 
 def _launch(output: Path, options: Mapping[str, str]) -> list[str]:
@@ -93,7 +93,7 @@ def _compare(output: Path, options: Mapping[str, str]) -> dict[str, Path]:
             if ended.returncode != 0:
                 print(ended.stderr, file=sys.stderr)
                 remedy = "see the message above"
-                raise UserError(f"ended with code {ended.returncode}", field="train", value=str(run), remedy=remedy)
+                raise UserError(f"ended with code {ended.returncode}", option="train", value=str(run), remedy=remedy)
     return runs
 
 
@@ -155,7 +155,7 @@ def _wait_until_ready(server: "subprocess.Popen[bytes]", address: str) -> None:
             problem = f"it answers with status {response.status}"
         if server.poll() is not None or time.monotonic() > until:
             remedy = "start it by hand to see why: nestrec serve --model MODEL"
-            raise UserError(f"did not become ready: {problem}", field="serve", value=address, remedy=remedy)
+            raise UserError(f"did not become ready: {problem}", option="serve", value=address, remedy=remedy)
         time.sleep(0.1)
 
 
@@ -165,7 +165,7 @@ def _post(url: str, body: dict[str, Any]) -> dict[str, Any]:
     try:
         response = send_blocking(request, timeout_s=30.0)
     except (OSError, EOFError) as error:
-        raise UserError(f"was not answered: {error}", field="POST", value=url, remedy=remedy) from None
+        raise UserError(f"was not answered: {error}", option="POST", value=url, remedy=remedy) from None
     if response.status != _OK:
-        raise UserError(f"was answered with status {response.status}", field="POST", value=url, remedy=remedy)
+        raise UserError(f"was answered with status {response.status}", option="POST", value=url, remedy=remedy)
     return dict(json.loads(response.body))

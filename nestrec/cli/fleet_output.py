@@ -49,16 +49,16 @@ def operate(address: str, path: str, body: dict[str, Any] | None = None) -> dict
             return dict(json.loads(response.body))
     except (OSError, EOFError, ValueError) as error:
         remedy = remedy_without_answer(error)
-        raise UserError(f"does not answer: {error}", field="server", value=address, remedy=remedy) from error
+        raise UserError(f"does not answer: {error}", option="server", value=address, remedy=remedy) from error
     message, remedy = _refusal(response)
-    raise UserError(message, field="server", value=address, remedy=remedy or _remedy(response))
+    raise UserError(message, option="server", value=address, remedy=remedy or _remedy(response))
 
 
 def _authorized() -> dict[bytes, bytes]:
     key = os.environ.get(KEY_VARIABLE, "").strip()
     if not (key.isascii() and key.isprintable()):  # it is not shown: it may be a key with something behind it
         remedy = "put the key into it, as `nestrec key` has printed it"
-        raise UserError("is no key", field=KEY_VARIABLE, value=f"{len(key)} characters", remedy=remedy)
+        raise UserError("is no key", option=KEY_VARIABLE, value=f"{len(key)} characters", remedy=remedy)
     return {b"authorization": f"Bearer {key}".encode()} if key else {}
 
 
@@ -103,7 +103,7 @@ def check_health(address: str) -> None:
     """`UserError` where nobody says at /health/live that the process is worth keeping. Plain HTTP, or else TLS."""
     host, _, port = address.rpartition("://")[2].rstrip("/").rpartition(":")
     if not host or not port.isdigit():
-        raise UserError("is no address", field="ADDRESS", value=address, remedy="write HOST:PORT, as 127.0.0.1:8001")
+        raise UserError("is no address", option="ADDRESS", value=address, remedy="write HOST:PORT, as 127.0.0.1:8001")
     told = "nobody answers there"
     # The certificate names the server as clients know it, and this asks the machine that it runs on.
     for scheme, tls in (("http", None), ("https", ssl._create_unverified_context())):
@@ -116,4 +116,4 @@ def check_health(address: str) -> None:
         if status == _OK:
             return
         told = f"it answers with status {status}"
-    raise UserError(f"is not alive: {told}", field="ADDRESS", value=address, remedy="look at the server's log")
+    raise UserError(f"is not alive: {told}", option="ADDRESS", value=address, remedy="look at the server's log")

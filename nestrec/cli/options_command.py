@@ -41,7 +41,7 @@ def config_of(words: list[str], commands: Collection[str] = ()) -> tuple[Any, st
         return FORMATS.by_default(format, "options"), " ".join(rest)
     if command == "bench" and not rest:
         remedy = "name a bench, such as `nestrec options bench stores`; `nestrec bench --help` lists them"
-        raise UserError("each bench has options of its own", field="command", value=command, remedy=remedy)
+        raise UserError("each bench has options of its own", option="command", value=command, remedy=remedy)
     if command in ("bench", "replay"):
         return external_command(command).options_of(rest)
     if command not in CONFIGS:
@@ -56,15 +56,15 @@ def _of_auto(command: str, searched: list[str]) -> UserError:
     lines = (shlex.join(["nestrec", "options", command, recipe, *searched]) for recipe in OPTIONS_OF.values())
     remedy = "; ".join(f"{line} ({task})" for line, task in zip(lines, OPTIONS_OF, strict=True))
     problem = "takes the options of the recipe of its task, and chooses their values from a dataset"
-    return UserError(problem, field="RECIPE", value="auto", remedy=remedy)
+    return UserError(problem, option="RECIPE", value="auto", remedy=remedy)
 
 
 def _without_options(command: str, commands: Collection[str]) -> UserError:
     if command in commands:
         remedy = f"see `nestrec {command} --help`"
-        return UserError("takes no dotted options", field="command", value=command, remedy=remedy)
+        return UserError("takes no dotted options", option="command", value=command, remedy=remedy)
     known = ["train", "plan", "tune", "prepare", "append", "bench", "replay", *CONFIGS]
-    return UserError("is not a command", field="command", value=command, remedy=did_you_mean(command, known))
+    return UserError("is not a command", option="command", value=command, remedy=did_you_mean(command, known))
 
 
 def show_commands() -> None:
@@ -82,7 +82,7 @@ def show_options(words: list[str], commands: Collection[str] = ()) -> None:
     chosen = list(_chosen(config, wanted))
     if not chosen:
         remedy = f"see all: nestrec options {' '.join(words[:-1])}"
-        raise UserError("is in no option's name or meaning", field="word", value=wanted, remedy=remedy)
+        raise UserError("is in no option's name or meaning", option="word", value=wanted, remedy=remedy)
     width = min(shutil.get_terminal_size().columns, 120)
     for field in chosen:
         print(f"--{field.name} {shlex.quote(option_text(field.value))}  ({field.allowed})")

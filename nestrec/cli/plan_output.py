@@ -99,11 +99,11 @@ def open_cluster(name: str, hosts: int | None, profile: Path | None) -> ClusterC
             frame = json_module.loads(profile.read_text())
         except (OSError, ValueError) as error:
             remedy = "name what `nestrec bench calibrate --json` wrote"
-            raise UserError(f"cannot be read: {error}", field="--profile", value=str(profile), remedy=remedy) from error
+            raise UserError(f"cannot be read: {error}", option="--profile", value=str(profile), remedy=remedy) from error
         if "profile" not in frame:
             raise UserError(
                 "holds no profile",
-                field="--profile",
+                option="--profile",
                 value=str(profile),
                 remedy="write one with `nestrec bench calibrate --json`",
             )

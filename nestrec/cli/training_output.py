@@ -57,7 +57,7 @@ def embed_all(
     model: str, what: str, users: str, output: Path, *, data: Path | None, device: str, words: Sequence[str]
 ) -> None:
     if what not in ("users", "items"):
-        raise UserError("has no vectors", field="--what", value=what, remedy=did_you_mean(what, ("users", "items")))
+        raise UserError("has no vectors", option="--what", value=what, remedy=did_you_mean(what, ("users", "items")))
     batch, topology = _batch(model, device, words)
     start_s = time.perf_counter()
     if what == "items":

@@ -135,7 +135,7 @@ class BatchConfig:
             given = {"batch_samples": self.batch_samples, "batch_tokens": self.batch_tokens}
             raise UserError(
                 "one of the two sizes of a batch is needed, and only one",
-                field="batch",
+                option="batch",
                 value=given,
                 remedy="give one of them and set the other to none, such as --batch.batch_samples none",
             )

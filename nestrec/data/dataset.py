@@ -109,7 +109,7 @@ class Dataset:
         for name in chosen:
             if name not in available:
                 raise DataError(
-                    "is no column of the dataset", field="columns", value=name, remedy=did_you_mean(name, available)
+                    "is no column of the dataset", option="columns", value=name, remedy=did_you_mean(name, available)
                 )
         dataset = Dataset(folder, card, layers, chosen, cache_bytes)
         if dataset.num_samples != card.counts.users:
@@ -256,7 +256,7 @@ class Dataset:
         """The items table, in order of item id from 1."""
         if self.card.kind != "sequences":
             raise DataError(
-                "has no items table", field="dataset", value=str(self.folder), remedy="use a dataset of sequences"
+                "has no items table", option="dataset", value=str(self.folder), remedy="use a dataset of sequences"
             )
         return self._items
 
@@ -270,13 +270,13 @@ class Dataset:
         if found is None:
             names = {name for layer in self._layers for name in layer.names if name.startswith("vocabularies/")}
             known = [Path(name).stem for name in names]
-            raise DataError("has no vocabulary", field="column", value=column, remedy=did_you_mean(column, known))
+            raise DataError("has no vocabulary", option="column", value=column, remedy=did_you_mean(column, known))
         return found
 
     def vectors(self, feature: Feature) -> NDArray[Any]:
         """A feature of dense vectors, mapped into memory: (items + 1, W) rows by item id, or (users, W) by user id."""
         if feature.kind != "vector":
-            raise DataError("has no vectors", field="feature", value=feature.name, remedy="name one of kind vector")
+            raise DataError("has no vectors", option="feature", value=feature.name, remedy="name one of kind vector")
         num_rows = self.num_items + 1 if feature.owner == "item" else self.num_samples
         return merged_vectors(self._layers, feature.file, num_rows, feature.width)
 
@@ -327,7 +327,7 @@ def _check_kept(folder: Path, card: DatasetCard, generation: int | None) -> None
     is_there = card.generation == generation and all((folder / entry.path).is_file() for entry in card.files)
     if generation is not None and not is_there and generation != (newest := DatasetCard.load(folder).generation):
         remedy = f"open a later one, up to {newest}; a run that stands there goes on by `nestrec train --from RUN`"
-        raise DataError("is no generation that is kept", field="generation", value=generation, remedy=remedy)
+        raise DataError("is no generation that is kept", option="generation", value=generation, remedy=remedy)
 
 
 def _check_files(folder: Path, card: DatasetCard) -> None:

@@ -287,7 +287,7 @@ class DatasetCard:
         if not path.is_file():
             remedy = "name a folder written by `nestrec prepare`"
             raise DataError(
-                "is not a prepared dataset: it has no card.json", field="dataset", value=str(folder), remedy=remedy
+                "is not a prepared dataset: it has no card.json", option="dataset", value=str(folder), remedy=remedy
             )
         try:
             plain = json.loads(path.read_text())
@@ -297,7 +297,7 @@ class DatasetCard:
         if version not in range(1, FORMAT_VERSION + 1):
             raise DataError(
                 f"has format version {version}, this nestrec reads 1 to {FORMAT_VERSION}",
-                field="dataset",
+                option="dataset",
                 value=str(folder),
                 remedy="prepare it again",
             )
@@ -333,7 +333,7 @@ def _from_version_1(plain: dict[str, Any]) -> dict[str, Any]:
 
 
 def _damaged(path: Path, problem: str) -> CorruptFileError:
-    return CorruptFileError(problem, field="card", value=str(path), remedy="prepare the dataset again")
+    return CorruptFileError(problem, option="card", value=str(path), remedy="prepare the dataset again")
 
 
 def length_statistics(lengths: NDArray[Any]) -> LengthStatistics:

@@ -167,7 +167,7 @@ class RowGroupCache:
 def damaged(path: Path, error: Exception) -> CorruptFileError:
     """The error for a file of a dataset that is missing or cannot be read."""
     return CorruptFileError(
-        f"cannot be read: {error}", field="dataset file", value=str(path), remedy="prepare the dataset again"
+        f"cannot be read: {error}", option="dataset file", value=str(path), remedy="prepare the dataset again"
     )
 
 

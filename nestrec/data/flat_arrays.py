@@ -118,7 +118,7 @@ def check_slide(slide_events: int | None, max_events: int, field: str, longest_f
     if slide_events is not None and slide_events > max(1, max_events):
         raise UserError(
             f"is more than the {max_events:,} events of a history that {longest_field} allows",
-            field=field,
+            option=field,
             value=slide_events,
             remedy=f"give a number from 1 to {max(1, max_events)}",
         )

@@ -171,7 +171,7 @@ def agree(communicator: Communicator, what: str, value: Any) -> None:
         if other != values[0]:
             name, mine, theirs = _first_difference(what, values[0], other)
             remedy = "start every rank with the same configuration and version"
-            raise UserError(f"rank {rank} differs from rank 0 ({theirs!r})", field=name, value=mine, remedy=remedy)
+            raise UserError(f"rank {rank} differs from rank 0 ({theirs!r})", option=name, value=mine, remedy=remedy)
 
 
 def _first_difference(name: str, mine: Any, theirs: Any) -> tuple[str, Any, Any]:
@@ -187,11 +187,11 @@ def _first_difference(name: str, mine: Any, theirs: Any) -> tuple[str, Any, Any]
 
 def raise_together(communicator: Communicator, error: UserError | None) -> None:
     """Raise on every rank if any rank has an error: the error of the first such rank, named by its rank."""
-    mine = None if error is None else [error.problem, error.field, _sendable(error.value), error.remedy]
+    mine = None if error is None else [error.problem, error.option, _sendable(error.value), error.remedy]
     for rank, found in enumerate(all_gather_json(communicator, mine)):
         if found is not None:
             problem, field, value, remedy = found
-            raise UserError(f"{problem} (rank {rank})", field=field, value=value, remedy=remedy)
+            raise UserError(f"{problem} (rank {rank})", option=field, value=value, remedy=remedy)
 
 
 def _sendable(value: Any) -> Any:
@@ -261,7 +261,7 @@ class GradientReducer:
         if bucket < self._next:
             raise UserError(
                 "the gradient of a weight came in two parts within one backward pass, its sum over ranks had begun",
-                field="ranks.dense_overlap",
+                option="ranks.dense_overlap",
                 value=True,
                 remedy="set it to false for this model",
             )

@@ -329,7 +329,7 @@ def groups_by_host(shard_axis: list[list[int]], ranks_of_host: int) -> tuple[lis
         if len({len(ranks) for ranks in hosts}) > 1:
             raise UserError(
                 f"hosts have different numbers of ranks of a group ({[len(ranks) for ranks in hosts]})",
-                field="ranks.hierarchy",
+                option="ranks.hierarchy",
                 value=True,
                 remedy="start equally many ranks on every host, or leave it out",
             )
@@ -361,7 +361,7 @@ def check_device(device: torch.device | str) -> None:
     """Raise a UserError where a GPU is asked for and torch has none."""
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         remedy = "take cpu, or see what `nestrec doctor` says about CUDA"
-        raise UserError("torch finds no GPU here", field="device", value=str(device), remedy=remedy)
+        raise UserError("torch finds no GPU here", option="device", value=str(device), remedy=remedy)
 
 
 def _between_groups(
@@ -375,7 +375,7 @@ def _check_groups(ranks: ParallelConfig, world: int) -> None:
     for name in ("replicas", "context"):
         if world % (value := getattr(ranks, name)):
             remedy = f"choose a divisor of {world}"
-            raise UserError("must divide the number of ranks", field=f"ranks.{name}", value=value, remedy=remedy)
+            raise UserError("must divide the number of ranks", option=f"ranks.{name}", value=value, remedy=remedy)
 
 
 def _shares_device(device: torch.device) -> bool:
@@ -392,7 +392,7 @@ def _exchange_of(ranks: ParallelConfig, device: torch.device) -> ExchangeKind:
         return "host" if is_shared else "collectives"
     if ranks.exchange == "collectives" and is_shared:
         remedy = "take ranks.exchange=host or copy_engine, or a device for each rank"
-        raise UserError("NCCL needs a device for each rank", field="ranks.exchange", value="collectives", remedy=remedy)
+        raise UserError("NCCL needs a device for each rank", option="ranks.exchange", value="collectives", remedy=remedy)
     if ranks.exchange == "copy_engine":
         _check_peers(device)
         os.environ.setdefault(
@@ -402,7 +402,7 @@ def _exchange_of(ranks: ParallelConfig, device: torch.device) -> ExchangeKind:
             os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     if ranks.exchange == "shared_memory" and device.type != "cpu":
         raise UserError(
-            "is for ranks on CPUs", field="ranks.exchange", value="shared_memory", remedy="take ranks.exchange=host"
+            "is for ranks on CPUs", option="ranks.exchange", value="shared_memory", remedy="take ranks.exchange=host"
         )
     return ranks.exchange
 
@@ -413,7 +413,7 @@ def _check_peers(device: torch.device) -> None:
     if device.type != "cuda" or ranks_here != dist.get_world_size():
         raise UserError(
             "copies between devices need CUDA and all ranks on one host",
-            field="ranks.exchange",
+            option="ranks.exchange",
             value="copy_engine",
             remedy="take ranks.exchange=host or collectives",
         )
@@ -460,7 +460,7 @@ def _transport(exchange: ExchangeKind, group: dist.ProcessGroup, device: torch.d
         if shared is None and exchange == "shared_memory":
             raise UserError(
                 "ranks cannot reach each other's memory",
-                field="ranks.exchange",
+                option="ranks.exchange",
                 value="shared_memory",
                 remedy="take ranks.exchange=collectives, or start all ranks on one host, outside containers",
             )

@@ -525,7 +525,7 @@ class EmbeddingEngine:
                     if name in micro_batch
                     else "a batch must hold every feature, if empty"
                 )
-                raise UserError(problem, field="feature", value=name, remedy=f"the tables read {sorted(known)}")
+                raise UserError(problem, option="feature", value=name, remedy=f"the tables read {sorted(known)}")
 
 
 def _as_agreed(table: TableConfig) -> Any:

@@ -189,7 +189,7 @@ class RowOptimizerConfig:
                 remedy = did_you_mean(name, self.spec.options)
                 raise UserError(
                     f"is no option of the row optimiser {self.kind}",
-                    field=f"optimizer.options.{name}",
+                    option=f"optimizer.options.{name}",
                     value=value,
                     remedy=remedy if self.spec.options else "leave it out: this one has none of its own",
                 )
@@ -200,7 +200,7 @@ class RowOptimizerConfig:
             if name not in self.spec.reads and getattr(self, name) != default:
                 raise UserError(
                     f"the row optimiser {self.kind} does not use it",
-                    field=f"{where}.{name}",
+                    option=f"{where}.{name}",
                     value=getattr(self, name),
                     remedy=_remedy(name),
                 )

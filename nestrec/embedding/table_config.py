@@ -216,62 +216,62 @@ def check_tables(tables: Sequence[TableConfig]) -> None:
 
 def _check_unique(field_name: str, names: Sequence[str]) -> None:
     for name in names:
-        require(names.count(name) <= 1, "is used twice", field=field_name, value=name, remedy="give each its own name")
+        require(names.count(name) <= 1, "is used twice", option=field_name, value=name, remedy="give each its own name")
 
 
 def _check_table(table: TableConfig) -> None:
     where = f"tables.{table.name}"
     if table.dim < 1:
-        raise UserError("must be at least 1", field=f"{where}.dim", value=table.dim, remedy="give a positive number")
+        raise UserError("must be at least 1", option=f"{where}.dim", value=table.dim, remedy="give a positive number")
     if table.half_features and table.feature_names[-len(table.half_features) :] != table.half_features:
         raise UserError(
             f"must be the last of the features {table.feature_names}",
-            field=f"{where}.half_features",
+            option=f"{where}.half_features",
             value=table.half_features,
             remedy="name them last in both",
         )
     if table.half_features and table.is_half:
         raise UserError(
             f"rows of {table.dtype} cross in 16 bits as they are",
-            field=f"{where}.half_features",
+            option=f"{where}.half_features",
             value=table.half_features,
             remedy="leave one of the two out (task.negatives.lookup, tables.NAME.dtype)",
         )
     if table.num_rows is not None and table.num_rows < 1:
         remedy = "give a positive number, or none for a dynamic table"
-        raise UserError("must be at least 1", field=f"{where}.num_rows", value=table.num_rows, remedy=remedy)
+        raise UserError("must be at least 1", option=f"{where}.num_rows", value=table.num_rows, remedy=remedy)
     if table.is_hashed and table.num_rows is None:
         remedy = "say how many rows it has, or make it dynamic without a hash"
-        raise UserError("is required by a hashed table", field=f"{where}.num_rows", value=None, remedy=remedy)
+        raise UserError("is required by a hashed table", option=f"{where}.num_rows", value=None, remedy=remedy)
     store = table.store
     if table.is_replicated and (table.num_rows is None or store.kind == "disk"):
         why = "of any number of ids" if table.num_rows is None else "on a disk"
         remedy = "leave it sharded, or give it a fixed number of rows in memory"
         raise UserError(
             f"a table {why} is not held whole by every rank",
-            field=f"{where}.placement",
+            option=f"{where}.placement",
             value=table.placement,
             remedy=remedy,
         )
     if store.kind == "disk" and not store.folder:
         raise UserError(
-            "is required by the disk store", field=f"{where}.store.folder", value="", remedy="name a folder"
+            "is required by the disk store", option=f"{where}.store.folder", value="", remedy="name a folder"
         )
     if table.num_rows is not None and store.counts_uses:
         name, value = next(iter(store.counts_uses.items()))
         raise UserError(
             f"a table of {table.num_rows} rows keeps every row",
-            field=f"{where}.{name}",
+            option=f"{where}.{name}",
             value=value,
             remedy="leave it out, of the task's store too, or let ids be dynamic (tables.NAME.ids, num_rows=None)",
         )
     if store.eviction in ("lru", "lfu") and store.max_rows is None:
         field_name = f"{where}.store.max_rows"
-        raise UserError(f"is required by {store.eviction}", field=field_name, value=None, remedy="give a bound")
+        raise UserError(f"is required by {store.eviction}", option=field_name, value=None, remedy="give a bound")
     if (store.eviction == "ttl") != (store.ttl_steps is not None):
         field_name = f"{where}.store.ttl_steps"
         remedy = "give both eviction=ttl and ttl_steps, or neither"
-        raise UserError("goes with eviction=ttl", field=field_name, value=store.ttl_steps, remedy=remedy)
+        raise UserError("goes with eviction=ttl", option=field_name, value=store.ttl_steps, remedy=remedy)
 
 
 def layout_of(table: TableConfig) -> RowLayout:
@@ -429,7 +429,7 @@ def check_placements(tables: Sequence[TableConfig], topology: Topology) -> None:
             if is_so:
                 raise UserError(
                     f"does not go with {what}",
-                    field=f"tables.{table.name}.placement",
+                    option=f"tables.{table.name}.placement",
                     value=table.placement,
                     remedy="leave the table sharded, or leave out the other",
                 )

@@ -194,7 +194,7 @@ class TableShard:
             pass
         raise UserError(
             f"needs {(index + of_rows) / 2**30:,.0f} GiB on each rank, more than this machine has",
-            field=f"tables.{self.table.name}.rows",
+            option=f"tables.{self.table.name}.rows",
             value=num_rows,
             remedy="give fewer rows; of ids from a large range, let rows appear as they are used (rows=None), or share "
             "rows (hashed=True)",

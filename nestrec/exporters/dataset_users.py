@@ -250,7 +250,7 @@ class DatasetFeatures:
         require(
             name in defaults,
             "is read by the model, and the dataset does not have it",
-            field=field,
+            option=field,
             value=str(self._dataset.folder),
             remedy=f"name a dataset that has it, or export the model with defaults.{field}",
         )
@@ -266,7 +266,7 @@ class DatasetFeatures:
         remedy = "name a dataset that was prepared as the one that the model was trained on, or a Parquet file of users"
         raise UserError(
             "is another kind of feature in the dataset than in the model, or was made otherwise of raw values",
-            field=column.name,
+            option=column.name,
             value=str(self._dataset.folder),
             remedy=remedy,
         )
@@ -296,7 +296,7 @@ class DatasetUsers:
         if servable.reads_times and not dataset.card.has_timestamps:
             remedy = "name a dataset of events with times"
             raise UserError(
-                "has no times, which the model reads", field="data", value=str(dataset.folder), remedy=remedy
+                "has no times, which the model reads", option="data", value=str(dataset.folder), remedy=remedy
             )
         wanted = (ITEM_IDS, TIMESTAMPS_MS, ACTIONS, *self._features.columns)
         self._dataset = dataset.only(wanted)

@@ -272,18 +272,18 @@ def check_defaults(defaults: InputDefaults, servable: Servable) -> None:
 def _check_history(items: tuple[str, ...], defaults: InputDefaults, servable: Servable) -> None:
     if not items and servable.needs_event:
         remedy = "name an item: the model knows a user by nothing but events"
-        raise UserError("stands for nobody", field="defaults.history", value=[], remedy=remedy)
+        raise UserError("stands for nobody", option="defaults.history", value=[], remedy=remedy)
     for key in items:
         if not servable.ids_of([key])[0]:
             remedy = "give ids of items as the log has them"
-            raise UserError("is no item of the model", field="defaults.history", value=key, remedy=remedy)
+            raise UserError("is no item of the model", option="defaults.history", value=key, remedy=remedy)
     given = defaults.typed()
     missing = [(name, value) for name, value in servable.event_default_examples.items() if name not in given]
     if items and missing:
         options = " ".join(f"--defaults.{name} {shlex.quote(value)}" for name, value in missing)
         remedy = f"add {options}, which the model reads of each event"
         problem = "needs another default" if len(missing) == 1 else "needs other defaults"
-        raise UserError(problem, field="defaults.history", value=list(items), remedy=remedy)
+        raise UserError(problem, option="defaults.history", value=list(items), remedy=remedy)
 
 
 def _check_categories(
@@ -296,24 +296,24 @@ def _check_categories(
             continue
         if column.kind == "vector":
             remedy = "leave it out, or give none: a vector that nobody knows"
-            raise UserError("is no vector", field=f"defaults.{field}.{name}", value=value, remedy=remedy)
+            raise UserError("is no vector", option=f"defaults.{field}.{name}", value=value, remedy=remedy)
         if column.keys is not None:
             _check_known([value], set(column.keys), f"{field}.{name}", "is no value of this category")
         elif not (value.isdecimal() and 0 <= int(value) < column.num_rows):
             remedy = f"give a whole number below {column.num_rows}"
             raise UserError(
-                "is no value of this category", field=f"defaults.{field}.{name}", value=value, remedy=remedy
+                "is no value of this category", option=f"defaults.{field}.{name}", value=value, remedy=remedy
             )
 
 
 def _check_known(given: Iterable[str], known: Any, field: str, problem: str) -> None:
     for name in given:
         if name not in known:
-            raise UserError(problem, field=f"defaults.{field}", value=name, remedy=did_you_mean(name, known))
+            raise UserError(problem, option=f"defaults.{field}", value=name, remedy=did_you_mean(name, known))
 
 
 def _unread(field: str, value: Any) -> UserError:
-    return UserError("is not read by the model", field=f"defaults.{field}", value=value, remedy="leave it out")
+    return UserError("is not read by the model", option=f"defaults.{field}", value=value, remedy="leave it out")
 
 
 _NUM_USERS = 200
@@ -326,7 +326,7 @@ def with_search(servable: Servable, cfg: SearchConfig, data: Path) -> Servable:
     if not isinstance(index, DeviceTable):
         remedy = "leave it exact"
         raise UserError(
-            "is for retrieval models, which have an index", field="search.kind", value=cfg.kind, remedy=remedy
+            "is for retrieval models, which have an index", option="search.kind", value=cfg.kind, remedy=remedy
         )
     tensors = built(index.weight, cfg)
     dataset = Dataset.open(data)

@@ -177,7 +177,7 @@ def _check_fewer_bits(servable: Servable) -> None:
     require(
         servable.reads_items,
         "reads no histories, by which the cost of fewer bits is measured",
-        field="task.kind",
+        option="task.kind",
         value=servable.spec.task.kind,
         remedy="leave out --dtype, --tables and --prefixes",
     )
@@ -199,7 +199,7 @@ def write_servable(servable: Servable, output: Path) -> ServableManifest:
 
 
 def _check_new(output: Path) -> None:
-    require(not output.exists(), "exists already", field="OUT", value=str(output), remedy="name a new folder")
+    require(not output.exists(), "exists already", option="OUT", value=str(output), remedy="name a new folder")
 
 
 def servable_of_session(session: Session, step: int, scratch: Path) -> Servable:

@@ -110,7 +110,7 @@ class TableExporter:
         known = (self._session.task.num_ids or {}).get(name) or self._session.engine.tables[name].num_rows
         if known is None:
             remedy = "which ids there are is not known, so they cannot be written"
-            raise UserError("has a row for any number", field="table", value=name, remedy=remedy)
+            raise UserError("has a row for any number", option="table", value=name, remedy=remedy)
         return known
 
     def _vectors(self, name: str, keys: NDArray[np.int64]) -> torch.Tensor:
@@ -134,7 +134,7 @@ class TableExporter:
 
 def _not_served(feature: str) -> UserError:
     problem = "is read by the model, and not by servers: its task tells no column of it"
-    return UserError(problem, field="feature", value=feature, remedy="train without it to serve the model")
+    return UserError(problem, option="feature", value=feature, remedy="train without it to serve the model")
 
 
 @torch.no_grad()

@@ -298,7 +298,7 @@ def publish_run(run: Path, address: str, cfg: PublishRunConfig | None = None, *,
         publisher.close()
     if publisher.newest is None:
         remedy = "mend the cause, and publish again"
-        raise UserError("; ".join(problems), field="ADDRESS", value=address, remedy=remedy)
+        raise UserError("; ".join(problems), option="ADDRESS", value=address, remedy=remedy)
     return publisher.newest
 
 

@@ -67,18 +67,18 @@ def users_of(users: Path | str, servable: Servable, data: Path | str | None, con
     given: Any = users
     if not isinstance(given, str | Path):
         remedy = 'give "all", or the path of a text file with a user a line or of a Parquet file with histories'
-        raise UserError("is no path", field="users", value=given, remedy=remedy)
+        raise UserError("is no path", option="users", value=given, remedy=remedy)
     users = str(users)
     if users != "all" and not Path(users).is_file():
         remedy = "write all, or a text file with a user a line, or a Parquet file with user, items and times_ms"
-        raise UserError("is no file", field="users", value=users, remedy=remedy)
+        raise UserError("is no file", option="users", value=users, remedy=remedy)
     _check_context(context, servable)
     if users.endswith(".parquet"):
         return FileUsers(Path(users), servable, context)
     if data is None:
         remedy = "name the dataset of the users (data), or a Parquet file of users with their histories"
-        raise UserError("needs a dataset, which this model does not name", field="users", value=users, remedy=remedy)
-    require(isinstance(data, str | Path), "is no path", field="data", value=data, remedy="give the folder of a dataset")
+        raise UserError("needs a dataset, which this model does not name", option="users", value=users, remedy=remedy)
+    require(isinstance(data, str | Path), "is no path", option="data", value=data, remedy="give the folder of a dataset")
     return _UsersOfDataset(Dataset.open(data), servable, None if users == "all" else Path(users), context)
 
 
@@ -93,14 +93,14 @@ class _UsersOfDataset:
             unknown = [key for key in keys if key not in known]
             if unknown:
                 remedy = "list users of the dataset, one a line; histories stand in a file that ends with .parquet"
-                raise UserError("are no users of the dataset", field="users", value=unknown[:10], remedy=remedy)
+                raise UserError("are no users of the dataset", option="users", value=unknown[:10], remedy=remedy)
             self._places = np.array([known[key] for key in keys], np.int64)
         try:
             self.read(0, 0)
         except MissingInputError as error:  # of the context: a dataset does not say what will be
             name = error.field.partition(".")[2]
             remedy = f"set {error.field}, or export the model with defaults.features.{name}"
-            raise UserError(error.message, field=error.field, value=None, remedy=remedy) from None
+            raise UserError(error.message, option=error.field, value=None, remedy=remedy) from None
 
     @property
     def digest(self) -> str:
@@ -120,18 +120,18 @@ def _check_context(context: Mapping[str, Any], servable: Servable) -> None:
         known = servable.context_features
         if name not in known:
             remedy = did_you_mean(name, known) if known else "leave it out: the model reads none"
-            raise UserError("is not read by the model", field=field, value=value, remedy=remedy)
+            raise UserError("is not read by the model", option=field, value=value, remedy=remedy)
         reader = RequestResolver(servable, NO_LIMITS, RequestNotes())
         column = servable.event_features[name]
         try:
             reader.values(value, 1, column, field, is_each=False)
         except BadRequestError as error:
-            raise UserError(error.message, field=field, value=value, remedy="give it as requests do") from None
+            raise UserError(error.message, option=field, value=value, remedy="give it as requests do") from None
         for said in reader.notes.said()["unknown"]:
             is_short = column.keys is not None and len(column.keys) < _MOST_NAMED
             remedy = did_you_mean(str(said["ids"][0]), column.keys or ()) if is_short else "give one of the log"
             remedy += "; none stands for one that nobody knows"
-            raise UserError("is no value that the model knows", field=field, value=value, remedy=remedy)
+            raise UserError("is no value that the model knows", option=field, value=value, remedy=remedy)
 
 
 def _text_of(path: Path) -> str:
@@ -139,7 +139,7 @@ def _text_of(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         remedy = "write a text file in UTF-8 with a user a line, or name a file that ends with .parquet"
-        raise UserError("is no text in UTF-8", field="users", value=str(path), remedy=remedy) from None
+        raise UserError("is no text in UTF-8", option="users", value=str(path), remedy=remedy) from None
 
 
 T = TypeVar("T")
@@ -185,7 +185,7 @@ class BatchRecommender:
         given: Any = cfg
         if not isinstance(given, BatchJobConfig | None):
             remedy = "give a nestrec.inference.batch_inference.BatchJobConfig, such as BatchJobConfig(k=20)"
-            raise UserError("are not the options of a batch job", field="cfg", value=given, remedy=remedy)
+            raise UserError("are not the options of a batch job", option="cfg", value=given, remedy=remedy)
         own = cfg or BatchJobConfig()
         told = {"context": plain_values(own.context, "context")}
         self.servable = servable
@@ -196,7 +196,7 @@ class BatchRecommender:
         if not isinstance(form, RetrievalAdapter):
             remedy = "name a retrieval model"
             raise UserError(
-                "has no catalogue to recommend from", field="model", value=servable.spec.name, remedy=remedy
+                "has no catalogue to recommend from", option="model", value=servable.spec.name, remedy=remedy
             )
         self.num_without = 0
         """users of the last job who got nothing, on the first rank: the model knows no event of theirs"""
@@ -231,7 +231,7 @@ class BatchRecommender:
         found = users_of(users, self.servable, data or self._data, self.cfg.context)
         if output.exists() and Path(users).exists() and output.samefile(users):
             remedy = "name another file: this one would be written over"
-            raise UserError("is the file of users", field="output", value=str(output), remedy=remedy)
+            raise UserError("is the file of users", option="output", value=str(output), remedy=remedy)
         return found
 
     def _write(
@@ -277,7 +277,7 @@ class BatchRecommender:
             shown = [f"{name} {begun.get(name)}" for name in others if name not in _DIGESTS]
             named = ", ".join([*(f"other {name}" for name in others if name in _DIGESTS), *shown])
             remedy = "remove the folder, or give the model, users and options that it was begun with"
-            raise UserError(f"holds parts of another job ({named})", field="output", value=str(parts), remedy=remedy)
+            raise UserError(f"holds parts of another job ({named})", option="output", value=str(parts), remedy=remedy)
 
     def _weights_digest(self) -> str:
         """Of a run that was never exported."""
@@ -335,10 +335,10 @@ class BatchRecommender:
 def _named(output: Path | str, suffixes: tuple[str, ...]) -> Path:
     """The file to be written: its name says what it is."""
     if not isinstance(output, str | Path):
-        raise UserError("is no path", field="output", value=output, remedy="name a file, such as recs.parquet")
+        raise UserError("is no path", option="output", value=output, remedy="name a file, such as recs.parquet")
     if Path(output).suffix not in suffixes:
         remedy = f"name a file that ends with {' or '.join(suffixes[1:])}"
-        raise UserError("has a name of another kind of file", field="output", value=str(output), remedy=remedy)
+        raise UserError("has a name of another kind of file", option="output", value=str(output), remedy=remedy)
     check_file(Path(output))
     return Path(output)
 
@@ -351,7 +351,7 @@ def _read(file: Path, read: Callable[[Path], T]) -> T:
         remedy = "delete it and start the job again, which writes it again"
         if file.name == JOB_FILE:
             remedy = f"delete {file.parent} and start the job again, from its beginning"
-        raise CorruptFileError(f"cannot be read: {error}", field="part", value=str(file), remedy=remedy) from error
+        raise CorruptFileError(f"cannot be read: {error}", option="part", value=str(file), remedy=remedy) from error
 
 
 def _read_job(file: Path) -> dict[str, Any]:

@@ -124,12 +124,12 @@ class Recommender:
         if self.servable.index is None:
             raise UserError(
                 "ranks candidates and has no catalogue to recommend from",
-                field="model",
+                option="model",
                 value=self.servable.spec.name,
                 remedy="load a retrieval model, or call rank",
             )
         if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 1:
-            raise UserError("must be a whole number from 1", field="k", value=k, remedy="such as k=10")
+            raise UserError("must be a whole number from 1", option="k", value=k, remedy="such as k=10")
         barred = self._known(exclude, "exclude")
         allowed = None if allow is None else self._known(allow, "allow")
         none = np.zeros(0, np.int64)
@@ -160,7 +160,7 @@ class Recommender:
         if len(candidates) != len(histories):
             raise UserError(
                 f"must be lists for each of {len(histories)} histories",
-                field="candidates",
+                option="candidates",
                 value=len(candidates),
                 remedy="give as many lists as histories",
             )
@@ -190,7 +190,7 @@ class Recommender:
         ids = self.servable.ids_of(named) if items is not None else np.arange(1, len(named) + 1)
         if not ids.all():
             unknown = [named[i] for i in np.flatnonzero(ids == 0)[:10]]
-            raise UserError("the model knows no such item", field="items", value=unknown, remedy="see item_ids")
+            raise UserError("the model knows no such item", option="items", value=unknown, remedy="see item_ids")
         index = self.servable.index
         table, rows = (self.servable.tables["items"], ids) if index is None else (index, ids - 1)
         return table.rows(torch.from_numpy(rows)).float().cpu().numpy()
@@ -207,7 +207,7 @@ class Recommender:
 
     def __reduce__(self) -> Any:
         remedy = "call nestrec.load in each process"
-        raise UserError("cannot be pickled or copied", field="model", value=self.servable.spec.name, remedy=remedy)
+        raise UserError("cannot be pickled or copied", option="model", value=self.servable.spec.name, remedy=remedy)
 
     def _known(self, items: Items, field: str) -> NDArray[np.int64]:
         ids = self.servable.ids_of(plain_ids(items, field))
@@ -267,7 +267,7 @@ def load(run: str | os.PathLike[str], *, best: bool = True, device: str = "cpu")
         folder = Path(run)
     except TypeError as error:
         remedy = "give what nestrec.train gave, its folder, or one that `nestrec export` wrote"
-        raise UserError("is neither a run nor an export", field="run", value=run, remedy=remedy) from error
+        raise UserError("is neither a run nor an export", option="run", value=run, remedy=remedy) from error
     place = known_device(device)
     check_device(place)
     device = str(place)
@@ -301,5 +301,5 @@ def _many(given: Iterable[Any], field: str) -> list[Any]:
         one = "history" if field == "histories" else "list of candidates"
         problem = f"is one {one}" if isinstance(given, Mapping | str) else "is no list"
         remedy = f"give a list with a {one} for each, or call recommend or rank for one"
-        raise UserError(problem, field=field, value=given, remedy=remedy)
+        raise UserError(problem, option=field, value=given, remedy=remedy)
     return list(given)

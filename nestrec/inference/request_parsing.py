@@ -38,7 +38,7 @@ def asked_request(history: History, candidates: Items, context: Mapping[str, Any
     if unknown := [name for name in given if name not in _FIELDS]:
         raise UserError(
             "a history has no such field",
-            field=f"history.{unknown[0]}",
+            option=f"history.{unknown[0]}",
             value=given[unknown[0]],
             remedy=f"known: {', '.join(_FIELDS)}",
         )
@@ -67,7 +67,7 @@ def plain_ids(items: Items, field: str) -> list[str | int]:
     if not isinstance(plain, list) or any(type(key) not in (str, int) for key in plain):
         raise UserError(
             "must be a list of item ids (text or whole numbers)",
-            field=field,
+            option=field,
             value=_shown(plain),
             remedy='such as ["12", "7"]',
         )
@@ -78,7 +78,7 @@ def plain_values(values: Any, field: str) -> dict[str, Any]:
     """Named values as JSON would have them."""
     plain = _plain(values)
     if not isinstance(plain, Mapping):
-        raise UserError("are no named values", field=field, value=values, remedy='such as {"device": "web"}')
+        raise UserError("are no named values", option=field, value=values, remedy='such as {"device": "web"}')
     return dict(plain)
 
 
@@ -88,7 +88,7 @@ def explained(error: BadRequestError, given: Mapping[str, Any]) -> UserError:
     value = given
     for name in field.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None  # type: ignore[assignment]
-    return UserError(error.message, field=field, value=_shown(value), remedy=_remedy(field))
+    return UserError(error.message, option=field, value=_shown(value), remedy=_remedy(field))
 
 
 def _remedy(field: str) -> str:

@@ -138,7 +138,7 @@ class _UsersFile:
         except (pa.ArrowInvalid, OSError) as error:
             remedy = "write it anew, with columns user, items and times_ms, each once"
             reason = f"cannot be read as Parquet ({str(error).splitlines()[0]})"
-            raise UserError(reason, field="users", value=str(self._path), remedy=remedy) from None
+            raise UserError(reason, option="users", value=str(self._path), remedy=remedy) from None
 
     def _with_names(self, table: pa.Table) -> pa.Table:
         """Columns with named fields as columns whose names have dots."""
@@ -166,7 +166,7 @@ class _UsersFile:
         needed = ["user", "items", *(["times_ms"] if servable.reads_times and not has_times else [])]
         if missing := [name for name in needed if name not in names]:
             remedy = "give columns user, items (lists of item ids) and times_ms (lists, where the model reads times)"
-            raise UserError(f"has no column {', '.join(missing)}", field="users", value=str(self._path), remedy=remedy)
+            raise UserError(f"has no column {', '.join(missing)}", option="users", value=str(self._path), remedy=remedy)
         of_event = servable.event_features
         of_user = servable.user_features
         known: dict[str, Mapping[str, Any]] = {"features": of_event, "user_features": of_user, "context": of_event}
@@ -239,7 +239,7 @@ class _UsersFile:
                 raise self._wrong(field.name, str(field.type), _VALUES)
 
     def _wrong(self, column: str, value: Any, remedy: str, problem: str = "is wrong") -> UserError:
-        return UserError(f"{problem} in {self._path}", field=column, value=value, remedy=remedy)
+        return UserError(f"{problem} in {self._path}", option=column, value=value, remedy=remedy)
 
 
 _ROWS_AT_A_TIME = 4096
@@ -289,7 +289,7 @@ class FileUsers:
             for_all = f", set {field} for all users" if group == "context" else ""
             remedy = f"give a column {field}{for_all}, or export the model with defaults.{of}.{name}"
         who = f"user {self._table['user'][row]} of {self._path}"
-        return UserError(error.message, field=field, value=who, remedy=remedy)
+        return UserError(error.message, option=field, value=who, remedy=remedy)
 
 
 class _Rows:

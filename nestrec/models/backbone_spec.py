@@ -64,7 +64,7 @@ class AttentionSpanConfig:
             field = "prefix" if self.prefix else "full_layers"
             raise UserError(
                 "means nothing without a window",
-                field=f"attention.{field}",
+                option=f"attention.{field}",
                 value=getattr(self, field),
                 remedy="give attention.window",
             )
@@ -72,7 +72,7 @@ class AttentionSpanConfig:
             if is_used is not None and getattr(self, field) >= max(num_layers, 1):
                 raise UserError(
                     f"leaves none of {num_layers} layers",
-                    field=f"attention.{field}",
+                    option=f"attention.{field}",
                     value=getattr(self, field),
                     remedy=f"give less than {num_layers}",
                 )

@@ -172,7 +172,7 @@ def _states(encoder: nn.Module, token_TD: torch.Tensor, info: SequenceInfo) -> t
         remedy = (
             f"let its forward(tokens, info) return a tensor of shape {tuple(token_TD.shape)}, a state for each token"
         )
-        raise UserError(f"gives {shape}", field="encoder", value=type(encoder).__name__, remedy=remedy)
+        raise UserError(f"gives {shape}", option="encoder", value=type(encoder).__name__, remedy=remedy)
     return states_TD
 
 

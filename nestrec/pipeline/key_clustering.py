@@ -72,11 +72,11 @@ def cluster(
     """Samples of each micro-batch, in increasing order; every sample exactly once. cost: (B,) of each sample."""
     if not 1 <= num_micro_batches <= MAX_MICRO_BATCHES:
         raise UserError(
-            f"must be 1 to {MAX_MICRO_BATCHES} for clustering", field="micro_batches", value=num_micro_batches
+            f"must be 1 to {MAX_MICRO_BATCHES} for clustering", option="micro_batches", value=num_micro_batches
         )
     if name not in _CLUSTERINGS:
         remedy = did_you_mean(name, _CLUSTERINGS)
-        raise UserError("is no clustering", field="pipeline.clustering", value=name, remedy=remedy)
+        raise UserError("is no clustering", option="pipeline.clustering", value=name, remedy=remedy)
     numbers = dedup(keys.values)
     problem = _Problem(
         numbers.inverse, keys.offsets, len(numbers.keys), cost.astype(np.float64), num_micro_batches, seed

@@ -52,7 +52,7 @@ class ScheduleSpec:
             if name not in self.options and getattr(options, name) != usual:
                 raise UserError(
                     f"means nothing to the schedule {self.name}",
-                    field=f"pipeline.{name}",
+                    option=f"pipeline.{name}",
                     value=getattr(options, name),
                     remedy=f"leave it at {usual}, or take another --pipeline.schedule",
                 )
@@ -64,7 +64,7 @@ class ScheduleSpec:
             if self.rows_outlive_step and ttl_steps is not None and ttl_steps < 1:
                 problem = f"rows must outlive the next step under the schedule {self.name}"
                 field = f"tables.{name}.store.ttl_steps"
-                raise UserError(problem, field=field, value=ttl_steps, remedy="give at least 1")
+                raise UserError(problem, option=field, value=ttl_steps, remedy="give at least 1")
 
 
 SCHEDULES: PluginRegistry[ScheduleSpec] = PluginRegistry(

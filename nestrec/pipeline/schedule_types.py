@@ -248,7 +248,7 @@ def check_can_cache(num_micro_batches: int | Literal["auto"]) -> None:
     if num_micro_batches != "auto" and num_micro_batches > MOST_MICRO_BATCHES:
         raise UserError(
             "is more than the window cache can tell apart",
-            field="batch.micro_batches",
+            option="batch.micro_batches",
             value=num_micro_batches,
             remedy=f"give at most {MOST_MICRO_BATCHES}, or set --pipeline.window_cache false",
         )
@@ -259,7 +259,7 @@ def check_can_cut(couples: Coupling, num_micro_batches: int | Literal["auto"]) -
     require(
         couples != "batch" or num_micro_batches == 1,
         "the loss couples the samples of the whole batch, which may not be cut",
-        field="batch.micro_batches",
+        option="batch.micro_batches",
         value=num_micro_batches,
         remedy="give 1 (every schedule takes it; dual_buffer and nested still hide the lookup), or confine the loss to "
         "a micro-batch: task.negatives.reach=micro_batch, or couples_samples of a task of your own",

@@ -33,15 +33,15 @@ def fields_of(batch: Samples | Any, features: Collection[str] = ()) -> dict[str,
     """The fields of a batch with arrays as tensors, once each is what it says it is. features: those that hold keys."""
     if not isinstance(batch, Mapping):
         remedy = "give a mapping of names to tensors, such as {'items': keys}"
-        raise UserError("is no batch", field="batch", value=type(batch).__name__, remedy=remedy)
+        raise UserError("is no batch", option="batch", value=type(batch).__name__, remedy=remedy)
     return {_name_of(name): _field(name, value, name in features) for name, value in batch.items()}
 
 
 def _name_of(name: Any) -> str:
     if not isinstance(name, str):
-        raise UserError("is no name", field="field of a batch", value=name, remedy="name fields by text")
+        raise UserError("is no name", option="field of a batch", value=name, remedy="name fields by text")
     problem = "is how the offsets of a Jagged are kept, and would not reach the model"
-    require(not name.endswith(OFFSETS), problem, field="field of a batch", value=name, remedy="give it another name")
+    require(not name.endswith(OFFSETS), problem, option="field of a batch", value=name, remedy="give it another name")
     return name
 
 
@@ -54,12 +54,12 @@ def _field(name: str, value: Any, holds_keys: bool) -> Any:
     if isinstance(value, torch.Tensor) and (value.is_nested or value.layout != torch.strided):
         remedy = "give a nestrec.Jagged (Jagged.from_nested takes a nested tensor with layout torch.jagged)"
         raise UserError(
-            "cannot be cut by sample", field="field of a batch", value=f"{name}: {value.layout}", remedy=remedy
+            "cannot be cut by sample", option="field of a batch", value=f"{name}: {value.layout}", remedy=remedy
         )
     if holds_keys and not _has_samples(value):
         raise UserError(
             f"must hold keys, a row a sample, and holds {type(value).__name__}",
-            field="field of a batch",
+            option="field of a batch",
             value=name,
             remedy="give a tensor or an array, or nestrec.Jagged.from_rows([[3, 8], [5]]) for rows of any length",
         )
@@ -72,7 +72,7 @@ def _tensor_of(name: str, array: NDArray[Any]) -> torch.Tensor:
     if array.dtype.kind not in "biufc":
         remedy = "give numbers; what is for the model alone may be a list"
         raise UserError(
-            f"holds {array.dtype}, which no tensor does", field="field of a batch", value=name, remedy=remedy
+            f"holds {array.dtype}, which no tensor does", option="field of a batch", value=name, remedy=remedy
         )
     native = array.astype(array.dtype.newbyteorder("="), copy=False)
     is_fit = native.flags.writeable and all(stride >= 0 for stride in native.strides)
@@ -91,7 +91,7 @@ def _check_jagged(name: str, value: Jagged) -> None:
     else:
         return
     remedy = "make it by nestrec.Jagged.from_rows(rows), or of lengths by nestrec.jagged.offsets_of(lengths)"
-    raise UserError(problem, field="field of a batch", value=name, remedy=remedy)
+    raise UserError(problem, option="field of a batch", value=name, remedy=remedy)
 
 
 def check_features(batch: Samples, features: Collection[str]) -> None:
@@ -99,19 +99,19 @@ def check_features(batch: Samples, features: Collection[str]) -> None:
     for name in features:
         if name not in batch:
             remedy = f"give a field for each of {sorted(features)}"
-            raise UserError("a batch must hold every feature, if empty", field="feature", value=name, remedy=remedy)
+            raise UserError("a batch must hold every feature, if empty", option="feature", value=name, remedy=remedy)
 
 
 def num_samples_of(batch: Samples) -> int:
     """How many samples a batch holds; all fields that have a row for each must agree."""
     counts = {name: _num_rows(value) for name, value in batch.items() if _has_samples(value)}
     if not counts:
-        raise UserError("holds no tensor", field="batch", value=sorted(batch), remedy="give keys of the tables in it")
+        raise UserError("holds no tensor", option="batch", value=sorted(batch), remedy="give keys of the tables in it")
     expected = next(iter(counts.values()))
     for name, count in counts.items():
         if count != expected:
             problem = f"holds {count} samples where others hold {expected}"
-            raise UserError(problem, field="field of a batch", value=name, remedy="give every sample a row in each")
+            raise UserError(problem, option="field of a batch", value=name, remedy="give every sample a row in each")
     return expected
 
 
@@ -153,12 +153,12 @@ def whole_keys(name: str, values: Any) -> NDArray[np.int64]:
     """Keys of a field: whole numbers, never cut to them. An array without any may be of any type."""
     if isinstance(values, Jagged):
         remedy = "give its values, whose vectors come in their order"
-        raise UserError("must hold a tensor or an array here", field="keys", value=name, remedy=remedy)
+        raise UserError("must hold a tensor or an array here", option="keys", value=name, remedy=remedy)
     keys = (_tensor_of(name, values) if isinstance(values, np.ndarray) else torch.as_tensor(values)).cpu().numpy()
     if keys.dtype.kind not in "iu" and keys.size:
         raise UserError(
             f"holds {keys.dtype} where keys are whole numbers",
-            field="field of a batch",
+            option="field of a batch",
             value=name,
             remedy="give int64 keys",
         )
@@ -224,7 +224,7 @@ class ModuleLoss:
         for feature in pooled:
             if feature not in table_of:
                 raise UserError(
-                    "is no feature of a table", field="pooled", value=feature, remedy=f"name one of {sorted(table_of)}"
+                    "is no feature of a table", option="pooled", value=feature, remedy=f"name one of {sorted(table_of)}"
                 )
         self._module = module
         self._table_of = table_of
@@ -234,7 +234,7 @@ class ModuleLoss:
             how = pooled[feature] if isinstance(pooled, Mapping) else "sum"
             if how not in get_args(Pooling):
                 remedy = f"give one of {', '.join(get_args(Pooling))}"
-                raise UserError("is no way to pool", field=f"pooled.{feature}", value=how, remedy=remedy)
+                raise UserError("is no way to pool", option=f"pooled.{feature}", value=how, remedy=remedy)
             self._pooled[feature] = how
 
     def __call__(
@@ -249,7 +249,7 @@ class ModuleLoss:
         if not isinstance(answer, tuple) or len(answer) != 2:
             raise UserError(
                 "must return the sum of its losses and their weight",
-                field="model",
+                option="model",
                 value=type(answer).__name__,
                 remedy="return loss.sum(), num_samples (or what `weight` gives for the batch)",
             )
@@ -284,7 +284,7 @@ class ModuleLoss:
         if found is None or found.numel() != index.numel():
             raise UserError(
                 "must hold a number for each key",
-                field="field of a batch",
+                option="field of a batch",
                 value=feature + WEIGHT,
                 remedy=f"give it in the shape of {feature!r}, or pool by sum or mean",
             )
@@ -297,7 +297,7 @@ class ModuleLoss:
         if not abs(found - said) <= _TOLERANCE * max(1.0, abs(said)):
             raise UserError(
                 f"the model says {found:g} of a micro-batch that was announced with {said:g}",
-                field="weight",
+                option="weight",
                 value=found,
                 remedy="give TrainingPipeline weight=..., a function of a batch that says the same",
             )
@@ -312,7 +312,7 @@ def announced(weight: Any) -> float:
     """What `weight` gave for a batch or a part of it, where a sum of losses can be divided by it."""
     found = _number(weight, "what the function `weight` gives")
     remedy = "let the function give 0 or more, and 0 only where no sample counts"
-    require(math.isfinite(found) and found >= 0, "is no weight of a batch", field="weight", value=found, remedy=remedy)
+    require(math.isfinite(found) and found >= 0, "is no weight of a batch", option="weight", value=found, remedy=remedy)
     return found
 
 
@@ -321,7 +321,7 @@ def _number(value: Any, what: str) -> float:
         return float(value)
     except (TypeError, ValueError, RuntimeError):
         remedy = "give a number, such as how many samples there are"
-        raise UserError(f"{what} is no number", field="weight", value=value, remedy=remedy) from None
+        raise UserError(f"{what} is no number", option="weight", value=value, remedy=remedy) from None
 
 
 def _checked_sum(loss: Any) -> torch.Tensor:
@@ -337,4 +337,4 @@ def _checked_sum(loss: Any) -> torch.Tensor:
     else:
         return loss
     remedy = "return losses.sum() as it was computed from the vectors, without detach, item or no_grad"
-    raise UserError(problem, field="model", value=value, remedy=remedy)
+    raise UserError(problem, option="model", value=value, remedy=remedy)

@@ -191,7 +191,7 @@ class TrainingPipeline:
         for name in keys:
             if name not in self._features:
                 remedy = did_you_mean(str(name), self._features)
-                raise UserError("is no feature of a table", field="keys", value=name, remedy=remedy)
+                raise UserError("is no feature of a table", option="keys", value=name, remedy=remedy)
         checked = {name: whole_keys(name, values) for name, values in keys.items()}
         found = self._core.lookup(checked)
         return {name: found[name] for name in keys}
@@ -252,14 +252,14 @@ class TrainingPipeline:
         if self._ended is not None:
             raise UserError(
                 f"trains no more: {self._ended}",
-                field="pipeline",
+                option="pipeline",
                 value=f"after step {self.number}",
                 remedy="build a new TrainingPipeline",
             )
         if not self._is_whole:
             raise UserError(
                 "batches are still in flight",
-                field="pipeline.run",
+                option="pipeline.run",
                 value=f"after step {self.number}",
                 remedy="let the loop over run() end before anything else; to end sooner, shorten its batches",
             )
@@ -309,7 +309,7 @@ class TrainingPipeline:
             problem = "could not give its batch" if worst == _FAILED else "has fewer batches than others"
             remedy = "give every rank equally many, empty ones where it has no samples"
             remedy = "see the error of that rank" if worst == _FAILED else remedy
-            self._told = BatchError(problem, field="rank", value=statuses.index(worst), remedy=remedy)
+            self._told = BatchError(problem, option="rank", value=statuses.index(worst), remedy=remedy)
             raise self._told
         return float(sum(weight for _, weight in everyone))
 
@@ -319,14 +319,14 @@ def _check_context(weight: Callable[[Samples], float] | None, options: PipelineC
     if weight is None:
         raise UserError(
             "several ranks compute a sample, and would each count it",
-            field="weight",
+            option="weight",
             value=None,
             remedy="give TrainingPipeline weight=..., what this rank computes of a batch: its tokens with a target",
         )
     if options.clustering is not None:
         raise UserError(
             "ranks of a context group have other keys of the same samples, and would cut them differently",
-            field="pipeline.clustering",
+            option="pipeline.clustering",
             value=options.clustering,
             remedy="leave it out",
         )

@@ -88,17 +88,17 @@ def load_cluster(name: str) -> ClusterConfig:
     """A file, or a name that the package knows."""
     path = Path(name)
     if path.suffix == ".toml":
-        require(path.exists(), "there is no such file", field="--cluster", value=name, remedy="see docs/planning.md")
+        require(path.exists(), "there is no such file", option="--cluster", value=name, remedy="see docs/planning.md")
         try:
             text = path.read_text()
         except (OSError, UnicodeDecodeError) as error:
             remedy = "name a file of text in UTF-8, see docs/planning.md"
-            raise UserError(f"cannot be read: {error}", field="--cluster", value=name, remedy=remedy) from error
+            raise UserError(f"cannot be read: {error}", option="--cluster", value=name, remedy=remedy) from error
     else:
         known = cluster_names()
         if name not in known:
             remedy = f"{did_you_mean(name, known)}, or the path of a .toml file"
-            raise UserError("is no known cluster", field="--cluster", value=name, remedy=remedy)
+            raise UserError("is no known cluster", option="--cluster", value=name, remedy=remedy)
         text = (resources.files("nestrec.planning") / "clusters" / f"{name}.toml").read_text()
     return cluster_of(parse(text, name))
 
@@ -113,7 +113,7 @@ def parse(text: str, name: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise UserError(f"is no TOML: {error}", field="--cluster", value=name, remedy="see docs/planning.md") from error
+        raise UserError(f"is no TOML: {error}", option="--cluster", value=name, remedy="see docs/planning.md") from error
 
 
 def cluster_of(plain: dict[str, Any]) -> ClusterConfig:
@@ -122,7 +122,7 @@ def cluster_of(plain: dict[str, Any]) -> ClusterConfig:
     if not cluster.links or cluster.links[-1].ranks != 0:
         raise UserError(
             "the outermost level must join all ranks",
-            field="links",
+            option="links",
             value=len(cluster.links),
             remedy="give the last of them ranks = 0",
         )

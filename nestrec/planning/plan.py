@@ -35,7 +35,7 @@ def make_plan(workload: Workload, cluster: ClusterConfig, space: Space | None = 
     if workload.batch_samples < cluster.world:
         remedy = f"give --batch.batch_samples at least {cluster.world}, or take fewer hosts"
         raise UserError(
-            "is less than a sample a rank", field="batch.batch_samples", value=workload.batch_samples, remedy=remedy
+            "is less than a sample a rank", option="batch.batch_samples", value=workload.batch_samples, remedy=remedy
         )
     predictor = Predictor(workload, cluster)
     fitted_space = (space or Space()).on(cluster, workload)

@@ -47,7 +47,7 @@ def check_replicas(replicas: int, world: int) -> None:
     """Raise a UserError where ranks cannot form so many groups."""
     if world % replicas:
         remedy = f"choose a divisor of {world}"
-        raise UserError("must divide the number of ranks", field="ranks.replicas", value=replicas, remedy=remedy)
+        raise UserError("must divide the number of ranks", option="ranks.replicas", value=replicas, remedy=remedy)
 
 
 def check_micro_batches(micro_batches: int, workload: Workload) -> None:
@@ -70,7 +70,7 @@ def check_fits(cfg: RunConfig, workload: Workload, cluster: ClusterConfig) -> Pr
         short = found[0]
         remedy = " or ".join(short.remedies) or "use larger hosts"
         field = f"memory of the {short.tier} tier, bytes"
-        raise UserError(f"the plan does not fit: {short}", field=field, value=round(short.memory.needed), remedy=remedy)
+        raise UserError(f"the plan does not fit: {short}", option=field, value=round(short.memory.needed), remedy=remedy)
     return predictor.predict(candidate)
 
 
@@ -164,7 +164,7 @@ def _check(held: Mapping[str, Any], cluster: ClusterConfig) -> None:
         remedy = f"take {' or '.join(known)}"
         if exchange == "host":
             problem, remedy = f"{problem}, whose file does not say host.copy_gb_per_s", f"say it there, or {remedy}"
-        raise UserError(problem, field="ranks.exchange", value=exchange, remedy=remedy)
+        raise UserError(problem, option="ranks.exchange", value=exchange, remedy=remedy)
 
 
 def _is_said(option: str, overrides: Mapping[str, str]) -> bool:

@@ -162,7 +162,7 @@ def workload_of(cfg: RunConfig) -> Workload:
     with torch.device("meta"):
         task = make_task(cfg.task, dataset, seed=cfg.training.seed, dtype=cfg.training.dtype, tables=cfg.tables)
     tokens = task.assembler.tokens[task.assembler.tokens > 0]
-    require(len(tokens), "has no samples", field="data.folder", value=cfg.data.folder, remedy="prepare it again")
+    require(len(tokens), "has no samples", option="data.folder", value=cfg.data.folder, remedy="prepare it again")
     lengths = np.quantile(tokens, np.linspace(0, 1, NUM_QUANTILES))
     parameters = sum(p.numel() for p in task.model.parameters())
     cost = cost_of(cfg, task)

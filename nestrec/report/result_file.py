@@ -49,7 +49,7 @@ def load_frame(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         problem = str(error)
     remedy = "name files that `nestrec bench ... --json FILE` wrote"
-    raise UserError(f"is no result file: {problem}", field="FILE", value=str(path), remedy=remedy)
+    raise UserError(f"is no result file: {problem}", option="FILE", value=str(path), remedy=remedy)
 
 
 def make_frame(

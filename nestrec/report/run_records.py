@@ -56,7 +56,7 @@ def load_run(folder: Path) -> RunRecords:
     """Read a run folder; whatever is damaged is left out and named in `problems`."""
     if not (folder / "config.json").is_file() and not (folder / "metrics.jsonl").is_file():
         remedy = "name a folder that `nestrec train` wrote: it holds config.json and metrics.jsonl"
-        raise UserError("is not a run folder", field="run", value=str(folder), remedy=remedy)
+        raise UserError("is not a run folder", option="run", value=str(folder), remedy=remedy)
     problems: list[str] = []
     records = _load_records(folder / "metrics.jsonl", problems)
     by_step = {record["step"]: record for record in records if record["kind"] == "step"}

@@ -68,7 +68,7 @@ class RetrievalEvaluationConfig:
         if self.headline not in measured:
             raise UserError(
                 "is not among the metrics that are measured",
-                field="task.evaluation.headline",
+                option="task.evaluation.headline",
                 value=self.headline,
                 remedy=f"{did_you_mean(self.headline, measured)} task.evaluation.ks gives the cut-offs",
             )
@@ -190,7 +190,7 @@ class CatalogRanker:
             if len(allowed) < count:
                 raise UserError(
                     f"user {user} has only {len(allowed)} unseen items",
-                    field="task.evaluation.sampled_negatives",
+                    option="task.evaluation.sampled_negatives",
                     value=count,
                     remedy="ask for fewer, or 0 to skip the sampled protocol",
                 )

@@ -52,7 +52,7 @@ class CTRTaskConfig:
         if self.valid_share + self.test_share >= 1:
             raise UserError(
                 f"leaves nothing to train on beside task.test_share = {self.test_share}",
-                field="task.valid_share",
+                option="task.valid_share",
                 value=self.valid_share,
                 remedy="give two shares that sum to less than 1",
             )
@@ -67,7 +67,7 @@ class CTRTask(Task):
         if dataset.card.kind != "rows":
             raise UserError(
                 "holds sequences, not labelled rows",
-                field="data.folder",
+                option="data.folder",
                 value=str(dataset.folder),
                 remedy="prepare a file of labelled rows, such as Criteo's",
             )

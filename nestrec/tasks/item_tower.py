@@ -37,7 +37,7 @@ class FeatureLookup:
             if how == "weighted":
                 raise UserError(
                     "lists of a dataset hold ids without weights",
-                    field=f"tables.{self._table_of[feature]}.pooling",
+                    option=f"tables.{self._table_of[feature]}.pooling",
                     value=how,
                     remedy="take mean or sum; batches of a script's own can be weighted (docs/own-model.md)",
                 )

@@ -35,7 +35,7 @@ def check_supply(
     if negatives.sharing > max(largest, 1):
         raise UserError(
             f"needs so many tokens in a micro-batch, and the largest has {largest}",
-            field="task.negatives.sharing",
+            option="task.negatives.sharing",
             value=negatives.sharing,
             remedy="share less, or take larger or fewer micro-batches",
         )
@@ -43,14 +43,14 @@ def check_supply(
     if sampler == "groups" and negatives.sharing > 1:
         raise UserError(
             "tokens of a group share their negatives already",
-            field="task.negatives.sharing",
+            option="task.negatives.sharing",
             value=negatives.sharing,
             remedy="take more task.num_negatives, or another sampler",
         )
     if sampler in ("in_batch", "groups") and num_negatives >= largest:
         raise UserError(
             f"{sampler} draws from the other tokens of a micro-batch, and the largest has {largest} tokens",
-            field="task.num_negatives",
+            option="task.num_negatives",
             value=num_negatives,
             remedy="take fewer negatives, larger or fewer micro-batches, or another task.negatives.sampler",
         )

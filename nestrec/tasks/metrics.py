@@ -292,7 +292,7 @@ def check_slices(names: Sequence[str], dataset: Dataset, field: str) -> None:
     known = [*NAMES, *(feature.column for feature in sliced_features(dataset))]
     for name in names:
         if name not in known:
-            raise UserError("is nothing to slice by", field=field, value=name, remedy=did_you_mean(name, known))
+            raise UserError("is nothing to slice by", option=field, value=name, remedy=did_you_mean(name, known))
 
 
 def sliced_features(dataset: Dataset) -> list[Feature]:

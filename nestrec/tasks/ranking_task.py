@@ -319,40 +319,40 @@ def _check(cfg: RankingTaskConfig, dataset: Dataset) -> None:
     """All that a dataset cannot give, at once."""
     card = dataset.card
     mistakes = ErrorCollector()
-    with mistakes.noted():
+    with mistakes.collecting():
         if not card.has_timestamps or not card.action_bits:
             raise UserError(
                 "ranking needs timestamps and actions",
-                field="data.folder",
+                option="data.folder",
                 value=str(dataset.folder),
                 remedy="prepare the data from a log that has both (--log.time, --log.actions)",
             )
         if not cfg.inputs.labels:
             remedy = did_you_mean("", card.action_bits)
             raise UserError(
-                "names nothing to predict", field="task.inputs.labels", value=cfg.inputs.labels, remedy=remedy
+                "names nothing to predict", option="task.inputs.labels", value=cfg.inputs.labels, remedy=remedy
             )
         label_bits(card, cfg.inputs)
-    with mistakes.noted():
+    with mistakes.collecting():
         check_slices(cfg.slices, dataset, "task.slices")
-    with mistakes.noted():
+    with mistakes.collecting():
         checked_columns(card, cfg.inputs)
     categories = [feature.name for feature in card.event_features if feature.kind == "category"]
     if cfg.baseline_category and cfg.baseline_category not in categories:
         mistakes.add(
             "is no category of the dataset's events",
-            field="task.baseline_category",
+            option="task.baseline_category",
             value=cfg.baseline_category,
             remedy=f"{did_you_mean(cfg.baseline_category, categories)}; '' does without one",
         )
     if 2 * cfg.inputs.max_events != cfg.encoder.max_length:
         mistakes.add(
             f"must be twice task.inputs.max_events = {cfg.inputs.max_events}",
-            field="task.encoder.max_length",
+            option="task.encoder.max_length",
             value=cfg.encoder.max_length,
             remedy="an event gives two tokens",
         )
-    mistakes.raise_all()
+    mistakes.raise_if_any()
 
 
 TASK = TaskSpec(

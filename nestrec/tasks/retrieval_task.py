@@ -93,7 +93,7 @@ class RetrievalTaskConfig:
             if getattr(self.negatives, name) != usual:
                 raise UserError(
                     "means nothing to task.loss = 'full', which meets the whole catalogue",
-                    field=f"task.negatives.{name}",
+                    option=f"task.negatives.{name}",
                     value=getattr(self.negatives, name),
                     remedy=f"leave it at {usual}, or take --task.loss sampled_softmax",
                 )
@@ -259,14 +259,14 @@ class RetrievalTask(Task):
         if self.cfg.history.stochastic_length_alpha is not None:
             raise UserError(
                 "windows of time train on every event once",
-                field="task.history.stochastic_length_alpha",
+                option="task.history.stochastic_length_alpha",
                 value=self.cfg.history.stochastic_length_alpha,
                 remedy="leave it out, or take --batch.order shuffled",
             )
         if self._inputs.weighs_targets:
             raise UserError(
                 "windows of time train on every event alike",
-                field="task.inputs.actions",
+                option="task.inputs.actions",
                 value=self.cfg.inputs.actions,
                 remedy="leave it and task.inputs.action_weights out, or take --batch.order shuffled",
             )
@@ -364,7 +364,7 @@ def _check_context(cfg: RetrievalTaskConfig, bags: Collection[str]) -> None:
         refused.append(("features with several ids are read for whole samples", "task.inputs", sorted(bags)))
     for problem, field, value in refused:
         mistakes.errors.append(whole_samples_only(problem, field, value))
-    mistakes.raise_all()
+    mistakes.raise_if_any()
 
 
 def _meets_others(cfg: RetrievalTaskConfig) -> bool:
@@ -414,7 +414,7 @@ def _check_enough(num_negatives: int, num_items: int, what: str) -> None:
     if num_items <= num_negatives:
         raise UserError(
             f"needs more than so many {what} to draw from, and there are {num_items}",
-            field="task.num_negatives",
+            option="task.num_negatives",
             value=num_negatives,
             remedy="take fewer negatives, or the whole catalogue with task.loss=full",
         )
@@ -422,7 +422,7 @@ def _check_enough(num_negatives: int, num_items: int, what: str) -> None:
 
 def _check(cfg: RetrievalTaskConfig, dataset: Dataset, use_times: bool) -> None:
     mistakes = ErrorCollector()
-    with mistakes.noted():
+    with mistakes.collecting():
         check_slices(cfg.evaluation.slices, dataset, "task.evaluation.slices")
     if use_times and not dataset.card.has_timestamps:
         name = backbone_of(cfg.encoder).times_field or "kind"
@@ -430,32 +430,32 @@ def _check(cfg: RetrievalTaskConfig, dataset: Dataset, use_times: bool) -> None:
         other = "take another backbone" if name == "kind" else "set it to false"
         mistakes.add(
             "needs timestamps, and the dataset has none",
-            field=field,
+            option=field,
             value=getattr(cfg.encoder, name),
             remedy=f"{other}, or prepare the data from files with timestamps",
         )
     if cfg.history.max_length != cfg.encoder.max_length:
         mistakes.add(
             f"differs from task.encoder.max_length = {cfg.encoder.max_length}",
-            field="task.history.max_length",
+            option="task.history.max_length",
             value=cfg.history.max_length,
             remedy="give both the same value",
         )
     if cfg.inputs.item_features and cfg.negatives.lookup != "full":
         mistakes.add(
             "an item with features is looked up once for all that it is",
-            field="task.negatives.lookup",
+            option="task.negatives.lookup",
             value=cfg.negatives.lookup,
             remedy="leave it at full, or keep all rows in 16 bits (--tables.items.dtype bfloat16)",
         )
     if (cfg.inputs.actions or cfg.inputs.action_weights) and cfg.history.stochastic_length_alpha is not None:
         mistakes.add(
             "which targets a sample has, and so what it counts, would be known too late",
-            field="task.history.stochastic_length_alpha",
+            option="task.history.stochastic_length_alpha",
             value=cfg.history.stochastic_length_alpha,
             remedy="leave it out, or train on all actions alike",
         )
-    mistakes.raise_all()
+    mistakes.raise_if_any()
 
 
 TASK = TaskSpec(

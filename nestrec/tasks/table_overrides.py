@@ -94,25 +94,25 @@ def chosen_tables(
     mistakes = ErrorCollector()
     named = dict[str, str]()
     for name in options:
-        with mistakes.noted():
+        with mistakes.collecting():
             if name != ALL:
                 named[_table_named(name, tables)] = name
-    mistakes.raise_all()
+    mistakes.raise_if_any()
     said = {table.name: _TableSettings(table, options, named.get(table.name), bags) for table in tables}
     kept = []
     pooling = dict[str, Pooling]()
     for table in tables:
-        with mistakes.noted():
+        with mistakes.collecting():
             pooling |= said[table.name].pooling()
             if said[table.name].shared_with is None:
                 kept.append(said[table.name].table())
-    mistakes.raise_all()
+    mistakes.raise_if_any()
     num_ids = {table.name: table.num_rows for table in tables}
     for table in tables:
-        with mistakes.noted():
+        with mistakes.collecting():
             if (where := said[table.name].shared_with) is not None:
                 _join(kept, num_ids, table, _table_named(where, tables), said[table.name])
-    mistakes.raise_all()
+    mistakes.raise_if_any()
     return ResolvedTables(tuple(kept), {table.name: num_ids[table.name] for table in kept}, pooling)
 
 
@@ -146,7 +146,7 @@ class _TableSettings:
 
     def table(self) -> TableConfig:
         if "share" in self._of_all:
-            raise UserError("cannot be said of all", field="tables.*.share", value="*", remedy="name the table")
+            raise UserError("cannot be said of all", option="tables.*.share", value="*", remedy="name the table")
         changes: dict[str, Any] = {}
         if "dtype" in self._values:
             if self._table.dtype == "float64":
@@ -212,7 +212,7 @@ class _TableSettings:
 
     def mistake(self, name: str, problem: str, remedy: str) -> UserError:
         whose = self._name if name in self._of_one else ALL
-        return UserError(problem, field=f"tables.{whose}.{name}", value=self._values.get(name), remedy=remedy)
+        return UserError(problem, option=f"tables.{whose}.{name}", value=self._values.get(name), remedy=remedy)
 
 
 def _given(options: TableOverrides) -> Iterator[tuple[str, Any]]:
@@ -227,11 +227,11 @@ def _table_named(name: str, tables: Sequence[TableConfig]) -> str:
     found = [name] if name in names else [prefix + name for prefix in _PREFIXES if prefix + name in names]
     if len(found) > 1:
         remedy = f"give its whole name: {' or '.join(found)}"
-        raise UserError("may be any of several tables", field=f"tables.{name}", value=name, remedy=remedy)
+        raise UserError("may be any of several tables", option=f"tables.{name}", value=name, remedy=remedy)
     if not found:
         short = [n.removeprefix(prefix) for n in names for prefix in _PREFIXES if n.startswith(prefix)]
         remedy = f"{did_you_mean(name, [*names, *short])} The task has {', '.join(names)}"
-        raise UserError("is no table of this task", field=f"tables.{name}", value=name, remedy=remedy)
+        raise UserError("is no table of this task", option=f"tables.{name}", value=name, remedy=remedy)
     return found[0]
 
 

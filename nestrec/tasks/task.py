@@ -113,7 +113,7 @@ class Task(ABC):
             if table.dim != widths[table.name]:
                 raise UserError(
                     f"the model of this task takes vectors of {widths[table.name]} numbers",
-                    field=f"tables.{table.name}.dim",
+                    option=f"tables.{table.name}.dim",
                     value=table.dim,
                     remedy="leave it out",
                 )
@@ -169,7 +169,7 @@ class Task(ABC):
         """For tasks that do not know the time of their samples."""
         remedy = "take --batch.order shuffled, or let its task answer `take_windows`, `windows_by_time` and `predict`"
         problem = "samples of this task have no time"
-        return UserError(problem, field="batch.order", value="chronological", remedy=remedy)
+        return UserError(problem, option="batch.order", value="chronological", remedy=remedy)
 
     @abstractmethod
     def evaluate(self, engine: EmbeddingEngine, part: Part) -> Evaluation:
@@ -180,7 +180,7 @@ def whole_samples_only(problem: str, field: str, value: Any) -> UserError:
     """For what cannot be computed where ranks hold parts of samples."""
     return UserError(
         f"{problem}, and the ranks of a context group each hold a part of every sample",
-        field=field,
+        option=field,
         value=value,
         remedy="leave ranks.context out, or change what needs whole samples",
     )

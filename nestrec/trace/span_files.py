@@ -85,7 +85,7 @@ def load_spans(path: Path) -> list[Span]:
         except (ValueError, TypeError) as error:
             if number == len(lines):
                 break
-            raise DataError(f"line {number} is not a span: {error}", field="trace", value=str(path)) from error
+            raise DataError(f"line {number} is not a span: {error}", option="trace", value=str(path)) from error
     return spans
 
 

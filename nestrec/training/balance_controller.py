@@ -229,7 +229,7 @@ def _check_shares(cfg: BalanceConfig, topology: Topology) -> None:
             if value is not None:
                 raise UserError(
                     "shares are those of single ranks, and samples are dealt to context groups",
-                    field=f"balance.{name}",
+                    option=f"balance.{name}",
                     value=value,
                     remedy="leave it out, or leave ranks.context out",
                 )
@@ -237,7 +237,7 @@ def _check_shares(cfg: BalanceConfig, topology: Topology) -> None:
         if tuning is not None and len(tuning.shares) != world:
             raise UserError(
                 f"has shares of {len(tuning.shares)} ranks, and there are {world}",
-                field=f"balance.{name}",
+                option=f"balance.{name}",
                 value=tuning.shares,
                 remedy="run on as many ranks, or leave it out",
             )

@@ -126,7 +126,7 @@ def cannot_publish(
 ) -> None:
     """Raises if versions are to be published by a trainer that was not given a way to do so."""
     remedy = "give Trainer open_publishing=nestrec.exporters.version_publisher.open_publishing"
-    require(not cfg.address, "needs a publisher", field="publish.address", value=cfg.address, remedy=remedy)
+    require(not cfg.address, "needs a publisher", option="publish.address", value=cfg.address, remedy=remedy)
 
 
 @dataclass
@@ -166,7 +166,7 @@ class Meter:
         if not (abs(loss) < float("inf") and norm < float("inf")):
             raise NonFiniteError(
                 f"loss {loss}, gradient norm {norm} at step {step}: the run stops, the last checkpoint is intact",
-                field="step",
+                option="step",
                 value=step,
                 remedy="resume with a smaller learning rate, or look at this step's samples",
             )
@@ -174,7 +174,7 @@ class Meter:
             raise NonFiniteError(
                 f"rows of the table {', '.join(map(repr, bad))} are not finite at step {step}: the run stops, the last "
                 "checkpoint is intact",
-                field="step",
+                option="step",
                 value=step,
                 remedy="resume with a smaller learning rate (optimizer.table_learning_rate)",
             )

@@ -98,7 +98,7 @@ class RunWeights:
             return restored, True
         restored = self.newest(self.last, take)
         if restored is None:
-            raise UserError("has no checkpoint yet", field="RUN", value=str(self._folder.path), remedy="train it first")
+            raise UserError("has no checkpoint yet", option="RUN", value=str(self._folder.path), remedy="train it first")
         return restored, False
 
     def newest(self, checkpoints: CheckpointManager, take: Take | None = None) -> LoadedCheckpoint | None:
@@ -163,7 +163,7 @@ class RunWeights:
                 self._report(str(error))
         raise CorruptFileError(
             problem,
-            field="best",
+            option="best",
             value=str(self._folder.best),
             remedy="take the last weights instead (--last); or move this folder away and train "
             "on, which keeps the best of the epochs to come",
@@ -277,7 +277,7 @@ class RunCheckpointer:
             if saved is not None and saved.run != self._mine.run:
                 raise UserError(
                     "holds checkpoints of another run, which those of this one would replace",
-                    field="training.checkpoint_address",
+                    option="training.checkpoint_address",
                     value=self._cfg.checkpoint_address,
                     remedy="give each run an address of its own; to go on from these, train into an empty folder "
                     "(--output)",
@@ -303,7 +303,7 @@ class RunCheckpointer:
         """The session as last saved."""
         state = self.find_last()
         if state is None:
-            raise UserError("has no checkpoint yet", field="RUN", value=str(self._folder.path), remedy="train it first")
+            raise UserError("has no checkpoint yet", option="RUN", value=str(self._folder.path), remedy="train it first")
         return state
 
     def restore_best(self) -> tuple[TrainState, bool]:
@@ -334,14 +334,14 @@ class RunCheckpointer:
 def _check_address(address: str, world: int) -> None:
     """Raise a UserError where nothing could be kept there; nothing is asked of the place yet."""
     field, remedy = "training.checkpoint_address", "name a folder or a store that all ranks reach: s3://bucket/run"
-    require(not address.endswith("://"), "names no place", field=field, value=address, remedy=remedy)
+    require(not address.endswith("://"), "names no place", option=field, value=address, remedy=remedy)
     if address.startswith("memory:") and world > 1:
         problem = "is memory of each process, and no rank has all of a checkpoint there"
-        raise UserError(problem, field=field, value=address, remedy=remedy)
+        raise UserError(problem, option=field, value=address, remedy=remedy)
     try:
         storage_of(address)
     except UserError as error:
-        raise UserError(error.problem, field=field, value=address, remedy=error.remedy) from error
+        raise UserError(error.problem, option=field, value=address, remedy=error.remedy) from error
 
 
 class RunInterruptedError(Exception):

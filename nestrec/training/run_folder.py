@@ -69,8 +69,8 @@ class RunFolder:
         try:
             yield
         except UserError as error:
-            options = leaves(self.config()) if error.field and not isinstance(error, UserErrorGroup) else {}
-            if any(option == error.field or option.startswith(f"{error.field}.") for option in options):
+            options = leaves(self.config()) if error.option and not isinstance(error, UserErrorGroup) else {}
+            if any(option == error.option or option.startswith(f"{error.option}.") for option in options):
                 error.add_to_problem(f" (set in {self.config_file})")
             raise
 
@@ -99,7 +99,7 @@ class RunFolder:
         except BlockingIOError:
             remedy = "wait for it, stop it, or train into another folder (--output)"
             problem = "is being trained by another process"
-            raise UserError(problem, field="RUN", value=str(self.path), remedy=remedy) from None
+            raise UserError(problem, option="RUN", value=str(self.path), remedy=remedy) from None
         except OSError:
             return  # a file system without locks
 
@@ -117,7 +117,7 @@ class RunFolder:
         except OSError as error:
             self._problem = UserError(
                 f"cannot be written: {error.strerror or error}",
-                field="RUN",
+                option="RUN",
                 value=str(error.filename or self.path),
                 remedy=_REMEDY,
             )
@@ -168,7 +168,7 @@ class RunFolder:
         if not file.exists():
             raise UserError(
                 "is not the folder of a run",
-                field="RUN",
+                option="RUN",
                 value=str(self.path),
                 remedy="name a folder that `nestrec train` wrote",
             )

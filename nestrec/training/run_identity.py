@@ -68,7 +68,7 @@ def read_json(content: Callable[[], bytes], where: Path | str, read: Callable[[A
         problem = f"{type(error).__name__}: {error}"
     raise CorruptFileError(
         f"cannot be read: {problem}",
-        field="RUN",
+        option="RUN",
         value=str(where),
         remedy="undo the change if it was edited; else delete it and start the training of the run again",
     )
@@ -94,7 +94,7 @@ def refuse_other_data(trained_on: DatasetCard, card: DatasetCard, where: Path | 
         raise UserError(
             f"is not the data that this run was trained on ({where}): that had {_size(trained_on)}, this has "
             f"{_size(card)}",
-            field="data.folder",
+            option="data.folder",
             value=card.name,
             remedy="name the data it was trained on (--data.folder), or train into another folder (--output)",
         )
@@ -110,7 +110,7 @@ def changes_since(before: RunConfig, now: RunConfig, file: Path) -> list[str]:
     if before.task.kind != now.task.kind:
         raise UserError(
             f"the folder holds a run of the task {before.task.kind!r}, which cannot be resumed with another task",
-            field="task.kind",
+            option="task.kind",
             value=now.task.kind,
             remedy="train into another folder (--output), or resume the run with its own recipe: nestrec train "
             "RUN/config.json --output RUN",
@@ -120,7 +120,7 @@ def changes_since(before: RunConfig, now: RunConfig, file: Path) -> list[str]:
         if is_fixed(name):
             raise UserError(
                 f"was {old!r} when this run began ({file}), and may not change while it goes on",
-                field=name,
+                option=name,
                 value=new,
                 remedy=f"give --{name} {old}, or train into another folder (--output); or undo the change of "
                 f"{file.name} if it was edited",
@@ -240,7 +240,7 @@ def check_kept_elsewhere(saved: Identity, mine: Identity, address: str) -> None:
     if kinds:
         raise UserError(
             f"holds checkpoints of another {' and '.join(kinds)}: {_listed(told)}",
-            field="training.checkpoint_address",
+            option="training.checkpoint_address",
             value=address,
             remedy="give this run an address of its own; or, to go on from these, train with their settings into an "
             "empty folder (--output)",
@@ -263,7 +263,7 @@ def _refuse(kinds: list[str], told: Mapping[str, str], path: Path) -> None:
         return
     raise UserError(
         f"the checkpoint is of another {' and '.join(kinds)}: {_listed(told)}",
-        field="checkpoint",
+        option="checkpoint",
         value=str(path),
         remedy="move it out of this run's folder, or train into another one (--output) with its settings; or undo the "
         f"change of {path.parent.parent / 'config.json'} if that was edited",

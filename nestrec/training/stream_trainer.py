@@ -282,7 +282,7 @@ class StreamTrainer:
         if found is None:
             raise UserError(
                 "is not the data that this run was trained on",
-                field="data.folder",
+                option="data.folder",
                 value=str(self._folder),
                 remedy="name it with --run.data.folder, put the generation that it was trained on in force again "
                 "(nestrec restore), or train a run on this data first",

@@ -290,7 +290,7 @@ class Trainer:
             check_holds_out(self.cfg, part)
             remedy = self.session.task.remedy_if_empty
             raise UserError(
-                f"holds nothing in the {part} part", field="data.folder", value=self.cfg.data.folder, remedy=remedy
+                f"holds nothing in the {part} part", option="data.folder", value=self.cfg.data.folder, remedy=remedy
             )
         self.state, self.has_best = self.saving.restore_best() if best else (self.saving.restore_last(), False)
         return self.session.evaluate(part)

@@ -164,7 +164,7 @@ def _make_sure(cfg: DataConfig) -> None:
     """Raise, or generate, where there is no dataset."""
     if not cfg.folder:
         raise UserError(
-            "no dataset is named", field="data.folder", value="", remedy=cfg.prepare or "name a prepared folder"
+            "no dataset is named", option="data.folder", value="", remedy=cfg.prepare or "name a prepared folder"
         )
     if Path(cfg.folder, CARD_FILE).exists():
         return
@@ -172,7 +172,7 @@ def _make_sure(cfg: DataConfig) -> None:
         remedy = f"make it first: {cfg.prepare}" if cfg.prepare else "make it with `nestrec prepare`"
         if not Path(cfg.folder).is_absolute():
             remedy += f", or go where {cfg.folder} is: it was looked for in {Path.cwd()}"
-        raise UserError("there is no prepared dataset here", field="data.folder", value=cfg.folder, remedy=remedy)
+        raise UserError("there is no prepared dataset here", option="data.folder", value=cfg.folder, remedy=remedy)
     generate(preset(cfg.synthetic), Path(cfg.folder))
 
 
@@ -216,7 +216,7 @@ def check_any_window(windows: Sequence[TimeWindow], start_ms: int, seen_by: Path
     why = "" if seen_by is None else f", and {seen_by} has seen an event of just before then"
     raise UserError(
         f"no event to train on is from then or later{why}",
-        field="windows.start",
+        option="windows.start",
         value=moment,
         remedy="append newer events (some of the last are held out, see task.split), or name the moment from which "
         "events are new: --windows.start",

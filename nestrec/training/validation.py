@@ -41,7 +41,7 @@ def agree_on_config(cfg: RunConfig, topology: Topology) -> None:
             if mine != theirs:
                 raise UserError(
                     f"differs between ranks: rank {rank} has {theirs!r}",
-                    field=name,
+                    option=name,
                     value=mine,
                     remedy="start every rank with the same command",
                 )
@@ -51,13 +51,13 @@ def check_parts(cfg: RunConfig, task: Task) -> None:
     """Raise a UserError where the training part is empty, or the validation part although it is to be measured."""
     if len(task.assembler.tokens) == 0:
         raise UserError(
-            "holds nothing to train on", field="data.folder", value=cfg.data.folder, remedy=task.remedy_if_empty
+            "holds nothing to train on", option="data.folder", value=cfg.data.folder, remedy=task.remedy_if_empty
         )
     if validates(cfg) and task.num_held_out("valid") == 0:
         check_holds_out(cfg, "valid")
         raise UserError(
             "holds nothing to validate on",
-            field="data.folder",
+            option="data.folder",
             value=cfg.data.folder,
             remedy=f"{task.remedy_if_empty}, or set --training.evaluate_every_epochs 0",
         )
@@ -76,7 +76,7 @@ def check_holds_out(cfg: RunConfig, part: Part) -> None:
     if fields.get("split.kind") == "none":
         raise UserError(
             f"holds no events out, so there is no {part} part",
-            field="task.split.kind",
+            option="task.split.kind",
             value="none",
             remedy="measure a run with another split, such as the one whose options this run has",
         )
@@ -87,7 +87,7 @@ def check_holds_out(cfg: RunConfig, part: Part) -> None:
             all_train = "--task.split.kind none" if name.startswith("split.") else "--training.train_only true"
             raise UserError(
                 f"holds out no events, so there is no {part} part",
-                field=f"task.{name}",
+                option=f"task.{name}",
                 value=value,
                 remedy=f"give a share above 0; or, to train on all events without measuring, give {all_train}",
             )
@@ -107,7 +107,7 @@ def check_micro_batches(cfg: RunConfig, tokens: NDArray[np.int64] | None = None)
     if cfg.pipeline.clustering is not None and wanted > MAX_MICRO_BATCHES:
         raise UserError(
             "is more than clustering can tell apart",
-            field="batch.micro_batches",
+            option="batch.micro_batches",
             value=wanted,
             remedy=f"give at most {MAX_MICRO_BATCHES}, or leave out pipeline.clustering",
         )
@@ -134,38 +134,38 @@ def check_dense(cfg: RunConfig, topology: Topology, *, follows: bool) -> None:
     elif follows:
         problem = "a run that follows its data makes its model anew"
     if problem is not None:
-        raise UserError(problem, field="ranks.dense", value="fsdp", remedy="set ranks.dense=replicated")
+        raise UserError(problem, option="ranks.dense", value="fsdp", remedy="set ranks.dense=replicated")
 
 
 def check_options_are_used(cfg: RunConfig, task: Task) -> None:
     """Raise a UserError that names every option which is given and would be ignored. What is as by default passes."""
     mistakes = ErrorCollector()
     for path, optimizer in _row_optimizers(cfg.task, "task"):
-        with mistakes.noted():
+        with mistakes.collecting():
             optimizer.check_is_read(path)
-    with mistakes.noted():
+    with mistakes.collecting():
         _check_clustering(cfg, task)
     for name, value in leaves(cfg.windows).items():
         if cfg.batch.order == "shuffled" and value != getattr(WindowsConfig(), name):
             mistakes.add(
                 "samples are shuffled, and there are no windows",
-                field=f"windows.{name}",
+                option=f"windows.{name}",
                 value=value,
                 remedy="give --batch.order chronological too, or leave it out",
             )
     if cfg.batch.order == "chronological" and cfg.batch.shuffle_block is not None:
         mistakes.add(
             "nothing is shuffled in the order of time",
-            field="batch.shuffle_block",
+            option="batch.shuffle_block",
             value=cfg.batch.shuffle_block,
             remedy="leave it out, or take --batch.order shuffled",
         )
-    with mistakes.noted():
+    with mistakes.collecting():
         _check_precision(cfg)
     for name in ("mode", "every", "state_every"):
-        with mistakes.noted():
+        with mistakes.collecting():
             _check_replica_sync(cfg, name)
-    mistakes.raise_all()
+    mistakes.raise_if_any()
 
 
 def _check_clustering(cfg: RunConfig, task: Task) -> None:
@@ -173,14 +173,14 @@ def _check_clustering(cfg: RunConfig, task: Task) -> None:
     if name is not None and cfg.batch.micro_batches == 1:
         raise UserError(
             "there is one micro-batch, which holds all samples of its rank",
-            field="pipeline.clustering",
+            option="pipeline.clustering",
             value=name,
             remedy="give batch.micro_batches too, or leave it out",
         )
     if name is not None and type(task.assembler).sample_keys is Collator.sample_keys:
         raise UserError(
             "the task does not tell which keys its samples look up",
-            field="pipeline.clustering",
+            option="pipeline.clustering",
             value=name,
             remedy="leave it out, or define `sample_keys` of the task's assembler",
         )
@@ -191,7 +191,7 @@ def _check_precision(cfg: RunConfig) -> None:
     if cfg.training.precision == "fp8" and (encoder is None or not backbone_of(encoder).has_fp8):
         raise UserError(
             f"{'the task' if encoder is None else encoder.kind} has no products of eight bits",
-            field="training.precision",
+            option="training.precision",
             value="fp8",
             remedy="take bf16, or an encoder that has them: hstu, fuxi",
         )
@@ -206,14 +206,14 @@ def _check_replica_sync(cfg: RunConfig, name: str) -> None:
     if cfg.ranks.replicas == 1:
         raise UserError(
             "there is one group of ranks, and one copy of each row",
-            field=f"replica_sync.{name}",
+            option=f"replica_sync.{name}",
             value=value,
             remedy="give ranks.replicas too, or leave it out",
         )
     if name != "mode" and sync.mode == "gradients":
         raise UserError(
             "gradients are summed in every step",
-            field=f"replica_sync.{name}",
+            option=f"replica_sync.{name}",
             value=value,
             remedy="set replica_sync.mode=weights, or leave it out",
         )

@@ -52,7 +52,7 @@ class WarmStart:
         if not is_same and generation is None:
             raise UserError(
                 f"was trained on other data, whose ids mean other users and items than those of {now.name!r}",
-                field="--from",
+                option="--from",
                 value=str(run),
                 remedy="grow the data it was trained on (nestrec append) and name that, or train anew without --from",
             )
@@ -85,7 +85,7 @@ def check_same_beginning(folder: RunFolder, beginning: WarmStart | None) -> None
     if beginning is not None and began != str(beginning.run.resolve()):
         raise UserError(
             f"this run began {'anew' if began is None else f'from {began}'}, and goes on from its own checkpoints",
-            field="--from",
+            option="--from",
             value=str(beginning.run),
             remedy="leave --from out, or train into another folder (--output)",
         )
@@ -118,7 +118,7 @@ def _told_of_tables(
             kind = "any key" if rows is None else f"{rows:,} rows"
             raise UserError(
                 f"has {kind} of {dim} elements in {run}",
-                field=f"table {table.name}",
+                option=f"table {table.name}",
                 value=f"{'any key' if table.num_rows is None else table.num_rows} of {table.dim}",
                 remedy=_REMEDY,
             )

@@ -222,7 +222,7 @@ def die_in_step(topology: Topology) -> None:
 
 
 def own_error(topology: Topology) -> None:
-    error = UserError("is full", field="disk", value="/data", remedy="free space") if topology.rank == 1 else None
+    error = UserError("is full", option="disk", value="/data", remedy="free space") if topology.rank == 1 else None
     raise_together(topology.control, error)
 
 

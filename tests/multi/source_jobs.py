@@ -30,7 +30,7 @@ def read_all(
     def counted(piece: StreamChunk) -> StreamRows | None:
         shares.append(piece.share)
         if topology.rank == spoiled_rank:
-            raise UserError("is spoiled", field="SOURCE", value=address)
+            raise UserError("is spoiled", option="SOURCE", value=address)
         return fetch(piece)
 
     source.fetch = counted  # type: ignore[method-assign]

@@ -1,6 +1,7 @@
 """The measurement of large checkpoints: whole, out of time, and cut off."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -17,7 +18,8 @@ ROWS = ["--gib", "0.05", "--worlds", "2,3,1", "--alone_s", "1", "--aside_mib", "
 def start(tmp_path: Path, *more: str) -> subprocess.Popen[bytes]:
     folders = ["--folder", f"{tmp_path}/rows", "--memory_folder", f"{tmp_path}/memory", "--json", f"{tmp_path}/json"]
     driver = Path(__file__).with_name("large_checkpoint.py")
-    return subprocess.Popen([sys.executable, str(driver), *ROWS, *folders, *more])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # the driver imports tests/support
+    return subprocess.Popen([sys.executable, str(driver), *ROWS, *folders, *more], env=environment)
 
 
 def rows_of(tmp_path: Path) -> list[dict[str, Any]]:

@@ -109,6 +109,6 @@ def test_a_rank_that_dies_ends_the_others_with_their_own_exit_code(data: str, tm
             rank.wait()
     said = (tmp_path / "0.txt").read_text()
     assert "error: a peer was lost in " in said
-    assert "remedy: restart all ranks from the last checkpoint" in said
+    assert "Restart all ranks from the last checkpoint" in said
     assert "Traceback" not in said
     assert CheckpointManager(run / "checkpoints").restore_latest() is not None

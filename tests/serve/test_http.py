@@ -345,7 +345,7 @@ def test_a_swap_without_memory_for_both_caches_leaves_the_old_model_in_service(m
     with monkeypatch.context() as full:
         full.setattr(torch, "empty", second_does_not_fit)
         with pytest.raises(
-            UserError, match=r"tiers\.cache_bytes = \d+: is more memory than can be had\n  remedy: give"
+            UserError, match=r"tiers\.cache_bytes=\d+: is more memory than can be had\. Give"
         ):
             service.swap(other)
     assert set(threading.enumerate()) <= threads, "the engine that did fit has been closed"

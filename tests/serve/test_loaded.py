@@ -166,7 +166,7 @@ def test_mistakes_are_named(retrieval, ranking):
     ):
         with pytest.raises(nestrec.UserError) as raised:
             call()
-        assert raised.value.field == field
+        assert raised.value.option == field
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +210,7 @@ MISTAKES = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_what_cannot_be_asked_is_refused_with_its_field_and_value(drawn, name):
     ask, said = MISTAKES[name]
-    with pytest.raises(nestrec.UserError, match=rf"(?s){said}.*remedy: "):
+    with pytest.raises(nestrec.UserError, match=rf"(?s){said}"):
         ask(drawn)
 
 
@@ -229,7 +229,7 @@ def test_histories_may_be_arrays_and_columns_of_any_kind(drawn):
 
 
 def test_a_device_that_is_not_there_is_refused():
-    with pytest.raises(nestrec.UserError, match=r"(?s)device = 'gpu': is no device.*remedy: .*cpu"):
+    with pytest.raises(nestrec.UserError, match=r"(?s)device=gpu: is no device.*cpu"):
         nestrec.load("runs/any", device="gpu")
     with pytest.raises(nestrec.UserError, match="device = None: is no device"):
         nestrec.load("runs/any", device=None)

@@ -79,7 +79,7 @@ def run(lengths: str, ranks: int, batch: int, *, seed: int = 0, rounds: int = 50
     lengths: a preset, a prepared dataset, or a file of lengths. ranks: number of ranks. batch: samples a rank.
     """
     for name, value in (("ranks", ranks), ("batch", batch), ("rounds", rounds), ("micro_batches", micro_batches)):
-        require(value >= 1, "must be at least 1", field=name, value=value, remedy="give a positive number")
+        require(value >= 1, "must be at least 1", option=name, value=value, remedy="give a positive number")
     tokens = global_batches(lengths, ranks * batch, seed=seed, rounds=rounds)
     common = {"lengths": lengths, "ranks": ranks, "batch": batch, "rounds": rounds, "micro_batches": micro_batches}
     rows = []
@@ -139,7 +139,7 @@ def read_lengths(path: Path) -> NDArray[np.int64]:
     """Lengths of a prepared dataset (a folder), of a `.npy` array, or of a text file with one number a line."""
     if not path.exists():
         remedy = did_you_mean(str(path), [*PRESETS, AMAZON_LIKE.name]) + " Or give a file of lengths or a dataset."
-        raise UserError("is neither a preset nor a file", field="lengths", value=str(path), remedy=remedy)
+        raise UserError("is neither a preset nor a file", option="lengths", value=str(path), remedy=remedy)
     if path.is_dir():
         every = Dataset.open(path, columns=[]).lengths.astype(np.int64)
     elif path.suffix == ".npy":
@@ -148,7 +148,7 @@ def read_lengths(path: Path) -> NDArray[np.int64]:
         every = np.loadtxt(path, dtype=np.int64, ndmin=1)
     if every.size == 0 or every.min() < 0:
         remedy = "give one number a line, none negative"
-        raise UserError("holds no lengths", field="lengths", value=str(path), remedy=remedy)
+        raise UserError("holds no lengths", option="lengths", value=str(path), remedy=remedy)
     return every
 
 

@@ -54,7 +54,7 @@ def find_python(given: Path | None) -> Path | None:
     if given is not None:
         if subprocess.run([given, "-c", _IS_THERE], check=False, capture_output=True).returncode:
             remedy = "give the Python of an environment that has torchrec and nestrec: `make torchrec` makes one"
-            raise UserError("does not import torchrec and nestrec", field="--python", value=str(given), remedy=remedy)
+            raise UserError("does not import torchrec and nestrec", option="--python", value=str(given), remedy=remedy)
         return given
     for folder in (Path.cwd(), Path(__file__).resolve().parents[2]):
         if (made := folder / ENVIRONMENT / "bin" / "python").exists():
@@ -147,9 +147,9 @@ def _check(bench: PeersBench) -> None:
     }
     for name, (value, names) in known.items():
         if value not in names:
-            raise UserError("is not known", field=name, value=value, remedy=did_you_mean(value, names))
+            raise UserError("is not known", option=name, value=value, remedy=did_you_mean(value, names))
     for name, number, least in (("rounds", bench.rounds, 1), ("steps", bench.steps, 0)):
-        require(number >= least, f"must be at least {least}", field=name, value=number, remedy="give a larger number")
+        require(number >= least, f"must be at least {least}", option=name, value=number, remedy="give a larger number")
 
 
 def _show(rows: Sequence[Mapping[str, Any]], more: Mapping[str, Any]) -> Iterator[Shown]:

@@ -47,7 +47,7 @@ def lengths_of(name: str, tokens: int = TOKENS) -> NDArray[np.int64]:
         remedy = (
             f"{did_you_mean(kind, LENGTH_SHAPES)}; or uN, lognormal:mean=...,max=...,count=..., a file or a dataset"
         )
-        raise UserError("no such length shape", field="lengths", value=name, remedy=remedy)
+        raise UserError("no such length shape", option="lengths", value=name, remedy=remedy)
     most = _numbers(name, text, {"max": np.iinfo(np.int64).max})["max"]
     found = _of_dataset(Path(kind), tokens, int(most)) if Path(kind).is_dir() else _of_file(Path(kind))
     return np.minimum(found, int(most)).astype(np.int64)
@@ -90,7 +90,7 @@ def _of_file(path: Path) -> NDArray[np.int64]:
     except (ValueError, UnicodeDecodeError):
         found = np.zeros(0, np.int64)
     if not len(found) or found.min() < 1:
-        raise UserError("is no file of lengths", field="lengths", value=str(path), remedy="write whole numbers from 1")
+        raise UserError("is no file of lengths", option="lengths", value=str(path), remedy="write whole numbers from 1")
     return found
 
 
@@ -111,10 +111,10 @@ def _numbers(name: str, text: str, defaults: dict[str, float | None]) -> dict[st
     whole = {key: value for key, value in found.items() if value is not None}
     if set(whole) != set(defaults):
         form = ",".join(f"{key}={'N' if value is None else value}" for key, value in defaults.items())
-        raise UserError("is no shape", field="lengths", value=name, remedy=f"write {name.partition(':')[0]}:{form}")
+        raise UserError("is no shape", option="lengths", value=name, remedy=f"write {name.partition(':')[0]}:{form}")
     return whole
 
 
 def _at_least_one(name: str, number: int) -> int:
-    require(number >= 1, "has no tokens", field="lengths", value=name, remedy="give lengths and counts of at least 1")
+    require(number >= 1, "has no tokens", option="lengths", value=name, remedy="give lengths and counts of at least 1")
     return number

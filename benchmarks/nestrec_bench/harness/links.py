@@ -191,7 +191,7 @@ def bytes_on_link() -> int:
 def limited_links(num_ranks: int, link_mbit: float) -> Iterator[RankNamespaces]:
     """Namespaces of `num_ranks` ranks, joined by links of `link_mbit` megabits a second each way."""
     remedy = "run as root where `ip` and `tc` exist, or measure without limits (link_mbit=0)"
-    require(can_limit(), "needs network namespaces", field="link_mbit", value=link_mbit, remedy=remedy)
+    require(can_limit(), "needs network namespaces", option="link_mbit", value=link_mbit, remedy=remedy)
     tag = f"{os.getpid():x}"
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # or nothing would be removed
     names = tuple(f"nestrec-{tag}-{rank}" for rank in range(num_ranks))
@@ -228,5 +228,5 @@ def _run(command: str, *, must_work: bool = True) -> None:
     if must_work and done.returncode != 0:
         problem = f"`{command}` failed: {done.stderr.strip()}"
         raise UserError(
-            problem, field="link_mbit", value=None, remedy="see whether the kernel has veth, bridge and tbf"
+            problem, option="link_mbit", value=None, remedy="see whether the kernel has veth, bridge and tbf"
         )

@@ -87,7 +87,7 @@ def _answer(rank: int, pipe: Connection) -> Any:
         answer = "the process ended"
     if not is_good:
         remedy = "see the error above; a rank needs memory and a free core"
-        raise UserError(f"rank {rank} failed: {answer}", field="ranks", value=rank, remedy=remedy)
+        raise UserError(f"rank {rank} failed: {answer}", option="ranks", value=rank, remedy=remedy)
     return answer
 
 

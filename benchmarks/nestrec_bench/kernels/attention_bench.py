@@ -252,7 +252,7 @@ def measure_attention(bench: AttentionBench) -> Iterator[Row]:
     """Rows of the bench: ceilings first, then every implementation at every shape."""
     check_device("cuda")
     if unknown := set(bench.impls) - set(IMPLEMENTATIONS):
-        raise UserError("is no implementation", field="impls", value=sorted(unknown), remedy=", ".join(IMPLEMENTATIONS))
+        raise UserError("is no implementation", option="impls", value=sorted(unknown), remedy=", ".join(IMPLEMENTATIONS))
     yield from ceilings(bench.rounds)
     for heads in bench.heads:
         for name in bench.impls:
@@ -265,7 +265,7 @@ def heads_and_dim(text: str) -> tuple[int, int]:
     """`8x64` as (8, 64)."""
     heads, _, dim = text.partition("x")
     if not (heads.isdigit() and dim.isdigit() and int(heads) * int(dim)):
-        raise UserError("is no number of heads and their width", field="heads", value=text, remedy="write it like 8x64")
+        raise UserError("is no number of heads and their width", option="heads", value=text, remedy="write it like 8x64")
     return int(heads), int(dim)
 
 

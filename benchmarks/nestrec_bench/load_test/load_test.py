@@ -88,7 +88,7 @@ def reads_of(url: str) -> RequiredInputs:
         return reads_from(_asked(url, "/v1/models")["models"])
     except (ValueError, KeyError, TypeError) as error:
         remedy = "name a server of `nestrec serve` of this version, or record a load and give it by --recorded"
-        raise UserError("does not describe what its models read", field="URL", value=url, remedy=remedy) from error
+        raise UserError("does not describe what its models read", option="URL", value=url, remedy=remedy) from error
 
 
 def items_of(url: str) -> list[str]:
@@ -97,7 +97,7 @@ def items_of(url: str) -> list[str]:
         return [str(item) for item in _asked(url, "/v1/items/sample")["items"]]
     except (ValueError, KeyError, TypeError) as error:
         remedy = "give a file of item ids by --items, or recorded requests by --recorded"
-        raise UserError("does not list the items that it knows", field="URL", value=url, remedy=remedy) from error
+        raise UserError("does not list the items that it knows", option="URL", value=url, remedy=remedy) from error
 
 
 def chosen_items(url: str, items: str) -> Sequence[str | int]:
@@ -111,9 +111,9 @@ def chosen_items(url: str, items: str) -> Sequence[str | int]:
         try:
             found = [line.strip() for line in Path(items).read_text(encoding="utf-8").splitlines() if line.strip()]
         except (OSError, ValueError) as error:
-            raise UserError(f"cannot be read: {error}", field="items", value=items, remedy=remedy) from error
+            raise UserError(f"cannot be read: {error}", option="items", value=items, remedy=remedy) from error
     if not found:
-        raise UserError("names no items", field="items", value=items or url, remedy=remedy)
+        raise UserError("names no items", option="items", value=items or url, remedy=remedy)
     return found
 
 
@@ -127,11 +127,11 @@ def _asked(url: str, path: str) -> Any:
         response = connection.getresponse()
         if response.status in (401, 403):
             remedy = f"put a public key of it into {KEY_VARIABLE}"
-            raise UserError("asks for a key", field="URL", value=url, remedy=remedy)
+            raise UserError("asks for a key", option="URL", value=url, remedy=remedy)
         return json.loads(response.read())
     except (OSError, http.client.HTTPException) as error:
         remedy = remedy_without_answer(error)
-        raise UserError(f"does not answer: {error}", field="URL", value=url, remedy=remedy) from error
+        raise UserError(f"does not answer: {error}", option="URL", value=url, remedy=remedy) from error
     finally:
         connection.close()
 
@@ -196,7 +196,7 @@ def check_server(url: str) -> None:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         remedy = "give http://HOST:PORT or https://HOST:PORT"
-        raise UserError("is not the address of a server", field="URL", value=url, remedy=remedy)
+        raise UserError("is not the address of a server", option="URL", value=url, remedy=remedy)
     connection = _connection(parts, 5.0)
     try:
         connection.connect()
@@ -204,7 +204,7 @@ def check_server(url: str) -> None:
         remedy = "start one with `nestrec serve`, or check host and port"
         if isinstance(error, ssl.SSLError):
             remedy = remedy_without_answer(error)
-        raise UserError(f"nobody answers there: {error}", field="URL", value=url, remedy=remedy) from error
+        raise UserError(f"nobody answers there: {error}", option="URL", value=url, remedy=remedy) from error
     finally:
         connection.close()
 
@@ -268,7 +268,7 @@ def recorded_load(path: Path) -> RequestSchedule:
         return RequestSchedule(at_s, [str(line["path"]) for line in lines], bodies, [])
     except (OSError, ValueError, KeyError, TypeError) as error:
         remedy = 'give JSON lines with "at_s", "path" and "body"'
-        raise UserError("is no recorded load", field="recorded", value=str(path), remedy=remedy) from error
+        raise UserError("is no recorded load", option="recorded", value=str(path), remedy=remedy) from error
 
 
 async def send_load(url: str, load: RequestSchedule, signal_s: float) -> Trial:

@@ -63,7 +63,7 @@ def server(folder: Path, *options: str) -> Iterator[tuple[int, psutil.Process]]:
                 if child.poll() is not None:
                     errors.seek(0)
                     told = errors.read().decode(errors="replace")[-2000:]
-                    raise UserError("ended before it served", field="nestrec serve", value=str(folder), remedy=told)
+                    raise UserError("ended before it served", option="nestrec serve", value=str(folder), remedy=told)
                 time.sleep(0.05)
             yield port, psutil.Process(child.pid)
         finally:

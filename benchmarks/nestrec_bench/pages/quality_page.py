@@ -67,7 +67,7 @@ class Ranks:
     def of_rare(self, most_events: int) -> "Ranks":
         """Of the targets with so many training events at most."""
         if self.item_events is None:
-            raise UserError("does not tell rare targets", field="run", value=str(self.folder), remedy="repeat its test")
+            raise UserError("does not tell rare targets", option="run", value=str(self.folder), remedy="repeat its test")
         is_rare = self.item_events <= most_events
         kept = {system: rank[is_rare] for system, rank in self.ranks.items()}
         return replace(self, users=self.users[is_rare], ranks=kept, item_events=self.item_events[is_rare])
@@ -96,7 +96,7 @@ def load_ranks(run: Path) -> Ranks:
         )
     except (KeyError, TypeError, ValueError, IndexError) as error:
         problem = f"is not a run of next-item retrieval: {error!r}"
-        raise UserError(problem, field="run", value=str(run), remedy="name runs whose task is retrieval") from error
+        raise UserError(problem, option="run", value=str(run), remedy="name runs whose task is retrieval") from error
 
 
 def has_ranks(run: Path) -> bool:
@@ -110,7 +110,7 @@ def has_ranks(run: Path) -> bool:
 
 def _load_arrays(run: Path) -> dict[str, NDArray[Any]]:
     path = run / RANKS_FILE
-    require(path.is_file(), "has no test result", field="run", value=str(run), remedy=f"run `nestrec eval {run}` first")
+    require(path.is_file(), "has no test result", option="run", value=str(run), remedy=f"run `nestrec eval {run}` first")
     try:
         # Opened here: numpy leaves its own handle open when the archive is damaged.
         with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
@@ -135,7 +135,7 @@ def _validation_curve(run: Path) -> tuple[dict[int, float], int | None]:
 
 
 def _load_json(path: Path) -> dict[str, Any]:
-    require(path.is_file(), f"has no {path.name}", field="run", value=str(path.parent), remedy="name a run folder")
+    require(path.is_file(), f"has no {path.name}", option="run", value=str(path.parent), remedy="name a run folder")
     try:
         value: dict[str, Any] = json.loads(path.read_text())
     except ValueError as error:
@@ -144,7 +144,7 @@ def _load_json(path: Path) -> dict[str, Any]:
 
 
 def _damaged(path: Path, problem: str) -> CorruptFileError:
-    return CorruptFileError(problem, field="file", value=str(path), remedy="repeat the evaluation")
+    return CorruptFileError(problem, option="file", value=str(path), remedy="repeat the evaluation")
 
 
 METRICS = {
@@ -184,7 +184,7 @@ def comparison_rows(
         groups = {name: [run.of_rare(most_events) for run in group] for name, group in groups.items()}
     for name in (name for pair in pairs for name in pair):
         if name not in groups:
-            raise UserError("has no run", field="recipe", value=name, remedy=f"known: {', '.join(groups)}")
+            raise UserError("has no run", option="recipe", value=name, remedy=f"known: {', '.join(groups)}")
     return [_comparison_row(groups[first], groups[second]) for first, second in pairs]
 
 
@@ -248,7 +248,7 @@ def _by_recipe(runs: Sequence[Path]) -> dict[str, list[Ranks]]:
         if len(set(seeds)) < len(seeds):
             raise UserError(
                 f"two runs of {group[0].recipe} have the same seed",
-                field="seeds",
+                option="seeds",
                 value=seeds,
                 remedy="give each seed once",
             )
@@ -261,7 +261,7 @@ def _check_same_users(group: Sequence[Ranks]) -> None:
         if run.dataset != group[0].dataset or not np.array_equal(run.users, group[0].users):
             problem = f"was not measured on the same users as {group[0].folder}"
             remedy = "compare runs on one dataset with one split"
-            raise UserError(problem, field="run", value=str(run.folder), remedy=remedy)
+            raise UserError(problem, option="run", value=str(run.folder), remedy=remedy)
 
 
 def _metrics_of(group: Sequence[Ranks]) -> list[str]:
@@ -352,7 +352,7 @@ def around_tables(page: str) -> tuple[str, str]:
     _, last, after = rest.partition(LAST)
     if not (first and last):
         remedy = f"add the lines {FIRST} and {LAST}, or name a page that does not exist yet"
-        raise UserError("has no place for the tables", field="page", value=before[:40], remedy=remedy)
+        raise UserError("has no place for the tables", option="page", value=before[:40], remedy=remedy)
     return before, after
 
 

@@ -22,7 +22,7 @@ def measure_papers(bench: PapersBench) -> Generator[Row, None, More]:
     assumptions = []
     for paper in bench.papers:
         if paper not in PAPERS:
-            raise UserError("is no known paper", field="PAPER", value=paper, remedy=did_you_mean(paper, PAPERS))
+            raise UserError("is no known paper", option="PAPER", value=paper, remedy=did_you_mean(paper, PAPERS))
         found = PAPERS[paper]()
         yield from ({"paper": paper, **row.row()} for row in found.rows)
         assumptions += [f"{paper}: {text}" if len(bench.papers) > 1 else text for text in found.assumptions]

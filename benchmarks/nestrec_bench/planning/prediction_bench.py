@@ -112,7 +112,7 @@ def measure_beds(bench: PredictionBench, kept: Path | None) -> Measured:
         stored = json.loads(kept.read_text())
         if from_plain(BedOptions, stored["options"]) != bench.options():
             remedy = "give the same options, or another file"
-            raise UserError("was measured with other options", field="--measured", value=str(kept), remedy=remedy)
+            raise UserError("was measured with other options", option="--measured", value=str(kept), remedy=remedy)
         known = stored["beds"]
     found = {from_plain(Bed, one["bed"]): from_plain_bed(one["measured"]) for one in known}
     for bed in bench.beds():
@@ -179,7 +179,7 @@ def fit_model(cases: Sequence[_Case], steps: int) -> Model:
     """From serial runs: lines from ranks with a core each, exchanges by number of ranks, crowding from whole steps."""
     plain = [_observed(case) for case in cases if case.bed.ranks <= usable_cores()]
     if not plain:
-        raise UserError("has no bed with a core for each rank", field="ranks", value=usable_cores(), remedy="add one")
+        raise UserError("has no bed with a core for each rank", option="ranks", value=usable_cores(), remedy="add one")
     profiles: dict[int, Profile] = {}
     spreads: dict[int, Spreads] = {}
     worlds: dict[int, WorldFit] = {}
@@ -325,7 +325,7 @@ def predict_rows(rows: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]
     ]
     if not found:
         remedy = "give a file with serial and other schedules at the same partition"
-        raise UserError("nothing to predict", field="rows", value=len(rows), remedy=remedy)
+        raise UserError("nothing to predict", option="rows", value=len(rows), remedy=remedy)
     errors = [abs(row["error"]) for row in found]
     within = statistics.median(errors) <= BOUND_MEDIAN and all(abs(row["error"]) <= row["bound"] for row in found)
     summary = {

@@ -55,7 +55,7 @@ class ChoicesBench:
 def _measure(bench: ChoicesBench) -> Generator[Row, None, More]:
     choices = dict(_parsed(choice) for choice in bench.choices)
     if len(choices) < 2:
-        raise UserError("leaves nothing to compare", field="choices", value=bench.choices, remedy="give two choices")
+        raise UserError("leaves nothing to compare", option="choices", value=bench.choices, remedy="give two choices")
     rows, runs = [], []
     for seed in bench.seeds:
         for name, given in choices.items():
@@ -82,7 +82,7 @@ def _measure(bench: ChoicesBench) -> Generator[Row, None, More]:
 def _parsed(choice: str) -> tuple[str, dict[str, str]]:
     name, colon, given = choice.partition(":")
     if not (name and colon):
-        raise UserError("names no choice", field="choices", value=choice, remedy="write NAME:OPTION=VALUE+OPTION=VALUE")
+        raise UserError("names no choice", option="choices", value=choice, remedy="write NAME:OPTION=VALUE+OPTION=VALUE")
     return name, _options(given)
 
 
@@ -91,7 +91,7 @@ def _options(text: str) -> dict[str, str]:
     pairs = [word.partition("=") for word in text.split("+") if word]
     for option, equals, _ in pairs:
         if not (option and equals):
-            raise UserError("is no option with a value", field="options", value=text, remedy="write OPTION=VALUE")
+            raise UserError("is no option with a value", option="options", value=text, remedy="write OPTION=VALUE")
     return {option: value for option, _, value in pairs}
 
 

@@ -23,7 +23,7 @@ def evaluation_rows(runs: Sequence[Path]) -> list[dict[str, Any]]:
 def _rows_of(run: Path) -> Iterator[dict[str, Any]]:
     tested = run / "eval" / "test.json"
     remedy = "let `nestrec train` finish, or run `nestrec eval`"
-    require(tested.exists(), "has not been measured on its test part", field="RUN", value=str(run), remedy=remedy)
+    require(tested.exists(), "has not been measured on its test part", option="RUN", value=str(run), remedy=remedy)
     config, card = (json.loads(p.read_text()) for p in (run / "config.json", run / "card.json"))
     found = read_evaluation(tested)
     for system, metrics in found["metrics"].items():

@@ -92,7 +92,7 @@ def compared(bench: FreshComparison, folder: Path) -> Iterator[Row]:
     """Rows of all seeds as they come, then what they come to."""
     if not bench.seeds:
         raise UserError(
-            "names none: nothing would be trained", field="seeds", value=(), remedy="give some: --seeds 1,2"
+            "names none: nothing would be trained", option="seeds", value=(), remedy="give some: --seeds 1,2"
         )
     rows: list[Row] = []
     for row in _in_turn(bench, folder) if bench.at_once == 1 else _side_by_side(bench, folder):
@@ -100,7 +100,7 @@ def compared(bench: FreshComparison, folder: Path) -> Iterator[Row]:
         yield row
     if all(row["window"] == 0 for row in rows):
         remedy = "begin earlier, or take shorter windows (--hours): all ways are alike in the first one"
-        raise UserError("leaves no second window to compare", field="start", value=bench.start, remedy=remedy)
+        raise UserError("leaves no second window to compare", option="start", value=bench.start, remedy=remedy)
     yield from summary(rows)
 
 

@@ -125,7 +125,7 @@ class InputComparison:
 def experiment_of(name: str) -> Experiment:
     """By its name, or an error that names those that there are."""
     if name not in EXPERIMENTS:
-        raise UserError("is no dataset of this bench", field="what", value=name, remedy=did_you_mean(name, EXPERIMENTS))
+        raise UserError("is no dataset of this bench", option="what", value=name, remedy=did_you_mean(name, EXPERIMENTS))
     return EXPERIMENTS[name]
 
 
@@ -183,7 +183,7 @@ def _config(cfg: InputComparison, experiment: Experiment, inputs: str, seed: int
     options = experiment.inputs.get(inputs)
     if options is None:
         remedy = did_you_mean(inputs, experiment.inputs)
-        raise UserError("is no way to read this dataset", field="inputs", value=inputs, remedy=remedy)
+        raise UserError("is no way to read this dataset", option="inputs", value=inputs, remedy=remedy)
     epochs = {} if cfg.epochs is None else {"training.epochs": cfg.epochs}
     given = dict(pair.split("=", 1) for pair in cfg.options.split("+") if pair)
     folder = str(Path(cfg.data) / experiment.data)

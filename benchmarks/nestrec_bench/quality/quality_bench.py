@@ -36,7 +36,7 @@ def run_folders(path: Path) -> Iterator[Path]:
     """The run itself, or the runs in a folder by name."""
     found = [path] if _is_run(path) else sorted(filter(_is_run, path.iterdir())) if path.is_dir() else []
     remedy = "name folders that `nestrec train` wrote, or a folder that holds them"
-    require(found, "holds no run", field="RUN", value=str(path), remedy=remedy)
+    require(found, "holds no run", option="RUN", value=str(path), remedy=remedy)
     yield from found
 
 
@@ -44,7 +44,7 @@ def parse_pair(text: str) -> tuple[str, str]:
     """`A:B` as (A, B)."""
     first, colon, second = text.partition(":")
     if not (first and colon and second):
-        raise UserError("is no pair of recipes", field="--pair", value=text, remedy="write RECIPE:OTHER_RECIPE")
+        raise UserError("is no pair of recipes", option="--pair", value=text, remedy="write RECIPE:OTHER_RECIPE")
     return first, second
 
 

@@ -175,13 +175,13 @@ def is_emulated(bench: SchedulesBench) -> bool:
 
 def _check(bench: SchedulesBench) -> None:
     if bench.steps < 4:
-        raise UserError("must be at least 4", field="steps", value=bench.steps, remedy="first and last are left out")
+        raise UserError("must be at least 4", option="steps", value=bench.steps, remedy="first and last are left out")
     if bench.device == "cuda" and bench.fabric_ranks == 1:
         remedy = "give the number of ranks that the one GPU stands for one of, say --fabric_ranks 16"
-        raise UserError("is needed on a GPU", field="fabric_ranks", value=1, remedy=remedy)
+        raise UserError("is needed on a GPU", option="fabric_ranks", value=1, remedy=remedy)
     if len(bench.lookup_stages) != 4 or abs(sum(bench.lookup_stages) - 1) > 1e-6:
         remedy = "give four parts of one whole"
-        raise UserError("must add up to 1", field="lookup_stages", value=bench.lookup_stages, remedy=remedy)
+        raise UserError("must add up to 1", option="lookup_stages", value=bench.lookup_stages, remedy=remedy)
 
 
 def _entries(bench: SchedulesBench) -> list[Entry]:

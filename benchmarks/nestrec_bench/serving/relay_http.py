@@ -46,12 +46,12 @@ def measure_over_http(bench: RelayBench) -> Iterator[dict[str, Any]]:
     """The largest rate of each mode, size and share of returning users that meets the SLO of full inference."""
     modes = tuple(_OPTIONS) if bench.modes == tuple(MODES) else bench.modes
     if unknown := [mode for mode in modes if mode not in _OPTIONS]:
-        raise UserError("is not measured over HTTP", field="modes", value=unknown, remedy="choose of full,relay")
+        raise UserError("is not measured over HTTP", option="modes", value=unknown, remedy="choose of full,relay")
     mixed = [bench.lengths] if bench.lengths else [(history,) for history in bench.history]
     sizes: list[_Size] = [(lengths, asked) for lengths in mixed for asked in bench.candidates]
     starts = bench.starts or tuple(2.5 * (1 + returning) for returning in bench.returning)
     if len(starts) != len(bench.returning):
-        raise UserError("is not one for each share of returning users", field="starts", value=starts,
+        raise UserError("is not one for each share of returning users", option="starts", value=starts,
                         remedy=f"give {len(bench.returning)} of them, or none")  # fmt: skip
     longest = _Longest(bench, sizes[0])
     full: dict[_Size, dict[str, Any]] = {}
@@ -155,7 +155,7 @@ class _Bed:
         alone_s = float(np.median(self._client.run_in_turn([post("/v1/rank", body) for body in bodies])))
         if not np.isfinite(alone_s):
             remedy = "see whether the model reads so many events and the server takes so many candidates"
-            raise UserError("is not answered by the server", field="history, candidates", value=(lengths, asked),
+            raise UserError("is not answered by the server", option="history, candidates", value=(lengths, asked),
                             remedy=remedy)  # fmt: skip
         return alone_s * 1e3
 

@@ -63,7 +63,7 @@ consumed is kept by another machine behind 100 Gbit/s, and every return fetches 
 def mode_named(name: str) -> Mode:
     known = {**MODES, **ABLATIONS}
     if name not in known:
-        raise UserError("is no way of serving", field="modes", value=name, remedy=did_you_mean(name, known))
+        raise UserError("is no way of serving", option="modes", value=name, remedy=did_you_mean(name, known))
     return known[name]
 
 

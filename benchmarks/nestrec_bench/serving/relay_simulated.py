@@ -30,7 +30,7 @@ class SimulatedBed:
         try:
             rows = json.loads(Path(bench.costs_of).read_text())["rows"]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError("is no file of device costs", field="costs_of", value=bench.costs_of,
+            raise UserError("is no file of device costs", option="costs_of", value=bench.costs_of,
                             remedy="write one with: nestrec bench engine --json FILE") from error  # fmt: skip
         self._device, _ = costs_of_rows(rows, bench.costs_of_model)
         _check_modes(bench)
@@ -87,5 +87,5 @@ def _check_modes(bench: RelayBench) -> None:
     for name in (*bench.modes, *bench.more_modes):
         mode = mode_named(name)
         if mode.uses_dram or mode.strays or mode.fetch_gb_per_s:
-            raise UserError("is not there in simulated time, which has no copies", field="modes", value=name,
+            raise UserError("is not there in simulated time, which has no copies", option="modes", value=name,
                             remedy="choose of full and relay: --modes full,relay")  # fmt: skip

@@ -59,7 +59,7 @@ def costs_of_rows(rows: Sequence[Mapping[str, Any]], model: str) -> tuple[Device
     ]
     if not measured:
         known = sorted({str(row.get("model")) for row in rows})
-        raise UserError("is not in the file of device costs", field="costs_of_model", value=model,
+        raise UserError("is not in the file of device costs", option="costs_of_model", value=model,
                         remedy=f"name one of {', '.join(known)}")  # fmt: skip
     costs = DeviceCosts.fitted(measured)
     return costs, max(abs(costs.milliseconds([extent]) / ms - 1) for extent, ms in measured)

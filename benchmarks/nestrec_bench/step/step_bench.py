@@ -176,7 +176,7 @@ def encoder_of(bench: StepBench, case: str, biases: Biases = "none") -> tuple[Ba
     """The model and the lengths that a case names."""
     model, _, rest = case.partition("-")
     heads, _, shape = rest.partition("-")
-    require(shape, "is no case", field="cases", value=case, remedy="write it like hstu-4x256-u4096")
+    require(shape, "is no case", option="cases", value=case, remedy="write it like hstu-4x256-u4096")
     lengths = lengths_of(shape, bench.tokens)
     (num_heads, head_dim) = heads_and_dim(heads)
     sizes: dict[str, Any] = {

@@ -22,7 +22,7 @@ def _check_format(context: typer.Context, format: str) -> str:
     if is_path and format not in FORMATS:
         remedy = shlex.join(["nestrec", "prepare", "log", *context.meta[TYPED_WORDS]])
         problem = "is a path; the format before it is missing (`log` for files of your own)"
-        raise UserError(problem, field="format", value=format, remedy=remedy)
+        raise UserError(problem, option="format", value=format, remedy=remedy)
     find_format(format)
     return format
 

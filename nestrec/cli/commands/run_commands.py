@@ -51,7 +51,7 @@ def train(  # noqa: PLR0917
         check_plan(cfg, cluster)
         return
     remedy = "add --plan-only, or see `nestrec plan --help` and docs/many-machines.md"
-    require(cluster is None, "only says what --plan-only is to check", field="--cluster", value=cluster, remedy=remedy)
+    require(cluster is None, "only says what --plan-only is to check", option="--cluster", value=cluster, remedy=remedy)
     folder = output or Path("runs") / cfg.name
     check_folder(folder, "--output")
     train_run(cfg, folder, start_from)
@@ -124,18 +124,18 @@ def launch(
         from nestrec.cli.launch import launch as run_ranks
 
     if not context.args:
-        raise UserError("has nothing to run", field="launch", value="", remedy="write nestrec launch -n 2 train RECIPE")
+        raise UserError("has nothing to run", option="launch", value="", remedy="write nestrec launch -n 2 train RECIPE")
     if is_script(context.args[0]):
         if not Path(context.args[0]).is_file():
             remedy = "give the path of a Python script that exists"
-            raise UserError("this script does not exist", field="launch", value=context.args[0], remedy=remedy)
+            raise UserError("this script does not exist", option="launch", value=context.args[0], remedy=remedy)
         sys.exit(run_ranks(ranks, context.args))
     root: Any = context.find_root().command
     known = root.list_commands(context)
     if context.args[0] not in known:
         raise UserError(
             "is neither a command nor a Python script (NAME.py)",
-            field="launch",
+            option="launch",
             value=context.args[0],
             remedy=did_you_mean(context.args[0], known),
         )
@@ -271,5 +271,5 @@ def evaluate(
     from nestrec.cli.training_output import evaluate_run
 
     if part not in ("valid", "test"):
-        raise UserError("is no part of the data", field="--part", value=part, remedy="give valid or test")
+        raise UserError("is no part of the data", option="--part", value=part, remedy="give valid or test")
     evaluate_run(run, "test" if part == "test" else "valid", best=not last)

@@ -60,7 +60,7 @@ def serve(
     try:
         if cfg.front == "none":
             remedy = "name a front: --front gateway or ray"
-            require(cfg.instances == 1, "needs a front", field="instances", value=cfg.instances, remedy=remedy)
+            require(cfg.instances == 1, "needs a front", option="instances", value=cfg.instances, remedy=remedy)
             serve_models(model, cfg, signals, say_where)
         else:
             from nestrec.serving.fleet.fleet_start import serve_many

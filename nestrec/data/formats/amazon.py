@@ -61,12 +61,12 @@ def _csv_columns(path: Path, first: str, options: AmazonOptions) -> tuple[Delimi
     names = cells if has_header else options.review_columns
     if len(cells) != len(names):
         remedy = "name the columns in order with --review_columns"
-        raise DataError(f"has {len(cells)} columns, not {len(names)}", field="input", value=str(path), remedy=remedy)
+        raise DataError(f"has {len(cells)} columns, not {len(names)}", option="input", value=str(path), remedy=remedy)
     found = {what: next((n for n in options_ if n in names), None) for what, options_ in NAMES_OF.items()}
     for what in ("user", "item", "timestamp"):
         if found[what] is None:
             remedy = f"its name must be one of {', '.join(NAMES_OF[what])}"
-            raise DataError(f"has no {what} column", field="input", value=str(path), remedy=remedy)
+            raise DataError(f"has no {what} column", option="input", value=str(path), remedy=remedy)
     position = list(names).index(str(found["timestamp"]))
     second = _second_line(path) if has_header else first
     unit = _time_unit(header_names(second, DelimitedFormat())[position] if second.count(",") >= position else "")

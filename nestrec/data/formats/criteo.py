@@ -63,7 +63,7 @@ def write_criteo(folder: Path, path: Path, options: CriteoOptions, progress: Pro
         num_rows += block.num_rows
         progress("read", done)
     quarantine.check(num_read, options.max_bad_share)
-    require(num_rows, "has no usable rows", field="input", value=str(path), remedy="check the format", error=DataError)
+    require(num_rows, "has no usable rows", option="input", value=str(path), remedy="check the format", error=DataError)
     files = [*writer.close(), *quarantine.files()]
     counts = Counts(
         users=num_rows,

@@ -42,7 +42,7 @@ def find_format(name: str) -> FormatSpec:
     """Return a format; the error of a kind of file, such as csv, names the format that reads it."""
     if isinstance(name, str) and name not in FORMATS and name.lower() in _FILE_KINDS:
         remedy = "take log, which reads CSV, Parquet and JSON lines, as in `nestrec prepare log INPUT OUTPUT`"
-        raise UserError("is a kind of file, not a format", field="format", value=name, remedy=remedy)
+        raise UserError("is a kind of file, not a format", option="format", value=name, remedy=remedy)
     return FORMATS.find(name, field="format")
 
 
@@ -66,8 +66,8 @@ def _check_names(name: str, given: Mapping[str, str]) -> None:
         takers = [other for other in FORMATS if first in _names_of(FORMATS.find(other))] if first not in known else []
         if takers:
             remedy = f"leave it out; it belongs to {', '.join(takers)}"
-            mistakes.add(f"is not an option of the format {name}", field=path, value=value, remedy=remedy)
-    mistakes.raise_all()
+            mistakes.add(f"is not an option of the format {name}", option=path, value=value, remedy=remedy)
+    mistakes.raise_if_any()
 
 
 def _names_of(format: FormatSpec) -> set[str]:
@@ -97,7 +97,7 @@ def prepare(
     if options is not None and (given or not isinstance(options, found.options)):
         remedy = f"give a {found.options.__name__}, or options by name"
         raise UserError(
-            "are not the options of this format", field="options", value=type(options).__name__, remedy=remedy
+            "are not the options of this format", option="options", value=type(options).__name__, remedy=remedy
         )
     options = options or given_options(format, given)
     with given_input(input, "input") as source:

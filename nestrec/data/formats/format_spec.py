@@ -72,7 +72,7 @@ def checked_source(source: Any, format: str) -> LogSource:
     """What `open` of a format gave, where it is the source of a log."""
     if not isinstance(source, LogSource):
         remedy = f"let `open` of the format return a {LogSource.__module__}.LogSource"
-        raise UserError(f"its `open` gives {source!r}", field="nestrec.formats", value=format, remedy=remedy)
+        raise UserError(f"its `open` gives {source!r}", option="nestrec.formats", value=format, remedy=remedy)
     return source
 
 
@@ -122,7 +122,7 @@ class TableColumns:
         for name in self.transforms:
             if name not in self.numbers:
                 remedy = did_you_mean(name, self.numbers) if self.numbers else "name it among the numbers as well"
-                raise UserError("is not named as a number", field="transforms", value=name, remedy=remedy)
+                raise UserError("is not named as a number", option="transforms", value=name, remedy=remedy)
 
     def kinds(self) -> dict[str, SideKind]:
         """Kind of each column that is named."""
@@ -192,8 +192,8 @@ def check_features(owner: Owner, sources: Sequence[SideSource]) -> None:
             problem = "is what the dataset calls how many values each list has"
         if problem:
             remedy = f"rename it, or leave it out: --{owner}_columns.left_out {name}"
-            mistakes.add(problem, field=f"{owner}_columns", value=name, remedy=remedy, error=DataError)
-    mistakes.raise_all()
+            mistakes.add(problem, option=f"{owner}_columns", value=name, remedy=remedy, error=DataError)
+    mistakes.raise_if_any()
 
 
 def _check(names: tuple[str, ...], key: str, columns: TableColumns, file: Path, what: str) -> None:
@@ -215,12 +215,12 @@ def _check(names: tuple[str, ...], key: str, columns: TableColumns, file: Path, 
                 hint = f" (is the separator right? --{option}.separator ';')" if len(names) == 1 else ""
                 mistakes.add(
                     f"is no column of {file.name}",
-                    field=f"{option}.{group}",
+                    option=f"{option}.{group}",
                     value=name,
                     remedy=did_you_mean(name, names) + hint,
                     error=DataError,
                 )
-    mistakes.raise_all()
+    mistakes.raise_if_any()
 
 
 def _told(name: str, column: pa.Array) -> SideKind:
@@ -264,7 +264,7 @@ def open_vectors(name: str, text: str, table: SideSource | None, option: str) ->
     vectors = _mapped(require_input(Path(array)), option)
     if not ids and table is None:
         remedy = f"write {name}={array}:IDS with a file of ids, or give the table whose rows it follows"
-        raise DataError("has no ids for its rows", field=option, value=text, remedy=remedy)
+        raise DataError("has no ids for its rows", option=option, value=text, remedy=remedy)
 
     def batches() -> Iterator[RawBatch]:
         at = 0
@@ -282,7 +282,7 @@ def open_vectors(name: str, text: str, table: SideSource | None, option: str) ->
                 return
         remedy = "each row of the array needs one id, in the same order"
         raise DataError(
-            f"has {len(vectors):,} rows, and there are other numbers of ids", field=option, value=text, remedy=remedy
+            f"has {len(vectors):,} rows, and there are other numbers of ids", option=option, value=text, remedy=remedy
         )
 
     return SideSource(batches, _KEY, (SideColumn(name, "vector"),), must_match=f"--{option} {name}={text}")
@@ -296,7 +296,7 @@ def _mapped(path: Path, option: str) -> NDArray[Any]:
     if vectors.ndim != 2 or vectors.dtype.kind != "f":
         found = f"is of shape {vectors.shape} and type {vectors.dtype}"
         remedy = "save an array of two dimensions of floating-point numbers with numpy.save"
-        raise DataError(found, field=option, value=str(path), remedy=remedy)
+        raise DataError(found, option=option, value=str(path), remedy=remedy)
     return vectors
 
 

@@ -73,7 +73,7 @@ def open_kuairand(path: Path, options: KuaiRandOptions) -> LogSource:
     folder = require_input(path) / "data" if (path / "data").is_dir() else path
     logs = _files(folder, "log_standard") + (_files(folder, "log_random") if options.random_logs else [])
     remedy = "it must hold files such as log_standard_4_08_to_4_21_pure.csv"
-    require(logs, "holds no KuaiRand logs", field="input", value=str(path), remedy=remedy, error=DataError)
+    require(logs, "holds no KuaiRand logs", option="input", value=str(path), remedy=remedy, error=DataError)
     items = _side(_files(folder, "video_features_basic"), "video_id", VIDEO_KINDS)
     if options.video_statistics:
         items += _side(_files(folder, "video_features_statistic"), "video_id", {})

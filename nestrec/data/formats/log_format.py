@@ -45,7 +45,7 @@ class LogOptions(PrepareOptions):
             if getattr(self, name) is not None and self.log.rating is None:
                 raise UserError(
                     "needs a column of ratings",
-                    field=name,
+                    option=name,
                     value=getattr(self, name),
                     remedy="name it with --log.rating COLUMN",
                 )
@@ -54,7 +54,7 @@ class LogOptions(PrepareOptions):
             if getattr(self, table) is None and columns != TableColumns() and (columns.key or not columns.kinds()):
                 raise UserError(
                     "describes a table that is not given",
-                    field=name,
+                    option=name,
                     value="",
                     remedy=f"name its file with --{table} FILE, or name columns of the log",
                 )
@@ -116,7 +116,7 @@ def _of_log(files: list[Path], key: str, columns: TableColumns, how: DelimitedFo
                 for name in columns.kinds():
                     if name not in batch.columns:
                         remedy = did_you_mean(name, batch.columns)
-                        raise DataError(f"is no column of {batch.file}", field="column", value=name, remedy=remedy)
+                        raise DataError(f"is no column of {batch.file}", option="column", value=name, remedy=remedy)
                 # Its bad rows were set aside when the events were read.
                 yield RawBatch(batch.file, batch.lines, batch.columns, (), batch.done)
         reader.check()

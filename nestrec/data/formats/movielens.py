@@ -62,7 +62,7 @@ def _types(file: Path, *required: str) -> dict[str, str]:
     for name in required:
         if name not in types:
             remedy = "its first line must name the columns"
-            raise DataError(f"has no column {name}", field="input", value=str(file), remedy=remedy)
+            raise DataError(f"has no column {name}", option="input", value=str(file), remedy=remedy)
     return types
 
 
@@ -101,7 +101,7 @@ def open_movielens(path: Path, options: MovieLensOptions) -> LogSource:
     if first.startswith("userId,movieId,rating,timestamp"):
         return _source(file, options, DelimitedFormat(), _no_users, _movies_20m, user="userId", item="movieId")
     remedy = "name u.data, ratings.dat, ratings.csv or a .inter file; use the format `log` for others"
-    raise DataError("is no file of MovieLens ratings", field="input", value=str(file), remedy=remedy)
+    raise DataError("is no file of MovieLens ratings", option="input", value=str(file), remedy=remedy)
 
 
 def _ratings_file(path: Path) -> Path:
@@ -111,7 +111,7 @@ def _ratings_file(path: Path) -> Path:
     found = find_file(path, "ratings.dat", "u.data", "ratings.csv", *inter)
     if found is None:
         remedy = "the folder must hold ratings.dat, u.data, ratings.csv or a .inter file; or name the file itself"
-        raise DataError("holds no MovieLens ratings", field="input", value=str(path), remedy=remedy)
+        raise DataError("holds no MovieLens ratings", option="input", value=str(path), remedy=remedy)
     return found
 
 

@@ -101,7 +101,7 @@ def _attribute_rows(path: Path) -> Callable[[], Iterator[RawBatch]]:
             raise unreadable(path, error) from error
         if not isinstance(attributes, dict):
             raise DataError(
-                "must map item ids to lists", field="item_attributes", value=str(path), remedy="check the file"
+                "must map item ids to lists", option="item_attributes", value=str(path), remedy="check the file"
             )
         joined = [",".join(str(a) for a in values) for values in attributes.values()]
         lines = np.ones(len(joined), dtype=np.int64)

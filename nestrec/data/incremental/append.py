@@ -96,7 +96,7 @@ def append(
     found = find_format(name)
     if found.open is None:
         remedy = "name the format of the events (--format log)"
-        raise DataError("is no format of event logs", field="format", value=name, remedy=remedy)
+        raise DataError("is no format of event logs", option="format", value=name, remedy=remedy)
     options = FORMATS.by_default(name, "options")
     if name == card.source_format:
         options = from_plain(found.options, kept_options(card.options))
@@ -196,7 +196,7 @@ class _Growth:
         work.num_bad_events = work.quarantine.num_rows
         if not user_counts.sum() and not may_be_empty:
             remedy = "check the columns and filters"
-            raise DataError("has no usable events", field="input", value=self._source.name, remedy=remedy)
+            raise DataError("has no usable events", option="input", value=self._source.name, remedy=remedy)
         partitions = split_events(work, spilled, user_counts)
         fail_point("data.append.after_split")
         sort_events(work, partitions)
@@ -248,7 +248,7 @@ class _Growth:
                 if mine is not None and mine.kind != feature.kind:
                     raise DataError(
                         f"is a {feature.kind} in this table, and was a {mine.kind} when the dataset was prepared",
-                        field=f"{owner}_columns",
+                        option=f"{owner}_columns",
                         value=feature.name,
                         remedy=f"name it as it was: --{owner}_columns.categories, lists, numbers, texts or bags",
                     )
@@ -462,18 +462,18 @@ def _grown_features(before: tuple[Feature, ...], now: Any) -> tuple[Feature, ...
 def _check_kind(card: DatasetCard, source: LogSource, folder: Path) -> None:
     if card.kind != "sequences":
         remedy = "prepare all rows again: labelled examples have no users to append to"
-        raise DataError("holds labelled rows", field="dataset", value=str(folder), remedy=remedy)
+        raise DataError("holds labelled rows", option="dataset", value=str(folder), remedy=remedy)
     if ("time" in source.columns.sort_fields()) != card.has_timestamps:
         has = "has times" if card.has_timestamps else "has no times"
         remedy = "name the column of times with --log.time, or leave it out where there are none"
-        raise DataError(f"the dataset {has}, the events do not agree", field="log.time", value="", remedy=remedy)
+        raise DataError(f"the dataset {has}, the events do not agree", option="log.time", value="", remedy=remedy)
 
 
 def _check_same_events(card: DatasetCard, columns: EventColumns) -> None:
     if set(card.action_bits) != set(columns.action_bits):
         raise DataError(
             f"the dataset has actions {', '.join(card.action_bits) or 'none'}",
-            field="log.actions",
+            option="log.actions",
             value=", ".join(columns.action_bits),
             remedy="name the same actions",
         )
@@ -483,7 +483,7 @@ def _check_same_events(card: DatasetCard, columns: EventColumns) -> None:
     if set(names) != now:
         raise DataError(
             f"the dataset has {', '.join(names) or 'none'}",
-            field="features of events",
+            option="features of events",
             value=", ".join(sorted(now)),
             remedy="name the same columns in log.categories, lists, numbers, texts and values",
         )
@@ -495,12 +495,12 @@ def _check_new(card: DatasetCard, digests: Mapping[str, str]) -> None:
         if digest in known:
             raise DataError(
                 f"is in the dataset already, as {known[digest]}: nothing was appended",
-                field="input",
+                option="input",
                 value=name,
                 remedy="name files that are new",
             )
     if len(set(digests.values())) < len(digests):
-        raise DataError("two files have the same content", field="input", value=sorted(digests), remedy="give one")
+        raise DataError("two files have the same content", option="input", value=sorted(digests), remedy="give one")
 
 
 def _place_quarantine(folder: Path, layer: LayerEntry, quarantine: Quarantine) -> list[DataFile]:

@@ -57,7 +57,7 @@ def growing(folder: Path) -> Iterator[DatasetCard]:
     except BlockingIOError:
         remedy = "wait for the other process to end"
         raise DatasetLockedError(
-            "is being changed by another process", field="dataset", value=str(folder), remedy=remedy
+            "is being changed by another process", option="dataset", value=str(folder), remedy=remedy
         ) from None
     finally:
         os.close(descriptor)
@@ -84,7 +84,7 @@ def restore(folder: Path, generation: int) -> DatasetCard:
         kept = [number for number in range(card.generation) if _is_kept(folder, number)]
         if generation not in kept:
             remedy = f"take one of {', '.join(map(str, [*kept, card.generation]))}"
-            raise DataError("is no generation that is kept", field="generation", value=generation, remedy=remedy)
+            raise DataError("is no generation that is kept", option="generation", value=generation, remedy=remedy)
         earlier = DatasetCard.load(folder, generation)
         write_atomic(folder / CARD_FILE, dumps(earlier) + "\n")
         return earlier

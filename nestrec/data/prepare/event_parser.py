@@ -68,34 +68,34 @@ class EventColumns:
         for name, count in Counter(named).items():
             if count > 1:
                 remedy = "name it in one of log.categories, lists, numbers, texts and values"
-                raise UserError("is named more than once", field="log", value=name, remedy=remedy)
+                raise UserError("is named more than once", option="log", value=name, remedy=remedy)
         for column in (log.rating, *log.values.values()):
             if column in (*log.numbers, *log.categories, *log.lists, *log.texts):
                 raise UserError(
                     "is told only when its event is over (log.values, log.rating), and is named as known before, too",
-                    field="log",
+                    option="log",
                     value=column,
                     remedy="name it once: models would read the answer of the event that they predict",
                 )
         if len(self.action_bits) > MAX_ACTIONS:
             raise UserError(
                 f"gives {len(self.action_bits)} actions, `positive` included; a dataset holds at most {MAX_ACTIONS}",
-                field="log.actions",
+                option="log.actions",
                 value=", ".join(self.action_bits),
                 remedy="leave some out, or name their column in --log.categories",
             )
         if log.user == log.item:
             raise UserError(
-                "is the column of users, too", field="log.item", value=log.item, remedy="name the column of items"
+                "is the column of users, too", option="log.item", value=log.item, remedy="name the column of items"
             )
         for name in self.list_features():
             if (clash := name + COUNTS_SUFFIX) in named:
                 problem = f"is what the dataset calls how many values of {name!r} each event has"
-                raise UserError(problem, field="log", value=clash, remedy="give the column another name")
+                raise UserError(problem, option="log", value=clash, remedy="give the column another name")
         for name in log.transforms:
             if name not in log.numbers:
                 remedy = did_you_mean(name, log.numbers) if log.numbers else "name it in --log.numbers"
-                raise UserError("is no number of the log", field="log.transforms", value=name, remedy=remedy)
+                raise UserError("is no number of the log", option="log.transforms", value=name, remedy=remedy)
 
     @staticmethod
     def of(log: LogColumns, *, min_rating: float | None = None, positive_rating: float | None = None) -> "EventColumns":
@@ -252,18 +252,18 @@ class EventParser:
         log = self.columns.log
         mistakes = ErrorCollector()
         for name in self.columns.wanted(batch.columns):
-            with mistakes.noted():
+            with mistakes.collecting():
                 if name not in batch.columns:
                     hint = " (is the separator right? --log.separator ';')" if len(batch.names) == 1 else ""
                     raise DataError(
                         f"is no column of {batch.file}",
-                        field="column",
+                        option="column",
                         value=name,
                         remedy=did_you_mean(name, batch.names) + hint,
                     )
                 if name not in log.lists:
                     _check_type(batch, name, is_time=name in (log.time, log.position))
-        mistakes.raise_all()
+        mistakes.raise_if_any()
 
     def _parse_order(self, batch: RawBatch, records: NDArray[Any], verdict: _Verdict) -> None:
         log = self.columns.log
@@ -299,7 +299,7 @@ class EventParser:
             (unit, example), (other, its_example) = list(found.items())[:2]
             raise DataError(
                 f"{example} looks like {UNIT_NAMES[unit]} and {its_example} in {batch.file} like {UNIT_NAMES[other]}",
-                field="log.time_unit",
+                option="log.time_unit",
                 value="auto",
                 remedy="bring all times to one unit, or set --log.time_unit: times of other units become bad rows",
             )
@@ -367,12 +367,12 @@ class EventParser:
                 remedy = did_you_mean(value, [*self._values[column]][:_VALUES_TOLD])
                 mistakes.add(
                     f"no row has {value!r} in the column {column}",
-                    field="log.actions",
+                    option="log.actions",
                     value=f"{name}={text}",
                     remedy=f"{remedy} (or leave the action out)",
                     error=DataError,
                 )
-        mistakes.raise_all()
+        mistakes.raise_if_any()
 
     def _is_rated_enough(self, records: NDArray[Any], good: NDArray[np.bool_]) -> NDArray[np.bool_]:
         if self.columns.min_rating is None or not self.columns.log.rating:
@@ -420,7 +420,7 @@ def _check_type(batch: RawBatch, name: str, *, is_time: bool) -> None:
     if pa.types.is_nested(kind) or (is_time and is_no_time):
         raise DataError(
             f"is of type {kind} in {batch.file}",
-            field="column",
+            option="column",
             value=name,
             remedy="name a column of text or numbers" + (", or of times" if is_time else ""),
         )
@@ -504,12 +504,12 @@ def find_training_part(
         if options.fit_until is None:
             raise DataError(
                 "leaves no event to learn from: so many of the events have the earliest time",
-                field="fit_share",
+                option="fit_share",
                 value=options.fit_share,
                 remedy="--fit_share 1 learns from all times (but not from the last two events of a user)",
             )
         remedy = "give a later date, or leave it out"
-        raise DataError("leaves no event to learn from", field="fit_until", value=options.fit_until, remedy=remedy)
+        raise DataError("leaves no event to learn from", option="fit_until", value=options.fit_until, remedy=remedy)
     parser.transforms = {name: fitting.result() for name, fitting in fittings.items()}
     return TrainingSubset(users, items, TransformFit(until_ms=until_ms or 0, events=num_events))
 

@@ -116,7 +116,7 @@ def check_text(file: Path, encoding: str) -> None:
     for signature, what in _SIGNATURES.items():
         if start.startswith(signature):
             remedy = _REMEDIES.get(signature, "unpack it, or pack it with gzip")
-            raise DataError(f"{what}, not a log as text", field="input", value=str(file), remedy=remedy)
+            raise DataError(f"{what}, not a log as text", option="input", value=str(file), remedy=remedy)
 
 
 class LogReader:
@@ -160,5 +160,5 @@ def delimited(file: Path, how: DelimitedFormat) -> DelimitedFormat:
 
 
 def _some(path: Path, files: list[Path], remedy: str) -> list[Path]:
-    require(files, "holds no log files", field="input", value=str(path), remedy=remedy, error=DataError)
+    require(files, "holds no log files", option="input", value=str(path), remedy=remedy, error=DataError)
     return files

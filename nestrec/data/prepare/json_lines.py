@@ -63,7 +63,7 @@ class JsonLinesReader:
         for name in self._wanted:
             if self._seen and name not in self._seen:
                 remedy = did_you_mean(name, self._seen)
-                raise DataError(f"is a field of no line of {self._file}", field="column", value=name, remedy=remedy)
+                raise DataError(f"is a field of no line of {self._file}", option="column", value=name, remedy=remedy)
 
 
 def field_names(path: Path, encoding: str = "utf-8") -> tuple[str, ...]:
@@ -105,7 +105,7 @@ def check_lines(path: Path, encoding: str = "utf-8") -> None:
     first = first_line(path, encoding).strip()
     if first in ("[", "{", "[{") or first.startswith("["):
         remedy = "write one object a line: jq -c '.[]' FILE > FILE.jsonl"
-        raise DataError("is one JSON value, not an object a line", field="input", value=str(path), remedy=remedy)
+        raise DataError("is one JSON value, not an object a line", option="input", value=str(path), remedy=remedy)
 
 
 def _texts(value: dict[str, Any], where: str) -> Iterator[tuple[str, str]]:

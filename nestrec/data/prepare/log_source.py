@@ -59,7 +59,7 @@ class LogSource:
             yield given
 
     def _mistake(self, problem: str, remedy: str) -> UserError:
-        return UserError(problem, field="format", value=self.format, remedy=f"mend the format: {remedy}")
+        return UserError(problem, option="format", value=self.format, remedy=f"mend the format: {remedy}")
 
     def digests(self, *, of_rows: bool = False) -> dict[str, str]:
         """Of the files that hold the events, by name: below the folder of all, where files of several have one name.
@@ -139,7 +139,7 @@ def given_input(value: Any, field: str) -> Iterator[Path]:
         except pa.ArrowException as error:
             remedy = "give columns of text, numbers, times, or lists of them"
             raise DataError(
-                f"cannot be written as Parquet: {error}", field=field, value=type(value).__name__, remedy=remedy
+                f"cannot be written as Parquet: {error}", option=field, value=type(value).__name__, remedy=remedy
             ) from error
         yield path
 
@@ -161,5 +161,5 @@ def find_file(folder: Path, *names: str) -> Path | None:
 def require_input(path: Path) -> Path:
     """The path, or an error if nothing is there."""
     if not path.exists():
-        raise DataError("does not exist", field="input", value=str(path), remedy="name a file or folder that exists")
+        raise DataError("does not exist", option="input", value=str(path), remedy="name a file or folder that exists")
     return path

@@ -23,7 +23,7 @@ def check_separator(separator: str, field: str) -> None:
     one = separator.replace("\\t", "\t")
     if separator != "::" and (len(one) != 1 or not one.isascii() or one in '"\r\n'):
         remedy = "give one ASCII character, \\t for a tab, or ::"
-        raise UserError("cannot separate fields", field=field, value=separator, remedy=remedy)
+        raise UserError("cannot separate fields", option=field, value=separator, remedy=remedy)
 
 
 @config
@@ -106,7 +106,7 @@ class LogColumns:
         check_separator(self.separator, "log.separator")
         if not is_encoding(self.encoding):
             remedy = "give an encoding of text that Python knows, such as utf-8 or latin-1"
-            raise UserError("is not an encoding of text", field="log.encoding", value=self.encoding, remedy=remedy)
+            raise UserError("is not an encoding of text", option="log.encoding", value=self.encoding, remedy=remedy)
 
 
 @config

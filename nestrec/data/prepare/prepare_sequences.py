@@ -79,7 +79,7 @@ def write_dataset(folder: Path, source: LogSource, options: PrepareOptions, prog
     work.quarantine.check(work.num_rows_read, options.max_bad_share, time_hint=parser.time_hint)
     work.num_bad_events = work.quarantine.num_rows
     remedy = "check the columns and filters"
-    require(len(parser.users), "has no usable events", field="input", value=source.name, remedy=remedy, error=DataError)
+    require(len(parser.users), "has no usable events", option="input", value=source.name, remedy=remedy, error=DataError)
     parser.check_actions()
     partitions = split_events(work, spilled, user_counts)
     fail_point("data.after_split")
@@ -168,7 +168,7 @@ def _filter(work: PreparationJob, partitions: KeyPartitions) -> FilterResult:
     kept = apply_filter(rule, pairs, len(work.parser.users), len(work.parser.items))
     if not kept.users.any():
         remedy = "lower user_core, item_core or min_user_events"
-        raise DataError("removes every event", field="filters", value=to_plain(rule), remedy=remedy)
+        raise DataError("removes every event", option="filters", value=to_plain(rule), remedy=remedy)
     return kept
 
 

@@ -70,7 +70,7 @@ class QuoteWatch:
             problem = f"has a quote on line {first:,} that is not closed before line {last:,}"
             raise DataError(
                 f"{problem}: the rows between would be lost",
-                field="input",
+                option="input",
                 value=str(path),
                 remedy=remedy,
             )
@@ -361,7 +361,7 @@ def _check_unique(path: Path, names: Sequence[str]) -> None:
         if names.count(name) > 1:
             raise DataError(
                 f"is the name of {names.count(name)} columns of {path.name}",
-                field="column",
+                option="column",
                 value=name,
                 remedy="give each column a name of its own",
             )
@@ -370,7 +370,7 @@ def _check_unique(path: Path, names: Sequence[str]) -> None:
 def unreadable(path: Path, error: Exception) -> DataError:
     """The error for an input file that cannot be read."""
     remedy = "check that the file is whole and of the named format (has_quotes=false if a quote is a plain character)"
-    return DataError(f"cannot be read: {error}", field="input", value=str(path), remedy=remedy)
+    return DataError(f"cannot be read: {error}", option="input", value=str(path), remedy=remedy)
 
 
 def _read_split(path: Path, names: tuple[str, ...], how: DelimitedFormat) -> Iterator[RawBatch]:
@@ -463,7 +463,7 @@ def _check_types(path: Path, columns: dict[str, pa.Array], wanted: Collection[st
         kind = columns[name].type if name in columns else pa.null()
         if is_bytes(kind) or not is_readable(kind):
             remedy = "write its values as text or numbers, or lists of them; of a table it can be left out (left_out)"
-            raise DataError(f"is of type {kind} in {path.name}", field="column", value=name, remedy=remedy)
+            raise DataError(f"is of type {kind} in {path.name}", option="column", value=name, remedy=remedy)
 
 
 def _offsets(column: pa.Array) -> NDArray[np.int32]:
@@ -509,7 +509,7 @@ class Quarantine:
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in self.reasons.most_common())
         raise DataError(
             f"{num_bad:,} of {num_rows_read:,} rows are bad ({reasons}); the first is {self._example}",
-            field="max_bad_share",
+            option="max_bad_share",
             value=max_bad_share,
             remedy=self._remedy(time_hint),
         )

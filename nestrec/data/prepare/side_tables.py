@@ -161,7 +161,7 @@ class SideTable:
                 f"check its column of ids, {self._source.key!r}: one there is {first_id!r}, one in the log {in_log!r}"
             )
             raise DataError(
-                "has no row of any id in the log", field="table", value=self._source.must_match, remedy=remedy
+                "has no row of any id in the log", option="table", value=self._source.must_match, remedy=remedy
             )
         for name, fitting in self._fittings.items():
             known = self._of.features.get(name)

@@ -78,11 +78,11 @@ def chosen_features(known: Sequence[Feature], wanted: Iterable[str], field_name:
         else:
             mistakes.add(
                 "is no feature of this dataset that is known before the user reacts, and that models read",
-                field=field_name,
+                option=field_name,
                 value=name,
                 remedy=f"{did_you_mean(name, usable)}; '' takes none",
             )
-    mistakes.raise_all()
+    mistakes.raise_if_any()
     return found
 
 
@@ -191,9 +191,9 @@ def columns_of(card: DatasetCard, wanted: dict[str, tuple[str, ...]], section: s
     mistakes = ErrorCollector()
     found = dict[str, list[Feature]]()
     for owner, names in wanted.items():
-        with mistakes.noted():
+        with mistakes.collecting():
             found[owner] = chosen_features(known[owner], names, f"{section}.{owner}_features")
-    mistakes.raise_all()
+    mistakes.raise_if_any()
     return found
 
 
@@ -202,7 +202,7 @@ def prefix_of(user_tokens: UserTokens, of_users: Sequence[Feature]) -> tuple[str
     if user_tokens == "prefix" and not of_users:
         raise UserError(
             "has no feature of the user to put before a history",
-            field="task.inputs.user_tokens",
+            option="task.inputs.user_tokens",
             value=user_tokens,
             remedy="name some with --task.inputs.user_features, or leave it at summed",
         )

@@ -162,14 +162,14 @@ def label_bits(card: DatasetCard, cfg: RankingInputConfig) -> list[int]:
     mistakes = ErrorCollector()
     bits = []
     for label in cfg.labels:
-        with mistakes.noted():
+        with mistakes.collecting():
             bits.append(_bit(card, label))
-    mistakes.raise_all()
+    mistakes.raise_if_any()
     return bits
 
 
 def _bit(card: DatasetCard, label: str) -> int:
     if label not in card.action_bits:
         remedy = did_you_mean(label, card.action_bits)
-        raise UserError("is no action of this dataset", field="task.inputs.labels", value=label, remedy=remedy)
+        raise UserError("is no action of this dataset", option="task.inputs.labels", value=label, remedy=remedy)
     return int(card.action_bits[label]).bit_length() - 1

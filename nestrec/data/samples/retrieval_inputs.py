@@ -187,11 +187,11 @@ def features_of(card: DatasetCard, cfg: RetrievalInputConfig) -> dict[str, list[
     wanted = {"event": cfg.event_features, "user": cfg.user_features, "item": cfg.item_features}
     found = dict[str, list[Feature]]()
     mistakes = ErrorCollector()
-    with mistakes.noted():
+    with mistakes.collecting():
         found |= columns_of(card, wanted, "task.inputs")
-    with mistakes.noted():
+    with mistakes.collecting():
         found["context"] = chosen_features(card.event_features, cfg.context, "task.inputs.context")
-    mistakes.raise_all()
+    mistakes.raise_if_any()
     return found
 
 
@@ -214,11 +214,11 @@ def _weights_of_masks(card: DatasetCard, cfg: RetrievalInputConfig) -> NDArray[n
     for name, where in [*((a, "actions") for a in cfg.actions), *((a, "action_weights") for a in cfg.action_weights)]:
         if name not in card.action_bits:
             remedy = did_you_mean(name, card.action_bits)
-            mistakes.add("is no action of this dataset", field=f"task.inputs.{where}", value=name, remedy=remedy)
+            mistakes.add("is no action of this dataset", option=f"task.inputs.{where}", value=name, remedy=remedy)
         elif cfg.action_weights.get(name, 1.0) < 0:
             field_name = f"task.inputs.action_weights.{name}"
-            mistakes.add("is negative", field=field_name, value=cfg.action_weights[name], remedy="give 0 or more")
-    mistakes.raise_all()
+            mistakes.add("is negative", option=field_name, value=cfg.action_weights[name], remedy="give 0 or more")
+    mistakes.raise_if_any()
     masks = np.arange(1 << max(card.action_bits.values()).bit_length())
     most = np.full(len(masks), -1.0)
     for name in cfg.actions or cfg.action_weights:

@@ -57,16 +57,16 @@ class SplitConfig:
     def __post_init__(self) -> None:
         mistakes = ErrorCollector()
         for name in ("valid_from", "test_from"):
-            with mistakes.noted():
+            with mistakes.collecting():
                 moment_ms(getattr(self, name), f"task.split.{name}")
                 if self.kind == "leave_one_out" and getattr(self, name) is not None:
                     raise UserError(
                         "means nothing to task.split.kind = 'leave_one_out'",
-                        field=f"task.split.{name}",
+                        option=f"task.split.{name}",
                         value=getattr(self, name),
                         remedy="leave it out, or give --task.split.kind time",
                     )
-        mistakes.raise_all()
+        mistakes.raise_if_any()
 
     def cuts_ms(self, times_ms: NDArray[np.int64]) -> tuple[int, int]:
         """(valid from, test from) in Unix milliseconds for events at these times."""
@@ -81,7 +81,7 @@ class SplitConfig:
             by = "" if self.test_from else f" (the last test_share = {self.test_share:g} of the events)"
             raise UserError(
                 f"is later than test_from = {iso_moment(test_from)}{by}",
-                field="task.split.valid_from",
+                option="task.split.valid_from",
                 value=self.valid_from,
                 remedy="validation comes before the test: give an earlier date, or task.split.test_from too",
             )
@@ -127,7 +127,7 @@ def split_of(cfg: SplitConfig, dataset: Dataset) -> Split:
     if not dataset.card.has_timestamps:
         raise UserError(
             "needs times, and the dataset has none",
-            field="task.split.kind",
+            option="task.split.kind",
             value=cfg.kind,
             remedy="give --task.split.kind leave_one_out, or prepare the data from a log with times (--log.time)",
         )

@@ -45,7 +45,7 @@ class WindowsConfig:
         if (self.hours is None) == (self.events is None):
             raise UserError(
                 "one of the two sizes of a window is needed, and only one",
-                field="windows",
+                option="windows",
                 value={"hours": self.hours, "events": self.events},
                 remedy="give one of them and set the other to none, such as --windows.hours none",
             )

@@ -162,7 +162,7 @@ class FolderSource(StreamSource):
     def _changed(self, name: str, before: int, now: int) -> UserError:
         return UserError(
             f"had {before:,} bytes when it was read and has {now:,} now: what came later would be lost",
-            field="SOURCE",
+            option="SOURCE",
             value=str(self._folder / name),
             remedy=f"{_WHOLE}; put what is new into a file of its own, and make this one as it was, or take it away "
             "where all of it was read",
@@ -175,12 +175,12 @@ class FolderSource(StreamSource):
             yield
         except DataError as error:
             remedy = f"{error.remedy}; {_WHOLE}; started again, it goes on where it stood"
-            raise DataError(error.problem, field=error.field, value=error.value, remedy=remedy) from error
+            raise DataError(error.problem, option=error.option, value=error.value, remedy=remedy) from error
         except OSError as error:
             remedy = "put it back: files stay until they have been read; started again, it goes on where it stood"
             where = str(error.filename or self._folder)
             raise UserError(
-                f"cannot be read: {error.strerror or error}", field="SOURCE", value=where, remedy=remedy
+                f"cannot be read: {error.strerror or error}", option="SOURCE", value=where, remedy=remedy
             ) from error
 
     def _next(self, name: str, row: int, max_rows: int) -> RawBatch:

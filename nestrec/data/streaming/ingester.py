@@ -47,7 +47,7 @@ def options_of(card: DatasetCard, log: LogColumns | None, max_bad_share: float) 
     if log is None and "log" not in card.options:
         raise UserError(
             f"the data was prepared from {card.source_format!r}, which says nothing of the fields of a stream",
-            field="log",
+            option="log",
             value=None,
             remedy="name them: --log.user user --log.item item --log.time time ...",
         )
@@ -66,7 +66,7 @@ def _time_unit_of(card: DatasetCard) -> TimeUnit:
     if unit == "auto":
         raise UserError(
             f"cannot be inferred for a stream, and the data was prepared from {card.source_format!r} without one",
-            field="log.time_unit",
+            option="log.time_unit",
             value=unit,
             remedy="set --log.time_unit s, ms, us, ns or iso",
         )
@@ -256,7 +256,7 @@ def _sides(batches: Sequence[RawBatch], key: str, columns: TableColumns) -> tupl
             for name in (key, *kinds):
                 if name not in batch.columns:
                     remedy = did_you_mean(name, batch.columns)
-                    raise DataError(f"is no column of {batch.file}", field="column", value=name, remedy=remedy)
+                    raise DataError(f"is no column of {batch.file}", option="column", value=name, remedy=remedy)
             yield replace(batch, bad=())  # they were set aside when the events were read
 
     return (SideSource(rows, key, columns.sides(kinds)),) if kinds else ()

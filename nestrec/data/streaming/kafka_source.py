@@ -42,7 +42,7 @@ class KafkaSource(StreamSource):
         self._address = address
         if not self._topic or not parts.netloc:
             remedy = "write kafka://HOST:PORT[,HOST:PORT]/TOPIC"
-            raise UserError("names no brokers or no topic", field="SOURCE", value=address, remedy=remedy)
+            raise UserError("names no brokers or no topic", option="SOURCE", value=address, remedy=remedy)
         self._settings = {
             "bootstrap.servers": parts.netloc,
             "group.id": "nestrec",  # asked for by the client; nothing is committed
@@ -123,14 +123,14 @@ class KafkaSource(StreamSource):
         if offset is not None and offset > high:
             raise UserError(
                 f"ends at {high} in partition {partition}, where {offset} was read: it was made anew, or is another",
-                field="SOURCE",
+                option="SOURCE",
                 value=self._address,
                 remedy=_ANEW,
             )
         require(
             offset is None or offset >= low,
             f"has lost the messages from {offset} to {low} of partition {partition}",
-            field="SOURCE",
+            option="SOURCE",
             value=self._address,
             remedy="keep messages for longer (retention.ms), or begin a run anew",
         )
@@ -176,7 +176,7 @@ class KafkaSource(StreamSource):
         error = None if topic.error is None else topic.error.code()
         if error == self._kafka.KafkaError.UNKNOWN_TOPIC_OR_PART or (error is None and not topic.partitions):
             remedy = "create the topic, or write to it first"
-            raise UserError("has no such topic", field="SOURCE", value=self._address, remedy=remedy)
+            raise UserError("has no such topic", option="SOURCE", value=self._address, remedy=remedy)
         if error is None:
             self._known = sorted(topic.partitions)
         elif not self._known:
@@ -190,7 +190,7 @@ class KafkaSource(StreamSource):
         if gone:
             raise UserError(
                 f"has no partition {gone[0]}, which was read: it was made anew, or is another",
-                field="SOURCE",
+                option="SOURCE",
                 value=self._address,
                 remedy=_ANEW,
             )
@@ -212,7 +212,7 @@ class KafkaSource(StreamSource):
 
     def _gone(self, error: object) -> UserError:
         remedy = "check the address and that the brokers run; started again, it goes on where it stood"
-        return UserError(f"cannot be read: {error}", field="SOURCE", value=self._address, remedy=remedy)
+        return UserError(f"cannot be read: {error}", option="SOURCE", value=self._address, remedy=remedy)
 
 
 def _open_topic(address: str, log: LogColumns, wanted: tuple[str, ...]) -> StreamSource:

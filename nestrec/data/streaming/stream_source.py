@@ -218,7 +218,7 @@ def open_source(address: str, log: LogColumns, more: Collection[str] = ()) -> St
             )
     problem = "is no source: it is a file" if Path(address).is_file() else "is no source, and no folder that there is"
     remedy = f"name a folder that exists, or an address of {', '.join(SOURCES)} (kafka://localhost:9092/events)"
-    raise UserError(problem, field="SOURCE", value=address, remedy=remedy)
+    raise UserError(problem, option="SOURCE", value=address, remedy=remedy)
 
 
 ChangedSource = Literal["refuse", "begin", "moved"]
@@ -258,13 +258,13 @@ class StreamOffset:
         if changed == "moved":
             raise UserError(
                 f"is of another kind than {self.source}, which was read so far: no position of that holds here",
-                field="SOURCE",
+                option="SOURCE",
                 value=address,
                 remedy="read it as another stream: --changed_source begin",
             )
         raise UserError(
             f"is not what this data was fed from so far: that is {self.source}, this is {identity}",
-            field="SOURCE",
+            option="SOURCE",
             value=address,
             remedy="name that again; or, if this is the same stream at another place, go on where it stood with "
             "--changed_source moved; or, if it is another stream, begin to read it with --changed_source begin",

@@ -47,7 +47,7 @@ class WindowRule:
         if (self.events is None) == (self.hours is None):
             raise UserError(
                 "one of the two sizes of a window is needed, and only one",
-                field="window",
+                option="window",
                 value={"events": self.events, "hours": self.hours},
                 remedy="give one of them and set the other to none, such as --window.events none --window.hours 1",
             )
@@ -160,7 +160,7 @@ class OpenWindow:
                 return np.full(batch.num_rows, -1, np.int64)
             remedy = "name it with --log.time, or close windows by --window.events"
             raise UserError(
-                "windows of time need a column of times", field="log.time", value=self.log.time, remedy=remedy
+                "windows of time need a column of times", option="log.time", value=self.log.time, remedy=remedy
             )
         times, states, is_out = parse_times_ms(batch.columns[self.log.time], self.log.time_unit)
         return np.where((states == GOOD) & ~is_out, times, -1)

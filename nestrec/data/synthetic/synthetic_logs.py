@@ -165,7 +165,7 @@ class EventBlock:
 def preset(name: str, *, num_users: int | None = None, num_items: int | None = None, seed: int = 0) -> SyntheticConfig:
     """A named shape. With another number of users the catalogue scales too, but not below 1000 items."""
     if name not in PRESETS:
-        raise UserError("is no synthetic preset", field="preset", value=name, remedy=did_you_mean(name, PRESETS))
+        raise UserError("is no synthetic preset", option="preset", value=name, remedy=did_you_mean(name, PRESETS))
     base = PRESETS[name]
     users = base.num_users if num_users is None else num_users
     scaled = max(min(base.num_items, 1000), base.num_items * users // base.num_users)
@@ -280,14 +280,14 @@ def check(shape: SyntheticConfig) -> None:
     for name in ("num_users", "num_items", "num_topics", "num_interests", "min_length", "max_length"):
         if getattr(shape, name) < 1:
             raise UserError(
-                "must be at least 1", field=name, value=getattr(shape, name), remedy="give a positive number"
+                "must be at least 1", option=name, value=getattr(shape, name), remedy="give a positive number"
             )
     if abs(shape.zipf_s - 1.0) < 1e-6:
-        raise UserError("must differ from 1", field="zipf_s", value=shape.zipf_s, remedy="use 0.999 or 1.001")
+        raise UserError("must differ from 1", option="zipf_s", value=shape.zipf_s, remedy="use 0.999 or 1.001")
     if shape.num_topics > shape.num_items:
         raise UserError(
             f"is less than the {shape.num_topics} topics that items belong to",
-            field="num_items",
+            option="num_items",
             value=shape.num_items,
             remedy=f"give {shape.num_topics} or more",
         )

@@ -124,7 +124,7 @@ def check_rows_are_whole(tables: Sequence[TableConfig]) -> None:
         if table.half_features:
             raise UserError(
                 f"features of table {table.name!r} take their rows in half precision",
-                field="ranks.hierarchy",
+                option="ranks.hierarchy",
                 value=True,
                 remedy="leave out one of the two (task.negatives.lookup)",
             )

@@ -376,7 +376,7 @@ def _out_of_range(specs: TableSpecs, mistake: list[int]) -> BatchError:
     problem = f"is not a key of table {table!r}, which holds 0 to {specs.num_rows_F[number] - 1}"
     remedy = "enlarge num_rows, correct the data, or make the table dynamic (num_rows=none)"
     where = f"{problem} (found on rank {found_on - 1})"
-    return BatchError(where, field=f"feature {feature!r}", value=key, remedy=remedy)
+    return BatchError(where, option=f"feature {feature!r}", value=key, remedy=remedy)
 
 
 def _indices(source: DeduplicatedKeys, specs: TableSpecs, device: torch.device) -> list[dict[str, torch.Tensor]]:

@@ -70,14 +70,14 @@ def check_tables_can_differ(tables: Sequence[TableConfig]) -> None:
         if table.is_half:
             raise UserError(
                 "a mean of 16-bit copies would be rounded again, and not by chance",
-                field=f"tables.{table.name}.dtype",
+                option=f"tables.{table.name}.dtype",
                 value=table.dtype,
                 remedy="take replica_sync.mode=gradients, or a table of float32",
             )
         for name, value in table.store.counts_uses.items():
             raise UserError(
                 "counts uses of keys, which differ between replica groups while weights are averaged",
-                field=f"tables.{table.name}.{name}",
+                option=f"tables.{table.name}.{name}",
                 value=value,
                 remedy="take replica_sync.mode=gradients, or a table that keeps every row",
             )

@@ -61,7 +61,7 @@ class RowFile:
         except OSError as error:
             problem = f"cannot hold {capacity * self._row_bytes:,} bytes of rows: {error.strerror}"
             remedy = "free space, name another folder, or bound the table (max_rows)"
-            raise UserError(problem, field="store.folder", value=str(self._folder), remedy=remedy) from error
+            raise UserError(problem, option="store.folder", value=str(self._folder), remedy=remedy) from error
         self.num_rows = capacity
 
     def close(self) -> None:
@@ -89,7 +89,7 @@ def _open_nameless(path: Path) -> int:
     except OSError as error:
         problem = f"cannot be written to: {error.strerror}"
         remedy = "name a folder that this process may write to"
-        raise UserError(problem, field="store.folder", value=str(path.parent), remedy=remedy) from error
+        raise UserError(problem, option="store.folder", value=str(path.parent), remedy=remedy) from error
     return descriptor
 
 
@@ -158,7 +158,7 @@ class DiskStore(HostStore):
         if min(misses) < 0:
             remedy = "check the disk and restart from the last checkpoint"
             raise UserError(
-                "a row could not be read or written", field="store.folder", value=str(self._folder), remedy=remedy
+                "a row could not be read or written", option="store.folder", value=str(self._folder), remedy=remedy
             )
 
 

@@ -166,15 +166,15 @@ def _check(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, offset
     shapes = [tuple(x.shape) for x in (q_THD, k_THD, v_THD)]
     if q_THD.dim() != 3 or len(set(shapes)) > 1:
         raise UserError(
-            "queries, keys and values have one shape, (tokens, heads, head dimension)", field="q, k, v", value=shapes
+            "queries, keys and values have one shape, (tokens, heads, head dimension)", option="q, k, v", value=shapes
         )
     if len({x.dtype for x in (q_THD, k_THD, v_THD)}) > 1:
         raise UserError(
-            "queries, keys and values have one dtype", field="q, k, v", value=[x.dtype for x in (q_THD, k_THD, v_THD)]
+            "queries, keys and values have one dtype", option="q, k, v", value=[x.dtype for x in (q_THD, k_THD, v_THD)]
         )
     if offsets.dim() != 1 or offsets.numel() < 1 or offsets.dtype != torch.int64:
         raise UserError(
-            "offsets are int64 bounds, one more than sequences", field="offsets", value=(offsets.shape, offsets.dtype)
+            "offsets are int64 bounds, one more than sequences", option="offsets", value=(offsets.shape, offsets.dtype)
         )
 
 
@@ -183,7 +183,7 @@ def _check_table(bias: RelativeBias, max_length: int) -> None:
     if table is not None and table.numel() < 2 * max_length - 1:
         raise UserError(
             f"the table has no value for distances of sequences of {max_length} tokens",
-            field="position_table",
+            option="position_table",
             value=table.numel(),
             remedy=f"give at least {2 * max_length - 1} values",
         )

@@ -62,11 +62,11 @@ class AttentionMask:
     """whether the contextual prefix sees what comes after it"""
 
     def __post_init__(self) -> None:
-        require(self.num_context >= 0, "a count of tokens is at least 0", field="num_context", value=self.num_context)
+        require(self.num_context >= 0, "a count of tokens is at least 0", option="num_context", value=self.num_context)
         if self.max_attention_length is not None and self.max_attention_length < 1:
             raise UserError(
                 "a query sees at least itself",
-                field="max_attention_length",
+                option="max_attention_length",
                 value=self.max_attention_length,
                 remedy="give at least 1, or None for no limit",
             )
@@ -275,14 +275,14 @@ class RelativeBias:
         if given and (self.time_T is None or self.query_time_T is None):
             raise UserError(
                 "the time bias needs the time of every token",
-                field=" and ".join(given),
+                option=" and ".join(given),
                 value=[*given.values()],
                 remedy="give time_T and query_time_T",
             )
         if len(given) > 1:
             raise UserError(
                 "the time has one bias",
-                field=" and ".join(given),
+                option=" and ".join(given),
                 value=[*given.values()],
                 remedy="give a table or a function",
             )

@@ -188,21 +188,21 @@ def _check(q_THD: torch.Tensor, context: ContextParallelGroup, bias: RelativeBia
     if rules.num_targets_B is not None or rules.is_square:
         raise UserError(
             "candidates and prefixes that look ahead are computed with whole sequences only",
-            field="rules",
+            option="rules",
             value=rules,
             remedy="leave them out, or give no context",
         )
     num_tokens = context.parts.num_tokens(context.part)
     if len(q_THD) != num_tokens:
         raise UserError(
-            f"this rank's part of the sequences has {num_tokens} tokens", field="q, k, v", value=tuple(q_THD.shape)
+            f"this rank's part of the sequences has {num_tokens} tokens", option="q, k, v", value=tuple(q_THD.shape)
         )
     table = bias.position_table
     longest = int(context.parts.lengths.max(initial=0))
     if table is not None and table.numel() < 2 * longest - 1:
         raise UserError(
             f"the table has no value for distances of sequences of {longest} tokens",
-            field="position_table",
+            option="position_table",
             value=table.numel(),
             remedy=f"give at least {2 * longest - 1} values",
         )

@@ -38,7 +38,7 @@ class TokenPartition:
     """Which tokens of a batch of sequences each of `size` ranks holds; known on the host, the same on all of them."""
 
     def __init__(self, lengths: Ints, size: int) -> None:
-        require(size >= 1, "a group has at least one rank", field="size", value=size)
+        require(size >= 1, "a group has at least one rank", option="size", value=size)
         self.lengths = np.asarray(lengths, np.int64)
         self.size = size
         self._bounds_BC = self.lengths[:, None] * np.arange(2 * size + 1) // (2 * size)

@@ -51,7 +51,7 @@ def check_fp8(device: torch.device) -> None:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         raise UserError(
             "this GPU multiplies no eight-bit floats",
-            field="training.precision",
+            option="training.precision",
             value=f"fp8 on {torch.cuda.get_device_name(device)}",
             remedy="take bf16; fp8 needs Ada, Hopper or newer",
         )
@@ -74,7 +74,7 @@ def fp8_product(a_TK: torch.Tensor, b_KN: torch.Tensor, bias_N: torch.Tensor | N
     if inner % WIDTH_STEP or outer % WIDTH_STEP:
         raise UserError(
             f"products of eight bits take widths in steps of {WIDTH_STEP}",
-            field="training.precision, widths of the model",
+            option="training.precision, widths of the model",
             value=("fp8", inner, outer),
             remedy="take bf16, or a model whose dim, head_dim * num_heads and ffn_dim are multiples of 16",
         )

@@ -54,7 +54,7 @@ def check_rows(*rows: torch.Tensor | None) -> None:
         if x is not None and (x.dim() != 2 or not x.is_contiguous()):
             raise UserError(
                 "the kernel reads packed (tokens, channels) matrices",
-                field="shape, strides",
+                option="shape, strides",
                 value=(tuple(x.shape), x.stride()),
                 remedy="call .contiguous() first",
             )
@@ -66,7 +66,7 @@ def check_strided(*rows: torch.Tensor) -> None:
         if x.dim() != 2 or (x.shape[1] > 1 and x.stride(1) != 1):
             raise UserError(
                 "the channels of a token must lie side by side",
-                field="shape, strides",
+                option="shape, strides",
                 value=(tuple(x.shape), x.stride()),
                 remedy="call .contiguous() first",
             )
@@ -78,7 +78,7 @@ def check_parts(parts: Sequence[torch.Tensor], gate: torch.Tensor) -> None:
     widths = [x.shape[1] for x in parts]
     if not 1 <= len(parts) <= 3 or len(set(widths)) > 1 or sum(widths) != gate.shape[1]:
         raise UserError(
-            "one to three parts of one width, together as wide as the gate", field="widths", value=(widths, gate.shape)
+            "one to three parts of one width, together as wide as the gate", option="widths", value=(widths, gate.shape)
         )
 
 

@@ -66,7 +66,7 @@ class OptimizerConfig:
         if (self.decay == "none") != (self.decay_steps == 0):
             raise UserError(
                 "goes with decay_steps",
-                field="optimizer.decay",
+                option="optimizer.decay",
                 value=f"{self.decay}, decay_steps={self.decay_steps}",
                 remedy="give both a decay (linear, cosine) and its decay_steps, or neither",
             )
@@ -280,7 +280,7 @@ class DenseOptimizer:
         if self.sharded is not None:
             raise UserError(
                 "an optimiser of torch's would have to be made over the slices of this rank",
-                field="ranks.dense",
+                option="ranks.dense",
                 value="fsdp",
                 remedy="give an OptimizerConfig, or set ranks.dense=replicated",
             )
@@ -360,7 +360,7 @@ class DenseOptimizer:
         if changed := sorted(self._learning ^ self._learning_now()):
             raise UserError(
                 "requires_grad has changed since training began",
-                field="weight of the model",
+                option="weight of the model",
                 value=changed[0],
                 remedy="freeze or thaw weights first, then build a new TrainingPipeline (nestrec.PipelineCheckpoints "
                 "takes the state over), or set its learning rate to 0",
@@ -448,7 +448,7 @@ def _check_same_model(wanted: Mapping[str, list[int]], tensors: Mapping[str, tor
         if saved.get(name) != wanted.get(name):
             raise UserError(
                 f"the checkpoint is of another model: it has {saved.get(name)}",
-                field=f"shape of {name}",
+                option=f"shape of {name}",
                 value=wanted.get(name),
                 remedy="train into another folder (--output), or with its config.json",
             )

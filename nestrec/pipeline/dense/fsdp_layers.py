@@ -170,7 +170,7 @@ def _encoder_of(model: nn.Module) -> tuple[nn.Module, nn.ModuleList, int]:
     if not isinstance(encoder, nn.Module) or not isinstance(layers, nn.ModuleList) or not layers or width is None:
         raise UserError(
             "the model has no encoder with `layers` and a `cfg`, which could be shared among ranks",
-            field="ranks.dense",
+            option="ranks.dense",
             value="fsdp",
             remedy="set ranks.dense=replicated, or take hstu, fuxi or sasrec",
         )

@@ -53,7 +53,7 @@ class LimitsConfig:
         if self.default_timeout_ms > self.max_timeout_ms:
             raise UserError(
                 "is longer than a request may ask for",
-                field="limits.default_timeout_ms",
+                option="limits.default_timeout_ms",
                 value=self.default_timeout_ms,
                 remedy=f"give --limits.max_timeout_ms {self.default_timeout_ms} as well",
             )

@@ -60,7 +60,7 @@ def check_probe(runner: BatchRunner) -> None:
         return
     raise CorruptFileError(
         "does not score the request of its export as it did then",
-        field="model",
+        option="model",
         value=shown_version(runner.form.servable.version),
         remedy="export the run again with the version that serves it",
     )

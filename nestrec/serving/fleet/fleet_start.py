@@ -43,7 +43,7 @@ def serve_many(
     if cfg.front == "ray":
         if cfg.health_port is not None:
             remedy = "ask Ray Serve's own health routes, or use --front gateway"
-            raise UserError("is not offered before Ray", field="health_port", value=cfg.health_port, remedy=remedy)
+            raise UserError("is not offered before Ray", option="health_port", value=cfg.health_port, remedy=remedy)
         from nestrec.serving.fleet.ray_serve import serve_on_ray
 
         serve_on_ray(folders, cfg, signals, announce)
@@ -71,10 +71,10 @@ def _check_offered(cfg: ServeConfig) -> None:
     if cfg.front == "ray" and cfg.safety.certificate:
         remedy = "use --front gateway, or put a proxy that has the certificate before it"
         given = cfg.safety.certificate
-        raise UserError("is not used by ray", field="safety.certificate", value=given, remedy=remedy)
+        raise UserError("is not used by ray", option="safety.certificate", value=given, remedy=remedy)
     if cfg.front == "ray" and cfg.safety.keys:
         remedy = "use --front gateway, or put a proxy that checks them before it and give --insecure"
-        raise UserError("is not used by ray", field="safety.keys", value=cfg.safety.keys, remedy=remedy)
+        raise UserError("is not used by ray", option="safety.keys", value=cfg.safety.keys, remedy=remedy)
 
 
 def _serve_gateway(

@@ -191,7 +191,7 @@ class LocalSupervisor:
             for instance in self.slots:
                 if self.has_failed(instance.slot) or (not instance.is_up and time.monotonic() > end_s):
                     remedy = "see what it wrote above"
-                    raise UserError("did not start", field="instance", value=instance.slot, remedy=remedy)
+                    raise UserError("did not start", option="instance", value=instance.slot, remedy=remedy)
             if is_stopping():
                 return False
             time.sleep(_POLL_S)

@@ -316,7 +316,7 @@ class FrontendWorkerPool:
         failures = self._failures[front.slot] = self._failures.get(front.slot, 0) + 1 if is_short else 0
         if failures >= _MOST_FAILURES and not self._is_announced:
             remedy = "see what it wrote above"
-            self.failure = UserError("did not start", field="front process", value=front.slot, remedy=remedy)
+            self.failure = UserError("did not start", option="front process", value=front.slot, remedy=remedy)
             self.stop(False)
             return
         pause_s = min(_LONGEST_PAUSE_S, 0.02 * 4**failures) if is_short else 0.0

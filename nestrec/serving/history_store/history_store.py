@@ -49,7 +49,7 @@ class HistoryStoreConfig:
         if self.url and not self.url.startswith(_FROM_ENVIRONMENT) and urlsplit(self.url).scheme not in _SCHEMES:
             remedy = "give redis://HOST:PORT/NUMBER, rediss://, unix://PATH, or env:NAME"
             shown = urlsplit(self.url).scheme or self.url
-            raise UserError("is no address of a store", field="histories.url", value=shown, remedy=remedy)
+            raise UserError("is no address of a store", option="histories.url", value=shown, remedy=remedy)
 
     @property
     def is_shared(self) -> bool:
@@ -64,7 +64,7 @@ class HistoryStoreConfig:
         found = os.environ.get(name, "")
         if urlsplit(found).scheme not in _SCHEMES:
             remedy = f"set {name} to redis://HOST:PORT/NUMBER"
-            raise UserError("names no address of a store", field="histories.url", value=self.url, remedy=remedy)
+            raise UserError("names no address of a store", option="histories.url", value=self.url, remedy=remedy)
         return found
 
 

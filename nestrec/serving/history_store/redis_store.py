@@ -101,7 +101,7 @@ class RedisHistoryStore:
         except ValueError:  # neither the address nor the error is shown: both may contain a password
             remedy = "give redis://HOST:PORT/NUMBER, with special characters of a password as %XX"
             scheme = urlsplit(cfg.url).scheme
-            raise UserError("is not a valid address", field="histories.url", value=scheme, remedy=remedy) from None
+            raise UserError("is not a valid address", option="histories.url", value=scheme, remedy=remedy) from None
         # Not a BlockingConnectionPool: it serves new requests before those that wait, and takes more CPU time.
         self._free_connections = asyncio.Semaphore(self._pool.max_connections)
         self._breaker = CircuitBreaker(clock or RealClock(), self._timeout_s)

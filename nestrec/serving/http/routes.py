@@ -52,7 +52,7 @@ def all_endpoints(seam: PluginRegistry[EndpointSpec] = ENDPOINTS) -> dict[str, E
         if first != name:
             remedy = f"give it another path than that of {first!r}, or uninstall {seam.package_of(name)!r}"
             raise UserError(
-                "is the path of two endpoints", field=f"{seam.group}: {name}", value=endpoint.path, remedy=remedy
+                "is the path of two endpoints", option=f"{seam.group}: {name}", value=endpoint.path, remedy=remedy
             )
     return found
 

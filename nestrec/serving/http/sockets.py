@@ -60,7 +60,7 @@ def bound_sockets(host: str, port: int, *, is_shared: bool = False) -> list[sock
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
         remedy = "name an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all of them"
-        raise UserError(f"is no address: {error.strerror}", field="host", value=host, remedy=remedy) from error
+        raise UserError(f"is no address: {error.strerror}", option="host", value=host, remedy=remedy) from error
     sockets: list[socket.socket] = []
     try:
         for family, kind, protocol, _, address in dict.fromkeys(found):
@@ -81,12 +81,12 @@ def bound_sockets(host: str, port: int, *, is_shared: bool = False) -> list[sock
 def not_bound(error: OSError, host: str, port: int) -> UserError:
     """What it means that an address could not be taken."""
     if error.errno == errno.EADDRINUSE:
-        return UserError("is in use", field="port", value=port, remedy=_PORT_REMEDY)
+        return UserError("is in use", option="port", value=port, remedy=_PORT_REMEDY)
     if error.errno == errno.EACCES:
         remedy = "name a port above 1023, or put a proxy before it"
-        return UserError("is not permitted to this user", field="port", value=port, remedy=remedy)
+        return UserError("is not permitted to this user", option="port", value=port, remedy=remedy)
     remedy = "name an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all of them"
-    return UserError(f"cannot be listened on: {error.strerror}", field="host", value=host, remedy=remedy)
+    return UserError(f"cannot be listened on: {error.strerror}", option="host", value=host, remedy=remedy)
 
 
 def close_all(sockets: Sequence[socket.socket]) -> None:
@@ -291,7 +291,7 @@ def _bound(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=_LIMITS.max_connections)
     except OSError as error:
         remedy = "give another port, or end who listens there"
-        raise UserError(f"cannot be listened on: {error}", field="health_port", value=port, remedy=remedy) from error
+        raise UserError(f"cannot be listened on: {error}", option="health_port", value=port, remedy=remedy) from error
 
 
 _LOG = logging.getLogger(__name__)

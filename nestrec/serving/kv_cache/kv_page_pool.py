@@ -46,7 +46,7 @@ def naming_memory(field: str, num_bytes: int, remedy: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # torch has no class of its own for host memory
-        raise UserError("is more memory than can be had", field=field, value=num_bytes, remedy=remedy) from error
+        raise UserError("is more memory than can be had", option=field, value=num_bytes, remedy=remedy) from error
 
 
 class PagePool:

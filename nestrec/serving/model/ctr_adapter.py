@@ -81,7 +81,7 @@ class CTRAdapter:
         self, asked: Sequence[Candidates], last: Sequence[torch.Tensor | None]
     ) -> list[tuple[NDArray[np.int64], NDArray[np.float32]]]:
         remedy = "serve a retrieval model beside it, or give candidates"
-        raise UserError("has no retrieval index", field="model", value=self.servable.spec.name, remedy=remedy)
+        raise UserError("has no retrieval index", option="model", value=self.servable.spec.name, remedy=remedy)
 
     @property
     def _table(self) -> ServedTable:
@@ -107,7 +107,7 @@ def _exported(session: TrainedRun, step: int) -> Servable:
     task = cast(CTRTaskConfig, session.cfg.task)
     table: TableConfig = session.engine.tables[_TABLE]
     remedy = "train with the dynamic table of the recipe to serve the model"
-    require(table.num_rows is None, "has rows for hashes of keys", field="table", value=_TABLE, remedy=remedy)
+    require(table.num_rows is None, "has rows for hashes of keys", option="table", value=_TABLE, remedy=remedy)
     chunks = list(session.engine.snapshot(_TABLE))
     keys = torch.cat([torch.zeros(0, dtype=torch.int64), *(chunk["keys"] for chunk in chunks)])
     weight = torch.cat([torch.zeros(0, table.dim), *(whole(chunk["weight"]) for chunk in chunks)])

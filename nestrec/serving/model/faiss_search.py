@@ -135,7 +135,7 @@ def _vectors(rows_ND: torch.Tensor) -> NDArray[np.float32]:
 
 def _check(holds: bool, name: str) -> None:
     if not holds:
-        raise CorruptFileError("is no such structure of the index", field="search", value=name, remedy="export again")
+        raise CorruptFileError("is no such structure of the index", option="search", value=name, remedy="export again")
 
 
 def _faiss() -> Any:

@@ -102,7 +102,7 @@ class RankingAdapter:
     def best(
         self, asked: Sequence[Candidates], last: Sequence[torch.Tensor | None]
     ) -> list[tuple[NDArray[np.int64], NDArray[np.float32]]]:
-        raise UserError("has no retrieval index", field="model", value=self.servable.spec.name, remedy=_NEEDS_RETRIEVAL)
+        raise UserError("has no retrieval index", option="model", value=self.servable.spec.name, remedy=_NEEDS_RETRIEVAL)
 
     # The same in steps over the records of many users at once: (R, fields) item, action bits, time, given features,
     # and which token before a history it is where there are any.

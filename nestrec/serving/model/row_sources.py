@@ -103,7 +103,7 @@ class DiskRows:
 
     def _damaged(self) -> CorruptFileError:
         remedy = "check the disk and export the run again"
-        return CorruptFileError("a row could not be read", field="servable file", value=self._name, remedy=remedy)
+        return CorruptFileError("a row could not be read", option="servable file", value=self._name, remedy=remedy)
 
 
 @dataclass(frozen=True, slots=True)

@@ -314,9 +314,9 @@ def verified_manifest(folder: Path) -> ServableManifest:
         if (folder / _RUN_CONFIG_FILE).exists():
             model = Path("models", folder.resolve().name)
             remedy = f"export it: nestrec export {shlex.quote(str(folder))} {shlex.quote(str(model))}"
-            raise CorruptFileError("is a run, not an exported model", field="--model", value=str(folder), remedy=remedy)
+            raise CorruptFileError("is a run, not an exported model", option="--model", value=str(folder), remedy=remedy)
         remedy = "name a folder that `nestrec export RUN OUT` wrote, or an address where a run has published a version"
-        raise CorruptFileError("holds no exported model", field="--model", value=str(folder), remedy=remedy)
+        raise CorruptFileError("holds no exported model", option="--model", value=str(folder), remedy=remedy)
     try:
         plain = json.loads((folder / MANIFEST_FILE).read_bytes())
         if plain["format"] != FORMAT:
@@ -356,7 +356,7 @@ def _content(file: Path) -> Any:
 
 
 def _damaged(name: str, problem: str) -> CorruptFileError:
-    return CorruptFileError(problem, field="servable file", value=name, remedy="export the run again")
+    return CorruptFileError(problem, option="servable file", value=name, remedy="export the run again")
 
 
 def check_sound(servable: Servable) -> None:
@@ -411,4 +411,4 @@ def _are_finite(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def _check(is_so: bool, file: str, problem: str) -> None:
-    require(is_so, problem, field="servable file", value=file, remedy="export the run again", error=CorruptFileError)
+    require(is_so, problem, option="servable file", value=file, remedy="export the run again", error=CorruptFileError)

@@ -51,7 +51,7 @@ def mapped(scratch: Path, num_rows: int, dim: int, dtype: torch.dtype) -> torch.
     except OSError as error:
         problem = f"cannot hold {num_bytes:,} bytes of rows for a while: {error.strerror}"
         remedy = "free space, or name a folder on another disk (TMPDIR where a run is loaded)"
-        raise UserError(problem, field="folder", value=str(scratch), remedy=remedy) from error
+        raise UserError(problem, option="folder", value=str(scratch), remedy=remedy) from error
     return torch.frombuffer(memory, dtype=dtype).view(num_rows, dim)
 
 
@@ -270,7 +270,7 @@ def open_table(
 ) -> ServedTable:
     """The table in a safetensors file. is_streamed: it is read from end to end, which no cache can help."""
     if cfg.cache_rows < 0:
-        raise UserError("is negative", field="tables.cache_rows", value=cfg.cache_rows, remedy="give 0 or more rows")
+        raise UserError("is negative", option="tables.cache_rows", value=cfg.cache_rows, remedy="give 0 or more rows")
     rows = DiskRows(path, tensor)
     if is_streamed and cfg.index_devices:
         bounds = np.linspace(0, rows.num_rows, len(cfg.index_devices) + 1).astype(int).tolist()

@@ -117,7 +117,7 @@ def check_published(task: TaskConfigBase) -> None:
     if serving_form_of(task).exported is not None:
         remedy = "export the run and swap models: nestrec export, nestrec swap"
         raise UserError(
-            "cannot be published: versions are told by rows of items", field="task.kind", value=task.kind, remedy=remedy
+            "cannot be published: versions are told by rows of items", option="task.kind", value=task.kind, remedy=remedy
         )
 
 

@@ -218,15 +218,15 @@ def read_keys(path: Path) -> tuple[ApiKey, ...]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         remedy = "make one with: nestrec key NAME --file FILE"
-        raise UserError(f"cannot be read: {error}", field="safety.keys", value=str(path), remedy=remedy) from error
+        raise UserError(f"cannot be read: {error}", option="safety.keys", value=str(path), remedy=remedy) from error
     if stat.S_IMODE(mode) & stat.S_IWOTH:
         remedy = f"chmod o-w {path}"
-        raise UserError("may be written by anybody", field="safety.keys", value=str(path), remedy=remedy)
+        raise UserError("may be written by anybody", option="safety.keys", value=str(path), remedy=remedy)
     try:
         plain = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also of numbers that are too long, and of tables nested too deeply
         remedy = "fix it, or write a new one with: nestrec key NAME --file FILE"
-        raise UserError(f"is not TOML: {error}", field="safety.keys", value=str(path), remedy=remedy) from error
+        raise UserError(f"is not TOML: {error}", option="safety.keys", value=str(path), remedy=remedy) from error
     return keys_from(plain, str(path))
 
 
@@ -234,30 +234,30 @@ def keys_from(plain: dict[str, Any], where: str) -> tuple[ApiKey, ...]:
     """Keys of what a file holds. where: its name, for errors."""
     entries = plain.get("key", [])
     if set(plain) - {"key"} or not isinstance(entries, list) or not all(isinstance(e, dict) for e in entries):
-        raise UserError("must hold [[key]] tables alone", field="safety.keys", value=where, remedy="see `nestrec key`")
+        raise UserError("must hold [[key]] tables alone", option="safety.keys", value=where, remedy="see `nestrec key`")
     if len(entries) > _MOST_KEYS:
         remedy = f"keep at most {_MOST_KEYS} of them: each is compared for each request"
-        raise UserError(f"holds {len(entries)} keys", field="safety.keys", value=where, remedy=remedy)
+        raise UserError(f"holds {len(entries)} keys", option="safety.keys", value=where, remedy=remedy)
     keys = tuple(_key(from_plain(ApiKeyEntry, _plain_dates(entry), f"key[{i}]")) for i, entry in enumerate(entries))
     for what, values in (("name", [key.name for key in keys]), ("sha256", [key.digest for key in keys])):
         if len(set(values)) < len(values):
-            raise UserError(f"has a {what} twice", field="safety.keys", value=where, remedy="give each key its own")
+            raise UserError(f"has a {what} twice", option="safety.keys", value=where, remedy="give each key its own")
     return keys
 
 
 def _key(entry: ApiKeyEntry) -> ApiKey:
     field = f"key {entry.name[:64]!r}"
     if not 1 <= len(entry.name) <= 64 or not all(c.isascii() and (c.isalnum() or c in "._-") for c in entry.name):
-        raise UserError(_NAME, field="key.name", value=entry.name[:80], remedy="give it such a name")
+        raise UserError(_NAME, option="key.name", value=entry.name[:80], remedy="give it such a name")
     digest = entry.sha256.lower()
     if len(digest) != _DIGEST_CHARACTERS or not all(c in "0123456789abcdef" for c in digest):
         remedy = "give the SHA-256 of the key in hexadecimal; the key itself does not belong into the file"
-        raise UserError("is no digest", field=f"{field}: sha256", value="(not shown)", remedy=remedy)
+        raise UserError("is no digest", option=f"{field}: sha256", value="(not shown)", remedy=remedy)
     rate = float("inf") if entry.requests_per_s is None else entry.requests_per_s
     burst = max(1.0, rate) if entry.burst is None else entry.burst
     if not rate >= _LEAST_RATE or not burst >= 1.0:
         remedy = f"give a rate of {_LEAST_RATE} or more and a burst of 1 or more, or leave them out"
-        raise UserError("lets nothing through", field=field, value=(entry.requests_per_s, entry.burst), remedy=remedy)
+        raise UserError("lets nothing through", option=field, value=(entry.requests_per_s, entry.burst), remedy=remedy)
     return ApiKey(entry.name, entry.role, bytes.fromhex(digest), expiry_s(entry.expires, field), rate, burst)
 
 
@@ -271,7 +271,7 @@ def expiry_s(text: str | None, field: str) -> float:
         moment = None
     if moment is None or moment.tzinfo is None:
         remedy = "write it with its zone, such as 2027-01-01T00:00:00Z"
-        raise UserError("is no moment", field=f"{field}: expires", value=text[:80], remedy=remedy)
+        raise UserError("is no moment", option=f"{field}: expires", value=text[:80], remedy=remedy)
     return moment.timestamp()
 
 

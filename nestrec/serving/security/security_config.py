@@ -37,21 +37,21 @@ class SecurityConfig:
             missing = "private_key" if self.certificate else "certificate"
             remedy = f"give --safety.{missing} FILE as well"
             given = self.certificate or self.private_key
-            raise UserError("is one half of a pair", field="safety", value=given, remedy=remedy)
+            raise UserError("is one half of a pair", option="safety", value=given, remedy=remedy)
 
 
 def check_exposure(host: str, cfg: SecurityConfig, *, is_insecure: bool, health_port: int | None) -> None:
     """Refuse what would let anybody of the network in, unless that is meant."""
     if cfg.admin_on_health_port and health_port is None:
         remedy = "give --health_port as well"
-        raise UserError("has no port to go to", field="safety.admin_on_health_port", value=True, remedy=remedy)
+        raise UserError("has no port to go to", option="safety.admin_on_health_port", value=True, remedy=remedy)
     if is_loopback(host) or cfg.keys or cfg.certificate or is_insecure:
         return
     remedy = (
         "give --safety.keys FILE (see `nestrec key`) or --safety.certificate and --safety.private_key; listen on "
         "127.0.0.1; or say --insecure where something before the server decides who may ask"
     )
-    raise UserError("lets other machines ask without keys or TLS", field="host", value=host, remedy=remedy)
+    raise UserError("lets other machines ask without keys or TLS", option="host", value=host, remedy=remedy)
 
 
 HEADER = b"x-nestrec-front"

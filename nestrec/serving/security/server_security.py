@@ -166,7 +166,7 @@ class CertificateReloader:
             if self.validity is not None and self.validity.contains(now_s):
                 remedy = "replace it by a valid one; the one in use stays until then"
                 what = f"is not valid now: {validity}"
-                raise UserError(what, field="safety.certificate", value=str(certificate), remedy=remedy)
+                raise UserError(what, option="safety.certificate", value=str(certificate), remedy=remedy)
             _LOG.error("the certificate of %s is not valid now, so clients reject it: %s", certificate, validity)
         self.context.load_cert_chain(*self._paths)
         self.validity = validity
@@ -191,7 +191,7 @@ class Validity:
         """
         block = _FIRST_CERTIFICATE.search(pem)
         if block is None:
-            raise UserError("contains no certificate", field="safety.certificate", value="", remedy="give a PEM file")
+            raise UserError("contains no certificate", option="safety.certificate", value="", remedy="give a PEM file")
         try:
             der = base64.b64decode(block[1])
             _, certificate, _ = _element(der, 0)
@@ -206,7 +206,7 @@ class Validity:
         except (ValueError, IndexError) as error:
             remedy = "give a certificate in PEM"
             raise UserError(
-                "does not contain a valid period", field="safety.certificate", value=block[1][:20], remedy=remedy
+                "does not contain a valid period", option="safety.certificate", value=block[1][:20], remedy=remedy
             ) from error
 
     def contains(self, unix_s: float) -> bool:
@@ -246,7 +246,7 @@ def _loaded(certificate: Path, private_key: Path) -> ssl.SSLContext:
     except (OSError, ValueError) as error:  # a bad pair is an SSLError, which is an OSError
         remedy = f"give PEM files of a certificate and its own key ({no_password})"
         what = f"cannot be used with its private key: {getattr(error, 'strerror', None) or error}"
-        raise UserError(what, field="safety.certificate", value=str(certificate), remedy=remedy) from error
+        raise UserError(what, option="safety.certificate", value=str(certificate), remedy=remedy) from error
     return context
 
 

@@ -57,7 +57,7 @@ def add_items(service: Service, items: Sequence[NewItem]) -> int:
         for role, fleet in service.fleets.items():
             if role in service.followed:
                 remedy = "train on them: the run that it follows brings them"
-                raise UserError("follows a run", field="model", value=role, remedy=remedy)
+                raise UserError("follows a run", option="model", value=role, remedy=remedy)
             ids = fleet.servable.ids_of([item.key for item in items])
             fresh = [item for item, place in zip(items, ids.tolist(), strict=True) if not place]
             grown[role] = NewItemInsertion(fleet.servable, list({item.key: item for item in fresh}.values()))
@@ -213,19 +213,19 @@ def _check(servable: Servable, items: Sequence[NewItem]) -> None:
     of_items = {c.name.removeprefix(ITEM_PREFIX): c for c in servable.spec.columns if c.name.startswith(ITEM_PREFIX)}
     if items and servable.index is not None and not of_items:
         remedy = "train it with --task.inputs.item_features, or export a run that has met the items"
-        raise UserError("knows items by their ids alone", field="model", value=servable.spec.name, remedy=remedy)
+        raise UserError("knows items by their ids alone", option="model", value=servable.spec.name, remedy=remedy)
     if items and servable.spec.search.kind != "exact":
         remedy = "serve it with an exact search, or export the items"
-        raise UserError("is made once, at export", field="search.kind", value=servable.spec.search.kind, remedy=remedy)
+        raise UserError("is made once, at export", option="search.kind", value=servable.spec.search.kind, remedy=remedy)
     for item in items:
         for name, value in item.features.items():
             column = of_items.get(name)
             field_name = f"items.{item.key}.features.{name}"
             if column is None and of_items:
                 remedy = did_you_mean(name, of_items)
-                raise UserError("is no feature of items of the model", field=field_name, value=value, remedy=remedy)
+                raise UserError("is no feature of items of the model", option=field_name, value=value, remedy=remedy)
             if column is not None and value is not None and (problem := _problem(servable, column, value)):
-                raise UserError(problem, field=field_name, value=value, remedy="give what the log has")
+                raise UserError(problem, option=field_name, value=value, remedy="give what the log has")
 
 
 def _problem(servable: Servable, column: ColumnSpec, value: Any) -> str | None:
@@ -263,7 +263,7 @@ def _numbers(values: Sequence[Any]) -> NDArray[np.float64]:
 def _larger(table: ServedTable, room: int) -> DeviceTable:
     if not isinstance(table, DeviceTable):
         remedy = "serve with --tables.store device, or export the items"
-        raise UserError("take no new items", field="tables", value="outside the device", remedy=remedy)
+        raise UserError("take no new items", option="tables", value="outside the device", remedy=remedy)
     return DeviceTable(_padded(table.weight[: table.num_rows], room), table.num_rows)
 
 

@@ -143,7 +143,7 @@ class Service:
             found = None if source is None else open_source(source, device, tables, read_timeout_s=read_timeout_s)
             servable = Servable.load(Path(text), device, tables) if found is None else found.servable
             role = role_of(servable)
-            require(role not in servables, f"is a second {role} model", field="MODEL", value=text, remedy="give one")
+            require(role not in servables, f"is a second {role} model", option="MODEL", value=text, remedy="give one")
             servables[role] = servable
             sources[role] = text
             if found is not None:
@@ -311,7 +311,7 @@ class Service:
         for servable in servables:
             if role_of(servable) not in self.fleets:
                 remedy = f"serve a {' or '.join(self.fleets)} model, or start a server of both"
-                raise UserError("has no older version here", field="model", value=role_of(servable), remedy=remedy)
+                raise UserError("has no older version here", option="model", value=role_of(servable), remedy=remedy)
         with self._changing:
             self._swap(servables)
 

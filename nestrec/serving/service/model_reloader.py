@@ -178,7 +178,7 @@ class Reloader:
         """Serve what was served before the last swap."""
         with self._turn():
             remedy = "name what to go to: nestrec swap SERVER MODEL, or ADDRESS@VERSION for an earlier version"
-            require(self.previous, "has had no other model yet", field="server", value="rollback", remedy=remedy)
+            require(self.previous, "has had no other model yet", option="server", value="rollback", remedy=remedy)
             self._swap([self._as_it_was(role, one) for role, one in self.previous.items()], cause="rollback: ")
 
     @contextlib.contextmanager
@@ -187,7 +187,7 @@ class Reloader:
         if not self._lock.acquire(timeout=_TURN_S):
             remedy = "try again later, or restart the server if the storage of its models does not answer"
             problem = f"an earlier change has been under way for more than {_TURN_S:g} s"
-            raise UserError(problem, field="models", value=list(self._folders.values()), remedy=remedy)
+            raise UserError(problem, option="models", value=list(self._folders.values()), remedy=remedy)
         try:
             yield
         finally:
@@ -240,7 +240,7 @@ class Reloader:
             seen.add(role)
             if version is not None and servable.version != version:
                 remedy = "name the model to swap to"
-                raise UserError("does not hold the model of that time", field="model", value=text, remedy=remedy)
+                raise UserError("does not hold the model of that time", option="model", value=text, remedy=remedy)
             if servable.version == before[role].version:
                 _LOG.info("the %s model is %s already", role, shown_version(servable.version))
                 continue
@@ -317,4 +317,4 @@ def _whole(text: str) -> str:
 
 def _other_role(found: str, roles: Sequence[str], folder: str) -> UserError:
     remedy = f"put a {' and a '.join(roles)} model there, or start a server of the {found} model"
-    return UserError(f"holds a {found} model now", field="--model", value=folder, remedy=remedy)
+    return UserError(f"holds a {found} model now", option="--model", value=folder, remedy=remedy)

@@ -171,7 +171,7 @@ class VersionFollower:
         newest = self._versions.newest()
         if newest is None:
             remedy = f"its {NEWEST_FILE} is missing: publish a version, or name one as ADDRESS@VERSION"
-            raise UserError("names no version", field="address", value=self.source.address, remedy=remedy)
+            raise UserError("names no version", option="address", value=self.source.address, remedy=remedy)
         return newest.folder, newest.version
 
     def _go(self, target: At, *, is_asked: bool) -> None:

@@ -107,7 +107,7 @@ class LiveModelVersion:
         """The next version, brought beside this one and verified."""
         manifest = step.manifest
         if manifest.parent is None or manifest.parent.version != self.step.manifest.version:
-            raise CorruptFileError("does not follow from the one in service", field="version", value=step.folder)
+            raise CorruptFileError("does not follow from the one in service", option="version", value=step.folder)
         plain, tensors = versions.descriptions(step)
         files = _files(self.files, plain, tensors)
         spec = _spec(self.servable.spec, self.files[SPEC_FILE], files[SPEC_FILE])
@@ -269,7 +269,7 @@ def _check_weights(servable: Servable, weights: Mapping[str, torch.Tensor]) -> N
     fit = now.keys() == weights.keys() and all(now[name].shape == t.shape for name, t in weights.items())
     if not fit or not all(bool(t.isfinite().all()) for t in weights.values() if t.is_floating_point()):
         raise CorruptFileError(
-            "has weights that do not fit the model, or are not finite", field="version", value="weights"
+            "has weights that do not fit the model, or are not finite", option="version", value="weights"
         )
 
 
@@ -341,7 +341,7 @@ def _index(rows: Iterable[VersionRows], room: int, cfg: TablesConfig, scratch: P
             weight = _memory(room, vectors.shape[1], vectors.dtype, cfg, scratch).zero_()
         weight.index_copy_(0, ids, vectors)
     if weight is None:
-        raise CorruptFileError("has no vectors to retrieve from", field="version", value=INDEX_FILE)
+        raise CorruptFileError("has no vectors to retrieve from", option="version", value=INDEX_FILE)
     return weight
 
 
@@ -361,7 +361,7 @@ def _served(
 
 def _fitting(rows: torch.Tensor, weight: torch.Tensor, table: str) -> torch.Tensor:
     if rows.shape[1:] != weight.shape[1:] or rows.dtype != weight.dtype:
-        raise CorruptFileError("has rows of another shape or type", field="version", value=table)
+        raise CorruptFileError("has rows of another shape or type", option="version", value=table)
     return rows
 
 
@@ -416,4 +416,4 @@ def open_source(
         except (CorruptFileError, FileNotFoundError) as error:
             problem = f"holds no version that can be read: {error}"
     remedy = "publish one: nestrec publish RUN ADDRESS"
-    raise UserError(problem, field="address", value=source.address, remedy=remedy)
+    raise UserError(problem, option="address", value=source.address, remedy=remedy)

@@ -154,7 +154,7 @@ def decode_newest(content: bytes | bytearray, where: str) -> NewestPointer:
 
 def damaged_version(where: str, problem: str) -> CorruptFileError:
     """Returns the error for a file of a version."""
-    return CorruptFileError(problem, field="version", value=where, remedy="wait for the next full one")
+    return CorruptFileError(problem, option="version", value=where, remedy="wait for the next full one")
 
 
 PARTS = ("window", "training", "publish", "fetch", "apply", "answer")

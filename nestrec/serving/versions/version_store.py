@@ -124,7 +124,7 @@ class VersionStore:
         problem = "names more than one version" if matches else "is not there"
         listed = ", ".join(candidates[: -_MOST_CANDIDATES - 1 : -1])
         remedy = f"name one of {listed}" if candidates else "publish one: nestrec publish RUN ADDRESS"
-        raise UserError(problem, field="version", value=prefix, remedy=remedy)
+        raise UserError(problem, option="version", value=prefix, remedy=remedy)
 
     def _digest_of(self, folder: str) -> str | None:
         try:

@@ -20,10 +20,10 @@ def recipe(name: str) -> RunConfig:
     """The configuration of a named recipe."""
     if name == "auto":
         remedy = "nestrec train auto --data.folder data/mine; its options are those of demo, ranking or criteo_dlrm"
-        raise UserError("is made from the card of a dataset", field="RECIPE", value=name, remedy=remedy)
+        raise UserError("is made from the card of a dataset", option="RECIPE", value=name, remedy=remedy)
     if name not in RECIPES:
         remedy = f"{did_you_mean(name, ['auto', *RECIPES])} (auto chooses a model for a dataset of your own)"
-        raise UserError("no such recipe", field="RECIPE", value=name, remedy=remedy)
+        raise UserError("no such recipe", option="RECIPE", value=name, remedy=remedy)
     return RECIPES[name]()
 
 

@@ -98,7 +98,7 @@ def auto(dataset: Dataset, task: TaskKind | None = None, *, has_own_split: bool 
         return _rows(dataset, reasons, has_own_split=has_own_split)
     if task == "rows":
         remedy = "take retrieval or ranking"
-        raise UserError("holds histories, no labelled examples", field="task.kind", value=task, remedy=remedy)
+        raise UserError("holds histories, no labelled examples", option="task.kind", value=task, remedy=remedy)
     habits = look_at(dataset)
     kind = task
     if kind is None:
@@ -185,7 +185,7 @@ def _check_labels(card: DatasetCard, habits: UserBehaviorStats) -> None:
     raise UserError(
         f"needs times and an action that {LEAST_LABEL_SHARE:.1%} to {1 - LEAST_LABEL_SHARE:.1%} of the events have; "
         f"the log has {shares}{times}",
-        field="task.kind",
+        option="task.kind",
         value="ranking",
         remedy="prepare it with other actions (--log.actions) and --log.time, or take --task.kind retrieval",
     )
@@ -238,7 +238,7 @@ def _raise_too_small(
         remedy += ", or train on all of them without measuring: --task.split.kind none"
     raise UserError(
         f"is too small for {task} ({size}): {told}. Each must be at least 1",
-        field="data.folder",
+        option="data.folder",
         value=str(dataset.folder),
         remedy=remedy,
     )
@@ -258,7 +258,7 @@ def _rows(dataset: Dataset, reasons: _Reasons, *, has_own_split: bool) -> RunCon
         if total < 3:
             raise UserError(
                 f"is too small ({total} rows with labels): one row each must train, validate and test",
-                field="data.folder",
+                option="data.folder",
                 value=str(dataset.folder),
                 remedy="prepare at least 3 rows",
             )

@@ -24,7 +24,7 @@ def test_to_delete_keeps_what_others_build_on(keep: int, deleted: list[int]) -> 
 def test_to_delete_keeps_all_before_one_that_is_damaged() -> None:
     def base_of(number: int) -> int | None:
         if number == 3:
-            raise CorruptFileError("cannot be read", field="manifest", value=number)
+            raise CorruptFileError("cannot be read", option="manifest", value=number)
         return {5: 3}.get(number)
 
     assert to_delete(range(1, 6), [5], base_of) == [4]

@@ -15,7 +15,7 @@ from nestrec.serving.versions.version_manifest import NewestPointer
 
 
 def damaged(where: str, problem: str) -> CorruptFileError:
-    return CorruptFileError(problem, field="artifact", value=where)
+    return CorruptFileError(problem, option="artifact", value=where)
 
 
 def entry_of(name: str, content: bytes) -> FileDigest:

@@ -30,7 +30,7 @@ class Sizes:
 
     def __post_init__(self) -> None:
         if self.count == 13:
-            raise UserError("is unlucky", field="count", value=13)
+            raise UserError("is unlucky", option="count", value=13)
 
 
 @config

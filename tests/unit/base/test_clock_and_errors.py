@@ -40,8 +40,8 @@ def test_the_real_clock_never_goes_back() -> None:
 
 
 def test_a_user_error_names_field_value_and_remedy() -> None:
-    error = UserError("is too big", field="batch", value=7, remedy="choose 3")
-    assert str(error) == "batch = 7: is too big\n  remedy: choose 3"
+    error = UserError("is too big", option="batch", value=7, remedy="choose 3")
+    assert str(error) == "batch=7: is too big. Choose 3."
     assert str(UserError("is wrong")) == "is wrong"
     with pytest.raises(UserError):
         raise CorruptFileError("is damaged")
@@ -54,28 +54,28 @@ def test_a_close_name_is_suggested_and_otherwise_all_are_listed() -> None:
 
 def test_require_raises_the_chosen_error_if_false() -> None:
     for holds in (True, 1, "text", [0]):
-        require(holds, "is wrong", field="batch", value=7, remedy="choose 3")
+        require(holds, "is wrong", option="batch", value=7, remedy="choose 3")
     for fails in (False, 0, "", [], None):
         with pytest.raises(UserError) as refused:
-            require(fails, "is too big", field="batch", value=7, remedy="choose 3")
+            require(fails, "is too big", option="batch", value=7, remedy="choose 3")
         assert type(refused.value) is UserError
-        assert str(refused.value) == "batch = 7: is too big\n  remedy: choose 3"
+        assert str(refused.value) == "batch=7: is too big. Choose 3."
     with pytest.raises(CorruptFileError, match=r"^is damaged$"):
         require(False, "is damaged", error=CorruptFileError)
 
 
 def test_error_collector_keeps_added_errors_in_order() -> None:
     mistakes = ErrorCollector()
-    mistakes.raise_all()
-    mistakes.add("is empty", field="log", value="", remedy="name a file", error=DataError)
+    mistakes.raise_if_any()
+    mistakes.add("is empty", option="log", value="", remedy="name a file", error=DataError)
     with pytest.raises(DataError) as alone:
-        mistakes.raise_all()
+        mistakes.raise_if_any()
     assert str(alone.value) == "log = '': is empty\n  remedy: name a file"
-    with mistakes.noted():
-        raise UserError("is too big", field="batch", value=7)
+    with mistakes.collecting():
+        raise UserError("is too big", option="batch", value=7)
     mistakes.add("is wrong")
     with pytest.raises(UserErrorGroup) as several:
-        mistakes.raise_all()
+        mistakes.raise_if_any()
     assert [(type(error), error.problem) for error in several.value.errors] == [
         (DataError, "is empty"),
         (UserError, "is too big"),

@@ -246,12 +246,12 @@ def test_all_mistakes_of_a_config_are_told_at_once() -> None:
     wrong = {"inner.num_layers": "x", "mode": "meen", "inner.dropuot": "1", "nosuch": "1", "dims": "a,2,b"}
     with pytest.raises(UserErrorGroup) as caught:
         with_overrides(Outer(), wrong)
-    fields = [error.field for error in caught.value.errors]
+    fields = [error.option for error in caught.value.errors]
     assert sorted(map(str, fields)) == ["dims[0]", "dims[2]", "inner.dropuot", "inner.num_layers", "mode", "nosuch"]
     assert all(str(field) in str(caught.value) for field in fields)
     with pytest.raises(UserErrorGroup) as caught:
         from_plain(Outer, {"inner": {"dropout": "x", "name": 3}, "mode": 1})
-    assert [error.field for error in caught.value.errors] == ["inner.dropout", "inner.name", "mode"]
+    assert [error.option for error in caught.value.errors] == ["inner.dropout", "inner.name", "mode"]
 
 
 def test_an_option_given_without_its_path_is_found() -> None:

@@ -76,12 +76,12 @@ def test_an_override_may_give_the_whole_member_and_parts_of_it_after() -> None:
 def test_a_mistake_is_told_of_the_member_that_the_kind_names(plain: Any, field: str, problem: str) -> None:
     with pytest.raises(UserError) as raised:
         from_plain(Drawing, {"shape": plain})
-    assert (raised.value.field, raised.value.problem) == (field, problem)
+    assert (raised.value.option, raised.value.problem) == (field, problem)
 
 
 def test_what_a_member_does_not_answer_is_an_error_that_names_seam_member_and_package() -> None:
     error = SHAPES.unanswered("square", "area", "its area is not known")
-    assert (error.field, error.value, error.problem) == ("shape", "square", "its area is not known")
+    assert (error.option, error.value, error.problem) == ("shape", "square", "its area is not known")
     assert error.remedy is not None
     assert "`area`" in error.remedy
     assert "nestrec" in error.remedy

@@ -20,7 +20,7 @@ def test_import_extra_returns_the_module():
 def test_import_extra_names_the_extra_to_install():
     with pytest.raises(UserError) as error:
         import_extra("absent_package.part", "redis", "is needed for this store")
-    assert error.value.field == "package"
+    assert error.value.option == "package"
     assert error.value.value == "absent_package"
     assert error.value.problem == "is needed for this store"
     assert error.value.remedy == "pip install 'nestrec[redis]'"

@@ -30,7 +30,7 @@ class Squares:
 def squares(bench: Squares) -> Generator[dict[str, Any], None, dict[str, Any]]:
     for number in bench.numbers:
         if number < 0:
-            raise UserError("is negative", field="numbers", value=number, remedy="give none below 0")
+            raise UserError("is negative", option="numbers", value=number, remedy="give none below 0")
         yield {"number": number, "square": number**2}
     return {"sum": sum(number**2 for number in bench.numbers)}
 

@@ -159,7 +159,7 @@ def test_a_server_that_is_not_there_is_a_failed_request():
 def test_a_load_that_nobody_would_hear_is_an_error_and_no_measurement(url):
     with pytest.raises(UserError) as refused:
         replay(url, LoadTestConfig(duration_s=0.01))
-    assert (refused.value.field, refused.value.value) == ("URL", url)
+    assert (refused.value.option, refused.value.value) == ("URL", url)
 
 
 def test_replay_items_are_those_of_a_file_or_a_number(tmp_path):

@@ -213,7 +213,7 @@ def test_address_whose_copies_are_all_damaged_is_refused(tmp_path: Path, address
     again = CheckpointManager(tmp_path / "b", address=address)
     with pytest.raises(CorruptFileError, match=r"none of the checkpoints there is whole \(steps 1, 2\)") as refused:
         again.restore_latest()
-    assert (refused.value.field, refused.value.value) == ("training.checkpoint_address", address)
+    assert (refused.value.option, refused.value.value) == ("training.checkpoint_address", address)
     assert [(copy.step, copy.state) for copy in again.copies()] == [(1, None), (2, None)]
     assert files_of(address) == before
 
@@ -242,7 +242,7 @@ def test_storage_that_fails_is_not_taken_for_empty(tmp_path: Path, flaky: str, m
     FlakyFiles.num_failures = 1000
     with pytest.raises(UserError, match="the storage does not answer") as refused:
         again.copies()
-    assert refused.value.field == "training.checkpoint_address"
+    assert refused.value.option == "training.checkpoint_address"
     with pytest.raises(CheckpointSaveError, match="the storage does not answer"):
         again.restore_latest()
 

@@ -35,7 +35,7 @@ def refusal(*arguments: str) -> UserError:
 
 def test_a_mistyped_data_folder_is_not_filled_with_synthetic_logs(tmp_path: Path) -> None:
     error = refusal("train", "demo", "--data.folder", str(tmp_path / "mien"), "--output", str(tmp_path / "run"))
-    assert (error.field, error.value) == ("data.folder", str(tmp_path / "mien"))
+    assert (error.option, error.value) == ("data.folder", str(tmp_path / "mien"))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -55,7 +55,7 @@ def test_a_run_given_as_a_recipe_says_how_to_go_on_with_it(tmp_path: Path) -> No
 
 
 def test_a_cluster_is_refused_where_nothing_is_planned(tmp_path: Path) -> None:
-    assert refusal("train", "demo", "--cluster", "cpu-hosts", "--output", str(tmp_path)).field == "--cluster"
+    assert refusal("train", "demo", "--cluster", "cpu-hosts", "--output", str(tmp_path)).option == "--cluster"
 
 
 @pytest.mark.parametrize(
@@ -77,13 +77,13 @@ def test_a_cluster_is_refused_where_nothing_is_planned(tmp_path: Path) -> None:
     ],
 )
 def test_a_value_that_no_run_can_have_is_refused_before_anything_starts(tmp_path: Path, option: str, text: str) -> None:
-    assert refusal("train", "demo", f"--{option}", text, "--output", str(tmp_path / "run")).field == option
+    assert refusal("train", "demo", f"--{option}", text, "--output", str(tmp_path / "run")).option == option
     assert list(tmp_path.iterdir()) == []
 
 
 def test_negatives_of_a_loss_that_draws_none_are_refused() -> None:
     error = refusal("train", "demo", "--task.loss", "full", "--task.negatives.sampler", "in_batch")
-    assert error.field == "task.negatives.sampler"
+    assert error.option == "task.negatives.sampler"
 
 
 def test_another_kind_of_model_is_another_recipe() -> None:
@@ -99,7 +99,7 @@ def test_the_size_of_a_batch_is_given_once(tmp_path: Path) -> None:
     assert error.remedy is not None
     assert "--batch.batch_samples none" in error.remedy
     both = ("--batch.batch_tokens", "512", "--batch.batch_samples", "none", "--data.folder", str(tmp_path / "no"))
-    assert refusal("train", "demo", *both, "--output", run).field == "data.folder", "in any order"
+    assert refusal("train", "demo", *both, "--output", run).option == "data.folder", "in any order"
 
 
 def test_options_lists_every_field_of_every_command_that_takes_dotted_options() -> None:
@@ -151,7 +151,7 @@ def test_training_on_a_gpu_that_is_not_there_is_refused(tmp_path: Path) -> None:
     ("option", "text"), [("port", "99999"), ("threads", "0"), ("service.engine.max_batch_tokens", "0")]
 )
 def test_a_server_that_could_not_serve_is_refused_before_it_starts(tmp_path: Path, option: str, text: str) -> None:
-    assert refusal("serve", "--model", str(tmp_path), f"--{option}", text).field == option
+    assert refusal("serve", "--model", str(tmp_path), f"--{option}", text).option == option
 
 
 def test_a_folder_without_an_exported_model_is_named(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_options_from_habit_get_full_names(command: str, option: str, meant: str
 
 def test_front_nginx_names_template_instead() -> None:
     error = refusal("serve", "--model", "models/mine", "--instances", "2", "--front", "nginx")
-    assert (error.field, error.value, error.problem) == ("front", "nginx", "was removed")
+    assert (error.option, error.value, error.problem) == ("front", "nginx", "was removed")
     assert "deploy/proxies/" in str(error.remedy)
     assert "--front gateway" in str(error.remedy)
     assert "'gateway'" in str(refusal("serve", "--model", "models/mine", "--front", "gatewy").remedy)
@@ -309,7 +309,7 @@ def test_help_of_every_command_shows_examples_that_it_takes_in_lines_of_80_colum
 def test_an_output_that_runs_through_a_file_is_refused_by_name(tmp_path: Path, inner: str) -> None:
     (tmp_path / "file").write_text("")
     path = str(tmp_path / "file" / inner)
-    assert refusal("train", "demo", "--output", path).field == "--output"
+    assert refusal("train", "demo", "--output", path).option == "--output"
     through = f"{path}/data"
     assert " file" in refusal("prepare", "synthetic", "tiny", through, "--num_users", "5").problem
     assert " file" in refusal("demo", "--output", f"{path}/x").problem
@@ -329,7 +329,7 @@ def test_what_all_ranks_say_is_printed_once(
 
 
 def test_launch_refuses_what_it_could_not_run() -> None:
-    assert refusal("launch", "-n", "2").field == "launch"
+    assert refusal("launch", "-n", "2").option == "launch"
     assert refusal("launch", "-n", "2", "trian", "demo").remedy == "did you mean 'train'?"
     assert refusal("launch", "-n", "2", "nothing.py").problem == "this script does not exist"
 
@@ -345,14 +345,14 @@ def test_option_habits_lead_to_options_that_exist() -> None:
 @pytest.mark.parametrize("options", ["", " --log.user customer"])
 def test_prepare_without_a_format_says_to_add_log(options: str) -> None:
     error = refusal(*f"prepare shop.csv data/x{options}".split())
-    assert (error.field, error.value) == ("format", "shop.csv")
+    assert (error.option, error.value) == ("format", "shop.csv")
     assert "the format before it is missing" in error.problem
     assert error.remedy == f"nestrec prepare log shop.csv data/x{options}"
 
 
 def test_prepare_names_log_for_kinds_of_files() -> None:
     error = refusal("prepare", "csv", "shop.csv", "data/x")
-    assert (error.field, error.value) == ("format", "csv")
+    assert (error.option, error.value) == ("format", "csv")
     assert "nestrec prepare log INPUT OUTPUT" in str(error.remedy)
     assert "movielens" in str(refusal("prepare", "movilens", "in", "out").remedy)
 
@@ -370,7 +370,7 @@ def test_prepare_names_log_for_kinds_of_files() -> None:
 )
 def test_commands_name_a_required_option(command: str, field: str, value: str, remedy: str) -> None:
     error = refusal(*command.split())
-    assert (error.field, error.value, error.remedy) == (field, value, remedy)
+    assert (error.option, error.value, error.remedy) == (field, value, remedy)
 
 
 def test_commands_without_words_keep_the_usual_error() -> None:

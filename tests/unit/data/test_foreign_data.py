@@ -114,7 +114,7 @@ def read_through(source: StreamSource, reads: int) -> Any:
 def test_a_source_that_would_go_round_or_gives_no_rows_is_named(mistaken: None, how: str, said: str) -> None:
     with pytest.raises(UserError, match=said) as refused:
         read_through(open_source(f"wrong:{how}", LogColumns()), 4)
-    assert (refused.value.field, refused.value.value) == ("nestrec.sources: wrong", "read")
+    assert (refused.value.option, refused.value.value) == ("nestrec.sources: wrong", "read")
 
 
 def test_a_source_may_be_read_again_from_an_earlier_position(mistaken: None) -> None:

@@ -69,7 +69,7 @@ def test_a_bad_line_of_json_is_set_aside_and_a_mistyped_field_is_named(tmp_path:
     (tmp_path / "log.jsonl").write_text(lines(EVENTS) + '{"user": \n\n[1]\n')
     card = prepare("log", tmp_path / "log.jsonl", tmp_path / "out", log=LOG, max_bad_share=1.0)
     assert (card.counts.events, dict(card.counts.quarantined)) == (4, {"not a JSON object": 2})
-    with pytest.raises(DataError, match=r"is a field of no line of log.jsonl\n  remedy: did you mean 'clicked'"):
+    with pytest.raises(DataError, match=r"is a field of no line of log.jsonl\. Did you mean 'clicked'"):
         prepare(
             "log",
             tmp_path / "log.jsonl",

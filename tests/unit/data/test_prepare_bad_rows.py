@@ -274,7 +274,7 @@ def test_an_option_that_a_format_would_not_read_is_refused(
 ) -> None:
     with pytest.raises(UserError) as refused:
         prepare(format, "tiny", tmp_path / "out", **given)
-    assert refused.value.field == field
+    assert refused.value.option == field
     assert not (tmp_path / "out").exists()
 
 
@@ -319,7 +319,7 @@ NO_ENCODINGS = (
 def test_what_no_text_file_can_have_is_refused(field: str, given: str) -> None:
     with pytest.raises(UserError) as refused:
         LogColumns(**{field: given})
-    assert refused.value.field == f"log.{field}"
+    assert refused.value.option == f"log.{field}"
 
 
 def test_a_file_read_with_the_wrong_separator_says_so(tmp_path: Path) -> None:
@@ -350,7 +350,7 @@ def test_log_actions_above_31_are_refused_before_reading(tmp_path: Path) -> None
     for options in (LogOptions(log=log, positive_rating=4), LogOptions(log=LogColumns(actions={**actions, "b": "x"}))):
         with pytest.raises(UserError, match=r"32 actions.*at most 31") as refused:
             prepare("log", tmp_path / "missing.csv", tmp_path / "other", options=options)
-        assert refused.value.field == "log.actions"
+        assert refused.value.option == "log.actions"
 
 
 def test_duplicates_tell_an_empty_text_from_a_missing_cell(tmp_path: Path) -> None:

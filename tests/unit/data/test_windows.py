@@ -178,4 +178,4 @@ def test_window_without_events_has_no_runs() -> None:
 def test_start_of_windows_is_refused_by_its_name():
     with pytest.raises(UserError, match="soon") as refused:
         WindowsConfig(hours=1, start="soon")
-    assert refused.value.field == "windows.start"
+    assert refused.value.option == "windows.start"

@@ -48,4 +48,4 @@ def test_a_failed_collective_is_a_lost_peer_that_names_the_collective():
 
 def test_an_error_of_this_rank_is_raised():
     with pytest.raises(UserError, match="is full"):
-        raise_together(Topology.single().control, UserError("is full", field="disk", value=1, remedy="free space"))
+        raise_together(Topology.single().control, UserError("is full", option="disk", value=1, remedy="free space"))

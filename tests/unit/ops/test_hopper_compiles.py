@@ -58,13 +58,13 @@ SEARCH = """
 torch.version.cuda = "12.8"
 import contextlib
 torch.cuda.device_of = lambda tensor: contextlib.nullcontext()
-from nestrec.ops.embedding import best
-best.runs_triton = lambda tensor: True
+from nestrec.ops.embedding import top_k_search
+top_k_search.runs_triton = lambda tensor: True
 dtype, num_queries, dim = getattr(torch, sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 scale = torch.ones(300) if dtype.itemsize == 1 else None
-pairs = best.ExcludedPairs.of(torch.zeros(5, dtype=torch.int32), torch.arange(5))
-index = best.IndexRows(rows_ND=torch.zeros(300, dim, dtype=dtype), scale_N=scale)
-best.best_keys(torch.zeros(num_queries, dim), index, 10, pairs)
+pairs = top_k_search.ExcludedPairs.of(torch.zeros(5, dtype=torch.int32), torch.arange(5))
+index = top_k_search.IndexRows(rows_ND=torch.zeros(300, dim, dtype=dtype), scale_N=scale)
+top_k_search.best_keys(torch.zeros(num_queries, dim), index, 10, pairs)
 """
 
 

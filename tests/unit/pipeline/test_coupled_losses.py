@@ -77,7 +77,7 @@ def trained(
 def test_a_batch_whose_loss_couples_all_its_samples_is_not_cut(tiny_data, schedule):
     with pytest.raises(UserError, match="the loss couples the samples of the whole batch") as refused:
         trained(tiny_data, BatchContrast, schedule, 2)
-    assert (refused.value.field, refused.value.value) == ("batch.micro_batches", 2)
+    assert (refused.value.option, refused.value.value) == ("batch.micro_batches", 2)
     assert "give 1" in refused.value.remedy
 
 

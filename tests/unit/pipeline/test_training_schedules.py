@@ -201,7 +201,7 @@ def test_a_run_that_fails_leaves_no_thread_behind(tiny_data, tmp_path, schedule)
     """A process that ends while a thread of its own is busy in torch is aborted instead, with another exit code."""
 
     def fail() -> None:
-        raise UserError("is wrong", field="something", value=1)
+        raise UserError("is wrong", option="something", value=1)
 
     given = {**RUN, "pipeline.schedule": schedule}
     trainer = Trainer(config_of("rows", tiny_data, given), tmp_path, Topology.single())

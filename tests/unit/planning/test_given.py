@@ -102,7 +102,7 @@ def test_everything_given_leaves_one_plan(data):
 def test_what_no_run_on_the_cluster_could_do_is_refused_by_name(data, option, value):
     with pytest.raises(UserError) as error:
         limits(data, {option: value})
-    assert (error.value.field, str(error.value.value), bool(error.value.remedy)) == (option, value, True)
+    assert (error.value.option, str(error.value.value), bool(error.value.remedy)) == (option, value, True)
 
 
 def test_the_command_keeps_what_was_given_takes_back_what_the_recipe_had_and_says_so(data, tmp_path):

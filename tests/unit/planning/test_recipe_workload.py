@@ -84,7 +84,7 @@ def test_a_profile_that_cannot_be_read_is_named(data, tmp_path):
         chosen = ["--profile", str(tmp_path / name)]
         error = CliRunner().invoke(app, command(data, "plan", "demo", "--cluster", "cpu-hosts", *chosen)).exception
         assert isinstance(error, UserError)
-        assert error.field == "--profile"
+        assert error.option == "--profile"
 
 
 def test_the_page_holds_curves_and_a_timeline(data):

@@ -94,8 +94,8 @@ def test_failure_is_logged_once_per_cause(caplog):
     failures.register("keys")
     assert failures.counts == {"keys": 0}, "an alert on an increase needs a first value"
     for _ in range(3):
-        failures.add("keys", raised(UserError("is wrong", field="a", value=1, remedy="b")), about="first file")
-        failures.add("keys", raised(UserError("is wrong", field="a", value=1, remedy="b")), about="second file")
+        failures.add("keys", raised(UserError("is wrong", option="a", value=1, remedy="b")), about="first file")
+        failures.add("keys", raised(UserError("is wrong", option="a", value=1, remedy="b")), about="second file")
         failures.add("certificate", raised(OSError("gone")))
     assert failures.counts == {"keys": 6, "certificate": 3}
     assert len(caplog.records) == 3
@@ -238,7 +238,7 @@ def test_watched_files_are_tried_until_they_can_be_read(failures, tmp_path, capl
     assert not files.look()
     assert files.age_s == 0.0, "it is as it was read"
     path.write_text("22")
-    for error in (OverflowError(), RecursionError(), OSError("away"), UserError("a", field="b", value=1, remedy="c")):
+    for error in (OverflowError(), RecursionError(), OSError("away"), UserError("a", option="b", value=1, remedy="c")):
         errors[:] = [error]
         for _ in range(2):
             clock.sleep(1.0)

@@ -138,7 +138,7 @@ def test_the_same_is_refused_with_the_same_words(field, values):
             read(data)
             told.append("read")
         except BadRequestError as error:
-            told.append(f"{error.field}: {error.message}")
+            told.append(f"{error.option}: {error.message}")
     assert len(body) > 2048
     assert told[0] == told[1]
 

@@ -20,7 +20,7 @@ RANK_FIELDS = (
 def error_of(shape, data):
     with pytest.raises(BadRequestError) as error:
         reader(shape, LIMITS)(data)
-    return f"{error.value.field}: {error.value.message}"
+    return f"{error.value.option}: {error.value.message}"
 
 
 @pytest.mark.parametrize(

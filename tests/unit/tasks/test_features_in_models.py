@@ -189,7 +189,7 @@ def test_what_the_dataset_does_not_have_is_named_with_what_it_has(data):
     wrong = config_of("demo", data, task__inputs__item_features="brnd", task__inputs__context="devise")
     with pytest.raises(UserErrorGroup) as refused:
         make_task(wrong.task, Dataset.open(data), seed=1, dtype="float32")
-    told = {error.field: str(error.remedy) for error in refused.value.errors}
+    told = {error.option: str(error.remedy) for error in refused.value.errors}
     assert "did you mean 'brand'" in told["task.inputs.item_features"]
     assert "did you mean 'device'" in told["task.inputs.context"]
 
@@ -270,7 +270,7 @@ def test_action_weights_may_be_zero_and_not_negative():
     ):
         with pytest.raises((UserError, UserErrorGroup)) as refused:
             _weights_of_masks(card, replace(cfg, action_weights=weights))
-        assert {error.field for error in getattr(refused.value, "errors", [refused.value])} == {field}
+        assert {error.option for error in getattr(refused.value, "errors", [refused.value])} == {field}
 
 
 def test_missing_numbers_are_zero_and_marked():

@@ -66,7 +66,7 @@ def test_a_loss_that_is_no_sum_is_named_before_the_first_step(
     trainer = Trainer(given(monkeypatch, with_loss(change), data), tmp_path / "run", Topology.single())
     with pytest.raises(UserError, match=said) as refused:
         trainer.train()
-    assert (refused.value.field, refused.value.value) == ("nestrec.tasks: mine", "loss")
+    assert (refused.value.option, refused.value.value) == ("nestrec.tasks: mine", "loss")
     assert not (tmp_path / "run" / "config.json").exists()
 
 
@@ -118,7 +118,7 @@ def test_unknown_task_is_refused_by_its_field() -> None:
     cfg: Any = SimpleNamespace(kind="retreival")
     with pytest.raises(UserError, match="retreival") as refused:
         task_spec(cfg)
-    assert refused.value.field == "task.kind"
+    assert refused.value.option == "task.kind"
 
 
 def test_loss_is_computed_in_the_precision_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,7 +118,7 @@ def test_what_cannot_be_trained_or_measured_is_refused_at_the_start(log, tmp_pat
     cfg = ranking_run(log)
     with pytest.raises(UserError) as refused:
         RankingTask(replace(cfg.task, **changes), Dataset.open(cfg.data.folder), seed=0, dtype="float32")
-    assert refused.value.field == field
+    assert refused.value.option == field
 
 
 def test_all_that_a_dataset_cannot_give_is_told_at_once(log, tmp_path):
@@ -130,7 +130,7 @@ def test_all_that_a_dataset_cannot_give_is_told_at_once(log, tmp_path):
             seed=0,
             dtype="float32",
         )
-    fields = [error.field for error in refused.value.errors]
+    fields = [error.option for error in refused.value.errors]
     assert fields.count("task.inputs.labels") == 2
     assert {f"task.inputs.{who}_features" for who in ("event", "user", "item")} < set(fields)
     assert "task.baseline_category" in fields
@@ -142,7 +142,7 @@ def test_dates_are_dates():
     assert moment_ms(iso_moment(1_793_491_200_123), "x") == 1_793_491_200_123
     with pytest.raises(UserErrorGroup) as refused:
         with_overrides(recipe("ranking"), {"task.split.valid_from": "1793491200000", "task.split.test_from": "May"})
-    assert [e.field for e in refused.value.errors] == ["task.split.valid_from", "task.split.test_from"]
+    assert [e.option for e in refused.value.errors] == ["task.split.valid_from", "task.split.test_from"]
 
 
 def test_without_dates_the_last_events_are_held_out():

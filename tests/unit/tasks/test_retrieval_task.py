@@ -150,7 +150,7 @@ def test_samples_that_need_to_be_whole_are_not_divided(data, given, field, told)
     with pytest.raises((UserError, UserErrorGroup)) as refused:
         task.take_context(None)
     [error] = getattr(refused.value, "errors", [refused.value])
-    assert error.field == field
+    assert error.option == field
     assert told in str(error)
 
 

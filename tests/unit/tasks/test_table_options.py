@@ -90,7 +90,7 @@ def test_what_cannot_be_is_refused_by_its_name(options, field, told):
     with pytest.raises((UserError, UserErrorGroup)) as refused:
         chosen(**options)
     [error] = getattr(refused.value, "errors", [refused.value])
-    assert error.field == field
+    assert error.option == field
     assert re.search(told, f"{error.problem} {error.remedy}"), error.remedy
 
 
@@ -205,7 +205,7 @@ def test_placement_of_all_tables_skips_those_that_cannot_have_it():
         with pytest.raises((UserError, UserErrorGroup)) as refused:
             chosen(tags={"placement": "replicated", **others})
         [error] = getattr(refused.value, "errors", [refused.value])
-        assert error.field == "tables.tags.placement"
+        assert error.option == "tables.tags.placement"
         assert told in str(error)
 
 

@@ -39,7 +39,7 @@ def test_samples_are_dealt_by_the_operations_of_the_model_unless_a_cost_is_given
 
 def refuses(task: RetrievalTask) -> None:
     """As where a backbone does not tell."""
-    raise UserError("its operations are not known", field="backbone", value="mine", remedy="let it answer")
+    raise UserError("its operations are not known", option="backbone", value="mine", remedy="let it answer")
 
 
 @pytest.mark.parametrize("cost", [lambda task: None, refuses], ids=["none", "a backbone that does not tell"])

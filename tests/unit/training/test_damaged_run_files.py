@@ -64,7 +64,7 @@ def test_folder_in_place_of_a_run_file_is_named(tiny_data: Path, run: Path, name
     (run / name).mkdir()
     with pytest.raises(UserError, match="Is a directory") as refused:
         train(tiny_data, run, 6)
-    assert refused.value.field == "RUN"
+    assert refused.value.option == "RUN"
     assert str(refused.value.value).startswith(str(run / name.partition(".")[0]))
 
 

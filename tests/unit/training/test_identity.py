@@ -58,7 +58,7 @@ def test_a_run_that_has_only_its_best_weights_is_not_begun_again_with_another_se
     cut_after_the_first_best(tiny_data, tmp_path)
     with pytest.raises(UserError, match="may not change while it goes on") as refused:
         trainer_of(tiny_data, tmp_path, {"training.seed": 7}).train()
-    assert refused.value.field == "training.seed"
+    assert refused.value.option == "training.seed"
     (tmp_path / "config.json").unlink()
     with pytest.raises(UserError, match=r"the checkpoint is of another seed: training\.seed is 42 there, 7 here"):
         trainer_of(tiny_data, tmp_path, {"training.seed": 7}).train()
@@ -213,7 +213,7 @@ def test_a_run_does_not_take_the_place_of_another_ones_copies(tiny_data, tmp_pat
     trainer_of(tiny_data, tmp_path / "two", {"training.max_steps": 2}).train()
     with pytest.raises(UserError, match="holds checkpoints of another run") as error:
         trainer_of(tiny_data, tmp_path / "two", elsewhere).train()
-    assert error.value.field == "training.checkpoint_address"
+    assert error.value.option == "training.checkpoint_address"
     assert sorted((tmp_path / "elsewhere").rglob("*")) == copied
     trainer_of(tiny_data, tmp_path / "one", {**elsewhere, "training.max_steps": 5}).train()
 
@@ -222,7 +222,7 @@ def test_a_run_does_not_take_the_place_of_another_ones_copies(tiny_data, tmp_pat
 def test_an_address_that_is_none_is_named_before_anything_is_trained(tiny_data, tmp_path, address):
     with pytest.raises(UserError) as error:
         trainer_of(tiny_data, tmp_path, {"training.checkpoint_address": address})
-    assert (error.value.field, error.value.value) == ("training.checkpoint_address", address)
+    assert (error.value.option, error.value.value) == ("training.checkpoint_address", address)
 
 
 @pytest.mark.parametrize("is_known", [False, True])
@@ -236,7 +236,7 @@ def test_an_address_of_another_seed_is_told_with_the_address_and_nothing_of_it_i
         shutil.rmtree(other / "best", ignore_errors=True)
     with pytest.raises(UserError, match=r"another (run and )?seed: .*training\.seed is 42 there, 7 here") as refused:
         trainer_of(tiny_data, other, {**elsewhere, "training.seed": 7}).train()
-    assert refused.value.field == "training.checkpoint_address"
+    assert refused.value.option == "training.checkpoint_address"
     assert not list(other.glob("*/step-*"))
 
 
@@ -278,7 +278,7 @@ def test_damaged_copies_end_the_run_and_are_kept(tiny_data, tmp_path, name, is_e
         trainer_of(tiny_data, tmp_path / "two", {"training.max_steps": 2}).train()
     with pytest.raises(CorruptFileError, match="none of the checkpoints there is whole") as refused:
         trainer_of(tiny_data, tmp_path / "two", elsewhere).train()
-    assert refused.value.field == "training.checkpoint_address"
+    assert refused.value.option == "training.checkpoint_address"
     assert name.removesuffix(".json") in refused.value.problem
     assert contents_of(there) == copied
 

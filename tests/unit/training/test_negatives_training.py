@@ -121,7 +121,7 @@ def test_auto_takes_offload_where_it_is_the_fastest_and_measures_it_on_a_few_seg
 def test_what_no_micro_batch_or_catalogue_can_supply_is_refused_at_the_start(tiny_data, tmp_path, given, field, found):
     with pytest.raises(UserError, match=found) as refused:
         trainer_of(tiny_data, tmp_path, given)
-    assert refused.value.field == field
+    assert refused.value.option == field
     assert refused.value.remedy
 
 

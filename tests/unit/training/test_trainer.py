@@ -310,7 +310,7 @@ def test_a_run_that_goes_on_refuses_what_would_make_it_another_run(tiny_data: Pa
     for name, value in changed.items():
         with pytest.raises(UserError, match="may not change while it goes on") as refused:
             trainer_of("hstu", tiny_data, tmp_path / "run", {**more, name: value}).train()
-        assert (refused.value.field, refused.value.value) == (name, value)
+        assert (refused.value.option, refused.value.value) == (name, value)
     assert (tmp_path / "run" / "config.json").read_text() == config
 
 
@@ -445,7 +445,7 @@ def test_a_run_told_to_stop_says_so_where_its_save_in_the_background_failed(tiny
 def test_more_micro_batches_than_a_batch_can_fill_are_refused_before_any_step(tiny_data: Path, tmp_path, given) -> None:
     with pytest.raises(UserError) as error:
         trainer_of("hstu", tiny_data, tmp_path, given)
-    assert (error.value.field, error.value.value) == ("batch.micro_batches", given["batch.micro_batches"])
+    assert (error.value.option, error.value.value) == ("batch.micro_batches", given["batch.micro_batches"])
     assert error.value.remedy
 
 

@@ -42,7 +42,7 @@ def test_an_option_that_would_be_ignored_is_refused(tiny_data, task, field):
     given, remedy = REFUSED[field]
     with pytest.raises(UserError, match=remedy) as refused:
         check_options_are_used(config_of("hstu", tiny_data, given), task)
-    assert refused.value.field == field
+    assert refused.value.option == field
 
 
 def test_the_training_loop_refuses_before_it_writes_anything(tiny_data, tmp_path):

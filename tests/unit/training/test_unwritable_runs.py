@@ -25,7 +25,7 @@ def trainer_of(data: Path, run: Path) -> Trainer:
 def test_a_full_disk_is_named_with_the_file_and_a_remedy(tiny_data: Path, tmp_path: Path, file: str, step: int) -> None:
     (tmp_path / file).symlink_to("/dev/full")
     trainer = trainer_of(tiny_data, tmp_path)
-    with pytest.raises(UserError, match=r"cannot be written: No space left on device\n  remedy: free disk space"):
+    with pytest.raises(UserError, match=r"cannot be written: No space left on device\. Free disk space"):
         trainer.train()
     assert trainer.state.step == step
 
@@ -40,7 +40,7 @@ def test_run_folder_on_a_full_disk_is_named_at_the_start(tiny_data: Path, tmp_pa
     trainer = trainer_of(tiny_data, tmp_path)
     with (
         armed("file.before_rename", full_disk),
-        pytest.raises(UserError, match=r"cannot be written: No space left on device\n  remedy: free disk space"),
+        pytest.raises(UserError, match=r"cannot be written: No space left on device\. Free disk space"),
     ):
         trainer.train()
     assert trainer.state.step == 0

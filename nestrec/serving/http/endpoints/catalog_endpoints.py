@@ -29,7 +29,7 @@ async def items(front: HandlerContext, request: ItemsRequest) -> ItemsResponse:
     try:
         added = await on_daemon_thread(lambda: add_items(front.service, told))
     except UserError as error:
-        field = error.field or "items"
+        field = error.option or "items"
         raise BadRequestError(error.problem, field, _CONFLICT, remedy=error.remedy or "") from error
     fleets = front.service.fleets
     return {
