@@ -108,7 +108,7 @@ def test_a_non_finite_loss_exits_with_its_own_code_and_leaves_the_last_checkpoin
     broken = {**more, "training.max_steps": 24, "optimizer.learning_rate": 1e30}
     with pytest.raises(AssertionError, match=f"failed with {errors.NON_FINITE}") as caught:
         run_with_faults(command_of("sasrec", data, tmp_path, broken), [], env=ENV, is_forked=True)
-    assert "error: step = 8: loss nan" in str(caught.value)
+    assert "error: step=8: loss nan" in str(caught.value)
     assert "Traceback" not in str(caught.value)
     assert run_digest(tmp_path) == before
     assert CheckpointManager(tmp_path / "checkpoints").steps() == [3, 6]

@@ -32,7 +32,7 @@ def test_a_mistake_ends_with_its_code_and_is_told_once(tmp_path: Path) -> None:
     said = (tmp_path / "said").read_text()
     assert "Traceback" not in said
     assert "torch" not in said, "nor a log of its launcher's"
-    assert said.count("error: training.epochs = 0: must be 1 or more") == 1
+    assert said.count("error: training.epochs=0: must be 1 or more") == 1
     assert said.splitlines()[-1].endswith("ended with code 2: a mistake that its message names")
 
 

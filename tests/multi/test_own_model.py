@@ -80,7 +80,7 @@ def test_ranks_may_hold_unequal_samples_and_begin_with_the_weights_of_the_first(
 
 def test_a_rank_with_fewer_batches_is_named_on_every_rank(pools):
     failures = pools[2].outcomes(_train, [[3, 2, 1], [3, 2]])
-    assert ["rank = 1: has fewer batches" in failure.text for failure in failures] == [True, True]
+    assert ["rank=1: has fewer batches" in failure.text for failure in failures] == [True, True]
 
 
 def _with_a_bad_batch(topology, bad) -> str:
@@ -103,8 +103,8 @@ def _with_a_bad_batch(topology, bad) -> str:
 
 
 def test_a_bad_batch_of_one_rank_ends_the_training_of_all_at_once_and_another_can_begin(pools):
-    other = "rank = 1: could not give its batch"
-    said = "field of a batch = 't': holds float64 where keys are whole numbers"
+    other = "rank=1: could not give its batch"
+    said = "field of a batch=t: holds float64 where keys are whole numbers"
     assert pools[2].run(_with_a_bad_batch, "float") == [other, said]
     assert pools[2].run(_with_a_bad_batch, "lost") == [other, "disk gone"]
     assert len(set(pools[2].run(_train, [[3], [3]]))) == 1
@@ -143,9 +143,9 @@ def _different(topology, what) -> None:
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("table", "tables[0].dim = 2: rank 1 differs from rank 0 (3)"),
-        ("shape", "weights of the model.weight.shape[1] = 1: rank 1 differs from rank 0 (2)"),
-        ("learns", "weights of the model.bias.learns = True: rank 1 differs from rank 0 (False)"),
+        ("table", "tables[0].dim=2: rank 1 differs from rank 0 (3)"),
+        ("shape", "weights of the model.weight.shape[1]=1: rank 1 differs from rank 0 (2)"),
+        ("learns", "weights of the model.bias.learns=True: rank 1 differs from rank 0 (False)"),
     ],
 )
 def test_what_differs_between_ranks_is_named(pools, what, words):

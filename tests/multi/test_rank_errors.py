@@ -23,7 +23,7 @@ from support.rank_pool import RankFailure, RankPool
     [
         (other_config_on_last_rank, "tables"),
         (bad_key_on_last_rank, "is not a key of table 'item', which holds 0 to 59 (found on rank 3)"),
-        (own_error, "disk = '/data': is full (rank 1)"),
+        (own_error, "disk=/data: is full (rank 1)"),
         (disagree, "rank 2 differs from rank 0"),
     ],
 )

@@ -37,19 +37,19 @@ def check_same_error_everywhere(outcomes: list[RankFailure], kind: str, words: s
 
 def test_a_rank_with_another_configuration_is_named_with_the_field(pools, data: str, tmp_path: Path) -> None:
     outcomes = pools[4].outcomes(other_width_on_last_rank, data, str(tmp_path))
-    check_same_error_everywhere(outcomes, "UserError", "task.encoder.dim = 8: differs between ranks: rank 3 has 12")
+    check_same_error_everywhere(outcomes, "UserError", "task.encoder.dim=8: differs between ranks: rank 3 has 12")
 
 
 def test_missing_data_is_said_by_every_rank(pools, tmp_path: Path) -> None:
     outcomes = pools[2].outcomes(no_data, str(tmp_path))
     check_same_error_everywhere(
-        outcomes, "UserError", "data.folder = '/nowhere': there is no prepared dataset here (rank 0)"
+        outcomes, "UserError", "data.folder=/nowhere: there is no prepared dataset here (rank 0)"
     )
 
 
 def test_a_second_place_that_only_one_process_sees_is_refused(pools, data: str, tmp_path: Path) -> None:
     outcomes = pools[2].outcomes(train, "hstu", data, str(tmp_path), {"training.checkpoint_address": "memory://run"})
-    check_same_error_everywhere(outcomes, "UserError", "training.checkpoint_address = 'memory://run': is memory of")
+    check_same_error_everywhere(outcomes, "UserError", "training.checkpoint_address=memory://run: is memory of")
 
 
 @pytest.mark.parametrize("saving", [{}, {"training.checkpoint_async": True}], ids=["waiting", "background"])

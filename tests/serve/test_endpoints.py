@@ -217,7 +217,7 @@ def test_a_route_belongs_to_one_endpoint(installed):
     knows = installed / "my_package" / "knows.py"
     knows.write_text(knows.read_text().replace("/v1/knows", "/v1/rank"))
     with pytest.raises(
-        UserError, match=r"nestrec.endpoints: knows = '/v1/rank': is the path of two(.|\n)*'my_package'"
+        UserError, match=r"nestrec.endpoints: knows=/v1/rank: is the path of two(.|\n)*'my_package'"
     ):
         all_endpoints(seam)
 
@@ -323,7 +323,7 @@ class Unheard:
     [
         (
             {"request": Unheard, "method": "POST"},
-            r"endpoint = 'two': its request .*Unheard'> is not what JSON can hold",
+            r"endpoint=two: its request .*Unheard'> is not what JSON can hold",
         ),
         ({"answer": 3}, "its answer 3 is not what JSON can hold"),
         ({"path": "v1/two"}, "its path 'v1/two' does not begin with '/'"),

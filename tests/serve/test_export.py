@@ -225,7 +225,7 @@ def test_a_default_must_be_known_and_read():
     check_defaults(InputDefaults(features={"tab": None}), servable)
     with pytest.raises(UserError, match=r"defaults.features.tab = 'hme'(.|\n)*did you mean 'home'"):
         check_defaults(InputDefaults(features={"tab": "hme"}), servable)
-    with pytest.raises(UserError, match=r"defaults.times = 'now': is not read by the model"):
+    with pytest.raises(UserError, match=r"defaults.times=now: is not read by the model"):
         check_defaults(InputDefaults(times="now"), servable)
 
 

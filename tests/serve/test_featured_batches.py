@@ -215,10 +215,10 @@ def test_what_nobody_can_know_is_asked_for_by_name(runs, everybody, tmp_path):
     served = nestrec.load(runs.folder(EVERY_KIND))
     output = tmp_path / "out.parquet"
     for context, match in (
-        ({}, r"context.device = None: is needed[\s\S]*set context.device, or export"),
+        ({}, r"context.device=None: is needed[\s\S]*set context.device, or export"),
         ({**CONTEXTS[0], "device": ["tv"]}, r"context.device = .*must be one value"),
-        ({**CONTEXTS[0], "device": "radio"}, r"context.device = 'radio': is no value[\s\S]*phone, tv, web"),
-        ({"devise": "tv"}, r"context.devise = 'tv': is not read[\s\S]*did you mean 'device'"),
+        ({**CONTEXTS[0], "device": "radio"}, r"context.device=radio: is no value[\s\S]*phone, tv, web"),
+        ({"devise": "tv"}, r"context.devise=tv: is not read[\s\S]*did you mean 'device'"),
     ):
         with pytest.raises(UserError, match=match):
             served.batch(replace(CFG, context=context)).recommend("all", output, data=runs.data)

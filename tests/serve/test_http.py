@@ -166,7 +166,7 @@ def test_each_limit_at_its_value_and_one_above(front, at_limit, above):
 
 def test_a_deadline_that_nobody_could_ask_for_is_not_the_default():
     assert LimitsConfig(default_timeout_ms=2000, max_timeout_ms=2000).default_timeout_ms == 2000
-    with pytest.raises(UserError, match=r"limits\.default_timeout_ms = 2001: is longer than a request may ask for"):
+    with pytest.raises(UserError, match=r"limits\.default_timeout_ms=2001: is longer than a request may ask for"):
         LimitsConfig(default_timeout_ms=2001, max_timeout_ms=2000)
 
 

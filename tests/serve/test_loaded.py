@@ -177,32 +177,32 @@ def drawn() -> Recommender:
 
 TIMES = [NOW_MS - 2_000, NOW_MS - 1_000]
 MISTAKES = {
-    "one history of letters": (lambda model: model.recommend("12"), "history.items = '12': must be a list"),
-    "no list": (lambda model: model.recommend(5), "history.items = 5: must be a list"),
-    "half an id": (lambda model: model.rank([1.5], ["3"]), r"history.items = \[1.5\]: must be a list"),
-    "no id": (lambda model: model.recommend([None]), r"history.items = \[None\]: must be a list"),
-    "candidates of letters": (lambda model: model.rank(["1"], "12"), "candidates = '12': must be a list"),
-    "barred letters": (lambda model: model.recommend(HISTORIES[1], exclude="12"), "exclude = '12': must be a list"),
+    "one history of letters": (lambda model: model.recommend("12"), "history.items=12: must be a list"),
+    "no list": (lambda model: model.recommend(5), "history.items=5: must be a list"),
+    "half an id": (lambda model: model.rank([1.5], ["3"]), r"history.items=\[1.5\]: must be a list"),
+    "no id": (lambda model: model.recommend([None]), r"history.items=\[None\]: must be a list"),
+    "candidates of letters": (lambda model: model.rank(["1"], "12"), "candidates=12: must be a list"),
+    "barred letters": (lambda model: model.recommend(HISTORIES[1], exclude="12"), "exclude=12: must be a list"),
     "times as text": (
         lambda model: model.recommend({"items": ["1"], "times_ms": ["now"]}),
-        r"history.times_ms = \['now'\]: must be a list of values, each a whole number",
+        r"history.times_ms=\['now'\]: must be a list of values, each a whole number",
     ),
     "too few times": (
         lambda model: model.recommend({"items": ["1", "2"], "times_ms": [5]}),
-        r"history.times_ms = \[5\]: must have 2 values",
+        r"history.times_ms=\[5\]: must have 2 values",
     ),
     "now as text": (
         lambda model: model.recommend({"items": ["1"], "times_ms": [5], "now_ms": "6"}),
-        "now_ms = '6': must be a whole number",
+        "now_ms=6: must be a whole number",
     ),
-    "no context": (lambda model: model.recommend(HISTORIES[1], context="web"), "context = 'web': must be an object"),
-    "part of an item": (lambda model: model.recommend(HISTORIES[1], 2.5), "k = 2.5: must be a whole number"),
-    "no item": (lambda model: model.recommend(HISTORIES[1], 0), "k = 0: must be a whole number"),
+    "no context": (lambda model: model.recommend(HISTORIES[1], context="web"), "context=web: must be an object"),
+    "part of an item": (lambda model: model.recommend(HISTORIES[1], 2.5), "k=2.5: must be a whole number"),
+    "no item": (lambda model: model.recommend(HISTORIES[1], 0), "k=0: must be a whole number"),
     "one history for many": (lambda model: model.recommend_all(HISTORIES[1]), "histories = .*is one history"),
-    "no histories": (lambda model: model.recommend_all(None), "histories = None: is no list"),
-    "one list for many": (lambda model: model.rank_all([["1"]], "1"), "candidates = '1': is one list of candidates"),
-    "unknown items of a set": (lambda model: model.item_vectors({"x"}), r"items = \['x'\]: the model knows no such"),
-    "options of a batch job": (lambda model: model.batch({"k": 3}), "cfg = {'k': 3}: are not the options of a batch"),
+    "no histories": (lambda model: model.recommend_all(None), "histories=None: is no list"),
+    "one list for many": (lambda model: model.rank_all([["1"]], "1"), "candidates=1: is one list of candidates"),
+    "unknown items of a set": (lambda model: model.item_vectors({"x"}), r"items=\['x'\]: the model knows no such"),
+    "options of a batch job": (lambda model: model.batch({"k": 3}), "cfg={'k': 3}: are not the options of a batch"),
     "a copy": (pickle.dumps, "cannot be pickled"),
 }
 
@@ -231,5 +231,5 @@ def test_histories_may_be_arrays_and_columns_of_any_kind(drawn):
 def test_a_device_that_is_not_there_is_refused():
     with pytest.raises(nestrec.UserError, match=r"(?s)device=gpu: is no device.*cpu"):
         nestrec.load("runs/any", device="gpu")
-    with pytest.raises(nestrec.UserError, match="device = None: is no device"):
+    with pytest.raises(nestrec.UserError, match="device=None: is no device"):
         nestrec.load("runs/any", device=None)

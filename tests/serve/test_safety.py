@@ -304,7 +304,7 @@ def test_an_instance_answers_nobody_but_its_front(service):
 def test_other_machines_are_let_in_by_keys_tls_or_an_explicit_word(front, tmp_path):
     cfg = ServeConfig(host="0.0.0.0", port=0, front=front)
     start = serve if front == "none" else lambda folders, cfg, *rest: serve_many(folders, cfg, {}, *rest)
-    with pytest.raises(UserError, match=r"host = '0\.0\.0\.0': lets other machines ask(.|\n)*--insecure"):
+    with pytest.raises(UserError, match=r"host=0\.0\.0\.0: lets other machines ask(.|\n)*--insecure"):
         start([tmp_path], cfg, SignalHandler(), print)
 
 
@@ -579,7 +579,7 @@ def test_half_a_pair_and_what_is_no_certificate_are_told_at_the_start(tmp_path):
     for name in ("a.pem", "a.key"):
         (tmp_path / name).write_text("nothing")
     cfg = SecurityConfig(certificate=str(tmp_path / "a.pem"), private_key=str(tmp_path / "a.key"))
-    with pytest.raises(UserError, match=r"safety.certificate = .*a\.pem': cannot be used"):
+    with pytest.raises(UserError, match=r"safety.certificate=.*a\.pem': cannot be used"):
         serve([tmp_path], ServeConfig(port=0, safety=cfg), SignalHandler(), print)
 
 

@@ -89,7 +89,7 @@ def test_a_port_in_use_is_one_clear_error_before_anything_is_said_to_serve(folde
         other.listen()
         port = other.getsockname()[1]
         said = []
-        with pytest.raises(UserError, match=f"port = {port}: is in use"):
+        with pytest.raises(UserError, match=f"port={port}: is in use"):
             serve([folder], ServeConfig(port=port), SignalHandler(), said.append)
         with pytest.raises(UserError, match=r"host = '192\.0\.2\.1'"):
             serve([folder], ServeConfig(host="192.0.2.1", port=0, insecure=True), SignalHandler(), said.append)
@@ -120,7 +120,7 @@ def test_two_that_bind_at_once_are_told_apart_when_they_listen():
     try:
         second = bound_sockets("127.0.0.1", port)
         first[0].listen()
-        with pytest.raises(UserError, match=f"port = {port}: is in use"):
+        with pytest.raises(UserError, match=f"port={port}: is in use"):
             run_server(
                 uvicorn.Config(None, lifespan="off", log_level="critical"), second, SignalHandler(), lambda: None
             )

@@ -70,7 +70,7 @@ def test_error_collector_keeps_added_errors_in_order() -> None:
     mistakes.add("is empty", option="log", value="", remedy="name a file", error=DataError)
     with pytest.raises(DataError) as alone:
         mistakes.raise_if_any()
-    assert str(alone.value) == "log = '': is empty\n  remedy: name a file"
+    assert str(alone.value) == "log='': is empty. Name a file"
     with mistakes.collecting():
         raise UserError("is too big", option="batch", value=7)
     mistakes.add("is wrong")

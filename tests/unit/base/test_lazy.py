@@ -29,7 +29,7 @@ def test_import_extra_names_the_extra_to_install():
 def test_import_extra_names_option_and_alternative():
     with pytest.raises(UserError) as error:
         import_extra("absent", "x", "is needed", field="search.kind", value="faiss", instead=", or export exact")
-    assert str(error.value).startswith("search.kind = 'faiss': is needed")
+    assert str(error.value).startswith("search.kind=faiss: is needed")
     assert error.value.remedy == "pip install 'nestrec[x]', or export exact"
 
 

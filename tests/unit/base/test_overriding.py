@@ -38,6 +38,6 @@ def test_dates_are_values_as_their_texts_are(moment: str) -> None:
 
 def test_single_value_for_named_values_asks_for_names() -> None:
     with pytest.raises(
-        UserError, match=r"log.actions = 'event': must hold names with values\n  remedy: write name=value"
+        UserError, match=r"log.actions=event: must hold names with values. Write name=value"
     ):
         with_overrides(LogOptions(), {"log.actions": "event"})

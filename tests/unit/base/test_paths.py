@@ -34,7 +34,7 @@ def test_a_folder_that_may_only_be_read_is_named_with_a_remedy(tmp_path: Path, i
     folder = tmp_path / "read-only"
     folder.mkdir(mode=0o555)
     told = told_to_nobody(folder / inner)
-    assert told.startswith(f"--output = '{folder / inner}': cannot be written: no permission in ")
+    assert told.startswith(f"--output={folder / inner}: cannot be written: no permission in ")
     assert "remedy: name another folder, or change its permissions" in told
 
 

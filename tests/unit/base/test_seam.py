@@ -41,7 +41,7 @@ def test_members_are_found_by_name_ours_first(monkeypatch: pytest.MonkeyPatch) -
 
 def test_an_unknown_name_says_what_was_meant_and_how_to_add_one(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
-        UserError, match=r"draw.shape = 'sqare': no such shape(.|\n)*did you mean 'square'.*tests.shapes"
+        UserError, match=r"draw.shape=sqare: no such shape(.|\n)*did you mean 'square'.*tests.shapes"
     ):
         shapes(monkeypatch).find("sqare", field="draw.shape")
 
@@ -103,14 +103,14 @@ def specs(monkeypatch: pytest.MonkeyPatch, **given: Any) -> PluginRegistry[Spec]
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"config": "Style"}, r"specs: one, config = 'Style': is not what is asked for\n.*give a dataclass"),
-        ({"config": Style()}, r"one, config = Style\(width=1\): is not what"),
-        ({"area": None}, r"one, area = None: is not what .*\n.*a function of \(Any, OnlyForTypeCheckers\)"),
+        ({"config": "Style"}, r"specs: one, config=Style: is not what is asked for.*give a dataclass"),
+        ({"config": Style()}, r"one, config=Style\(width=1\): is not what"),
+        ({"area": None}, r"one, area=None: is not what .*.*a function of \(Any, OnlyForTypeCheckers\)"),
         ({"area": lambda shape: 1.0}, r"cannot be called as it will be: it takes \(shape\)"),
         ({"draw": lambda canvas, size: None}, r"it takes \(canvas, size\)\n.*a function of \(canvas, scale=\)"),
         ({"corners": [Shape(3)]}, r"one, corners = .*\n.*give a tuple of Shape"),
         ({"corners": ("corner",)}, r"one, corners = \('corner',\)"),
-        ({"kind": "sharp"}, r"one, kind = 'sharp': .*\n.*'flat' or 'round'"),
+        ({"kind": "sharp"}, r"one, kind=sharp: .*.*'flat' or 'round'"),
         ({"names": ["a"]}, r"one, names = .*\n.*give a Mapping"),
     ],
 )
@@ -124,7 +124,7 @@ def test_a_field_of_a_spec_that_holds_something_else_is_named(
 
 def test_what_a_spec_names_without_importing_it_is_checked_when_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     seam = specs(monkeypatch)
-    with pytest.raises(UserError, match=r"spec = 'one': its painted 'gone:X' cannot be loaded \(ModuleNotFoundError"):
+    with pytest.raises(UserError, match=r"spec=one: its painted 'gone:X' cannot be loaded \(ModuleNotFoundError"):
         seam.resolved("one", "painted", "gone:X", of=Shape)
     with pytest.raises(UserError, match="its painted is 3, which is no Shape"):
         seam.resolved("one", "painted", 3, of=Shape)

@@ -116,7 +116,7 @@ def test_the_command_of_every_result_file_still_parses(command: str) -> None:
 @pytest.mark.parametrize(
     ("measure", "said"),
     [
-        (lambda bench: None, r"squares = 'measure': its `measure` gives None, which holds no rows"),
+        (lambda bench: None, r"squares=measure: its `measure` gives None, which holds no rows"),
         (lambda bench: ["a row"], r"gives the row 'a row', which is no mapping"),
         (lambda bench: [{"time": object()}], r"gives the row .* which no result file can hold"),
     ],

@@ -44,5 +44,5 @@ def test_the_window_cache_is_measured_too():
 
 
 def test_what_cannot_be_measured_is_refused_by_name():
-    with pytest.raises(UserError, match=r"ranks = \(0,\): must be 1 or more"):
+    with pytest.raises(UserError, match=r"ranks=\(0,\): must be 1 or more"):
         with_overrides(HostBench(), {"ranks": "0"})

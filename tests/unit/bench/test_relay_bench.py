@@ -153,7 +153,7 @@ def test_a_sweep_asks_only_whether_a_mode_carries_what_the_first_one_does(carrie
 
 
 def test_where_searches_begin_is_told_for_each_share_of_returning_users():
-    with pytest.raises(UserError, match=r"starts = \(1\.0, 2\.0\): is not one for each"):
+    with pytest.raises(UserError, match=r"starts=\(1\.0, 2\.0\): is not one for each"):
         list(measure_over_http(replace(BENCH, model="none", modes=("full",), starts=(1.0, 2.0))))
 
 

@@ -295,7 +295,7 @@ def test_places_write_list_replace_and_remove(tmp_path: Path, kind: str, request
 
 
 def test_address_of_an_unknown_kind_is_an_error() -> None:
-    with pytest.raises(UserError, match=r"address = 'nowhere://x': cannot be opened"):
+    with pytest.raises(UserError, match=r"address=nowhere://x: cannot be opened"):
         storage_of("nowhere://x")
 
 

@@ -298,7 +298,7 @@ def test_what_the_dataset_does_not_have_is_refused(grown: Path) -> None:
     ):
         with pytest.raises(DataError, match=problem):
             append(path, grown, overrides=overrides)
-    with pytest.raises(UserError, match=r"overrides = \['items'\]: are not named values"):
+    with pytest.raises(UserError, match=r"overrides=\['items'\]: are not named values"):
         append(path, grown, overrides=["items"])  # type: ignore[arg-type]
     append(path, grown, overrides={"max_bad_share": 0.5, "log.user": Path("user")})
 

@@ -49,7 +49,7 @@ def test_a_format_whose_batches_are_not_as_it_announced_is_named(
 
 def test_a_format_that_gives_no_card_or_no_source_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(FORMATS._built_in, "cardless", FormatSpec("none", PrepareOptions, lambda i, o, p, q: None))  # type: ignore[arg-type, return-value]
-    with pytest.raises(UserError, match="cardless = 'prepare': its `prepare` gives None and no card"):
+    with pytest.raises(UserError, match="cardless=prepare: its `prepare` gives None and no card"):
         prepare("cardless", tmp_path, tmp_path / "data")
     monkeypatch.setitem(FORMATS._built_in, "empty", log_format("an empty one", PrepareOptions, lambda path, options: 3))  # type: ignore[arg-type, return-value]
     with pytest.raises(UserError, match="'an empty one': its `open` gives 3"):

@@ -221,7 +221,7 @@ def test_equally_many_fractions_in_text_are_a_vector_and_whole_numbers_are_not(t
 @pytest.mark.parametrize(
     ("header", "options", "message"),
     [
-        ("item,id,brand", {}, r"item_columns = 'id': would take the place of the dataset's own column item_id"),
+        ("item,id,brand", {}, r"item_columns=id: would take the place of the dataset's own column item_id"),
         ("item,brand,key", {}, r"item_columns = 'key'.*\n.*--item_columns.left_out key"),
         ("item,a_counts,a", {"item_columns": {"lists": ("a",)}}, "'a_counts': is what the dataset calls how many"),
         ("item,title,title_bag", {}, "'title_bag': is the name of 2 features of the item"),
@@ -243,7 +243,7 @@ def test_a_table_may_have_a_separator_of_its_own(tmp_path: Path) -> None:
     dataset = with_tables(tmp_path, items=given, item_columns={"separator": ";"})
     assert dataset.vocabulary("item_brand").column("key").to_pylist() == ["a,b", "c"]
     for wrong in ("ab", "§", '"', "\n"):
-        with pytest.raises(UserError, match=r"separator = .*: cannot separate fields"):
+        with pytest.raises(UserError, match=r"separator=.*: cannot separate fields"):
             with_tables(tmp_path, items=given, item_columns={"separator": wrong})
 
 
@@ -336,5 +336,5 @@ def test_tables_in_memory_are_prepared_and_appended(tmp_path: Path) -> None:
 
 def test_table_that_parquet_cannot_hold_is_refused(tmp_path: Path) -> None:
     spans = pa.array([None], pa.month_day_nano_interval())
-    with pytest.raises(DataError, match="input = 'Frame': cannot be written as Parquet"):
+    with pytest.raises(DataError, match="input=Frame: cannot be written as Parquet"):
         prepare("log", Frame(user=["ann"], item=[7], span=spans), tmp_path / "out")

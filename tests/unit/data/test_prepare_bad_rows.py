@@ -251,7 +251,7 @@ def test_numbers_and_times_that_nothing_can_read_say_how_to_write_them(
 def test_a_log_of_one_moment_says_how_its_numbers_can_be_learnt_from(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text("user,item,t,x\n" + "u,a,2026-10-25,5\n" * 4)
     options = {"log.time": "t", "log.time_unit": "iso", "log.numbers": ("x",)}
-    with pytest.raises(DataError, match=r"(?s)fit_share = 0.8: leaves no event to learn from.*--fit_share 1"):
+    with pytest.raises(DataError, match=r"(?s)fit_share=0.8: leaves no event to learn from.*--fit_share 1"):
         prepare("log", tmp_path / "log.csv", tmp_path / "out", **options)
     card = prepare("log", tmp_path / "log.csv", tmp_path / "out", **options, fit_share=1)
     assert card.fit.events == 2

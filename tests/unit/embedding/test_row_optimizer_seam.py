@@ -102,9 +102,9 @@ def test_a_host_loop_that_does_as_its_formula_is_taken(monkeypatch):
     [
         (
             {"host_loop": _loop_without_momentum},
-            r"momentum = 'host_loop': .* other numbers than its formula: the weigh",
+            r"momentum=host_loop: .* other numbers than its formula: the weigh",
         ),
-        ({"kernel": _kernel_uphill}, "momentum = 'kernel': .* other numbers than its formula"),
+        ({"kernel": _kernel_uphill}, "momentum=kernel: .* other numbers than its formula"),
         ({"formula": lambda states, grad, step: None}, r"'formula': its `formula` gives None and not what to take"),
         ({"formula": lambda states, grad, step: grad.sum(1)}, r"gives torch.float32 of \(3,\) and not"),
         ({"formula": lambda states, grad, step: grad - grad.mean(0)}, "moves a row otherwise when other rows are"),

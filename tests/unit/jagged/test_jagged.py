@@ -120,5 +120,5 @@ def test_rows_may_be_lists_or_arrays_and_empty_ones_do_not_change_the_type():
     assert (made.values.tolist(), made.offsets.tolist()) == ([3, 8, 5], [0, 2, 2, 2, 3])
     assert made.values.dtype == torch.int64
     assert Jagged.from_rows([]).num_rows == 0
-    with pytest.raises(UserError, match=r"rows\[1\] = 7: is one value and no row"):
+    with pytest.raises(UserError, match=r"rows\[1\]=7: is one value and no row"):
         Jagged.from_rows([[1], 7])

@@ -85,13 +85,13 @@ def test_as_many_versions_stay_as_are_wanted(run: nestrec.Run, tmp_path: Path, b
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda run, out: nestrec.export(None, out), "run = None: is no run"),
-        (lambda run, out: nestrec.export(run, None), "output = None: is no path"),
+        (lambda run, out: nestrec.export(None, out), "run=None: is no run"),
+        (lambda run, out: nestrec.export(run, None), "output=None: is no path"),
         (lambda run, out: nestrec.export(run, out, {"dytpe": "bfloat16"}), "(?s)dytpe = .*did you mean 'dtype'"),
-        (lambda run, out: nestrec.publish(None, out), "run = None: is no run"),
-        (lambda run, out: nestrec.publish(run, 3), "address = 3: is no path"),
+        (lambda run, out: nestrec.publish(None, out), "run=None: is no run"),
+        (lambda run, out: nestrec.publish(run, 3), "address=3: is no path"),
         (lambda run, out: nestrec.publish(run, out, {"keep": 0}), "keep = "),
-        (lambda run, out: nestrec.publish(run, out, {"every_steps": 5}), "every_steps = '5': no such option"),
+        (lambda run, out: nestrec.publish(run, out, {"every_steps": 5}), "every_steps=5: no such option"),
     ],
 )
 def test_what_a_server_could_not_be_given_is_refused_before_anything_is_written(
@@ -105,7 +105,7 @@ def test_what_a_server_could_not_be_given_is_refused_before_anything_is_written(
 def test_a_folder_that_is_there_is_refused_before_the_weights_are_read(run: nestrec.Run, tmp_path: Path) -> None:
     (tmp_path / "young").mkdir()
     shutil.copy(run.folder / "config.json", tmp_path / "young")
-    with pytest.raises(nestrec.UserError, match=r"OUT = .*: exists already"):
+    with pytest.raises(nestrec.UserError, match=r"OUT=.*: exists already"):
         nestrec.export(tmp_path / "young", tmp_path)
     with pytest.raises(nestrec.UserError, match="has no checkpoint yet"):
         nestrec.export(tmp_path / "young", tmp_path / "new")

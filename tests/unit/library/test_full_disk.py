@@ -52,7 +52,7 @@ def test_a_log(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("write", "said"),
     [
-        (lambda servable, folder: write_servable(servable, folder / "model"), "OUT = .*model': cannot be written"),
+        (lambda servable, folder: write_servable(servable, folder / "model"), "OUT=.*model': cannot be written"),
         (
             lambda servable, folder: Recommender(servable).batch().embed_items(str(folder / "v.npy")),
             "output = .*v.npy",

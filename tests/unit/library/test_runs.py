@@ -140,19 +140,19 @@ def test_a_mapping_sets_the_fields_that_it_names_and_leaves_the_others_to_the_re
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda run: nestrec.train("demo", output=3), "output = 3: is no path"),
+        (lambda run: nestrec.train("demo", output=3), "output=3: is no path"),
         (
             lambda run: nestrec.train("demo", {"data.folder": print}),
-            "data.folder = <built-in.*: is no value of an option",
+            "data.folder=<built-in.*: is no value of an option",
         ),
-        (lambda run: nestrec.train("demo", listener=print), "listener = .*: is no listener"),
-        (lambda run: nestrec.train("demo", window_hooks=print), "window_hooks = .*: is no list of functions"),
-        (lambda run: nestrec.evaluate(run, None), "part = None: is no part of the data"),
-        (lambda run: nestrec.follow(None, run), "source = None: is no path"),
-        (lambda run: nestrec.append(None, "data"), "dataset = .*: is not a prepared dataset"),
-        (lambda run: nestrec.prepare("log", "a.csv", None), "output = None: is no path"),
-        (lambda run: nestrec.prepare(None, "a.csv", "data"), "format = None: no such format"),
-        (lambda run: nestrec.prepare("log", "a.csv", "data", user_core=print), "user_core = <built-in.*: is no value"),
+        (lambda run: nestrec.train("demo", listener=print), "listener=.*: is no listener"),
+        (lambda run: nestrec.train("demo", window_hooks=print), "window_hooks=.*: is no list of functions"),
+        (lambda run: nestrec.evaluate(run, None), "part=None: is no part of the data"),
+        (lambda run: nestrec.follow(None, run), "source=None: is no path"),
+        (lambda run: nestrec.append(None, "data"), "dataset=.*: is not a prepared dataset"),
+        (lambda run: nestrec.prepare("log", "a.csv", None), "output=None: is no path"),
+        (lambda run: nestrec.prepare(None, "a.csv", "data"), "format=None: no such format"),
+        (lambda run: nestrec.prepare("log", "a.csv", "data", user_core=print), "user_core=<built-in.*: is no value"),
     ],
 )
 def test_what_a_call_cannot_mean_is_refused_before_anything_is_written(
@@ -193,7 +193,7 @@ LOG = {"log.user": "user", "log.item": "item", "log.time": "time", "log.time_uni
 
 
 def test_a_source_may_be_a_path(run: nestrec.Run, tmp_path: Path) -> None:
-    with pytest.raises(nestrec.UserError, match=r"SOURCE = .*nowhere': is no source"):
+    with pytest.raises(nestrec.UserError, match=r"SOURCE=.*nowhere': is no source"):
         nestrec.follow(
             tmp_path / "nowhere",
             run,
@@ -225,7 +225,7 @@ def test_a_source_of_others_that_opens_nothing_is_named(run: nestrec.Run, monkey
     nothing = StreamSourceSpec("nothing", lambda address: address == "mine://events", lambda *_: None)  # type: ignore[arg-type, return-value]
     monkeypatch.setitem(SOURCES._built_in, "mine", nothing)
     with pytest.raises(
-        nestrec.UserError, match=r"sources: mine = 'open': its `open` gives None of mine://events.*\n.*mend `open`"
+        nestrec.UserError, match=r"sources: mine=open: its `open` gives None of mine://events.*.*mend `open`"
     ):
         nestrec.follow("mine://events", run, LOG)
 
@@ -239,7 +239,7 @@ def test_every_public_name_is_there() -> None:
 
 def test_a_part_that_is_none_is_refused_and_not_kept(run: nestrec.Run) -> None:
     before = sorted(run.folder.rglob("*"))
-    with pytest.raises(nestrec.UserError, match=r"(?s)part = 'tst': is no part.*did you mean 'test'"):
+    with pytest.raises(nestrec.UserError, match=r"(?s)part=tst: is no part.*did you mean 'test'"):
         nestrec.evaluate(run, "tst")  # type: ignore[arg-type]
     assert sorted(run.folder.rglob("*")) == before
 
@@ -247,7 +247,7 @@ def test_a_part_that_is_none_is_refused_and_not_kept(run: nestrec.Run) -> None:
 def test_overrides_that_are_no_names_with_values_are_refused() -> None:
     with pytest.raises(nestrec.UserError, match=r"(?s)overrides=training.epochs=2: .*\{"):
         nestrec.train("demo", "training.epochs=2")  # type: ignore[arg-type]
-    with pytest.raises(nestrec.UserError, match="5 = '2': no such option"):
+    with pytest.raises(nestrec.UserError, match="5=2: no such option"):
         nestrec.train("demo", {5: 2})  # type: ignore[dict-item]
 
 

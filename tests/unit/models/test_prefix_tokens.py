@@ -86,5 +86,5 @@ def test_an_encoder_that_gives_no_state_for_each_token_is_named(answer, words):
         def forward(self, tokens, info):
             return answer(tokens)
 
-    with pytest.raises(UserError, match=rf"encoder = 'Own': {words}\n.*shape \(9, 8\)"):
+    with pytest.raises(UserError, match=rf"encoder=Own: {words}.*shape \(9, 8\)"):
         states_behind(Own(), torch.ones(9, DIM), info_of(LENGTHS), None)

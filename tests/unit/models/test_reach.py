@@ -112,10 +112,10 @@ def test_costs_of_a_length_grow_with_it_and_not_with_its_square():
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"prefix": 3}, "attention.prefix = 3: means nothing without a window"),
-        ({"full_layers": 1}, "attention.full_layers = 1: means nothing"),
-        ({"window": 3, "full_layers": 2}, "attention.full_layers = 2: leaves none of 2 layers"),
-        ({"keep_last": 3, "keep_from": 2}, "attention.keep_from = 2: leaves none"),
+        ({"prefix": 3}, "attention.prefix=3: means nothing without a window"),
+        ({"full_layers": 1}, "attention.full_layers=1: means nothing"),
+        ({"window": 3, "full_layers": 2}, "attention.full_layers=2: leaves none of 2 layers"),
+        ({"keep_last": 3, "keep_from": 2}, "attention.keep_from=2: leaves none"),
         ({"window": 0}, "window = 0"),
     ],
 )

@@ -41,7 +41,7 @@ def test_a_field_of_keys_that_holds_something_else_is_named(value, words):
 
 
 def test_fields_are_named_by_text():
-    with pytest.raises(UserError, match="field of a batch = 3: is no name"):
+    with pytest.raises(UserError, match="field of a batch=3: is no name"):
         fields_of({3: torch.ones(2)})
 
 

@@ -19,7 +19,7 @@ def pipeline_of(schedule: str, ttl_steps: int) -> TrainingPipeline:
 
 @pytest.mark.parametrize("schedule", ["dual_buffer", "nested", "priority"])
 def test_rows_that_do_not_outlive_the_next_step_are_refused_where_two_batches_are_in_flight(schedule):
-    words = r"tables.t.store.ttl_steps = 0: rows must outlive the next step under the schedule " + schedule
+    words = r"tables.t.store.ttl_steps=0: rows must outlive the next step under the schedule " + schedule
     with pytest.raises(UserError, match=words):
         pipeline_of(schedule, 0)
     pipeline_of(schedule, 1).close()
@@ -36,27 +36,27 @@ RATES = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD(torch.nn.Linear(1, 1).
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"micro_batches": 0}, "micro_batches = 0: must be a whole number from 1"),
+        ({"micro_batches": 0}, "micro_batches=0: must be a whole number from 1"),
         ({"micro_batches": "4"}, "micro_batches = '4'"),
         ({"precision": "fp16"}, "precision = 'fp16'.*\n.*'bf16'"),
         ({"couples_samples": "all"}, "couples_samples = 'all'"),
-        ({"device": "tpu"}, "device = 'tpu': is no device"),
+        ({"device": "tpu"}, "device=tpu: is no device"),
         ({"schedule": 3}, "schedule = '3'"),
         ({"tables": []}, "tables = .*must be a list of tables"),
         ({"tables": Table("t", rows=4, dim=2)}, "must be a list of tables"),
-        ({"tables": ["t"]}, "tables = 't': is no table"),
-        ({"tables": 3}, "tables = 3: must be a list of tables"),
+        ({"tables": ["t"]}, "tables=t: is no table"),
+        ({"tables": 3}, "tables=3: must be a list of tables"),
         ({"dense_optimizer": "adam"}, r"dense_optimizer = 'adam'.*\n.*model.parameters\(\)"),
-        ({"dense_optimizer": {"lr": 0.1}}, "dense_optimizer = {'lr': 0.1}: is no optimiser"),
+        ({"dense_optimizer": {"lr": 0.1}}, "dense_optimizer={'lr': 0.1}: is no optimiser"),
         ({"dense_optimizer": RATES}, r"LambdaLR.*: is no optimiser\n.*stepped in the loop"),
         ({"dense_optimizer": torch.optim.LBFGS(torch.nn.Linear(1, 1).parameters())}, "computes the loss several times"),
         ({"model": lambda vectors, batch: (vectors["t"].sum(), 1)}, "model = .*is no module"),
-        ({"model": torch.nn.Linear}, "model = .*: is no module"),
-        ({"model": torch.nn.LazyLinear(1)}, "weight of the model = 'weight': has no values yet"),
-        ({"weight": 3}, "weight = 3: is no function of a batch"),
-        ({"table_learning_rate": "0.1"}, "table_learning_rate = '0.1': must be a number from 0"),
-        ({"topology": 2}, r"topology = 2: is no Topology\n.*nestrec.distributed.topology.Topology"),
-        ({"spec": "nested"}, "spec = 'nested': is no ScheduleSpec"),
+        ({"model": torch.nn.Linear}, "model=.*: is no module"),
+        ({"model": torch.nn.LazyLinear(1)}, "weight of the model=weight: has no values yet"),
+        ({"weight": 3}, "weight=3: is no function of a batch"),
+        ({"table_learning_rate": "0.1"}, "table_learning_rate=0.1: must be a number from 0"),
+        ({"topology": 2}, r"topology=2: is no Topology.*nestrec.distributed.topology.Topology"),
+        ({"spec": "nested"}, "spec=nested: is no ScheduleSpec"),
         ({"dense_optimizer": torch.optim.Adam(torch.nn.Linear(1, 1).parameters())}, "2 weights that are not the model"),
     ],
 )
@@ -110,7 +110,7 @@ def small_batches(micro_batches: int, *sizes: int) -> int:
 
 
 def test_micro_batches_that_would_mostly_be_empty_are_refused_before_anything_is_computed():
-    words = "micro_batches = 100000: is more than the samples of the first batch, of which there are 6"
+    words = "micro_batches=100000: is more than the samples of the first batch, of which there are 6"
     with pytest.raises(UserError, match=words):
         small_batches(100_000, 6)
     assert small_batches(32, 6) == 1
@@ -119,6 +119,6 @@ def test_micro_batches_that_would_mostly_be_empty_are_refused_before_anything_is
 
 @pytest.mark.parametrize("store", ["device", "dram"])
 def test_a_table_that_no_machine_holds_is_refused_with_its_rows(store):
-    words = r"tables.t.rows = 10000000000000: needs [\d,]+ GiB on each rank(.|\n)*rows=None"
+    words = r"tables.t.rows=10000000000000: needs [\d,]+ GiB on each rank(.|\n)*rows=None"
     with pytest.raises(UserError, match=words):
         EmbeddingEngine([Table("t", rows=10**13, dim=4, store=store).config], Topology.single())

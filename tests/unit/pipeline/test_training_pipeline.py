@@ -314,12 +314,12 @@ def test_a_pooled_feature_with_as_many_keys_for_each_sample_needs_no_lengths():
 
 
 def test_a_pooled_feature_that_no_table_has_is_refused():
-    with pytest.raises(UserError, match="pooled = 'tags': is no feature of a table"):
+    with pytest.raises(UserError, match="pooled=tags: is no feature of a table"):
         made(pooled=("tags",))
 
 
 def test_bags_are_pooled_as_named_and_weighted_ones_need_their_weights():
-    with pytest.raises(UserError, match=r"pooled\.history = 'max': is no way to pool"):
+    with pytest.raises(UserError, match=r"pooled\.history=max: is no way to pool"):
         made(model=Bags(), pooled={"history": "max"})
     pipeline = made(model=Bags(), pooled={"history": "weighted"})
     with pytest.raises(UserError, match="history/weight"):
@@ -340,7 +340,7 @@ def test_a_pipeline_that_was_closed_or_has_failed_says_so_instead_of_reading_mem
         list(failed.run(breaking()))
     for pipeline, why in ((closed, "it was closed"), (failed, "disk gone")):
         for use in (pipeline.digest, lambda p=pipeline: p.step(next(batches(1)))):
-            with pytest.raises(UserError, match=rf"trains no more: .*{why}.*\n.*build a new"):
+            with pytest.raises(UserError, match=rf"trains no more: .*{why}.*.*build a new"):
                 use()
     failed.close()
 

@@ -66,5 +66,5 @@ def test_an_unknown_recipe_says_what_was_meant() -> None:
 def test_an_unknown_field_of_a_saved_config_is_refused() -> None:
     plain = to_plain(recipe("demo"))
     plain["training"]["epoch"] = 3
-    with pytest.raises(UserError, match=r"training\.epoch = 3: TrainingConfig has no such field"):
+    with pytest.raises(UserError, match=r"training\.epoch=3: TrainingConfig has no such field"):
         from_plain(RunConfig, plain)

@@ -418,7 +418,7 @@ def test_no_batch_beyond_the_last_step_is_looked_at(
 
 def test_more_micro_batches_than_the_window_cache_can_number_are_refused(tiny_data: Path, tmp_path: Path) -> None:
     many = {"batch.micro_batches": 32769, "pipeline.window_cache": True}
-    with pytest.raises(UserError, match=r"batch.micro_batches = 32769: is more than the window cache can tell apart"):
+    with pytest.raises(UserError, match=r"batch.micro_batches=32769: is more than the window cache can tell apart"):
         trainer_of("rows", tiny_data, tmp_path, many)
 
 

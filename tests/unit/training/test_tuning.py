@@ -69,7 +69,7 @@ def test_a_search_never_goes_on_with_the_scores_of_another(tmp_path: Path) -> No
         with pytest.raises(UserError, match=f"holds a search with another {next(iter(other))}"):
             search({**about, **other}, "rate=1e-4..1e-1", "kind=good,bad")
     for wanted in ("kind=good,bad,odd", "kind=1..2"):
-        with pytest.raises(UserError, match=r"another --search kind: good,bad\n.*name another folder"):
+        with pytest.raises(UserError, match=r"another --search kind: good,bad.*name another folder"):
             search(about, "rate=1e-4..1e-1", wanted)
 
 
@@ -96,7 +96,7 @@ def test_a_try_that_time_has_cut_short_is_told_in_words_and_goes_on_with_the_nex
         tried.append(overrides)
         return math.nan if len(tried) == 1 else 1.0
 
-    with pytest.raises(UserError, match=r"--minutes = 0.4: no try has a validation score so far\n.*give more"):
+    with pytest.raises(UserError, match=r"--minutes=0.4: no try has a validation score so far.*give more"):
         tune(tmp_path, SEARCH, cut_short, runs=None, minutes=0.4, clock=Ticking(), said=told.append)
     tune(tmp_path, SEARCH, cut_short, runs=1, minutes=None, seed=1, said=told.append)
     assert tried[0] == tried[1]

@@ -49,7 +49,7 @@ def test_run_folder_on_a_full_disk_is_named_at_the_start(tiny_data: Path, tmp_pa
 
 def test_a_run_folder_that_cannot_be_made_is_named(tiny_data: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"RUN = '.*/file/run': cannot be written: Not a directory"):
+    with pytest.raises(UserError, match=r"RUN=.*/file/run: cannot be written: Not a directory"):
         trainer_of(tiny_data, tmp_path / "file" / "run").train()
 
 
@@ -70,6 +70,6 @@ def test_a_name_of_checkpoints_that_is_no_folder_is_told_before_anything_is_comp
     place = tmp_path / name
     place.symlink_to(tmp_path / "not mounted") if is_link else place.write_text("")
     words = "is a link to .*not mounted, which is not there" if is_link else "is no folder"
-    with pytest.raises(UserError, match=f"RUN = '.*/{name}': {words}"):
+    with pytest.raises(UserError, match=f"RUN=.*/{name}: {words}"):
         trainer_of(tiny_data, tmp_path).train()
     assert [path.name for path in tmp_path.iterdir()] == [name]
