@@ -3,7 +3,7 @@
     run = nestrec.train("demo", {"training.epochs": 2})
     nestrec.load(run).recommend({"items": ["12", "7"], "times_ms": [1642271351894, 1642271387634]}, k=5)
 
-The public names below are imported when they are first asked for: `import nestrec` alone loads nothing heavy.
+The public names below are imported lazily, at their first use, so that `import nestrec` alone does not load torch.
 """
 
 from typing import TYPE_CHECKING
@@ -78,7 +78,7 @@ _EXPORTS = {
     "publish": "nestrec.api:publish",
     "train": "nestrec.api:train",
 }
-"""Public name to `module:attribute`."""
+"""Maps each public name to `module:attribute`."""
 
 __all__ = [*_EXPORTS]  # noqa: PLE0604
 __getattr__, __dir__ = lazy_exports(__name__, _EXPORTS)

@@ -1,1 +1,3 @@
-"""Storage backends, sealed manifests, delta chains: shared by checkpoints and published versions."""
+"""Artifact storage shared by checkpoints and published versions: storage backends, manifests with digests, delta
+chains.
+"""

@@ -1,10 +1,9 @@
-"""Files that survive a crash: written, flushed to the disk, hashed on the way; folders committed by rename.
+"""Durable file writes: files are flushed to disk (fsync) and hashed while written; folders are committed by a rename.
 
-Large files written past the page cache of the system.
-
-Written through it, a checkpoint is copied once more, takes as much memory as it has bytes until the disk has them, and
-pushes out what others keep there: while a save goes on, these are the memory and the processors of a training. Here a
-MiB at a time goes from memory of this process to the disk.
+Large files can be written with direct I/O (O_DIRECT), which bypasses the page cache of the operating system. With the
+page cache, a checkpoint would be copied once more, would take as much memory as it has bytes until they are on disk,
+and would evict the pages of other programs; during a save, this costs memory and CPU time of the training. With direct
+I/O, blocks of 1 MiB go from a buffer of this process to the disk.
 """
 
 import errno
@@ -25,81 +24,81 @@ import torch
 
 from nestrec.base.files import fsync_path
 
-PIECE_BYTES = 1 << 20
-"""Of what is written at a time: enough for a disk, few enough to be hashed in the cache of a processor."""
+BLOCK_BYTES = 1 << 20
+"""Size of a write in bytes: large enough for a disk, small enough to be hashed within the CPU cache."""
 ALIGNED_BYTES = 4096
-"""Places and sizes past the cache are multiples of it."""
-_OF_THREAD = threading.local()
+"""Alignment in bytes of offsets and sizes of direct I/O."""
+_THREAD_LOCAL = threading.local()
 
 
-def in_whole_pieces(content: Iterator[memoryview]) -> Iterator[memoryview]:
-    """The same bytes in pieces of `PIECE_BYTES` (the last one has the rest), each in the same memory of this thread."""
+def fixed_size_blocks(content: Iterator[memoryview]) -> Iterator[memoryview]:
+    """Yield the same bytes in blocks of `BLOCK_BYTES` (the last may be shorter), in one reused buffer per thread."""
     buffer = _buffer()
     num_filled = 0
-    for given in content:
-        source = np.frombuffer(given, np.uint8)
+    for chunk in content:
+        source = np.frombuffer(chunk, np.uint8)
         while len(source):
-            part, source = np.split(source, [PIECE_BYTES - num_filled])
-            np.copyto(buffer[num_filled : num_filled + len(part)], part)  # without the interpreter's lock
-            num_filled += len(part)
-            if num_filled == PIECE_BYTES:
-                yield buffer[:PIECE_BYTES].data
+            head, source = np.split(source, [BLOCK_BYTES - num_filled])
+            np.copyto(buffer[num_filled : num_filled + len(head)], head)  # releases the GIL
+            num_filled += len(head)
+            if num_filled == BLOCK_BYTES:
+                yield buffer[:BLOCK_BYTES].data
                 num_filled = 0
     if num_filled:
         yield buffer[:num_filled].data
 
 
 class DirectWriter:
-    """Writes to a new file: all but its last few bytes past the cache, and through it what has no whole piece."""
+    """Writes a new file with direct I/O, except for its last, unaligned bytes and for files smaller than one block."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._is_past = False
+        self._is_direct = False
         self._is_large = False
-        self._may_pass = sys.platform == "linux"
+        self._supports_direct = sys.platform == "linux"
 
-    def write(self, piece: memoryview) -> None:
-        """The next one of `in_whole_pieces`."""
-        self._is_large |= len(piece) == PIECE_BYTES
-        cut = len(piece) // ALIGNED_BYTES * ALIGNED_BYTES if self._is_large else 0
-        self._write(piece[:cut], past=True)
-        self._write(piece[cut:], past=False)
+    def write(self, block: memoryview) -> None:
+        """Write the next block of `fixed_size_blocks`."""
+        self._is_large |= len(block) == BLOCK_BYTES
+        cut = len(block) // ALIGNED_BYTES * ALIGNED_BYTES if self._is_large else 0
+        self._write(block[:cut], direct=True)
+        self._write(block[cut:], direct=False)
 
-    def _write(self, piece: memoryview, *, past: bool) -> None:
-        while len(piece):
-            self._pass(past and self._may_pass)
+    def _write(self, block: memoryview, *, direct: bool) -> None:
+        while len(block):
+            self._set_direct(direct and self._supports_direct)
             try:
-                piece = piece[os.write(self._descriptor, piece) :]
+                block = block[os.write(self._descriptor, block) :]
             except OSError as error:
-                # Some file systems refuse only what is written, and all of them what begins at an odd place: where a
-                # part of a piece was written, on a disk that is almost full.
-                if error.errno != errno.EINVAL or not self._is_past:
+                # Some file systems reject direct I/O only at the first write. All of them reject an unaligned offset,
+                # which results from a partial write on an almost full disk.
+                if error.errno != errno.EINVAL or not self._is_direct:
                     raise
-                self._may_pass = False
+                self._supports_direct = False
 
-    def _pass(self, wanted: bool) -> None:
-        """Have the file written past the cache, or not."""
-        if sys.platform == "linux" and self._is_past != wanted:
+    def _set_direct(self, enabled: bool) -> None:
+        """Turn direct I/O on or off."""
+        if sys.platform == "linux" and self._is_direct != enabled:
             flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
             try:
                 fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags ^ os.O_DIRECT)
-                self._is_past = wanted
-            except OSError:  # a file system that cannot do it
-                self._may_pass = False
+                self._is_direct = enabled
+            except OSError:  # the file system does not support direct I/O
+                self._supports_direct = False
 
 
-def write_fully(descriptor: int, piece: memoryview) -> None:
-    """Every byte, however many calls it takes."""
-    while len(piece):
-        piece = piece[os.write(descriptor, piece) :]
+def write_all(descriptor: int, block: memoryview) -> None:
+    """Write all bytes, in as many system calls as needed."""
+    while len(block):
+        block = block[os.write(descriptor, block) :]
 
 
 def _buffer() -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    """Memory of this thread for a piece, at an aligned place."""
-    if not hasattr(_OF_THREAD, "buffer"):
-        _OF_THREAD.buffer = np.frombuffer(mmap.mmap(-1, PIECE_BYTES), np.uint8)
-    found: np.ndarray[tuple[int], np.dtype[np.uint8]] = _OF_THREAD.buffer
-    return found
+    """Return the page-aligned block buffer of this thread."""
+    if not hasattr(_THREAD_LOCAL, "buffer"):
+        _THREAD_LOCAL.buffer = np.frombuffer(mmap.mmap(-1, BLOCK_BYTES), np.uint8)
+    buffer: np.ndarray[tuple[int], np.dtype[np.uint8]] = _THREAD_LOCAL.buffer
+    return buffer
 
 
 DTYPE_NAMES = {
@@ -114,31 +113,37 @@ DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_PIECE_BYTES = 16 << 20
+_COPY_BYTES = 16 << 20
 
 
-def write_file(path: Path, content: Iterator[memoryview], *, past_cache: bool = False) -> tuple[int, str]:
-    """Write a new file and flush it to the disk; its size and SHA-256 (of what was meant to be written).
+def write_file(path: Path, content: Iterator[memoryview], *, direct_io: bool = False) -> tuple[int, str]:
+    """Write a new file and flush it to disk.
 
-    past_cache: of a large file nothing stays in the system's memory, where the file system can do that.
+    Args:
+        path: Path of the file, which must not exist.
+        content: Content in blocks.
+        direct_io: Whether to bypass the page cache, if the file system supports it (for large files).
+
+    Returns:
+        The size and SHA-256 digest of the given content.
     """
     digest = hashlib.sha256()
     size = 0
     with path.open("xb", buffering=0) as file:
-        write = DirectWriter(file.fileno()).write if past_cache else partial(write_fully, file.fileno())
-        for piece in in_whole_pieces(content) if past_cache else content:
-            digest.update(piece)
-            write(piece)
-            size += len(piece)
+        write = DirectWriter(file.fileno()).write if direct_io else partial(write_all, file.fileno())
+        for block in fixed_size_blocks(content) if direct_io else content:
+            digest.update(block)
+            write(block)
+            size += len(block)
         os.fsync(file.fileno())
     return size, digest.hexdigest()
 
 
 def safetensors_content(tensors: Mapping[str, torch.Tensor]) -> Iterator[memoryview]:
-    """The pieces of a safetensors file.
+    """Yield the content of a safetensors file.
 
-    Written here rather than by the library because these pieces are views of the tensors' own memory: nothing is
-    copied, and hashing and writing release the GIL, so a save in the background does not hold up a training thread.
+    This is implemented here and not with the safetensors library because the blocks are views of the tensors' memory:
+    nothing is copied, and hashing and writing release the GIL, so a background save does not block a training thread.
     """
     # Wide types first keeps every tensor aligned inside the file.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
@@ -152,40 +157,41 @@ def safetensors_content(tensors: Mapping[str, torch.Tensor]) -> Iterator[memoryv
     text += b" " * (-len(text) % 8)
     yield memoryview(len(text).to_bytes(8, "little") + text)
     for _, tensor in ordered:
-        yield from _pieces(tensor)
+        yield from _tensor_blocks(tensor)
 
 
 def rename_folder(source: Path, target: Path) -> None:
-    """Rename within one parent folder, durably."""
+    """Rename a folder within its parent and flush the parent to disk."""
     source.rename(target)
     fsync_path(target.parent)
 
 
 def link_files(source: Path, target: Path) -> None:
-    """Files of a folder in another one as well: the same bytes on the disk where it can share them, else copies."""
+    """Hard-link the files of a folder into another folder; copy them if the file system does not support hard links."""
     for path in sorted(source.iterdir()):
         try:
             os.link(path, target / path.name)
         except OSError:
             with path.open("rb") as file:
-                write_file(target / path.name, iter(lambda: memoryview(file.read(_PIECE_BYTES)), memoryview(b"")))
+                write_file(target / path.name, iter(lambda: memoryview(file.read(_COPY_BYTES)), memoryview(b"")))
     fsync_path(target)
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder with its content; one that is gone already is fine."""
+    """Remove a folder with its content; do nothing if it does not exist."""
     shutil.rmtree(path, ignore_errors=True)
 
 
 def sha256_of(path: Path) -> str:
+    """Return the SHA-256 digest of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
+def _tensor_blocks(tensor: torch.Tensor) -> Iterator[memoryview]:
     if tensor.numel() == 0:
         return
     flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
     view = flat.numpy().data
-    for start in range(0, len(view), _PIECE_BYTES):
-        yield view[start : start + _PIECE_BYTES]
+    for start in range(0, len(view), _COPY_BYTES):
+        yield view[start : start + _COPY_BYTES]

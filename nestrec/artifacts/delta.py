@@ -1,8 +1,8 @@
-"""Artifacts that build on earlier ones: their chains, what may be deleted, the newest rows, and differences.
+"""Incremental artifacts: chains of deltas, retention, the newest rows of a chain, and differences.
 
-A checkpoint or a published version is full, or completes an earlier one, its base. Differences keep a delta small. Of
-JSON objects they hold the members that differ, of lists that have grown what came to their ends, else the new value; of
-tensors the rows that differ, and those that are new.
+A checkpoint or a published version is full, or it is incremental and extends an earlier one, its base. Differences keep
+a delta small: of JSON objects they contain the members that differ, of lists that have grown the appended items,
+otherwise the new value; of tensors they contain the rows that differ or are new.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,31 +18,31 @@ T = TypeVar("T")
 K = TypeVar("K", str, int)
 Keys = NDArray[np.int64]
 Rows = Mapping[str, torch.Tensor]
-"""Rows of a table: `keys` (n,) int64, and any other columns of n rows each."""
+"""Rows of a table: `keys` (n,) int64, and any other columns with n rows."""
 _SAME, _MEMBERS, _MORE, _VALUE = "same", "members", "more", "value"
 IDS, VALUES = "ids", "values"
 _NO_KEYS: Keys = np.empty(0, dtype=np.int64)
 
 
 def chain_of(newest: T, base_of: Callable[[T], T | None]) -> Iterator[T]:
-    """Yield an artifact and those that it builds on, newest first, down to one that `base_of` returns None for."""
+    """Yield an artifact and its bases, newest first, until `base_of` returns None."""
     artifact: T | None = newest
     while artifact is not None:
         yield artifact
         artifact = base_of(artifact)
 
 
-def to_delete(present: Iterable[K], kept: Iterable[K], base_of: Callable[[K], K | None]) -> list[K]:
-    """Return the artifacts that are not in `kept` and that no artifact of `kept` builds on.
+def to_delete(present: Iterable[K], retained: Iterable[K], base_of: Callable[[K], K | None]) -> list[K]:
+    """Return the artifacts that are neither retained nor a base of a retained artifact.
 
     Args:
-        present: Names or numbers of all artifacts; of two, the earlier one is less.
-        kept: Those that stay in any case.
-        base_of: What one of them builds on, or None. If it raises `CorruptFileError`, all that are earlier stay,
-            because the artifact may build on any of them.
+        present: Names or numbers of all artifacts, ordered by age: an earlier one compares less than a later one.
+        retained: Artifacts to retain.
+        base_of: Returns the base of an artifact, or None. If it raises `CorruptFileError`, all earlier artifacts are
+            retained, because any of them may be the base.
     """
     present, needed = list(present), set[K]()
-    for newest in kept:
+    for newest in retained:
         last = newest
         try:
             for last in chain_of(newest, base_of):
@@ -63,24 +63,24 @@ def newest_rows(
     """Yield the rows of a table, each key once with its newest values.
 
     Args:
-        layers: The rows and the removed keys of each artifact of a chain, newest first. An artifact may write a key
-            that it has removed.
+        layers: Rows and removed keys of each artifact of a chain, newest first. An artifact may write a key that it has
+            removed.
         superseded: Sorted keys to leave out.
-        owned: Of (n,) keys, which to yield, (n,) bool; None: all.
+        owned: Function from (n,) keys to an (n,) bool mask of the keys to yield; None yields all.
     """
     for depth, (rows, removed) in enumerate(layers):
-        is_last = depth == len(layers) - 1  # its keys, which may be all keys of a table, supersede nothing
+        is_last = depth == len(layers) - 1  # the keys of the oldest layer, possibly all of a table, supersede nothing
         newer = [superseded]
         for chunk in rows:
             if not is_last:
                 newer.append(chunk["keys"].numpy())
-            yield from _wanted(chunk, superseded, owned)
+            yield from _select_rows(chunk, superseded, owned)
         if not is_last:
             newer += [chunk["keys"].numpy() for chunk in removed]
             superseded = np.unique(np.concatenate(newer))
 
 
-def _wanted(chunk: Rows, superseded: Keys, owned: Callable[[torch.Tensor], torch.Tensor] | None) -> Iterator[Rows]:
+def _select_rows(chunk: Rows, superseded: Keys, owned: Callable[[torch.Tensor], torch.Tensor] | None) -> Iterator[Rows]:
     keys = chunk["keys"]
     mask = torch.from_numpy(~_contains(superseded, keys.numpy()))
     if owned is not None:
@@ -96,27 +96,27 @@ def _contains(sorted_keys: Keys, keys: Keys) -> NDArray[np.bool_]:
     if not len(sorted_keys):
         return np.zeros(len(keys), dtype=np.bool_)
     index = np.searchsorted(sorted_keys, keys).clip(max=len(sorted_keys) - 1)
-    found: NDArray[np.bool_] = sorted_keys[index] == keys
-    return found
+    is_member: NDArray[np.bool_] = sorted_keys[index] == keys
+    return is_member
 
 
-def json_difference(old: Any, new: Any) -> dict[str, Any]:
-    """What makes `new` out of `old`."""
+def json_diff(old: Any, new: Any) -> dict[str, Any]:
+    """Return the difference from `old` to `new`; see `apply_json_diff`."""
     if old == new:
         return {_SAME: True}
     if isinstance(old, dict) and isinstance(new, dict) and old.keys() == new.keys():
-        return {_MEMBERS: {name: json_difference(old[name], new[name]) for name in new if old[name] != new[name]}}
+        return {_MEMBERS: {name: json_diff(old[name], new[name]) for name in new if old[name] != new[name]}}
     if isinstance(old, list) and isinstance(new, list):
         if len(new) > len(old) and new[: len(old)] == old:
             return {_MORE: new[len(old) :]}
         if len(new) == len(old) and all(isinstance(value, dict) for value in (*old, *new)):
-            changed = {str(i): json_difference(old[i], new[i]) for i in range(len(new)) if old[i] != new[i]}
+            changed = {str(i): json_diff(old[i], new[i]) for i in range(len(new)) if old[i] != new[i]}
             return {_MEMBERS: changed}
     return {_VALUE: new}
 
 
-def json_changed(old: Any, difference: Mapping[str, Any]) -> Any:
-    """The inverse: what `json_difference` was given as `new`. `old` is left as it is."""
+def apply_json_diff(old: Any, difference: Mapping[str, Any]) -> Any:
+    """Apply a difference of `json_diff` to `old` and return the new value; `old` is not changed."""
     ((kind, content),) = difference.items()
     match kind:
         case "same":
@@ -124,17 +124,19 @@ def json_changed(old: Any, difference: Mapping[str, Any]) -> Any:
         case "more":
             return [*old, *content]
         case "members" if isinstance(old, list):
-            return [json_changed(value, content[str(i)]) if str(i) in content else value for i, value in enumerate(old)]
+            return [
+                apply_json_diff(value, content[str(i)]) if str(i) in content else value for i, value in enumerate(old)
+            ]
         case "members":
-            return {name: json_changed(old[name], content[name]) if name in content else old[name] for name in old}
+            return {name: apply_json_diff(old[name], content[name]) if name in content else old[name] for name in old}
         case "value":
             return content
         case _:
-            raise ValueError(f"is no difference: {kind!r}")
+            raise ValueError(f"unknown kind of difference: {kind!r}")
 
 
-def rows_difference(old: torch.Tensor | None, new: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Ids and values of the rows of `new` that `old` has otherwise or not at all."""
+def rows_diff(old: torch.Tensor | None, new: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the ids and values of the rows of `new` that differ from `old` or are new."""
     if old is None or len(new) < len(old) or old.shape[1:] != new.shape[1:] or old.dtype != new.dtype:
         ids = torch.arange(len(new))
     else:
@@ -143,12 +145,12 @@ def rows_difference(old: torch.Tensor | None, new: torch.Tensor) -> dict[str, to
     return {IDS: ids, VALUES: new[ids]}
 
 
-def rows_changed(old: torch.Tensor | None, num_rows: int, difference: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The inverse; a new tensor."""
+def apply_rows_diff(old: torch.Tensor | None, num_rows: int, difference: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Apply a difference of `rows_diff` to `old` and return a new tensor with `num_rows` rows."""
     values = difference[VALUES]
     new = torch.zeros(num_rows, *values.shape[1:], dtype=values.dtype)
     if old is not None and old.shape[1:] == values.shape[1:]:
-        kept = min(num_rows, len(old))
-        new[:kept] = old[:kept]
+        num_common = min(num_rows, len(old))
+        new[:num_common] = old[:num_common]
     new[difference[IDS]] = values
     return new

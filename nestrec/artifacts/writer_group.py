@@ -1,8 +1,7 @@
-"""Ranks that write one artifact and agree on its success, and a background writer.
+"""Coordinates the writing of an artifact: agreement of all ranks on success, and a background writer thread.
 
-One piece of work at a time on a thread of its own; its error waits for whoever asks next.
-
-The ranks that write one checkpoint together, and how they agree on its success.
+`CheckpointGroup` lets the ranks that write one checkpoint agree on its success. `BackgroundWorker` runs one task at a
+time on a separate thread and raises the error of a task in the next call.
 """
 
 import threading
@@ -17,15 +16,17 @@ from nestrec.base.errors import NonFiniteError, UserError
 from nestrec.base.thread_team import ThreadTeam, set_niceness
 from nestrec.distributed import Communicator, Topology
 from nestrec.distributed.collectives import all_gather_json
-from nestrec.distributed.rendezvous import meeting_watched
+from nestrec.distributed.rendezvous import watch_rendezvous
 from nestrec.trace.tracer import CollectiveLog
 
 NICENESS = 15
-"""Of threads that write while others train: where they leave them no core of their own, each takes 3% of theirs."""
+"""Niceness of threads that write while training runs. If there is no spare core, each takes about 3% of a training
+core.
+"""
 
 
 class BackgroundWorker:
-    """Runs one function at a time in the background."""
+    """Runs one function at a time on a background thread."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -33,17 +34,17 @@ class BackgroundWorker:
         self._team: ThreadTeam | None = None
 
     def start(self, work: Callable[[], object]) -> None:
-        """Start `work`; the work before it must have been joined."""
+        """Start `work`; the previous work must have been joined."""
         assert self._thread is None
-        # Not a daemon: a program that ends without `join` still finishes what it began to write.
+        # Not a daemon thread: a program that exits without `join` still completes the write.
         self._thread = threading.Thread(target=self._run, args=(work,), name="nestrec-checkpoint")
         self._thread.start()
 
     def join(self) -> None:
-        """Wait for the work in flight and raise its error, if any."""
+        """Wait for the running work and raise its error, if any."""
         if self._thread is not None:
             if self._team is not None:
-                self._team.set_niceness(0)  # somebody waits
+                self._team.set_niceness(0)  # the caller is blocked now, so the writer should be fast
             self._thread.join()
             self._thread = self._team = None
         error, self._error = self._error, None
@@ -52,10 +53,10 @@ class BackgroundWorker:
 
     def _run(self, work: Callable[[], object]) -> None:
         own = threading.get_native_id()
-        # Who may not come back would be left behind by every other process, also when somebody waits.
+        # Without permission to lower the niceness again, the thread would stay slow even when `join` waits for it.
         if set_niceness(own, 1) and set_niceness(own, 0):
             set_niceness(own, NICENESS)
-            self._team = ThreadTeam.of_thread()
+            self._team = ThreadTeam.current()
         try:
             work()
         except BaseException as error:  # raised again by `join`
@@ -75,28 +76,32 @@ def _gather_alone(value: Any) -> list[Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointGroup:
-    """Who takes part in a save or restore."""
+    """Ranks that save or restore together."""
 
     rank: int = 0
-    """This rank."""
+    """Index of this rank."""
     world: int = 1
     """Number of ranks."""
     gather: Callable[[Any], list[Any]] = _gather_alone
-    """Gives every rank the JSON-like values of all ranks, in rank order. Saves in the background call it from
-    their own thread, so it needs a communicator that nothing else uses."""
+    """Function that returns the JSON-compatible values of all ranks in rank order (all-gather). Background saves call
+    it from their own thread, so it needs a communicator that nothing else uses.
+    """
 
     @staticmethod
     def of_topology(topology: Topology, *, timeout_s: float = 1800.0) -> "CheckpointGroup":
-        """The ranks of a run, with a communicator of their own; every rank must call it.
+        """Create the group of all ranks of a run, with its own communicator. Collective.
 
-        timeout_s: how long the fastest rank waits for the slowest to write its files before it counts as lost.
+        Args:
+            topology: Topology of the run.
+            timeout_s: Time that the fastest rank waits for the slowest one to write its files before that rank counts
+                as lost, in seconds.
         """
         if topology.world == 1:
             return CheckpointGroup()
-        with meeting_watched():
+        with watch_rendezvous():
             group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        topology.more_groups.append(group)
-        # A log of its own: the order of saves in the background is no part of the order that ranks compare.
+        topology.extra_groups.append(group)
+        # A separate log: background saves are not part of the order of collectives that ranks compare.
         own = Communicator("checkpoint", topology.rank, topology.world, group, CollectiveLog())
         return CheckpointGroup(
             rank=topology.rank, world=topology.world, gather=lambda value: all_gather_json(own, value)
@@ -104,33 +109,40 @@ class CheckpointGroup:
 
     @property
     def is_first(self) -> bool:
+        """Whether this is the first rank."""
         return self.rank == 0
 
-    def on_first(self, action: Callable[[], T], problem: str) -> T:
-        """Run `action` on the first rank; its result, or an error as of `agree`, on all ranks."""
-        results: list[Any] = self.agree(action if self.is_first else lambda: None, problem)
+    def run_on_first_rank(self, action: Callable[[], T], problem: str) -> T:
+        """Run `action` on the first rank and return its result on all ranks; errors as for `run_on_all_ranks`."""
+        results: list[Any] = self.run_on_all_ranks(action if self.is_first else lambda: None, problem)
         result: T = results[0]
         return result
 
-    def agree(self, action: Callable[[], T], problem: str) -> list[T]:
-        """Run `action` on every rank; the results of all ranks, or an error on all of them when one has failed.
+    def run_on_all_ranks(self, action: Callable[[], T], problem: str) -> list[T]:
+        """Run `action` on every rank and return the results of all ranks; if a rank fails, raise on all ranks.
 
-        That is a `NonFiniteError` where one was raised, else a `CheckpointSaveError`.
+        Args:
+            action: Function to run.
+            problem: Start of the error message.
+
+        Raises:
+            NonFiniteError: A rank has raised a NonFiniteError.
+            CheckpointSaveError: A rank has raised any other error.
         """
         result: T | None = None
         failure: Exception | None = None
         try:
             result = action()
-        except Exception as error:  # whatever it is, the other ranks must not be left waiting
+        except Exception as error:  # any error, because the other ranks must not wait forever
             failure = error
         text = None if failure is None else f"{type(failure).__name__}: {failure}"
-        answers = self.gather((result, text, isinstance(failure, NonFiniteError)))
-        failed = [f"rank {rank}: {text}" for rank, (_, text, _) in enumerate(answers) if text is not None]
-        if any(is_not_finite for _, _, is_not_finite in answers):
-            remedy = "resume with a smaller learning rate"
-            text = f"{problem}: {'; '.join(failed)}: the run stops, the last checkpoint is intact"
+        outcomes = self.gather((result, text, isinstance(failure, NonFiniteError)))
+        failed = [f"rank {rank}: {text}" for rank, (_, text, _) in enumerate(outcomes) if text is not None]
+        if any(is_not_finite for _, _, is_not_finite in outcomes):
+            remedy = "resume with a lower learning rate"
+            text = f"{problem}: {'; '.join(failed)}; the run stops, and the last checkpoint is intact"
             raise NonFiniteError(text, remedy=remedy) from failure
         if failed:
-            remedy = "mend the cause (free disk space, permissions) and go on from the last checkpoint, which is intact"
+            remedy = "fix the cause (disk space, permissions) and resume from the last checkpoint, which is intact"
             raise CheckpointSaveError(f"{problem}: {'; '.join(failed)}", remedy=remedy) from failure
-        return [value for value, _, _ in answers]
+        return [value for value, _, _ in outcomes]

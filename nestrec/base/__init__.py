@@ -1,1 +1,1 @@
-"""Config, overrides, errors, clock, fail points, counter-based random numbers."""
+"""Base layer: configs and overrides, errors, plugins, files, threads, CUDA helpers and counter-based random numbers."""

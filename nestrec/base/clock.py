@@ -1,11 +1,11 @@
-"""Time as a dependency: the real clock, one that tests move by hand, and one with an agenda, for simulations."""
+"""Clock interface for dependency injection, so that tests and simulations control the time."""
 
 import time
 from typing import Protocol
 
 
 class Clock(Protocol):
-    """Seconds since an arbitrary start."""
+    """Monotonic clock in seconds since an arbitrary start."""
 
     def now_s(self) -> float: ...
 
@@ -13,6 +13,8 @@ class Clock(Protocol):
 
 
 class RealClock:
+    """System clock of the process (`time.perf_counter`)."""
+
     def now_s(self) -> float:
         return time.perf_counter()
 

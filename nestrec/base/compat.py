@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
     from uvicorn.server import ServerState
 
-__all__ = ["STARTUP_FAILURE", "FlowControl", "HttpToolsProtocol", "ServerState"]  # imported when they are asked for
+__all__ = ["STARTUP_FAILURE", "FlowControl", "HttpToolsProtocol", "ServerState"]  # imported lazily by `__getattr__`
 
 UVICORN_RANGE = ((0, 54), (0, 55))
 """First tested minor version, and the first one that is too new; `pyproject.toml` pins the same range."""
@@ -44,7 +44,7 @@ def __getattr__(name: str) -> Any:
 
 
 def find_private(module: str, name: str, tested: str) -> Any:
-    """Imports a private name of another package.
+    """Import a private name of another package.
 
     Args:
         module: Module of the other package.
@@ -55,8 +55,8 @@ def find_private(module: str, name: str, tested: str) -> Any:
         UserError: The installed version lacks that name.
     """
     try:
-        found = importlib.import_module(module)
-        return getattr(found, name) if hasattr(found, name) else importlib.import_module(f"{module}.{name}")
+        imported = importlib.import_module(module)
+        return getattr(imported, name) if hasattr(imported, name) else importlib.import_module(f"{module}.{name}")
     except ImportError as error:
         package = module.partition(".")[0]
         version = getattr(sys.modules.get(package), "__version__", "not installed")
@@ -66,10 +66,10 @@ def find_private(module: str, name: str, tested: str) -> Any:
 
 
 def run_exit_handlers() -> None:
-    """Joins the threads that are not daemons and runs the `atexit` handlers, without ending the interpreter.
+    """Join all non-daemon threads and run the `atexit` handlers, without finalizing the interpreter.
 
-    Tested with Python 3.11. `multiprocessing` ends its processes in the same way. A version of Python that lacks one
-    of the two functions skips that part with a warning in the log, as the work of the process is already done.
+    Tested with Python 3.11. `multiprocessing` ends its processes in the same way. If a version of Python lacks one of
+    the two functions, this step is skipped with a warning, because the work of the process is already done.
     """
     for module, name in EXIT_FUNCTIONS:
         function = getattr(importlib.import_module(module), name, None)
@@ -82,7 +82,7 @@ def run_exit_handlers() -> None:
 
 
 def numba_element_pointer(context: Any, builder: Any, array_type: Any, array: Any, indices: list[Any]) -> Any:
-    """Returns the LLVM pointer to `array[*indices]` inside an intrinsic; the indices are not negative.
+    """Return the LLVM pointer to `array[*indices]` inside an intrinsic; the indices must not be negative.
 
     Tested with numba 0.68.
     """
@@ -95,7 +95,7 @@ def numba_element_pointer(context: Any, builder: Any, array_type: Any, array: An
 
 
 def numba_prefetch(builder: Any, pointer: Any) -> None:
-    """Emits `llvm.prefetch` of the cache line at an LLVM pointer: data that is read and that stays in all caches.
+    """Emit `llvm.prefetch` (read access, high temporal locality) of the cache line at an LLVM pointer.
 
     Tested with numba 0.68.
     """
@@ -110,61 +110,61 @@ def numba_prefetch(builder: Any, pointer: Any) -> None:
 
 
 def scaled_mm(*args: Any, **kwargs: Any) -> "torch.Tensor":
-    """Calls `torch._scaled_mm`, the matrix product of two fp8 matrices with a scale per row and column.
+    """Call `torch._scaled_mm`, the matrix product of two fp8 matrices with a scale per row and column.
 
     Tested with torch 2.13.
     """
     import torch
 
-    return torch._scaled_mm(*args, **kwargs)  # not `find_private`: torch.compile follows this function
+    return torch._scaled_mm(*args, **kwargs)  # not by `find_private`: torch.compile traces this function
 
 
 def foreach_mul_(tensors: "Sequence[torch.Tensor]", factor: "torch.Tensor") -> None:
-    """Multiplies all tensors by one factor in place, in few launches. Tested with torch 2.13."""
+    """Multiply all tensors by one factor in place, with few kernel launches. Tested with torch 2.13."""
     find_private("torch", "_foreach_mul_", "torch 2.13")(tensors, factor)
 
 
 def foreach_lerp_(tensors: "Sequence[torch.Tensor]", ends: "Sequence[torch.Tensor]", weight: float) -> None:
-    """Moves each tensor by the part `weight` towards its end, in few launches. Tested with torch 2.13."""
+    """Interpolate tensors in place towards their ends by `weight`, with few kernel launches. Tested with torch 2.13."""
     find_private("torch", "_foreach_lerp_", "torch 2.13")(tensors, ends, weight)
 
 
 def foreach_copy_(targets: "Sequence[torch.Tensor]", sources: "Sequence[torch.Tensor]") -> None:
-    """Copies each source into its target, in few launches. Tested with torch 2.13."""
+    """Copy each source into its target, with few kernel launches. Tested with torch 2.13."""
     find_private("torch", "_foreach_copy_", "torch 2.13")(targets, sources)
 
 
 def unsaved_buffers(module: "torch.nn.Module") -> set[str]:
-    """Returns the names of a module's own buffers that its state dict leaves out. Tested with torch 2.13."""
+    """Return the names of the module's own non-persistent buffers. Tested with torch 2.13."""
     names: set[str] = module._non_persistent_buffers_set
     return names
 
 
 def symmetric_memory() -> Any:
-    """Returns the module `torch.distributed._symmetric_memory`: memory that peers map. Tested with torch 2.13."""
+    """Return the module `torch.distributed._symmetric_memory` (peer-mapped memory). Tested with torch 2.13."""
     return find_private("torch.distributed", "_symmetric_memory", "torch 2.13")
 
 
 def uvicorn_name(name: str) -> Any:
-    """Returns a class or constant of uvicorn that the HTTP layer builds on. Tested with uvicorn 0.54.
+    """Import a class or constant of uvicorn that the HTTP layer builds on. Tested with uvicorn 0.54.
 
     Raises:
-        UserError: The installed uvicorn is outside the tested range. The HTTP layer overrides methods of its protocol,
-            so another version may lift a limit without an error.
+        UserError: The installed uvicorn is outside the tested range. The HTTP layer overrides methods of the protocol
+            class, so an untested version could silently disable a limit.
     """
     check_uvicorn(importlib.import_module("uvicorn").__version__)
     return getattr(importlib.import_module(UVICORN_NAMES[name]), name)
 
 
 def check_uvicorn(version: str) -> None:
-    """Raises a `UserError` if a version of uvicorn is outside the tested range."""
+    """Raise a `UserError` if the version of uvicorn is outside the tested range."""
     first, too_new = UVICORN_RANGE
     if not first <= tuple(int(number) for number in re.findall(r"\d+", version)[:2]) < too_new:
-        wanted = f"uvicorn>={'.'.join(map(str, first))},<{'.'.join(map(str, too_new))}"
-        problem = "was not tested with nestrec, which builds on the insides of its HTTP protocol"
-        raise UserError(problem, option="uvicorn", value=version, remedy=f"pip install '{wanted}'")
+        requirement = f"uvicorn>={'.'.join(map(str, first))},<{'.'.join(map(str, too_new))}"
+        problem = "this version was not tested with nestrec, which uses internals of its HTTP protocol"
+        raise UserError(problem, option="uvicorn", value=version, remedy=f"pip install '{requirement}'")
 
 
 def stop_keep_alive_timer(protocol: "HttpToolsProtocol") -> None:
-    """Stops uvicorn's timer that closes an idle connection. Tested with uvicorn 0.54."""
+    """Stop uvicorn's timer that closes an idle connection. Tested with uvicorn 0.54."""
     protocol._unset_keepalive_if_required()

@@ -1,12 +1,12 @@
 """Exceptions for mistakes that a user can correct, and the exit codes of the commands.
 
-A mistake of the user raises :class:`UserError`, which names the option, the value and the fix. The command line prints it
-without a traceback. `assert` is reserved for internal invariants.
+A mistake of the user raises :class:`UserError`, which names the option, the value and the fix. The command line prints
+it without a traceback. `assert` is reserved for internal invariants.
 """
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 _LONGEST_VALUE = 2_000
@@ -40,12 +40,15 @@ class UserError(Exception):
         self.problem += text
         self.args = (self._text(),)
 
-    def _text(self) -> str:
+    @property
+    def message(self) -> str:
+        """The message without the remedy."""
         if self.option is None:
-            problem = _sentence(self.problem)
-        else:
-            problem = _with_period(f"{self.option}={_shown(self.value)}: {self.problem}")
-        return f"{problem} {_sentence(self.remedy)}" if self.remedy else problem
+            return as_sentence(self.problem)
+        return with_period(f"{self.option}={_shown(self.value)}: {self.problem}")
+
+    def _text(self) -> str:
+        return f"{self.message} {as_sentence(self.remedy)}" if self.remedy else self.message
 
     def name_arguments(self) -> None:
         """Name options as a Python call does: `training.epochs` and `output` instead of --training.epochs, --output.
@@ -57,13 +60,14 @@ class UserError(Exception):
         self.remedy = None if self.remedy is None else _as_arguments(str(self.remedy))
         self.args = (self._text(),)
 
-    def name_options(self, words: Sequence[str]) -> None:
+    def name_options(self, words: Sequence[str], options: Collection[str] = ()) -> None:
         """Name options as they are typed on the command line: `--training.epochs` instead of `training.epochs`.
 
         Args:
             words: The words of the command line; an undotted name is an option if it was typed as one.
+            options: Undotted names of other options of the command, without hyphens.
         """
-        if self.option is not None and _is_typed_option(self.option, words):
+        if self.option is not None and (self.option in options or _is_typed_option(self.option, words)):
             self.option = f"--{self.option}"
             self.args = (self._text(),)
 
@@ -79,15 +83,20 @@ def _is_typed_option(name: str, words: Sequence[str]) -> bool:
     return f"__{name.replace('-', '_')}" in typed
 
 
-def _with_period(text: str) -> str:
+_PROGRAMS = ("nestrec", "pip", "torchrun")
+"""First words of a remedy that is a command line."""
+
+
+def with_period(text: str) -> str:
+    """Return text that ends with a punctuation mark."""
     return text if text.rstrip().endswith((".", "?", "!", ":")) else f"{text}."
 
 
-def _sentence(text: str) -> str:
-    """Add the final period and the capital letter of a sentence; text that begins with a name is not capitalized."""
+def as_sentence(text: str) -> str:
+    """Return text with a final period and, unless it begins with a name, a capital letter."""
     first = text.split(maxsplit=1)[0] if text.strip() else ""
-    is_word = first.rstrip(",:;").isalpha() and first.islower() and first != "nestrec"
-    return _with_period(text[:1].upper() + text[1:] if is_word else text)
+    is_word = first.rstrip(",:;").isalpha() and first.islower() and first not in _PROGRAMS
+    return with_period(text[:1].upper() + text[1:] if is_word else text)
 
 
 def _shown(value: Any) -> str:
@@ -120,13 +129,15 @@ class UserErrorGroup(UserError):
         return f"{len(self.errors)} mistakes:{each}"
 
     def name_arguments(self) -> None:
+        """Call `name_arguments` of each error."""
         for error in self.errors:
             error.name_arguments()
         self._refresh()
 
-    def name_options(self, words: Sequence[str]) -> None:
+    def name_options(self, words: Sequence[str], options: Collection[str] = ()) -> None:
+        """Call `name_options` of each error."""
         for error in self.errors:
-            error.name_options(words)
+            error.name_options(words, options)
         self._refresh()
 
     def _refresh(self) -> None:
@@ -212,7 +223,7 @@ class NonFiniteError(UserError):
 
 
 _OPTION = re.compile(r"(?P<command>nestrec [^`;()]*)|(?<![\w-])(?P<option>--[a-z][\w.-]*)")
-_ARGUMENTS = {"--from": "start_from", "--last": "best=False", "--force": "force=True"}
+_ARGUMENTS = {"--warm-start": "warm_start", "--last": "best=False", "--force": "force=True"}
 """Options of commands that are other arguments in Python."""
 
 
@@ -225,11 +236,11 @@ def _as_arguments(text: str) -> str:
 
 
 def did_you_mean(wrong: str, known: Iterable[str]) -> str:
-    """`did you mean 'x'?` for the closest known name, or the list of known names when nothing is close."""
+    """Return a remedy for a misspelled name: `did you mean 'x'?`, or the list of known names if none is similar."""
     names = sorted(known)
     if not names:
-        return "there are none to choose from"
-    import difflib  # only when something is wrong: importing the package must stay quick
+        return "no names are available"
+    import difflib  # only in case of an error: importing the package must stay fast
 
     close = difflib.get_close_matches(wrong, names, n=1, cutoff=0.6)
     if close:

@@ -1,7 +1,7 @@
-"""Named points at which a test can make the program fail.
+"""Fail points for fault injection: named lines of the code at which a test can inject a fault.
 
-A point does nothing unless a handler is installed, which only tests do: no option and no environment variable of the
-package can arm one.
+A fail point does nothing unless a handler is installed, and only tests install one: no option and no environment
+variable of the package can activate it.
 """
 
 from collections.abc import Callable
@@ -10,11 +10,11 @@ _handlers: list[Callable[[str], None]] = []
 
 
 def fail_point(name: str) -> None:
-    """Calls the installed handler with the name of the point; does nothing if there is none."""
+    """Call the installed handler, if there is one, with the name of the fail point."""
     for handler in _handlers:
         handler(name)
 
 
 def install(handler: Callable[[str], None]) -> None:
-    """Installs the handler of all fail points of this process."""
+    """Install the handler of all fail points of this process."""
     _handlers[:] = [handler]

@@ -21,45 +21,51 @@ PARTIAL = ".partial"
 """Suffix of all temporary names."""
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG)
 _SHORT_OF_NUMPY = " requested and "
-"""Part of what it says, without a number, where it wrote less than it should."""
+"""Part of numpy's error message for a short write, which has no error number."""
 
 
-def given_path(value: Any, field: str) -> Path:
-    """The path that a script names, as text or as one."""
+def parse_path(value: Any, field: str) -> Path:
+    """Return the path that a Python caller passed as text or as a path object.
+
+    Raises:
+        UserError: The value is neither; `field` is the name of the argument.
+    """
     if not isinstance(value, str | os.PathLike) or isinstance(os.fspath(value), bytes):
-        remedy = 'give text or a Path, such as "data/mine"'
+        remedy = 'pass text or a Path, such as "data/mine"'
         if hasattr(value, "to_parquet") or hasattr(value, "write_parquet"):  # a data frame of pandas or polars
-            remedy = 'write the table into a file first, such as "events.parquet", and give its path'
-        raise UserError("is no path", option=field, value=value, remedy=remedy)
+            remedy = 'write the table to a file first, such as "events.parquet", and pass its path'
+        raise UserError("must be a path", option=field, value=value, remedy=remedy)
     return Path(value)
 
 
 def check_folder(path: Path, field: str) -> None:
-    """Raise unless `path` is a folder that can be written, or one that could be made."""
-    present = next(place for place in (path.absolute(), *path.absolute().parents) if _is_there(place))
-    if not present.is_dir():
-        problem = "is a file" if present == path.absolute() else f"runs through the file {present}"
-        raise UserError(problem, option=field, value=str(path), remedy="name a folder, or one that does not exist yet")
-    if not os.access(present, os.W_OK | os.X_OK):
+    """Raise a `UserError` unless `path` is a writable folder, or a folder that could be created."""
+    ancestor = next(parent for parent in (path.absolute(), *path.absolute().parents) if _path_exists(parent))
+    if not ancestor.is_dir():
+        problem = "is a file" if ancestor == path.absolute() else f"the path contains the file {ancestor}"
         raise UserError(
-            f"cannot be written: no permission in {present}",
+            problem, option=field, value=str(path), remedy="use a folder, or a path that does not exist yet"
+        )
+    if not os.access(ancestor, os.W_OK | os.X_OK):
+        raise UserError(
+            f"cannot be written: no permission in {ancestor}",
             option=field,
             value=str(path),
-            remedy="name another folder, or change its permissions",
+            remedy="use another folder, or change the permissions",
         )
 
 
 def check_file(path: Path | None) -> Path | None:
-    """The path of a file that can be written, for an option of a command: asked before the work, not after it."""
+    """Return the path of an output file of a command, or raise a `UserError` before the work starts."""
     if path is not None:
         check_folder(path.parent, "file")
-        require(not path.is_dir(), "is a folder", option="file", value=str(path), remedy="name a file")
+        require(not path.is_dir(), "is a folder", option="file", value=str(path), remedy="use the path of a file")
     return path
 
 
 @contextlib.contextmanager
-def told_if_unwritable(path: Path, field: str) -> Iterator[None]:
-    """A full disk, or one that may not be written, is an error that names the path and not one of the system."""
+def raise_if_unwritable(path: Path, field: str) -> Iterator[None]:
+    """Convert system errors of the block, such as a full or read-only disk, to a `UserError` that names the path."""
     try:
         yield
     except OSError as error:
@@ -131,8 +137,8 @@ def remove_partials(folder: Path, name: str | None = None) -> None:
             path.unlink(missing_ok=True)
 
 
-def _is_there(path: Path) -> bool:
-    """Also where a link leads nowhere; not where the path runs through a file."""
+def _path_exists(path: Path) -> bool:
+    """Return whether the path exists, broken symbolic links included."""
     return os.path.lexists(path)
 
 
@@ -140,8 +146,8 @@ def _is_there(path: Path) -> bool:
 def replaced_folder(path: Path, *, marker: str, force: bool = False, field: str = "output") -> Iterator[Path]:
     """Yield an empty temporary folder next to `path`, which replaces `path` if the block ends without an error.
 
-    The temporary folder of a killed writer is cleared. A second writer of the same path is refused while the first one
-    is running. The files are flushed to the disk only if the block does so.
+    The temporary folder of a killed writer is cleared. A second writer of the same path gets an error while the first
+    one is running. The files are flushed to the disk only if the block does so.
 
     Args:
         path: The folder to write.
@@ -160,7 +166,7 @@ def replaced_folder(path: Path, *, marker: str, force: bool = False, field: str 
     descriptor = _lock(partial, path)
     try:
         _clear(partial)
-        with told_if_unwritable(path, field):
+        with raise_if_unwritable(path, field):
             yield partial
             fail_point("folder.before_rename")
             _replace(path, partial)
@@ -178,14 +184,14 @@ def check_replaceable(output: Path, *, marker: str, force: bool) -> None:
         return
     if not output.is_dir() or not (output / marker).exists():
         raise DataError(
-            "exists and is not a prepared dataset", option="output", value=str(output), remedy="name another folder"
+            "exists and is not a prepared dataset", option="output", value=str(output), remedy="use another folder"
         )
-    remedy = "name another folder, or give --force to replace it"
-    require(force, "already holds a dataset", option="output", value=str(output), remedy=remedy, error=DataError)
+    remedy = "use another folder, or add --force to replace it"
+    require(force, "already contains a dataset", option="output", value=str(output), remedy=remedy, error=DataError)
 
 
 def _lock(temporary: Path, output: Path) -> int:
-    """An exclusive lock on the temporary folder itself, which the kernel drops when the process dies."""
+    """Lock the temporary folder exclusively and return its descriptor; the kernel unlocks it if the process dies."""
     while True:
         temporary.mkdir(exist_ok=True)
         descriptor = os.open(temporary, os.O_RDONLY)
@@ -193,11 +199,11 @@ def _lock(temporary: Path, output: Path) -> int:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(descriptor)
-            remedy = "wait for the other process to end"
+            remedy = "wait until the other process has finished"
             raise DataError(
                 "is being written by another process", option="output", value=str(output), remedy=remedy
             ) from None
-        # The folder may have been renamed into place between mkdir and the lock: then this is no longer ours to clear.
+        # Another writer may have renamed the folder to its final name between mkdir and flock; do not clear it then.
         if temporary.exists() and os.stat(temporary).st_ino == os.fstat(descriptor).st_ino:
             return descriptor
         os.close(descriptor)

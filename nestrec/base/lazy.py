@@ -1,4 +1,4 @@
-"""Imports at the first use: public names of a package, attributes named by strings, packages of the extras."""
+"""Lazy imports: public names of a package, attributes named by strings, and packages of optional extras."""
 
 import functools
 import importlib
@@ -11,9 +11,9 @@ from typing import Any
 def lazy_exports(package: str, exports: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return `__getattr__` and `__dir__` of a package.
 
-    `dir`, `help` and the completion of a shell then list the public names although they are not imported yet, and list
-    none of the names that the package needs only for itself. Functions raise errors that name options as arguments:
-    the same functions run for the command line, where options have dashes.
+    `dir`, `help` and shell completion then list the public names although they are not imported yet, but not the names
+    that the package uses internally. Errors that the functions raise name options like Python arguments, without the
+    dashes of the command line, which runs the same functions.
 
     Args:
         package: Name of the package.
@@ -24,8 +24,8 @@ def lazy_exports(package: str, exports: Mapping[str, str]) -> tuple[Callable[[st
     def find(name: str) -> Any:
         if name not in exports:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        found = import_attribute(exports[name])
-        return _called_from_python(package, found) if isinstance(found, FunctionType) else found
+        exported = import_attribute(exports[name])
+        return _called_from_python(package, exported) if isinstance(exported, FunctionType) else exported
 
     def names() -> list[str]:
         own = vars(sys.modules[package])
@@ -36,9 +36,9 @@ def lazy_exports(package: str, exports: Mapping[str, str]) -> tuple[Callable[[st
 
 
 def import_attribute(reference: Any) -> Any:
-    """Imports `module:attribute`; returns anything that is not a string as it is.
+    """Import `module:attribute`; return a value that is not a string unchanged.
 
-    Specs of plugins and entries of registries hold either, so that naming an object does not import its module.
+    Plugin specs and registry entries can be either, so that a registry does not import the modules of its entries.
     """
     if not isinstance(reference, str):
         return reference
@@ -46,18 +46,27 @@ def import_attribute(reference: Any) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
+INSTALL_BENCHMARKS = "in a clone of the repository: pip install ./benchmarks"
+"""Instruction that installs the package nestrec-bench. Neither it nor nestrec is on PyPI."""
+
+
+def install_extra(extra: str) -> str:
+    """Return the instruction that installs an extra of nestrec from its source."""
+    return f"in a clone of the repository: pip install '.[{extra}]'"
+
+
 def import_extra(
     module: str, extra: str, problem: str, *, field: str = "package", value: Any = None, instead: str = ""
 ) -> Any:
-    """Imports a module of a package that only an extra installs, or one of our modules that imports such packages.
+    """Import a module of a package that only an extra installs, or a nestrec module that imports such packages.
 
     Args:
         module: Name of the module.
         extra: Extra of nestrec that installs the package.
-        problem: Text of the error, such as "is needed to serve".
-        field: Option that asks for the package, if there is one.
+        problem: Text of the error, such as "required to serve".
+        field: Option that requires the package, if there is one.
         value: Value of that option; the missing module by default.
-        instead: What the user can do without the package, for the end of the error.
+        instead: Alternative without the package, which the remedy ends with.
 
     Raises:
         UserError: The package is not installed, or cannot be imported.
@@ -67,9 +76,9 @@ def import_extra(
     except ImportError as error:
         missing = error.name or module
         if missing.partition(".")[0] == __name__.partition(".")[0]:
-            raise  # a mistake of ours
-        remedy = f"pip install 'nestrec[{extra}]'{instead}"
-        from nestrec.base.errors import UserError  # only here: importing the package must stay quick
+            raise  # a bug of nestrec, not a missing package
+        remedy = f"{install_extra(extra)}{instead}"
+        from nestrec.base.errors import UserError  # only in case of an error: importing the package must stay fast
 
         raise UserError(problem, option=field, value=value or missing, remedy=remedy) from error
 
@@ -85,5 +94,5 @@ def _called_from_python(package: str, function: FunctionType) -> Any:
             error.name_arguments()
             raise
 
-    call.__module__ = package  # where it is found when it is pickled
+    call.__module__ = package  # pickle looks the function up there
     return call

@@ -1,11 +1,8 @@
-"""Exit of a process, huge pages and garbage collection.
+"""Process helpers: exit while threads are inside torch, transparent huge pages, and garbage collection.
 
-The end of a process whose threads may still be inside torch.
-
-When an interpreter ends, it stops such threads where they are, and what was compiled around them calls that a fault: a
-rank that had done all its work was now and then ended by SIGABRT, and its launcher took the run for a failed one.
-
-How the process asks the system for memory, and looks for what it can give back.
+When the interpreter is finalized, it stops threads wherever they are, and native code around them treats that as a
+fault: a rank that had finished its work was occasionally killed by SIGABRT, and its launcher reported a failed run. So
+such a process runs its exit handlers and then calls `os._exit`.
 """
 
 import atexit
@@ -19,84 +16,91 @@ from typing import Any, NoReturn
 
 from nestrec.base import compat, errors
 
-_LIMIT_S = 10.0
-"""to take leave of other ranks, one of which may have died since the last step"""
-_BY_AGREEMENT = (0, errors.INTERRUPTED)
-"""codes with which all ranks end together; with any other, a rank may be the only one that knows"""
+_TIMEOUT_S = 10.0
+"""Timeout for destroying process groups; another rank may have died since the last step."""
+_COLLECTIVE_EXIT_CODES = (0, errors.INTERRUPTED)
+"""Exit codes on which all ranks have agreed; with any other code, the other ranks may still use the process groups."""
 
 
-def leave(code: int) -> NoReturn:
-    """End with this code. Where ranks or a device were at work, without taking the interpreter down first."""
-    if not _is_at_work():
+def exit_process(code: int) -> NoReturn:
+    """Exit with this code; a process that used ranks or a GPU skips the finalization of the interpreter."""
+    if not _uses_torch_runtime():
         sys.exit(code)
-    atexit.unregister(_leave_ranks_at_end)  # here the code is known
-    compat.run_exit_handlers()  # what an interpreter does before it stops threads
-    if code in _BY_AGREEMENT:
-        take_leave_of_ranks()
+    atexit.unregister(_destroy_at_exit)  # destroyed below, because the exit code is known here
+    compat.run_exit_handlers()  # as the interpreter does before it stops threads
+    if code in _COLLECTIVE_EXIT_CODES:
+        destroy_process_groups()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def leave_ranks_at_end() -> None:
-    """For a script, which ends as interpreters do: what it holds of other ranks is given back before that. As process
-    groups are torn down otherwise, one that had trained to its end was now and then ended by SIGABRT, too."""
-    atexit.register(_leave_ranks_at_end)
+def destroy_process_groups_at_exit() -> None:
+    """Destroy the process groups before the interpreter is finalized, for scripts that do not call `exit_process`.
+
+    Otherwise a script that had finished its training was occasionally killed by SIGABRT, too.
+    """
+    atexit.register(_destroy_at_exit)
 
 
-def _leave_ranks_at_end() -> None:
-    has_failed = hasattr(sys, "last_value")  # then others may still use theirs
+def _destroy_at_exit() -> None:
+    has_failed = hasattr(sys, "last_value")  # then other ranks may still use the process groups
     if "torch" in sys.modules and not has_failed:
-        take_leave_of_ranks()
+        destroy_process_groups()
 
 
-def _is_at_work() -> bool:
-    """Whether this process has met other ranks or used a device; torch is not loaded to find out."""
+def _uses_torch_runtime() -> bool:
+    """Return whether this process has process groups or has used a GPU; the check does not import torch."""
     torch = sys.modules.get("torch")
-    return torch is not None and (has_met_ranks() or bool(torch.cuda.is_initialized()))
+    return torch is not None and (has_process_groups() or bool(torch.cuda.is_initialized()))
 
 
-def has_met_ranks() -> bool:
-    """Whether there are process groups; torch must be loaded."""
+def has_process_groups() -> bool:
+    """Return whether there are process groups; torch must be imported already."""
     distributed = sys.modules["torch"].distributed
     return bool(distributed.is_available() and distributed.is_initialized())
 
 
-def take_leave_of_ranks(groups: Sequence[Any] | None = None) -> None:
-    """Give back what process groups hold, of devices above all. The work is done: no failure, and no rank that is gone
-    and keeps us waiting, changes the code. groups: these alone; none: all of them."""
+def destroy_process_groups(groups: Sequence[Any] | None = None) -> None:
+    """Destroy process groups and release their device memory; ignore failures, and wait for at most 10 s.
+
+    The work of the process is done, so an error or a dead rank must not change its exit code.
+
+    Args:
+        groups: Process groups to destroy; None destroys all of them.
+    """
 
     def destroy() -> None:
-        give_back = sys.modules["torch"].distributed.destroy_process_group
+        destroy_group = sys.modules["torch"].distributed.destroy_process_group
         for arguments in [()] if groups is None else [(group,) for group in groups]:
             with contextlib.suppress(Exception):
-                give_back(*arguments)
+                destroy_group(*arguments)
 
-    if has_met_ranks():
+    if has_process_groups():
         thread = threading.Thread(target=destroy, daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # from Python 3.12 on, none can be started at the end of an interpreter
+        except RuntimeError:  # since Python 3.12, threads cannot be started during finalization
             destroy()
             return
-        thread.join(_LIMIT_S)
+        thread.join(_TIMEOUT_S)
 
 
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 
 
-def ask_for_huge_pages() -> None:
-    """Large tensors in host memory on pages of 2 MiB, where the system has them; before torch makes its first tensor.
+def enable_huge_pages() -> None:
+    """Let torch use transparent huge pages (2 MiB) for large host tensors, if the system supports them.
 
-    A step of training gives back its activations and asks for as much again, and the system hands it out anew, page by
-    page: at 4 KiB a page that is a third of the processor time of a small transformer's step on a CPU. torch reads the
-    variable once; a value that the user has set is kept.
+    Every training step frees its activations and allocates them again, and the kernel maps the memory page by page:
+    with 4 KiB pages, that takes a third of the CPU time of a small transformer's step. Must be called before the first
+    tensor is created, because torch reads the environment variable once. A value that the user has set is kept.
     """
     os.environ.setdefault(HUGE_PAGES, "1")
 
 
 def memory_bytes() -> int:
-    """Of this machine; 0 where the system does not say."""
+    """Return the memory of this machine in bytes; 0 if the system does not report it."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):
@@ -104,8 +108,8 @@ def memory_bytes() -> int:
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """Around a measurement of latencies: a collection of garbage over all that is there would be felt as one."""
+def gc_disabled() -> Iterator[None]:
+    """Disable garbage collection during a latency measurement, because a full collection would add to a latency."""
     gc.collect()
     gc.disable()
     try:
@@ -115,10 +119,11 @@ def uncollected() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def loading() -> Iterator[None]:
-    """Around the import of torch and many modules, none of which is ever garbage: looked through neither now nor later.
+def gc_frozen_import() -> Iterator[None]:
+    """Disable garbage collection during the import of torch and other modules, and exclude them from it afterwards.
 
-    That is a fifth of the time of loading them. Where torch is there already, what was made since may be garbage.
+    Modules never become garbage, and scanning them takes a fifth of the import time. Does nothing if torch is imported
+    already, because objects that were created since then can become garbage.
     """
     if "torch" in sys.modules or not gc.isenabled():
         yield

@@ -1,14 +1,12 @@
-"""Counter-based random numbers: pure integer functions of what a number is for, never of when or where it is drawn.
+"""Counter-based random numbers: pure functions of a key, independent of when and on which rank they are drawn.
 
-Samples move between ranks and micro-batches, so dropout masks, negatives, sample order and new rows are functions of
-keys such as (run seed, epoch, sample id, layer, token, channel). The same integers come out of Python,
-numpy and torch here, of numba in nestrec.base.compiled_random and of Triton in
-nestrec.ops.random_kernels; the constants stand here alone.
+Samples move between ranks and micro-batches, so dropout masks, negatives, sample order and initial rows are functions
+of keys such as (run seed, epoch, sample id, layer, token, channel). The functions for Python, numpy, torch and numba in
+this module and the Triton functions in nestrec.ops.random_kernels return the same integers. The constants are defined
+only here.
 
-    mix64(x)   splitmix64 finaliser: a bijection on 64-bit integers
-    mix32(x)   a 32-bit bijection with low bias, cheap enough for one draw an element
-
-Random integers for numba loops: the same as those of `nestrec.base.random`.
+    mix64(x)   finalizer of splitmix64: a bijection on 64-bit integers
+    mix32(x)   a 32-bit bijection with low bias, cheap enough for one draw per element
 """
 
 from typing import Any
@@ -19,16 +17,16 @@ from numba import njit
 from numpy.typing import NDArray
 
 GOLDEN64, GOLDEN32 = 0x9E3779B97F4A7C15, 0x9E3779B9
-"""2 to the power of 64 (or 32) over the golden ratio: multiples of it lie far apart."""
+"""2**64 (or 2**32) divided by the golden ratio; its multiples modulo 2**64 are far apart."""
 MULTIPLIERS64 = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-"""of splitmix64's finaliser"""
+"""Multipliers of the finalizer of splitmix64."""
 MULTIPLIERS32 = (0x7FEB352D, 0x846CA68B)
-"""of `mix32`"""
+"""Multipliers of `mix32`."""
 _MASK64 = (1 << 64) - 1
 
 
 def mix64(x: int) -> int:
-    """splitmix64 finaliser of a Python integer (taken modulo 2**64)."""
+    """Return the splitmix64 finalizer of a Python integer (taken modulo 2**64)."""
     x = (x + GOLDEN64) & _MASK64
     x = ((x ^ (x >> 30)) * MULTIPLIERS64[0]) & _MASK64
     x = ((x ^ (x >> 27)) * MULTIPLIERS64[1]) & _MASK64
@@ -36,7 +34,7 @@ def mix64(x: int) -> int:
 
 
 def fold(*parts: int) -> int:
-    """One 64-bit key from several integers; order matters."""
+    """Hash several integers into one 64-bit key; their order matters."""
     key = 0
     for part in parts:
         key = mix64(key ^ (part & _MASK64))
@@ -44,7 +42,7 @@ def fold(*parts: int) -> int:
 
 
 def mix64_array(x: NDArray[Any]) -> NDArray[np.uint64]:
-    """`mix64` of every element; int64 input is read as two's complement."""
+    """Apply `mix64` to every element; int64 input is read as two's complement."""
     with np.errstate(over="ignore"):
         y = x.astype(np.uint64) + np.uint64(GOLDEN64)
         y = (y ^ (y >> np.uint64(30))) * np.uint64(MULTIPLIERS64[0])
@@ -53,23 +51,23 @@ def mix64_array(x: NDArray[Any]) -> NDArray[np.uint64]:
 
 
 def fold_array(key: int | NDArray[np.uint64], part: NDArray[Any]) -> NDArray[np.uint64]:
-    """`fold` continued by one more part, elementwise: `fold_array(fold(a, b), c)[i] == fold(a, b, c[i])`."""
+    """Extend keys of `fold` by one more part, elementwise: `fold_array(fold(a, b), c)[i] == fold(a, b, c[i])`."""
     key_array = np.asarray(key, dtype=np.uint64)
     return mix64_array(key_array ^ part.astype(np.uint64))
 
 
 def as_int64(x: NDArray[np.uint64]) -> torch.Tensor:
-    """The same 64 bits as a torch int64 tensor."""
+    """Reinterpret uint64 numbers as a torch int64 tensor."""
     return torch.from_numpy(np.ascontiguousarray(x).view(np.int64))
 
 
 def shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical right shift of an int32 tensor (torch shifts signed integers arithmetically)."""
+    """Shift an int32 tensor right logically (torch shifts signed integers arithmetically)."""
     return (x >> bits) & ((1 << (32 - bits)) - 1)
 
 
 def mix32(x: torch.Tensor) -> torch.Tensor:
-    """A bijection on int32 elements with low bias; multiplication wraps."""
+    """Apply a low-bias bijection to every int32 element; multiplication wraps around."""
     x = x ^ shift_right(x, 16)
     x = x * MULTIPLIERS32[0]
     x = x ^ shift_right(x, 15)
@@ -78,16 +76,22 @@ def mix32(x: torch.Tensor) -> torch.Tensor:
 
 
 def uniform24(key_T: torch.Tensor, site: int, num_channels: int) -> torch.Tensor:
-    """Integers in [0, 2**24), one for each (row key, channel), of shape (T, num_channels) and type int32.
+    """Draw one integer in [0, 2**24) per row key and channel.
 
-    `key_T` are 64-bit row keys (say of a token), `site` tells apart the draws made with the same row key (say a layer).
+    Args:
+        key_T: 64-bit row keys, shape (T,), for example one per token.
+        site: Number that distinguishes draws with the same row keys, for example the layer.
+        num_channels: Number of draws per row key.
+
+    Returns:
+        Int32 tensor of shape (T, num_channels).
     """
     site_key = mix64(site)
     return draws24(key_T ^ (site_key - (1 << 64) if site_key >> 63 else site_key), num_channels)
 
 
 def draws24(key_T: torch.Tensor, num_channels: int) -> torch.Tensor:
-    """`uniform24` of row keys that are of one use alone."""
+    """Draw like `uniform24`, for row keys that are used at one site only."""
     low = key_T.view(torch.int32).view(-1, 2)
     channel = torch.arange(num_channels, dtype=torch.int32, device=key_T.device) * _as_int32(GOLDEN32)
     bits = mix32(mix32(low[:, :1] ^ channel) ^ low[:, 1:])
@@ -105,8 +109,8 @@ _S27, _S30, _S31 = np.uint64(27), np.uint64(30), np.uint64(31)
 
 
 @njit(cache=True, nogil=True, inline="always")
-def finalise64(x: np.uint64) -> np.uint64:
-    """What `mix64` makes of x + GOLDEN64: for loops that count on in steps of GOLDEN64."""
+def finalize64(x: np.uint64) -> np.uint64:
+    """Return `mix64(x - GOLDEN64)`, for loops that increment x by GOLDEN64."""
     x = (x ^ (x >> _S30)) * _MULTIPLY_1
     x = (x ^ (x >> _S27)) * _MULTIPLY_2
     return x ^ (x >> _S31)
@@ -114,19 +118,19 @@ def finalise64(x: np.uint64) -> np.uint64:
 
 @njit(cache=True, nogil=True, inline="always")
 def mix64_jit(x: np.uint64) -> np.uint64:
-    """The finaliser of splitmix64, a bijection on 64-bit integers."""
-    return finalise64(np.uint64(x) + _GOLDEN)
+    """Return the splitmix64 finalizer of a 64-bit integer; the numba version of `mix64`."""
+    return finalize64(np.uint64(x) + _GOLDEN)
 
 
 @njit(cache=True, nogil=True, inline="always")
 def draw24(low: np.uint32, high: np.uint32, channel: np.uint32) -> np.uint32:
-    """An integer in [0, 2**24), as `draws24` gives it for a row key of these two words."""
+    """Draw an integer in [0, 2**24); equals `draws24` for the row key with these two 32-bit words."""
     return _mix32(_mix32(low ^ np.uint32(channel * _GOLDEN_32)) ^ high) >> _S8
 
 
 @njit(cache=True, nogil=True, inline="always")
 def _mix32(x: np.uint32) -> np.uint32:
-    # numba multiplies in 64 bits
+    # numba multiplies with 64 bits, so the products are truncated explicitly
     x = np.uint32((x ^ (x >> _S16)) * _MULTIPLY_1_32)
     x = np.uint32((x ^ (x >> _S15)) * _MULTIPLY_2_32)
     return x ^ (x >> _S16)

@@ -1,4 +1,4 @@
-"""Checkpoints: manifest, shards, incremental and asynchronous saves, verification, export."""
+"""Checkpoints: manifests, files per shard, incremental and asynchronous saves, verification and mirroring."""
 
 from nestrec.artifacts.writer_group import CheckpointGroup, CheckpointSaveError
 from nestrec.checkpoint.checkpoint_content import Chunk, RankCheckpoint, join, split

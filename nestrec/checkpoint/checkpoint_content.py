@@ -1,11 +1,10 @@
-"""The content of a checkpoint: tensors, state and rows of tables.
+"""Content of a checkpoint: dense tensors, JSON state and rows of embedding tables.
 
-What goes into a checkpoint.
+`split` and `join` convert nested state dictionaries to named tensors plus JSON and back, so that `torch.optim` states
+need no pickle:
 
-Nested state dictionaries as tensors by name plus JSON, so that `torch.optim` state needs no pickle.
-
-tensors, skeleton = split("optimizer", optimizer.state_dict())
-optimizer.load_state_dict(join(skeleton, tensors))
+    tensors, skeleton = split("optimizer", optimizer.state_dict())
+    optimizer.load_state_dict(join(skeleton, tensors))
 """
 
 import math
@@ -19,17 +18,17 @@ import torch
 from nestrec.base.errors import NonFiniteError
 
 Chunk = Mapping[str, torch.Tensor]
-"""Some rows of a table: `keys` (n,) int64, and any other columns of n rows each (`weight`, `state_*`, ...)."""
+"""Some rows of a table: `keys` (n,) int64, and any other columns with n rows (`weight`, `state_*`, ...)."""
 
 
 @runtime_checkable
 class PriorityChunks(Protocol):
-    """Chunks of a table, some of which may have to be written before their turn, whatever else is being written."""
+    """Chunks of a table, some of which can become urgent: they must be written before all others."""
 
     def __iter__(self) -> Iterator[Chunk]: ...
 
-    def due(self) -> Iterator[Chunk]:
-        """Those that cannot wait now; iteration does not give them again."""
+    def urgent_chunks(self) -> Iterator[Chunk]:
+        """Yield the chunks that must be written now; iteration does not yield them again."""
         ...
 
 
@@ -39,29 +38,31 @@ def _do_nothing() -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankCheckpoint:
-    """One rank's part of a checkpoint.
+    """Part of a checkpoint that one rank writes.
 
-    `tensors` and `state` are the same on all ranks, and rank 0 writes its own; `tables` differ, and every rank writes
-    what it is given (a replica that holds a copy gives nothing).
+    `tensors` and `state` are the same on all ranks, and rank 0 writes them. `tables` differ, and every rank writes its
+    own rows; of several replicas of a shard, all but one leave `tables` empty.
     """
 
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Dense weights and optimiser states by name."""
+    """Dense weights and optimizer states by name."""
     state: Mapping[str, Any] = field(default_factory=dict)
-    """JSON-like values: position, decisions, metric state. Tuples come back as lists."""
+    """JSON-compatible values: position in the data, decisions, metric state. Tuples are restored as lists."""
     tables: Mapping[str, Iterable[Chunk]] = field(default_factory=dict)
-    """Rows of this rank's shard of each table, in chunks (one file each; 16 to 256 MiB is a good size)."""
+    """Rows of this rank's shard of each table, in chunks (one file per chunk; 16 to 256 MiB per chunk work well)."""
     removed: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Keys removed from each table since `base`; a key that came back is in `tables` as well."""
+    """Keys removed from each table since `base`; a key that was added again is also in `tables`."""
     base: int | None = None
-    """Step of the checkpoint since which `tables` hold the touched rows; see `CheckpointManager.base_for_next`."""
+    """Step of the checkpoint since which `tables` contain only the touched rows; None: `tables` contain all rows. See
+    `CheckpointManager.next_base_step`.
+    """
     shard: tuple[int, int] | None = None
-    """(index, number) of this rank's shard; (rank, number of ranks) where not given."""
+    """Index of this rank's shard and number of shards; None: rank and number of ranks."""
     close: Callable[[], None] = _do_nothing
-    """Called when nothing more is read of it."""
+    """Function that is called when the content has been read."""
 
-    def copied(self) -> "RankCheckpoint":
-        """The same content in host memory of its own, safe from later training steps."""
+    def copy(self) -> "RankCheckpoint":
+        """Return a copy of the content in host memory, which later training steps do not change."""
         return replace(
             self,
             tensors=_copy(self.tensors),
@@ -71,17 +72,17 @@ class RankCheckpoint:
 
 
 def chunks_of(tables: Mapping[str, Iterable[Chunk]]) -> Iterator[tuple[str, Chunk]]:
-    """Table and chunk, table after table; after each chunk those of all tables that cannot wait."""
-    hurried = {table: chunks for table, chunks in tables.items() if isinstance(chunks, PriorityChunks)}
+    """Yield (table, chunk) table by table; after each chunk, also the urgent chunks of all tables."""
+    priority_tables = {table: chunks for table, chunks in tables.items() if isinstance(chunks, PriorityChunks)}
     for table, chunks in tables.items():
         for chunk in chunks:
             yield table, chunk
-            for other, of_other in hurried.items():
-                yield from ((other, due) for due in of_other.due())
+            for other, other_chunks in priority_tables.items():
+                yield from ((other, chunk) for chunk in other_chunks.urgent_chunks())
 
 
 def parts_of(tensors: Mapping[str, torch.Tensor], part_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Split by name into parts of about `part_bytes`; no tensor is cut."""
+    """Split tensors into parts of about `part_bytes`; no tensor is divided."""
     part: dict[str, torch.Tensor] = {}
     size = 0
     for name, tensor in tensors.items():
@@ -100,13 +101,13 @@ def check_chunk(table: str, chunk: Chunk) -> None:
     keys = chunk["keys"]
     assert (keys.dtype, keys.dim()) == (torch.int64, 1), f"keys of table {table} must be (n,) int64"
     wrong = [name for name, column in chunk.items() if column.shape[:1] != keys.shape]
-    assert not wrong, f"columns {wrong} of table {table} have another number of rows than its keys"
+    assert not wrong, f"columns {wrong} of table {table} differ from its keys in their number of rows"
 
 
 def check_finite(what: str, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise a NonFiniteError for numbers that nobody could go on from."""
+    """Raise a NonFiniteError if a tensor contains a NaN or infinity, from which training could not be resumed."""
     for name, tensor in tensors.items():
-        # A sum is many times quicker than a look at each number, and may at most suspect too much.
+        # A sum is many times faster than a check of each number; if it overflows, the exact check follows.
         if not tensor.is_floating_point() or math.isfinite(_sum(tensor)) or bool(tensor.isfinite().all()):
             continue
         rows = (~tensor.isfinite()).reshape(len(tensor), -1).any(1) if tensor.dim() else ~tensor.isfinite()
@@ -114,7 +115,10 @@ def check_finite(what: str, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _sum(tensor: torch.Tensor) -> float:
-    """By this thread alone where numpy knows the type: torch would take threads from a training that goes on."""
+    """Return the sum of a tensor, computed by the calling thread alone if NumPy supports the dtype.
+
+    PyTorch would use threads that a concurrent training step needs.
+    """
     if tensor.device.type != "cpu" or tensor.dtype == torch.bfloat16:
         return float(tensor.sum())
     with np.errstate(all="ignore"):
@@ -126,16 +130,17 @@ def _copy(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def split(name: str, tree: Any) -> tuple[dict[str, torch.Tensor], Any]:
-    """Tensors by path under `name`, and a JSON-like skeleton from which `join` rebuilds the tree.
+    """Convert a tree to tensors, named by their path below `name`, and a JSON-compatible skeleton for `join`.
 
-    The tree is made of dictionaries (with text, integer or other JSON keys), lists, tuples, tensors and JSON values.
+    The tree consists of dictionaries (with strings, integers or other JSON values as keys), lists, tuples, tensors and
+    JSON values.
     """
     tensors: dict[str, torch.Tensor] = {}
     return tensors, _split(name, tree, tensors)
 
 
 def join(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The tree that `split` took apart."""
+    """Return the tree that `split` has converted."""
     if not isinstance(skeleton, dict):
         return skeleton
     ((kind, content),) = skeleton.items()

@@ -1,4 +1,4 @@
-"""Reading a checkpoint: tensors by name when asked for, rows of tables for whoever owns them now."""
+"""Reads a checkpoint: tensors lazily by name, and table rows by the shard that owns them now (resharding)."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -13,20 +13,20 @@ from safetensors import safe_open
 
 from nestrec.artifacts.delta import newest_rows
 from nestrec.artifacts.manifest import FileEntry, Kind
-from nestrec.base.thread_team import cores_of_rank, in_order
+from nestrec.base.thread_team import cores_per_rank, run_ahead
 from nestrec.checkpoint.checkpoint_content import Chunk
 from nestrec.checkpoint.checkpoint_manifest import Manifest, local_reads
 from nestrec.embedding.hashing import range_of_shard
 
 Owned = Callable[[torch.Tensor], torch.Tensor]
-"""(n,) keys to (n,) bool: which of them the reader owns."""
-MOST_THREADS = 2
-"""That read files ahead of who takes their rows; each holds one in memory."""
+"""Function from (n,) keys to an (n,) bool mask of the keys that the reader owns."""
+MAX_READ_THREADS = 2
+"""Maximum number of threads that read files ahead; each holds one file in memory."""
 _NO_KEYS: NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
 
 class LazyTensors(Mapping[str, torch.Tensor]):
-    """Tensors of safetensors files, read from the disk each time they are asked for."""
+    """Tensors of safetensors files, read from disk at each access."""
 
     def __init__(self, paths: list[Path]):
         self._path_of: dict[str, Path] = {}
@@ -47,28 +47,32 @@ class LazyTensors(Mapping[str, torch.Tensor]):
 
 
 class LoadedCheckpoint:
-    """A checkpoint, its tensors and state verified. Read it before the next save, which may delete old files."""
+    """Checkpoint whose tensors and state are verified. Read it before the next save, which may delete old files."""
 
     def __init__(self, chain: list[tuple[Path, Manifest]]):
         self._chain = chain  # newest first; the later ones are the bases of an incremental checkpoint
         self.path, self.manifest = chain[0]
         self.bytes_read = 0
-        """Of rows and removed keys, so far."""
+        """Number of bytes of rows and removed keys that were read so far."""
 
     @property
     def step(self) -> int:
+        """Number of training steps completed."""
         return self.manifest.step
 
     @property
     def tables(self) -> tuple[str, ...]:
+        """Names of the tables of the checkpoint."""
         return self.manifest.tables
 
     @cached_property
     def tensors(self) -> Mapping[str, torch.Tensor]:
+        """Dense tensors by name, read at access."""
         return LazyTensors([self.path / entry.name for entry in _of_kind(self.manifest, "tensors")])
 
     @cached_property
     def state(self) -> dict[str, Any]:
+        """JSON state of the checkpoint."""
         (entry,) = _of_kind(self.manifest, "state")
         state: dict[str, Any] = json.loads((self.path / entry.name).read_bytes())
         return state
@@ -81,12 +85,20 @@ class LoadedCheckpoint:
         owned: Owned | None = None,
         superseded: NDArray[np.int64] = _NO_KEYS,
     ) -> Iterator[Chunk]:
-        """The rows of a table in chunks, each key once with its last value.
+        """Yield the rows of a table in chunks, each key once with its newest values.
 
-        Any rank may read any shard's files: `owned` picks the rows to keep. `shard` = (index, number) goes with it
-        where `owned` means that shard: files without a hash in its range are then not even opened. Where it was another
-        number of shards that saved, files at the two ends of the range hold rows of its neighbours as well.
-        `superseded` are sorted keys to leave out. A file is compared with its digest as it is read: `CorruptFileError`.
+        Files are verified against their digests while they are read. Any rank may read the files of any shard.
+
+        Args:
+            table: Name of the table.
+            shard: Index and number of shards of the reader, if `owned` selects this shard. Files without a hash in its
+                range are not opened. If the checkpoint was saved with another number of shards, the files at both ends
+                of the range also contain rows of adjacent shards.
+            owned: Function that selects the rows to yield; None yields all.
+            superseded: Sorted keys to leave out.
+
+        Raises:
+            CorruptFileError: A file does not match its digest.
         """
         layers = [
             (
@@ -98,9 +110,9 @@ class LoadedCheckpoint:
         yield from newest_rows(layers, superseded=superseded, owned=owned)
 
     def _read(self, path: Path, entries: list[FileEntry]) -> Iterator[Chunk]:
-        """What files hold; where there are cores for it, some are read ahead."""
+        """Yield the content of files; some are read ahead if there are spare cores."""
         calls = (partial(local_reads(path.parent).tensors, path.name, entry) for entry in entries)
-        for entry, chunk in zip(entries, in_order(calls, min(MOST_THREADS, cores_of_rank() - 1)), strict=True):
+        for entry, chunk in zip(entries, run_ahead(calls, min(MAX_READ_THREADS, cores_per_rank() - 1)), strict=True):
             self.bytes_read += entry.bytes
             yield chunk
 
@@ -115,7 +127,7 @@ def _of_table(manifest: Manifest, kind: Kind, table: str, shard: tuple[int, int]
 
 
 def _may_hold(entry: FileEntry, shard: tuple[int, int]) -> bool:
-    """Whether a file may hold rows of the shard (index, number)."""
+    """Return whether a file may contain rows of the shard (index, number)."""
     if entry.hashes is None:
         return True
     (lowest, highest) = entry.hashes

@@ -1,8 +1,8 @@
-"""Checkpoints in a second place, any address of `fsspec`: copied there as they are saved, and taken from there by a run
-whose folder has none, such as one that goes on on another machine.
+"""Mirrors checkpoints to a second location (any fsspec URL).
 
-A checkpoint is there when its manifest is, which is written last. Each rank copies its share of the files, and takes
-back its share; every file is compared with its digest on both ways.
+Each saved checkpoint is uploaded. A run without local checkpoints, for example after a move to another machine,
+downloads the latest one. The manifest is written last, so a checkpoint without a manifest is incomplete. The ranks
+share uploads and downloads, and every file is verified against its SHA-256 digest in both directions.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from nestrec.checkpoint.checkpoint_manifest import (
     MANIFEST_NAME,
     Manifest,
     chain_in,
-    damaged_file,
+    corrupt_file_error,
     digest_of,
     encode,
     folder_of,
@@ -31,25 +31,26 @@ from nestrec.checkpoint.checkpoint_manifest import (
     step_of,
 )
 
-_PIECE_BYTES = 16 << 20
-FIELD = "training.checkpoint_address"
+_BLOCK_BYTES = 16 << 20
+FIELD = "training.checkpoint_mirror"
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A checkpoint at the address."""
+    """A checkpoint in the mirror."""
 
     step: int
+    """Number of training steps completed."""
     digest: str | None
-    """Digest of its manifest; None if that is missing or damaged."""
+    """Digest of its manifest; None if the manifest is missing or corrupt."""
     state: dict[str, Any] | None
-    """Its state; None if that is damaged."""
+    """JSON state of the checkpoint; None if it is corrupt."""
     problem: str
-    """What is damaged; empty if the state could be read."""
+    """Description of what is corrupt; empty if the state could be read."""
 
 
 class CheckpointMirror:
-    """The second place. All ranks make the same calls in the same order."""
+    """Mirror of the checkpoints of one run. Collective: every rank must make the same calls in the same order."""
 
     def __init__(self, address: str, peers: CheckpointGroup):
         self.address = address
@@ -57,72 +58,85 @@ class CheckpointMirror:
 
     @cached_property
     def _storage(self) -> Storage:
-        """Opened at first use: the weights in a run folder can be read without the packages that the address needs."""
+        """Storage at the address.
+
+        It is opened at first use: reading the weights of a run folder must not require the storage's packages.
+        """
         return storage_of(self.address)
 
     @cached_property
     def _reads(self) -> VerifiedReads:
-        return VerifiedReads(RetriedReads(self._storage), damaged_file)
+        return VerifiedReads(RetriedReads(self._storage), corrupt_file_error)
 
     def steps(self) -> list[int]:
-        """Returns the steps of the copies, damaged ones included, in order."""
-        return self._peers.on_first(self._steps, f"{self.address} could not be looked into")
+        """Return the steps in the mirror in order, including corrupt checkpoints."""
+        return self._peers.run_on_first_rank(self._steps, f"{self.address} could not be listed")
 
     def copies(self) -> list[Copy]:
-        """Returns the copies in the order of their steps. Local.
+        """Return the checkpoints in the mirror in order of step. Not collective.
 
         Raises:
-            UserError: the storage did not answer, which must not be mistaken for an address without checkpoints.
+            UserError: The storage is not responding, which must not be mistaken for a mirror without checkpoints.
         """
-        with _refusing(self.address):
+        with _raising_user_error(self.address):
             return [self._copy(step) for step in self._steps()]
 
-    def send(self, path: Path, kept: list[int]) -> None:
-        """Copy a checkpoint and what it builds on, as far as that is not there; then delete all but the kept steps.
+    def upload(self, path: Path, retained_steps: list[int]) -> None:
+        """Upload a checkpoint and its missing bases, then delete the other checkpoints of the mirror.
 
-        `CheckpointSaveError` on all ranks when one of them cannot.
+        Args:
+            path: Folder of the checkpoint.
+            retained_steps: Steps that are not deleted.
+
+        Raises:
+            CheckpointSaveError: A rank could not upload; raised on all ranks.
         """
-        problem = f"{path.name} could not be copied to {self.address}"
+        problem = f"{path.name} could not be uploaded to {self.address}"
         for folder, manifest in reversed(read_chain(path)):
-            if self._peers.on_first(partial(self._digest, manifest.step), problem) == digest_of(manifest):
+            if self._peers.run_on_first_rank(partial(self._digest, manifest.step), problem) == digest_of(manifest):
                 continue
-            self._peers.on_first(partial(self._storage.remove, folder.name), problem)
-            self._peers.agree(partial(self._send_files, folder, manifest), problem)
+            self._peers.run_on_first_rank(partial(self._storage.remove, folder.name), problem)
+            self._peers.run_on_all_ranks(partial(self._upload_files, folder, manifest), problem)
             fail_point("checkpoint.before_sent_manifest")
-            self._peers.on_first(
+            self._peers.run_on_first_rank(
                 partial(self._storage.replace, f"{folder.name}/{MANIFEST_NAME}", encode(manifest)), problem
             )
-        self._peers.on_first(partial(self._retire, kept), problem)
+        self._peers.run_on_first_rank(partial(self._delete_others, retained_steps), problem)
 
-    def fetch(self, parent: Path, step: int) -> str | None:
-        """Copy a checkpoint and what it builds on into a folder; returns what is damaged, or None if all is whole.
+    def download(self, parent: Path, step: int) -> str | None:
+        """Download a checkpoint and its bases to a folder.
 
-        `CheckpointSaveError` on all ranks if the storage or the folder fails: that says nothing about the checkpoint.
+        Returns:
+            A description of what is corrupt, or None if all files are intact.
+
+        Raises:
+            CheckpointSaveError: The storage or the folder failed, which says nothing about the checkpoint; raised on
+                all ranks.
         """
-        problem = f"step {step} could not be taken from {self.address}"
+        problem = f"step {step} could not be downloaded from {self.address}"
         local = LocalStorage(parent)
-        chain, damage = self._peers.on_first(partial(self._chain_or_damage, step), problem)
+        chain, corruption = self._peers.run_on_first_rank(partial(self._read_chain_or_problem, step), problem)
         for each in chain:
-            self._peers.on_first(partial(local.remove, _partial(each)), problem)
-            found = self._peers.agree(partial(self._fetch_files, local, each), problem)
-            damage = next((text for text in found if text is not None), None)
+            self._peers.run_on_first_rank(partial(local.remove, _partial(each)), problem)
+            problems = self._peers.run_on_all_ranks(partial(self._download_files, local, each), problem)
+            corruption = next((text for text in problems if text is not None), None)
             fail_point("checkpoint.after_fetched")
-            if damage is not None:
+            if corruption is not None:
                 break
-        if damage is not None:
-            self._peers.on_first(partial(_discard, local, chain), problem)
-            return damage
-        # Only now: a folder that has any checkpoint is not filled from the address again.
-        self._peers.on_first(partial(self._commit_local, local, chain), problem)
+        if corruption is not None:
+            self._peers.run_on_first_rank(partial(_discard, local, chain), problem)
+            return corruption
+        # Commit only when all are downloaded: a folder with any checkpoint is not filled from the mirror again.
+        self._peers.run_on_first_rank(partial(self._commit_local, local, chain), problem)
         return None
 
     def _steps(self) -> list[int]:
         folders = RetriedReads(self._storage).list_folders("")
         steps = sorted(step for name in folders if (step := step_of(name)) is not None)
-        sent = [step for step in steps if self._has_manifest(step)]
-        # A kill while the first copy is sent leaves one folder without a manifest, which does not count. It cannot
-        # leave several and none with a manifest: those have lost theirs.
-        return sent if sent or len(steps) < 2 else steps
+        complete = [step for step in steps if self._has_manifest(step)]
+        # A kill during the first upload leaves one folder without a manifest, which does not count. It cannot leave
+        # several folders without any manifest: then the manifests were lost, and the steps count as corrupt.
+        return complete if complete or len(steps) < 2 else steps
 
     def _has_manifest(self, step: int) -> bool:
         try:
@@ -144,26 +158,26 @@ class CheckpointMirror:
             return Copy(step, digest, None, str(error))
         return Copy(step, digest, json.loads(content), "")
 
-    def _chain_or_damage(self, step: int) -> tuple[list[int], str | None]:
-        """Returns the step and those that it builds on, oldest first, and what is damaged."""
+    def _read_chain_or_problem(self, step: int) -> tuple[list[int], str | None]:
+        """Return the step and those of its bases, oldest first, and a description of what is corrupt or None."""
         try:
             return [manifest.step for manifest in reversed(chain_in(self._reads, _name(step)))], None
         except CorruptFileError as error:
             return [], str(error)
 
     def _digest(self, step: int) -> str | None:
-        """Of the manifest of a step, where there is one."""
+        """Return the digest of the manifest of a step, or None if there is no valid manifest."""
         try:
             return digest_of(manifest_in(self._reads, _name(step)))
         except CorruptFileError:
             return None
 
-    def _send_files(self, folder: Path, manifest: Manifest) -> None:
+    def _upload_files(self, folder: Path, manifest: Manifest) -> None:
         for entry in manifest.files[self._peers.rank :: self._peers.world]:
-            _compare(entry, self._storage.write(f"{folder.name}/{entry.name}", _pieces(folder / entry.name)))
+            _compare(entry, self._storage.write(f"{folder.name}/{entry.name}", _read_blocks(folder / entry.name)))
 
-    def _fetch_files(self, local: LocalStorage, step: int) -> str | None:
-        """Copy this rank's share of the files; returns what is damaged."""
+    def _download_files(self, local: LocalStorage, step: int) -> str | None:
+        """Download this rank's share of the files; return a description of what is corrupt, or None."""
         try:
             manifest = manifest_in(self._reads, _name(step))
             for entry in manifest.files[self._peers.rank :: self._peers.world]:
@@ -180,17 +194,17 @@ class CheckpointMirror:
         for step in chain:
             local.commit_folder(_partial(step), _name(step))
 
-    def _retire(self, kept: list[int]) -> None:
+    def _delete_others(self, retained_steps: list[int]) -> None:
         for name in self._storage.list_folders(""):
-            if (step := step_of(name)) is not None and step not in kept:
-                self._storage.remove(f"{name}/{MANIFEST_NAME}")  # first: what is half gone is not there
+            if (step := step_of(name)) is not None and step not in retained_steps:
+                self._storage.remove(f"{name}/{MANIFEST_NAME}")  # first, so that a partial deletion is not visible
                 self._storage.remove(name)
 
 
 def _compare(entry: FileEntry, written: tuple[int, str]) -> None:
-    """written: size and digest."""
+    """Raise a CorruptFileError if the size and digest of the written content differ from the entry."""
     if (problem := mismatch(entry, *written)) is not None:
-        raise damaged_file(entry.name, problem)
+        raise corrupt_file_error(entry.name, problem)
 
 
 def _name(step: int) -> str:
@@ -206,27 +220,31 @@ def _discard(local: LocalStorage, chain: list[int]) -> None:
         local.remove(_partial(step))
 
 
-def _pieces(path: Path) -> Iterator[memoryview]:
+def _read_blocks(path: Path) -> Iterator[memoryview]:
     with path.open("rb") as file:
-        while piece := file.read(_PIECE_BYTES):
-            yield memoryview(piece)
+        while block := file.read(_BLOCK_BYTES):
+            yield memoryview(block)
 
 
-def damaged_elsewhere(address: str, problems: Mapping[int, str]) -> CorruptFileError:
-    """Returns the error for an address of which no copy can be used. problems: by step."""
+def corrupt_mirror_error(address: str, problems: Mapping[int, str]) -> CorruptFileError:
+    """Return the error for a mirror without any intact checkpoint, from its problems by step."""
     steps = ", ".join(map(str, sorted(problems)))
     step, problem = next(iter(problems.items()))
     return CorruptFileError(
-        f"none of the checkpoints there is whole (steps {steps}); step {step}: {problem}",
+        f"all checkpoints in the mirror are corrupt (steps {steps}); step {step}: {problem}",
         option=FIELD,
         value=address,
-        remedy="restore the damaged files; or, to start over, name another address or move these checkpoints away",
+        remedy="restore the corrupt files; or, to start over, set another address or move these checkpoints away",
     )
 
 
 def read_at(address: str, name: str) -> bytes | None:
-    """Returns the content of a file at the address, or None if it does not exist; a `UserError` as for `copies`."""
-    with _refusing(address):
+    """Return the content of a file in the mirror, or None if it does not exist.
+
+    Raises:
+        UserError: The storage is not responding.
+    """
+    with _raising_user_error(address):
         try:
             return bytes(RetriedReads(storage_of(address)).read(name))
         except FileNotFoundError:
@@ -234,16 +252,16 @@ def read_at(address: str, name: str) -> bytes | None:
 
 
 @contextlib.contextmanager
-def _refusing(address: str) -> Iterator[None]:
+def _raising_user_error(address: str) -> Iterator[None]:
     """Raise a `UserError` if the storage cannot be read."""
     try:
         yield
     except UserError:
         raise
-    except Exception as error:  # some file systems of fsspec raise errors of their own
+    except Exception as error:  # some fsspec file systems raise their own exception types
         raise UserError(
-            f"cannot be read: {type(error).__name__}: {error}",
+            f"the storage cannot be read: {type(error).__name__}: {error}",
             option=FIELD,
             value=address,
-            remedy="start again when the storage answers; nothing was changed there",
+            remedy="restart when the storage is available; nothing was changed there",
         ) from error

@@ -1,6 +1,6 @@
-"""Checkpoints of a model of one's own: what a `TrainingPipeline` has learnt, saved whole and taken back.
+"""Checkpoints of custom models that are trained with a `TrainingPipeline`.
 
-The files are those of runs: see nestrec.checkpoint.
+The files have the format of the checkpoints of runs; see nestrec.checkpoint.
 """
 
 import secrets
@@ -13,7 +13,8 @@ import torch
 
 from nestrec.base.config import to_plain
 from nestrec.base.errors import UserError
-from nestrec.base.files import given_path
+from nestrec.base.files import parse_path
+from nestrec.base.renamed_fields import with_present_names
 from nestrec.checkpoint import IDENTITY, CheckpointGroup, CheckpointManager, LoadedCheckpoint, RankCheckpoint
 from nestrec.checkpoint.table_checkpointer import TableCheckpointer
 from nestrec.embedding import TableConfig
@@ -21,165 +22,199 @@ from nestrec.pipeline.training_pipeline import TrainingPipeline
 
 T = TypeVar("T")
 
-_OURS, _THEIRS = "pipeline", "state"
+_PIPELINE_STATE, _SCRIPT_STATE = "pipeline", "state"
 """Parts of the state of a checkpoint."""
 _BUFFER = "buffer/"
-_FREE = ("num_rows", "features", "half_features", "half_dtype", "store", "placement", "optimizer")
-"""Fields of a table that may be others when it is taken back, or that are looked at by themselves."""
+_FIELDS_THAT_MAY_CHANGE = (
+    "num_rows",
+    "features",
+    "half_precision_features",
+    "half_dtype",
+    "store",
+    "placement",
+    "optimizer",
+)
+"""Fields of a table that may change between save and restore, or that are compared separately."""
 
 
 class PipelineCheckpoints:
-    """The checkpoints of one pipeline in one folder.
+    """Checkpoints of one pipeline in one folder.
 
         saved = nestrec.PipelineCheckpoints(pipeline, "checkpoints/mine")
-        state = saved.restore() or {"seen": 0}                      # none: nothing was saved yet
+        state = saved.restore() or {"seen": 0}                      # None if nothing has been saved yet
         for loss in pipeline.run(itertools.islice(batches(first=state["seen"]), 1000)):
             ...
         saved.save({"seen": state["seen"] + 1000})
 
-    A checkpoint holds the rows of all tables with their optimiser state, the weights and buffers of the model, the
-    state of its optimiser, and the number of steps made. It is taken back on any number of ranks, with any store,
-    placement and schedule; on as many ranks, training goes on with the same bits.
+    A checkpoint contains the rows of all tables with their optimizer states, the weights and buffers of the model, the
+    state of its optimizer, and the number of completed steps. It can be restored on any number of ranks, with any
+    store, placement and schedule; on the same number of ranks, training is bitwise identical to an uninterrupted run.
     """
 
     def __init__(self, pipeline: TrainingPipeline, folder: Path | str, *, keep: int = 1) -> None:
-        """Collective: every rank makes one, with the same folder, which all of them see.
+        """Create the checkpoints of a pipeline. Collective: every rank passes the same shared folder.
 
-        keep: newest checkpoints that stay; older ones are deleted.
+        Args:
+            pipeline: Pipeline to save and restore.
+            folder: Folder of the checkpoints, visible to all ranks.
+            keep: Number of newest checkpoints to retain; older ones are deleted.
         """
         _check_pipeline(pipeline)
         if isinstance(keep, bool) or not isinstance(keep, int):
-            raise UserError("must be a whole number from 1", option="keep", value=keep, remedy="such as 2")
+            raise UserError(
+                "must be a positive integer", option="keep", value=keep, remedy="set keep to 2, for example"
+            )
         self._pipeline = pipeline
         self._dense = pipeline.dense
         self._tables = TableCheckpointer(pipeline.engine)
         self._checkpoints = CheckpointManager(
-            given_path(folder, "folder"), keep=keep, peers=CheckpointGroup.of_topology(pipeline.topology)
+            parse_path(folder, "folder"), keep=keep, peers=CheckpointGroup.of_topology(pipeline.topology)
         )
         self._course = secrets.token_hex(8)
 
     def save(self, state: Mapping[str, Any] | None = None) -> Path:
-        """Write a checkpoint of what was learnt so far; its folder. Collective, between steps: after the loop over
-        `run`, or inside it at a fence (`fence_every`).
+        """Write a checkpoint of the current weights, rows and optimizer states. Collective.
 
-        state: what the script needs to go on besides, such as which batches were seen and `scheduler.state_dict()`:
-        text, numbers, lists, and mappings with text as names. It is that of the first rank. Tuples come back as lists.
-        A save that fails leaves the last checkpoint whole; weights that are not finite are not saved.
+        Call it between steps: after the loop over `run`, or inside the loop at a fence (`fence_every`). If a save
+        fails, the last checkpoint remains intact.
+
+        Args:
+            state: Additional state that the script needs to resume, such as the position in the data and
+                `scheduler.state_dict()`: strings, numbers, lists, and mappings with strings as keys. The state of the
+                first rank is saved. Tuples are restored as lists.
+
+        Returns:
+            The folder of the checkpoint.
+
+        Raises:
+            NonFiniteError: A weight or row is not finite.
         """
         pipeline = self._pipeline
         engine = self._pipeline.engine
-        pipeline.check_whole()
-        told = _as_json(state or {}, "state")
+        pipeline.check_idle()
+        script_state = _as_json(state or {}, "state")
         topology = pipeline.topology
         number = pipeline.number
         tables = {name: to_plain(table) for name, table in engine.tables.items()}
         content = RankCheckpoint(
             tensors=self._tensors(),
             state={
-                _OURS: {"tables": tables, "optimizer": self._dense.settings()},
-                _THEIRS: told,
-                IDENTITY: [self._course, told],  # the same step of this training, told the same: it is there already
+                _PIPELINE_STATE: {"tables": tables, "optimizer": self._dense.settings()},
+                _SCRIPT_STATE: script_state,
+                IDENTITY: [self._course, script_state],  # an equal identity means that this step is already saved
             },
             tables=self._tables.rows(number, None, None) if topology.replica == 0 else {},
             shard=(topology.shard, topology.num_shards),
-            close=self._tables.thaw,
+            close=self._tables.release_snapshots,
         )
         path = self._checkpoints.save(number, content)
-        self._tables.build_on(number)
+        self._tables.set_base(number)
         return path
 
     def restore(self) -> dict[str, Any] | None:
-        """Take back the newest checkpoint that is whole; the `state` it was saved with, or none where there is none.
+        """Restore the newest intact checkpoint. Collective.
 
-        Collective, between steps, mostly before the first. All that the pipeline has learnt until then is forgotten,
-        and `pipeline.number` is the step of the checkpoint. One of another model or of other tables is refused.
+        Call it between steps, usually before the first one. It replaces everything that the pipeline has learned, and
+        sets `pipeline.number` to the step of the checkpoint.
+
+        Returns:
+            The `state` that was saved with the checkpoint, or None if there is no checkpoint.
+
+        Raises:
+            UserError: The checkpoint is that of another model or of other tables.
         """
         pipeline = self._pipeline
-        pipeline.check_whole()
-        restored = self._checkpoints.restore_latest(self._take)
+        pipeline.check_idle()
+        restored = self._checkpoints.restore_latest(self._load_rows)
         if restored is None:
             return None
         self._dense.load({name: restored.tensors[name] for name in restored.tensors if not name.startswith(_BUFFER)})
-        self._dense.load_settings(restored.state[_OURS]["optimizer"])
+        self._dense.load_settings(restored.state[_PIPELINE_STATE]["optimizer"])
         for name, buffer in self._dense.buffers().items():
             buffer.copy_(restored.tensors[_BUFFER + name])
-        self._tables.settle()
+        self._tables.rebalance_capacity()
         pipeline.number = restored.step
         self._course = secrets.token_hex(8)
-        state: dict[str, Any] = restored.state[_THEIRS]
+        state: dict[str, Any] = restored.state[_SCRIPT_STATE]
         return state
 
-    def _take(self, restored: LoadedCheckpoint) -> None:
+    def _load_rows(self, restored: LoadedCheckpoint) -> None:
         self._check(restored)
-        self._tables.take(restored)
+        self._tables.load_rows(restored)
 
     def _check(self, restored: LoadedCheckpoint) -> None:
-        """Refuse what is of another model, before anything is changed."""
+        """Raise a UserError if the checkpoint is that of another model, before anything is changed."""
         where = str(restored.path)
-        if _OURS not in restored.state:
-            remedy = "name a folder that PipelineCheckpoints.save wrote; `nestrec train` goes on with its runs itself"
-            raise UserError("is a checkpoint of a run, not of a pipeline", option="folder", value=where, remedy=remedy)
-        ours = restored.state[_OURS]
+        if _PIPELINE_STATE not in restored.state:
+            remedy = "pass a folder written by PipelineCheckpoints.save; `nestrec train` resumes its runs itself"
+            raise UserError(
+                "the checkpoint is of a run, not of a pipeline", option="folder", value=where, remedy=remedy
+            )
+        saved_state = restored.state[_PIPELINE_STATE]
         tables = self._pipeline.engine.tables
-        _same("tables", sorted(ours["tables"]), sorted(tables), where)
+        _check_equal("tables", sorted(saved_state["tables"]), sorted(tables), where)
         for name, table in tables.items():
-            _check_table(table, ours["tables"][name], where)
+            _check_table(table, saved_state["tables"][name], where)
         for name, before, now in _pairs(_shapes(restored.tensors), _shapes(self._tensors())):
-            _same(f"shape of {name.partition('/')[2]}", before, now, where)
-        saved, mine = _of_optimizer(ours["optimizer"]), _of_optimizer(self._dense.settings())
-        _same("dense_optimizer", saved[0], mine[0], where)
-        _same("groups of dense_optimizer", saved[1], mine[1], where)
+            _check_equal(f"shape of {name.partition('/')[2]}", before, now, where)
+        saved_optimizer, current_optimizer = (
+            _optimizer_summary(saved_state["optimizer"]),
+            _optimizer_summary(self._dense.settings()),
+        )
+        _check_equal("dense_optimizer", saved_optimizer[0], current_optimizer[0], where)
+        _check_equal("groups of dense_optimizer", saved_optimizer[1], current_optimizer[1], where)
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """Weights, what the optimiser keeps of them, buffers. Collective where layers are sharded."""
+        """Return weights, optimizer states and buffers by name. Collective with FSDP."""
         return self._dense.tensors() | {_BUFFER + name: buffer for name, buffer in self._dense.buffers().items()}
 
 
 def _check_pipeline(pipeline: Any) -> None:
     if not isinstance(pipeline, TrainingPipeline):
-        remedy = "give the nestrec.TrainingPipeline of a module"
-        raise UserError("is no pipeline of a module", option="pipeline", value=pipeline, remedy=remedy)
+        remedy = "pass the nestrec.TrainingPipeline of a module"
+        raise UserError("must be a nestrec.TrainingPipeline", option="pipeline", value=pipeline, remedy=remedy)
 
 
-def _of_optimizer(settings: Mapping[str, Any]) -> tuple[str, int]:
-    """Its class, and the number of its groups of weights."""
+def _optimizer_summary(settings: Mapping[str, Any]) -> tuple[str, int]:
+    """Return the class of the optimizer and the number of its parameter groups."""
     return settings["kind"], len(settings.get("groups", ()))
 
 
 def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[int]]:
-    """Of what a model is made of."""
+    """Return the shapes of the weights and buffers of a model."""
     return {name: list(tensors[name].shape) for name in tensors if name.startswith(("model/", _BUFFER))}
 
 
-def _check_table(mine: TableConfig, saved: Mapping[str, Any], where: str) -> None:
-    """Its rows are those that the table here would have made, and fit into it."""
-    name = f"tables.{mine.name}"
-    plain = to_plain(mine)
+def _check_table(current: TableConfig, saved: Mapping[str, Any], where: str) -> None:
+    """Raise a UserError if the saved rows of a table do not fit the table of the pipeline."""
+    name = f"tables.{current.name}"
+    plain = to_plain(current)
+    saved = with_present_names(TableConfig, saved)
     for field, before, now in _pairs(saved, plain):
-        if field not in _FREE:
-            _same(f"{name}.{field}", before, now, where)
-    _same(f"{name}.optimizer", saved["optimizer"]["kind"], mine.optimizer.kind, where)
-    may_grow = mine.num_rows is not None and saved["num_rows"] is not None and not mine.is_hashed
-    if not may_grow or saved["num_rows"] > mine.num_rows:
-        _same(f"{name}.rows", saved["num_rows"], mine.num_rows, where)
+        if field not in _FIELDS_THAT_MAY_CHANGE:
+            _check_equal(f"{name}.{field}", before, now, where)
+    _check_equal(f"{name}.optimizer", saved["optimizer"]["kind"], current.optimizer.kind, where)
+    may_grow = current.num_rows is not None and saved["num_rows"] is not None and not current.is_hashed
+    if not may_grow or saved["num_rows"] > current.num_rows:
+        _check_equal(f"{name}.num_rows", saved["num_rows"], current.num_rows, where)
 
 
-def _pairs(saved: Mapping[str, T], mine: Mapping[str, T]) -> list[tuple[str, T | None, T | None]]:
-    return [(name, saved.get(name), mine.get(name)) for name in sorted(saved.keys() | mine.keys())]
+def _pairs(saved: Mapping[str, T], current: Mapping[str, T]) -> list[tuple[str, T | None, T | None]]:
+    return [(name, saved.get(name), current.get(name)) for name in sorted(saved.keys() | current.keys())]
 
 
-def _same(field: str, saved: Any, mine: Any, where: str) -> None:
-    if saved != mine:
+def _check_equal(field: str, saved: Any, current: Any, where: str) -> None:
+    if saved != current:
         raise UserError(
-            f"is {saved!r} in the checkpoint {where}",
+            f"the value is {saved!r} in the checkpoint {where}",
             option=field,
-            value=mine,
-            remedy="build the pipeline as the one that was saved, or name another folder",
+            value=current,
+            remedy="build the pipeline like the saved one, or choose another folder",
         )
 
 
 def _as_json(value: Any, name: str) -> Any:
-    """The same as JSON gives it back; what would come back as something else is refused."""
+    """Return the value as JSON would restore it; raise a UserError if JSON cannot represent it."""
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {key: _as_json(inner, f"{name}.{key}") for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -188,5 +223,5 @@ def _as_json(value: Any, name: str) -> Any:
         value = value.item()
     if value is None or isinstance(value, str | int | float | bool):
         return value
-    remedy = "give text, numbers, lists, and mappings with text as names; tensors may be buffers of the model"
-    raise UserError("is nothing that a checkpoint holds", option=name, value=value, remedy=remedy)
+    remedy = "use strings, numbers, lists, and mappings with string keys; register tensors as buffers of the model"
+    raise UserError("a checkpoint cannot store this value", option=name, value=value, remedy=remedy)

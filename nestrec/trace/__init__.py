@@ -1,4 +1,4 @@
-"""Spans, counters, exposed-time arithmetic, export for Perfetto."""
+"""Tracing: spans, counters, exposed-time analysis of training steps, and export for Perfetto."""
 
 from nestrec.trace.device_tracer import DeviceTracer
 from nestrec.trace.exposed import RawParts, StepParts, Timeline

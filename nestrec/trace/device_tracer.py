@@ -1,8 +1,8 @@
-"""Spans of lanes that launch work on a CUDA device: times of the device, not of the host that launches.
+"""Tracer for lanes that launch work on a CUDA device: spans have device times instead of host times.
 
-A stamp is an event in the stream of the thread that takes it, so a span begins when the device gets to it and ends when
-the device is done with it; work of the host in between is inside, since the second event is recorded after it. Events
-become times when the spans are asked for.
+A time stamp is a CUDA event on the current stream of the calling thread. A span therefore starts when the device
+reaches it and ends when the device has finished it, including host work in between, because the second event is
+recorded after it. Events are converted to times when the spans are read.
 """
 
 from collections import deque
@@ -15,7 +15,7 @@ from nestrec.trace.tracer import OpenSpan, Span, Tracer
 
 
 class DeviceTracer(Tracer):
-    """A tracer whose spans of some lanes have the device's times; other lanes, say of data, have the host's."""
+    """Tracer with device times for some lanes and host times for all others, for example the data lanes."""
 
     def __init__(self, device: torch.device, *, lanes: Collection[str], rank: int = 0) -> None:
         super().__init__(rank=rank)
@@ -45,16 +45,19 @@ class DeviceTracer(Tracer):
             self._pending.append((span, span.start, end))
 
     def spans(self) -> list[Span]:
-        self._settle()
+        self._resolve_pending()
         return super().spans()
 
     def take(self) -> list[Span]:
-        """Finished spans, removed from the buffer; waits until the device is done with those that were launched."""
-        self._settle()
+        """Remove and return finished spans; waits until the device has finished the launched ones."""
+        self._resolve_pending()
         return super().take()
 
-    def _settle(self) -> None:
-        """Events to times. They are told as single floats, so the base moves along."""
+    def _resolve_pending(self) -> None:
+        """Convert events to times.
+
+        Elapsed times are float32, so the base event advances to keep them small and precise.
+        """
         last = self._base
         last_ns = self._base_ns
         for _ in range(len(self._pending)):

@@ -1,15 +1,15 @@
-"""Where the time of a step went: step = compute + exposed lookup + exposed communication + idle.
+"""Time breakdown of a training step: step = compute + exposed lookup + exposed communication + idle.
 
-The step is a `step` span; what its lane did at each moment of it decides what the moment counts as:
+A step is a `step` span. The activity of its lane determines how each moment is counted:
 
-    work on the lane itself       its kind
-    a wait                        the kind of what then ran on the awaited chain: the awaited span, or what its lane did
-                                  before it could start, and so on where that was itself a wait
+    work on the lane itself       the kind of the work
+    a wait                        the kind of the work on the awaited chain at that time: the awaited span, or what its
+                                  lane did before it could start, recursively if that was itself a wait
     a collective, before the
     last rank has entered it      idle (straggling)
     nothing                       idle
 
-Times are whole nanoseconds, so the parts add up to the step exactly. Nothing is estimated.
+Times are integer nanoseconds, so the parts add up to the step exactly. Nothing is estimated.
 """
 
 import bisect
@@ -26,34 +26,34 @@ _COUNTED = ("compute", "lookup", "communication", "wait")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepParts:
-    """The parts of a step on one rank, in nanoseconds."""
+    """Time breakdown of a step on one rank, in nanoseconds."""
 
     compute_ns: int = 0
     """Time in which the compute lane computed."""
     exposed_lookup_ns: int = 0
-    """Time in which it waited for a lookup."""
+    """Time in which the compute lane waited for an embedding lookup."""
     exposed_communication_ns: int = 0
-    """Time in which it waited for communication."""
+    """Time in which the compute lane waited for communication."""
     idle_ns: int = 0
-    """The rest: straggling of other ranks, latencies, nothing to do."""
+    """Remaining time: stragglers, latencies, and no work."""
 
     @property
     def step_ns(self) -> int:
-        """The whole step."""
+        """Total time of the step."""
         return self.compute_ns + self.exposed_lookup_ns + self.exposed_communication_ns + self.idle_ns
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RawParts:
-    """What the work of a step took, hidden or not, in nanoseconds; straggling left out."""
+    """Work time of a step in nanoseconds, hidden or exposed, without straggling."""
 
     compute_ns: int = 0
     lookup_ns: int = 0
     communication_ns: int = 0
 
 
-class _Charged:
-    """Nanoseconds that were charged, by kind and by name."""
+class _ChargedTime:
+    """Nanoseconds attributed to kinds and names of spans."""
 
     def __init__(self) -> None:
         self._ns: dict[tuple[Kind, str], int] = defaultdict(int)
@@ -69,8 +69,8 @@ class _Charged:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """A stretch of a lane's time and the innermost span that ran in it."""
+class _Segment:
+    """A time segment of a lane, and the innermost span that ran during it."""
 
     start_ns: int
     end_ns: int
@@ -78,7 +78,7 @@ class _Piece:
 
 
 class Timeline:
-    """Spans of one or several ranks, indexed. Straggling is seen only where the spans of all ranks are given."""
+    """Index over the spans of one or several ranks. Straggling is only visible with the spans of all ranks."""
 
     def __init__(self, spans: Iterable[Span]):
         self._span_of: dict[tuple[int, int], Span] = {}
@@ -90,85 +90,90 @@ class Timeline:
                 self._steps[span.rank, span.step] = span
             elif span.kind in _COUNTED:
                 by_lane[span.rank, span.lane].append(span)
-        self._pieces = {lane: _innermost(spans_of_lane) for lane, spans_of_lane in by_lane.items()}
-        self._starts = {lane: [piece.start_ns for piece in pieces] for lane, pieces in self._pieces.items()}
-        self._work_of: dict[tuple[int, int | None], list[_Piece]] = defaultdict(list)
-        for piece in itertools.chain(*self._pieces.values()):
-            if piece.span.kind != "wait":
-                self._work_of[piece.span.rank, piece.span.step].append(piece)
-        self._all_entered_ns = _all_entered(self._span_of.values())
+        self._segments = {lane: _innermost(spans_of_lane) for lane, spans_of_lane in by_lane.items()}
+        self._starts = {lane: [segment.start_ns for segment in segments] for lane, segments in self._segments.items()}
+        self._work_of: dict[tuple[int, int | None], list[_Segment]] = defaultdict(list)
+        for segment in itertools.chain(*self._segments.values()):
+            if segment.span.kind != "wait":
+                self._work_of[segment.span.rank, segment.span.step].append(segment)
+        self._last_entry_ns = _last_entry_times(self._span_of.values())
 
     def steps(self, rank: int = 0) -> list[int]:
-        """Steps of a rank that have a `step` span, in order."""
+        """Return the steps of a rank that have a `step` span, in order."""
         return sorted(step for of_rank, step in self._steps if of_rank == rank)
 
     def parts(self, step: int, rank: int = 0) -> StepParts:
-        """Where the time of a step went on a rank."""
-        whole = self._steps[rank, step]
-        charged = self._charged(step, rank)
+        """Return the time breakdown of a step on a rank."""
+        step_span = self._steps[rank, step]
+        charged_time = self._charge_step(step, rank)
         return StepParts(
-            compute_ns=charged["compute"],
-            exposed_lookup_ns=charged["lookup"],
-            exposed_communication_ns=charged["communication"],
-            idle_ns=whole.duration_ns - charged["compute"] - charged["lookup"] - charged["communication"],
+            compute_ns=charged_time["compute"],
+            exposed_lookup_ns=charged_time["lookup"],
+            exposed_communication_ns=charged_time["communication"],
+            idle_ns=step_span.duration_ns
+            - charged_time["compute"]
+            - charged_time["lookup"]
+            - charged_time["communication"],
         )
 
     def exposed(self, step: int, kind: Kind, rank: int = 0) -> dict[str, int]:
-        """Nanoseconds of a step on a rank that count as a kind, by the name of the span that they are charged to."""
-        return self._charged(step, rank).by_name(kind)
+        """Return the nanoseconds of a step that count as a kind on a rank, by name of the responsible span."""
+        return self._charge_step(step, rank).by_name(kind)
 
     def raw(self, step: int, rank: int = 0) -> RawParts:
-        """What the spans that worked for a step took on all lanes of a rank, whenever they ran."""
-        charged = _Charged()
-        for piece in self._work_of.get((rank, step), []):
-            self._charge_work(piece.span, piece.start_ns, piece.end_ns, charged)
+        """Return the work time that a step used on all lanes of a rank, whenever it ran."""
+        charged = _ChargedTime()
+        for segment in self._work_of.get((rank, step), []):
+            self._charge_work(segment.span, segment.start_ns, segment.end_ns, charged)
         return RawParts(
             compute_ns=charged["compute"], lookup_ns=charged["lookup"], communication_ns=charged["communication"]
         )
 
-    def _charged(self, step: int, rank: int) -> _Charged:
-        whole = self._steps[rank, step]
-        charged = _Charged()
-        self._charge_lane((rank, whole.lane), whole.start_ns, whole.end_ns, charged, frozenset())
+    def _charge_step(self, step: int, rank: int) -> _ChargedTime:
+        step_span = self._steps[rank, step]
+        charged = _ChargedTime()
+        self._charge_lane((rank, step_span.lane), step_span.start_ns, step_span.end_ns, charged, frozenset())
         return charged
 
     def _charge_lane(
-        self, lane: tuple[int, str], start_ns: int, end_ns: int, charged: _Charged, waits: frozenset[int]
+        self, lane: tuple[int, str], start_ns: int, end_ns: int, charged: _ChargedTime, waits: frozenset[int]
     ) -> None:
-        """Charge what a lane did from `start_ns` to `end_ns`; `waits` are the waits that led here."""
-        pieces = self._pieces.get(lane, [])
+        """Attribute the activity of a lane from `start_ns` to `end_ns`; `waits` are the waits that led here."""
+        segments = self._segments.get(lane, [])
         first = max(0, bisect.bisect_right(self._starts.get(lane, []), start_ns) - 1)
-        for index in range(first, len(pieces)):
-            piece = pieces[index]
-            if piece.start_ns >= end_ns:
+        for index in range(first, len(segments)):
+            segment = segments[index]
+            if segment.start_ns >= end_ns:
                 break
-            start = max(start_ns, piece.start_ns)
-            end = min(end_ns, piece.end_ns)
+            start = max(start_ns, segment.start_ns)
+            end = min(end_ns, segment.end_ns)
             if start >= end:
                 continue
-            if piece.span.kind == "wait":
-                self._charge_wait(piece.span, start, end, charged, waits)
+            if segment.span.kind == "wait":
+                self._charge_wait(segment.span, start, end, charged, waits)
             else:
-                self._charge_work(piece.span, start, end, charged)
+                self._charge_work(segment.span, start, end, charged)
 
-    def _charge_wait(self, wait: Span, start_ns: int, end_ns: int, charged: _Charged, waits: frozenset[int]) -> None:
+    def _charge_wait(
+        self, wait: Span, start_ns: int, end_ns: int, charged: _ChargedTime, waits: frozenset[int]
+    ) -> None:
         awaited = self._span_of.get((wait.rank, -1 if wait.awaits is None else wait.awaits))
-        if awaited is None or wait.id in waits:  # an unknown span, or waits in a circle: nobody to charge
+        if awaited is None or wait.id in waits:  # an unknown span, or a cycle of waits: count it as idle
             return
         # After the end of the awaited span the wait is latency, which is idle.
         self._charge_lane((wait.rank, awaited.lane), start_ns, min(end_ns, awaited.end_ns), charged, waits | {wait.id})
 
-    def _charge_work(self, span: Span, start_ns: int, end_ns: int, charged: _Charged) -> None:
+    def _charge_work(self, span: Span, start_ns: int, end_ns: int, charged: _ChargedTime) -> None:
         if span.is_collective:
-            start_ns = max(start_ns, self._all_entered_ns[span.rank, span.id])
+            start_ns = max(start_ns, self._last_entry_ns[span.rank, span.id])
         charged.add(span, max(0, end_ns - start_ns))
 
 
-def _innermost(spans: list[Span]) -> list[_Piece]:
-    """The time of a lane cut into stretches, each with the span that started last among those that were running."""
+def _innermost(spans: list[Span]) -> list[_Segment]:
+    """Split the time of a lane into segments, each with the running span that started last."""
     spans = sorted(spans, key=lambda span: span.start_ns)
     times = sorted({time for span in spans for time in (span.start_ns, span.end_ns)})
-    pieces: list[_Piece] = []
+    segments: list[_Segment] = []
     running: list[tuple[int, int, Span]] = []
     upcoming = 0
     for start, end in itertools.pairwise(times):
@@ -179,19 +184,24 @@ def _innermost(spans: list[Span]) -> list[_Piece]:
         while running and running[0][2].end_ns <= start:
             heapq.heappop(running)
         if running:
-            pieces.append(_Piece(start, end, running[0][2]))
-    return pieces
+            segments.append(_Segment(start, end, running[0][2]))
+    return segments
 
 
-def _all_entered(spans: Iterable[Span]) -> dict[tuple[int, int], int]:
-    """When the last rank entered each collective, by (rank, id) of its spans.
+def _last_entry_times(spans: Iterable[Span]) -> dict[tuple[int, int], int]:
+    """Return when the last rank entered each collective, by (rank, id) of its spans.
 
-    Ranks issue collectives in the same order, so the k-th of a name, step and micro-batch is the same one on all ranks.
+    Ranks issue collectives in the same order, so the k-th with a given name, step and micro-batch is the same one on
+    all ranks.
     """
-    together: dict[tuple[object, ...], list[Span]] = defaultdict(list)
+    spans_of_collective: dict[tuple[object, ...], list[Span]] = defaultdict(list)
     number: dict[tuple[object, ...], int] = defaultdict(int)
     for span in sorted((span for span in spans if span.is_collective), key=lambda span: (span.start_ns, span.id)):
-        place = (span.name, span.step, span.micro_batch)
-        together[*place, number[span.rank, *place]].append(span)
-        number[span.rank, *place] += 1
-    return {(span.rank, span.id): max(peer.start_ns for peer in peers) for peers in together.values() for span in peers}
+        key = (span.name, span.step, span.micro_batch)
+        spans_of_collective[*key, number[span.rank, *key]].append(span)
+        number[span.rank, *key] += 1
+    return {
+        (span.rank, span.id): max(peer.start_ns for peer in peers)
+        for peers in spans_of_collective.values()
+        for span in peers
+    }

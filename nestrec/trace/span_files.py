@@ -1,8 +1,6 @@
-"""Files of spans: storage, and export for Perfetto.
+"""Span files: storage as JSON lines, merging over ranks, and export for Perfetto.
 
-Export in the Chrome trace event format, which ui.perfetto.dev opens: one track for each lane of each rank.
-
-Spans on the disk, one JSON object a line, and spans of several ranks put together.
+The export uses the Chrome trace event format, which ui.perfetto.dev opens, with one track per lane of each rank.
 """
 
 import dataclasses
@@ -16,12 +14,12 @@ from nestrec.trace.tracer import Span
 
 
 def write_perfetto(path: Path, spans: Iterable[Span]) -> None:
-    """Write a file to open in Perfetto."""
+    """Write spans to a file that Perfetto can open."""
     path.write_text(json.dumps(to_perfetto(spans)))
 
 
 def to_perfetto(spans: Iterable[Span]) -> dict[str, Any]:
-    """The content of such a file; times start at the first span."""
+    """Convert spans to the Chrome trace event format; times are relative to the first span."""
     ordered = sorted(spans, key=lambda span: (span.start_ns, -span.end_ns, span.id))
     origin_ns = ordered[0].start_ns if ordered else 0
     track_of = _tracks(ordered)
@@ -68,20 +66,20 @@ def _event(span: Span, track: int, origin_ns: int) -> dict[str, Any]:
 
 
 def save_spans(path: Path, spans: Iterable[Span], *, append: bool = False) -> None:
-    """Write spans to a file, or add them to it."""
+    """Write spans to a file, or append them to it, as one JSON object per line."""
     with path.open("a" if append else "w") as file:
         for span in spans:
             file.write(json.dumps(dataclasses.asdict(span)) + "\n")
 
 
 def load_spans(path: Path) -> list[Span]:
-    """The spans of a file; a last line cut short by a crash is left out."""
+    """Read the spans of a file; a last line that was truncated by a crash is ignored."""
     spans = []
     lines = path.read_text().split("\n")
     for number, line in enumerate(lines, start=1):
         try:
             if line:
-                spans.append(Span(**json.loads(line)))
+                spans.append(_with_present_name(Span(**json.loads(line))))
         except (ValueError, TypeError) as error:
             if number == len(lines):
                 break
@@ -89,12 +87,35 @@ def load_spans(path: Path) -> list[Span]:
     return spans
 
 
+_FORMER_NAMES = {
+    "train.compute": "train.forward_backward",
+    "train.data.exchange": "train.data.exchange_samples",
+    "train.data.partition": "train.data.balance",
+    "train.dense.reduce": "train.dense.all_reduce",
+    "train.embedding.copy": "train.embedding.copy_shared_rows",
+    "train.embedding.fetch": "train.embedding.read_rows",
+    "train.embedding.gradients": "train.embedding.exchange_gradients",
+    "train.embedding.replicas": "train.embedding.sync_replicas",
+    "train.embedding.route": "train.embedding.exchange_keys",
+    "train.embedding.vectors": "train.embedding.exchange_vectors",
+}
+"""Span names in traces of earlier versions, and their present names."""
+
+
+def _with_present_name(span: Span) -> Span:
+    if span.name not in _FORMER_NAMES:
+        return span
+    return dataclasses.replace(span, name=_FORMER_NAMES[span.name])
+
+
 def merge(
     spans_of_rank: Mapping[int, Iterable[Span]], offset_ns_of_rank: Mapping[int, int] | None = None
 ) -> list[Span]:
-    """Spans of several ranks in order of time.
+    """Merge the spans of several ranks in time order.
 
-    Ranks on one machine share a clock. For others, `offset_ns_of_rank` says how far a rank's clock is ahead.
+    Args:
+        spans_of_rank: Spans by rank.
+        offset_ns_of_rank: Nanoseconds that the clock of a rank is ahead; needed if ranks do not share a machine.
     """
     offsets = offset_ns_of_rank or {}
     merged = [_shifted(span, rank, offsets.get(rank, 0)) for rank, spans in spans_of_rank.items() for span in spans]

@@ -1,15 +1,14 @@
-"""Records spans and counters of one rank, cheaply enough to be always on.
+"""Tracer of one rank: records spans and counters, with so little overhead that it is always enabled.
 
     with tracer.context(lane="exchange", step=7), tracer.span("train.embedding.exchange", kind="communication") as span:
         span.bytes = exchange(...)
 
-Finished spans go into a ring buffer; the oldest are dropped when it is full. All methods may be called from any thread.
+A span is an interval of work on a lane. Finished spans are stored in a ring buffer, which drops the oldest ones when it
+is full. All methods are thread-safe.
 
-Which collectives a rank has issued, in order, and how long the host spent in them.
-
-What training has moved between ranks and stores so far; evaluation is not counted.
-
-A span: something that ran on a lane from one time to another.
+`CollectiveLog` records which collectives a rank has issued, similar to PyTorch's flight recorder, and how long the host
+spent in them. `EmbeddingStatistics` counts the rows and bytes that training has moved between ranks and stores;
+evaluation is not counted.
 """
 
 import contextlib
@@ -27,7 +26,7 @@ _LOG_LENGTH = 4096
 
 
 class CollectiveLog:
-    """The last collectives that this rank issued, in order, over all communicators."""
+    """Log of the most recent collectives of this rank, in order of issue, over all communicators."""
 
     def __init__(self) -> None:
         self._entries: deque[str] = deque(maxlen=_LOG_LENGTH)
@@ -45,22 +44,22 @@ class CollectiveLog:
         self._durations_ns.setdefault(communicator, deque(maxlen=_LOG_LENGTH)).append(duration_ns)
 
     def take_durations_ns(self, communicator: str) -> list[int]:
-        """What the host spent in each collective of a communicator since the last call, in the order of issue."""
+        """Return and clear the host time of each collective of a communicator, in order of issue."""
         durations = self._durations_ns.get(communicator, deque())
-        taken = []
+        result = []
         while durations:
-            taken.append(durations.popleft())
-        return taken
+            result.append(durations.popleft())
+        return result
 
 
 @dataclass(slots=True)
 class ExchangeCounters:
-    """One direction of one exchange."""
+    """Counters of one direction of an exchange."""
 
     rows: int = 0
-    """Rows or keys, those that stay on the rank included."""
+    """Number of rows or keys, including those that stay on the rank."""
     bytes_sent: int = 0
-    """Bytes that left this rank for another."""
+    """Bytes sent to other ranks."""
 
     def add(self, rows: int, bytes_sent: int) -> None:
         self.rows += rows
@@ -69,33 +68,33 @@ class ExchangeCounters:
 
 @dataclass(slots=True)
 class EmbeddingStatistics:
-    """Counters of one rank."""
+    """Embedding traffic counters of one rank."""
 
     keys: ExchangeCounters = field(default_factory=ExchangeCounters)
-    """Distinct keys of the sources, on their way to the owners."""
+    """Unique keys sent from the requesting ranks to the owners."""
     vectors: ExchangeCounters = field(default_factory=ExchangeCounters)
-    """Vectors, on their way from the owners."""
+    """Embeddings sent from the owners to the requesting ranks."""
     vector_bytes: int = 0
-    """Bytes of the vectors looked up, those that stay on the rank included."""
+    """Bytes of the embeddings that were looked up, including those that stay on the rank."""
     gradients: ExchangeCounters = field(default_factory=ExchangeCounters)
-    """Gradients, on their way to the owners."""
+    """Gradients sent to the owners."""
     within_host: ExchangeCounters = field(default_factory=ExchangeCounters)
-    """Where exchanges go by hosts: vectors and gradients inside a host. Keys, vectors and gradients are then those
-    between hosts."""
+    """Embeddings and gradients exchanged within a host by the hierarchical all-to-all; the other counters are then for
+    traffic between hosts."""
     replicas: ExchangeCounters = field(default_factory=ExchangeCounters)
-    """Gradients or rows, on their way to the other holders of a shard."""
+    """Gradients or rows sent to the other replicas of a shard."""
     rows_fetched: int = 0
-    """Distinct rows that the owner took from its stores."""
+    """Unique rows that the owner read from its stores."""
     rows_written: int = 0
-    """Rows that went back to the stores."""
+    """Rows written back to the stores."""
     window_bytes: int = 0
-    """Most bytes that a batch's vectors and gradients took in the window cache."""
+    """Maximum size of a batch's embeddings and gradients in the window cache, in bytes."""
     rows_read: int = 0
-    """Rows that were read without waiting for the updates before them (semi_async)."""
+    """Rows read without waiting for preceding updates (semi-asynchronous schedule)."""
     rows_late: int = 0
-    """Those of them that an awaited update was about to change."""
+    """Rows read without waiting although a pending update was about to change them (stale rows)."""
     most_late: int = 0
-    """Most updates that a row has missed."""
+    """Maximum staleness of a row: number of updates that it had missed."""
 
 
 Kind = Literal["compute", "lookup", "communication", "wait", "step", "other"]
@@ -103,34 +102,34 @@ Kind = Literal["compute", "lookup", "communication", "wait", "step", "other"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """A piece of work, or a wait for one, on a lane of a rank. Times are whole nanoseconds, so sums are exact."""
+    """An interval of work, or of waiting for work, on a lane of a rank. Times are integers, so sums are exact."""
 
     id: int
-    """Unique on its rank."""
+    """Id of the span, unique on its rank."""
     name: str
-    """Stable and dotted, as `train.embedding.exchange`."""
+    """Stable dotted name, such as `train.embedding.exchange`."""
     kind: Kind
-    """What its time counts as. A `step` span spans a whole step on its compute lane; `other` does not count."""
+    """Category of its time. A `step` span covers a complete step on its compute lane; `other` is not counted."""
     lane: str
-    """A lane runs its tasks in order; spans of one lane are nested or follow each other."""
+    """Name of the lane. A lane runs its tasks in order; its spans are nested or sequential."""
     start_ns: int
-    """Time of its start on the rank's clock."""
+    """Start time on the rank's clock, in nanoseconds."""
     end_ns: int
-    """Time of its end."""
+    """End time on the rank's clock, in nanoseconds."""
     rank: int = 0
-    """Where it ran."""
+    """Rank on which it ran."""
     step: int | None = None
-    """Batch that it worked for; with pipelining not always the one being computed."""
+    """Step of the batch that the work is for; with pipelining not always the step being computed."""
     micro_batch: int | None = None
-    """Part of the batch."""
+    """Index of the micro-batch within the batch."""
     bytes: int = 0
-    """Bytes moved."""
+    """Number of bytes moved."""
     rows: int = 0
-    """Rows of tables moved."""
+    """Number of table rows moved."""
     awaits: int | None = None
-    """For a wait: the id of the span that it waited for the end of."""
+    """Id of the span that a wait waits for; None for other kinds."""
     is_collective: bool = False
-    """All ranks take part: the time before the last of them enters is straggling."""
+    """Whether all ranks take part; time before the last rank enters is straggling."""
 
     @property
     def start_s(self) -> float:
@@ -147,7 +146,7 @@ class Span:
 
 @dataclass(slots=True)
 class OpenSpan:
-    """A span that is running; `bytes` and `rows` may be set until it ends."""
+    """A running span; `bytes` and `rows` can be set until it ends."""
 
     tracer: "Tracer"
     id: int
@@ -172,7 +171,7 @@ class OpenSpan:
         self.tracer.finish(self, self.tracer.stamp(self.lane))
 
     def closed(self, start_ns: int, end_ns: int) -> Span:
-        """The finished span."""
+        """Return the finished span."""
         return Span(
             id=self.id,
             name=self.name,
@@ -190,8 +189,8 @@ class OpenSpan:
         )
 
 
-class _Defaults(threading.local):
-    """What spans of a thread belong to when they do not say."""
+class _SpanDefaults(threading.local):
+    """Lane, step and micro-batch of a thread's spans unless set explicitly."""
 
     lane = "main"
     step: int | None = None
@@ -199,15 +198,20 @@ class _Defaults(threading.local):
 
 
 class Tracer:
-    """Spans and counters of one rank."""
+    """Recorder of spans and counters of one rank. Thread-safe.
+
+    Args:
+        rank: Rank that the spans belong to.
+        clock: Source of host times.
+        capacity: Maximum number of finished spans in the ring buffer.
+    """
 
     def __init__(self, *, rank: int = 0, clock: Clock | None = None, capacity: int = 1 << 17):
-        """`capacity`: number of finished spans to hold."""
         self.rank = rank
         self._clock = clock or RealClock()
         self._spans: deque[Span] = deque(maxlen=capacity)
         self._ids = itertools.count()
-        self._defaults = _Defaults()
+        self._defaults = _SpanDefaults()
         self._counters: dict[str, int] = {}
         self._counters_lock = threading.Lock()
 
@@ -215,15 +219,15 @@ class Tracer:
         return round(self._clock.now_s() * 1e9)
 
     def stamp(self, lane: str) -> Any:
-        """The time as it is for a lane, in whatever form `finish` takes it."""
+        """Return the current time of a lane, in the form that `finish` accepts."""
         return self.now_ns()
 
     def finish(self, span: OpenSpan, end: Any) -> None:
-        """Record a span that ends with this stamp."""
+        """Record a span that ends at this time stamp."""
         self.record(span.closed(span.start, end))
 
     def new_id(self) -> int:
-        """An id for a span that will start later, so that a wait can name it before."""
+        """Return an id for a span that starts later, so that a wait can refer to it beforehand."""
         return next(self._ids)
 
     def span(
@@ -240,7 +244,7 @@ class Tracer:
         is_collective: bool = False,
         id: int | None = None,
     ) -> OpenSpan:
-        """A span around a `with` block; lane, step and micro-batch come from `context` when not given."""
+        """Return a span that measures a `with` block; lane, step and micro-batch default to those of `context`."""
         defaults = self._defaults
         return OpenSpan(
             tracer=self,
@@ -257,29 +261,29 @@ class Tracer:
         )
 
     def wait(self, awaits: int | None, *, name: str = "wait") -> OpenSpan:
-        """A span around waiting for the end of the span with this id."""
+        """Return a span that measures waiting for the end of the span with this id."""
         return self.span(name, kind="wait", awaits=awaits)
 
     def depends_on(self, awaited: int) -> None:
-        """Told of every wait for the end of a span, also of those that were over at once. Kept by recorders only."""
+        """Hook for subclasses: called for every dependency on a span, even if the span had already ended."""
 
     @contextlib.contextmanager
     def context(
         self, *, lane: str | None = None, step: int | None = None, micro_batch: int | None = None
     ) -> Iterator[None]:
-        """Spans made by this thread inside the block belong to this lane, step and micro-batch."""
+        """Set the default lane, step and micro-batch of the spans that this thread creates inside the block."""
         defaults = self._defaults
-        before = (defaults.lane, defaults.step, defaults.micro_batch)
-        defaults.lane = before[0] if lane is None else lane
-        defaults.step = before[1] if step is None else step
-        defaults.micro_batch = before[2] if micro_batch is None else micro_batch
+        previous = (defaults.lane, defaults.step, defaults.micro_batch)
+        defaults.lane = previous[0] if lane is None else lane
+        defaults.step = previous[1] if step is None else step
+        defaults.micro_batch = previous[2] if micro_batch is None else micro_batch
         try:
             yield
         finally:
-            defaults.lane, defaults.step, defaults.micro_batch = before
+            defaults.lane, defaults.step, defaults.micro_batch = previous
 
     def record(self, span: Span) -> None:
-        """Add a span whose times were measured elsewhere, say by device events."""
+        """Add a span whose times were measured elsewhere, for example by device events."""
         self._spans.append(span)
 
     def count(self, name: str, amount: int = 1) -> None:
@@ -288,29 +292,29 @@ class Tracer:
             self._counters[name] = self._counters.get(name, 0) + amount
 
     def counters(self) -> dict[str, int]:
-        """A copy of all counters."""
+        """Return a copy of all counters."""
         with self._counters_lock:
             return dict(self._counters)
 
     def spans(self) -> list[Span]:
-        """Finished spans, the oldest first."""
+        """Return the finished spans, oldest first."""
         while True:
             try:
                 return list(self._spans)
-            except RuntimeError:  # another thread added one meanwhile
+            except RuntimeError:  # another thread added a span during the copy
                 continue
 
     def take(self) -> list[Span]:
-        """Finished spans, removed from the buffer."""
-        taken = []
+        """Remove and return the finished spans."""
+        result = []
         with contextlib.suppress(IndexError):
             while True:
-                taken.append(self._spans.popleft())
-        return taken
+                result.append(self._spans.popleft())
+        return result
 
 
 class NullTracer(Tracer):
-    """Hands out spans and ids, so that callers need no second path, and keeps nothing."""
+    """Tracer that creates spans and ids but records nothing, so that callers need no separate code path."""
 
     def now_ns(self) -> int:
         return 0
