@@ -1,4 +1,4 @@
-"""Models and heads. They take vectors, not tables, and know nothing of ranks."""
+"""Models (backbones, heads, DLRM). They take looked-up embeddings as input and do not depend on tables or ranks."""
 
 from nestrec.models.dlrm import DLRM, DLRMConfig
 from nestrec.models.fuxi import FuXi, FuXiConfig

@@ -1,4 +1,8 @@
-"""The backbones by name: ours, and those that other packages bring as entry points of `nestrec.backbones`."""
+"""Registry of backbones (sequence encoders).
+
+The built-in backbones are `hstu`, `fuxi` and `sasrec`. Other packages add plugins as entry points of the group
+`nestrec.backbones`.
+"""
 
 from typing import Annotated
 
@@ -7,7 +11,7 @@ from torch import nn
 from nestrec.base.config_values import PluginConfig
 from nestrec.base.plugins import PluginRegistry
 from nestrec.models.backbone_spec import BackboneConfig, BackboneSpec, ForwardFlops
-from nestrec.models.sequence import WHOLE, CachedForward
+from nestrec.models.sequence import UNCACHED, CachedForward
 
 BACKBONES: PluginRegistry[BackboneSpec] = PluginRegistry(
     "nestrec.backbones",
@@ -28,41 +32,49 @@ CACHED_FORWARDS = {
 """KV-cache forward passes of the built-in backbones, by the names that their specs use."""
 
 EncoderConfig = Annotated[BackboneConfig, PluginConfig(BACKBONES)]
-"""The config of some backbone."""
+"""Config of any registered backbone; its field `kind` selects the backbone."""
 
 
 def backbone_of(cfg: BackboneConfig) -> BackboneSpec:
-    """What the backbone of a config says of itself."""
+    """Return the spec of the backbone that the config selects."""
     return BACKBONES.find(cfg.kind, field="encoder.kind")
 
 
 def make_encoder(cfg: BackboneConfig) -> nn.Module:
-    """(T, D) input vectors and a `SequenceInfo` to (T, D) states."""
+    """Build the encoder of a config: a module that maps (T, D) input vectors and a `SequenceInfo` to (T, D) states."""
     return backbone_of(cfg).build(cfg)
 
 
 def reads_times(cfg: BackboneConfig) -> bool:
-    """Whether a model of this config reads when events happened."""
+    """Return whether a model of this config reads event times."""
     return backbone_of(cfg).reads_times(cfg)
 
 
 def flops_of(cfg: BackboneConfig) -> ForwardFlops:
-    """Operations of the layers, forward; a UserError where the backbone does not tell them."""
+    """Return the floating-point operations of a forward pass.
+
+    Raises:
+        UserError: The spec of the backbone does not define `flops`.
+    """
     if (flops := backbone_of(cfg).flops) is None:
-        raise BACKBONES.unanswered(cfg.kind, "flops", "its floating-point operations are not known")
+        raise BACKBONES.missing_field_error(cfg.kind, "flops", "its number of floating-point operations is unknown")
     return flops(cfg)
 
 
 def activations_of(cfg: BackboneConfig) -> float:
-    """Numbers a token that training keeps; a UserError where the backbone does not tell them."""
+    """Return how many values per token the forward pass saves for the backward pass.
+
+    Raises:
+        UserError: The spec of the backbone does not define `activations`.
+    """
     if (activations := backbone_of(cfg).activations) is None:
-        raise BACKBONES.unanswered(cfg.kind, "activations", "what it keeps from forward to backward is not known")
+        raise BACKBONES.missing_field_error(cfg.kind, "activations", "the size of its saved activations is unknown")
     return activations(cfg)
 
 
 def cached_forward_of(cfg: BackboneConfig) -> CachedForward:
-    """How serving computes this model: against kept prefixes, or whole where its backbone does not say how."""
+    """Return the KV-cache forward pass that serving uses, or `UNCACHED` if the backbone does not have one."""
     cached = backbone_of(cfg).cached
     if isinstance(cached, str):
         cached = CACHED_FORWARDS.get(cached, cached)
-    return WHOLE if cached is None else BACKBONES.resolved(cfg.kind, "cached", cached, of=CachedForward)
+    return UNCACHED if cached is None else BACKBONES.resolve_field(cfg.kind, "cached", cached, of=CachedForward)

@@ -1,26 +1,27 @@
-"""The spec of a backbone (a plugin), and its limits on attention span.
+"""Specs of backbones (sequence encoders, a plugin extension point) and their attention span.
 
-What a backbone says of itself: the seam through which models of other packages join in.
+A package adds a backbone with a `BackboneSpec`:
 
-    GRU = Backbone(config=GRUConfig, build=GRU, flops=lambda cfg: ForwardFlops(token=12.0 * cfg.dim**2))
+    GRU = BackboneSpec(config=GRUConfig, build=GRU, flops=lambda cfg: ForwardFlops(token=12.0 * cfg.dim**2))
 
-Its config is a `@config` class with the fields `kind` (the name of the backbone), `dim` and `max_length`; `build` makes
-of it an encoder, a module that maps (T, D) input vectors and a `SequenceInfo` to (T, D) states and never looks forward.
+The config is a `@config` class with the fields `kind` (name of the backbone), `dim` and `max_length`. `build` returns a
+causal encoder: a module that maps (T, D) input vectors and a `SequenceInfo` to (T, D) states.
 
-How far attention of HSTU and FuXi reaches in each layer: a whole history, a window and a prefix, or the last tokens.
+`AttentionSpanConfig` limits the attention span of HSTU and FuXi per layer, as described by ULTRA-HSTU (2602.16986):
 
-    window, prefix       token i sees the tokens from i - window + 1 to itself, and the first `prefix` ones: the cost of
-                         a layer grows with the length, not with its square (semi-local attention)
-    keep_last            from layer `keep_from` on, only the last tokens of a history go on: the states of the others
-                         are those of the layers before (truncation between layers)
+    window, num_prefix_tokens           semi-local attention: token i attends to the tokens i - window + 1 to i and to
+                                        the first `num_prefix_tokens` tokens, so that the cost of a layer grows linearly
+                                        with the length
+    truncate_to, truncate_from_layer    truncation between layers: from this layer on, only the last tokens of a history
+                                        are computed; the other tokens keep the states of the layer before
 
-Both as ULTRA-HSTU (2602.16986) describes them. The cut of a history of n tokens is
+The cut, the first token that is left of a history of n tokens, is
 
-    cut(n) = max(0, floor((n - keep_last) / keep_step) * keep_step)
+    cut(n) = max(0, floor((n - truncate_to) / truncate_step) * truncate_step)
 
-so between keep_last and keep_last + keep_step - 1 tokens are left. What later layers compute depends on the cut, and on
-n only through it: keys and values that are kept of a prefix hold for every history with the same cut. A prefix that
-stood before it is not seen behind it.
+so between truncate_to and truncate_to + truncate_step - 1 tokens are left. The later layers depend on n only through
+the cut: the cached keys and values of a prefix are valid for every history with the same cut. The layers after the
+truncation do not attend to prefix tokens before the cut.
 
 Legend: T tokens, B sequences.
 """
@@ -43,180 +44,197 @@ from nestrec.ops.attention.mask_and_bias import AttentionMask, causal_pairs, sem
 
 @config
 class AttentionSpanConfig:
-    """Of the layers of a model."""
+    """Attention span of the layers of a model: full, semi-local (window and prefix), or truncated between layers."""
 
     window: Count | None = None
-    """tokens that one sees, itself included; none: all before it"""
-    prefix: Natural = 0
-    """first tokens of a history that all later ones see beside their window"""
-    full_layers: Natural = 0
-    """first layers that see everything, whatever the window is"""
-    keep_last: Count | None = None
-    """last tokens of a history that layers from keep_from on compute; none: all"""
-    keep_from: Count = 1
-    """layers before a history is cut to its last tokens"""
-    keep_step: Count = 64
-    """tokens that the cut moves by: prefixes that serving keeps are computed anew each time it moves"""
+    """Number of tokens that a token attends to, itself included. None: all earlier tokens."""
+    num_prefix_tokens: Natural = 0
+    """Number of tokens at the start of a history that all later tokens attend to, in addition to their window."""
+    num_full_layers: Natural = 0
+    """Number of layers, counted from the first, that use full attention instead of the window."""
+    truncate_to: Count | None = None
+    """Minimum number of last tokens of a history that the layers from `truncate_from_layer` on compute. None: all."""
+    truncate_from_layer: Count = 1
+    """Number of layers that compute the full history before it is truncated to its last tokens."""
+    truncate_step: Count = 64
+    """Step of the truncation, in tokens. Each time it moves, serving recomputes the cached prefix."""
 
     def check(self, num_layers: int) -> None:
-        """Refuses what would do nothing in a model of so many layers."""
-        if self.window is None and (self.prefix or self.full_layers):
-            field = "prefix" if self.prefix else "full_layers"
+        """Raise a UserError if an option has no effect in a model with `num_layers` layers."""
+        if self.window is None and (self.num_prefix_tokens or self.num_full_layers):
+            field = "num_prefix_tokens" if self.num_prefix_tokens else "num_full_layers"
             raise UserError(
-                "means nothing without a window",
+                "does nothing without a window",
                 option=f"attention.{field}",
                 value=getattr(self, field),
-                remedy="give attention.window",
+                remedy="set attention.window",
             )
-        for field, is_used in (("full_layers", self.window), ("keep_from", self.keep_last)):
+        for field, is_used in (("num_full_layers", self.window), ("truncate_from_layer", self.truncate_to)):
             if is_used is not None and getattr(self, field) >= max(num_layers, 1):
                 raise UserError(
-                    f"leaves none of {num_layers} layers",
+                    f"must be less than the number of layers, which is {num_layers}",
                     option=f"attention.{field}",
                     value=getattr(self, field),
-                    remedy=f"give less than {num_layers}",
+                    remedy=f"use at most {num_layers - 1}, or more layers",
                 )
 
-    def whole_only(self) -> str | None:
-        """Why it needs whole sequences on one rank; none where parts of them will do."""
-        return None if self.keep_last is None else "attention.keep_last cuts sequences anew between layers"
+    def no_context_parallel_reason(self) -> str | None:
+        """Return why context parallelism is not supported with these options; None if it is."""
+        return None if self.truncate_to is None else "attention.truncate_to changes the sequence lengths between layers"
 
     @property
     def is_full(self) -> bool:
-        """Whether every layer sees everything."""
-        return self.window is None and self.keep_last is None
+        """Whether every layer uses full causal attention."""
+        return self.window is None and self.truncate_to is None
 
-    def cuts(self, layer: int) -> bool:
-        """Whether a layer computes the last tokens only."""
-        return self.keep_last is not None and layer >= self.keep_from
+    def truncates(self, layer: int) -> bool:
+        """Return whether a layer computes only the last tokens of a history."""
+        return self.truncate_to is not None and layer >= self.truncate_from_layer
 
     def rules(self, layer: int) -> AttentionMask:
-        """Who sees whom in a layer; the prefix of a history does not reach those that compute its last tokens."""
-        is_local = layer >= self.full_layers
-        return semi_local(self.window if is_local else None, 0 if self.cuts(layer) else self.prefix)
+        """Return the attention mask of a layer. Layers after the truncation do not attend to the prefix tokens."""
+        is_local = layer >= self.num_full_layers
+        return semi_local(self.window if is_local else None, 0 if self.truncates(layer) else self.num_prefix_tokens)
 
-    def most_seen(self, layer: int, max_length: int) -> int:
-        """Tokens that one sees at most in a layer."""
+    def max_attended(self, layer: int, max_length: int) -> int:
+        """Return the maximum number of tokens that a token attends to in a layer."""
         rules = self.rules(layer)
-        most = max_length
-        if self.cuts(layer) and self.keep_last is not None:
-            most = min(most, self.keep_last + self.keep_step - 1)
+        limit = max_length
+        if self.truncates(layer) and self.truncate_to is not None:
+            limit = min(limit, self.truncate_to + self.truncate_step - 1)
         window = rules.max_attention_length
-        return most if window is None else min(most, window + rules.num_context)
+        return limit if window is None else min(limit, window + rules.num_context)
 
-    def limits(self, num_layers: int, max_length: int) -> list[int]:
-        """`most_seen` of every layer; none where all of them see everything."""
-        return [] if self.is_full else [self.most_seen(layer, max_length) for layer in range(num_layers)]
+    def max_attended_per_layer(self, num_layers: int, max_length: int) -> list[int]:
+        """Return `max_attended` of every layer; an empty list if all layers use full attention."""
+        return [] if self.is_full else [self.max_attended(layer, max_length) for layer in range(num_layers)]
 
     def cut(self, length: int) -> int:
-        """First token of a history that is left behind the cut."""
-        return int(self.cut_of(np.array(length)))
+        """Return the cut: the first token that remains of a history of `length` tokens after the truncation."""
+        return int(self.cuts_of(np.array(length)))
 
-    def cut_of(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The same of many."""
-        if self.keep_last is None:
+    def cuts_of(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Vectorized version of `cut`."""
+        if self.truncate_to is None:
             return np.zeros_like(lengths)
-        return np.maximum((lengths - self.keep_last) // self.keep_step * self.keep_step, 0)
+        return np.maximum((lengths - self.truncate_to) // self.truncate_step * self.truncate_step, 0)
 
 
 FULL = AttentionSpanConfig()
 
 
-def cut_sequences(reach: AttentionSpanConfig, info: SequenceInfo) -> tuple[torch.Tensor, SequenceInfo]:
-    """(T',) the tokens that are left, and what is known of their sequences. It waits for the device, to count them."""
-    assert reach.keep_last is not None
+def truncate_sequences(attention: AttentionSpanConfig, info: SequenceInfo) -> tuple[torch.Tensor, SequenceInfo]:
+    """Truncate sequences to their last tokens.
+
+    The host waits for the device, because the number of remaining tokens is not known before.
+
+    Returns:
+        The indices of the remaining tokens, (T',), and the `SequenceInfo` of the truncated sequences.
+    """
+    assert attention.truncate_to is not None
     lengths_B = info.offsets.diff()
     cut_B = info.cut_B
-    most = info.max_length
+    limit = info.max_length
     if cut_B is None:
-        steps_B = (lengths_B - reach.keep_last).div(reach.keep_step, rounding_mode="floor")
-        cut_B = (steps_B * reach.keep_step).clamp(min=0)
-        most = reach.keep_last + reach.keep_step - 1
+        steps_B = (lengths_B - attention.truncate_to).div(attention.truncate_step, rounding_mode="floor")
+        cut_B = (steps_B * attention.truncate_step).clamp(min=0)
+        limit = attention.truncate_to + attention.truncate_step - 1
     cut_T = torch.repeat_interleave(cut_B, lengths_B, output_size=len(info.position_T))
-    kept = torch.nonzero(info.position_T >= cut_T).squeeze(1)
-    return kept, replace(
+    remaining = torch.nonzero(info.position_T >= cut_T).squeeze(1)
+    return remaining, replace(
         info,
         offsets=torch.cat([info.offsets[:1], (lengths_B - cut_B).cumsum(0)]),
-        max_length=min(info.max_length, most),
-        position_T=info.position_T[kept],
-        token_key_T=info.token_key_T[kept],
-        time_T=None if info.time_T is None else info.time_T[kept],
-        query_time_T=None if info.query_time_T is None else info.query_time_T[kept],
+        max_length=min(info.max_length, limit),
+        position_T=info.position_T[remaining],
+        token_key_T=info.token_key_T[remaining],
+        time_T=None if info.time_T is None else info.time_T[remaining],
+        query_time_T=None if info.query_time_T is None else info.query_time_T[remaining],
         cut_B=None,
     )
 
 
 def cut_by_attention(cfg: Any, length: int) -> int:
-    """`BackboneSpec.cut` of a config whose field `attention` is an `AttentionSpanConfig`."""
-    reach: AttentionSpanConfig = cfg.attention
-    return reach.cut(length)
+    """Return the cut of a config whose field `attention` is an `AttentionSpanConfig`; see `BackboneSpec.cut`."""
+    attention: AttentionSpanConfig = cfg.attention
+    return attention.cut(length)
 
 
 class BackboneConfig(Protocol):
-    """What the config of every backbone has."""
+    """Protocol of backbone configs."""
 
     @property
     def kind(self) -> str:
-        """the backbone"""
+        """Name of the backbone."""
 
     @property
     def dim(self) -> int:
-        """width of the model and of the item vectors"""
+        """Width of the model and of the item embeddings."""
 
     @property
     def max_length(self) -> int:
-        """longest sequence the model sees"""
+        """Maximum sequence length, in tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardFlops:
-    """Floating-point operations of a forward pass, those of products only: 2 for a multiplication with its addition."""
+    """Floating-point operations (FLOPs) of a forward pass.
+
+    Only matrix products count; a multiply-add is two operations. `token`, `pair` and `channel_pair` are sums over all
+    layers.
+
+    Example:
+        >>> flops = ForwardFlops(token=2.0 * 5 * 64 * 64, pair=4.0 * 64)
+        >>> flops.total(np.array([100, 50]))  # two sequences
+        7763200.0
+    """
 
     token: float
-    """products with weights of the layers, for each token"""
+    """FLOPs of the products with weights, per token."""
     pair: float = 0.0
-    """attention, for each pair of a token and itself or one before it"""
+    """FLOPs of attention, per pair of a token and a token that it attends to."""
     channel_pair: float = 0.0
-    """products with learned weights of distance or time (FuXi's channels), for each such pair"""
-    reach: AttentionSpanConfig = FULL
-    """which tokens and pairs the layers compute"""
+    """FLOPs of the products with learned position or time weights (channels of FuXi), per pair of tokens."""
+    attention_span: AttentionSpanConfig = FULL
+    """Attention span, which determines the tokens and pairs that each layer computes."""
     num_layers: int = 1
-    """that share all of these alike"""
+    """Number of layers, among which the operations are divided evenly."""
     head: float = 0.0
-    """products behind the layers, for each token"""
+    """FLOPs of the products after the layers, per token."""
 
     def tokens(self, lengths: NDArray[np.int64]) -> float:
-        """Tokens that a layer computes in sequences of these lengths, a mean over the layers."""
+        """Return the number of tokens that a layer computes in sequences of these lengths (mean over the layers)."""
         return self._mean(lambda layer: float(self._left(layer, lengths).sum()))
 
     def pairs(self, lengths: NDArray[np.int64]) -> float:
-        """Pairs of tokens, alike."""
-        return self._mean(lambda layer: _pairs(self.reach.rules(layer), self._left(layer, lengths)))
+        """Return the number of token pairs that a layer computes for these lengths (mean over the layers)."""
+        return self._mean(lambda layer: _pairs(self.attention_span.rules(layer), self._left(layer, lengths)))
 
-    def of(self, lengths: NDArray[np.int64]) -> float:
-        """Of a forward pass over sequences of these lengths."""
+    def total(self, lengths: NDArray[np.int64]) -> float:
+        """Return the FLOPs of a forward pass over sequences of these lengths."""
         layers = self.token * self.tokens(lengths) + (self.pair + self.channel_pair) * self.pairs(lengths)
         return layers + self.head * float(lengths.sum())
 
-    def of_length(self, lengths: NDArray[Any]) -> tuple[float, float]:
-        """(a, b): a L + b L^2 operations are those of a sequence of L tokens; where attention does not see everything,
-        the nearest to them over these lengths."""
-        if self.reach.is_full:
+    def length_coefficients(self, lengths: NDArray[Any]) -> tuple[float, float]:
+        """Return (a, b) such that a sequence of L tokens takes a L + b L^2 FLOPs.
+
+        If the attention span is limited, the result is a least-squares fit over `lengths`.
+        """
+        if self.attention_span.is_full:
             return self.token + self.head, (self.pair + self.channel_pair) / 2
-        some = np.unique(np.maximum(np.rint(lengths), 1)).astype(np.int64)
-        exact = np.array([self.of(some[i : i + 1]) for i in range(len(some))])
+        unique = np.unique(np.maximum(np.rint(lengths), 1)).astype(np.int64)
+        exact = np.array([self.total(unique[i : i + 1]) for i in range(len(unique))])
         for powers in ([1, 2], [1], [2]):
-            found = np.linalg.lstsq(some[:, None].astype(np.float64) ** powers, exact, rcond=None)[0]
-            if (found >= 0).all():
+            coefficients = np.linalg.lstsq(unique[:, None].astype(np.float64) ** powers, exact, rcond=None)[0]
+            if (coefficients >= 0).all():
                 break
-        by_power = dict(zip(powers, found.tolist(), strict=True))
+        by_power = dict(zip(powers, coefficients.tolist(), strict=True))
         return by_power.get(1, 0.0), by_power.get(2, 0.0)
 
     def _left(self, layer: int, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        return lengths - self.reach.cut_of(lengths) if self.reach.cuts(layer) else lengths
+        return lengths - self.attention_span.cuts_of(lengths) if self.attention_span.truncates(layer) else lengths
 
     def _mean(self, of_layer: Callable[[int], float]) -> float:
-        if self.reach.is_full:
+        if self.attention_span.is_full:
             return of_layer(0)
         return sum(of_layer(layer) for layer in range(self.num_layers)) / self.num_layers
 
@@ -227,35 +245,47 @@ def _pairs(rules: AttentionMask, lengths: NDArray[np.int64]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackboneSpec:
-    """The spec of a backbone. What it leaves at none it cannot answer, and who needs the answer says so."""
+    """The spec of a backbone: a plugin of the entry-point group `nestrec.backbones`.
+
+    Only `config` and `build` are required. A feature that needs a missing optional field raises a UserError that names
+    the field.
+
+    Example:
+        >>> GRU = BackboneSpec(
+        ...     config=GRUConfig,  # a @config class with kind, dim and max_length
+        ...     build=GRUEncoder,  # forward(x_TD, info: SequenceInfo) -> (T, D) states
+        ...     flops=lambda cfg: ForwardFlops(token=12.0 * cfg.dim**2),
+        ... )
+    """
 
     config: type
-    """its `@config` class"""
+    """Config class of the backbone (decorated with `@config`)."""
     build: Callable[[Any], nn.Module]
-    """the encoder of a config"""
+    """Function that builds the encoder of a config."""
     flops: Callable[[Any], ForwardFlops] | None = None
-    """operations of the layers of a config; planning and `bench step` ask for them"""
+    """Function that returns the FLOPs of the layers of a config. Required by planning and `bench step`."""
     activations: Callable[[Any], float] | None = None
-    """numbers a token that are kept from forward to backward: inputs and outputs of the products and norms of all
-    layers; planning asks for them"""
+    """Function that returns how many values per token the forward pass saves for the backward pass: inputs and outputs
+    of the products and norms of all layers. Required by planning."""
     times_field: str | None = None
-    """field of the config that, where it is true, makes the model read when events happened; `kind` where it always
-    does, none where it never does"""
+    """Boolean config field that makes the model read event times. `kind` if the model always reads them, None if it
+    never does."""
     cached: CachedForward | str | None = None
-    """how serving computes against kept prefixes, or `module:attribute` of it; none: such a model is served without,
-    and every request computed whole"""
+    """Forward pass against the KV cache of a prefix, or its `module:attribute`. None: the model is served without a KV
+    cache, so that every request computes the full sequence."""
 
     has_fp8: bool = False
-    """whether its projections are `norm_projection`, `gated_output` and `feed_forward`, which know products of eight
-    bits; `training.precision=fp8` asks for it"""
+    """Whether all projections use `norm_projection`, `gated_output` and `feed_forward`, which support fp8. Required by
+    `training.precision=fp8`."""
     cut: Callable[[Any, int], int] = lambda cfg, length: 0
-    """(config, tokens of a sequence as training sees it) to the first of them that all layers compute; what is kept of
-    a prefix holds for sequences with the same one"""
+    """Function from (config, length of a training sequence) to the first token that all layers compute. The cached keys
+    and values of a prefix are valid for sequences with the same cut."""
 
-    whole_only: Callable[[Any], str | None] = lambda cfg: "it is not written for parts of sequences"
-    """why an encoder of a config needs whole sequences on one rank; none: it reads `SequenceInfo.context`, where each
-    rank of a context group (`ranks.context`) computes a part of their tokens"""
+    no_context_parallel_reason: Callable[[Any], str | None] = lambda cfg: "it does not support parts of sequences"
+    """Function that returns why an encoder of a config does not support context parallelism
+    (`parallel.context_parallel`). None as its result: the encoder reads `SequenceInfo.context` and computes the tokens
+    of this rank."""
 
     def reads_times(self, cfg: Any) -> bool:
-        """Whether the states of a config depend on when events happened."""
+        """Return whether the states of a config depend on event times."""
         return self.times_field is not None and bool(getattr(cfg, self.times_field))

@@ -1,8 +1,8 @@
-"""DLRM for rows of dense numbers and categories (Criteo).
+"""DLRM: click-through-rate model for samples with dense and categorical features (Criteo).
 
-    z0 = MLP(log(1 + dense)),  zi = vector of category i;   logit = MLP([z0, all dot products zi . zj, i < j])
+    z0 = MLP(log(1 + dense)),  zi = embedding of category i;   logit = MLP([z0, all dot products zi . zj, i < j])
 
-Legend: B rows, C categories, D vector width.
+Legend: B samples, N dense features, C categorical features, D embedding width.
 """
 
 import itertools
@@ -18,18 +18,20 @@ from nestrec.models.encoder_parts import FeatureProjections
 
 @config
 class DLRMConfig:
+    """Config of a DLRM."""
+
     kind: Literal["dlrm"] = "dlrm"
-    """network that reads labelled rows: dlrm, or one of another package"""
+    """Name of the CTR model: dlrm, or the model of a plugin."""
     dim: Count = 16
-    """width of the category vectors"""
+    """Width of the embeddings of categorical features."""
     num_dense: Natural = 13
-    """columns of numbers in the data (13 in Criteo's)"""
-    num_categories: Natural = 26
-    """columns of categories in the data (26 in Criteo's)"""
-    bottom: tuple[Count, ...] = (64, 32)
-    """hidden widths of the network on the dense columns"""
-    top: tuple[Count, ...] = (64, 32)
-    """hidden widths of the network on the interactions"""
+    """Number of dense (numeric) features of a sample; Criteo has 13."""
+    num_categorical: Natural = 26
+    """Number of categorical features of a sample; Criteo has 26."""
+    bottom_mlp: tuple[Count, ...] = (64, 32)
+    """Hidden widths of the MLP over the dense features."""
+    top_mlp: tuple[Count, ...] = (64, 32)
+    """Hidden widths of the MLP over the feature interactions."""
 
 
 class Interactions(nn.Module):
@@ -43,23 +45,30 @@ class Interactions(nn.Module):
         self.register_buffer("pair", rows * num_vectors + columns, persistent=False)
 
     def forward(self, vectors_BCD: torch.Tensor) -> torch.Tensor:
-        """(B, C (C - 1) / 2), pairs in the order (0, 1), (0, 2), ..."""
+        """Return (B, C (C - 1) / 2) dot products, in the order (0, 1), (0, 2), ..."""
         return (vectors_BCD @ vectors_BCD.transpose(1, 2)).flatten(1)[:, self.pair]
 
 
 class DLRM(nn.Module):
+    """DLRM, as published by Facebook: bottom MLP, pairwise interactions and top MLP."""
+
     def __init__(self, cfg: DLRMConfig):
         super().__init__()
         self.cfg = cfg
-        self.bottom = mlp(cfg.num_dense * 2, *cfg.bottom, cfg.dim)
-        num_vectors = cfg.num_categories + 1
-        self.top = mlp(cfg.dim + num_vectors * (num_vectors - 1) // 2, *cfg.top, 1)
+        self.bottom = mlp(cfg.num_dense * 2, *cfg.bottom_mlp, cfg.dim)
+        num_vectors = cfg.num_categorical + 1
+        self.top = mlp(cfg.dim + num_vectors * (num_vectors - 1) // 2, *cfg.top_mlp, 1)
         self.to_width = FeatureProjections(cfg.dim, {})
-        """of tables whose vectors have another width than the model"""
+        """Projections for tables whose embeddings are not as wide as the model."""
         self.interactions = Interactions(num_vectors)
 
     def forward(self, dense_BN: torch.Tensor, category_BCD: torch.Tensor) -> torch.Tensor:
-        """(B,) logits. Missing dense values are NaN; a second set of inputs says which were missing."""
+        """Return the (B,) logits.
+
+        Args:
+            dense_BN: Dense features; NaN is a missing value, which the bottom MLP reads as 0 and a missing flag.
+            category_BCD: Embeddings of the categorical features.
+        """
         missing = dense_BN.isnan()
         filled = dense_BN.nan_to_num(0.0)
         scaled = filled.sign() * filled.abs().log1p()
@@ -69,7 +78,7 @@ class DLRM(nn.Module):
 
 
 def mlp(*widths: int) -> nn.Sequential:
-    """Linear layers with ReLU between them."""
+    """Return linear layers of these widths with ReLU between them (input width first)."""
     layers: list[nn.Module] = []
     for i, (a, b) in enumerate(itertools.pairwise(widths)):
         layers += [nn.Linear(a, b)] + ([nn.ReLU()] if i < len(widths) - 2 else [])

@@ -1,14 +1,15 @@
-"""FuXi-alpha, as published (arXiv 2502.03036 and its code): attention channels and a two-stage feed-forward part.
+"""FuXi-alpha backbone, as published (arXiv 2502.03036 and its code): attention channels and a two-stage feed-forward.
 
     U, V, Q, K = split(SiLU(RMS(x) W1))                           U is as wide as all channels together
-    semantic   = sum_{j seen by i} SiLU(Q_i . K_j) / normaliser V_j    the attention of HSTU, without a bias
-    temporal   = sum_{j seen by i} time[bucket(t_i - t_j)] V_j         learned weights of a bucket, shared by the heads
-                 or a learned function of t_i - t_j (FuXi-gamma, 2512.12740)
-    positional = sum_{j seen by i} position[j - i] V_j
+    semantic   = sum_{j visible to i} SiLU(Q_i . K_j) / normalizer V_j    attention of HSTU, without a bias
+    temporal   = sum_{j visible to i} time[bucket(t_i - t_j)] V_j         learned weights of a bucket, shared by the
+                 heads, or a learned function of t_i - t_j (FuXi-gamma, 2512.12740)
+    positional = sum_{j visible to i} position[j - i] V_j
     x <- x + W2 dropout(U * RMS([semantic, positional, temporal])) + b2        first stage
     x <- x + W4 (SiLU(a) * b),   a, b = dropout(RMS(x)) W3                       second stage
 
-Plain causality sees j <= i; `attention` may say less. Blocks without the time channel are for data without timestamps.
+With a causal mask, j <= i is visible; the option `attention` can limit this. Data without timestamps needs
+`time_channel=False`.
 
 Legend: T tokens, D model width, H heads.
 """
@@ -27,58 +28,68 @@ from nestrec.ops.attention.bias_only import bias_attention
 from nestrec.ops.attention.hstu_attention import hstu_attention
 from nestrec.ops.attention.mask_and_bias import RelativeBias
 from nestrec.ops.context_parallel.ring_attention import fuxi_attention_in_context
-from nestrec.ops.layers.fused_layers import Dropout, feed_forward, gated_output, norm_projection, without_keeping
+from nestrec.ops.layers.fused_layers import Dropout, feed_forward, gated_output, norm_projection, recompute_saved_parts
 
 FUXI_NORM_EPS = 1e-6
 
 
 @config
 class FuXiConfig:
+    """Config of the FuXi backbone."""
+
     kind: Literal["fuxi"] = "fuxi"
-    """network that reads a history: hstu, fuxi, sasrec, or one of another package"""
+    """Name of the backbone (sequence encoder): hstu, fuxi, sasrec, or the backbone of a plugin."""
     dim: Count = 50
-    """width of the model and of the item vectors"""
+    """Width of the model and of the item embeddings."""
     num_layers: Natural = 2
-    """FuXi blocks, one on the other: time and memory grow in proportion"""
+    """Number of FuXi blocks; time and memory grow linearly with it."""
     num_heads: Count = 1
-    """attention heads of a block, each with weights of its own"""
+    """Number of attention heads per block."""
     head_dim: Count = 50
-    """query, key and value width of a head"""
+    """Width of the queries, keys and values of a head."""
     ffn_dim: Count = 50
-    """hidden width of the second feed-forward stage"""
+    """Hidden width of the second feed-forward stage."""
     dropout: Decay = 0.2
-    """on the input and in both stages"""
+    """Dropout probability on the input and in both stages of a block."""
     max_length: Count = 200
-    """longest sequence the model sees"""
-    normaliser_margin: Natural = 11
-    """semantic attention weights are divided by max_length, or what of it a layer can see, plus this"""
+    """Maximum sequence length, in tokens."""
+    normalizer_margin: Natural = 11
+    """Constant added to the normalizer of semantic attention; the normalizer is this plus max_length, or plus the
+    maximum number of tokens that a token of the layer attends to."""
     time_channel: bool = True
-    """the temporal channel; needs timestamps"""
+    """Whether blocks have the temporal channel, which needs timestamps."""
     time_encoding: TimeEncoding = "buckets"
-    """the temporal channel: a learned value of each bucket, or an exponential-power function with three learned
-    numbers (FuXi-gamma)"""
+    """Time encoding of the temporal channel: `buckets` learns a value per bucket, `functional` learns the three
+    parameters of an exponential-power function (FuXi-gamma)."""
     num_time_buckets: Count = 128
-    """logarithmic buckets of the temporal channel"""
+    """Number of logarithmic time buckets of the temporal channel."""
     attention: AttentionSpanConfig = FULL
-    """how far it reaches"""
-    recompute: bool = False
-    """on a GPU: compute norms, activations and gates again in the backward pass instead of keeping them"""
+    """Attention span of the layers; full attention by default."""
+    activation_checkpointing: bool = False
+    """Recompute norms, activations and gates in the backward pass instead of saving them (GPU only)."""
 
     def __post_init__(self) -> None:
         self.attention.check(self.num_layers)
 
-    def normaliser(self, layer: int) -> float:
-        """What a layer divides attention weights by."""
-        return float(self.attention.most_seen(layer, self.max_length) + self.normaliser_margin)
+    def normalizer(self, layer: int) -> float:
+        """Return the constant by which a layer divides its attention weights."""
+        return float(self.attention.max_attended(layer, self.max_length) + self.normalizer_margin)
 
 
 class FuXiBlock(nn.Module):
+    """FuXi block: attention channels, then the two-stage feed-forward part.
+
+    Args:
+        cfg: Config of the backbone.
+        site: Number that distinguishes the dropout masks of the block; the block uses `site` and `site + 1`.
+    """
+
     def __init__(self, cfg: FuXiConfig, site: int):
         super().__init__()
         self.cfg = cfg
         self.site = site
         self.rules = cfg.attention.rules(site // 2)
-        self.normaliser = cfg.normaliser(site // 2)
+        self.normalizer = cfg.normalizer(site // 2)
         width = cfg.num_heads * cfg.head_dim
         num_channels = 3 if cfg.time_channel else 2
         self.widths = (num_channels * width, width, width, width)
@@ -89,7 +100,7 @@ class FuXiBlock(nn.Module):
         self.down = nn.Parameter(torch.empty(cfg.ffn_dim, cfg.dim))
         for matrix in (*self.up.data.chunk(2, dim=1), self.down.data):
             nn.init.xavier_uniform_(matrix)
-        length = cfg.max_length + cfg.normaliser_margin
+        length = cfg.max_length + cfg.normalizer_margin
         self.position_table = nn.Parameter(torch.empty(2 * length - 1).normal_(std=0.02))
         self.time_table, self.time_function = (
             time_parameters(cfg.time_encoding, cfg.num_time_buckets) if cfg.time_channel else (None, None)
@@ -98,14 +109,26 @@ class FuXiBlock(nn.Module):
     def forward(
         self, x_TD: torch.Tensor, delta_TD: torch.Tensor | None, info: SequenceInfo
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(x + delta and the first stage, what the second stage adds to it)"""
+        """Return the residual stream after the first stage, and the addend of the second stage.
+
+        Args:
+            x_TD: Residual stream, (T, D).
+            delta_TD: Addend of the block before, which this block adds to `x_TD`; None for the first block.
+            info: Layout of the sequences.
+        """
         cfg = self.cfg
         heads = (len(x_TD), cfg.num_heads, cfg.head_dim)
         projected = norm_projection(
-            x_TD, delta_TD, self.uvqk, self.widths, norm="rms", eps=FUXI_NORM_EPS, recompute=cfg.recompute
+            x_TD,
+            delta_TD,
+            self.uvqk,
+            self.widths,
+            norm="rms",
+            eps=FUXI_NORM_EPS,
+            recompute=cfg.activation_checkpointing,
         )
         v, q, k = (part.reshape(heads) for part in projected.parts)
-        with without_keeping(projected):
+        with recompute_saved_parts(projected):
             channels = self._channels(q, k, v, info)
         p = cfg.dropout if self.training else 0.0
         first = gated_output(
@@ -116,32 +139,32 @@ class FuXiBlock(nn.Module):
             Dropout(info.token_key_T, self.site, p),
             norm="rms",
             eps=FUXI_NORM_EPS,
-            recompute=cfg.recompute,
+            recompute=cfg.activation_checkpointing,
             packed=projected.packed,
         )
         drop = Dropout(info.token_key_T, self.site + 1, p)
         return feed_forward(
-            projected.total, first, self.up, self.down, drop, eps=FUXI_NORM_EPS, recompute=cfg.recompute
+            projected.total, first, self.up, self.down, drop, eps=FUXI_NORM_EPS, recompute=cfg.activation_checkpointing
         )
 
     def _channels(
         self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, info: SequenceInfo
     ) -> tuple[torch.Tensor, ...]:
-        """(T, width) of each: semantic, positional, temporal."""
+        """Return the semantic, positional and temporal channel, each (T, width)."""
         bias = self.bias(info)
         rules = with_targets(self.rules, info)
         if info.context is not None:
             return fuxi_attention_in_context(
-                q_THD, k_THD, v_THD, info.context, normaliser=self.normaliser, bias=bias, rules=rules
+                q_THD, k_THD, v_THD, info.context, normalizer=self.normalizer, bias=bias, rules=rules
             )
         semantic = hstu_attention(
-            q_THD, k_THD, v_THD, info.offsets, max_length=info.max_length, normaliser=self.normaliser, rules=rules
+            q_THD, k_THD, v_THD, info.offsets, max_length=info.max_length, normalizer=self.normalizer, rules=rules
         )
         others = bias_attention(v_THD.flatten(1), info.offsets, bias, max_length=info.max_length, rules=rules)
         return semantic.flatten(1), *others
 
     def bias(self, info: SequenceInfo) -> RelativeBias:
-        """What weighs the values in its further channels."""
+        """Return the weights of the positional and temporal channels."""
         return RelativeBias(
             position_table=self.position_table,
             time_table=self.time_table,
@@ -153,7 +176,7 @@ class FuXiBlock(nn.Module):
 
 
 class FuXi(ResidualEncoder):
-    """Encoder: (T, D) input vectors to (T, D) states."""
+    """FuXi encoder; maps (T, D) input vectors to (T, D) states."""
 
     def __init__(self, cfg: FuXiConfig):
         super().__init__(cfg, (FuXiBlock(cfg, site=2 * i + 1) for i in range(cfg.num_layers)))
@@ -161,7 +184,7 @@ class FuXi(ResidualEncoder):
 
 
 def _flops(cfg: FuXiConfig) -> ForwardFlops:
-    """Projections and output are as wide as all channels together; each bias channel is one product."""
+    """Count FLOPs: gate and output are as wide as all channels together; each bias channel is one product."""
     width = cfg.num_heads * cfg.head_dim
     others = 2 if cfg.time_channel else 1
     weights = cfg.dim * ((4 + others) * width + (1 + others) * width + 3 * cfg.ffn_dim)
@@ -169,13 +192,13 @@ def _flops(cfg: FuXiConfig) -> ForwardFlops:
         token=2.0 * weights * cfg.num_layers,
         pair=4.0 * width * cfg.num_layers,
         channel_pair=2.0 * others * width * cfg.num_layers,
-        reach=cfg.attention,
+        attention_span=cfg.attention,
         num_layers=cfg.num_layers,
     )
 
 
 def _activations(cfg: FuXiConfig) -> float:
-    """As HSTU with wider gates and outputs, and the second stage."""
+    """Count saved values: as for HSTU, with wider gates and outputs, plus the second stage."""
     width = cfg.num_heads * cfg.head_dim
     channels = 3 if cfg.time_channel else 2
     return cfg.num_layers * (5.0 * cfg.dim + (6.0 + 5.0 * channels) * width + 3.0 * cfg.ffn_dim)
@@ -190,5 +213,5 @@ BACKBONE = BackboneSpec(
     times_field="time_channel",
     has_fp8=True,
     cut=cut_by_attention,
-    whole_only=lambda cfg: cfg.attention.whole_only(),
+    no_context_parallel_reason=lambda cfg: cfg.attention.no_context_parallel_reason(),
 )

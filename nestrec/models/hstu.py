@@ -1,10 +1,10 @@
-"""HSTU, as the public recipe has it (arXiv 2402.17152 and its released code).
+"""HSTU backbone, as in the public recipe (arXiv 2402.17152 and its released code).
 
     U, V, Q, K = split(SiLU(LN(x) W1))                            norm_projection
     x <- x + W2 dropout(U * LN(attention(Q, K, V))) + b2          hstu_attention, gated_output
 
 The norms have no parameters, scores are not scaled, and the attention weights are divided by the constant
-`max_length + 11` of the recipe, padding included; `window + 11` where a layer sees no more.
+`max_length + 11` of the recipe (padding included), or by `window + 11` if the layer attends to a window only.
 
 Legend: T tokens, D model width, H heads.
 """
@@ -22,62 +22,73 @@ from nestrec.models.sequence import SequenceInfo
 from nestrec.ops.attention.hstu_attention import hstu_attention
 from nestrec.ops.attention.mask_and_bias import RelativeBias
 from nestrec.ops.context_parallel.ring_attention import hstu_attention_in_context
-from nestrec.ops.layers.fused_layers import Dropout, gated_output, norm_projection, without_keeping
+from nestrec.ops.layers.fused_layers import Dropout, gated_output, norm_projection, recompute_saved_parts
 
 NORM_EPS = 1e-6
 
 
 @config
 class HSTUConfig:
+    """Config of the HSTU backbone."""
+
     kind: Literal["hstu"] = "hstu"
-    """network that reads a history: hstu, fuxi, sasrec, or one of another package"""
+    """Name of the backbone (sequence encoder): hstu, fuxi, sasrec, or the backbone of a plugin."""
     dim: Count = 50
-    """width of the model and of the item vectors"""
+    """Width of the model and of the item embeddings."""
     num_layers: Natural = 2
-    """HSTU layers, one on the other: time and memory grow in proportion"""
+    """Number of HSTU layers; time and memory grow linearly with it."""
     num_heads: Count = 1
-    """attention heads of a layer, each with weights of its own"""
+    """Number of attention heads per layer."""
     head_dim: Count = 50
-    """query, key and value width of a head"""
+    """Width of the queries, keys and values of a head."""
     dropout: Decay = 0.2
-    """share of values that are set to 0 in training, on the input and inside each layer, against overfitting"""
+    """Dropout probability on the input and inside each layer."""
     max_length: Count = 200
-    """longest sequence the model sees"""
-    normaliser_margin: Natural = 11
-    """attention weights are divided by max_length, or what of it a layer can see, plus this"""
+    """Maximum sequence length, in tokens."""
+    normalizer_margin: Natural = 11
+    """Constant added to the attention normalizer; the normalizer is this plus max_length, or plus the maximum number of
+    tokens that a token of the layer attends to."""
     position_bias: bool = True
-    """learned bias of the distance between tokens"""
+    """Whether attention has a learned relative position bias."""
     time_bias: bool = False
-    """learned bias of the time between tokens; needs timestamps"""
+    """Whether attention has a learned bias of the time between tokens, which needs timestamps."""
     time_encoding: TimeEncoding = "buckets"
-    """the time bias: a learned value of each bucket, or an exponential-power function with three learned numbers"""
+    """Time encoding of the time bias: `buckets` learns a value per bucket, `functional` learns the three parameters of
+    an exponential-power function."""
     num_time_buckets: Count = 128
-    """logarithmic buckets of the time bias"""
+    """Number of logarithmic time buckets of the time bias."""
     attention: AttentionSpanConfig = FULL
-    """how far it reaches"""
-    recompute: bool = False
-    """on a GPU: compute norms, activations and gates again in the backward pass instead of keeping them"""
+    """Attention span of the layers; full attention by default."""
+    activation_checkpointing: bool = False
+    """Recompute norms, activations and gates in the backward pass instead of saving them (GPU only)."""
 
     def __post_init__(self) -> None:
         self.attention.check(self.num_layers)
 
-    def normaliser(self, layer: int) -> float:
-        """What a layer divides attention weights by."""
-        return float(self.attention.most_seen(layer, self.max_length) + self.normaliser_margin)
+    def normalizer(self, layer: int) -> float:
+        """Return the constant by which a layer divides its attention weights."""
+        return float(self.attention.max_attended(layer, self.max_length) + self.normalizer_margin)
 
 
 class HSTULayer(nn.Module):
+    """HSTU layer: pointwise attention with relative bias, and a gated output.
+
+    Args:
+        cfg: Config of the backbone.
+        site: Number that distinguishes the dropout masks of the layers, from 1.
+    """
+
     def __init__(self, cfg: HSTUConfig, site: int):
         super().__init__()
         self.cfg = cfg
         self.site = site
         self.rules = cfg.attention.rules(site - 1)
-        self.normaliser = cfg.normaliser(site - 1)
+        self.normalizer = cfg.normalizer(site - 1)
         width = cfg.num_heads * cfg.head_dim
         self.uvqk = nn.Parameter(torch.empty(cfg.dim, 4 * width).normal_(std=0.02))
         self.output = nn.Linear(width, cfg.dim)
         nn.init.xavier_uniform_(self.output.weight)
-        bias_length = cfg.max_length + cfg.normaliser_margin
+        bias_length = cfg.max_length + cfg.normalizer_margin
         self.position_table = (
             nn.Parameter(torch.empty(2 * bias_length - 1).normal_(std=0.02)) if cfg.position_bias else None
         )
@@ -88,15 +99,23 @@ class HSTULayer(nn.Module):
     def forward(
         self, x_TD: torch.Tensor, delta_TD: torch.Tensor | None, info: SequenceInfo
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(x + delta, what this layer adds to it): the sum is left to the next one, which reads it anyway."""
+        """Return the residual stream and the addend of this layer.
+
+        The next layer performs the addition, fused with its norm, because it reads the sum anyway.
+
+        Args:
+            x_TD: Residual stream, (T, D).
+            delta_TD: Addend of the layer before, which this layer adds to `x_TD`; None for the first layer.
+            info: Layout of the sequences.
+        """
         cfg = self.cfg
         width = cfg.num_heads * cfg.head_dim
         heads = (len(x_TD), cfg.num_heads, cfg.head_dim)
         projected = norm_projection(
-            x_TD, delta_TD, self.uvqk, (width,) * 4, norm="layer", eps=NORM_EPS, recompute=cfg.recompute
+            x_TD, delta_TD, self.uvqk, (width,) * 4, norm="layer", eps=NORM_EPS, recompute=cfg.activation_checkpointing
         )
         v, q, k = (part.reshape(heads) for part in projected.parts)
-        with without_keeping(projected):
+        with recompute_saved_parts(projected):
             attended = self._attention(q, k, v, info)
         drop = Dropout(info.token_key_T, self.site, cfg.dropout if self.training else 0.0)
         added = gated_output(
@@ -107,7 +126,7 @@ class HSTULayer(nn.Module):
             drop,
             norm="layer",
             eps=NORM_EPS,
-            recompute=cfg.recompute,
+            recompute=cfg.activation_checkpointing,
             packed=projected.packed,
         )
         return projected.total, added
@@ -119,7 +138,7 @@ class HSTULayer(nn.Module):
         rules = with_targets(self.rules, info)
         if info.context is not None:
             return hstu_attention_in_context(
-                q_THD, k_THD, v_THD, info.context, normaliser=self.normaliser, bias=bias, rules=rules
+                q_THD, k_THD, v_THD, info.context, normalizer=self.normalizer, bias=bias, rules=rules
             )
         return hstu_attention(
             q_THD,
@@ -127,13 +146,13 @@ class HSTULayer(nn.Module):
             v_THD,
             info.offsets,
             max_length=info.max_length,
-            normaliser=self.normaliser,
+            normalizer=self.normalizer,
             bias=bias,
             rules=rules,
         )
 
     def bias(self, info: SequenceInfo) -> RelativeBias:
-        """What its attention adds to the scores of such sequences."""
+        """Return the relative bias that attention adds to its scores."""
         return RelativeBias(
             position_table=self.position_table,
             time_table=self.time_table,
@@ -145,7 +164,7 @@ class HSTULayer(nn.Module):
 
 
 class HSTU(ResidualEncoder):
-    """Encoder: (T, D) input vectors to (T, D) states."""
+    """HSTU encoder; maps (T, D) input vectors to (T, D) states."""
 
     def __init__(self, cfg: HSTUConfig):
         super().__init__(cfg, (HSTULayer(cfg, site=i + 1) for i in range(cfg.num_layers)))
@@ -153,12 +172,12 @@ class HSTU(ResidualEncoder):
 
 
 def _flops(cfg: HSTUConfig) -> ForwardFlops:
-    """U, V, Q, K and the output; two products of attention."""
+    """Count FLOPs: the projections U, V, Q, K and the output, and two attention products."""
     width = cfg.num_heads * cfg.head_dim
     return ForwardFlops(
         token=2.0 * 5 * cfg.dim * width * cfg.num_layers,
         pair=4.0 * width * cfg.num_layers,
-        reach=cfg.attention,
+        attention_span=cfg.attention,
         num_layers=cfg.num_layers,
     )
 
@@ -176,5 +195,5 @@ BACKBONE = BackboneSpec(
     times_field="time_bias",
     has_fp8=True,
     cut=cut_by_attention,
-    whole_only=lambda cfg: cfg.attention.whole_only(),
+    no_context_parallel_reason=lambda cfg: cfg.attention.no_context_parallel_reason(),
 )

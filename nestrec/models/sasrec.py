@@ -1,9 +1,9 @@
-"""SASRec, in the two public forms: the original layout and the baseline of the HSTU release.
+"""SASRec backbone, in its two public variants: the original one and the baseline of the HSTU release.
 
     q = LN(x);  y = q + MHA(q, x, x);  x <- z + FFN(z)  with  z = LN(y)
 
-Only the query is normalised before the attention, and the residual is taken from the normalised query. The original
-ends with a LayerNorm; the HSTU release normalises the output to length one instead, outside of the encoder.
+Only the query is normalized before attention, and the residual is taken from the normalized query. The original ends
+with a LayerNorm; the HSTU release scales the output to length one instead, outside of the encoder.
 
 Legend: T tokens, D model width, H heads.
 """
@@ -24,29 +24,38 @@ from nestrec.ops.layers.fused_layers import dropout
 
 @config
 class SASRecConfig:
+    """Config of the SASRec backbone."""
+
     kind: Literal["sasrec"] = "sasrec"
-    """network that reads a history: hstu, fuxi, sasrec, or one of another package"""
+    """Name of the backbone (sequence encoder): hstu, fuxi, sasrec, or the backbone of a plugin."""
     dim: Count = 50
-    """width of the model and of the item vectors"""
+    """Width of the model and of the item embeddings."""
     num_layers: Natural = 2
-    """blocks of attention and feed-forward part, one on the other"""
+    """Number of transformer blocks (attention and feed-forward)."""
     num_heads: Count = 1
-    """attention heads; dim is divided among them"""
+    """Number of attention heads; `dim` is divided among them."""
     ffn_dim: Count = 50
-    """hidden width of the feed-forward part"""
+    """Hidden width of the feed-forward part."""
     activation: Literal["relu", "gelu"] = "relu"
-    """between the two products of the feed-forward part"""
+    """Activation function of the feed-forward part."""
     dropout: Decay = 0.2
-    """on the input and inside the feed-forward part"""
+    """Dropout probability on the input and inside the feed-forward part."""
     max_length: Count = 200
-    """longest sequence the model sees"""
+    """Maximum sequence length, in tokens."""
     norm_affine: bool = True
-    """LayerNorms have a scale and a shift; the HSTU release has none"""
+    """Whether LayerNorms have learned scales and shifts; those of the HSTU release do not."""
     final_norm: bool = True
-    """LayerNorm of the output, as in the original"""
+    """Whether a LayerNorm is applied to the output, as in the original."""
 
 
 class SASRecLayer(nn.Module):
+    """SASRec block: softmax attention with a normalized query, then a feed-forward part.
+
+    Args:
+        cfg: Config of the backbone.
+        site: Number that distinguishes the dropout masks of the block; the block uses `site` and `site + 1`.
+    """
+
     def __init__(self, cfg: SASRecConfig, site: int):
         super().__init__()
         self.cfg = cfg
@@ -68,12 +77,18 @@ class SASRecLayer(nn.Module):
             attended = softmax_attention_in_context(q, k, v, info.context)
         else:
             attended = softmax_attention(q, k, v, info.offsets, max_length=info.max_length)
-        return self.behind_attention(normed, attended.flatten(1), info.token_key_T)
+        return self.after_attention(normed, attended.flatten(1), info.token_key_T)
 
-    def behind_attention(
+    def after_attention(
         self, normed_TD: torch.Tensor, attended_TD: torch.Tensor, token_key_T: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Mix, residual and feed-forward part. token_key_T: of dropout; none where nothing is dropped."""
+        """Apply the output projection of attention, the residual and the feed-forward part.
+
+        Args:
+            normed_TD: Normalized queries, from which the residual is taken.
+            attended_TD: Output of attention, heads concatenated.
+            token_key_T: Keys of the random generator for dropout; None disables dropout.
+        """
         p = self.cfg.dropout if self.training and token_key_T is not None else 0.0
         keys = normed_TD if token_key_T is None else token_key_T
         z = self.ffn_norm(normed_TD + self.mix(attended_TD))
@@ -83,7 +98,7 @@ class SASRecLayer(nn.Module):
 
 
 class SASRec(nn.Module):
-    """Encoder: (T, D) input vectors to (T, D) states."""
+    """SASRec encoder; maps (T, D) input vectors to (T, D) states."""
 
     def __init__(self, cfg: SASRecConfig):
         super().__init__()
@@ -102,7 +117,7 @@ class SASRec(nn.Module):
 
 
 def _flops(cfg: SASRecConfig) -> ForwardFlops:
-    """Query, key, value and their mix, two of the feed-forward part; two products of attention."""
+    """Count FLOPs: query, key, value and output projections, two feed-forward products, two attention products."""
     weights = 4 * cfg.dim * cfg.dim + 2 * cfg.dim * cfg.ffn_dim
     return ForwardFlops(token=2.0 * weights * cfg.num_layers, pair=4.0 * cfg.dim * cfg.num_layers)
 
@@ -117,5 +132,5 @@ BACKBONE = BackboneSpec(
     flops=_flops,
     activations=_activations,
     cached="sasrec",
-    whole_only=lambda cfg: None,
+    no_context_parallel_reason=lambda cfg: None,
 )

@@ -1,1 +1,1 @@
-"""One file a kernel: mathematics, reference, fast path."""
+"""Operators: each module has the formulas, the reference implementation and the fast path (kernel) of one topic."""

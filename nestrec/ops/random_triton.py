@@ -1,6 +1,6 @@
-"""Counter-based random numbers in Triton kernels: the integers of nestrec.base.random.
+"""Counter-based random number generator for Triton kernels, with the same integers as `nestrec.base.random`.
 
-Imported only where CUDA or Triton's interpreter is used.
+Import this module only if CUDA or Triton's interpreter is used.
 """
 
 import triton
@@ -23,7 +23,8 @@ def _mix32(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def draws24(key, channel):  # type: ignore[no-untyped-def]
-    """(ROWS, BLOCK) uint32 in [0, 2**24) of (ROWS,) int64 row keys and (BLOCK,) channels."""
-    low, high = key.to(tl.uint32), (key >> 32).to(tl.uint32)
+    """Return (ROWS, BLOCK) uint32 random numbers in [0, 2**24) for (ROWS,) int64 row keys and (BLOCK,) channels."""
+    low = key.to(tl.uint32)
+    high = (key >> 32).to(tl.uint32)
     spread = channel.to(tl.uint32) * _GOLDEN
     return _mix32(_mix32(low[:, None] ^ spread[None, :]) ^ high[:, None]) >> 8

@@ -1,1 +1,1 @@
-"""Backbones over kept prefixes: sequence by sequence, which is the definition, and over pages, batches at once."""
+"""Backbones with a KV cache: reference implementations (sequence by sequence), and batched ones over a paged cache."""

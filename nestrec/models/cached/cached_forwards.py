@@ -1,13 +1,13 @@
-"""The forward passes of HSTU, FuXi and SASRec over cached prefixes, which define what serving computes.
+"""KV-cache forward passes of HSTU, FuXi and SASRec: reference implementations of incremental inference in serving.
 
-A pass takes the new tokens of many users and the cached keys and values of their prefixes. A causal encoder never looks
-forward, so the keys and values of a prefix do not depend on what follows it: computing the rest against them gives the
-states of a full pass, up to rounding. What could break this is kept fixed: the normalizer is a constant of a layer, and
-positions and times are absolute. If layers compute the last tokens of a history only (`backbone_spec`), their keys
-and values hold for as long as its cut stays where it is.
+A pass takes the new tokens of many users and the cached keys and values of their prefixes. Encoders are causal, so the
+keys and values of a prefix do not depend on later tokens: computing the new tokens against them gives the states of a
+full forward pass, up to rounding. This requires that nothing else depends on the length: the normalizer is a constant
+of a layer, and positions and times are absolute. If layers compute only the last tokens of a history (`backbone_spec`),
+their cached keys and values are valid as long as the cut does not change.
 
 HSTU and FuXi share the loop over layers (`_residual_forward`). All channels of FuXi weigh the same values, so its cache
-holds nothing but keys and values. The softmax of SASRec is over all that a token sees, old and new.
+contains only keys and values. The softmax of SASRec is over all visible tokens, cached and new.
 
 Legend: T new tokens of all sequences, D model width, H heads, P prefix tokens, S new history tokens, K = P + S.
 """
@@ -30,12 +30,13 @@ from nestrec.ops.layers.fused_layers import Dropout, feed_forward_reference
 
 Layer = HSTULayer | FuXiBlock
 Biases = tuple[BiasRows, torch.Tensor]
-"""of the history rows, block by block, and the one row that all candidates share"""
+"""Biases of the history rows, block by block, and the one row that all candidates share."""
 LayerPass = Callable[
     [Any, torch.Tensor, Sequence[NewTokenSegment], "Sequence[_SegmentTimes | None]", Callable[[int], KeysAndValues]],
     tuple[torch.Tensor, KeysAndValues],
 ]
-"""(layer, (T, D), segments, their times where the layer reads them, prefix of a sequence) to states, keys and values"""
+"""Function from (layer, (T, D) inputs, segments, their times if the layer reads times, prefix of a sequence) to
+(states, (keys, values))."""
 
 
 def _residual_forward(
@@ -47,39 +48,46 @@ def _residual_forward(
     layer_pass: LayerPass,
     reads_times: bool,
 ) -> tuple[torch.Tensor, list[KeysAndValues]]:
-    """(T, D) states of the new tokens, and for each layer their keys and values, each (T, H, D)."""
+    """Run the layers of HSTU or FuXi.
+
+    Returns:
+        The (T, D) states of the new tokens and, per layer, their keys and values, each (T, H, D).
+    """
     cfg: Any = model.cfg
     x_TD = x_TD * cfg.dim**0.5 + model.position[new_positions(segments, x_TD.device)]
     layers = range(len(model.layers))
-    made = list[KeysAndValues]()
+    new_cache = list[KeysAndValues]()
 
-    def through(
-        numbers: Sequence[int], x: torch.Tensor, some: Sequence[NewTokenSegment], reader: PrefixReader
+    def run_layers(
+        numbers: Sequence[int], x: torch.Tensor, parts: Sequence[NewTokenSegment], reader: PrefixReader
     ) -> torch.Tensor:
-        """States behind some layers; their keys and values are added to `made`."""
-        times = [_SegmentTimes(s, cfg.time_encoding, cfg.num_time_buckets) if reads_times else None for s in some]
+        """Return the states after these layers, and append their keys and values to `new_cache`."""
+        times = [_SegmentTimes(s, cfg.time_encoding, cfg.num_time_buckets) if reads_times else None for s in parts]
         for number in numbers:
-            x, kept = layer_pass(model.layers[number], x, some, times, lambda b, n=number: reader(n, b))  # type: ignore[misc]
-            made.append(kept)
+            x, new = layer_pass(model.layers[number], x, parts, times, lambda b, n=number: reader(n, b))  # type: ignore[misc]
+            new_cache.append(new)
         return x
 
-    first = next((n for n in layers if cfg.attention.cuts(n)), len(layers))
-    x_TD = through(layers[:first], x_TD, segments, prefix)
+    first = next((n for n in layers if cfg.attention.truncates(n)), len(layers))
+    x_TD = run_layers(layers[:first], x_TD, segments, prefix)
     if first == len(layers):
-        return x_TD, made
-    rows = _rows_behind_cuts(segments, x_TD.device)
+        return x_TD, new_cache
+    rows = _rows_after_cuts(segments, x_TD.device)
 
-    def behind_cut(layer: int, b: int) -> KeysAndValues:
+    def prefix_after_cut(layer: int, b: int) -> KeysAndValues:
         keys, values = prefix(layer, b)
         return keys[:, segments[b].cut :], values[:, segments[b].cut :]
 
-    later = [segment.behind_cut() for segment in segments]
-    left = through(layers[first:], x_TD.index_select(0, rows), later, behind_cut)
-    made[first:] = [(_placed(keys, rows, len(x_TD)), _placed(values, rows, len(x_TD))) for keys, values in made[first:]]
-    return x_TD.index_copy(0, rows, left), made
+    truncated = [segment.after_cut() for segment in segments]
+    left = run_layers(layers[first:], x_TD.index_select(0, rows), truncated, prefix_after_cut)
+    new_cache[first:] = [
+        (_scatter_rows(keys, rows, len(x_TD)), _scatter_rows(values, rows, len(x_TD)))
+        for keys, values in new_cache[first:]
+    ]
+    return x_TD.index_copy(0, rows, left), new_cache
 
 
-def _rows_behind_cuts(segments: Sequence[NewTokenSegment], device: torch.device) -> torch.Tensor:
+def _rows_after_cuts(segments: Sequence[NewTokenSegment], device: torch.device) -> torch.Tensor:
     first = 0
     rows = list[torch.Tensor]()
     for segment in segments:
@@ -88,13 +96,13 @@ def _rows_behind_cuts(segments: Sequence[NewTokenSegment], device: torch.device)
     return torch.cat(rows)
 
 
-def _placed(some: torch.Tensor, rows: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Zeros where there is none: nothing reads them, but they are kept like others."""
-    return some.new_zeros(num_rows, *some.shape[1:]).index_copy(0, rows, some)
+def _scatter_rows(values: torch.Tensor, rows: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Scatter values to their rows; the other rows are zero: they are cached like all rows, but never read."""
+    return values.new_zeros(num_rows, *values.shape[1:]).index_copy(0, rows, values)
 
 
 class _SegmentTimes:
-    """What layers read of a segment's time differences, computed once: their buckets, or their logarithms."""
+    """Time differences of a segment as layers read them, computed once: bucket numbers or logarithms."""
 
     def __init__(self, segment: NewTokenSegment, encoding: TimeEncoding, num_buckets: int):
         self._segment = segment
@@ -105,16 +113,16 @@ class _SegmentTimes:
         self._candidate_K = self._read(torch.cat([delta_K, delta_K.new_zeros(1)]))
 
     def candidate(self, layer: Layer) -> torch.Tensor:
-        """(P + S + 1,) bias of every candidate"""
+        """Return the (P + S + 1,) bias, which is the same for every candidate."""
         return _time_values(layer, self._candidate_K)
 
     def rows(self, layer: Layer, first: int, end: int, keys: slice) -> torch.Tensor:
-        """(end - first, keys) bias of new history"""
-        place = (first, keys.start, keys.stop)
-        if place not in self._blocks:
+        """Return the (end - first, keys) bias of new history tokens."""
+        block = (first, keys.start, keys.stop)
+        if block not in self._blocks:
             delta = self._segment.query_time_S[first:end, None] - self._segment.time_K[None, keys]
-            self._blocks[place] = self._read(delta)
-        return _time_values(layer, self._blocks[place])
+            self._blocks[block] = self._read(delta)
+        return _time_values(layer, self._blocks[block])
 
     def _read(self, delta_s: torch.Tensor) -> torch.Tensor:
         if self._encoding == "functional":
@@ -130,28 +138,27 @@ def _time_values(layer: Layer, read: torch.Tensor) -> torch.Tensor:
 
 
 def _time_biases(layer: Layer, times: _SegmentTimes, dtype: torch.dtype) -> Biases:
-    """What a layer has learned of the time between tokens."""
+    """Return the learned time bias of a layer."""
     return lambda first, end, keys: times.rows(layer, first, end, keys).to(dtype), times.candidate(layer).to(dtype)
 
 
 def _position_biases(table: torch.Tensor, segment: NewTokenSegment, dtype: torch.dtype) -> Biases:
-    """What a layer has learned of the distance between tokens."""
-    centre = (table.numel() - 1) // 2
+    """Return the learned relative position bias of a layer."""
+    center = (table.numel() - 1) // 2
 
     def rows(first: int, end: int, keys: slice) -> torch.Tensor:
-        # Row i is table[centre - i + keys]: the rows are sliding windows in reverse.
+        # Row i is table[center - i + keys]: the rows are sliding windows in reverse order.
         low = segment.prefix_length + first
         high = segment.prefix_length + end
-        strip = table[centre - high + 1 + keys.start : centre - low + keys.stop]
+        strip = table[center - high + 1 + keys.start : center - low + keys.stop]
         return strip.unfold(0, keys.stop - keys.start, 1).flip(0).to(dtype)
 
-    return rows, table[centre - segment.length : centre + 1].to(dtype)
+    return rows, table[center - segment.length : center + 1].to(dtype)
 
 
 def _hstu_forward(
     model: HSTU, x_TD: torch.Tensor, segments: Sequence[NewTokenSegment], prefix: PrefixReader
 ) -> tuple[torch.Tensor, list[KeysAndValues]]:
-    """(T, D) states of the new tokens, and for each layer their keys and values, each (T, H, D)."""
     return _residual_forward(model, x_TD, segments, prefix, layer_pass=_hstu_layer, reads_times=model.cfg.time_bias)
 
 
@@ -178,7 +185,7 @@ def _hstu_layer(
             v_HND,
             prefix(b),
             num_candidates=segment.num_candidates,
-            normaliser=layer.normaliser,
+            normalizer=layer.normalizer,
             history_bias=history_bias,
             candidate_bias_K=candidate_bias,
             rules=layer.rules,
@@ -192,25 +199,25 @@ def _hstu_layer(
 def _hstu_biases(
     layer: HSTULayer, segment: NewTokenSegment, times: _SegmentTimes | None, dtype: torch.dtype
 ) -> tuple[BiasRows | None, torch.Tensor | None]:
-    """The sum of what a layer has learned of distance and time; none where it has neither."""
+    """Return the sum of the position and time biases of a layer; (None, None) if it has neither."""
     full = torch.promote_types(dtype, torch.float32)
-    found = [] if layer.position_table is None else [_position_biases(layer.position_table, segment, full)]
-    found += [] if times is None else [_time_biases(layer, times, full)]
-    if not found:
+    biases = [] if layer.position_table is None else [_position_biases(layer.position_table, segment, full)]
+    biases += [] if times is None else [_time_biases(layer, times, full)]
+    if not biases:
         return None, None
 
     def rows(first: int, end: int, keys: slice) -> torch.Tensor:
-        total = found[0][0](first, end, keys)
-        return (total if len(found) == 1 else total + found[1][0](first, end, keys)).to(dtype)
+        total = biases[0][0](first, end, keys)
+        return (total if len(biases) == 1 else total + biases[1][0](first, end, keys)).to(dtype)
 
-    candidate = found[0][1] if len(found) == 1 else found[0][1] + found[1][1]
+    candidate = biases[0][1] if len(biases) == 1 else biases[0][1] + biases[1][1]
     return rows, candidate.to(dtype)
 
 
 HSTU_CACHED = CachedForward(
-    kept=lambda cfg: cfg,
+    cache_spec=lambda cfg: cfg,
     forward=_hstu_forward,
-    most_seen=lambda cfg: cfg.attention.limits(cfg.num_layers, cfg.max_length),
+    max_attended=lambda cfg: cfg.attention.max_attended_per_layer(cfg.num_layers, cfg.max_length),
     paged="nestrec.models.cached.paged_batch:PagedHSTU",
 )
 
@@ -218,7 +225,6 @@ HSTU_CACHED = CachedForward(
 def _fuxi_forward(
     model: FuXi, x_TD: torch.Tensor, segments: Sequence[NewTokenSegment], prefix: PrefixReader
 ) -> tuple[torch.Tensor, list[KeysAndValues]]:
-    """(T, D) states of the new tokens, and for each block their keys and values, each (T, H, D)."""
     return _residual_forward(model, x_TD, segments, prefix, layer_pass=_fuxi_block, reads_times=model.cfg.time_channel)
 
 
@@ -238,10 +244,16 @@ def _fuxi_block(
     for b, segment in enumerate(segments):
         rows = slice(first, first + segment.num_tokens)
         q_HND, k_HND, v_HND = (t[rows].transpose(0, 1) for t in (q_THD, k_THD, v_THD))
-        kept = prefix(b)
-        asked = segment.num_candidates
+        cached = prefix(b)
+        num_candidates = segment.num_candidates
         semantic = cached_attention(
-            q_HND, k_HND, v_HND, kept, num_candidates=asked, normaliser=block.normaliser, rules=block.rules
+            q_HND,
+            k_HND,
+            v_HND,
+            cached,
+            num_candidates=num_candidates,
+            normalizer=block.normalizer,
+            rules=block.rules,
         )
         weights = [_position_biases(block.position_table, segment, x_TD.dtype)]
         time = times[b]
@@ -249,8 +261,8 @@ def _fuxi_block(
         others = [
             cached_channel(
                 v_HND,
-                kept[1],
-                num_candidates=asked,
+                cached[1],
+                num_candidates=num_candidates,
                 history_weights=of_rows,
                 candidate_weights_K=of_candidates,
                 rules=block.rules,
@@ -259,17 +271,17 @@ def _fuxi_block(
         ]
         channels.append([channel.transpose(0, 1).flatten(1) for channel in (semantic, *others)])
         first = rows.stop
-    together = torch.cat([torch.cat(parts) for parts in zip(*channels, strict=True)], dim=1)
-    first_stage = block.output(u * rms_norm(together, together.shape[1:], eps=FUXI_NORM_EPS))
-    none = Dropout(x_TD, 0, 0.0)
-    total, second_stage = feed_forward_reference(x_TD, first_stage, block.up, block.down, none, eps=FUXI_NORM_EPS)
+    joined = torch.cat([torch.cat(parts) for parts in zip(*channels, strict=True)], dim=1)
+    first_stage = block.output(u * rms_norm(joined, joined.shape[1:], eps=FUXI_NORM_EPS))
+    no_dropout = Dropout(x_TD, 0, 0.0)
+    total, second_stage = feed_forward_reference(x_TD, first_stage, block.up, block.down, no_dropout, eps=FUXI_NORM_EPS)
     return total + second_stage, (k_THD, v_THD)
 
 
 FUXI_CACHED = CachedForward(
-    kept=lambda cfg: cfg,
+    cache_spec=lambda cfg: cfg,
     forward=_fuxi_forward,
-    most_seen=lambda cfg: cfg.attention.limits(cfg.num_layers, cfg.max_length),
+    max_attended=lambda cfg: cfg.attention.max_attended_per_layer(cfg.num_layers, cfg.max_length),
     paged="nestrec.models.cached.paged_batch:PagedFuXi",
 )
 
@@ -277,9 +289,8 @@ FUXI_CACHED = CachedForward(
 def _sasrec_forward(
     model: SASRec, x_TD: torch.Tensor, segments: Sequence[NewTokenSegment], prefix: PrefixReader
 ) -> tuple[torch.Tensor, list[KeysAndValues]]:
-    """(T, D) states of the new tokens, and for each layer their keys and values, each (T, H, D)."""
     x_TD = x_TD * model.cfg.dim**0.5 + model.position[new_positions(segments, x_TD.device)]
-    made = list[KeysAndValues]()
+    new_cache = list[KeysAndValues]()
     for number, layer in enumerate(model.layers):
         assert isinstance(layer, SASRecLayer)
         normed = layer.query_norm(x_TD)
@@ -290,14 +301,14 @@ def _sasrec_forward(
         for b, segment in enumerate(segments):
             rows = slice(first, first + segment.num_tokens)
             q_HND, k_HND, v_HND = (t[rows].transpose(0, 1) for t in (q_THD, k_THD, v_THD))
-            found_HND = cached_softmax_attention(
+            attended_HND = cached_softmax_attention(
                 q_HND, k_HND, v_HND, prefix(number, b), num_candidates=segment.num_candidates
             )
-            attended.append(found_HND.transpose(0, 1).flatten(1))
+            attended.append(attended_HND.transpose(0, 1).flatten(1))
             first = rows.stop
-        x_TD = layer.behind_attention(normed, torch.cat(attended))
-        made.append((k_THD, v_THD))
-    return model.final_norm(x_TD), made
+        x_TD = layer.after_attention(normed, torch.cat(attended))
+        new_cache.append((k_THD, v_THD))
+    return model.final_norm(x_TD), new_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,10 +318,10 @@ class _SASRecCacheSpec:
     head_dim: int
 
 
-def _sasrec_kept(cfg: SASRecConfig) -> _SASRecCacheSpec:
+def _sasrec_cache_spec(cfg: SASRecConfig) -> _SASRecCacheSpec:
     return _SASRecCacheSpec(cfg.num_layers, cfg.num_heads, cfg.dim // cfg.num_heads)
 
 
 SASREC_CACHED = CachedForward(
-    kept=_sasrec_kept, forward=_sasrec_forward, paged="nestrec.models.cached.paged_batch:PagedSASRec"
+    cache_spec=_sasrec_cache_spec, forward=_sasrec_forward, paged="nestrec.models.cached.paged_batch:PagedSASRec"
 )

@@ -1,1 +1,1 @@
-"""Attention over jagged sequences: the definitions, Triton kernels, and the paths that serving takes."""
+"""Attention over jagged sequences: reference implementations, Triton kernels, and KV-cache attention for serving."""

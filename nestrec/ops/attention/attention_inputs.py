@@ -1,4 +1,4 @@
-"""Inputs of HSTU attention over one batch that all kernels share, and their options as flat operator arguments."""
+"""Inputs of HSTU attention shared by all kernels, and their conversion to flat arguments of a PyTorch operator."""
 
 from typing import Any, NamedTuple
 
@@ -7,11 +7,11 @@ import torch
 from nestrec.ops.attention.mask_and_bias import AttentionMask, RelativeBias, bucket_edges
 
 LARGEST_HEAD = 256
-"""columns of a head that kernels take"""
+"""Largest head dimension that the kernels support."""
 
 
 class Gradients(NamedTuple):
-    """What a backward pass finds; what is absent of the biases has none."""
+    """Gradients returned by a backward pass; None for a bias that is absent."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -22,7 +22,7 @@ class Gradients(NamedTuple):
 
 
 class AttentionOptions(NamedTuple):
-    """Biases and rules as the flat arguments of an operator of torch, in the order of its schema."""
+    """Bias and mask as flat arguments of a PyTorch operator, in the order of its schema."""
 
     position_table: torch.Tensor | None
     time_table: torch.Tensor | None
@@ -60,11 +60,11 @@ OPTIONS_SCHEMA = (
     "Tensor? position_table, Tensor? time_table, Tensor? time_function, Tensor? time_T, Tensor? query_time_T, "
     "Tensor? buckets, Tensor? num_targets_B, SymInt num_context, SymInt? max_attention_length, bool looks_ahead"
 )
-"""Arguments of `AttentionOptions` in the schema of an operator."""
+"""Operator schema of the fields of `AttentionOptions`."""
 
 
 def attention_options(bias: RelativeBias, rules: AttentionMask) -> AttentionOptions:
-    """Returns the fields of biases and rules as flat arguments."""
+    """Return the fields of the bias and the mask as flat operator arguments."""
     return AttentionOptions(
         position_table=bias.position_table,
         time_table=bias.time_table,
@@ -80,30 +80,30 @@ def attention_options(bias: RelativeBias, rules: AttentionMask) -> AttentionOpti
 
 
 class AttentionInputs(NamedTuple):
-    """Everything but queries, keys and values."""
+    """All inputs of HSTU attention except queries, keys and values."""
 
     offsets: torch.Tensor
     max_length: int
-    """the longest sequence of the batch or more, known on the host"""
-    normaliser: float
+    """Upper bound on the sequence lengths of the batch, known on the host without a device synchronization."""
+    normalizer: float
     bias: RelativeBias
     rules: AttentionMask
 
     @property
     def is_square(self) -> bool:
-        """Whether tokens look at later ones too."""
+        """True if some tokens attend to later tokens, so that the mask is not causal."""
         return self.rules.is_square
 
     def scalars(self, x_THD: torch.Tensor) -> tuple[Any, ...]:
-        """Heads, scale and rules, as kernels take them.
+        """Return the head count, the scale and the mask in the argument order of the kernels.
 
-        The last two: tokens that one may look back, and first tokens of a sequence that look ahead.
+        The last two values are the attention window in tokens and the number of leading tokens that see later ones.
         """
         rules = self.rules
         tokens, heads, _ = x_THD.shape
         return (
             heads,
-            1.0 / self.normaliser,
+            1.0 / self.normalizer,
             rules.num_targets_B,
             rules.num_context,
             rules.max_attention_length or tokens + 1,
@@ -112,7 +112,7 @@ class AttentionInputs(NamedTuple):
 
     @property
     def biases(self) -> tuple[Any, ...]:
-        """Both tables and the times, as kernels take them that find the bucket of a pair themselves."""
+        """Bias tables and event times in the argument order of kernels that compute the bucket of a pair themselves."""
         bias = self.bias
         position = bias.position_table
         time = bias.time_table

@@ -1,26 +1,21 @@
-"""Gradients of HSTU attention's bias tables: sums over all heads and pairs of equal distance, and of equal time bucket.
+"""Gradients of the learned biases of HSTU attention: sums over heads and pairs of equal distance or equal time bucket.
 
-    g[i, j]         = sum_heads SiLU'(q[i] . k[j] + bias) (d out[i] . v[j]) / normaliser
-    d position[d]   = sum over pairs whose places are d apart of g
-    d time[b]       = sum over pairs of bucket b of g
+    g[i, j]         = sum_heads SiLU'(q[i] . k[j] + bias) (d out[i] . v[j]) / normalizer
+    d position[d]   = sum of g over pairs whose positions differ by d
+    d time[b]       = sum of g over pairs of bucket b
+    d function[n]   = sum over pairs of g times the derivative of the time function
 
-The tables are shared by the heads, so a tile of g is summed over them before anything else is done with it. A program
-owns tiles of one distance between their blocks, whose elements lie on the same diagonals: it adds such tiles, and
-their diagonals once at its end. What programs find is added as integers, whose sum does not depend on the order. So
-all is repeatable to the bit. Where a pass has kept g, table_sums.py adds it up instead.
+There are two implementations, and both are bitwise reproducible:
+
+- `table_gradients` recomputes the scores. The tables are shared by the heads, so a tile of g is summed over the heads
+  first. A program owns tiles of one block distance, whose elements are on the same diagonals: it accumulates the tiles
+  and reduces the diagonals once at its end. Results of programs are added as integers, whose sum does not depend on
+  the order.
+- `TableSums` reduces gradients of scores that the backward pass has saved. A program, one warp, owns 16 keys of the
+  tiles of one block distance and also reduces the diagonals once at its end. Programs write partial sums to separate
+  rows, which are added in a fixed order. It does not support candidates, which share a position.
 
 Legend: T tokens, H heads, D head dimension, B sequences.
-
-Gradients of bias tables out of kept gradients of scores: sums over heads, then over pairs of equal distance or time.
-
-    d position[d]   = sum over pairs that are d apart of sum_heads G
-    d time[b]       = sum over pairs of bucket b of sum_heads G
-    d function[n]   = sum over pairs of sum_heads G times the derivative of the time function
-
-A program, one warp, owns 16 keys of tiles of one distance between their blocks, whose elements lie on the same
-diagonals: it adds such tiles, and their diagonals once at its end. What programs find has places of its own and is
-added in a fixed order, so all is repeatable to the bit. bias_tables.py does the same where nothing was kept, or where
-candidates share a place.
 """
 
 from typing import NamedTuple
@@ -42,7 +37,7 @@ from nestrec.ops.kernel_op import IS_INTERPRETED
 
 
 def blocks_for(dim: int, dtype: torch.dtype) -> Blocks:
-    """Queries (x) and keys (y) of a tile. Pinned: a timing never chooses them, so that results repeat."""
+    """Return the fixed numbers of queries (x) and keys (y) of a tile; no autotuning, for reproducible results."""
     if dtype == torch.float32:
         return Blocks(32, 32, 4, 1)
     if dim <= 64:
@@ -53,11 +48,22 @@ def blocks_for(dim: int, dtype: torch.dtype) -> Blocks:
 def table_gradients(
     grad_THD: torch.Tensor, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, inputs: AttentionInputs
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of the position and of the time table, where they are."""
+    """Compute the gradients of the position table and the time table by recomputing the scores.
+
+    Args:
+        grad_THD: Gradient of the attention output, (T, H, D).
+        q_THD: Queries, (T, H, D).
+        k_THD: Keys, (T, H, D).
+        v_THD: Values, (T, H, D).
+        inputs: All other inputs of the attention.
+
+    Returns:
+        Gradients of the position table and of the time table; None for a table that is absent.
+    """
     bias = inputs.bias
     rules = inputs.rules
     tables = (bias.position_table, bias.time_table)
-    # A unit of the sums is 2^-34 of the largest gradient: far below rounding, and far from overflow.
+    # The unit of the integer sums is 2^-34 of the largest gradient: far below rounding, and far from overflow.
     quantum = torch.linalg.vector_norm(grad_THD, ord=torch.inf).float() * 2.0**-34
     quantum = torch.where(quantum == 0.0, 1.0, quantum)
     sums = [None if t is None else torch.zeros(t.shape, dtype=torch.int64, device=t.device) for t in tables]
@@ -92,24 +98,24 @@ def table_gradients(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    found = [
+    gradients = [
         None if total is None or table is None else (total.double() * quantum).to(table.dtype)
         for total, table in zip(sums, tables, strict=True)
     ]
-    return found[0], found[1]
+    return gradients[0], gradients[1]
 
 
 @triton.jit
 def _add_integers(pointers, values, quantum, mask):
     units = values / quantum
-    # Half away from zero; a NaN shows through the quantum.
+    # Round half away from zero; a NaN propagates through the quantum.
     rounded = (units + tl.where(units >= 0, 0.5, -0.5)).to(tl.int64)
     tl.atomic_add(pointers, rounded, mask=mask, sem="relaxed")
 
 
 @triton.jit
 def _add_diagonals(g, table, quantum, BM: tl.constexpr, BN: tl.constexpr):
-    """Sums of g[row, column] over equal column - row, to places of the table that begin with that of 0."""
+    """Add g[row, column] of equal column - row to the table, where `table` points at the value of distance 0."""
     row = tl.arange(0, BM)[:, None]
     column = tl.arange(0, BN)
     # After rotating row r by r, column c holds distance c (not wrapped) or c - BN (wrapped) plus a constant.
@@ -119,14 +125,14 @@ def _add_diagonals(g, table, quantum, BM: tl.constexpr, BN: tl.constexpr):
         is_part = row // BN == part
         straight = tl.sum(tl.where(is_part & (is_wrapped == 0), turned, 0.0), 0)
         wrapped = tl.sum(tl.where(is_part & is_wrapped, turned, 0.0), 0)
-        place = table + column - part * BN
-        _add_integers(place, straight, quantum, straight != 0.0)
-        _add_integers(place - BN, wrapped, quantum, wrapped != 0.0)
+        pointers = table + column - part * BN
+        _add_integers(pointers, straight, quantum, straight != 0.0)
+        _add_integers(pointers - BN, wrapped, quantum, wrapped != 0.0)
 
 
 @triton.jit
 def _slope(s, FAST: tl.constexpr):
-    """SiLU'."""
+    """Return the derivative of SiLU."""
     if FAST:
         half = s * 0.5
         t = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [half], tl.float32, True, 1)
@@ -137,7 +143,7 @@ def _slope(s, FAST: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["heads", "num_context", "window", "ahead", "centre", "num_buckets", "before", "num_splits"]
+    do_not_specialize=["heads", "num_context", "window", "ahead", "center", "num_buckets", "before", "num_splits"]
 )
 def _tables_kernel(
     q,
@@ -161,7 +167,7 @@ def _tables_kernel(
     window,
     ahead,
     position_table,
-    centre,
+    center,
     time_table,
     edges,
     num_buckets,
@@ -182,7 +188,7 @@ def _tables_kernel(
     D: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    apart = (tl.program_id(0) - before) * BN  # first query less first key of every tile
+    apart = (tl.program_id(0) - before) * BN  # first query minus first key of every tile
     total = tl.load(state)
     quantum = tl.load(quantum_ptr)
     row, channel = tl.arange(0, BM), tl.arange(0, WIDTH)
@@ -199,18 +205,19 @@ def _tables_kernel(
             history = tl.maximum(length - tl.load(targets + tl.load(entry + 3)).to(tl.int32), 0)
         is_near = (tl.minimum(i0, history) - j0 - BN < window) | (j0 < num_context) | (i0 < ahead)
         if (j0 >= 0) & (j0 < length) & is_near:
-            i, j = i0 + row, j0 + column
+            i = i0 + row
+            j = j0 + column
             at_i, at_j = (start + i)[:, None], (start + j)[None, :]
             bias = tl.zeros([BM, BN], tl.float32)
             distance = tl.minimum(j, history)[None, :] - tl.minimum(i, history)[:, None]
             if HAS_POSITION:
-                is_inside = (distance >= -centre) & (distance <= centre)
-                bias += tl.load(position_table + (distance + centre), mask=is_inside, other=0.0).to(tl.float32)
+                is_inside = (distance >= -center) & (distance <= center)
+                bias += tl.load(position_table + (distance + center), mask=is_inside, other=0.0).to(tl.float32)
             bucket = tl.zeros([BM, BN], tl.int32)
             if HAS_TIME:
-                asked = tl.load(query_time + start + i, mask=i < length, other=0.0)
-                seen_at = tl.load(key_time + start + j, mask=j < length, other=0.0)
-                bucket = time_bucket(asked[:, None] - seen_at[None, :], edges, num_buckets)
+                query_seconds = tl.load(query_time + start + i, mask=i < length, other=0.0)
+                key_seconds = tl.load(key_time + start + j, mask=j < length, other=0.0)
+                bucket = time_bucket(query_seconds[:, None] - key_seconds[None, :], edges, num_buckets)
                 bias += tl.load(time_table + bucket).to(tl.float32)
             mask_i = (i < length)[:, None] & (channel < D)[None, :]
             mask_j = (j < length)[None, :] & (channel < D)[:, None]
@@ -231,49 +238,47 @@ def _tables_kernel(
                 if (i0 + BM <= history) | (history == length):
                     by_distance += g
                 else:
-                    _add_integers(position_grad + (distance + centre), g, quantum, g != 0.0)
+                    _add_integers(position_grad + (distance + center), g, quantum, g != 0.0)
             if HAS_TIME:
-                # A tile holds few buckets, since times are far apart or alike.
+                # A tile contains few buckets, because times are either far apart or similar.
                 low = tl.min(tl.where(seen, bucket, num_buckets))
                 high = tl.max(tl.where(seen, bucket, 0))
                 for b in range(low, high + 1):
                     part = tl.sum(tl.where(bucket == b, g, 0.0))
                     _add_integers(time_grad + b, part, quantum, part != 0.0)
-        # Sequences come by length: the next ones may be too short.
+        # Sequences are sorted by length: all following ones are too short if this one is.
         item = tl.where(length <= apart, total, item + num_splits)
     if HAS_POSITION:
-        _add_diagonals(by_distance, position_grad + centre - apart, quantum, BM, BN)
-
-
-# mypy: disable-error-code="no-untyped-def"
-# ruff: noqa: PLR0915, PLR0917
+        _add_diagonals(by_distance, position_grad + center - apart, quantum, BM, BN)
 
 
 SLAB = 16
-"""keys of a tile that one program takes"""
+"""Number of keys of a tile that one program processes."""
 SLOTS = 256
-"""sums by bucket of a program"""
+"""Number of bucket sums per program."""
 LANES = 32
-"""places of a program's sums for a time function, of which it needs three"""
+"""Number of sums per program for a time function, of which three are used."""
 NEAR = 2
-"""distances, from that of the diagonal on, whose tiles have many buckets"""
+"""Number of block distances, starting at the diagonal, whose tiles contain many time buckets."""
 NEAR_SPLITS, FAR_SPLITS, PROGRAMS = 512, 64, 4096
-"""programs that share the tiles of such a distance, and of another at most; programs in all, about"""
+"""Number of programs per near block distance, maximum number per other distance, and approximate total number."""
 
 
 class _Division(NamedTuple):
-    """How programs are divided among distances in blocks: first those near the diagonal, then the others."""
+    """Division of the programs among block distances: near distances first, then all others."""
 
     near_splits: int
+    """Number of programs per near distance."""
     far_splits: int
-    behind: int
-    """distances from NEAR on"""
-    ahead: int
-    """distances at which keys come after queries"""
+    """Number of programs per other distance."""
+    past_distances: int
+    """Number of distances from NEAR on, at which keys precede queries."""
+    future_distances: int
+    """Number of distances at which keys follow queries."""
 
     @property
     def programs(self) -> int:
-        return NEAR * self.near_splits + (self.behind + self.ahead) * self.far_splits
+        return NEAR * self.near_splits + (self.past_distances + self.future_distances) * self.far_splits
 
 
 def _divide(inputs: AttentionInputs, num_tokens: int) -> _Division:
@@ -289,7 +294,7 @@ def _divide(inputs: AttentionInputs, num_tokens: int) -> _Division:
 
 
 class TableSums:
-    """Gradients of the tables of a layer, added up over groups of heads."""
+    """Accumulates the bias gradients of a layer from saved gradients of scores, over groups of heads."""
 
     def __init__(self, inputs: AttentionInputs, num_tokens: int, plan: TilePlan, buckets: torch.Tensor | None):
         assert inputs.rules.num_targets_B is None
@@ -300,21 +305,25 @@ class TableSums:
         self._by_distance: torch.Tensor | None = None
         self._by_time: torch.Tensor | None = None
 
-    def add(self, kept: torch.Tensor) -> None:
-        """kept: (tiles, heads, keys, queries)."""
+    def add(self, score_gradients: torch.Tensor) -> None:
+        """Add a group of heads.
+
+        Args:
+            score_gradients: Saved gradients of the scores, (tiles, heads, keys, queries).
+        """
         inputs = self._inputs
         bias = self._inputs.bias
         rules = self._inputs.rules
         division = _divide(inputs, self._num_tokens)
         rows = division.programs * (SIDE // SLAB)
-        _, scale, _, num_context, window, looking = inputs.scalars(kept[:, :, 0])
+        _, scale, _, num_context, window, looking = inputs.scalars(score_gradients[:, :, 0])
         slots = SLOTS if bias.time_function is None else LANES
         diagonals, by_time = (
-            torch.empty(rows, width, dtype=torch.float32, device=kept.device) if is_needed else None
+            torch.empty(rows, width, dtype=torch.float32, device=score_gradients.device) if is_needed else None
             for is_needed, width in ((bias.position_table is not None, 2 * SIDE), (bias.has_time, slots))
         )
         _sums_kernel[division.programs, SIDE // SLAB](
-            kept,
+            score_gradients,
             self._buckets,
             *make_schedule(inputs.offsets, self._num_tokens, SIDE),
             self._plan.first_B,
@@ -330,7 +339,7 @@ class TableSums:
             *division,
             HAS_RULES=not rules.is_plain,
             IS_SQUARE=inputs.is_square,
-            HEADS=kept.shape[1],
+            HEADS=score_gradients.shape[1],
             NEAR=NEAR,
             SLAB=SLAB,
             SLOTS=slots,
@@ -339,23 +348,23 @@ class TableSums:
             num_warps=1,
         )
         if diagonals is not None and bias.position_table is not None:
-            distances = NEAR + division.behind + division.ahead
-            whole = torch.empty(distances, SIDE // SLAB, 2 * SIDE, dtype=torch.float32, device=kept.device)
+            distances = NEAR + division.past_distances + division.future_distances
+            totals = torch.empty(distances, SIDE // SLAB, 2 * SIDE, dtype=torch.float32, device=score_gradients.device)
             _splits_kernel[distances, SIDE // SLAB](
-                diagonals, whole, *division[:2], NEAR=NEAR, SLAB=SLAB, SIDE=SIDE, num_warps=8
+                diagonals, totals, *division[:2], NEAR=NEAR, SLAB=SLAB, SIDE=SIDE, num_warps=8
             )
-            table = torch.empty(bias.position_table.shape, dtype=torch.float32, device=kept.device)
+            table = torch.empty(bias.position_table.shape, dtype=torch.float32, device=score_gradients.device)
             below = -(-(table.numel() // 2) // SIDE)
             _diagonals_kernel[(2 * below + 1,)](
-                whole, table, table.numel(), below, *division[2:], NEAR=NEAR, SLAB=SLAB, SIDE=SIDE, num_warps=1
+                totals, table, table.numel(), below, *division[2:], NEAR=NEAR, SLAB=SLAB, SIDE=SIDE, num_warps=1
             )
             self._by_distance = table if self._by_distance is None else self._by_distance + table
         if by_time is not None:
-            found = by_time.sum(0)
-            self._by_time = found if self._by_time is None else self._by_time + found
+            total_by_time = by_time.sum(0)
+            self._by_time = total_by_time if self._by_time is None else self._by_time + total_by_time
 
     def gradients(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Of the position table, of the time table and of the time function, where they are."""
+        """Return the gradients of the position table, the time table and the time function; None if absent."""
         bias = self._inputs.bias
         time = self._by_time
         position = None
@@ -369,18 +378,20 @@ class TableSums:
 
 
 @triton.jit
-def _is_kept(asks, sees, length, num_context, window, looking, HAS_RULES: tl.constexpr, IS_SQUARE: tl.constexpr):
-    """Whether the pass over keys has met this tile, as hopper/product.py says."""
-    kept = (sees >= 0) & (asks * 64 < length) & (sees * 64 < length)
+def _is_kept(
+    query_block, key_block, length, num_context, window, looking, HAS_RULES: tl.constexpr, IS_SQUARE: tl.constexpr
+):
+    """Return whether the backward pass over keys has written this tile; same condition as in product_kernel.py."""
+    kept = (key_block >= 0) & (query_block * 64 < length) & (key_block * 64 < length)
     if HAS_RULES:
-        x0 = sees // 2 * 128
+        x0 = key_block // 2 * 128
         x1 = tl.minimum(length, x0 + 128)
         end = x1 - 1 + window
         end = tl.where((end > length) | (x0 < num_context), length, tl.maximum(end, x1))
         prefix = tl.minimum((looking + 63) // 64, x0 // 64)
-        kept = kept & (((asks >= x0 // 64) & (asks < (end + 63) // 64)) | (asks < prefix))
+        kept = kept & (((query_block >= x0 // 64) & (query_block < (end + 63) // 64)) | (query_block < prefix))
     if not IS_SQUARE:
-        kept = kept & (sees <= asks)
+        kept = kept & (key_block <= query_block)
     return kept
 
 
@@ -416,12 +427,17 @@ def _sums_kernel(
     program, slab = tl.program_id(0), tl.program_id(1)
     far = program - NEAR * near_splits
     if far < 0:
-        apart, item, splits = program // near_splits, program % near_splits, near_splits
+        apart = program // near_splits
+        item = program % near_splits
+        splits = near_splits
     else:
-        apart, item, splits = far // far_splits, far % far_splits, far_splits
+        apart = far // far_splits
+        item = far % far_splits
+        splits = far_splits
         apart = tl.where(apart < behind, apart + NEAR, apart - behind - ahead)
     total = tl.load(state)
-    key, query = slab * SLAB + tl.arange(0, SLAB), tl.arange(0, SIDE)
+    key = slab * SLAB + tl.arange(0, SLAB)
+    query = tl.arange(0, SIDE)
     inside = key[:, None] * SIDE + query[None, :]
     by_diagonal = tl.zeros([SLAB, SIDE], tl.float32)
     slot = tl.arange(0, SLOTS)
@@ -430,36 +446,39 @@ def _sums_kernel(
     while item < total:
         entry = schedule + 4 * item
         length = tl.load(entry + 1)
-        asks = item - tl.load(entry + 2)
-        sees = asks - apart
-        if _is_kept(asks, sees, length, num_context, window, looking, HAS_RULES, IS_SQUARE):
+        query_block = item - tl.load(entry + 2)
+        key_block = query_block - apart
+        if _is_kept(query_block, key_block, length, num_context, window, looking, HAS_RULES, IS_SQUARE):
             tile = tl.load(first_tile + tl.load(entry + 3))
             if IS_SQUARE:
-                tile += asks * ((length + SIDE - 1) // SIDE) + sees
+                tile += query_block * ((length + SIDE - 1) // SIDE) + key_block
             else:
-                tile += asks * (asks + 1) // 2 + sees
-            place = kept + tile.to(tl.int64) * (HEADS * SIDE * SIDE) + inside
+                tile += query_block * (query_block + 1) // 2 + key_block
+            pointers = kept + tile.to(tl.int64) * (HEADS * SIDE * SIDE) + inside
             g = tl.zeros([SLAB, SIDE], tl.float32)
             for head in tl.static_range(HEADS):
-                g += tl.load(place + head * (SIDE * SIDE)).to(tl.float32)
+                g += tl.load(pointers + head * (SIDE * SIDE)).to(tl.float32)
             by_diagonal += g
             if (by_time is not None) & (function is None):
                 bucket = tl.load(buckets + tile.to(tl.int64) * (SIDE * SIDE) + inside).to(tl.int32)
-                # The bucket of an event and itself is the first, with nothing between it and the others of a tile.
+                # Bucket 0, which holds every event with itself, is summed separately, because the buckets between it
+                # and the others of a tile are mostly empty.
                 at_once += tl.where(bucket == 0, g, 0.0)
                 high = tl.max(bucket)
                 for b in range(tl.min(tl.where(bucket == 0, SLOTS, bucket)), high + 1):
                     by_slot += tl.where(slot == b, tl.sum(tl.where(bucket == b, g, 0.0)), 0.0)
             if function is not None:
                 start = tl.load(entry).to(tl.int64)
-                i, j = asks * SIDE + query, sees * SIDE + key
-                asked = tl.load(query_time + start + i, mask=i < length, other=0.0)
-                seen_at = tl.load(key_time + start + j, mask=j < length, other=0.0)
-                value, slope, exponent = time_function(function, seen_at, asked, FAST)
-                g0, g1 = g * value, g * slope
+                i = query_block * SIDE + query
+                j = key_block * SIDE + key
+                query_seconds = tl.load(query_time + start + i, mask=i < length, other=0.0)
+                key_seconds = tl.load(key_time + start + j, mask=j < length, other=0.0)
+                value, slope, exponent = time_function(function, key_seconds, query_seconds, FAST)
+                g0 = g * value
+                g1 = g * slope
                 by_slot += tl.where(slot == 0, tl.sum(g0), 0.0) + tl.where(slot == 1, tl.sum(g1), 0.0)
                 by_slot += tl.where(slot == 2, tl.sum(g1 * exponent), 0.0)
-        # Sequences come by length: the next ones may be too short.
+        # Sequences are sorted by length: all following ones are too short if this one is.
         item = tl.where(length <= apart * SIDE, total, item + splits)
     row = program * (SIDE // SLAB) + slab
     if by_time is not None:
@@ -467,36 +486,39 @@ def _sums_kernel(
         tl.store(by_time + row * SLOTS + slot, by_slot * scale)
     if diagonals is not None:
         # After rotating row r by r, column c holds r - c = -c (straight) or SIDE - c (wrapped).
-        r, c = tl.arange(0, SLAB)[:, None], query[None, :]
+        r = tl.arange(0, SLAB)[:, None]
+        c = query[None, :]
         turned = tl.gather(by_diagonal * scale, (r + c) % SIDE, 1)
-        place = diagonals + row * (2 * SIDE) + query
-        tl.store(place, tl.sum(tl.where(r + c < SIDE, turned, 0.0), 0))
-        tl.store(place + SIDE, tl.sum(tl.where(r + c < SIDE, 0.0, turned), 0))
+        pointers = diagonals + row * (2 * SIDE) + query
+        tl.store(pointers, tl.sum(tl.where(r + c < SIDE, turned, 0.0), 0))
+        tl.store(pointers + SIDE, tl.sum(tl.where(r + c < SIDE, 0.0, turned), 0))
 
 
 @triton.jit(do_not_specialize=["near_splits", "far_splits"])
 def _splits_kernel(
-    diagonals, whole, near_splits, far_splits, NEAR: tl.constexpr, SLAB: tl.constexpr, SIDE: tl.constexpr
+    diagonals, totals, near_splits, far_splits, NEAR: tl.constexpr, SLAB: tl.constexpr, SIDE: tl.constexpr
 ):
-    """Sums of the programs of one distance and slab."""
+    """Sum the results of the programs of one distance and slab."""
     number, slab = tl.program_id(0), tl.program_id(1)
-    first, splits = number * near_splits, near_splits
+    first = number * near_splits
+    splits = near_splits
     if number >= NEAR:
-        first, splits = NEAR * near_splits + (number - NEAR) * far_splits, far_splits
+        first = NEAR * near_splits + (number - NEAR) * far_splits
+        splits = far_splits
     column = tl.arange(0, 2 * SIDE)
     total = tl.zeros([2 * SIDE], tl.float32)
     for low in range(0, splits, 2 * SIDE):
         split = low + column
-        place = diagonals + ((first + split) * (SIDE // SLAB) + slab)[:, None] * (2 * SIDE) + column[None, :]
-        total += tl.sum(tl.load(place, mask=(split < splits)[:, None], other=0.0), 0)
-    tl.store(whole + (number * (SIDE // SLAB) + slab) * (2 * SIDE) + column, total)
+        pointers = diagonals + ((first + split) * (SIDE // SLAB) + slab)[:, None] * (2 * SIDE) + column[None, :]
+        total += tl.sum(tl.load(pointers, mask=(split < splits)[:, None], other=0.0), 0)
+    tl.store(totals + (number * (SIDE // SLAB) + slab) * (2 * SIDE) + column, total)
 
 
 @triton.jit(do_not_specialize=["size", "below", "behind", "ahead"])
 def _diagonals_kernel(
-    whole, out, size, below, behind, ahead, NEAR: tl.constexpr, SLAB: tl.constexpr, SIDE: tl.constexpr
+    totals, out, size, below, behind, ahead, NEAR: tl.constexpr, SLAB: tl.constexpr, SIDE: tl.constexpr
 ):
-    """A program has 64 neighbouring distances (key less query), which two distances in blocks hold."""
+    """Sum 64 adjacent distances (key - query) per program, which are spread over two block distances."""
     block = tl.program_id(0) - below
     distance = block * SIDE + tl.arange(0, SIDE)
     total = tl.zeros([SIDE], tl.float32)
@@ -505,9 +527,9 @@ def _diagonals_kernel(
         number = tl.where(apart >= 0, apart, apart + NEAR + behind + ahead)
         is_there = (apart >= -ahead) & (apart < NEAR + behind)
         for slab in tl.static_range(SIDE // SLAB):
-            r = distance + apart * SIDE - slab * SLAB  # key less query within the slab
+            r = distance + apart * SIDE - slab * SLAB  # key minus query within the slab
             column = tl.where(r <= 0, -r, 2 * SIDE - r)
-            place = whole + (number * (SIDE // SLAB) + slab) * (2 * SIDE) + column
-            total += tl.load(place, mask=is_there & (r > -SIDE) & (r < SLAB), other=0.0)
-    place = distance + (size - 1) // 2
-    tl.store(out + place, total, mask=(place >= 0) & (place < size))
+            pointers = totals + (number * (SIDE // SLAB) + slab) * (2 * SIDE) + column
+            total += tl.load(pointers, mask=is_there & (r > -SIDE) & (r < SLAB), other=0.0)
+    index = distance + (size - 1) // 2
+    tl.store(out + index, total, mask=(index >= 0) & (index < size))

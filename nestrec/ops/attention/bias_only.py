@@ -1,22 +1,16 @@
-"""Attention whose weights depend on distance or time alone (further channels of FuXi).
+"""Attention whose weights depend only on distance or time: the positional and temporal channels of FuXi.
 
-Attention whose weights are learned values of the distance or the time between tokens: FuXi's further channels.
+    positional[i] = sum_{j seen by i} position_table[j - i + center] * v[j]
+    temporal[i]   = sum_{j seen by i} time_table[bucket(query_time[i] - time[j])] * v[j]    within each sequence
+                    or, with a time function, b(query_time[i] - time[j]) instead of the value of the bucket
 
-    positional[i] = sum_{j seen by i} position[j - i + centre] * v[j]
-    temporal[i]   = sum_{j seen by i} time[bucket(query_time[i] - time[j])] * v[j]          within each sequence
-                    or b(query_time[i] - time[j]) of time_function.py in place of the value of the bucket
+A causal mask sees j <= i; mask_and_bias.py defines the other masks. The kernels support windows and prefixes that do
+not look ahead. Weights are shared by the heads, so all heads together are one matrix of rows.
 
-Plain causality sees j <= i; mask.py defines the rest, of which kernels know windows and prefixes that do not look
-ahead. Weights are shared by the heads, so the values are taken as plain rows.
+Weights by distance are a strip: one row holds the weights of 64 adjacent tokens, and any 128 consecutive rows are a
+tile of pairs. Weights by time are written to memory before a product, for at most `MAX_WEIGHTS` pairs at a time.
 
 Legend: T tokens, W channels of all heads, B sequences, N longest length.
-
-Launches of attention by bias alone: products of weights with rows, and gradients of the tables behind the weights.
-
-Weights of a distance are a strip: a row of it holds those of 64 neighbouring tokens, and any 128 rows are a tile of
-pairs. Weights of a time are written to memory before a product, for as many blocks of rows as are allowed at a time.
-
-Legend: T tokens, W channels of all heads, B sequences.
 """
 
 import itertools
@@ -32,30 +26,30 @@ from nestrec.ops.attention.mask_and_bias import (
     RelativeBias,
     bucket_edges,
     function_gradient,
-    rules_of_sequences,
-    seen_weights,
+    mask_of_sequences,
+    masked_weights,
 )
 from nestrec.ops.kernel_op import IS_INTERPRETED, kernel_op, power_of_two, runs_kernels
 from nestrec.ops.layers.row_ops import check_rows, check_strided, like
-from nestrec.ops.padding import padded_places
+from nestrec.ops.padding import padded_indices
 
 if TYPE_CHECKING:
     from nestrec.ops.attention.work_schedule import WorkOrder
 
 
-# ruff: noqa: PLR0917 - operators of torch take their arguments by position
+# ruff: noqa: PLR0917 - PyTorch operators take their arguments by position
 
 
 BLOCK = 128
-"""tokens of a block of rows"""
+"""Number of tokens in a block of rows."""
 OTHERS = 64
-"""tokens that a block of rows sees at a time"""
+"""Number of tokens that a block of rows processes at a time."""
 MAX_WEIGHTS = 1 << 30
-"""weights of times in memory at a time"""
+"""Maximum number of time weights in memory at a time."""
 SPLITS = 4
-"""programs that share the tiles of a block of queries"""
+"""Number of programs that share the tiles of a block of queries."""
 PROGRAMS = 4096
-"""that the position table's gradient is divided into, about"""
+"""Approximate number of programs that compute the gradient of the position table."""
 
 
 def _rows_of(by_position: torch.Tensor | None, by_time: torch.Tensor | None) -> torch.Tensor:
@@ -80,17 +74,32 @@ def bias_product(
     context: int,
     is_reversed: bool,
 ) -> torch.Tensor:
-    """(T, W) sums of (T, W) rows by the weights of distances and of times, whichever rows are given.
+    """Compute sums of rows weighted by distance and by time (custom operator).
 
-    Times have a table or a function. window, context: tokens that one sees, and first ones that all see; a window of 0
-    is none. is_reversed: over later tokens, for the gradients of values, instead of over earlier ones.
+    Args:
+        by_position: Rows to weight by distance, (T, W); None skips this sum.
+        by_time: Rows to weight by time, (T, W); None skips this sum.
+        position: Weight per distance, (2 * max_length - 1,).
+        time_table: Weight per time bucket; None if there is a time function or no time.
+        time_function: Scalars of a time function, (3,).
+        offsets: Bounds of the sequences, (B + 1,) int64.
+        time: Times of keys, (T,) float64 seconds.
+        query_time: Times of queries, (T,) float64 seconds.
+        buckets: Precomputed time buckets (see pair_tiles.py).
+        max_length: Upper bound on the sequence lengths of the batch.
+        window: Attention window in tokens; 0 disables it.
+        context: Number of leading tokens that all later tokens attend to.
+        is_reversed: Whether to sum over later tokens (for the gradient of the values) instead of earlier ones.
+
+    Returns:
+        Weighted sums, (T, W).
     """
     from nestrec.ops.attention.bias_only_kernels import bias_product_kernel
     from nestrec.ops.attention.work_schedule import make_schedule
 
-    given = [x for x in (by_position, by_time) if x is not None]
-    check_strided(*given)
-    rows = given[0]
+    operands = [x for x in (by_position, by_time) if x is not None]
+    check_strided(*operands)
+    rows = operands[0]
     out = like(rows)
     tile = product_tile(rows.shape[1], rows.dtype)
     schedule = make_schedule(offsets, len(rows), BLOCK)
@@ -99,19 +108,21 @@ def bias_product(
     origin = 0
     weights = rows
     times = _Times.of(offsets, time, query_time, buckets, max_length)
-    seen = (window, context)
+    visible = (window, context)
     if by_position is not None:
         strip, origin = position_strip(position.to(rows.dtype), max_length, is_reversed=is_reversed)
     if by_time is not None:
         weights = rows.new_empty(chunk * BLOCK, columns)
     for first in range(0, items, chunk):
         if by_time is not None and time_table is not None:
-            _fill(weights, pad(time_table, (0, 1)), schedule, times, first, seen, is_reversed=is_reversed)
+            _write_weights(weights, pad(time_table, (0, 1)), schedule, times, first, visible, is_reversed=is_reversed)
         elif by_time is not None and time_function is not None:
-            _fill(weights, time_function, schedule, times, first, seen, is_reversed=is_reversed, is_function=True)
+            _write_weights(
+                weights, time_function, schedule, times, first, visible, is_reversed=is_reversed, is_function=True
+            )
         bias_product_kernel[(chunk * -(-rows.shape[1] // tile["BW"]),)](
-            given[0],
-            given[-1],
+            operands[0],
+            operands[-1],
             out,
             strip,
             weights,
@@ -119,8 +130,8 @@ def bias_product(
             first,
             origin,
             columns,
-            given[0].stride(0),
-            given[-1].stride(0),
+            operands[0].stride(0),
+            operands[-1].stride(0),
             window,
             context,
             **tile,
@@ -133,24 +144,27 @@ def bias_product(
 
 
 def product_tile(width: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Shape of the work of one program."""
+    """Return the tile sizes and launch parameters of `bias_product_kernel`."""
     channels = min(64 if dtype == torch.float32 else 256, power_of_two(max(16, width)))
     shape = {"WIDTH": width, "BM": BLOCK, "BN": OTHERS, "BW": channels}
     return {**shape, "PRECISION": _precision(), "num_warps": 8, "num_stages": 4}
 
 
 def position_strip(table: torch.Tensor, max_length: int, *, is_reversed: bool) -> tuple[torch.Tensor, int]:
-    """(strip, origin): strip[origin + x - y, c] is the weight of the pair (x, y + c); 0 where x does not see it."""
+    """Return the strip of position weights and its origin.
+
+    strip[origin + x - y, c] is the weight of the pair (x, y + c), or 0 if x does not attend to it.
+    """
     reach = (-(-max_length // BLOCK) + 1) * BLOCK
-    centre = (len(table) - 1) // 2
-    past = table[max(0, centre - reach) : centre + 1]
-    line = pad(past, (reach + 1 - len(past), reach))  # of x - y from -reach to reach, x a key
+    center = (len(table) - 1) // 2
+    past = table[max(0, center - reach) : center + 1]
+    line = pad(past, (reach + 1 - len(past), reach))  # weights of x - y from -reach to reach, where x is a key
     line = line if is_reversed else line.flip(0)
     return line.unfold(0, OTHERS, 1).flip(1).contiguous(), reach - OTHERS + 1
 
 
 class _Times(NamedTuple):
-    """Of the tokens of a batch, and the time buckets of its pairs (pair_tiles.py), where they have been found."""
+    """Event times of a batch and, if precomputed, the time buckets of its pairs (see pair_tiles.py)."""
 
     query_time: torch.Tensor | None
     time: torch.Tensor | None
@@ -174,18 +188,29 @@ class _Times(NamedTuple):
         return cls(query_time, time, buckets, plan.first_B)
 
 
-def _fill(
+def _write_weights(
     out: torch.Tensor,
     table: torch.Tensor,
     schedule: "WorkOrder",
     times: _Times,
     first: int,
-    seen: tuple[int, int],
+    visible: tuple[int, int],
     *,
     is_reversed: bool,
     is_function: bool = False,
 ) -> None:
-    """table: values of the buckets, and one of pairs that do not see each other; or the numbers of a function."""
+    """Write the weights of a chunk of blocks to `out`.
+
+    Args:
+        out: Weights or bucket numbers, (rows, columns).
+        table: Value per bucket followed by the value of masked pairs, or the scalars of a time function.
+        schedule: Schedule of blocks of `BLOCK` rows.
+        times: Event times of the batch.
+        first: First item of the chunk.
+        visible: Attention window and number of context tokens.
+        is_reversed: Whether rows are keys instead of queries.
+        is_function: Whether `table` holds a time function.
+    """
     from nestrec.ops.attention.bias_only_kernels import bias_weights_kernel
 
     num_buckets = len(table) - 2
@@ -200,19 +225,19 @@ def _fill(
         out.shape[1],
         num_buckets,
         splits,
-        *seen,
+        *visible,
         BM=BLOCK,
         BN=OTHERS,
         REVERSED=is_reversed,
         IS_FUNCTION=is_function,
         FAST=_is_fast(out),
-        HAS_RULES=seen[0] > 0,
+        HAS_RULES=visible[0] > 0,
         num_warps=8,
     )
 
 
 def _is_fast(x: torch.Tensor) -> bool:
-    """Whether logarithms may be those of one instruction."""
+    """Return whether approximate logarithm instructions are precise enough for the dtype."""
     return not IS_INTERPRETED and x.dtype != torch.float32
 
 
@@ -227,7 +252,7 @@ def bias_function_gradient(
     window: int,
     context: int,
 ) -> torch.Tensor:
-    """The gradient of a time function's numbers."""
+    """Compute the gradient of the scalars of a time function, (3,)."""
     from nestrec.ops.attention.bias_only_kernels import bias_function_kernel
     from nestrec.ops.attention.work_schedule import make_schedule
 
@@ -263,13 +288,13 @@ def bias_time_gradient(
     offsets: torch.Tensor,
     time: torch.Tensor,
     query_time: torch.Tensor,
-    given: torch.Tensor | None,
+    pair_buckets: torch.Tensor | None,
     max_length: int,
     window: int,
     context: int,
     num_slots: int,
 ) -> torch.Tensor:
-    """(num_slots,) float32: the gradient of a time table."""
+    """Compute the gradient of a time table, (num_slots,) float32."""
     from nestrec.ops.attention.bias_only_kernels import bias_time_kernel
     from nestrec.ops.attention.work_schedule import make_schedule
 
@@ -280,10 +305,10 @@ def bias_time_gradient(
     number = torch.arange(num_slots + 1, device=grad.device).to(torch.uint8 if num_slots < 256 else torch.int16)
     buckets = number.new_empty(chunk * BLOCK, columns)
     slots = power_of_two(num_slots)
-    times = _Times.of(offsets, time, query_time, given, max_length)
+    times = _Times.of(offsets, time, query_time, pair_buckets, max_length)
     sums = torch.empty(-(-items // chunk) * chunk, SPLITS, slots, dtype=torch.float32, device=grad.device)
     for first in range(0, items, chunk):
-        _fill(buckets, number, schedule, times, first, (window, context), is_reversed=False)
+        _write_weights(buckets, number, schedule, times, first, (window, context), is_reversed=False)
         bias_time_kernel[(chunk * SPLITS,)](
             grad,
             v,
@@ -308,7 +333,7 @@ def bias_time_gradient(
 def bias_position_gradient(
     grad: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor, max_length: int, window: int, context: int
 ) -> torch.Tensor:
-    """(blocks, 2 BLOCK) float32: sums by the diagonals of the tiles at each distance in blocks."""
+    """Compute the sums over the diagonals of all tiles of each block distance, (blocks, 2 * BLOCK) float32."""
     from nestrec.ops.attention.bias_only_kernels import bias_position_kernel
 
     check_rows(grad)
@@ -337,71 +362,78 @@ def _diagonals(grad: torch.Tensor, offsets: torch.Tensor, max_length: int) -> to
 
 
 def pairs_tile(width: int) -> dict[str, Any]:
-    """The same where it makes tiles of pairs."""
+    """Return the tile sizes and launch parameters of kernels that compute tiles of pairs."""
     shape = {"WIDTH": width, "BM": BLOCK, "BW": min(64, power_of_two(max(16, width)))}
     return {**shape, "PRECISION": _precision(), "num_warps": 8, "num_stages": 3}
 
 
 def _chunks(schedule: "WorkOrder", max_length: int) -> tuple[int, int, int]:
-    """(columns of weights, items of the schedule at most, items at a time)"""
+    """Return the number of weight columns, the maximum number of schedule items, and the items per chunk."""
     columns = max(1, -(-max_length // BLOCK)) * BLOCK
     items = schedule.table.shape[0]
     return columns, items, min(items, max(1, MAX_WEIGHTS // (BLOCK * columns)))
 
 
 def _precision() -> str:
-    """Of float32 products, as torch's own are set."""
+    """Return the precision of float32 matrix products that PyTorch is configured for."""
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-
-
-# ruff: noqa: PLR0917 - operators of torch take their arguments by position
 
 
 def bias_attention_reference(
     v_TW: torch.Tensor, offsets: torch.Tensor, bias: RelativeBias, rules: AttentionMask = PLAIN
 ) -> list[torch.Tensor]:
-    """The definition: (positional, and temporal where the bias has a time), a loop over sequences."""
-    found = []
+    """Reference implementation of `bias_attention`: loops over sequences."""
+    results = []
     for channel in _channels(bias):
         outputs = []
         for b, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
             own = channel if not channel.has_time else _of_tokens(channel, slice(start, end))
-            own_rules = rules_of_sequences(rules, slice(b, b + 1))
+            own_rules = mask_of_sequences(rules, slice(b, b + 1))
             own_offsets = offsets[b : b + 2] - start
-            weights_NN = seen_weights(own.dense(own_offsets, end - start, own_rules), own_offsets, own_rules)[0]
+            weights_NN = masked_weights(own.dense(own_offsets, end - start, own_rules), own_offsets, own_rules)[0]
             outputs.append(weights_NN.to(v_TW.dtype) @ v_TW[start:end])
-        found.append(torch.cat(outputs) if outputs else torch.zeros_like(v_TW))
-    return found
+        results.append(torch.cat(outputs) if outputs else torch.zeros_like(v_TW))
+    return results
 
 
 def bias_attention_padded(
     v_TW: torch.Tensor, offsets: torch.Tensor, bias: RelativeBias, *, max_length: int, rules: AttentionMask = PLAIN
 ) -> list[torch.Tensor]:
-    """The same on padded blocks."""
+    """Compute `bias_attention` on padded blocks with PyTorch operators."""
     return [_channel_padded(v_TW, offsets, channel, max_length, rules) for channel in _channels(bias)]
 
 
 def _channel_padded(
     v_TW: torch.Tensor, offsets: torch.Tensor, channel: RelativeBias, max_length: int, rules: AttentionMask = PLAIN
 ) -> torch.Tensor:
-    place_T = padded_places(offsets, len(v_TW), max_length)
+    index_T = padded_indices(offsets, len(v_TW), max_length)
     shape = (offsets.numel() - 1, max_length, v_TW.shape[1])
-    flat = v_TW.new_zeros(shape[0] * shape[1], shape[2]).index_copy(0, place_T, v_TW)
-    weights_BNN = seen_weights(channel.dense(offsets, max_length, rules), offsets, rules).to(v_TW.dtype)
-    return (weights_BNN @ flat.view(shape)).flatten(0, 1).index_select(0, place_T)
+    flat = v_TW.new_zeros(shape[0] * shape[1], shape[2]).index_copy(0, index_T, v_TW)
+    weights_BNN = masked_weights(channel.dense(offsets, max_length, rules), offsets, rules).to(v_TW.dtype)
+    return (weights_BNN @ flat.view(shape)).flatten(0, 1).index_select(0, index_T)
 
 
 def bias_attention(
     v_TW: torch.Tensor, offsets: torch.Tensor, bias: RelativeBias, *, max_length: int, rules: AttentionMask = PLAIN
 ) -> list[torch.Tensor]:
-    """(positional, and temporal where the bias has a time), by kernels where there are any.
+    """Compute the positional channel and, if the bias has a time, the temporal channel.
 
-    bias: has a position table. max_length: the longest sequence of the batch or more, known on the host.
+    Uses kernels if they are available for the device and the mask.
+
+    Args:
+        v_TW: Values of all heads, (T, W).
+        offsets: Bounds of the sequences from 0 to T, (B + 1,) int64.
+        bias: Weights; must have a position table.
+        max_length: Upper bound on the sequence lengths of the batch, known on the host.
+        rules: Attention mask.
+
+    Returns:
+        One (T, W) tensor per channel.
     """
     assert bias.position_table is not None
     if not runs_kernels(v_TW) or rules.is_square or rules.num_targets_B is not None:
         return bias_attention_padded(v_TW, offsets, bias, max_length=max_length, rules=rules)
-    found = _BiasAttention.apply(
+    channels = _BiasAttention.apply(
         v_TW,
         bias.position_table,
         bias.time_table,
@@ -412,7 +444,7 @@ def bias_attention(
         bias.buckets,
         (max_length, rules.max_attention_length or 0, rules.num_context),
     )
-    return list(found)
+    return list(channels)
 
 
 def _channels(bias: RelativeBias) -> list[RelativeBias]:
@@ -451,7 +483,7 @@ class _BiasAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         v, position, time_table, time_function, offsets, time, query_time, buckets = ctx.saved_tensors
         sizes: tuple[int, int, int] = ctx.sizes
-        max_length, seen = sizes[0], sizes[1:]
+        max_length, visible = sizes[0], sizes[1:]
         by_position, *by_time = [grad.to(v.dtype).contiguous() for grad in grads]
         own_time = by_time[0] if by_time else None
         grad_v = bias_product(
@@ -465,32 +497,32 @@ class _BiasAttention(torch.autograd.Function):
             query_time,
             buckets,
             max_length,
-            *seen,
+            *visible,
             True,
         )
         grad_position = _position_gradient(by_position, v, position, offsets, sizes)
         grad_time, grad_function = None, None
         if own_time is not None and time_function is not None:
-            grad_function = bias_function_gradient(own_time, v, time_function, offsets, time, query_time, *seen)
+            grad_function = bias_function_gradient(own_time, v, time_function, offsets, time, query_time, *visible)
         elif own_time is not None:
             shared = (own_time, v, offsets, time, query_time, buckets)
-            found = bias_time_gradient(*shared, max_length, *seen, len(time_table))
-            grad_time = found.to(time_table.dtype)
+            table_gradient = bias_time_gradient(*shared, max_length, *visible, len(time_table))
+            grad_time = table_gradient.to(time_table.dtype)
         return grad_v, grad_position, grad_time, grad_function, None, None, None, None, None
 
 
 def _position_gradient(
     grad: torch.Tensor, v: torch.Tensor, table: torch.Tensor, offsets: torch.Tensor, sizes: tuple[int, int, int]
 ) -> torch.Tensor:
-    """Diagonals of tiles to places of the table: that of distance d is centre - d."""
+    """Reduce the diagonals of tiles to the position table, where distance d has index center - d."""
     by_distance = bias_position_gradient(grad, v, offsets, *sizes)
     num_blocks = len(by_distance)
     upper = torch.zeros(num_blocks + 1, BLOCK, dtype=torch.float32, device=grad.device)
-    # Slot BLOCK + e of block k is the distance k * BLOCK + e, for e from -BLOCK to BLOCK - 1.
+    # Column BLOCK + e of block distance k is the distance k * BLOCK + e, for e from -BLOCK to BLOCK - 1.
     upper[:num_blocks] += by_distance[:, BLOCK:]
     upper[: num_blocks - 1] += by_distance[1:, :BLOCK]
-    centre = (len(table) - 1) // 2
-    count = min(upper.numel(), centre + 1)
-    found = torch.zeros(len(table), dtype=torch.float32, device=grad.device)
-    found[centre - count + 1 : centre + 1] = upper.flatten()[:count].flip(0)
-    return found.to(table.dtype)
+    center = (len(table) - 1) // 2
+    count = min(upper.numel(), center + 1)
+    gradient = torch.zeros(len(table), dtype=torch.float32, device=grad.device)
+    gradient[center - count + 1 : center + 1] = upper.flatten()[:count].flip(0)
+    return gradient.to(table.dtype)

@@ -1,14 +1,14 @@
-"""Triton kernels of attention by bias alone. Imported only where CUDA or Triton's interpreter is used.
+"""Triton kernels of bias-only attention (bias_only.py). Imported only if CUDA or Triton's interpreter is used.
 
-weights          values of a time table or function, for blocks of rows and all tokens these see, written to memory
-product          sums of rows by such weights and by those of a strip: a program owns BM rows and BW channels
-position, time   gradients of the tables, sums over tiles of pairs: a program owns tiles at one distance in blocks, or
-                 tiles of one block of queries
-function         gradients of a time function's numbers, alike
+weights          writes the values of a time table or function for blocks of rows and all tokens these attend to
+product          sums rows weighted by these weights and by a strip: a program owns BM rows and BW channels
+position, time   gradients of the tables as sums over tiles of pairs: a program owns the tiles of one block distance,
+                 or the tiles of one block of queries
+function         gradient of the scalars of a time function, a program owns tiles of one block of queries
 
-Rows are queries and see earlier tokens, or, where it is reversed, keys and see later ones. With a window and a prefix
-that all see (mask.py), blocks outside of both are left out. Every sum is made by one program in a fixed order, so that
-runs agree to the bit.
+Rows are queries, which see earlier tokens, or keys if reversed, which are seen by later tokens. With a window and a
+contextual prefix (mask_and_bias.py), blocks outside of both are skipped. Every sum is computed by one program in a
+fixed order, so that runs are bitwise reproducible.
 """
 
 import triton
@@ -22,7 +22,11 @@ from nestrec.ops.attention.time_triton import time_bucket, time_function
 
 @triton.jit
 def _block_of(schedule, item, BM: tl.constexpr, REVERSED: tl.constexpr):
-    """Sequence of an item, first of its rows, and the tokens that these see. Most work of a sequence comes first."""
+    """Return the start and length of an item's sequence, the item's first row, and the range of tokens that form
+    pairs with its rows.
+
+    The blocks of a sequence with most work come first.
+    """
     entry = schedule + 4 * item
     start, length = tl.load(entry).to(tl.int64), tl.load(entry + 1)
     first = (item - tl.load(entry + 2)) * BM
@@ -34,17 +38,17 @@ def _block_of(schedule, item, BM: tl.constexpr, REVERSED: tl.constexpr):
 
 
 @triton.jit
-def _tile_bytes(buckets, tile, asks, sees, length):
-    """(keys, queries) of one tile; those of another where it is behind the diagonal or the end."""
+def _tile_bytes(buckets, tile, query_block, key_block, length):
+    """Load the buckets of one tile, (keys, queries); of another tile if it is above the diagonal or after the end."""
     one = tl.arange(0, 64)
-    asks = tl.minimum(asks, tl.cdiv(length, 64) - 1)
-    number = tile + asks * (asks + 1) // 2 + tl.minimum(sees, asks)
+    query_block = tl.minimum(query_block, tl.cdiv(length, 64) - 1)
+    number = tile + query_block * (query_block + 1) // 2 + tl.minimum(key_block, query_block)
     return tl.load(buckets + number.to(tl.int64) * 4096 + one[:, None] * 64 + one[None, :])
 
 
 @triton.jit
-def _found_before(buckets, tile, first, low, length, BM: tl.constexpr, REVERSED: tl.constexpr):
-    """(BM, 64) buckets of rows from `first` on with tokens from `low` on, out of tiles of pair_tiles.py."""
+def _bucket_of_tile(buckets, tile, first, low, length, BM: tl.constexpr, REVERSED: tl.constexpr):
+    """Load the buckets of rows from `first` on and tokens from `low` on, (BM, 64), from the tiles of pair_tiles.py."""
     tl.static_assert(BM == 128)
     if REVERSED:
         upper = _tile_bytes(buckets, tile, low // 64, first // 64, length)
@@ -56,7 +60,7 @@ def _found_before(buckets, tile, first, low, length, BM: tl.constexpr, REVERSED:
 
 
 @triton.jit
-def _blocks_met(
+def _visible_blocks(
     first,
     begin,
     end,
@@ -67,9 +71,9 @@ def _blocks_met(
     REVERSED: tl.constexpr,
     HAS_RULES: tl.constexpr,
 ):
-    """(blocks of BN tokens that rows from `first` on meet, how many of them are the prefix, the first of the others)
+    """Return the number of blocks of BN tokens that form pairs with rows, of prefix blocks, and the first other block.
 
-    In whole blocks of BM, whatever BN is: what one kernel writes, another reads.
+    Ranges are multiples of BM regardless of BN, because one kernel reads what another has written.
     """
     if HAS_RULES:
         if REVERSED:
@@ -86,7 +90,7 @@ def _blocks_met(
 
 @triton.jit
 def _is_near(x, y, window, context, REVERSED: tl.constexpr):
-    """Of rows x and those that they meet: a query and a key not after it."""
+    """Return whether pairs of rows x and tokens y are in the window or the prefix; keys must not be after queries."""
     if REVERSED:
         return (y[None, :] - x[:, None] < window) | (x < context)[:, None]
     else:
@@ -117,23 +121,23 @@ def bias_weights_kernel(
     FAST: tl.constexpr,
     HAS_RULES: tl.constexpr,
 ):
-    """out[x, y] = table[bucket], or table[num_buckets + 1] where x does not see y; or the function that table holds."""
+    """Write out[x, y] = table[bucket], or table[num_buckets + 1] for masked pairs; or the time function in `table`."""
     slot = tl.program_id(0)
     item = first_item + slot
     if item >= tl.load(state):
         return
     start, length, first, begin, end = _block_of(schedule, item, BM, REVERSED)
-    end = tl.cdiv(end, BM) * BM  # others read whole tiles
+    end = tl.cdiv(end, BM) * BM  # other kernels read full tiles
     row = tl.arange(0, BM)
     x = first + row
     own = tl.load((time if REVERSED else query_time) + start + x, mask=x < length, other=0.0)
-    place = out + (slot * BM + row)[:, None] * columns
+    pointers = out + (slot * BM + row)[:, None] * columns
     tile = 0
     if buckets is not None:
         tile = tl.load(first_tile + tl.load(schedule + 4 * item + 3))
-    count, prefix, near = _blocks_met(first, begin, end, window, context, BM, BN, REVERSED, HAS_RULES)
+    count, prefix, near = _visible_blocks(first, begin, end, window, context, BM, BN, REVERSED, HAS_RULES)
     if HAS_RULES:
-        count = prefix + tl.cdiv((count - prefix) * BN, BM) * (BM // BN)  # others read whole tiles
+        count = prefix + tl.cdiv((count - prefix) * BN, BM) * (BM // BN)  # other kernels read full tiles
     for number in range(tl.program_id(1), count, num_splits):
         low = tl.where(number < prefix, number, near + number - prefix) * BN
         y = low + tl.arange(0, BN)
@@ -157,20 +161,20 @@ def bias_weights_kernel(
             if buckets is None:
                 bucket = time_bucket(delta, edges, num_buckets)
             else:
-                bucket = _found_before(buckets, tile, first, low, length, BM, REVERSED)
+                bucket = _bucket_of_tile(buckets, tile, first, low, length, BM, REVERSED)
             value = tl.load(table + tl.where(seen, bucket, num_buckets + 1))
-        tl.store(place + y[None, :], value.to(out.dtype.element_ty))
+        tl.store(pointers + y[None, :], value.to(out.dtype.element_ty))
 
 
 @triton.jit
 def _rows(x, start, first, row, length, step, low, channel, WIDTH: tl.constexpr):
-    """Rows from `first` on of the sequence at `start`, channels from `low` on; zeros behind their ends.
+    """Load rows from `first` on of the sequence at `start` and channels from `low` on; zeros after their ends.
 
-    An address is one number and an offset that no loop changes.
+    An address is a scalar plus an offset that is loop-invariant.
     """
-    place = x + (start + first) * step + low
+    pointers = x + (start + first) * step + low
     mask = (row < length - first)[:, None] & (channel < WIDTH - low)[None, :]
-    return tl.load(place + (row[:, None] * step + channel[None, :]), mask=mask, other=0.0)
+    return tl.load(pointers + (row[:, None] * step + channel[None, :]), mask=mask, other=0.0)
 
 
 @triton.jit(do_not_specialize=["first_item", "origin", "window", "context"])
@@ -199,17 +203,18 @@ def bias_product_kernel(
     PRECISION: tl.constexpr,
     HAS_RULES: tl.constexpr,
 ):
-    """out[x] = sum_y strip[x - y] by_position[y] + weights[x, y] by_time[y]."""
+    """Compute out[x] = sum_y strip[x - y] by_position[y] + weights[x, y] by_time[y]."""
     chunks: tl.constexpr = (WIDTH + BW - 1) // BW
-    slot = tl.program_id(0) // chunks  # channels of one block are neighbours, and share its weights in the cache
+    slot = tl.program_id(0) // chunks  # channels of one block are adjacent and share its weights in the cache
     item = first_item + slot
     if item >= tl.load(state):
         return
     start, length, first, begin, end = _block_of(schedule, item, BM, REVERSED)
     row, column = tl.arange(0, BM), tl.arange(0, BN)
-    low_w, channel = tl.program_id(0) % chunks * BW, tl.arange(0, BW)
+    low_w = tl.program_id(0) % chunks * BW
+    channel = tl.arange(0, BW)
     total = tl.zeros((BM, BW), tl.float32)
-    count, prefix, near = _blocks_met(first, begin, end, window, context, BM, BN, REVERSED, HAS_RULES)
+    count, prefix, near = _visible_blocks(first, begin, end, window, context, BM, BN, REVERSED, HAS_RULES)
     if HAS_POSITION:
         for number in range(0, count):
             low = (near + number) * BN
@@ -228,9 +233,9 @@ def bias_product_kernel(
             left = tl.load(weights + slot * BM * columns + low + (row[:, None] * columns + column[None, :]))
             right = _rows(by_time, start, low, column, length, time_step, low_w, channel, WIDTH)
             total = tl.dot(left, right, total, input_precision=PRECISION)
-    place = out + (start + first) * WIDTH + low_w + (row[:, None] * WIDTH + channel[None, :])
+    pointers = out + (start + first) * WIDTH + low_w + (row[:, None] * WIDTH + channel[None, :])
     mask = (row < length - first)[:, None] & (channel < WIDTH - low_w)[None, :]
-    tl.store(place, total.to(out.dtype.element_ty), mask=mask)
+    tl.store(pointers, total.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -243,16 +248,16 @@ def _add_products(
 
 
 @triton.jit
-def _by_bucket(products, bucket, unseen, SLOTS: tl.constexpr):
-    """Sums of a tile; it holds few buckets, since times are far apart or alike."""
+def _by_bucket(products, bucket, masked_bucket, SLOTS: tl.constexpr):
+    """Sum a tile by bucket; a tile contains few buckets, because times are either far apart or similar."""
     total = tl.zeros((SLOTS,), tl.float32)
-    most = tl.max(tl.where(bucket == unseen, -1, bucket))
+    most = tl.max(tl.where(bucket == masked_bucket, -1, bucket))
     for b in range(tl.min(bucket), most + 1):
         total += tl.where(tl.arange(0, SLOTS) == b, tl.sum(tl.where(bucket == b, products, 0.0)), 0.0)
     return total
 
 
-@triton.jit(do_not_specialize=["first_item", "unseen", "window", "context"])
+@triton.jit(do_not_specialize=["first_item", "masked_bucket", "window", "context"])
 def bias_time_kernel(
     grad,
     v,
@@ -263,7 +268,7 @@ def bias_time_kernel(
     first_item,
     columns,
     v_step,
-    unseen,
+    masked_bucket,
     window,
     context,
     WIDTH: tl.constexpr,
@@ -274,14 +279,14 @@ def bias_time_kernel(
     PRECISION: tl.constexpr,
     HAS_RULES: tl.constexpr,
 ):
-    """out[item, split, bucket] = sums of grad[i] . v[j] over the pairs of a bucket, i of an item."""
+    """Compute out[item, split, bucket], the sum of grad[i] . v[j] over the pairs of a bucket with i in the item."""
     slot, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
     item = first_item + slot
     row, channel = tl.arange(0, BM), tl.arange(0, BW)
     total = tl.zeros((SLOTS,), tl.float32)
     if item < tl.load(state):
         start, length, i0, _, end = _block_of(schedule, item, BM, False)
-        count, prefix, near = _blocks_met(i0, 0, end, window, context, BM, BM, False, HAS_RULES)
+        count, prefix, near = _visible_blocks(i0, 0, end, window, context, BM, BM, False, HAS_RULES)
         for number in range(split, count, SPLITS):
             j0 = tl.where(number < prefix, number, near + number - prefix) * BM
             products = tl.zeros((BM, BM), tl.float32)
@@ -290,7 +295,7 @@ def bias_time_kernel(
                     products, grad, v, start, length, i0, j0, row, low, channel, v_step, WIDTH, PRECISION
                 )
             bucket = tl.load(buckets + slot * BM * columns + j0 + (row[:, None] * columns + row[None, :]))
-            total += _by_bucket(products, bucket.to(tl.int32), unseen, SLOTS)
+            total += _by_bucket(products, bucket.to(tl.int32), masked_bucket, SLOTS)
     tl.store(out + (item * SPLITS + split) * SLOTS + tl.arange(0, SLOTS), total)
 
 
@@ -316,15 +321,18 @@ def bias_function_kernel(
     FAST: tl.constexpr,
     HAS_RULES: tl.constexpr,
 ):
-    """out[item, split, 0..2] = sums of grad[i] . v[j] by e, e u and e u x of `time_function`, i of an item."""
+    """Compute out[item, split, 0..2], the sums of grad[i] . v[j] times e, e u and e u x of `time_function`.
+
+    Sums are over the pairs with i in the item.
+    """
     item, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
     row, column, channel, slot = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BW), tl.arange(0, 4)
     total = tl.zeros((4,), tl.float32)
     if item < tl.load(state):
         start, length, i0, _, end = _block_of(schedule, item, BM, False)
         i = i0 + row
-        asked = tl.load(query_time + start + i, mask=i < length, other=0.0)
-        count, prefix, near = _blocks_met(i0, 0, end, window, context, BM, BN, False, HAS_RULES)
+        query_seconds = tl.load(query_time + start + i, mask=i < length, other=0.0)
+        count, prefix, near = _visible_blocks(i0, 0, end, window, context, BM, BN, False, HAS_RULES)
         for number in range(split, count, SPLITS):
             j0 = tl.where(number < prefix, number, near + number - prefix) * BN
             products = tl.zeros((BM, BN), tl.float32)
@@ -333,8 +341,8 @@ def bias_function_kernel(
                 right = _rows(v, start, j0, column, length, v_step, low, channel, WIDTH)
                 products = tl.dot(left, right.T, products, input_precision=PRECISION)
             j = j0 + column
-            seen_at = tl.load(time + start + j, mask=j < length, other=0.0)
-            value, steep, exponent = time_function(scalars, seen_at, asked, FAST)
+            key_seconds = tl.load(time + start + j, mask=j < length, other=0.0)
+            value, steep, exponent = time_function(scalars, key_seconds, query_seconds, FAST)
             seen = (j[:, None] <= i[None, :]) & (i < length)[None, :]
             if HAS_RULES:
                 seen = seen & _is_near(j, i, window, context, True)
@@ -347,7 +355,7 @@ def bias_function_kernel(
 
 @triton.jit
 def _by_diagonal(products, BM: tl.constexpr):
-    """Element (r, c) of a tile lies on the diagonal r - c: column BM + r - c of the skewed tile."""
+    """Sum a tile by diagonal; element (r, c) is on diagonal r - c, which is column BM + r - c of the skewed tile."""
     column = tl.arange(0, BM)[:, None] + BM - tl.arange(0, 2 * BM)[None, :]
     inside = (column >= 0) & (column < BM)
     skewed = tl.gather(products, tl.where(inside, column, 0), 1)
@@ -371,7 +379,7 @@ def _tiles_at(
     BW: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Sum of the tiles at a distance whose key blocks are those from `first` to `end`."""
+    """Sum the tiles of one block distance whose key blocks are in the range from `first` to `end` (exclusive)."""
     chunks: tl.constexpr = (WIDTH + BW - 1) // BW
     row, channel = tl.arange(0, BM), tl.arange(0, BW)
     products = tl.zeros((BM, BM), tl.float32)
@@ -405,17 +413,17 @@ def bias_position_kernel(
     PRECISION: tl.constexpr,
     HAS_RULES: tl.constexpr,
 ):
-    """Sums of grad[i] . v[j] over the tiles whose key block lies program_id(0) blocks before their queries.
+    """Sum grad[i] . v[j] over the tiles whose key block is program_id(0) blocks before their query block.
 
-    out[split, distance, :]: by the 2 BM diagonals of a tile, the one with i - j = distance * BM at BM. All such tiles
-    have the same diagonals: they are added before these are.
+    out[split, distance, :] holds the 2 * BM diagonals of a tile; index BM is the one with i - j = distance * BM. All
+    tiles of one distance have the same diagonals, so tiles are added before the diagonals are reduced.
     """
     distance, split = tl.program_id(0), tl.program_id(1)
     many: tl.constexpr = 1 << 28
     row = tl.arange(0, BM)
     seen = row[None, :] - distance * BM <= row[:, None]
     if HAS_RULES:
-        # Tiles of the prefix, the one in which it ends, and the others: each of these has one mask for all sequences.
+        # Tiles of the prefix, the tile in which it ends, and all others: each kind has one mask for all sequences.
         near = distance * BM + row[:, None] - row[None, :] < window
         inside = context // BM
         edge = tl.cdiv(context, BM)

@@ -1,11 +1,13 @@
 """HSTU attention over jagged sequences.
 
-    out[i] = sum_{j seen by i} SiLU(q[i] . k[j] + bias[i, j]) / normaliser * v[j]        within each sequence
+    out[i] = sum_{j seen by i} SiLU(q[i] . k[j] + bias[i, j]) / normalizer * v[j]        within each sequence
 
-No softmax; the normaliser is a constant of the recipe. Plain causality sees j <= i; attention_mask.py defines the
-rest. `hstu_attention_reference` is the definition, one sequence at a time; `hstu_attention_padded` computes the same
-on one padded block, `hstu_attention_by_length` on several, of sequences that are about as long; `hstu_attention` takes
-the kernels where there is a GPU, and blocks otherwise.
+There is no softmax; the normalizer is a constant of the model. A causal mask sees j <= i; mask_and_bias.py defines
+the other masks. `hstu_attention` is the entry point: it runs the Triton kernels on a GPU and padded blocks otherwise.
+
+- `hstu_attention_reference`: reference implementation, one sequence at a time.
+- `hstu_attention_padded`: one padded block for the whole batch.
+- `hstu_attention_by_length`: several padded blocks of sequences of similar length, for the CPU.
 
 Legend: T tokens of all sequences, H heads, D head dimension, B sequences, N longest length.
 """
@@ -20,12 +22,12 @@ from nestrec.base.errors import UserError
 from nestrec.jagged import offsets_of
 from nestrec.ops.attention.attention_inputs import AttentionInputs
 from nestrec.ops.attention.hstu_op import has_kernel, hstu_attention_kernel
-from nestrec.ops.attention.mask_and_bias import PLAIN, AttentionMask, RelativeBias, rules_of_sequences, seen_weights
+from nestrec.ops.attention.mask_and_bias import PLAIN, AttentionMask, RelativeBias, mask_of_sequences, masked_weights
 from nestrec.ops.kernel_op import runs_triton
-from nestrec.ops.padding import from_blocks, padded_places, to_blocks
+from nestrec.ops.padding import from_blocks, padded_indices, to_blocks
 
 BLOCK_PAIRS = 1 << 16
-"""Pairs of tokens in a block on a CPU: what is between two of its steps stays in the cache of a core."""
+"""Maximum number of token pairs per block on a CPU, so that intermediate results stay in the cache of a core."""
 NO_BIAS = RelativeBias()
 
 
@@ -36,26 +38,41 @@ def hstu_attention(
     offsets: torch.Tensor,
     *,
     max_length: int,
-    normaliser: float,
+    normalizer: float,
     bias: RelativeBias = NO_BIAS,
     rules: AttentionMask = PLAIN,
 ) -> torch.Tensor:
-    """(T, H, D) attention of every token.
+    """Compute HSTU attention over jagged sequences.
 
-    offsets: (B + 1,) int64 bounds of the sequences, from 0 to T. max_length: the longest sequence of the batch or
-    more, known on the host. Outputs and gradients are the same bits on every run, on every device.
+    Outputs and gradients are deterministic: bitwise identical on every run on the same device.
+
+    Args:
+        q_THD: Queries, (T, H, D).
+        k_THD: Keys, same shape and dtype as the queries.
+        v_THD: Values, same shape and dtype as the queries.
+        offsets: Bounds of the sequences from 0 to T, (B + 1,) int64.
+        max_length: Upper bound on the sequence lengths of the batch, known on the host.
+        normalizer: Constant that divides the sums.
+        bias: Relative position and time bias, shared by the heads.
+        rules: Attention mask.
+
+    Returns:
+        Attention output of every token, (T, H, D).
+
+    Raises:
+        UserError: Shapes or dtypes differ, or the position table is too short for `max_length`.
     """
     _check(q_THD, k_THD, v_THD, offsets)
     _check_table(bias, max_length)
-    inputs = AttentionInputs(offsets, max_length, normaliser, bias, rules)
+    inputs = AttentionInputs(offsets, max_length, normalizer, bias, rules)
     if runs_triton(q_THD) and has_kernel(q_THD, inputs):
         return hstu_attention_kernel(
-            q_THD, k_THD, v_THD, offsets, max_length=max_length, normaliser=normaliser, bias=bias, rules=rules
+            q_THD, k_THD, v_THD, offsets, max_length=max_length, normalizer=normalizer, bias=bias, rules=rules
         )
     if not q_THD.is_cuda and (offsets.numel() - 1) * max_length**2 > BLOCK_PAIRS:
-        return hstu_attention_by_length(q_THD, k_THD, v_THD, offsets, normaliser=normaliser, bias=bias, rules=rules)
+        return hstu_attention_by_length(q_THD, k_THD, v_THD, offsets, normalizer=normalizer, bias=bias, rules=rules)
     return hstu_attention_padded(
-        q_THD, k_THD, v_THD, offsets, max_length=max_length, normaliser=normaliser, bias=bias, rules=rules
+        q_THD, k_THD, v_THD, offsets, max_length=max_length, normalizer=normalizer, bias=bias, rules=rules
     )
 
 
@@ -65,20 +82,20 @@ def hstu_attention_reference(
     v_THD: torch.Tensor,
     offsets: torch.Tensor,
     *,
-    normaliser: float,
+    normalizer: float,
     bias: RelativeBias = NO_BIAS,
     rules: AttentionMask = PLAIN,
 ) -> torch.Tensor:
-    """The definition: a loop over sequences."""
+    """Reference implementation of `hstu_attention`: loops over sequences."""
     outputs = []
     for b, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
         scores_HNN = torch.einsum("ihd,jhd->hij", q_THD[start:end], k_THD[start:end])
         own_offsets = offsets[b : b + 2] - start
-        own_rules = rules_of_sequences(rules, slice(b, b + 1))
+        own_rules = mask_of_sequences(rules, slice(b, b + 1))
         if not bias.is_empty:
             dense = _of_tokens(bias, slice(start, end)).dense(own_offsets, end - start, own_rules)
             scores_HNN = scores_HNN + dense.to(scores_HNN.dtype)
-        weights_HNN = seen_weights(silu(scores_HNN), own_offsets, own_rules) / normaliser
+        weights_HNN = masked_weights(silu(scores_HNN), own_offsets, own_rules) / normalizer
         outputs.append(torch.einsum("hij,jhd->ihd", weights_HNN, v_THD[start:end]))
     return torch.cat(outputs) if outputs else torch.zeros_like(v_THD)
 
@@ -90,21 +107,21 @@ def hstu_attention_padded(
     offsets: torch.Tensor,
     *,
     max_length: int,
-    normaliser: float,
+    normalizer: float,
     bias: RelativeBias = NO_BIAS,
     rules: AttentionMask = PLAIN,
 ) -> torch.Tensor:
-    """The same on padded blocks of `max_length`.
+    """Compute `hstu_attention` on one block that pads every sequence to `max_length`.
 
-    Padding stands behind each sequence, where no token of it looks, so it needs no mask of its own.
+    Padding follows each sequence and the attention mask hides it from all tokens, so it needs no mask of its own.
     """
-    place_T = padded_places(offsets, q_THD.shape[0], max_length)
-    q, k, v = (to_blocks(x, place_T, offsets.numel() - 1, max_length) for x in (q_THD, k_THD, v_THD))
+    index_T = padded_indices(offsets, q_THD.shape[0], max_length)
+    q, k, v = (to_blocks(x, index_T, offsets.numel() - 1, max_length) for x in (q_THD, k_THD, v_THD))
     scores_BHNN = q @ k.transpose(2, 3)
     if not bias.is_empty:
         scores_BHNN = scores_BHNN + bias.dense(offsets, max_length, rules).to(scores_BHNN.dtype)[:, None]
-    weights_BHNN = seen_weights(silu(scores_BHNN), offsets, rules) / normaliser
-    return from_blocks(weights_BHNN @ v, place_T)
+    weights_BHNN = masked_weights(silu(scores_BHNN), offsets, rules) / normalizer
+    return from_blocks(weights_BHNN @ v, index_T)
 
 
 def hstu_attention_by_length(
@@ -113,11 +130,14 @@ def hstu_attention_by_length(
     v_THD: torch.Tensor,
     offsets: torch.Tensor,
     *,
-    normaliser: float,
+    normalizer: float,
     bias: RelativeBias = NO_BIAS,
     rules: AttentionMask = PLAIN,
 ) -> torch.Tensor:
-    """The same on blocks of at most `BLOCK_PAIRS`, each padded to its own longest sequence; on a CPU."""
+    """Compute `hstu_attention` on blocks of up to `BLOCK_PAIRS` pairs, each padded to its longest sequence.
+
+    Sequences are sorted by length, so that padding is short. For the CPU.
+    """
     order_B = offsets.diff().argsort(stable=True)
     lengths_B = offsets.diff()[order_B]
     sorted_offsets = offsets_of(lengths_B)
@@ -137,16 +157,16 @@ def hstu_attention_by_length(
                 v,
                 sorted_offsets[first : end + 1] - start,
                 max_length=int(lengths_B[end - 1]),
-                normaliser=normaliser,
+                normalizer=normalizer,
                 bias=_of_tokens(bias, token_T[start:stop]),
-                rules=rules_of_sequences(rules, order_B[first:end]),
+                rules=mask_of_sequences(rules, order_B[first:end]),
             )
         )
     return torch.cat(outputs).index_select(0, token_T.argsort())
 
 
 def _block_bounds(ascending_lengths: list[int]) -> list[int]:
-    """Where blocks begin, and the end of the last: as many sequences as there is room for, at least one."""
+    """Return the bounds of the blocks; each holds as many sequences as `BLOCK_PAIRS` allows, at least one."""
     bounds = [0]
     for b, length in enumerate(ascending_lengths):
         if b > bounds[-1] and (b + 1 - bounds[-1]) * length**2 > BLOCK_PAIRS:
@@ -166,15 +186,21 @@ def _check(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, offset
     shapes = [tuple(x.shape) for x in (q_THD, k_THD, v_THD)]
     if q_THD.dim() != 3 or len(set(shapes)) > 1:
         raise UserError(
-            "queries, keys and values have one shape, (tokens, heads, head dimension)", option="q, k, v", value=shapes
+            "queries, keys and values must have the same shape (tokens, heads, head dimension)",
+            option="q, k, v",
+            value=shapes,
         )
     if len({x.dtype for x in (q_THD, k_THD, v_THD)}) > 1:
         raise UserError(
-            "queries, keys and values have one dtype", option="q, k, v", value=[x.dtype for x in (q_THD, k_THD, v_THD)]
+            "queries, keys and values must have the same dtype",
+            option="q, k, v",
+            value=[x.dtype for x in (q_THD, k_THD, v_THD)],
         )
     if offsets.dim() != 1 or offsets.numel() < 1 or offsets.dtype != torch.int64:
         raise UserError(
-            "offsets are int64 bounds, one more than sequences", option="offsets", value=(offsets.shape, offsets.dtype)
+            "must be a one-dimensional int64 tensor with one element more than there are sequences",
+            option="offsets",
+            value=(offsets.shape, offsets.dtype),
         )
 
 
@@ -182,8 +208,8 @@ def _check_table(bias: RelativeBias, max_length: int) -> None:
     table = bias.position_table
     if table is not None and table.numel() < 2 * max_length - 1:
         raise UserError(
-            f"the table has no value for distances of sequences of {max_length} tokens",
+            f"the table has too few values for the distances in sequences of {max_length} tokens",
             option="position_table",
             value=table.numel(),
-            remedy=f"give at least {2 * max_length - 1} values",
+            remedy=f"pass a table of at least {2 * max_length - 1} values",
         )

@@ -1,6 +1,7 @@
-"""HSTU attention as an operator of torch: opaque to torch.compile, with shapes and gradients declared.
+"""HSTU attention as a PyTorch custom operator with a registered fake kernel and autograd formula.
 
-The kernels are imported on the first call, so that nothing here needs Triton.
+torch.compile treats the operator as opaque. The Triton kernels are imported on the first call, so that importing this
+module does not require Triton.
 """
 
 from collections.abc import Sequence
@@ -22,22 +23,29 @@ KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def has_kernel(q_THD: torch.Tensor, inputs: AttentionInputs) -> bool:
-    """Whether kernels compute attention of such queries: all of them do, but a time function is for Hopper's."""
+    """Return whether a kernel supports these inputs; a time function is supported by the Hopper kernels only."""
     if q_THD.dtype not in KERNEL_DTYPES or q_THD.shape[2] > LARGEST_HEAD:
         return False
     if inputs.bias.time_function is None:
         return True
-    from nestrec.ops.attention.hstu_passes import knows_time_function
+    from nestrec.ops.attention.hstu_passes import supports_time_function
 
-    return knows_time_function(q_THD, inputs)
+    return supports_time_function(q_THD, inputs)
 
 
 def batch_buckets(
     x_TD: torch.Tensor, offsets: torch.Tensor, max_length: int, bias: RelativeBias
 ) -> torch.Tensor | None:
-    """Time buckets of all pairs of a batch for `RelativeBias.buckets`, so that its layers need not each find them.
+    """Compute the time buckets of all token pairs of a batch once for all layers, for `RelativeBias.buckets`.
 
-    None where kernels for vectors like x_TD would not read them.
+    Args:
+        x_TD: Token vectors of the model; their device and dtype decide which kernels run.
+        offsets: Bounds of the sequences, (B + 1,) int64.
+        max_length: Upper bound on the sequence lengths of the batch.
+        bias: Bias with a time table and event times.
+
+    Returns:
+        The buckets in tiles (see pair_tiles.py), or None if the kernels for these inputs would not read them.
     """
     if bias.time_table is None or bias.time_T is None or bias.query_time_T is None:
         return None
@@ -57,21 +65,21 @@ def hstu_attention_kernel(
     offsets: torch.Tensor,
     *,
     max_length: int,
-    normaliser: float,
+    normalizer: float,
     bias: RelativeBias,
     rules: AttentionMask,
 ) -> torch.Tensor:
-    """What `hstu_attention` computes, by kernels; on a GPU, or anywhere under Triton's interpreter."""
+    """Compute `hstu_attention` with kernels, on a GPU or on any device under Triton's interpreter."""
     options = attention_options(bias, rules)
-    return _forward(q_THD, k_THD, v_THD, offsets, *options, max_length, normaliser)
+    return _forward(q_THD, k_THD, v_THD, offsets, *options, max_length, normalizer)
 
 
 def _buckets_shape(
     time_T: torch.Tensor, query_time_T: torch.Tensor, offsets: torch.Tensor, max_length: int, num_buckets: int
 ) -> torch.Tensor:
-    from nestrec.ops.attention.pair_tiles import SIDE, most_tiles
+    from nestrec.ops.attention.pair_tiles import SIDE, max_tiles
 
-    tiles = most_tiles(time_T.numel(), offsets.numel() - 1, max_length, is_square=False)
+    tiles = max_tiles(time_T.numel(), offsets.numel() - 1, max_length, is_square=False)
     return torch.empty(tiles, SIDE, SIDE, dtype=torch.uint8, device=time_T.device)
 
 
@@ -91,27 +99,27 @@ def _forward_shape(q_THD: torch.Tensor, *_: Any) -> torch.Tensor:
 
 
 _ARGUMENTS = (
-    f"Tensor q_THD, Tensor k_THD, Tensor v_THD, Tensor offsets, {OPTIONS_SCHEMA}, SymInt max_length, float normaliser"
+    f"Tensor q_THD, Tensor k_THD, Tensor v_THD, Tensor offsets, {OPTIONS_SCHEMA}, SymInt max_length, float normalizer"
 )
-"""Arguments of both passes, flat, since operators of torch take no structs."""
+"""Arguments of both passes, flattened because PyTorch operators do not accept structs."""
 _NUM_VECTORS = 3
 _LEARNED = slice(4, 7)
-"""Indices of the biases among the arguments, after the vectors and the offsets: two tables and the time function."""
+"""Indices of the learned biases (two tables and the time function) among the arguments."""
 _NUM_TENSORS = 4 + AttentionOptions._fields.index("num_context")
-"""The arguments begin with the tensors."""
+"""Number of tensor arguments, which come before all others."""
 
 
 def _unflatten(arguments: Sequence[Any]) -> tuple[list[torch.Tensor], AttentionInputs]:
-    """Returns queries, keys and values, and all other inputs of a pass."""
+    """Return queries, keys and values as a list, and all other inputs of a pass."""
     *vectors, offsets = arguments[: _NUM_VECTORS + 1]
-    *flat, max_length, normaliser = arguments[_NUM_VECTORS + 1 :]
+    *flat, max_length, normalizer = arguments[_NUM_VECTORS + 1 :]
     options = AttentionOptions(*flat)
-    return vectors, AttentionInputs(offsets, max_length, normaliser, options.bias, options.rules)
+    return vectors, AttentionInputs(offsets, max_length, normalizer, options.bias, options.rules)
 
 
 def _backward_shapes(grad_THD: torch.Tensor, *inputs: Any) -> list[torch.Tensor]:
-    given = (*inputs[:_NUM_VECTORS], *inputs[_LEARNED])
-    return [grad_THD.new_empty(0) if x is None else x.new_empty(x.shape) for x in given]
+    differentiable = (*inputs[:_NUM_VECTORS], *inputs[_LEARNED])
+    return [grad_THD.new_empty(0) if x is None else x.new_empty(x.shape) for x in differentiable]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -120,12 +128,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 
 
 def _gradients(ctx: Any, grad_THD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    # By the dispatcher: the compiler traces this function after is_compiling() has turned false.
+    # Call through the dispatcher: the compiler traces this function after is_compiling() has become false.
     dq, dk, dv, *biases = torch.ops.nestrec.hstu_attention_backward(grad_THD, *ctx.saved_tensors, *ctx.constants)
-    given = ctx.saved_tensors[_LEARNED]
-    by_bias = (None if bias is None else grad for bias, grad in zip(given, biases, strict=True))
+    learned = ctx.saved_tensors[_LEARNED]
+    bias_gradients = (None if bias is None else grad for bias, grad in zip(learned, biases, strict=True))
     num_others = len(ctx.saved_tensors) - _LEARNED.stop + len(ctx.constants)
-    return dq, dk, dv, None, *by_bias, *(None,) * num_others
+    return dq, dk, dv, None, *bias_gradients, *(None,) * num_others
 
 
 @kernel_op("hstu_attention", fake=_forward_shape, gradients=_gradients, save=_save, schema=f"({_ARGUMENTS}) -> Tensor")
@@ -143,6 +151,6 @@ def _backward(grad_THD: torch.Tensor, *arguments: Any) -> list[torch.Tensor]:
 
     (q_THD, k_THD, v_THD), inputs = _unflatten(arguments)
     with torch.cuda.device_of(q_THD):
-        found = backward_pass(grad_THD, q_THD, k_THD, v_THD, inputs)
-    # An operator returns tensors only: what is absent has an empty gradient.
-    return [grad_THD.new_empty(0) if x is None else x for x in found]
+        gradients = backward_pass(grad_THD, q_THD, k_THD, v_THD, inputs)
+    # An operator returns tensors only, so an absent bias gets an empty gradient.
+    return [grad_THD.new_empty(0) if x is None else x for x in gradients]

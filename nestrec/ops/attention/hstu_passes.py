@@ -1,7 +1,7 @@
-"""Forward and backward pass of HSTU attention: which kernel computes which tensor.
+"""Forward and backward pass of HSTU attention: selects the kernel that computes each tensor.
 
-The Hopper kernel takes what it was written for, the plain Triton kernel everything else; both fill the same roles
-(see the head of either file). No pass waits for the device.
+Hopper GPUs use the Hopper kernels if these support the inputs; everything else uses the portable Triton kernel. The
+module docstrings of both list which launch computes which tensor. No pass synchronizes with the device.
 """
 
 import torch
@@ -18,7 +18,7 @@ from nestrec.ops.kernel_op import IS_INTERPRETED
 def forward_pass(
     q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, inputs: AttentionInputs
 ) -> torch.Tensor:
-    """(T, H, D) attention."""
+    """Compute HSTU attention, (T, H, D)."""
     if q_THD.shape[0] == 0:
         return torch.empty_like(q_THD, memory_format=torch.contiguous_format)
     if _suits_hopper(q_THD, inputs):
@@ -31,7 +31,7 @@ def forward_pass(
 def backward_pass(
     grad_THD: torch.Tensor, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, inputs: AttentionInputs
 ) -> Gradients:
-    """Gradients of queries, keys, values and tables."""
+    """Compute the gradients of queries, keys, values and learned biases."""
     if q_THD.shape[0] == 0:
         return _no_gradients(q_THD, inputs.bias)
     if _suits_hopper(q_THD, inputs):
@@ -58,17 +58,17 @@ def _plain_schedule(q_THD: torch.Tensor, inputs: AttentionInputs) -> WorkOrder:
     return make_schedule(inputs.offsets, q_THD.shape[0], plain.blocks_for(q_THD.shape[2], q_THD.dtype).x)
 
 
-def knows_time_function(q_THD: torch.Tensor, inputs: AttentionInputs) -> bool:
-    """Whether kernels compute attention with this time function, and its gradient."""
+def supports_time_function(q_THD: torch.Tensor, inputs: AttentionInputs) -> bool:
+    """Return whether kernels support attention with a time function for these inputs, including its gradient."""
     if not _suits_hopper(q_THD, inputs):
         return False
-    from nestrec.ops.attention.hopper.hopper_launches import keeps_gradients
+    from nestrec.ops.attention.hopper.hopper_launches import saves_score_gradients
 
-    return keeps_gradients(q_THD, inputs)
+    return saves_score_gradients(q_THD, inputs)
 
 
 def reads_buckets(offsets: torch.Tensor, num_tokens: int, max_length: int, bias: RelativeBias) -> bool:
-    """Whether kernels here read the time buckets of all pairs from memory."""
+    """Return whether the kernels of this device read the time buckets of all pairs from memory."""
     return _is_hopper(offsets) and fits(bias, offsets, num_tokens, max_length, is_square=False)
 
 

@@ -1,15 +1,15 @@
-"""HSTU attention with every option, for any GPU and for Triton's interpreter: one kernel, used four times.
+"""HSTU attention with every option, for any GPU and for Triton's interpreter: one kernel in four roles.
 
     weights    out[x] = sum_y w(x, y) Y1[y]            w = SiLU(X0[x] . Y0[y] + bias)
     gradient   out[x] = sum_y g(x, y) Y0[y]            g = SiLU'(X0[x] . Y0[y] + bias) (X1[x] . Y1[y])
 
-    forward    weights of X0 = q, Y0 = k, Y1 = v              x asks, y is seen
-    d v        weights of X0 = k, Y0 = q, Y1 = d out          y asks, x is seen (reversed)
+    forward    weights of X0 = q, Y0 = k, Y1 = v              rows x are queries, rows y are keys
+    d v        weights of X0 = k, Y0 = q, Y1 = d out          reversed: rows x are keys, rows y are queries
     d q        gradient of X0, X1 = q, d out, Y0, Y1 = k, v
     d k        gradient of X0, X1 = k, v, Y0, Y1 = q, d out   reversed
 
-Every output is summed by one program in a fixed order, so all is repeatable to the bit. Gradients of the tables:
-bias_tables.py.
+Every output is summed by one program in a fixed order, so results are bitwise reproducible. bias_gradients.py computes
+the gradients of the bias tables.
 
 Legend: T tokens, H heads, D head dimension, B sequences.
 """
@@ -37,7 +37,10 @@ def sigmoid(s):
 def _blocks_of_y(
     x0, length, history, num_context, window, ahead, REVERSED: tl.constexpr, XB: tl.constexpr, YB: tl.constexpr
 ):
-    """Blocks [low, high) that a block of x may see or be seen by, and so many before them: the contextual prefix."""
+    """Return the range [low, high) of y blocks paired with a block of x, and the number of prefix blocks before it.
+
+    The prefix blocks hold the contextual prefix.
+    """
     x1 = tl.minimum(x0 + XB, length)
     if REVERSED:
         is_context = x0 < num_context
@@ -56,12 +59,12 @@ def _blocks_of_y(
 
 @triton.jit
 def seen_pairs(i, j, history, num_context, window, ahead):
-    place = tl.minimum(i, history)
-    is_near = (place - j < window) | (j < num_context)
-    return (i == j) | ((j < history) & (((j < place) & is_near) | (i < ahead)))
+    position = tl.minimum(i, history)
+    is_near = (position - j < window) | (j < num_context)
+    return (i == j) | ((j < history) & (((j < position) & is_near) | (i < ahead)))
 
 
-@triton.jit(do_not_specialize=["heads", "num_context", "window", "ahead", "centre", "num_buckets"])
+@triton.jit(do_not_specialize=["heads", "num_context", "window", "ahead", "center", "num_buckets"])
 def _stream_kernel(
     x0_ptr,
     x1_ptr,
@@ -85,7 +88,7 @@ def _stream_kernel(
     window,
     ahead,
     position_table,
-    centre,
+    center,
     time_table,
     edges,
     num_buckets,
@@ -138,13 +141,15 @@ def _stream_kernel(
         y1_tile = tl.load(y1_ptr + y_rows[:, None] * y1_step + head * y1_head + column[None, :], mask=y_mask, other=0.0)
         s = tl.dot(x0_tile, tl.trans(y0_tile), input_precision=PRECISION)
         if REVERSED:
-            i, j = y[None, :], x[:, None]
+            i = y[None, :]
+            j = x[:, None]
         else:
-            i, j = x[:, None], y[None, :]
+            i = x[:, None]
+            j = y[None, :]
         if HAS_POSITION:
             distance = tl.minimum(j, history) - tl.minimum(i, history)
-            is_inside = (distance >= -centre) & (distance <= centre)
-            s += tl.load(position_table + (distance + centre), mask=is_inside, other=0.0).to(tl.float32)
+            is_inside = (distance >= -center) & (distance <= center)
+            s += tl.load(position_table + (distance + center), mask=is_inside, other=0.0).to(tl.float32)
         if HAS_TIME:
             y_time = tl.load((query_time if REVERSED else key_time) + y_rows, mask=y < length, other=0.0)
             bucket = time_bucket(x_time[:, None] - y_time[None, :], edges, num_buckets)
@@ -163,7 +168,7 @@ def _stream_kernel(
 
 
 class Blocks(NamedTuple):
-    """Shape of the work of one program."""
+    """Tile sizes and launch parameters of one program."""
 
     x: int
     y: int
@@ -172,7 +177,7 @@ class Blocks(NamedTuple):
 
 
 def blocks_for(dim: int, dtype: torch.dtype) -> Blocks:
-    """Pinned: a timing never chooses them, so that results repeat."""
+    """Return the fixed tile sizes of a head dimension; there is no autotuning, so that results are reproducible."""
     if dtype == torch.float32:
         return Blocks(32, 32, 4, 1)
     if dim <= 64:
@@ -187,7 +192,10 @@ def weights(
     *,
     is_reversed: bool,
 ) -> torch.Tensor:
-    """(T, H, D) weighted sums of z over y, for every row of x. schedule: in blocks of `blocks_for(...).x` rows."""
+    """Compute weighted sums of z over y for every row of x, (T, H, D).
+
+    The schedule must use blocks of `blocks_for(...).x` rows.
+    """
     x, y, z = xyz
     return _launch((x, x), (y, z), schedule, inputs, is_gradient=False, is_reversed=is_reversed)
 
@@ -200,7 +208,7 @@ def gradient(
     *,
     is_reversed: bool,
 ) -> torch.Tensor:
-    """(T, H, D) gradients for every row of x."""
+    """Compute the gradients for every row of x, (T, H, D)."""
     return _launch(x, y, schedule, inputs, is_gradient=True, is_reversed=is_reversed)
 
 

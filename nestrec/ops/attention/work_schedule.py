@@ -1,8 +1,8 @@
-"""Order of work for jagged attention: blocks of the longest sequences first.
+"""Work schedule of jagged attention: blocks of the longest sequences come first.
 
-An item is (sequence, head, block of rows). Item number n belongs to the sequence of `table[n // heads]`, and items of
-one sequence and head are neighbours, so that programs that run at one time share keys and values in the cache.
-Programs take the next item from a counter, which evens out whatever the lengths are.
+A work item is (sequence, head, block of rows). Item n belongs to the sequence of `table[n // heads]`. Items of the
+same sequence and head are adjacent, so that programs that run at the same time share keys and values in the cache.
+Programs take the next item from an atomic counter (dynamic load balancing), which evens out different lengths.
 
 Legend: B sequences, H heads.
 """
@@ -18,16 +18,16 @@ import triton.language as tl
 
 
 COUNTERS = 7
-"""Kernels that may use one schedule."""
+"""Number of item counters of a schedule, one per kernel that uses it."""
 
 
 class WorkOrder(NamedTuple):
-    """Work items of a batch, on the device."""
+    """Schedule of the work items of a batch, on the device."""
 
     table: torch.Tensor
-    """(blocks at most, 4) int32: first token, length and first block of the sequence, number of the sequence"""
+    """One row per block: first token, length, first block and index of its sequence; (maximum blocks, 4) int32."""
     state: torch.Tensor
-    """int32: blocks of all sequences, then a counter for each kernel, from 0"""
+    """Number of blocks of all sequences, followed by one item counter per kernel, initially 0; int32."""
 
 
 def make_schedule(
@@ -39,9 +39,15 @@ def make_schedule(
     side: int = 64,
     is_square: bool = False,
 ) -> WorkOrder:
-    """Blocks of `block` rows, sequences by length from the longest; without waiting for the device.
+    """Build the schedule of a batch, sequences in descending order of length, without a device synchronization.
 
-    first_tile_B: int32, where the same launch writes the first tile of each sequence, see `plan_tiles`.
+    Args:
+        offsets: Bounds of the sequences, (B + 1,) int64.
+        num_tokens: Number of tokens of all sequences.
+        block: Number of rows per block.
+        first_tile_B: Output of the same launch, int32: the first tile of each sequence; see `plan_tiles`.
+        side: Number of rows and columns of a tile.
+        is_square: Whether tiles above the diagonal are counted too.
     """
     num_sequences = offsets.numel() - 1
     table = torch.empty(max(num_tokens // block + num_sequences, 1), 4, dtype=torch.int32, device=offsets.device)
@@ -73,7 +79,7 @@ def _schedule_kernel(
     IS_SQUARE: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One program a sequence: its place is behind every longer one, and behind equal ones of a lower number."""
+    """Sort sequences, one program per sequence: after all longer ones and after equal ones with a smaller index."""
     b = tl.program_id(0)
     is_real = b < num_sequences
     start = tl.load(offsets + b).to(tl.int32)

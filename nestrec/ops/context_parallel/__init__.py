@@ -1,1 +1,1 @@
-"""Attention over sequences whose tokens are divided over the ranks of a group."""
+"""Context parallelism (ring attention): attention over sequences whose tokens are sharded over the ranks of a group."""

@@ -1,11 +1,11 @@
-"""The attention of HSTU, FuXi and SASRec where each rank of a context group holds a part of every sequence.
+"""Ring attention of HSTU, FuXi and SASRec (context parallelism): each rank has a part of every sequence.
 
-    HSTU      sum_j SiLU(q_i . k_j + bias) / normaliser v_j              a sum over keys as it is
-    FuXi      the same without a bias, and sums of values by distance and by time
+    HSTU      sum_j SiLU(q_i . k_j + bias) / normalizer v_j              a plain sum over keys
+    FuXi      same as HSTU without a bias, and sums of values by distance and by time
     SASRec    sum_j e_ij v_j / sum_j e_ij,  e_ij = exp(q_i . k_j / sqrt(D) - top_i)
 
-SASRec's keys go round twice: first for `top_i`, the largest score of a query, then for both sums. A softmax does not
-change with `top_i`, so no gradient goes through it.
+The keys of SASRec circulate twice: first for `top_i`, the largest score of a query, then for both sums. The softmax
+does not depend on `top_i`, so `top_i` has no gradient.
 
 Legend: T tokens of this rank, G sequences of a block, N queries, M keys, H heads, D head dimension, W = H D.
 """
@@ -38,13 +38,13 @@ def hstu_attention_in_context(
     v_THD: torch.Tensor,
     context: ContextParallelGroup,
     *,
-    normaliser: float,
+    normalizer: float,
     bias: RelativeBias = NO_BIAS,
     rules: AttentionMask = PLAIN,
 ) -> torch.Tensor:
-    """(T, H, D) what `hstu_attention` computes for this part of the tokens. Collective."""
+    """Return the (T, H, D) result of `hstu_attention` for the tokens of this part. Collective."""
     _check(q_THD, context, bias, rules)
-    function = SiluSum(normaliser, rules)
+    function = SiluSum(normalizer, rules)
     return ring_sum(function, context, *_tokens(q_THD, k_THD, v_THD, bias), _parameters(bias))
 
 
@@ -54,33 +54,33 @@ def fuxi_attention_in_context(
     v_THD: torch.Tensor,
     context: ContextParallelGroup,
     *,
-    normaliser: float,
+    normalizer: float,
     bias: RelativeBias,
     rules: AttentionMask = PLAIN,
 ) -> tuple[torch.Tensor, ...]:
-    """(T, W) semantic, positional and, where the bias has a time, temporal channel of this part. Collective."""
+    """Return the (T, W) semantic, positional and, if the bias has times, temporal channels of this part. Collective."""
     _check(q_THD, context, bias, rules)
-    function = ChannelSums(normaliser, rules, 3 if bias.has_time else 2)
-    found = ring_sum(function, context, *_tokens(q_THD, k_THD, v_THD, bias), _parameters(bias))
-    return found.unbind(1)
+    function = ChannelSums(normalizer, rules, 3 if bias.has_time else 2)
+    channels_TCW = ring_sum(function, context, *_tokens(q_THD, k_THD, v_THD, bias), _parameters(bias))
+    return channels_TCW.unbind(1)
 
 
 def softmax_attention_in_context(
     q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, context: ContextParallelGroup
 ) -> torch.Tensor:
-    """(T, H, D) what `softmax_attention` computes for this part of the tokens. Collective."""
+    """Return the (T, H, D) result of `softmax_attention` for the tokens of this part. Collective."""
     _check(q_THD, context, NO_BIAS, PLAIN)
     top_TH = _largest_scores(q_THD.detach(), k_THD.detach(), context)
     queries, keys = {"q": q_THD, "top": top_TH}, {"k": k_THD, "v": v_THD}
-    found = ring_sum(ExponentialSums(), context, queries, keys, {})
-    return found[:, :, :-1] / found[:, :, -1:]
+    sums = ring_sum(ExponentialSums(), context, queries, keys, {})
+    return sums[:, :, :-1] / sums[:, :, -1:]
 
 
 @dataclass(frozen=True, slots=True)
 class SiluSum:
-    """HSTU: (H, D) for a query."""
+    """Attention function of HSTU; the result per query is (H, D)."""
 
-    normaliser: float
+    normalizer: float
     rules: AttentionMask = PLAIN
     fixed: frozenset[str] = _TIMES
 
@@ -91,15 +91,15 @@ class SiluSum:
         scores = torch.einsum("gnhd,gmhd->ghnm", queries["q"], keys["k"])
         for bias_GNM in _biases(queries, keys, block, parameters):
             scores = scores + bias_GNM.to(scores.dtype)[:, None]
-        weights = torch.where(block.seen(self.rules)[:, None], silu(scores), 0.0) / self.normaliser
+        weights = torch.where(block.attention_mask(self.rules)[:, None], silu(scores), 0.0) / self.normalizer
         return torch.einsum("ghnm,gmhd->gnhd", weights, keys["v"])
 
 
 @dataclass(frozen=True, slots=True)
 class ChannelSums:
-    """FuXi: (channels, W) for a query."""
+    """Attention function of FuXi; the result per query is (channels, W)."""
 
-    normaliser: float
+    normalizer: float
     rules: AttentionMask
     num_channels: int
     fixed: frozenset[str] = _TIMES
@@ -108,8 +108,8 @@ class ChannelSums:
         return self.num_channels, keys["v"].shape[1] * keys["v"].shape[2]
 
     def __call__(self, queries: Tokens, keys: Tokens, block: Block, parameters: Tokens) -> torch.Tensor:
-        semantic = SiluSum(self.normaliser, self.rules)(queries, keys, block, {}).flatten(2)
-        seen_GNM = block.seen(self.rules)
+        semantic = SiluSum(self.normalizer, self.rules)(queries, keys, block, {}).flatten(2)
+        seen_GNM = block.attention_mask(self.rules)
         v_GMW = keys["v"].flatten(2)
         others = [
             torch.where(seen_GNM, bias_GNM, 0.0).to(v_GMW.dtype) @ v_GMW
@@ -120,7 +120,7 @@ class ChannelSums:
 
 @dataclass(frozen=True, slots=True)
 class ExponentialSums:
-    """SASRec: (H, D + 1) for a query, the sum of weighted values and the sum of weights."""
+    """Attention function of SASRec; the result per query is (H, D + 1): sum of weighted values and sum of weights."""
 
     rules: AttentionMask = PLAIN
     fixed: frozenset[str] = frozenset({"top"})
@@ -136,37 +136,37 @@ class ExponentialSums:
 
 
 def _scores(queries: Tokens, keys: Tokens, block: Block) -> torch.Tensor:
-    """(G, H, N, M); minus infinity where a query does not look."""
+    """Return the (G, H, N, M) scaled attention scores; -inf for masked pairs."""
     scores: torch.Tensor = torch.einsum("gnhd,gmhd->ghnm", queries["q"], keys["k"]) / queries["q"].shape[-1] ** 0.5
-    return scores.masked_fill(~block.seen(PLAIN)[:, None], -torch.inf)
+    return scores.masked_fill(~block.attention_mask(PLAIN)[:, None], -torch.inf)
 
 
 def _largest_scores(q_THD: torch.Tensor, k_THD: torch.Tensor, context: ContextParallelGroup) -> torch.Tensor:
-    """(T, H) over all keys that a query sees. Collective."""
+    """Return the (T, H) maximum score of each query over all visible keys. Collective."""
     top_TH = torch.full_like(q_THD[:, :, 0], -torch.inf, memory_format=torch.contiguous_format)
     with torch.autocast(q_THD.device.type, enabled=False):
         for part, keys in ring_walk(context, {"k": k_THD}):
             for block in blocks_of(context.parts, context.part, part, PLAIN, q_THD.device):
                 queries = {"q": block.queries.take(q_THD)}
-                found_GHN = _scores(queries, {"k": block.keys.take(keys["k"])}, block).amax(3)
+                largest_GHN = _scores(queries, {"k": block.keys.take(keys["k"])}, block).amax(3)
                 tokens = block.queries.tokens
-                found = block.queries.flat(found_GHN.transpose(1, 2))
-                top_TH[tokens] = torch.maximum(top_TH[tokens], found)
+                largest = block.queries.flat(largest_GHN.transpose(1, 2))
+                top_TH[tokens] = torch.maximum(top_TH[tokens], largest)
     return top_TH
 
 
 def _biases(queries: Tokens, keys: Tokens, block: Block, parameters: Tokens) -> list[torch.Tensor]:
-    """(G, N, M) of each kind that there is: by distance, by time."""
-    found = []
+    """Return the (G, N, M) biases by distance and by time, for those that are configured."""
+    biases = []
     if "position_table" in parameters:
         table = parameters["position_table"]
-        centre = (table.numel() - 1) // 2
-        found.append(table_values(table, block.distance().clamp(min=-centre) + centre))
+        center = (table.numel() - 1) // 2
+        biases.append(table_values(table, block.distance().clamp(min=-center) + center))
     if "time_table" in parameters:
-        found.append(time_bias(parameters["time_table"], queries["query_time"], keys["time"]))
+        biases.append(time_bias(parameters["time_table"], queries["query_time"], keys["time"]))
     if "time_function" in parameters:
-        found.append(functional_time_bias(parameters["time_function"], queries["query_time"], keys["time"]))
-    return found
+        biases.append(functional_time_bias(parameters["time_function"], queries["query_time"], keys["time"]))
+    return biases
 
 
 def _tokens(q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, bias: RelativeBias) -> tuple[Tokens, Tokens]:
@@ -187,22 +187,22 @@ def _parameters(bias: RelativeBias) -> Tokens:
 def _check(q_THD: torch.Tensor, context: ContextParallelGroup, bias: RelativeBias, rules: AttentionMask) -> None:
     if rules.num_targets_B is not None or rules.is_square:
         raise UserError(
-            "candidates and prefixes that look ahead are computed with whole sequences only",
+            "context parallelism does not support candidates or prefixes with bidirectional attention",
             option="rules",
             value=rules,
-            remedy="leave them out, or give no context",
+            remedy="use a causal mask without candidates, or disable context parallelism",
         )
     num_tokens = context.parts.num_tokens(context.part)
     if len(q_THD) != num_tokens:
         raise UserError(
-            f"this rank's part of the sequences has {num_tokens} tokens", option="q, k, v", value=tuple(q_THD.shape)
+            f"must have the {num_tokens} tokens of this rank's part", option="q, k, v", value=tuple(q_THD.shape)
         )
     table = bias.position_table
     longest = int(context.parts.lengths.max(initial=0))
     if table is not None and table.numel() < 2 * longest - 1:
         raise UserError(
-            f"the table has no value for distances of sequences of {longest} tokens",
+            f"the table is too small for sequences of {longest} tokens",
             option="position_table",
             value=table.numel(),
-            remedy=f"give at least {2 * longest - 1} values",
+            remedy=f"provide at least {2 * longest - 1} values",
         )

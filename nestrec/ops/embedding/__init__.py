@@ -1,1 +1,1 @@
-"""Rows of tables on the device: deduplicate, gather, sum, update, move."""
+"""Operators on embedding rows: deduplicate keys, gather, pool, sum gradients, update, copy, search."""

@@ -1,9 +1,9 @@
 """Deduplication of keys on the host, grouped by owner.
 
-Keys are first split into buckets, by owner and then by bits of their hash, so many that the hash table of one bucket
-stays in a core's cache; then each bucket is deduplicated in order of first appearance. The distinct keys so come out
-grouped by owner, in an order that is a pure function of the key sequence: they are at once the send buffer of the key
-exchange, and the vectors that come back from the owners need no reordering.
+Keys are first bucketized by owner and then by bits of their hash, into enough buckets that the hash table of one bucket
+fits into a core's cache. Then each bucket is deduplicated in order of first appearance. The resulting unique keys are
+grouped by owner, in an order that is a pure function of the key sequence. So they are already the send buffer of the
+key all-to-all (input dist), and the vectors received from the owners need no reordering.
 """
 
 import threading
@@ -23,21 +23,23 @@ _HALF = np.uint64(32)
 
 @dataclass(frozen=True, slots=True)
 class UniqueKeys:
-    """Distinct keys grouped by owner, and for each original key its place among them."""
+    """Unique keys of a sequence grouped by owner, with the inverse indices of the original keys."""
 
     keys: NDArray[np.int64]
+    """Unique keys, grouped by owner."""
     inverse: NDArray[np.int32]
+    """Index of each original key in `keys`."""
     counts: NDArray[np.int64]
-    """Distinct keys of each owner."""
+    """(num_shards,) number of unique keys per owner."""
     index: torch.Tensor | None = None
-    """`inverse` on the device, where the keys were deduplicated there; `inverse` is then as much of its beginning as
-    was asked for."""
+    """Inverse indices on the device if the keys were deduplicated there; `inverse` then has only the requested first
+    part of them."""
 
 
 def dedup(keys: NDArray[np.int64], num_shards: int = 1) -> UniqueKeys:
-    """Distinct keys of a sequence; `result.keys[result.inverse]` gives the sequence back."""
-    wanted = min(_MAX_BUCKETS, len(keys) // _BUCKET_KEYS) // num_shards
-    bits = max(0, wanted.bit_length() - 1)
+    """Deduplicate a sequence of keys; `result.keys[result.inverse]` is the sequence."""
+    buckets_per_shard = min(_MAX_BUCKETS, len(keys) // _BUCKET_KEYS) // num_shards
+    bits = max(0, buckets_per_shard.bit_length() - 1)
     inverse = np.empty(len(keys), np.int32)
     counts = np.zeros(num_shards, np.int64)
     scratch = _scratch.of(len(keys))
@@ -47,48 +49,49 @@ def dedup(keys: NDArray[np.int64], num_shards: int = 1) -> UniqueKeys:
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Distinct keys of each of several sequences, those of a sequence grouped by owner."""
+    """Unique keys of several sequences, grouped by sequence and then by owner."""
 
     keys: NDArray[np.int64]
+    """Unique keys of all sequences."""
     bounds: NDArray[np.int64]
-    """(number of sequences + 1,) where the keys of each begin."""
+    """(number of sequences + 1,) start of the unique keys of each sequence in `keys`."""
     inverse: NDArray[np.int32]
-    """For each original key its place among the distinct keys of its sequence."""
+    """Index of each original key among the unique keys of its sequence."""
     positions: NDArray[np.int64]
-    """(number of sequences + 1,) where the original keys of each begin."""
+    """(number of sequences + 1,) start of the original keys of each sequence in `inverse`."""
 
     def owners(self, num_shards: int) -> NDArray[np.int32]:
-        """Of each key."""
-        found = np.zeros(len(self.keys), np.int32)
+        """Return the shard that owns each unique key."""
+        owners = np.zeros(len(self.keys), np.int32)
         if num_shards > 1:
-            owners_of(self.keys, np.uint64(num_shards), found)
-        return found
+            owners_of(self.keys, np.uint64(num_shards), owners)
+        return owners
 
     def inverse_of(self, sequence: int) -> NDArray[np.int32]:
-        """Its part of `inverse`."""
+        """Return the inverse indices of one sequence."""
         return self.inverse[self.positions[sequence] : self.positions[sequence + 1]]
 
 
 def dedup_segments(keys: NDArray[np.int64], bounds: NDArray[np.int64], num_shards: int = 1) -> Segments:
-    """`dedup` of many sequences, keys[bounds[s] : bounds[s + 1]], in one call: most are short where tables are many."""
+    """Deduplicate many sequences, keys[bounds[s] : bounds[s + 1]], in one call: with many tables most are short."""
     inverse = np.empty(len(keys), np.int32)
-    found = np.zeros(len(bounds), np.int64)
+    unique_bounds = np.zeros(len(bounds), np.int64)
     scratch = _scratch.of(len(keys))
-    _dedup_segments(keys, bounds, num_shards, inverse, found, scratch)
-    return Segments(scratch[0][: found[-1]].copy(), found, inverse, bounds)
+    _dedup_segments(keys, bounds, num_shards, inverse, unique_bounds, scratch)
+    return Segments(scratch[0][: unique_bounds[-1]].copy(), unique_bounds, inverse, bounds)
 
 
 Scratch = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32], NDArray[np.int32]]
 
 
 class _ThreadScratch(threading.local):
-    """Buffers of a thread, kept from call to call: fresh memory of this size would cost as much as the work itself."""
+    """Buffers of a thread, reused across calls: allocating memory of this size takes as long as the computation."""
 
     def __init__(self) -> None:
         self._buffers = self._make(1024)
 
     def of(self, num_keys: int) -> Scratch:
-        """Distinct keys, keys in buckets, their positions in the sequence, and the bucket of each position."""
+        """Return buffers for unique keys, keys by bucket, their positions in the sequence, and bucket per position."""
         if num_keys > len(self._buffers[0]):
             self._buffers = self._make(num_keys * 5 // 4)
         return self._buffers
@@ -102,28 +105,32 @@ _scratch = _ThreadScratch()
 
 
 @njit(cache=True, nogil=True)
-def _dedup_segments(keys, bounds, num_shards, inverse, found, scratch):  # type: ignore[no-untyped-def]  # noqa: PLR0917
+def _dedup_segments(keys, bounds, num_shards, inverse, unique_bounds, scratch):  # type: ignore[no-untyped-def]  # noqa: PLR0917
     distinct, _, position, _ = scratch
     table = np.full((4 * _BUCKET_KEYS, 2), -1, np.int64)
     num_unique = 0
     for s in range(len(bounds) - 1):
         low = bounds[s]
         first = num_unique
-        own = keys[low : bounds[s + 1]]
-        of_own = inverse[low : bounds[s + 1]]
-        if num_shards == 1 or len(own) >= 4 * num_shards:
+        segment_keys = keys[low : bounds[s + 1]]
+        segment_inverse = inverse[low : bounds[s + 1]]
+        if num_shards == 1 or len(segment_keys) >= 4 * num_shards:
             bits = 0
-            while (2 << bits) * num_shards <= min(_MAX_BUCKETS, len(own) // _BUCKET_KEYS):
+            while (2 << bits) * num_shards <= min(_MAX_BUCKETS, len(segment_keys) // _BUCKET_KEYS):
                 bits += 1
-            num_unique, table = _segment_by_buckets(own, num_shards, bits, of_own, num_unique, table, scratch)
-        else:  # as many buckets as owners would cost more than the keys do
-            for i in range(len(own)):
+            num_unique, table = _segment_by_buckets(
+                segment_keys, num_shards, bits, segment_inverse, num_unique, table, scratch
+            )
+        else:  # with few keys, one bucket per owner would cost more than the deduplication itself
+            for i in range(len(segment_keys)):
                 position[i] = i
-            num_unique, table = _one_bucket(own, position[: len(own)], of_own, distinct, num_unique, table)
-            _group_by_owner(distinct[first:num_unique], of_own, first, num_shards)
-        found[s + 1] = num_unique
-        for i in range(len(own)):
-            of_own[i] -= first
+            num_unique, table = _one_bucket(
+                segment_keys, position[: len(segment_keys)], segment_inverse, distinct, num_unique, table
+            )
+            _group_by_owner(distinct[first:num_unique], segment_inverse, first, num_shards)
+        unique_bounds[s + 1] = num_unique
+        for i in range(len(segment_keys)):
+            segment_inverse[i] -= first
 
 
 @njit(cache=True, nogil=True)
@@ -133,17 +140,18 @@ def _segment_by_buckets(keys, num_shards, bits, inverse, num_unique, table, scra
     start = 0
     for bucket in range(len(ends)):
         end = ends[bucket]
-        here = position[start:end]
-        num_unique, table = _one_bucket(bucketed[start:end], here, inverse, distinct, num_unique, table)
+        bucket_positions = position[start:end]
+        num_unique, table = _one_bucket(bucketed[start:end], bucket_positions, inverse, distinct, num_unique, table)
         start = end
     return num_unique, table
 
 
 @njit(cache=True, nogil=True)
 def owners_of(keys, num_shards, out):  # type: ignore[no-untyped-def]
-    """The one rule that says which shard owns a key: the hashes are cut into as many equal ranges as there are shards.
+    """Compute the shard that owns each key: the range of hashes is divided into `num_shards` equal ranges.
 
-    What any shard owns is then a run of all keys in order of their hashes, however many shards there are.
+    This is the only definition of row-wise sharding. In order of their hashes, the keys of a shard are contiguous for
+    every number of shards.
     """
     for i in range(len(keys)):
         out[i] = np.int32(((mix64_jit(np.uint64(keys[i])) >> _HALF) * num_shards) >> _HALF)
@@ -151,23 +159,23 @@ def owners_of(keys, num_shards, out):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True)
 def hashes_of(keys, out):  # type: ignore[no-untyped-def]
-    """The upper 32 bits of splitmix64, by which keys are owned."""
+    """Compute the upper 32 bits of splitmix64 of each key, which determine its owner."""
     for i in range(len(keys)):
         out[i] = np.uint32(mix64_jit(np.uint64(keys[i])) >> _HALF)
 
 
 @njit(cache=True, nogil=True)
 def _group_by_owner(distinct, inverse, first, num_shards):  # type: ignore[no-untyped-def]
-    """Distinct keys, numbered from `first` in order of appearance, to groups by owner; numbers follow."""
+    """Group unique keys (numbered from `first` in order of appearance) by owner, and renumber `inverse` in place."""
     owners = np.empty(len(distinct), np.int32)
     owners_of(distinct, np.uint64(num_shards), owners)
     order = np.argsort(owners, kind="mergesort")
     grouped = distinct[order]
-    place = np.empty(len(order), np.int64)
-    place[order] = np.arange(len(order))
+    new_index = np.empty(len(order), np.int64)
+    new_index[order] = np.arange(len(order))
     distinct[:] = grouped
     for i in range(len(inverse)):
-        inverse[i] = first + place[inverse[i] - first]
+        inverse[i] = first + new_index[inverse[i] - first]
 
 
 @njit(cache=True, nogil=True)
@@ -180,8 +188,8 @@ def _dedup(keys, bits, inverse, counts, scratch):  # type: ignore[no-untyped-def
     for bucket in range(len(ends)):
         first = num_unique
         end = ends[bucket]
-        here = position[start:end]
-        num_unique, table = _one_bucket(bucketed[start:end], here, inverse, distinct, num_unique, table)
+        bucket_positions = position[start:end]
+        num_unique, table = _one_bucket(bucketed[start:end], bucket_positions, inverse, distinct, num_unique, table)
         counts[bucket // per_owner] += num_unique - first
         start = end
     return num_unique
@@ -189,13 +197,13 @@ def _dedup(keys, bits, inverse, counts, scratch):  # type: ignore[no-untyped-def
 
 @njit(cache=True, nogil=True)
 def _into_buckets(keys, num_shards, per_owner, scratch):  # type: ignore[no-untyped-def]
-    """Stable split; the end of each bucket."""
+    """Split the keys into buckets, in stable order; return the end of each bucket."""
     _, bucketed, position, bucket_of = scratch
     shards, sub_mask = np.uint64(num_shards), np.uint64(per_owner - 1)
     ends = np.zeros(num_shards * per_owner, np.int64)
     for i in range(len(keys)):
         hashed = mix64_jit(np.uint64(keys[i]))
-        # Lower bits for the bucket: the owner is a matter of the upper ones.
+        # Lower bits select the bucket, because the upper ones already select the owner.
         owner = ((hashed >> _HALF) * shards) >> _HALF
         bucket = np.int32(owner * np.uint64(per_owner) + ((hashed >> np.uint64(20)) & sub_mask))
         bucket_of[i] = bucket
@@ -206,18 +214,19 @@ def _into_buckets(keys, num_shards, per_owner, scratch):  # type: ignore[no-unty
         ends[b] = total
         total += count
     for i in range(len(keys)):
-        place = ends[bucket_of[i]]
-        ends[bucket_of[i]] = place + 1
-        bucketed[place] = keys[i]
-        position[place] = i
+        target = ends[bucket_of[i]]
+        ends[bucket_of[i]] = target + 1
+        bucketed[target] = keys[i]
+        position[target] = i
     return ends
 
 
 @njit(cache=True, nogil=True)
 def _one_bucket(keys, position, inverse, distinct, num_unique, table):  # type: ignore[no-untyped-def]  # noqa: PLR0917
-    """Number the distinct keys of a bucket from `num_unique` on; the table may have been replaced by a larger one.
+    """Number the unique keys of a bucket from `num_unique` on; the returned hash table can be a new, larger one.
 
-    Entries are (key, number). Numbers only grow, so what other buckets left behind is told by its number.
+    Entries are (key, number). Numbers only increase, so stale entries of earlier buckets are recognized by a smaller
+    number and the table need not be cleared.
     """
     first = num_unique
     size = 16
@@ -225,35 +234,35 @@ def _one_bucket(keys, position, inverse, distinct, num_unique, table):  # type: 
         size *= 2
     for i in range(len(keys)):
         key = keys[i]
-        place = _find(table, size, key, first)
-        if table[place, 1] < first:
+        slot = _find(table, size, key, first)
+        if table[slot, 1] < first:
             if 2 * (num_unique - first) >= size:
                 size *= 4
-                table = _rebuilt(distinct, first, num_unique, size)
-                place = _find(table, size, key, first)
-            table[place, 0] = key
-            table[place, 1] = num_unique
+                table = _rebuild_table(distinct, first, num_unique, size)
+                slot = _find(table, size, key, first)
+            table[slot, 0] = key
+            table[slot, 1] = num_unique
             distinct[num_unique] = key
             num_unique += 1
-        inverse[position[i]] = table[place, 1]
+        inverse[position[i]] = table[slot, 1]
     return num_unique, table
 
 
 @njit(cache=True, nogil=True, inline="always")
 def _find(table, size, key, first):  # type: ignore[no-untyped-def]
-    """Where a key is, or would be."""
+    """Return the slot of a key in the hash table, or the free slot where it belongs (linear probing)."""
     mask = np.int64(size - 1)
-    place = np.int64(mix64_jit(np.uint64(key)) >> np.uint64(4)) & mask
-    while table[place, 1] >= first and table[place, 0] != key:
-        place = (place + 1) & mask
-    return place
+    slot = np.int64(mix64_jit(np.uint64(key)) >> np.uint64(4)) & mask
+    while table[slot, 1] >= first and table[slot, 0] != key:
+        slot = (slot + 1) & mask
+    return slot
 
 
 @njit(cache=True, nogil=True)
-def _rebuilt(distinct, first, num_unique, size):  # type: ignore[no-untyped-def]
+def _rebuild_table(distinct, first, num_unique, size):  # type: ignore[no-untyped-def]
     table = np.full((size, 2), -1, np.int64)
     for number in range(first, num_unique):
-        place = _find(table, size, distinct[number], first)
-        table[place, 0] = distinct[number]
-        table[place, 1] = number
+        slot = _find(table, size, distinct[number], first)
+        table[slot, 0] = distinct[number]
+        table[slot, 1] = number
     return table

@@ -1,11 +1,11 @@
-"""Distinct keys on the device: sorted, with the positions of each.
+"""Deduplication of keys on the device: sorted unique keys with the positions of each key.
 
-    keys[rows[i]] = sequence[order[i]],  rows and keys ascending,  order ascending inside a key
+    keys[rows[i]] = sequence[order[i]],  rows and keys ascending,  order ascending within a key
 
-A stable radix sort brings equal keys together; one kernel counts the beginnings in each block of sorted keys, and one
-numbers them. The result is a pure function of the sequence. Nothing waits for the device: outputs have room for as
-many distinct keys as there are positions, and `count`, which says how many there are, stays on the device too. Whoever
-needs the number on the host (to send keys, to look them up in a host table) waits when reading it.
+A stable radix sort groups equal keys; one kernel counts the unique keys that start in each block of sorted keys, and
+one numbers them. The result is a pure function of the sequence. There is no device synchronization: outputs have
+capacity for as many unique keys as there are positions, and the number of unique keys (`count`) stays on the device
+too. Code that needs it on the host (to send keys, or to look them up in a host table) waits when it reads it.
 
 Shapes: P positions.
 """
@@ -20,37 +20,37 @@ _BLOCK = 2048
 
 
 @dataclass(frozen=True, slots=True)
-class DistinctKeys:
-    """The distinct keys of a sequence; entries past `count` mean nothing."""
+class SortedUniqueKeys:
+    """Unique keys of a sequence and the positions of each; entries from `count` on are undefined."""
 
     keys_P: torch.Tensor
-    """ascending, in the sequence's type"""
+    """(P,) unique keys in ascending order, in the dtype of the sequence."""
     starts: torch.Tensor
-    """(P + 1,) int64: where each key's positions begin in `order_P`; entry `count` is P"""
+    """(P + 1,) int64 start of each key's positions in `order_P`; entry `count` is P."""
     order_P: torch.Tensor
-    """int64 positions in the sequence, by key"""
+    """(P,) int64 positions in the sequence, sorted by key."""
     rows_P: torch.Tensor
-    """int32: number of the key, beside `order_P`"""
+    """(P,) int32 index of the unique key of each entry of `order_P`."""
     count: torch.Tensor
-    """(1,) int64 number of distinct keys"""
+    """(1,) int64 number of unique keys."""
 
     def inverse(self) -> torch.Tensor:
-        """(P,) int32: number of the key of each position."""
+        """Return the (P,) int32 inverse indices: the index of the unique key of each position."""
         return torch.empty_like(self.rows_P).scatter_(0, self.order_P, self.rows_P)
 
 
-def dedup_keys(keys_P: torch.Tensor) -> DistinctKeys:
-    """Distinct keys of an int32 or int64 sequence; int32 sorts twice as fast."""
-    return DistinctKeys(*_run(keys_P))
+def dedup_keys(keys_P: torch.Tensor) -> SortedUniqueKeys:
+    """Return the unique keys of an int32 or int64 sequence; int32 keys are sorted twice as fast."""
+    return SortedUniqueKeys(*_run(keys_P))
 
 
-def dedup_keys_reference(keys_P: torch.Tensor) -> DistinctKeys:
-    """The definition, by torch.unique; it waits for the device."""
+def dedup_keys_reference(keys_P: torch.Tensor) -> SortedUniqueKeys:
+    """Reference implementation of `dedup_keys` with `torch.unique`; synchronizes with the device."""
     keys, inverse, counts = torch.unique(keys_P, return_inverse=True, return_counts=True)
     rows_P, order_P = inverse.to(torch.int32).sort(stable=True)
     starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     count = torch.tensor([len(keys)], device=keys_P.device)
-    return DistinctKeys(_padded(keys, len(keys_P)), _padded(starts, len(keys_P) + 1), order_P, rows_P, count)
+    return SortedUniqueKeys(_padded(keys, len(keys_P)), _padded(starts, len(keys_P) + 1), order_P, rows_P, count)
 
 
 def _padded(values: torch.Tensor, size: int) -> torch.Tensor:
@@ -68,12 +68,12 @@ def _fake(keys_P: torch.Tensor) -> Outputs:
 
 @kernel_op("dedup_keys", fake=_fake)
 def _run(keys_P: torch.Tensor) -> Outputs:
-    assert keys_P.dim() == 1, "a sequence of keys"
-    assert keys_P.dtype in (torch.int32, torch.int64), "keys are integers"
+    assert keys_P.dim() == 1, "keys must be one-dimensional"
+    assert keys_P.dtype in (torch.int32, torch.int64), "keys must be int32 or int64"
     if runs_triton(keys_P) and len(keys_P):
         return _launch(keys_P)
-    found = dedup_keys_reference(keys_P)
-    return found.keys_P, found.starts, found.order_P, found.rows_P, found.count
+    unique = dedup_keys_reference(keys_P)
+    return unique.keys_P, unique.starts, unique.order_P, unique.rows_P, unique.count
 
 
 def _launch(keys_P: torch.Tensor) -> Outputs:
@@ -98,11 +98,11 @@ if HAS_TRITON:
     import triton.language as tl
 
     @triton.jit
-    def _begins(sorted_keys, place, size):  # type: ignore[no-untyped-def]
-        """(key, whether it is the first of its kind) at places of the sorted keys."""
-        key = tl.load(sorted_keys + place, mask=place < size, other=0)
-        before = tl.load(sorted_keys + place - 1, mask=(place > 0) & (place < size), other=0)
-        return key, (place < size) & ((place == 0) | (key != before))
+    def _begins(sorted_keys, index, size):  # type: ignore[no-untyped-def]
+        """Return the sorted keys at these indices, and whether each is the first one of its value."""
+        key = tl.load(sorted_keys + index, mask=index < size, other=0)
+        before = tl.load(sorted_keys + index - 1, mask=(index > 0) & (index < size), other=0)
+        return key, (index < size) & ((index == 0) | (key != before))
 
     @triton.jit
     def _count_kernel(sorted_keys, counts, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -115,13 +115,13 @@ if HAS_TRITON:
         sorted_keys, counts, ends, distinct, rows, starts, count, size, BLOCK: tl.constexpr
     ):
         block = tl.program_id(0)
-        place = block * BLOCK + tl.arange(0, BLOCK)
-        key, begins = _begins(sorted_keys, place, size)
+        index = block * BLOCK + tl.arange(0, BLOCK)
+        key, begins = _begins(sorted_keys, index, size)
         before = tl.load(ends + block) - tl.load(counts + block)
         row = before + tl.cumsum(begins.to(tl.int32), axis=0) - 1
-        tl.store(rows + place, row, mask=place < size)
+        tl.store(rows + index, row, mask=index < size)
         tl.store(distinct + row, key, mask=begins)
-        tl.store(starts + row, place.to(tl.int64), mask=begins)
-        is_last = place == size - 1
-        tl.store(starts + row + 1, (place + 1).to(tl.int64), mask=is_last)
+        tl.store(starts + row, index.to(tl.int64), mask=begins)
+        is_last = index == size - 1
+        tl.store(starts + row + 1, (index + 1).to(tl.int64), mask=is_last)
         tl.store(count + row * 0, (row + 1).to(tl.int64), mask=is_last)

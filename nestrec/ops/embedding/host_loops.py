@@ -1,15 +1,10 @@
-"""Compiled host loops of embedding rows: atomics, finite checks, copies, prefetch.
+"""Compiled (numba) host loops on embedding rows: compare-and-swap, finite checks, row copies with software prefetch.
 
-What threads may do to one element of an array at the same time, inside numba loops.
-
-Whether float32 rows of the host hold an infinity or a NaN: one look at the bits of each element.
-
-Rows of host memory that are asked for before they are needed, inside numba loops.
-
-Rows lie at random places, and a processor sees one or two of them ahead: most of the time of a copy is waiting for
-memory, all the more while other threads use it.
-
-Copies of rows between host arrays of int32 words; a negative slot is skipped.
+- `compare_and_swap`: atomic operation on an array element, for use inside numba loops.
+- `are_finite`: checks float32 rows for infinities and NaNs by the bits of each element.
+- `gather_rows_host`, `scatter_rows_host`: copy rows between arrays of int32 words; negative slots are skipped. Rows are
+  at random addresses and a CPU looks only one or two of them ahead, so a copy mostly waits for memory, even more while
+  other threads use it. Therefore `prefetch_row` requests rows before they are needed.
 """
 
 from typing import Any
@@ -20,13 +15,14 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from nestrec.base.compat import numba_element_pointer, numba_prefetch
-from nestrec.base.thread_team import for_parts
+from nestrec.base.thread_team import parallel_for
 
 
-def _exchange_if(typing_context, array, index, expected, new):  # type: ignore[no-untyped-def]
-    """array[index] = new where it is `expected`, in one step; whether it was.
+def _compare_and_swap(typing_context, array, index, expected, new):  # type: ignore[no-untyped-def]
+    """Set array[index] to `new` atomically if it equals `expected`; return whether it did.
 
-    What the thread has read and written before is before it, and what comes after is after it, also for others.
+    Sequentially consistent: other threads see the earlier reads and writes of this thread before it and the later ones
+    after it.
     """
     signature = types.boolean(array, types.intp, array.dtype, array.dtype)
 
@@ -37,18 +33,18 @@ def _exchange_if(typing_context, array, index, expected, new):  # type: ignore[n
     return signature, code
 
 
-exchange_if: Any = intrinsic(_exchange_if)
+compare_and_swap: Any = intrinsic(_compare_and_swap)
 
 
 _EXPONENT = np.int32(0x7F800000)
-"""All of its bits are set in infinities and NaNs, and in nothing else."""
+"""Exponent bits of float32; all of them are set only in infinities and NaNs."""
 
 
 def are_finite(words: NDArray[np.int32], width: int) -> bool:
-    """The first `width` words of each of (n, num_words) rows, read as float32."""
-    found: list[bool] = []
-    for_parts(len(words), len(words), lambda first, end: found.append(_finite(words[first:end], width)))
-    return all(found)
+    """Return whether the first `width` words of each row, read as float32, are finite."""
+    results: list[bool] = []
+    parallel_for(len(words), len(words), lambda first, end: results.append(_finite(words[first:end], width)))
+    return all(results)
 
 
 @njit(cache=True, nogil=True)
@@ -61,12 +57,12 @@ def _finite(words, width):  # type: ignore[no-untyped-def]
 
 
 AHEAD = 6
-"""Rows."""
+"""Prefetch distance in rows."""
 _LINE_WORDS = 16
 
 
 def _prefetch(typing_context, array, row, word):  # type: ignore[no-untyped-def]
-    """Ask for the cache line of array[row, word]."""
+    """Prefetch the cache line of array[row, word]."""
     signature = types.void(array, types.intp, types.intp)
 
     def code(context, builder, signature, values):  # type: ignore[no-untyped-def]
@@ -80,7 +76,7 @@ _prefetch_word: Any = intrinsic(_prefetch)
 
 @njit(cache=True, nogil=True, inline="always")
 def prefetch_row(rows, row, width):  # type: ignore[no-untyped-def]
-    """Ask for rows[row, :width]; nothing happens where the row is negative."""
+    """Prefetch rows[row, :width]; does nothing if `row` is negative."""
     if row >= 0:
         for word in range(0, width, _LINE_WORDS):
             _prefetch_word(rows, row, word)
@@ -90,13 +86,13 @@ Words = NDArray[np.int32]
 
 
 def gather_rows_host(slab: Words, slots: NDArray[np.int64], out: Words, num_threads: int) -> None:
-    """out[i, :] = slab[slots[i], : out.shape[1]]: rows, or only their first words."""
-    for_parts(len(slots), len(slots), lambda a, b: _gather(slab, slots[a:b], out[a:b]), num_threads)
+    """Gather rows, or only their first words: out[i, :] = slab[slots[i], : out.shape[1]]."""
+    parallel_for(len(slots), len(slots), lambda a, b: _gather(slab, slots[a:b], out[a:b]), num_threads)
 
 
 def scatter_rows_host(slab: Words, slots: NDArray[np.int64], rows: Words, num_threads: int) -> None:
-    """slab[slots[i]] = rows[i]; the slots are distinct."""
-    for_parts(len(slots), len(slots), lambda a, b: _scatter(slab, slots[a:b], rows[a:b]), num_threads)
+    """Scatter rows: slab[slots[i]] = rows[i]. The slots must be unique."""
+    parallel_for(len(slots), len(slots), lambda a, b: _scatter(slab, slots[a:b], rows[a:b]), num_threads)
 
 
 @njit(cache=True, nogil=True)

@@ -1,30 +1,27 @@
-"""Gathers and pools embedding rows, with gradients summed in a fixed order.
+"""Embedding lookup (gather) and pooling (embedding bags), with deterministic gradients.
 
-Rows by index, with a gradient that is summed in a fixed order.
+`gather_rows` gathers rows by index:
 
     forward    out[p] = rows[index[p]]
-    backward   d rows[u] = sum of d out[p] over all p with index[p] = u, in the order of nestrec.ops.rows.sum
+    backward   d rows[u] = sum of d out[p] over all p with index[p] = u, in the order of `row_sum`
 
-torch's own index_select adds in an order that depends on threads (CPU) or on atomics (CUDA), so two runs may differ;
-here a run is repeatable to the bit.
+torch's own index_select adds gradients in an order that depends on threads (CPU) or on atomics (CUDA), so two runs can
+differ; here results are bitwise reproducible.
 
-Shapes: U rows, D elements of a row, P positions (of any shape).
+`HalfPrecisionRows` are 16-bit rows with float32 gradients. In autograd a gradient has the dtype of its tensor, so
+16-bit rows would get rounded gradients, and a float32 leaf would be a copy of all rows, twice their size. Therefore the
+leaf is an anchor: a float32 tensor with the shape of the rows that occupies a single element in memory. Operators that
+support `HalfPrecisionRows` read the values and return their gradient to the anchor.
 
-Rows of 16 bits as a loss reads them: gathered or scaled as they are stored, with gradients in float32.
-
-autograd gives a tensor a gradient of its own type, so rows of 16 bits would have rounded ones, and a float32 leaf would
-be a copy of all rows, twice as large as they are. So the leaf is an anchor: a float32 tensor of the rows' shape that is
-one number in memory. Operators that know `HalfPrecisionRows` read the values and give their gradient to the anchor.
-
-Sums of rows by segment (bags): a lookup and a sum in one pass, without the looked-up rows in memory.
+`pool_rows` sums rows by segment (bag): lookup and sum in one pass, without the looked-up rows in memory.
 
     forward    out[b] = sum of w[p] rows[index[p]] over the positions p of segment b, in order of p
-    backward   d rows[u] = sum of w[p] d out[segment of p] over all p with index[p] = u, in the order of
-               nestrec.ops.rows.sum
+    backward   d rows[u] = sum of w[p] d out[segment of p] over all p with index[p] = u, in the order of `row_sum`
 
-w is 1 where no weights are given. A mean is the sum divided by the positions of its segment, 0 of an empty one.
+w is 1 if there are no weights. A mean is the sum divided by the number of positions of the segment, and 0 for an empty
+segment.
 
-Shapes: U rows, D elements of a row, P positions, B segments with B + 1 offsets.
+Shapes: U rows, D elements of a row, P positions (of any shape in `gather_rows`), B segments with B + 1 offsets.
 """
 
 from dataclasses import dataclass
@@ -36,7 +33,7 @@ import torch
 from numba import njit
 from numpy.typing import NDArray
 
-from nestrec.base.thread_team import for_parts
+from nestrec.base.thread_team import parallel_for
 from nestrec.ops.embedding.row_copy import move_rows
 from nestrec.ops.embedding.row_sum import sum_by_index, sum_by_runs
 from nestrec.ops.kernel_op import kernel_op, runs_triton
@@ -44,34 +41,34 @@ from nestrec.ops.kernel_op import kernel_op, runs_triton
 
 @dataclass(frozen=True, slots=True)
 class HalfPrecisionRows:
-    """(U, D) rows; what is computed from them is float32."""
+    """16-bit rows whose gradients, and results computed from them, are float32."""
 
     values: torch.Tensor
-    """as they are stored, of 16 bits"""
+    """(U, D) stored 16-bit rows."""
     anchor: torch.Tensor
-    """float32 of the same shape; nothing but its gradient means anything"""
+    """(U, D) float32 leaf that receives the gradient; its values are not used."""
 
     @staticmethod
     def of(values: torch.Tensor) -> "HalfPrecisionRows":
-        """A leaf on these values."""
+        """Wrap 16-bit rows with a new anchor that requires a gradient."""
         anchor = torch.zeros((), dtype=torch.float32, device=values.device).expand(values.shape)
         return HalfPrecisionRows(values.detach(), anchor.detach().requires_grad_())
 
-    def whole(self) -> torch.Tensor:
-        """All rows as float32: for whoever needs more of them than `gather_rows` and `unit_rows` give."""
-        return _Widened.apply(self.anchor, self.values)  # type: ignore[no-any-return]
+    def to_float32(self) -> torch.Tensor:
+        """Return all rows as float32, for operators other than `gather_rows` and `unit_rows`. Differentiable."""
+        return _ToFloat32.apply(self.anchor, self.values)  # type: ignore[no-any-return]
 
 
 TableRows = torch.Tensor | HalfPrecisionRows
-"""Distinct rows of a table."""
+"""Deduplicated rows of a table, of any floating-point dtype or as `HalfPrecisionRows`."""
 
 
 def leaf_and_values(rows: TableRows) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the gradient is of, and what is read: the same tensor, or anchor and values."""
+    """Return the tensor that gets the gradient and the tensor to read: anchor and values, or the same tensor twice."""
     return (rows.anchor, rows.values) if isinstance(rows, HalfPrecisionRows) else (rows, rows)
 
 
-class _Widened(torch.autograd.Function):
+class _ToFloat32(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         return values.float()
@@ -85,16 +82,16 @@ _WORD_BYTES = 4
 
 
 def gather_rows(rows_UD: TableRows, index_P: torch.Tensor) -> torch.Tensor:
-    """rows_UD[index_P] of shape (*index_P.shape, D); the gradient is summed in a fixed order."""
+    """Return rows_UD[index_P] of shape (*index_P.shape, D); the gradient is summed in a fixed order."""
     if isinstance(rows_UD, HalfPrecisionRows):
         return _GatherRows.apply(rows_UD.anchor, index_P, rows_UD.values)  # type: ignore[no-any-return]
     return _GatherRows.apply(rows_UD, index_P, None)  # type: ignore[no-any-return]
 
 
-def deal_rows(rows_UD: torch.Tensor, index_P: torch.Tensor) -> torch.Tensor:
-    """`gather_rows` where no row is taken twice: its gradient is a move, without a sum.
+def gather_unique_rows(rows_UD: torch.Tensor, index_P: torch.Tensor) -> torch.Tensor:
+    """Gather rows by unique indices: like `gather_rows`, but the gradient is a copy instead of a sum.
 
-    Where the index is negative the first row is given, and no gradient comes back.
+    A negative index returns the first row and contributes no gradient.
     """
     return _DealRows.apply(rows_UD, index_P)  # type: ignore[no-any-return]
 
@@ -105,7 +102,7 @@ def _fake(rows_UD: torch.Tensor, index_P: torch.Tensor) -> torch.Tensor:
 
 @kernel_op("take_rows", fake=_fake)
 def take_rows(rows_UD: torch.Tensor, index_P: torch.Tensor) -> torch.Tensor:
-    """(P, D) rows_UD[index_P] for one-dimensional int32 or int64 places, without a gradient; rows may be strided."""
+    """Return rows_UD[index_P] of shape (P, D) for int32 or int64 indices, without a gradient; rows may be strided."""
     if not runs_triton(rows_UD) or not _has_words(rows_UD):
         return rows_UD.index_select(0, index_P)
     out_PD = rows_UD.new_empty(len(index_P), rows_UD.shape[1])
@@ -114,7 +111,7 @@ def take_rows(rows_UD: torch.Tensor, index_P: torch.Tensor) -> torch.Tensor:
 
 
 def _has_words(rows_UD: torch.Tensor) -> bool:
-    """Whether rows are whole int32 words; 16-bit rows of odd length are not."""
+    """Return whether each row consists of complete int32 words; 16-bit rows of odd length do not."""
     size = rows_UD.element_size()
     (stride, unit) = rows_UD.stride()
     sizes = size * rows_UD.shape[1], size * stride, size * rows_UD.storage_offset()
@@ -124,7 +121,7 @@ def _has_words(rows_UD: torch.Tensor) -> bool:
 class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_UD: torch.Tensor, index_P: torch.Tensor, stored_UD: torch.Tensor | None) -> torch.Tensor:
-        """stored: the values, where `rows` is the anchor of `HalfPrecisionRows`."""
+        """Gather rows; stored_UD: the values if `rows_UD` is the anchor of `HalfPrecisionRows`, otherwise None."""
         ctx.save_for_backward(index_P)
         ctx.num_rows = rows_UD.shape[0]
         ctx.dtype = rows_UD.dtype
@@ -154,32 +151,53 @@ class _DealRows(torch.autograd.Function):
         if _has_words(grad_PD):
             move_rows(grad_PD.view(torch.int32), out_UD.view(torch.int32), None, index_P)
         else:
-            there = index_P >= 0
-            out_UD[index_P[there]] = grad_PD[there]
+            is_valid = index_P >= 0
+            out_UD[index_P[is_valid]] = grad_PD[is_valid]
         return out_UD, None
 
 
 Pooling = Literal["sum", "mean", "weighted"]
-"""How the rows of a bag become one vector; `weighted` is a sum of rows times the weights that come with their keys."""
+"""Pooling mode of a bag; `weighted` is the sum of rows times the per-sample weights of their keys."""
 
 
 def pool_bags(
     rows_UD: TableRows, index_P: torch.Tensor, offsets: torch.Tensor, how: Pooling, weight_P: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """(B, D) vectors of bags. weight_P: of each position, for `weighted` alone."""
-    whole_UD = rows_UD.whole() if isinstance(rows_UD, HalfPrecisionRows) else rows_UD
-    pooled_BD = pool_rows(whole_UD, index_P, offsets, weight_P if how == "weighted" else None)
+    """Return the (B, D) pooled vectors of bags.
+
+    Args:
+        rows_UD: Deduplicated rows.
+        index_P: Row of each position.
+        offsets: (B + 1,) start of each bag.
+        how: Pooling mode.
+        weight_P: Weight of each position; used by `weighted` only.
+    """
+    float_UD = rows_UD.to_float32() if isinstance(rows_UD, HalfPrecisionRows) else rows_UD
+    pooled_BD = pool_rows(float_UD, index_P, offsets, weight_P if how == "weighted" else None)
     return pooled_BD / offsets.diff().clamp(min=1)[:, None] if how == "mean" else pooled_BD
 
 
 def pool_rows(
     rows_UD: torch.Tensor, index_P: torch.Tensor, offsets: torch.Tensor, weight_P: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """(B, D) sums of `rows_UD[index_P]` over segments: the bags of `nn.EmbeddingBag`, as a task of your own has them.
+    """Sum looked-up rows over segments, like `nn.EmbeddingBag`; for custom tasks.
 
-    rows_UD: distinct rows. index_P: the row of each position. offsets: (B + 1,) where each segment begins. weight_P:
-    what each is multiplied with; it gets no gradient.
-    float32 and float64 on a CPU are fused; otherwise as `pool_rows_reference`.
+    Fused for float32 and float64 on a CPU; otherwise computed by `pool_rows_reference`.
+
+    Args:
+        rows_UD: (U, D) unique rows.
+        index_P: (P,) row of each position.
+        offsets: (B + 1,) start of each segment.
+        weight_P: (P,) weight of each position (`per_sample_weights`); gets no gradient.
+
+    Returns:
+        (B, D) sums of `rows_UD[index_P]` over the segments.
+
+    Example:
+        >>> rows = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+        >>> pool_rows(rows, torch.tensor([0, 1, 1]), torch.tensor([0, 2, 3]))
+        tensor([[1., 1.],
+                [0., 1.]])
     """
     if rows_UD.device.type == "cpu" and rows_UD.dtype in (torch.float32, torch.float64):
         return _PoolRows.apply(rows_UD, index_P, offsets, weight_P)  # type: ignore[no-any-return]
@@ -189,7 +207,7 @@ def pool_rows(
 def pool_rows_reference(
     rows_UD: torch.Tensor, index_P: torch.Tensor, offsets: torch.Tensor, weight_P: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The same sums over the looked-up rows."""
+    """Reference implementation of `pool_rows`: gathers the rows, then sums them."""
     looked_up_PD = gather_rows(rows_UD, index_P)
     if weight_P is not None:
         looked_up_PD = looked_up_PD * weight_P.to(looked_up_PD.dtype)[:, None]
@@ -206,7 +224,7 @@ def _pool(rows, index, offsets, weight, out, low, high):  # type: ignore[no-unty
 
 
 @njit(cache=True, nogil=True)
-def _spread(offsets, grad, weight, out, index, low, high):  # type: ignore[no-untyped-def]  # noqa: PLR0917
+def _scatter_gradients(offsets, grad, weight, out, index, low, high):  # type: ignore[no-untyped-def]  # noqa: PLR0917
     for b in range(len(offsets) - 1):
         for p in range(offsets[b], offsets[b + 1]):
             row = index[p]
@@ -230,7 +248,7 @@ class _PoolRows(torch.autograd.Function):
         out_BD = rows_UD.new_zeros(len(offsets) - 1, rows_UD.shape[1])
         rows, index, bounds = (t.detach().contiguous().numpy() for t in (rows_UD, index_P, offsets))
         out = out_BD.numpy()
-        for_parts(len(out), len(index), lambda low, high: _pool(rows, index, bounds, ctx.weight, out, low, high))
+        parallel_for(len(out), len(index), lambda low, high: _pool(rows, index, bounds, ctx.weight, out, low, high))
         return out_BD
 
     @staticmethod
@@ -238,11 +256,11 @@ class _PoolRows(torch.autograd.Function):
         index_P, offsets = ctx.saved_tensors
         grad_BD = grads[0].contiguous()
         index, bounds, grad = (t.contiguous().numpy() for t in (index_P, offsets, grad_BD))
-        summed = sum_by_runs(index, ctx.num_rows, grad_BD, partial(_spread, bounds, grad, ctx.weight))
+        summed = sum_by_runs(index, ctx.num_rows, grad_BD, partial(_scatter_gradients, bounds, grad, ctx.weight))
         return summed, None, None, None
 
 
 def _weights(weight_P: torch.Tensor | None, dtype: torch.dtype) -> NDArray[Any]:
-    """In the type of the rows; an empty array where there are none."""
-    none = torch.zeros(0, dtype=dtype) if weight_P is None else weight_P.detach().to(dtype)
-    return np.ascontiguousarray(none.numpy())
+    """Return the weights in the dtype of the rows; an empty array if there are none."""
+    weights = torch.zeros(0, dtype=dtype) if weight_P is None else weight_P.detach().to(dtype)
+    return np.ascontiguousarray(weights.numpy())

@@ -1,15 +1,15 @@
-"""Sums of rows by index, in a fixed order of additions.
+"""Deterministic sums of rows by index (scatter-add, segment sum), with a fixed order of additions.
 
     out[u] = sum of grad[p] over all p with index[p] = u
 
-in order of p, by runs: the first RUN positions of u are added one after the other, then the next RUN, and so on; then
-the sums of the runs are added one after the other. Up to RUN positions that is the plain sum in order. A row that half
-a batch uses has thousands of runs, which are summed beside each other. No atomics: a run is repeatable to the bit, and
-the host loops and the kernels give the same bits.
+in order of p, by runs: the first RUN positions of u are added sequentially, then the next RUN, and so on; then the sums
+of the runs are added sequentially. For up to RUN positions this is the plain sum in order. A row that half a batch uses
+has thousands of runs, which are summed in parallel. There are no atomic additions: results are bitwise reproducible,
+and the host loops and the kernels return bitwise identical results.
 
-On a GPU positions are sorted by row (stable). One kernel sums the rows of a single run, several to a program; two more
-deal with rows of many runs, found without a list of them: each block of RUN sorted positions holds at most two
-beginnings of such runs, and at most one beginning of such a row.
+On a GPU positions are sorted by row (stable). One kernel sums the rows that have a single run, several rows per
+program. Two more kernels sum the rows with several runs without a list of them: in each block of RUN sorted positions,
+at most two such runs and at most one such row start.
 
 Shapes: U rows, D elements of a row, P positions.
 """
@@ -22,19 +22,19 @@ import torch
 from numba import njit
 from numpy.typing import NDArray
 
-from nestrec.base.thread_team import for_parts
+from nestrec.base.thread_team import parallel_for
 from nestrec.ops.kernel_op import HAS_TRITON, kernel_op, runs_triton
 
 RUN = 256
-"""Positions of a row that are added one after the other."""
+"""Number of positions of a row that are added sequentially."""
 _TILE_ELEMENTS = 512
 _NUM_WARPS = 4
 MAX_REGISTERS = 64
-"""With fewer, which the compiler would choose, rows are loaded one after the other."""
+"""Register limit per thread; with the lower number that the compiler chooses, rows are loaded sequentially."""
 
 
 def sum_by_index_reference(grad_PD: torch.Tensor, index_P: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """The definition: one addition after the other."""
+    """Reference implementation of `sum_by_index`: adds sequentially."""
     out_UD = grad_PD.new_zeros(num_rows, grad_PD.shape[1])
     for row in range(num_rows):
         for run in torch.nonzero(index_P == row)[:, 0].split(RUN):
@@ -46,26 +46,32 @@ def sum_by_index_reference(grad_PD: torch.Tensor, index_P: torch.Tensor, num_row
 
 
 def sum_by_index(grad_PD: torch.Tensor, index_P: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """(num_rows, D) sums, in float32 or wider."""
+    """Return the (num_rows, D) sums of gradients by row, in float32 or wider.
+
+    Args:
+        grad_PD: Gradient of each position.
+        index_P: Row of each position.
+        num_rows: Number of rows.
+    """
     return _run(grad_PD, index_P, num_rows)
 
 
 def add_by_index(out_UD: torch.Tensor, index_P: torch.Tensor, grad_PD: torch.Tensor) -> None:
-    """out[index[p]] += grad[p] for p in order, in place, one addition after the other. On a CPU; float32 or float64."""
+    """Add out[index[p]] += grad[p] in place, sequentially in order of p. CPU only; float32 or float64."""
     out = out_UD.numpy()
     index = index_P.numpy()
     grad = grad_PD.contiguous().numpy()
-    # Threads share out rows, not positions, so that each row is still summed in order.
-    for_parts(len(out), len(index), lambda low, high: _add(out, index, grad, low, high))
+    # Threads split the rows, not the positions, so that each row is still summed in order.
+    parallel_for(len(out), len(index), lambda low, high: _add(out, index, grad, low, high))
 
 
 def sum_type(dtype: torch.dtype) -> torch.dtype:
-    """What values of this type are summed in."""
+    """Return the dtype in which values of `dtype` are summed."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def with_whole_rows(grad_PD: torch.Tensor) -> torch.Tensor:
-    """The same gradient, copied where the elements of a row do not lie together, as in that of a sum (expanded)."""
+def with_contiguous_rows(grad_PD: torch.Tensor) -> torch.Tensor:
+    """Return the gradient, copied if the elements of a row are not adjacent (the gradient of a sum is expanded)."""
     return grad_PD if grad_PD.stride(1) == 1 else grad_PD.contiguous()
 
 
@@ -76,7 +82,7 @@ def _fake(grad_PD: torch.Tensor, index_P: torch.Tensor, num_rows: int) -> torch.
 @kernel_op("sum_by_index", fake=_fake)
 def _run(grad_PD: torch.Tensor, index_P: torch.Tensor, num_rows: int) -> torch.Tensor:
     if runs_triton(grad_PD):
-        return _launch(with_whole_rows(grad_PD), index_P, num_rows)
+        return _launch(with_contiguous_rows(grad_PD), index_P, num_rows)
     wide_PD = grad_PD.to(sum_type(grad_PD.dtype)).contiguous()
     if grad_PD.device.type != "cpu":
         return _torch_sum(wide_PD, index_P, num_rows)
@@ -86,26 +92,35 @@ def _run(grad_PD: torch.Tensor, index_P: torch.Tensor, num_rows: int) -> torch.T
 
 
 Adder = Callable[[NDArray[Any], NDArray[np.int32], int, int], None]
-"""(out, row of each position, low, high): adds to rows low to high of `out`, in order of position."""
+"""Function of (out, row of each position, low, high) that adds to rows [low, high) of `out` in order of position."""
 
 
 def sum_by_runs(index: NDArray[Any], num_rows: int, like: torch.Tensor, add: Adder) -> torch.Tensor:
-    """(num_rows, D) sums on the host: every run but the first of a row has a row of its own behind the others."""
+    """Return (num_rows, D) sums on the host, by runs.
+
+    Every run except the first one of a row is summed into a separate row after the others.
+
+    Args:
+        index: Row of each position.
+        num_rows: Number of rows.
+        like: Tensor with the width, dtype and device of the result.
+        add: Function that adds the positions to their rows.
+    """
     rows = index
     owners = np.empty(0, np.int32)
     if len(index) > RUN:
         rows, owners = _split_runs(index, num_rows)
-    both = like.new_zeros(num_rows + len(owners), like.shape[1])
-    out = both.numpy()
-    # Threads share out rows, not positions, so that each row is still summed in order.
-    for_parts(len(out), len(rows), lambda low, high: add(out, rows, low, high))
+    extended = like.new_zeros(num_rows + len(owners), like.shape[1])
+    out = extended.numpy()
+    # Threads split the rows, not the positions, so that each row is still summed in order.
+    parallel_for(len(out), len(rows), lambda low, high: add(out, rows, low, high))
     if len(owners):
         _add(out[:num_rows], owners, out[num_rows:], 0, num_rows)
-    return both[:num_rows]
+    return extended[:num_rows]
 
 
 def _torch_sum(grad_PD: torch.Tensor, index_P: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Without Triton: in order, but not by runs."""
+    """Sum without Triton: in order, but not by runs."""
     sorted_P, order_P = index_P.sort(stable=True)
     bounds = torch.arange(num_rows + 1, dtype=sorted_P.dtype, device=sorted_P.device)
     offsets = torch.searchsorted(sorted_P, bounds)
@@ -124,7 +139,7 @@ def _add(out: NDArray[Any], index: NDArray[Any], grad: NDArray[Any], low: int, h
 
 @njit(cache=True, nogil=True)
 def _split_runs(index, num_rows):  # type: ignore[no-untyped-def]
-    """For each position the row that its run is summed in, and for each row behind `num_rows` whose run it is."""
+    """Return the row into which each position is summed, and for each extra row (after `num_rows`) its target row."""
     seen = np.zeros(num_rows, np.int32)
     row_of = np.arange(num_rows).astype(np.int32)
     rows, owners = np.empty(len(index), np.int32), np.empty(len(index) // RUN, np.int32)
@@ -173,7 +188,7 @@ def _launch(grad_PD: torch.Tensor, index_P: torch.Tensor, num_rows: int) -> torc
 def sum_long_runs(
     grad_PD: torch.Tensor, rows_P: torch.Tensor, order_P: torch.Tensor, starts: torch.Tensor
 ) -> torch.Tensor:
-    """Sums of the runs of rows that have several, each at a place that follows from where its row starts."""
+    """Return the sums of the runs of all rows with several runs; `run_of_block` defines their order."""
     num_positions, dim = grad_PD.shape
     blocks = triton.cdiv(num_positions, RUN)
     partial = grad_PD.new_empty(2 * blocks, dim, dtype=sum_type(grad_PD.dtype))
@@ -194,7 +209,7 @@ def sum_long_runs(
 
 
 def add_long_runs(partial: torch.Tensor, rows_P: torch.Tensor, starts: torch.Tensor, out_UD: torch.Tensor) -> None:
-    """Sums of runs, placed as by `sum_long_runs`, into the rows that have several."""
+    """Add the sums of runs from `sum_long_runs` and store them to the rows with several runs."""
     num_positions = len(rows_P)
     dim = out_UD.shape[1]
     _finish_kernel[(triton.cdiv(num_positions, RUN),)](
@@ -238,9 +253,10 @@ if HAS_TRITON:
         ROWS: tl.constexpr,
         TYPE: tl.constexpr,
     ):
-        """(ROWS, BLOCK) sums of the rows at order[first : first + length], one after the other.
+        """Return the (ROWS, BLOCK) sums of the rows at order[first : first + length], added sequentially.
 
-        Four at a time, the next positions before these rows before the sums: else the compiler waits for each in turn.
+        Processes four rows per iteration and loads the next positions before it adds; otherwise the compiler would wait
+        for each load.
         """
         total = tl.zeros([ROWS, BLOCK], TYPE)
         p0, p1 = _position(order, first, length, 0), _position(order, first, length, 1)
@@ -257,9 +273,11 @@ if HAS_TRITON:
 
     @triton.jit
     def run_of_block(rows, starts, block, is_second, num_positions, RUN_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: PLR0917
-        """A run of a row of several runs: (first sorted position, length, where its sum goes); length 0: none.
+        """Return a run of a row with several runs: (first sorted position, length, index of its sum).
 
-        Program 0 of a block takes the run of the row that the block begins in, program 1 that of the row it ends in.
+        The length is 0 if there is no such run.
+
+        Program 0 of a block sums the run of the row at the start of the block, program 1 that of the row at its end.
         """
         low = block * RUN_SIZE
         high = tl.minimum(low + RUN_SIZE, num_positions)
@@ -272,7 +290,7 @@ if HAS_TRITON:
 
     @triton.jit
     def long_row_of_block(rows, starts, block, num_positions, RUN_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-        """The row of several runs that begins among the block's sorted positions: (row, start, end); end 0: none."""
+        """Return the row with several runs that starts in the block: (row, start, end); `end` is 0 without one."""
         low = block * RUN_SIZE
         row = tl.load(rows + tl.minimum(low + RUN_SIZE, num_positions) - 1)
         start, end = tl.load(starts + row), tl.load(starts + row + 1)
@@ -283,7 +301,7 @@ if HAS_TRITON:
     def sum_partial(  # type: ignore[no-untyped-def]  # noqa: PLR0917
         partial, start, end, D: tl.constexpr, BLOCK: tl.constexpr, RUN_SIZE: tl.constexpr, UNROLL: tl.constexpr
     ):
-        """(1, BLOCK) sum of the runs of the row at sorted positions start to end."""
+        """Return the (1, BLOCK) sum of the runs of the row at sorted positions [start, end)."""
         column = tl.arange(0, BLOCK)[None, :]
         total = tl.zeros([1, BLOCK], partial.dtype.element_ty)
         num_runs = (end - start + RUN_SIZE - 1) // RUN_SIZE

@@ -1,4 +1,4 @@
-"""One step of a row optimiser on the rows of a batch, in one pass over them.
+"""One step of a row-wise (sparse) optimizer on the rows of a batch, fused into one pass over the rows.
 
 g: deduplicated gradient of a row, w: weight, c: moment scale, lr_t: learning rate, for Adam with its bias corrections.
 
@@ -8,10 +8,10 @@ g: deduplicated gradient of a row, w: weight, c: moment scale, lr_t: learning ra
     adam             m += (1-b1) * (g - m);      v += (1-b2) * (g^2 - v);        w -= lr_t * m / (sqrt(v) + eps)
     rowwise_adam     m as adam;                  v += (1-b2) * (mean(g^2) - v);  w -= lr_t * m / (sqrt(v) + eps)
 
-Divisions by constants are multiplications by their inverses, as CUDA does them. Means over a row are sums by halves, in
-the same order in every implementation; roots and divisions are correctly rounded, and no product is fused with a sum.
-So the kernel gives the bits of the definition. Weights of 16 bits are updated in float32 and rounded by chance
-(nestrec.ops.rows.round), or to nearest where no draws are given.
+Divisions by constants are multiplications by their inverses, as CUDA computes them. Means over a row are sums by
+halves, in the same order in every implementation; square roots and divisions are correctly rounded, and there is no
+fused multiply-add. So the kernel is bitwise identical to the reference implementation. 16-bit weights are updated in
+float32 and rounded stochastically (`nestrec.ops.embedding.stochastic_rounding`), or to nearest if there are no draws.
 
 Shapes: N rows, D elements of a row, P updated rows.
 """
@@ -22,8 +22,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from nestrec.ops.embedding.row_sum import with_whole_rows
-from nestrec.ops.embedding.stochastic_rounding import HALF_TYPES, rounded
+from nestrec.ops.embedding.row_sum import with_contiguous_rows
+from nestrec.ops.embedding.stochastic_rounding import HALF_TYPES, round_stochastically
 from nestrec.ops.kernel_op import HAS_TRITON, kernel_op, runs_triton
 
 KINDS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "rowwise_adam")
@@ -33,22 +33,24 @@ _NUM_WARPS = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowRule:
-    """An optimiser and the numbers of one step."""
+    """Row optimizer and its coefficients for one step."""
 
     kind: str
-    """one of KINDS"""
+    """Optimizer, one of `KINDS`."""
     learning_rate: float
-    """for Adam with its bias corrections"""
+    """Learning rate of the step; includes the bias corrections of Adam."""
     eps: float = 0.0
+    """Term added to the denominator for numerical stability; unused by SGD."""
     decay1: float = 0.0
-    """1 - b1"""
+    """Update rate of the first moment of Adam, 1 - b1."""
     decay2: float = 0.0
-    """1 - b2"""
+    """Update rate of the second moment of Adam, 1 - b2."""
     inverse_scale: float = 1.0
-    """1 / c"""
+    """Inverse moment scale 1 / c of `rowwise_adagrad`."""
 
     @property
     def numbers(self) -> list[float]:
+        """Coefficients as a flat list, as the operator needs them."""
         return [self.learning_rate, self.eps, self.decay1, self.decay2, self.inverse_scale]
 
 
@@ -61,10 +63,18 @@ def update_rows(
     *,
     draw_P: torch.Tensor | None = None,
 ) -> None:
-    """Update rows in place; row i, or row index[i] where that is not negative (distinct), by grad[i].
+    """Update rows in place with their gradients.
 
-    states: the columns of the rule, (N, D), or (N, 1) for one number a row, in the gradient's type; all may be strided.
-    draw: int64 keys of the random bits by which weights of 16 bits are rounded; other weights need none.
+    Args:
+        weight_ND: Weights; may be strided.
+        states: Optimizer state of the rule in the dtype of the gradient: (N, D), or (N, 1) for one value per row; may
+            be strided.
+        grad_PD: Gradients of the updated rows.
+        rule: Optimizer and coefficients.
+        index_P: Row of each gradient; negative ones are skipped, the others must be unique. None updates row i with
+            gradient i.
+        draw_P: Key of the random bits of each gradient, int64, for the stochastic rounding of 16-bit weights; other
+            weights ignore it.
     """
     draws = draw_P if weight_ND.dtype in HALF_TYPES else None
     _run(weight_ND, list(states), grad_PD, index_P, draws, rule.kind, rule.numbers)
@@ -77,28 +87,28 @@ def update_rows_reference(
     rule: RowRule,
     draw_P: torch.Tensor | None = None,
 ) -> None:
-    """The definition, on rows in order."""
-    store_weight(weight_ND, weight_ND.to(grad_PD.dtype) - change_of(states, grad_PD, rule), draw_P)
+    """Reference implementation of `update_rows`; gradient i updates row i."""
+    store_weight(weight_ND, weight_ND.to(grad_PD.dtype) - compute_change(states, grad_PD, rule), draw_P)
 
 
 def store_weight(weight_ND: torch.Tensor, value_ND: torch.Tensor, draw_N: torch.Tensor | None) -> None:
-    """Weights of any type from what a step makes of them."""
+    """Store updated values to weights of any dtype, rounded stochastically if they have 16 bits and there are draws."""
     is_drawn = weight_ND.dtype in HALF_TYPES and draw_N is not None
-    weight_ND.copy_(rounded(value_ND, draw_N, weight_ND.dtype) if is_drawn else value_ND)  # type: ignore[arg-type]
+    weight_ND.copy_(round_stochastically(value_ND, draw_N, weight_ND.dtype) if is_drawn else value_ND)  # type: ignore[arg-type]
 
 
-def change_of(states: Sequence[torch.Tensor], grad_PD: torch.Tensor, rule: RowRule) -> torch.Tensor:
-    """What a rule takes from the weights; the states change in place."""
+def compute_change(states: Sequence[torch.Tensor], grad_PD: torch.Tensor, rule: RowRule) -> torch.Tensor:
+    """Return the values to subtract from the weights, and update the optimizer states in place."""
     return _RULES[rule.kind](states, grad_PD, rule)
 
 
 def root(x: torch.Tensor) -> torch.Tensor:
-    """Square root, correctly rounded: torch's own on a CPU (MKL) may be off in the last bit."""
+    """Return the correctly rounded square root; torch's own on a CPU (MKL) can be wrong in the last bit."""
     return torch.from_numpy(np.sqrt(x.numpy())) if x.device.type == "cpu" else x.sqrt()
 
 
 def mean_of_squares(grad: torch.Tensor) -> torch.Tensor:
-    """(n, 1) mean of g^2 over a row, summed by halves: elements i and i + half first."""
+    """Return the (n, 1) means of g^2 over each row, summed by halves: elements i and i + half first."""
     total = grad * grad
     while total.shape[1] > 1:
         half = (total.shape[1] + 1) // 2
@@ -147,7 +157,10 @@ _RULES: dict[str, Callable[[Sequence[torch.Tensor], torch.Tensor, RowRule], torc
 
 
 def can_launch(weight_ND: torch.Tensor, states: Sequence[torch.Tensor], sum_dtype: torch.dtype) -> bool:
-    """Summed gradients and states in float32 only: Triton has no correctly rounded root of float64."""
+    """Return whether the kernel can run: float32 gradients and states only.
+
+    Triton has no correctly rounded float64 square root.
+    """
     return runs_triton(weight_ND) and {sum_dtype, *(state.dtype for state in states)} == {torch.float32}
 
 
@@ -161,17 +174,17 @@ def _run(  # noqa: PLR0917
     kind: str,
     numbers: list[float],
 ) -> None:
-    rule = rule_of(kind, numbers)
+    rule = rule_from_numbers(kind, numbers)
     if can_launch(weight_ND, states, grad_PD.dtype):
-        _launch(weight_ND, states, with_whole_rows(grad_PD), index_P, draw_P, rule)
+        _launch(weight_ND, states, with_contiguous_rows(grad_PD), index_P, draw_P, rule)
     elif index_P is None:
         update_rows_reference(weight_ND, states, grad_PD, rule, draw_P)
     else:
         _update_some(weight_ND, states, grad_PD, index_P, draw_P, rule)
 
 
-def rule_of(kind: str, numbers: Sequence[float]) -> RowRule:
-    """The inverse of `RowRule.numbers`."""
+def rule_from_numbers(kind: str, numbers: Sequence[float]) -> RowRule:
+    """Build a rule from its kind and `RowRule.numbers`."""
     learning_rate, eps, decay1, decay2, inverse_scale = numbers
     return RowRule(
         kind=kind, learning_rate=learning_rate, eps=eps, decay1=decay1, decay2=decay2, inverse_scale=inverse_scale
@@ -187,24 +200,24 @@ def _update_some(  # noqa: PLR0917
     rule: RowRule,
 ) -> None:
     moved = index_P >= 0
-    places = index_P[moved].long()
+    indices = index_P[moved].long()
     columns = [weight_ND, *states]
-    picked = [c[places] for c in columns]
-    update_rows_reference(picked[0], picked[1:], grad_PD[moved], rule, None if draw_P is None else draw_P[moved])
-    for column, values in zip(columns, picked, strict=True):
-        column[places] = values
+    updated = [c[indices] for c in columns]
+    update_rows_reference(updated[0], updated[1:], grad_PD[moved], rule, None if draw_P is None else draw_P[moved])
+    for column, values in zip(columns, updated, strict=True):
+        column[indices] = values
 
 
 def check_columns(weight_ND: torch.Tensor, states: Sequence[torch.Tensor], grad_PD: torch.Tensor, kind: str) -> None:
-    """What the kernels take for granted."""
+    """Assert that the arguments have the layout that the kernels need."""
     assert len(states) == {"sgd": 0, "adagrad": 1, "rowwise_adagrad": 1, "adam": 2, "rowwise_adam": 2}[kind]
-    assert weight_ND.shape[1] == grad_PD.shape[1], "a gradient is as wide as a weight"
-    assert all(t.shape[1] == 1 or t.stride(1) == 1 for t in (weight_ND, grad_PD, *states)), "elements lie together"
+    assert weight_ND.shape[1] == grad_PD.shape[1], "gradients and weights must have the same width"
+    assert all(t.shape[1] == 1 or t.stride(1) == 1 for t in (weight_ND, grad_PD, *states)), "rows must be contiguous"
 
 
 def kernel_columns(weight_ND: torch.Tensor, states: Sequence[torch.Tensor], rule: RowRule) -> dict[str, object]:
-    """The arguments of `update_tile` that do not depend on the tile."""
-    first, second = (*states, weight_ND, weight_ND)[:2]  # a rule with fewer states never touches the others
+    """Return the arguments of `update_tile` that do not depend on the tile."""
+    first, second = (*states, weight_ND, weight_ND)[:2]  # placeholders: a rule with fewer states never accesses them
     learning_rate, eps, decay1, decay2, inverse_scale = rule.numbers
     return {
         "weight": weight_ND,
@@ -261,7 +274,7 @@ if HAS_TRITON:
 
     @triton.jit
     def mean_by_halves(values, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, inverse_dim):  # type: ignore[no-untyped-def]
-        """(ROWS,) means of (ROWS, BLOCK) values, of which the first D count; summed as in `mean_of_squares`."""
+        """Return the (ROWS,) means of the first D of (ROWS, BLOCK) values, summed as in `mean_of_squares`."""
         total = values
         if D == BLOCK:
             for level in tl.static_range(16):
@@ -285,7 +298,7 @@ if HAS_TRITON:
         row,
         moved,
         draws,
-        place,
+        position,
         weight,
         first,
         second,
@@ -304,13 +317,14 @@ if HAS_TRITON:
         SECOND_STRIDE: tl.constexpr,
         IS_BFLOAT16: tl.constexpr,
     ):
-        """Update (ROWS,) int64 rows where moved, given their (ROWS, BLOCK) float32 gradient and weight `value`.
+        """Update (ROWS,) int64 rows where `moved` is set, with their (ROWS, BLOCK) float32 gradient and weight `value`.
 
-        draws: int64 keys of random bits, those of these rows at (ROWS,) `place`, or none to round to nearest.
+        draws: int64 keys of random bits, indexed by (ROWS,) `position`; None rounds to nearest.
         """
         column = tl.arange(0, BLOCK)[None, :]
         mask = moved[:, None] & (column < D)
-        at_first, at_second = first + row * FIRST_STRIDE, second + row * SECOND_STRIDE
+        at_first = first + row * FIRST_STRIDE
+        at_second = second + row * SECOND_STRIDE
         if KIND == 0:
             change = gradient
         if KIND == 1:
@@ -344,7 +358,7 @@ if HAS_TRITON:
         if draws is None:
             kept = value.to(weight.dtype.element_ty)
         else:
-            draw = tl.load(draws + place, mask=moved, other=0)
+            draw = tl.load(draws + position, mask=moved, other=0)
             bits = round_tile(value, draw, BLOCK, IS_BFLOAT16)
             kept = bits.to(weight.dtype.element_ty, bitcast=True)
         tl.store(weight + (row * WEIGHT_STRIDE)[:, None] + column, kept, mask=mask)
@@ -353,7 +367,7 @@ if HAS_TRITON:
     def load_weight(  # type: ignore[no-untyped-def]  # noqa: PLR0917
         weight, row, moved, D: tl.constexpr, BLOCK: tl.constexpr, WEIGHT_STRIDE: tl.constexpr
     ):
-        """(ROWS, BLOCK) weights."""
+        """Load the (ROWS, BLOCK) weights of the rows where `moved` is set."""
         column = tl.arange(0, BLOCK)[None, :]
         return tl.load(weight + (row * WEIGHT_STRIDE)[:, None] + column, mask=moved[:, None] & (column < D), other=0.0)
 
@@ -382,22 +396,22 @@ if HAS_TRITON:
         SECOND_STRIDE: tl.constexpr,
         IS_BFLOAT16: tl.constexpr,
     ):
-        place = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-        inside = place < count
+        position = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        inside = position < count
         if index is None:
-            row = place.to(tl.int64)
+            row = position.to(tl.int64)
         else:
-            row = tl.load(index + place, mask=inside, other=-1).to(tl.int64)
+            row = tl.load(index + position, mask=inside, other=-1).to(tl.int64)
         moved = inside & (row >= 0)
         value = load_weight(weight, row, moved, D, BLOCK, WEIGHT_STRIDE)
-        gradient = load_weight(grad, place.to(tl.int64), moved, D, BLOCK, GRAD_STRIDE)
+        gradient = load_weight(grad, position.to(tl.int64), moved, D, BLOCK, GRAD_STRIDE)
         update_tile(
             gradient,
             value,
             row,
             moved,
             draws,
-            place,
+            position,
             weight,
             first,
             second,

@@ -1,13 +1,14 @@
-"""Stochastic rounding of float32 to 16 bits: up or down, with the chances that keep the mean where it is.
+"""Stochastic rounding of float32 to bfloat16 and float16: up or down at random, with the value as the expectation.
 
     m       the bits of |x|, as an integer;  r = 24 random bits of (key of the row, element)
     bfloat16    (m + (r >> 8)) >> 16
-    float16     (m - 112 * 2**23 + (r >> 11)) >> 13, where x is no smaller than the smallest normal number; below it
-                the significand is shifted as far as the exponent says, with as many random bits added
+    float16     (m - 112 * 2**23 + (r >> 11)) >> 13 for normal numbers; for subnormal numbers the significand is shifted
+                right as the exponent requires, after as many random bits were added
 
-A weight that changes by less than half of its last place would never move if it were rounded to nearest; so it moves
-as far as it should on average. Everything is integer arithmetic: a CPU, a GPU and Triton's interpreter give the same
-bits. What is too large becomes an infinity, as in rounding to nearest.
+A weight that changes by less than half a unit in the last place would never change with rounding to nearest; with
+stochastic rounding it changes by the right amount on average. All computations are integer arithmetic, so a CPU, a GPU
+and Triton's interpreter return bitwise identical results. Values that are too large become infinity, as with rounding
+to nearest.
 
 Shapes: P rows, D elements of a row.
 """
@@ -25,7 +26,8 @@ _SIGN, _INFINITY = 0x8000, 0x7F800000
 _FRACTION = 0x7FFFFF
 _ONE = 1 << 23
 _BIAS, _FIRST_NORMAL, _FIRST_TOO_LARGE = 112, 113, 143
-"""float16: how far its exponents lie below those of float32; those of its smallest and of no normal number"""
+"""Constants of float16: difference of the exponent bias to float32; float32 exponents of its smallest normal number and
+of the first numbers that are too large."""
 
 
 _0, _8, _11, _13, _16, _23 = (np.uint32(n) for n in (0, 8, 11, 13, 16, 23))
@@ -34,30 +36,36 @@ _FRACTION_BITS, _ONE_BIT, _REBIAS = np.uint32(_FRACTION), np.uint32(_ONE), np.ui
 _INFINITY_16, _NAN_16, _NAN_B16 = np.uint32(0x7C00), np.uint32(0x7E00), np.uint32(0x7FC0)
 
 
-def whole(rows: torch.Tensor) -> torch.Tensor:
-    """Rows of 16 bits as float32, so that their gradients are; others as they are."""
+def to_float32(rows: torch.Tensor) -> torch.Tensor:
+    """Convert 16-bit rows to float32, so that their gradients are float32 too; return others unchanged."""
     return rows.float() if rows.dtype in HALF_TYPES else rows
 
 
-def rounded(value_PD: torch.Tensor, draw_P: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """(P, D) float32 values in a 16-bit type; draw: an int64 key for the random bits of each row. The definition."""
+def round_stochastically(value_PD: torch.Tensor, draw_P: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Round (P, D) float32 values stochastically to a 16-bit dtype; reference implementation.
+
+    Args:
+        value_PD: Values to round, float32.
+        draw_P: Key of the random bits of each row, int64.
+        dtype: bfloat16 or float16.
+    """
     bits_PD = value_PD.contiguous().view(torch.int32)
     random_PD = draws24(draw_P, value_PD.shape[1])
     size_PD = bits_PD & 0x7FFFFFFF
-    of_type = _rounded_bfloat16 if dtype == torch.bfloat16 else _rounded_float16
-    # a NaN has no sign: those that a GPU makes are positive, those of a CPU often negative
+    of_type = _round_to_bfloat16 if dtype == torch.bfloat16 else _round_to_float16
+    # NaNs get no sign: a GPU computes positive ones, a CPU often negative ones, and the results must be identical.
     sign_PD = (bits_PD >> 16) & _SIGN & -(size_PD <= _INFINITY).int()
     half_PD = of_type(size_PD, random_PD) | sign_PD
     return ((half_PD ^ _SIGN) - _SIGN).to(torch.int16).view(dtype)
 
 
-def _rounded_bfloat16(size_PD: torch.Tensor, random_PD: torch.Tensor) -> torch.Tensor:
+def _round_to_bfloat16(size_PD: torch.Tensor, random_PD: torch.Tensor) -> torch.Tensor:
     finite_PD = (size_PD + (random_PD >> 8)) >> 16
     other_PD = 0x7F80 | ((size_PD > _INFINITY) * 0x40)
     return torch.where(size_PD < _INFINITY, finite_PD, other_PD)
 
 
-def _rounded_float16(size_PD: torch.Tensor, random_PD: torch.Tensor) -> torch.Tensor:
+def _round_to_float16(size_PD: torch.Tensor, random_PD: torch.Tensor) -> torch.Tensor:
     exponent_PD = size_PD >> 23
     normal_PD = (size_PD - _BIAS * _ONE + (random_PD >> 11)) >> 13
     shift_PD = (126 - exponent_PD).clamp(0, 24)
@@ -70,9 +78,14 @@ def _rounded_float16(size_PD: torch.Tensor, random_PD: torch.Tensor) -> torch.Te
 
 
 def store_rounded(value_PD: torch.Tensor, draw_P: torch.Tensor, out_PD: torch.Tensor, dim: int | None = None) -> None:
-    """`rounded` into (P, D) elements of a 16-bit type, by a loop on a CPU.
+    """Write `round_stochastically` of the values to (P, D) 16-bit elements, with a compiled loop on a CPU.
 
-    dim: only the first so many of each row; rows that are whole in memory are quicker than columns cut out of them.
+    Args:
+        value_PD: Values to round, float32.
+        draw_P: Key of the random bits of each row, int64.
+        out_PD: Result, bfloat16 or float16.
+        dim: Number of elements to convert at the start of each row; None converts all. Contiguous rows with `dim` are
+            faster than a slice of their columns.
     """
     bits = value_PD.view(torch.int32).numpy().view(np.uint32)
     out = out_PD.view(torch.int16).numpy().view(np.uint16)
@@ -81,7 +94,7 @@ def store_rounded(value_PD: torch.Tensor, draw_P: torch.Tensor, out_PD: torch.Te
     store(bits, draws, out, out_PD.shape[1] if dim is None else dim)
 
 
-# numba computes with 64 bits unless it is told: every step says that it has 32, and the loops become vector code.
+# numba promotes integers to 64 bits by default. An explicit uint32 in every step lets it vectorize the loops.
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -124,7 +137,7 @@ if HAS_TRITON:
 
     @triton.jit
     def round_tile(value, draw, BLOCK: tl.constexpr, IS_BFLOAT16: tl.constexpr):  # type: ignore[no-untyped-def]
-        """(ROWS, BLOCK) int16 bits of float32 values; draw: (ROWS,) int64."""
+        """Return the (ROWS, BLOCK) int16 bits of rounded float32 values; draw: (ROWS,) int64 keys of random bits."""
         bits = value.to(tl.int32, bitcast=True)
         size = bits & 0x7FFFFFFF
         random = kernel_draws24(draw, tl.arange(0, BLOCK)).to(tl.int32)

@@ -1,1 +1,1 @@
-"""What stands around attention in a layer: norms, projections, gates, dropout, inputs."""
+"""Operators of transformer layers other than attention: norms, projections, gates, dropout and token inputs."""

@@ -1,4 +1,4 @@
-"""Triton kernel of eight-bit rows. Imported only where CUDA or Triton's interpreter is used."""
+"""Triton kernel that quantizes rows to fp8. Import this module only if CUDA or Triton's interpreter is used."""
 
 import triton
 import triton.language as tl
@@ -20,20 +20,20 @@ def eight_bit_rows_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """ROWS rows, BLOCK channels at a time: their largest number first, then, out of the cache, the rows scaled."""
+    """Quantize ROWS rows, BLOCK channels at a time: compute the maximum, then scale the rows (read from cache)."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, BLOCK)
     has_row = row < num_rows
-    place = row.to(tl.int64)[:, None]
+    rows = row.to(tl.int64)[:, None]
     largest = tl.full([ROWS], SMALLEST, tl.float32)
     for first in tl.static_range(0, WIDTH, BLOCK):
         mask = has_row[:, None] & (first + channel < WIDTH)[None, :]
-        values = tl.load(x + place * x_stride + first + channel[None, :], mask=mask, other=0.0).to(tl.float32)
+        values = tl.load(x + rows * x_stride + first + channel[None, :], mask=mask, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.max(tl.abs(values), axis=1))
     tl.store(scale + row, largest * (1.0 / LARGEST), mask=has_row)
     factor = tl.div_rn(tl.full([ROWS], LARGEST, tl.float32), largest)[:, None]
     for first in tl.static_range(0, WIDTH, BLOCK):
         mask = has_row[:, None] & (first + channel < WIDTH)[None, :]
-        values = tl.load(x + place * x_stride + first + channel[None, :], mask=mask, other=0.0).to(tl.float32)
+        values = tl.load(x + rows * x_stride + first + channel[None, :], mask=mask, other=0.0).to(tl.float32)
         scaled = tl.minimum(tl.maximum(values * factor, -LARGEST), LARGEST)
-        tl.store(out + place * WIDTH + first + channel[None, :], scaled.to(tl.float8e4nv), mask=mask)
+        tl.store(out + rows * WIDTH + first + channel[None, :], scaled.to(tl.float8e4nv), mask=mask)

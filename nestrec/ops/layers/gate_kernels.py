@@ -1,6 +1,6 @@
-"""Triton kernels of gates over the rows of token matrices: norm, gate and dropout, both ways (see row_kernels).
+"""Triton kernels of gated rows: norm, gate and dropout, forward and backward (see `row_kernels`).
 
-out = dropout(silu(gate) * norm(a)), where `a` is up to three matrices side by side
+out = dropout(silu(gate) * norm(a)),   a = up to three matrices concatenated along the channels
 """
 
 import triton
@@ -13,7 +13,7 @@ from nestrec.ops.layers.row_kernels import is_kept, load_part, row_mean, store_p
 
 @triton.jit
 def _mean_of_parts(x0, x1, x2, WIDTH: tl.constexpr, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(ROWS, 1) mean over the channels of the first PARTS matrices."""
+    """Return the (ROWS, 1) mean over the channels of the first PARTS matrices."""
     total = row_mean(x0, WIDTH)
     if PARTS >= 2:
         total += row_mean(x1, WIDTH)
@@ -26,7 +26,7 @@ def _mean_of_parts(x0, x1, x2, WIDTH: tl.constexpr, PARTS: tl.constexpr):  # typ
 def _open_gate(  # type: ignore[no-untyped-def]
     gate, key, row, has_row, channel, mask, gate_stride, site, threshold, HAS_DROPOUT: tl.constexpr
 ):
-    """silu(gate), and which of it dropout keeps."""
+    """Return silu(gate) and the dropout mask."""
     value = load_part(gate, row, gate_stride, channel, mask)
     kept = mask
     if HAS_DROPOUT:
@@ -38,7 +38,7 @@ def _open_gate(  # type: ignore[no-untyped-def]
 def _gate_part(  # type: ignore[no-untyped-def]
     normed, opened, kept, out, row, channel, mask, out_stride, scale, HAS_DROPOUT: tl.constexpr
 ):
-    """out = dropout(opened * normed)"""
+    """Compute out = dropout(opened * normed)."""
     result = opened * normed
     if HAS_DROPOUT:
         result = tl.where(kept, result * scale, 0.0)
@@ -68,19 +68,22 @@ def gate_forward_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
-    CENTRED: tl.constexpr,
+    CENTERED: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
 ):
-    """out = dropout(silu(gate) * norm([a0, a1, a2])), each part WIDTH wide, one norm over all of them."""
+    """Compute out = dropout(silu(gate) * norm([a0, a1, a2])); parts have WIDTH channels, one norm covers all parts."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, BLOCK)
     has_row = row < num_rows
     mask = has_row[:, None] & (channel < WIDTH)[None, :]
     x0 = load_part(a0, row, stride0, channel, mask)
     x1, x2 = x0, x0
-    # Gates are loaded, and masks drawn, before the norm's sums: behind them they would cost a second wait for memory.
+    # Load gates and draw masks before the sums of the norm; after them, they would wait for memory a second time.
     open0, kept0 = _open_gate(gate, key, row, has_row, channel, mask, gate_stride, site, threshold, HAS_DROPOUT)
-    open1, kept1, open2, kept2 = open0, kept0, open0, kept0
+    open1 = open0
+    kept1 = kept0
+    open2 = open0
+    kept2 = kept0
     if PARTS >= 2:
         x1 = load_part(a1, row, stride1, channel, mask)
         open1, kept1 = _open_gate(
@@ -91,12 +94,12 @@ def gate_forward_kernel(  # type: ignore[no-untyped-def]
         open2, kept2 = _open_gate(
             gate, key, row, has_row, channel + 2 * WIDTH, mask, gate_stride, site, threshold, HAS_DROPOUT
         )
-    if CENTRED:
-        centre = _mean_of_parts(x0, x1, x2, WIDTH, PARTS)
-        x0 = tl.where(mask, x0 - centre, 0.0)
-        x1 = tl.where(mask, x1 - centre, 0.0)
-        x2 = tl.where(mask, x2 - centre, 0.0)
-        tl.store(mean + row[:, None], centre, mask=has_row[:, None])
+    if CENTERED:
+        center = _mean_of_parts(x0, x1, x2, WIDTH, PARTS)
+        x0 = tl.where(mask, x0 - center, 0.0)
+        x1 = tl.where(mask, x1 - center, 0.0)
+        x2 = tl.where(mask, x2 - center, 0.0)
+        tl.store(mean + row[:, None], center, mask=has_row[:, None])
     scaled = 1.0 / tl.sqrt(_mean_of_parts(x0 * x0, x1 * x1, x2 * x2, WIDTH, PARTS) + eps)
     tl.store(rstd + row[:, None], scaled, mask=has_row[:, None])
     out_stride = PARTS * WIDTH
@@ -129,7 +132,7 @@ def _gate_part_backward(  # type: ignore[no-untyped-def]
     HAS_DROPOUT: tl.constexpr,
     AGAIN: tl.constexpr,
 ):
-    """Gradient of the norm of a part; writes that of its gate and, where asked, the output of the forward pass."""
+    """Return the gradient of the norm of a part; store the gradient of its gate and, with AGAIN, the forward output."""
     g = load_part(grad, row, out_stride, channel + offset, mask)
     value = load_part(gate, row, gate_stride, channel + offset, mask)
     share = tl.sigmoid(value)
@@ -176,21 +179,21 @@ def gate_backward_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
-    CENTRED: tl.constexpr,
+    CENTERED: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
     AGAIN: tl.constexpr,
 ):
-    """Gradients of the parts (packed each) and of the gate before its SiLU."""
+    """Compute the gradients of the parts (each contiguous) and of the gate before its SiLU."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, BLOCK)
     has_row = row < num_rows
     mask = has_row[:, None] & (channel < WIDTH)[None, :]
     scaled = tl.load(rstd + row, mask=has_row, other=0.0)[:, None]
-    centre = tl.zeros_like(scaled)
-    if CENTRED:
-        centre = tl.load(mean + row, mask=has_row, other=0.0)[:, None]
+    center = tl.zeros_like(scaled)
+    if CENTERED:
+        center = tl.load(mean + row, mask=has_row, other=0.0)[:, None]
     out_stride = PARTS * WIDTH
-    n0 = tl.where(mask, (load_part(a0, row, stride0, channel, mask) - centre) * scaled, 0.0)
+    n0 = tl.where(mask, (load_part(a0, row, stride0, channel, mask) - center) * scaled, 0.0)
     g0 = _gate_part_backward(
         n0,
         grad,
@@ -212,9 +215,12 @@ def gate_backward_kernel(  # type: ignore[no-untyped-def]
         HAS_DROPOUT,
         AGAIN,
     )
-    n1, g1, n2, g2 = n0, g0, n0, g0
+    n1 = n0
+    g1 = g0
+    n2 = n0
+    g2 = g0
     if PARTS >= 2:
-        n1 = tl.where(mask, (load_part(a1, row, stride1, channel, mask) - centre) * scaled, 0.0)
+        n1 = tl.where(mask, (load_part(a1, row, stride1, channel, mask) - center) * scaled, 0.0)
         g1 = _gate_part_backward(
             n1,
             grad,
@@ -237,7 +243,7 @@ def gate_backward_kernel(  # type: ignore[no-untyped-def]
             AGAIN,
         )
     if PARTS == 3:
-        n2 = tl.where(mask, (load_part(a2, row, stride2, channel, mask) - centre) * scaled, 0.0)
+        n2 = tl.where(mask, (load_part(a2, row, stride2, channel, mask) - center) * scaled, 0.0)
         g2 = _gate_part_backward(
             n2,
             grad,
@@ -261,7 +267,7 @@ def gate_backward_kernel(  # type: ignore[no-untyped-def]
         )
     along = _mean_of_parts(g0 * n0, g1 * n1, g2 * n2, WIDTH, PARTS)
     level = tl.zeros_like(along)
-    if CENTRED:
+    if CENTERED:
         level = _mean_of_parts(g0, g1, g2, WIDTH, PARTS)
     store_part(d0, row, channel, (g0 - n0 * along - level) * scaled, mask, WIDTH)
     if PARTS >= 2:

@@ -1,10 +1,11 @@
-"""Triton kernels over the rows of token matrices. Imported only where CUDA or Triton's interpreter is used.
+"""Triton kernels on the rows of token matrices: norm, SiLU, SwiGLU, input embedding and scaling to unit length.
 
-Every kernel reads each input once and writes each output once; sums are float32 whatever the tensors hold. A program
-takes ROWS rows of BLOCK channels, where BLOCK covers a row (or, in the elementwise kernels, a part of it).
+Import this module only if CUDA or Triton's interpreter is used. Every kernel reads each input once and writes each
+output once; sums are float32 for all dtypes. A program processes ROWS rows of BLOCK channels, where BLOCK covers a full
+row (or, in the elementwise kernels, a part of it).
 
     keep        u24(key ^ site, channel) >= threshold: the integers of nestrec.base.random.uniform24
-    norm        n = (x - mean) * rstd;  RMS norm has mean 0 (CENTRED false)
+    norm        n = (x - mean) * rstd;  RMS norm uses mean 0 (`CENTERED` is false)
 """
 
 import triton
@@ -17,14 +18,14 @@ from nestrec.ops.random_triton import draws24
 
 @triton.jit
 def is_kept(key, row, has_row, channel, site, threshold):  # type: ignore[no-untyped-def]
-    """(ROWS, BLOCK) bool."""
+    """Return the (ROWS, BLOCK) dropout mask: True where a value is kept."""
     own = tl.load(key + row, mask=has_row, other=0) ^ site
     return draws24(own, channel) >= threshold
 
 
 @triton.jit
 def row_mean(x, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(ROWS, 1) mean over WIDTH channels; what lies beyond the width is 0."""
+    """Return the (ROWS, 1) mean over WIDTH channels; channels after the width must be 0."""
     return (tl.sum(x, axis=1) * (1.0 / WIDTH))[:, None]
 
 
@@ -55,11 +56,11 @@ def norm_forward_kernel(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
-    CENTRED: tl.constexpr,
+    CENTERED: tl.constexpr,
     HAS_DELTA: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
 ):
-    """total = x + delta (where given);  out = dropout(norm(total))."""
+    """Compute total = x + delta (if HAS_DELTA) and out = dropout(norm(total))."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, BLOCK)
     has_row = row < num_rows
@@ -71,10 +72,10 @@ def norm_forward_kernel(  # type: ignore[no-untyped-def]
         rounded = value.to(total.dtype.element_ty)
         tl.store(total + at, rounded, mask=mask)
         value = rounded.to(tl.float32)
-    if CENTRED:
-        centre = row_mean(value, WIDTH)
-        value = tl.where(mask, value - centre, 0.0)
-        tl.store(mean + row[:, None], centre, mask=has_row[:, None])
+    if CENTERED:
+        center = row_mean(value, WIDTH)
+        value = tl.where(mask, value - center, 0.0)
+        tl.store(mean + row[:, None], center, mask=has_row[:, None])
     scaled = 1.0 / tl.sqrt(row_mean(value * value, WIDTH) + eps)
     tl.store(rstd + row[:, None], scaled, mask=has_row[:, None])
     value = value * scaled
@@ -97,17 +98,17 @@ def norm_again_kernel(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
-    CENTRED: tl.constexpr,
+    CENTERED: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
 ):
-    """out = dropout(norm(x)) with the statistics of the forward pass."""
+    """Recompute out = dropout(norm(x)) with the statistics of the forward pass."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, BLOCK)
     has_row = row < num_rows
     mask = has_row[:, None] & (channel < WIDTH)[None, :]
     at = row[:, None] * WIDTH + channel[None, :]
     value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-    if CENTRED:
+    if CENTERED:
         value -= tl.load(mean + row, mask=has_row, other=0.0)[:, None]
     value *= tl.load(rstd + row, mask=has_row, other=0.0)[:, None]
     if HAS_DROPOUT:
@@ -131,11 +132,11 @@ def norm_backward_kernel(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
-    CENTRED: tl.constexpr,
+    CENTERED: tl.constexpr,
     HAS_TOTAL: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
 ):
-    """dx = d total + rstd * (g - mean(g) - n * mean(g * n)),  g = gradient of the norm."""
+    """Compute dx = d total + rstd * (g - mean(g) - n * mean(g * n)),  g = gradient of the norm."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, BLOCK)
     has_row = row < num_rows
@@ -146,11 +147,11 @@ def norm_backward_kernel(  # type: ignore[no-untyped-def]
         g = tl.where(is_kept(key, row, has_row, channel, site, threshold), g * scale, 0.0)
     normed = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
     scaled = tl.load(rstd + row, mask=has_row, other=0.0)[:, None]
-    if CENTRED:
+    if CENTERED:
         normed = tl.where(mask, normed - tl.load(mean + row, mask=has_row, other=0.0)[:, None], 0.0)
     normed *= scaled
     inner = g - normed * row_mean(g * normed, WIDTH)
-    if CENTRED:
+    if CENTERED:
         inner -= row_mean(g, WIDTH)
     result = inner * scaled
     if HAS_TOTAL:
@@ -162,7 +163,7 @@ def norm_backward_kernel(  # type: ignore[no-untyped-def]
 def silu_forward_kernel(  # type: ignore[no-untyped-def]
     z, out, num_rows, z_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
 ):
-    """out = silu(z): `z` points at its first channel, `out` is packed."""
+    """Compute out = silu(z): `z` points to its first channel, `out` is contiguous."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = (row < num_rows)[:, None] & (channel < WIDTH)[None, :]
@@ -190,7 +191,7 @@ def silu_backward_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """dz = d out * silu'(z); all three point at their first channel."""
+    """Compute dz = d out * silu'(z); all three pointers point to the first channel."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = (row < num_rows)[:, None] & (channel < WIDTH)[None, :]
@@ -204,7 +205,7 @@ def silu_backward_kernel(  # type: ignore[no-untyped-def]
 def swiglu_forward_kernel(  # type: ignore[no-untyped-def]
     z, out, num_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
 ):
-    """out = silu(a) * b,  z = [a, b]."""
+    """Compute out = silu(a) * b,  z = [a, b]."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = (row < num_rows)[:, None] & (channel < WIDTH)[None, :]
@@ -217,7 +218,7 @@ def swiglu_forward_kernel(  # type: ignore[no-untyped-def]
 def swiglu_backward_kernel(  # type: ignore[no-untyped-def]
     grad, z, grad_z, again, num_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, AGAIN: tl.constexpr
 ):
-    """da = g * b * silu'(a),  db = g * silu(a)."""
+    """Compute da = g * b * silu'(a) and db = g * silu(a); with AGAIN also recompute the output."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = (row < num_rows)[:, None] & (channel < WIDTH)[None, :]
@@ -248,13 +249,13 @@ def embed_forward_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
 ):
-    """out = dropout(x * factor + table[position])."""
+    """Compute out = dropout(x * factor + table[position])."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, BLOCK)
     has_row = row < num_rows
     mask = has_row[:, None] & (channel < WIDTH)[None, :]
-    place = tl.load(position + row, mask=has_row, other=0)
-    value = load_part(x, row, WIDTH, channel, mask) * factor + load_part(table, place, WIDTH, channel, mask)
+    position_row = tl.load(position + row, mask=has_row, other=0)
+    value = load_part(x, row, WIDTH, channel, mask) * factor + load_part(table, position_row, WIDTH, channel, mask)
     if HAS_DROPOUT:
         value = tl.where(is_kept(key, row, has_row, channel, site, threshold), value * scale, 0.0)
     store_part(out, row, channel, value, mask, WIDTH)
@@ -275,7 +276,7 @@ def embed_backward_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
 ):
-    """Gradient of x."""
+    """Compute the gradient of x."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, BLOCK)
     has_row = row < num_rows
@@ -302,32 +303,32 @@ def position_gradient_kernel(  # type: ignore[no-untyped-def]
     BATCH: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
 ):
-    """Row p of the table's gradient: the gradients of every sequence's token p, the longest sequence first.
+    """Compute row p of the gradient of the position table: sum over token p of all sequences, longest sequence first.
 
-    order: sequences by length. longer: how many of them reach position p.
+    order: sequences by descending length. longer: number of sequences that reach position p.
     """
-    place = tl.program_id(0)
+    position_row = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
-    count = tl.load(longer + place).to(tl.int32)
+    count = tl.load(longer + position_row).to(tl.int32)
     for first in range(0, count, BATCH):
         number = first + tl.arange(0, BATCH)
         has_row = number < count
         sequence = tl.load(order + number, mask=has_row, other=0)
-        row = tl.load(offsets + sequence, mask=has_row, other=0) + place
+        row = tl.load(offsets + sequence, mask=has_row, other=0) + position_row
         mask = has_row[:, None] & (channel < WIDTH)[None, :]
         g = load_part(grad, row, WIDTH, channel, mask)
         if HAS_DROPOUT:
             g = tl.where(is_kept(key, row, has_row, channel, site, threshold), g * scale, 0.0)
         total += tl.sum(g, axis=0)
-    tl.store(grad_table + place.to(tl.int64) * WIDTH + channel, total, mask=channel < WIDTH)
+    tl.store(grad_table + position_row.to(tl.int64) * WIDTH + channel, total, mask=channel < WIDTH)
 
 
 @triton.jit
 def unit_forward_kernel(  # type: ignore[no-untyped-def]
     x, out, inverse, num_rows, eps, factor, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
 ):
-    """out = factor * x / max(|x|, eps)."""
+    """Compute out = factor * x / max(|x|, eps)."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, BLOCK)
     has_row = row < num_rows
@@ -343,7 +344,7 @@ def unit_forward_kernel(  # type: ignore[no-untyped-def]
 def unit_backward_kernel(  # type: ignore[no-untyped-def]
     grad, x, inverse, grad_x, num_rows, eps, factor, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
 ):
-    """dx = factor / |x| * (g - n (n . g)),  n = x / |x|; below eps the size is a constant."""
+    """Compute dx = factor / |x| * (g - n (n . g)),  n = x / |x|; below eps |x| is treated as a constant."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, BLOCK)
     has_row = row < num_rows

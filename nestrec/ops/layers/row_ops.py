@@ -1,12 +1,8 @@
-"""Operators on projected rows: activations, gates and norms.
+"""PyTorch operators on the rows of token matrices: SiLU, SwiGLU, norms, and norm with gate and dropout.
 
-Activations of projected rows, as operators: SiLU of columns, and SiLU times a second half.
-
-How row kernels cut matrices into tiles, and what they refuse.
-
-Norm, gate and dropout of attended rows, as operators. `drop` arguments as in norm_rows.
-
-Norms of rows, as operators. `drop` arguments: key (none without dropout), site, threshold, scale of `Dropout`.
+Also defines how row kernels divide matrices into tiles and checks their inputs. The operators have the dropout
+arguments `key` (None disables dropout), `site`, `threshold` and `scale`, which are the values of `Dropout.arguments()`.
+`centered` selects layer norm; otherwise it is RMS norm.
 """
 
 from collections.abc import Sequence
@@ -18,28 +14,30 @@ from nestrec.base.errors import UserError
 from nestrec.ops.kernel_op import kernel_op, power_of_two
 
 ROW_TILE = 1024
-"""Elements of a program that needs whole rows: one 16-byte load a thread of four warps, many programs in flight."""
+"""Elements per program that needs full rows: one 16-byte load per thread of four warps, many concurrent programs."""
 PART_TILE = 4096
-"""Elements of an elementwise program."""
+"""Elements per elementwise program."""
 
 
 def row_tile(width: int, parts: int = 1) -> dict[str, Any]:
-    """Whole rows of `parts` matrices."""
+    """Return the tile arguments of kernels that process full rows of `parts` matrices."""
     block = power_of_two(width)
     return {"WIDTH": width, "BLOCK": block, "ROWS": _rows(block, parts), "num_warps": 4 if block <= 1024 else 8}
 
 
 def row_grid(x: torch.Tensor, parts: int = 1) -> tuple[int]:
+    """Return the launch grid for `row_tile`."""
     return (max(1, -(-len(x) // _rows(power_of_two(x.shape[1]), parts))),)
 
 
 def part_tile(width: int) -> dict[str, Any]:
-    """Parts of rows of at most 1024 channels."""
+    """Return the tile arguments of elementwise kernels, which split rows into at most 1024 channels."""
     block = min(1024, power_of_two(width))
     return {"WIDTH": width, "BLOCK": block, "ROWS": max(1, PART_TILE // block), "num_warps": 8}
 
 
 def part_grid(x: torch.Tensor) -> tuple[int, int]:
+    """Return the launch grid for `part_tile`."""
     block = min(1024, power_of_two(x.shape[1]))
     return (max(1, -(-len(x) // max(1, PART_TILE // block))), -(-x.shape[1] // block))
 
@@ -49,11 +47,11 @@ def _rows(block: int, parts: int) -> int:
 
 
 def check_rows(*rows: torch.Tensor | None) -> None:
-    """Packed matrices; callers make them so, and what is not is refused."""
+    """Raise UserError unless all tensors are contiguous matrices; None is skipped."""
     for x in rows:
         if x is not None and (x.dim() != 2 or not x.is_contiguous()):
             raise UserError(
-                "the kernel reads packed (tokens, channels) matrices",
+                "must be contiguous (tokens, channels) matrices",
                 option="shape, strides",
                 value=(tuple(x.shape), x.stride()),
                 remedy="call .contiguous() first",
@@ -61,11 +59,11 @@ def check_rows(*rows: torch.Tensor | None) -> None:
 
 
 def check_strided(*rows: torch.Tensor) -> None:
-    """Matrices whose channels lie side by side; their rows may be apart."""
+    """Raise UserError unless all tensors are matrices with contiguous channels; rows may be strided."""
     for x in rows:
         if x.dim() != 2 or (x.shape[1] > 1 and x.stride(1) != 1):
             raise UserError(
-                "the channels of a token must lie side by side",
+                "the channels of a token must be contiguous in memory",
                 option="shape, strides",
                 value=(tuple(x.shape), x.stride()),
                 remedy="call .contiguous() first",
@@ -73,28 +71,30 @@ def check_strided(*rows: torch.Tensor) -> None:
 
 
 def check_parts(parts: Sequence[torch.Tensor], gate: torch.Tensor) -> None:
-    """What a gate is laid on."""
+    """Raise UserError unless there are one to three parts of equal width that together are as wide as the gate."""
     check_strided(*parts, gate)
     widths = [x.shape[1] for x in parts]
     if not 1 <= len(parts) <= 3 or len(set(widths)) > 1 or sum(widths) != gate.shape[1]:
         raise UserError(
-            "one to three parts of one width, together as wide as the gate", option="widths", value=(widths, gate.shape)
+            "must be one to three parts of equal width that together are as wide as the gate",
+            option="widths",
+            value=(widths, gate.shape),
         )
 
 
 def like(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Packed memory of the shape of `x`."""
+    """Return an uninitialized contiguous tensor with the shape of `x`."""
     return torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
 
 
 def column(x: torch.Tensor) -> torch.Tensor:
-    """A float32 for each row."""
+    """Return an uninitialized float32 tensor with one value per row of `x`."""
     return torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
 
 
 @kernel_op("silu_columns", fake=lambda z, first: z.new_empty(z.shape[0], z.shape[1] - first))
 def silu_columns(z: torch.Tensor, first: int) -> torch.Tensor:
-    """silu(z[:, first:]), packed."""
+    """Return silu(z[:, first:]) as a contiguous matrix."""
     from nestrec.ops.layers.row_kernels import silu_forward_kernel
 
     check_rows(z)
@@ -106,7 +106,10 @@ def silu_columns(z: torch.Tensor, first: int) -> torch.Tensor:
 
 @kernel_op("silu_columns_backward", fake=lambda *_: None, mutates=("grad_z",))
 def silu_columns_backward(grad: torch.Tensor, z: torch.Tensor, grad_z: torch.Tensor, first: int) -> None:
-    """grad_z[:, first : first + width of grad] from the gradient of those columns' SiLU, whose rows may be strided."""
+    """Fill grad_z[:, first : first + width of grad] from the gradient of the SiLU of these columns.
+
+    The rows of `grad` may be strided.
+    """
     from nestrec.ops.layers.row_kernels import silu_backward_kernel
 
     check_rows(z, grad_z)
@@ -126,7 +129,7 @@ def silu_columns_backward(grad: torch.Tensor, z: torch.Tensor, grad_z: torch.Ten
 
 @kernel_op("swiglu", fake=lambda z: z.new_empty(z.shape[0], z.shape[1] // 2))
 def swiglu(z: torch.Tensor) -> torch.Tensor:
-    """silu(a) * b of z = [a, b]."""
+    """Return silu(a) * b for z = [a, b] (SwiGLU)."""
     from nestrec.ops.layers.row_kernels import swiglu_forward_kernel
 
     check_rows(z)
@@ -137,7 +140,7 @@ def swiglu(z: torch.Tensor) -> torch.Tensor:
 
 @kernel_op("swiglu_backward", fake=lambda grad, z, again: [like(z), like(grad)] if again else [like(z)])
 def swiglu_backward(grad: torch.Tensor, z: torch.Tensor, again: bool) -> list[torch.Tensor]:
-    """Gradient of z; with `again` also the output of `swiglu`."""
+    """Return the gradient of z and, if `again` is set, also the recomputed output of `swiglu`."""
     from nestrec.ops.layers.row_kernels import swiglu_backward_kernel
 
     check_rows(grad, z)
@@ -148,28 +151,31 @@ def swiglu_backward(grad: torch.Tensor, z: torch.Tensor, again: bool) -> list[to
     return [grad_z] if out is None else [grad_z, out]
 
 
-# ruff: noqa: PLR0917 - operators of torch take their arguments by position
+# ruff: noqa: PLR0917 - torch operators have positional arguments
 
 
 @kernel_op("gate_rows", fake=lambda parts, gate, *_: (like(gate), column(gate), column(gate)))
 def gate_rows(
     parts: Sequence[torch.Tensor],
     gate: torch.Tensor,
-    centred: bool,
+    centered: bool,
     eps: float,
     key: torch.Tensor | None,
     site: int,
     threshold: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dropout(silu(gate) * norm(parts side by side)) and the norm's statistics; one to three parts, rows strided."""
+    """Return dropout(silu(gate) * norm(concatenated parts)) and the mean and reciprocal deviation of each row.
+
+    There are one to three parts of equal width; the rows of parts and gate may be strided.
+    """
     from nestrec.ops.layers.gate_kernels import gate_forward_kernel
 
     check_parts(parts, gate)
     out = like(gate)
     mean = column(gate)
     rstd = column(gate)
-    a0, a1, a2 = _three(parts)
+    a0, a1, a2 = _pad_to_three(parts)
     gate_forward_kernel[row_grid(a0, len(parts))](
         a0,
         a1,
@@ -190,7 +196,7 @@ def gate_rows(
         scale,
         **row_tile(a0.shape[1], len(parts)),
         PARTS=len(parts),
-        CENTRED=centred,
+        CENTERED=centered,
         HAS_DROPOUT=key is not None,
     )
     return out, mean, rstd
@@ -206,22 +212,22 @@ def gate_rows_backward(
     grad_gate: torch.Tensor,
     grad_parts: Sequence[torch.Tensor],
     out: torch.Tensor | None,
-    centred: bool,
+    centered: bool,
     key: torch.Tensor | None,
     site: int,
     threshold: int,
     scale: float,
 ) -> None:
-    """Fills the gradients of gate and parts and, where it is given, `out` with the first output of `gate_rows`.
+    """Fill the gradients of gate and parts and, unless it is None, `out` with the recomputed output of `gate_rows`.
 
-    torch.compile takes operators that write into arguments, but not those that return a list besides.
+    All results are mutated arguments, because torch.compile does not support operators that also return a list.
     """
     from nestrec.ops.layers.gate_kernels import gate_backward_kernel
 
     check_rows(grad, *grad_parts, out)
     check_parts(parts, gate)
     check_strided(grad_gate)
-    (a0, a1, a2), (d0, d1, d2) = _three(parts), _three(grad_parts)
+    (a0, a1, a2), (d0, d1, d2) = _pad_to_three(parts), _pad_to_three(grad_parts)
     gate_backward_kernel[row_grid(a0, len(parts))](
         grad,
         a0,
@@ -247,33 +253,30 @@ def gate_rows_backward(
         scale,
         **row_tile(a0.shape[1], len(parts)),
         PARTS=len(parts),
-        CENTRED=centred,
+        CENTERED=centered,
         HAS_DROPOUT=key is not None,
         AGAIN=out is not None,
     )
 
 
-def _three(parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Kernels take three; those that are not there are not read."""
+def _pad_to_three(parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return three parts as the kernels expect; repeated ones are not read."""
     return parts[0], parts[min(1, len(parts) - 1)], parts[-1]
-
-
-# ruff: noqa: PLR0917 - operators of torch take their arguments by position
 
 
 @kernel_op("norm_rows", fake=lambda x, out_type, *_: (like(x, out_type), column(x), column(x)))
 def norm_rows(
     x: torch.Tensor,
     out_type: torch.dtype,
-    centred: bool,
+    centered: bool,
     eps: float,
     key: torch.Tensor | None,
     site: int,
     threshold: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dropout(norm(x)), and the mean and reciprocal deviation of each row."""
-    return _norm(x, None, None, out_type, centred, eps, key, site, threshold, scale)
+    """Return dropout(norm(x)) and the mean and reciprocal deviation of each row."""
+    return _norm(x, None, None, out_type, centered, eps, key, site, threshold, scale)
 
 
 @kernel_op("add_norm_rows", fake=lambda x, delta, out_type, *_: (like(x), like(x, out_type), column(x), column(x)))
@@ -281,16 +284,16 @@ def add_norm_rows(
     x: torch.Tensor,
     delta: torch.Tensor,
     out_type: torch.dtype,
-    centred: bool,
+    centered: bool,
     eps: float,
     key: torch.Tensor | None,
     site: int,
     threshold: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x + delta, and what `norm_rows` gives for it."""
+    """Return x + delta and the results of `norm_rows` for it."""
     total = like(x)
-    return total, *_norm(x, delta, total, out_type, centred, eps, key, site, threshold, scale)
+    return total, *_norm(x, delta, total, out_type, centered, eps, key, site, threshold, scale)
 
 
 def _norm(
@@ -298,7 +301,7 @@ def _norm(
     delta: torch.Tensor | None,
     total: torch.Tensor | None,
     out_type: torch.dtype,
-    centred: bool,
+    centered: bool,
     eps: float,
     key: torch.Tensor | None,
     site: int,
@@ -325,7 +328,7 @@ def _norm(
         threshold,
         scale,
         **row_tile(x.shape[1]),
-        CENTRED=centred,
+        CENTERED=centered,
         HAS_DELTA=delta is not None,
         HAS_DROPOUT=key is not None,
     )
@@ -333,18 +336,18 @@ def _norm(
 
 
 @kernel_op("norm_rows_again", fake=lambda x, mean, rstd, out_type, *_: like(x, out_type))
-def norm_rows_again(
+def recompute_norm_rows(
     x: torch.Tensor,
     mean: torch.Tensor,
     rstd: torch.Tensor,
     out_type: torch.dtype,
-    centred: bool,
+    centered: bool,
     key: torch.Tensor | None,
     site: int,
     threshold: int,
     scale: float,
 ) -> torch.Tensor:
-    """The first output of `norm_rows`, from its statistics."""
+    """Recompute the first output of `norm_rows` from its statistics."""
     from nestrec.ops.layers.row_kernels import norm_again_kernel
 
     out = like(x, out_type)
@@ -359,7 +362,7 @@ def norm_rows_again(
         threshold,
         scale,
         **row_tile(x.shape[1]),
-        CENTRED=centred,
+        CENTERED=centered,
         HAS_DROPOUT=key is not None,
     )
     return out
@@ -372,13 +375,13 @@ def norm_rows_backward(
     x: torch.Tensor,
     mean: torch.Tensor,
     rstd: torch.Tensor,
-    centred: bool,
+    centered: bool,
     key: torch.Tensor | None,
     site: int,
     threshold: int,
     scale: float,
 ) -> torch.Tensor:
-    """Gradient of x from that of its norm, added to that of x itself where given."""
+    """Return the gradient of x from the gradient of its norm, plus `grad_total` unless it is None."""
     from nestrec.ops.layers.row_kernels import norm_backward_kernel
 
     check_rows(grad, grad_total, x)
@@ -396,7 +399,7 @@ def norm_rows_backward(
         threshold,
         scale,
         **row_tile(x.shape[1]),
-        CENTRED=centred,
+        CENTERED=centered,
         HAS_TOTAL=grad_total is not None,
         HAS_DROPOUT=key is not None,
     )

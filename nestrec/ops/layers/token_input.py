@@ -1,18 +1,16 @@
-"""The input of an encoder: scaled item vectors plus learned positions, with dropout.
+"""Input and output rows of an encoder: token inputs with position embeddings, and normalization to a fixed length.
+
+`token_input` scales item vectors and adds learned positions, with dropout:
 
     x[t] = dropout(factor * vector[t] + table[position[t]])
 
-The gradient of a position is a sum over the sequences that reach it, the longest first: no atomics.
+The gradient of a position is a sum over the sequences that reach it, longest first; no atomics, so it is deterministic.
 
-Legend: T tokens, D model width, N positions of the table, B sequences.
-
-Input and output rows of an encoder, as operators: scaled and placed, or brought to one length.
-
-Rows scaled to one length.
+`unit_rows` scales rows to the same length (L2 normalization):
 
     y = factor * x / max(|x|, eps)
 
-Legend: T rows, D channels.
+Legend: T tokens (rows), D model width, N positions of the table, B sequences.
 """
 
 from dataclasses import dataclass
@@ -26,7 +24,7 @@ from nestrec.ops.kernel_op import compute_type, kernel_op, power_of_two, runs_ke
 from nestrec.ops.layers.fused_layers import Dropout
 from nestrec.ops.layers.row_ops import check_rows, column, like, row_grid, row_tile
 
-# ruff: noqa: PLR0917 - operators of torch take their arguments by position
+# ruff: noqa: PLR0917 - torch operators have positional arguments
 
 
 @kernel_op("embed_rows", fake=lambda x, table, position, out_type, *_: like(x, out_type))
@@ -41,7 +39,7 @@ def embed_rows(
     threshold: int,
     scale: float,
 ) -> torch.Tensor:
-    """dropout(factor * x + table[position])."""
+    """Return dropout(factor * x + table[position])."""
     from nestrec.ops.layers.row_kernels import embed_forward_kernel
 
     check_rows(x, table)
@@ -73,7 +71,7 @@ def embed_rows_backward(
     threshold: int,
     scale: float,
 ) -> torch.Tensor:
-    """Gradient of x."""
+    """Return the gradient of x of `embed_rows`."""
     from nestrec.ops.layers.row_kernels import embed_backward_kernel
 
     check_rows(grad)
@@ -107,7 +105,7 @@ def position_gradient(
     threshold: int,
     scale: float,
 ) -> torch.Tensor:
-    """(num_positions, width) float32 gradient of the table."""
+    """Return the (num_positions, width) float32 gradient of the position table."""
     from nestrec.ops.layers.row_kernels import position_gradient_kernel
 
     check_rows(grad)
@@ -135,18 +133,19 @@ def position_gradient(
 
 
 def _by_length(offsets: torch.Tensor, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sequences from the longest on, and for each position how many of them reach it; without waiting for the device.
+    """Return the sequences by descending length and the number of them that reach each position, without device sync.
 
-    Otherwise every position would ask every sequence, which took 5 ms where most are short (224 sequences, H200).
+    Without this order every position would check every sequence, which took 5 ms with mostly short ones (224 sequences,
+    H200).
     """
     sizes, ascending = offsets.diff().sort(stable=True)
-    place = torch.arange(num_positions, device=offsets.device)
-    return ascending.flip(0), len(sizes) - torch.searchsorted(sizes, place, right=True)
+    position = torch.arange(num_positions, device=offsets.device)
+    return ascending.flip(0), len(sizes) - torch.searchsorted(sizes, position, right=True)
 
 
 @kernel_op("scale_rows", fake=lambda x, out_type, *_: (like(x, out_type), column(x)))
 def scale_rows(x: torch.Tensor, out_type: torch.dtype, factor: float, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """factor * x / max(|x|, eps), and one over that maximum."""
+    """Return factor * x / max(|x|, eps) and 1 / max(|x|, eps) of each row."""
     from nestrec.ops.layers.row_kernels import unit_forward_kernel
 
     check_rows(x)
@@ -160,7 +159,7 @@ def scale_rows(x: torch.Tensor, out_type: torch.dtype, factor: float, eps: float
 def scale_rows_backward(
     grad: torch.Tensor, x: torch.Tensor, inverse: torch.Tensor, out_type: torch.dtype, factor: float, eps: float
 ) -> torch.Tensor:
-    """Gradient of x."""
+    """Return the gradient of x of `scale_rows`."""
     from nestrec.ops.layers.row_kernels import unit_backward_kernel
 
     check_rows(grad, x)
@@ -169,13 +168,10 @@ def scale_rows_backward(
     return out
 
 
-# ruff: noqa: PLR0917 - operators of torch take their arguments by position
-
-
 def token_input_reference(
     vector_TD: torch.Tensor, table_ND: torch.Tensor, position_T: torch.Tensor, *, factor: float, drop: Dropout
 ) -> torch.Tensor:
-    """The definition."""
+    """Reference implementation of `token_input`."""
     return drop(vector_TD * factor + table_ND[position_T])
 
 
@@ -188,9 +184,18 @@ def token_input(
     factor: float,
     drop: Dropout,
 ) -> torch.Tensor:
-    """The same by kernels, where there are any; there `position_T` must count from 0 in each sequence of `offsets`.
+    """Return the (T, D) encoder inputs dropout(factor * vector + position embedding).
 
-    Under autocast the result has autocast's type: it is the residual stream of the encoder.
+    Uses Triton kernels if they are available, otherwise the reference implementation. Under autocast the result has the
+    autocast dtype, because it is the residual stream of the encoder.
+
+    Args:
+        vector_TD: Item vector of each token.
+        table_ND: Position embeddings.
+        position_T: Position of each token; the kernels require that it counts from 0 in each sequence.
+        offsets: (B + 1,) start of each sequence.
+        factor: Scale of the item vectors.
+        drop: Dropout of the inputs.
     """
     if not runs_kernels(vector_TD):
         return token_input_reference(vector_TD, table_ND, position_T, factor=factor, drop=drop)
@@ -235,15 +240,19 @@ class _TokenInput(torch.autograd.Function):
 
 
 def unit_rows_reference(x_TD: torch.Tensor, factor: float, eps: float) -> torch.Tensor:
-    """The definition."""
+    """Reference implementation of `unit_rows`."""
     return normalize(x_TD, dim=1, eps=eps) * factor
 
 
 def unit_rows(x_TD: TableRows, factor: float, eps: float) -> torch.Tensor:
-    """The same by kernels, where there are any; under autocast the result has autocast's type."""
+    """Return rows scaled to length `factor`: factor * x / max(|x|, eps).
+
+    Uses Triton kernels if they are available, otherwise the reference implementation. Under autocast the result has the
+    autocast dtype.
+    """
     if isinstance(x_TD, HalfPrecisionRows):
         if not runs_kernels(x_TD.values):
-            return unit_rows_reference(x_TD.whole(), factor, eps)
+            return unit_rows_reference(x_TD.to_float32(), factor, eps)
         leaf_TD = x_TD.anchor
         stored_TD = x_TD.values.contiguous()
         return _UnitRows.apply(leaf_TD, stored_TD, compute_type(leaf_TD), factor, eps)  # type: ignore[no-any-return]
@@ -257,7 +266,7 @@ class _UnitRows(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, stored: torch.Tensor | None, dtype: torch.dtype, factor: float, eps: float
     ) -> torch.Tensor:
-        """stored: the values, where `x` is the anchor of `HalfPrecisionRows`."""
+        """Scale rows; stored: the values if `x` is the anchor of `HalfPrecisionRows`, otherwise None."""
         read = x if stored is None else stored
         out, inverse = scale_rows(read, dtype, factor, eps)
         ctx.factor = factor

@@ -1,1 +1,4 @@
-"""Losses over items: whole catalogue, sampled, grouped; each variant the same numbers at another price."""
+"""Item losses: full cross-entropy over the catalog, sampled softmax, grouped negatives.
+
+All variants of a loss return the same values and differ in memory and time only.
+"""

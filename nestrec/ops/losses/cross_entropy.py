@@ -1,22 +1,20 @@
-"""Cross-entropy over the whole catalog, in one piece or by tiles.
+"""Cross-entropy over the full catalog with less memory: in place on a CPU, or in tiles that are recomputed in backward.
 
-Cross-entropy over the whole catalogue on a CPU: logits are kept once, and become their own derivatives in place.
+`in_place_cross_entropy` (CPU) stores the logits once and replaces them by their gradients in place:
 
-    forward    for some tokens at a time: logits = queries x rows; the maximum and the sum of exponentials of each token
-    backward   for the same tokens: logits to (softmax - is target) * upstream, where they lie; two products with them
+    forward    per tile of tokens: logits = queries x rows; the maximum and the sum of exponentials of each token
+    backward   per tile of tokens: logits -> (softmax - is target) * upstream in place; two products with them
 
-The definition writes the logits, their logarithmic softmax and two derivatives of it, each of tokens x items; here the
-first is all there is, and the tokens are so few that it is still in the cache when the next step reads it.
+The reference implementation stores the logits, their log-softmax and two gradients, each of size tokens x items. Here
+only the logits are stored, and a tile is small enough to stay in the CPU cache between two steps.
 
-Legend: T tokens, I items, D channels; S tokens of a tile.
+`tiled_cross_entropy` never stores more logits than one tile:
 
-Cross-entropy over the whole catalogue, with logits that are never larger than a tile.
+    forward    per tile: logits = queries x rows; a running maximum and sum of exponentials of each token
+    backward   per tile: logits again, slopes = (softmax - is target) * upstream; two products with them
 
-    forward    for each tile: logits = queries x rows; a running maximum and sum of exponentials of each token
-    backward   for each tile: logits again, slopes = (softmax - is target) * upstream; two products with them
-
-The products are those of the library of the device, between them one pass over the tile: a Triton kernel on CUDA,
-torch elsewhere. Tiles are visited in one order and their results added in it, so a run repeats to the bit.
+The products are matrix products of torch. Between them is one pass over the tile: a Triton kernel on CUDA, torch
+operations elsewhere. Tiles are visited and their results are added in a fixed order, so runs are bitwise reproducible.
 
 Legend: T tokens, I items, D channels; S x J is a tile.
 """
@@ -30,17 +28,24 @@ from nestrec.ops.kernel_op import kernel_op, runs_triton
 from nestrec.ops.losses.item_losses import at_least_float32, full_cross_entropy
 
 TILE_ELEMENTS = 1 << 21
-"""Logits of a tile, of 16 tokens at least."""
+"""Number of logits per tile of `in_place_cross_entropy`; a tile has at least 16 tokens."""
 
 
-def kept_cross_entropy(query_TD: torch.Tensor, row_ID: torch.Tensor, target_T: torch.Tensor) -> torch.Tensor:
-    """(T,) losses: `full_cross_entropy` (its definition) in less time and memory on a CPU; that itself elsewhere."""
+def in_place_cross_entropy(  # language: allow place-name place-for-index
+    query_TD: torch.Tensor,
+    row_ID: torch.Tensor,
+    target_T: torch.Tensor,
+) -> torch.Tensor:
+    """Return the (T,) losses of `full_cross_entropy`, its reference implementation; faster and smaller on a CPU.
+
+    Uses `full_cross_entropy` itself on CUDA and for 16-bit queries. Backward can run only once.
+    """
     if query_TD.is_cuda or query_TD.dtype not in (torch.float32, torch.float64):
         return full_cross_entropy(query_TD, row_ID, target_T)
     return _InPlaceCrossEntropy.apply(query_TD, row_ID, target_T, max(16, TILE_ELEMENTS // max(1, len(row_ID))))  # type: ignore[no-any-return]
 
 
-class _InPlaceCrossEntropy(torch.autograd.Function):
+class _InPlaceCrossEntropy(torch.autograd.Function):  # language: allow place-name place-for-index
     @staticmethod
     def forward(
         ctx: Any, query_TD: torch.Tensor, row_ID: torch.Tensor, target_T: torch.Tensor, tile_tokens: int
@@ -62,7 +67,7 @@ class _InPlaceCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query_TD, row_ID, target_T, total_T = ctx.saved_tensors
         logits, ctx.logits = ctx.logits, None
-        assert logits is not None, "the logits are gone: a backward pass runs once"
+        assert logits is not None, "backward can run only once: it overwrites the logits"
         grad_query_TD = torch.empty_like(query_TD)
         grad_row_ID = torch.zeros_like(row_ID)
         for tokens, slope_SI in zip(_token_tiles(len(query_TD), ctx.tile_tokens), logits, strict=True):
@@ -89,11 +94,19 @@ def tiled_cross_entropy(
     tile_tokens: int = TILE_TOKENS,
     tile_items: int = TILE_ITEMS,
 ) -> torch.Tensor:
-    """(T,) losses: `full_cross_entropy` (its definition) in the memory of a tile, in the type of the queries."""
-    return _Tiled.apply(query_TD, row_ID.to(query_TD.dtype), target_T, tile_tokens, tile_items)  # type: ignore[no-any-return]
+    """Return the (T,) losses of `full_cross_entropy` (its reference implementation), one tile of logits at a time.
+
+    Args:
+        query_TD: Query of each token.
+        row_ID: Rows of all items; converted to the dtype of the queries.
+        target_T: Row index of the target item of each token.
+        tile_tokens: Number of tokens per tile.
+        tile_items: Number of items per tile.
+    """
+    return _TiledCrossEntropy.apply(query_TD, row_ID.to(query_TD.dtype), target_T, tile_tokens, tile_items)  # type: ignore[no-any-return]
 
 
-class _Tiled(torch.autograd.Function):
+class _TiledCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(  # noqa: PLR0917
         ctx: Any,
@@ -136,7 +149,7 @@ def add_tile(
     summed_S: torch.Tensor,
     first_S: torch.Tensor,
 ) -> None:
-    """Bring the running maximum, sum and target logit of each token up to date, in place."""
+    """Update the running maximum, sum of exponentials and target logit of each token with a tile, in place."""
     if runs_triton(logit_SJ):
         _add_tile_on_device(logit_SJ, target_S, highest_S, summed_S, first_S)
         return
@@ -144,23 +157,23 @@ def add_tile(
     higher_S = torch.maximum(highest_S, logit_SJ.amax(1))
     summed_S.copy_(summed_S * (highest_S - higher_S).exp() + (logit_SJ - higher_S[:, None]).exp().sum(1))
     highest_S.copy_(higher_S)
-    is_here, place_S = _in_tile(target_S, logit_SJ.shape[1])
-    first_S.add_(torch.where(is_here, logit_SJ.gather(1, place_S[:, None])[:, 0], 0.0))
+    is_in_tile, index_S = _in_tile(target_S, logit_SJ.shape[1])
+    first_S.add_(torch.where(is_in_tile, logit_SJ.gather(1, index_S[:, None])[:, 0], 0.0))
 
 
 def to_slopes(logit_SJ: torch.Tensor, target_S: torch.Tensor, total_S: torch.Tensor, upstream_S: torch.Tensor) -> None:
-    """Logits to the derivatives of the loss by them, in place."""
+    """Replace logits by the gradients of the loss with respect to them, in place."""
     if runs_triton(logit_SJ):
         _to_slopes_on_device(logit_SJ, target_S, total_S, upstream_S)
         return
     softmax_SJ = (at_least_float32(logit_SJ) - total_S[:, None]).exp()
-    is_here, place_S = _in_tile(target_S, logit_SJ.shape[1])
-    softmax_SJ.scatter_add_(1, place_S[:, None], -is_here[:, None].to(softmax_SJ.dtype))
+    is_in_tile, index_S = _in_tile(target_S, logit_SJ.shape[1])
+    softmax_SJ.scatter_add_(1, index_S[:, None], -is_in_tile[:, None].to(softmax_SJ.dtype))
     logit_SJ.copy_(softmax_SJ * upstream_S[:, None])
 
 
 def _fake(*arguments: torch.Tensor) -> None:
-    """What is written is written into arguments."""
+    """Return nothing: these operators only write to arguments."""
 
 
 @kernel_op("cross_entropy_tile", fake=_fake, mutates=("highest", "summed", "first"))
@@ -182,7 +195,7 @@ def _to_slopes_on_device(
 
 
 def _in_tile(target_S: torch.Tensor, num_items: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whether the target is in the tile, and a column that exists."""
+    """Return whether each target is in the tile, and its column clamped to the tile."""
     return (target_S >= 0) & (target_S < num_items), target_S.clamp(0, num_items - 1)
 
 

@@ -1,4 +1,4 @@
-"""Triton kernels of the tiled cross-entropy: one program a token reads its row of the tile once.
+"""Triton kernels of the tiled cross-entropy: one program per token reads the token's row of the tile once.
 
 Legend: S tokens, J items of a tile.
 """
@@ -26,18 +26,18 @@ def _add_tile(logit, target, highest, summed, first, J, stride, BLOCK: tl.conste
         high = higher
     tl.store(highest + s, high)
     tl.store(summed + s, total)
-    place = tl.load(target + s)
-    if (place >= 0) & (place < J):
-        tl.store(first + s, tl.load(logit + s * stride + place).to(WIDE))
+    target_column = tl.load(target + s)
+    if (target_column >= 0) & (target_column < J):
+        tl.store(first + s, tl.load(logit + s * stride + target_column).to(WIDE))
 
 
 @triton.jit
 def _to_slopes(logit, target, total, upstream, J, stride, BLOCK: tl.constexpr, WIDE: tl.constexpr):
     s = tl.program_id(0).to(tl.int64)
     j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    lse, scale, place = tl.load(total + s), tl.load(upstream + s).to(WIDE), tl.load(target + s)
+    lse, scale, target_column = tl.load(total + s), tl.load(upstream + s).to(WIDE), tl.load(target + s)
     logits = tl.load(logit + s * stride + j, mask=j < J, other=float("-inf")).to(WIDE)
-    slopes = (tl.exp(logits - lse) - tl.where(j == place, 1.0, 0.0)) * scale
+    slopes = (tl.exp(logits - lse) - tl.where(j == target_column, 1.0, 0.0)) * scale
     tl.store(logit + s * stride + j, slopes, mask=j < J)
 
 
@@ -48,7 +48,7 @@ def add_tile_kernel(
     summed_S: torch.Tensor,
     first_S: torch.Tensor,
 ) -> None:
-    """Running maximum, sum and target logit of each token, in place."""
+    """Update the running maximum, sum of exponentials and target logit of each token in place."""
     num_tokens, num_items = logit_SJ.shape
     _add_tile[(num_tokens,)](
         logit_SJ,
@@ -67,7 +67,7 @@ def add_tile_kernel(
 def to_slopes_kernel(
     logit_SJ: torch.Tensor, target_S: torch.Tensor, total_S: torch.Tensor, upstream_S: torch.Tensor
 ) -> None:
-    """Logits to slopes, in place."""
+    """Replace logits by slopes (the gradients of the loss with respect to the logits) in place."""
     num_tokens, num_items = logit_SJ.shape
     _to_slopes[(num_tokens, triton.cdiv(num_items, _BLOCK))](
         logit_SJ,

@@ -1,20 +1,18 @@
-"""Losses over candidate items: candidates and sampled softmax.
+"""Candidates and reference implementations of item losses: sampled softmax, full and binary cross-entropy.
 
-The items that a token chooses between: its positive, then its negatives, as places among rows.
-
-Legend: T tokens, R negatives drawn for a token, K - 1 other tokens whose negatives it meets too (logit sharing),
-N = 1 + K R candidates of a token.
-
-Losses over items, as one number a token: sampled softmax, full cross-entropy and binary cross-entropy.
+The candidates of a token are its positive item, then its negatives, as indices of embedding rows. All losses return one
+value per token:
 
     sampled softmax   -log( e^{s_0} / sum_n e^{s_n} ),  s = dot products of a query with its candidates
-    full              -log softmax over every item of the catalogue
+    full              -log softmax over every item of the catalog
     bce               -log sigmoid(s_0) - sum_{n>0} log(1 - sigmoid(s_n))
 
-Candidate 0 is the positive. The caller sums over tokens and divides by the weight of the global batch. These are the
-definitions (`plain`), which keep every vector and every logit; nestrec.ops.losses.sampled names the others.
+Candidate 0 is the positive. The caller sums over tokens and divides by the weight of the global batch. The losses of
+this module are the reference implementations (variant `plain`): they store every candidate vector and every logit.
+`nestrec.ops.losses.sampled_losses` has the variants that need less memory.
 
-Legend: T tokens, N candidates of a token, U rows, D channels.
+Legend: T tokens, R negatives drawn for a token, K - 1 other tokens whose negatives a token shares (logit sharing),
+N = 1 + K R candidates of a token, U rows, D channels.
 """
 
 from dataclasses import dataclass
@@ -24,23 +22,23 @@ import torch
 from torch.nn.functional import cross_entropy, softplus
 
 FALSE_NEGATIVE_LOGIT = -5e4
-"""Logit of a negative that is the positive, as in the published recipe: it counts for nothing."""
+"""Logit of a false negative (a negative equal to the positive), as in the published recipe; its probability is 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossCandidates:
-    """What is compared with the queries. Column 0 is the positive."""
+    """Candidate items of each token; column 0 is the positive."""
 
     index_TN: torch.Tensor
-    """int32 places among rows"""
+    """(T, N) int32 row indices of the candidates."""
     bias_TN: torch.Tensor | None = None
-    """added to the logits: log-Q correction; none is zero"""
+    """(T, N) values added to the logits (log-Q correction); None means zeros."""
 
     def __len__(self) -> int:
         return len(self.index_TN)
 
-    def part(self, start: int, stop: int) -> "LossCandidates":
-        """Those of the tokens from `start` to `stop`."""
+    def slice_tokens(self, start: int, stop: int) -> "LossCandidates":
+        """Return the candidates of the tokens in [start, stop)."""
         return LossCandidates(self.index_TN[start:stop], None if self.bias_TN is None else self.bias_TN[start:stop])
 
 
@@ -51,16 +49,23 @@ def make_candidates(
     bias_TR: torch.Tensor | None = None,
     shared_TK: torch.Tensor | None = None,
 ) -> LossCandidates:
-    """Positive and own negatives of each token; with `shared_TK` also the negatives of those other tokens."""
-    index_TN = torch.cat([positive_T[:, None], _with_shared(negative_TR, shared_TK)], dim=1)
+    """Build the candidates of each token: its positive, its negatives and, with logit sharing, those of other tokens.
+
+    Args:
+        positive_T: Row index of the positive item of each token.
+        negative_TR: Row indices of the negatives drawn for each token.
+        bias_TR: Logit bias of each negative (log-Q correction); the positives get 0.
+        shared_TK: Other tokens whose negatives each token uses too.
+    """
+    index_TN = torch.cat([positive_T[:, None], _append_shared(negative_TR, shared_TK)], dim=1)
     if bias_TR is None:
         return LossCandidates(index_TN)
-    bias_TC = _with_shared(bias_TR, shared_TK)
+    bias_TC = _append_shared(bias_TR, shared_TK)
     return LossCandidates(index_TN, torch.cat([bias_TC.new_zeros(len(bias_TC), 1), bias_TC], dim=1))
 
 
 def masked_logits(logit_SN: torch.Tensor, candidates: LossCandidates) -> torch.Tensor:
-    """Logits with their bias, where false negatives count for nothing. Differentiable."""
+    """Add the bias to the logits and mask false negatives. Differentiable."""
     index_SN = candidates.index_TN
     is_false = index_SN == index_SN[:, :1]
     is_false[:, 0] = False
@@ -69,11 +74,11 @@ def masked_logits(logit_SN: torch.Tensor, candidates: LossCandidates) -> torch.T
     return logit_SN.masked_fill(is_false, FALSE_NEGATIVE_LOGIT)
 
 
-def _with_shared(value_TR: torch.Tensor, shared_TK: torch.Tensor | None) -> torch.Tensor:
+def _append_shared(value_TR: torch.Tensor, shared_TK: torch.Tensor | None) -> torch.Tensor:
     if shared_TK is None or not shared_TK.shape[1]:
         return value_TR
-    of_others = value_TR.index_select(0, shared_TK.reshape(-1))
-    return torch.cat([value_TR, of_others.view(len(value_TR), shared_TK.shape[1] * value_TR.shape[1])], dim=1)
+    shared_values = value_TR.index_select(0, shared_TK.reshape(-1))
+    return torch.cat([value_TR, shared_values.view(len(value_TR), shared_TK.shape[1] * value_TR.shape[1])], dim=1)
 
 
 SampledKind = Literal["sampled_softmax", "bce"]
@@ -82,13 +87,13 @@ SampledKind = Literal["sampled_softmax", "bce"]
 def plain_sampled_loss(
     query_TD: torch.Tensor, row_UD: torch.Tensor, candidates: LossCandidates, kind: SampledKind
 ) -> torch.Tensor:
-    """(T,) losses; the vectors of all candidates lie in memory until their gradients are there."""
+    """Return the (T,) losses; reference implementation that stores the vectors of all candidates until backward."""
     logit_TN = masked_logits(_dot_products(query_TD, row_UD, candidates.index_TN), candidates)
     return loss_of_logits(at_least_float32(logit_TN), kind)[0]
 
 
 def loss_of_logits(logit_TN: torch.Tensor, kind: SampledKind) -> tuple[torch.Tensor, torch.Tensor]:
-    """(T,) losses and (T,) what `slopes` needs besides the logits."""
+    """Return the (T,) losses and the (T,) log-sum-exp that `slopes` needs (zeros for `bce`)."""
     if kind == "sampled_softmax":
         total_T = torch.logsumexp(logit_TN, dim=1)
         return total_T - logit_TN[:, 0], total_T
@@ -96,7 +101,7 @@ def loss_of_logits(logit_TN: torch.Tensor, kind: SampledKind) -> tuple[torch.Ten
 
 
 def slopes(logit_TN: torch.Tensor, total_T: torch.Tensor, kind: SampledKind) -> torch.Tensor:
-    """(T, N) derivative of a token's loss by its logits; exactly 0 for false negatives."""
+    """Return the (T, N) gradients of each token's loss with respect to its logits; exactly 0 for false negatives."""
     if kind == "sampled_softmax":
         slope_TN = torch.exp(logit_TN - total_T[:, None])
     else:
@@ -106,17 +111,23 @@ def slopes(logit_TN: torch.Tensor, total_T: torch.Tensor, kind: SampledKind) -> 
 
 
 def full_cross_entropy(query_TD: torch.Tensor, row_UD: torch.Tensor, positive_T: torch.Tensor) -> torch.Tensor:
-    """The rows are those of the whole catalogue."""
+    """Return the (T,) cross-entropy losses over the full catalog; reference implementation.
+
+    Args:
+        query_TD: Query of each token.
+        row_UD: Rows of all items.
+        positive_T: Row index of the positive item of each token.
+    """
     return cross_entropy(at_least_float32(query_TD @ row_UD.T), positive_T, reduction="none")
 
 
 def at_least_float32(x: torch.Tensor) -> torch.Tensor:
-    """16-bit numbers widened."""
+    """Convert bfloat16 and float16 tensors to float32; return others unchanged."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 def _dot_products(query_TD: torch.Tensor, row_UD: torch.Tensor, index_TN: torch.Tensor) -> torch.Tensor:
     if row_UD.shape[0] <= index_TN.shape[1] * 64:
-        # The rows are few: one matrix product with all of them moves far fewer bytes than gathering N vectors a token.
+        # With few rows, one matrix product with all of them moves far fewer bytes than gathering N vectors per token.
         return (query_TD @ row_UD.T).gather(1, index_TN.long())
     return torch.einsum("td,tnd->tn", query_TD, row_UD[index_TN])

@@ -1,10 +1,10 @@
-"""Candidate vectors in host memory, as in TurboGR: written segment by segment, brought back with a double buffer.
+"""Host offload of candidate vectors, as in TurboGR: copied to the host in segments and back with a double buffer.
 
-    forward    gather a segment into one of two device buffers, hand it out, and copy it to the host meanwhile
-    backward   copy a segment into one buffer while the caller works on the other
+    forward    gather a segment into one of two device buffers, yield it, and copy it to the host concurrently
+    backward   copy a segment into one buffer while the caller uses the other
 
-A buffer is written again only after its reader is done: the copying stream and the caller's wait for each other's
-events, and the host for neither. Without CUDA the vectors lie in host memory anyway and are handed out as they are.
+A buffer is overwritten only after its reader is done: the copy stream and the caller's stream wait for each other's
+events, and the host waits for neither. Without CUDA the vectors are in host memory anyway and are yielded directly.
 
 Legend: T tokens, S tokens of a segment, N candidates of a token, U rows, D channels.
 """
@@ -18,7 +18,7 @@ from nestrec.base.cuda import pinned_empty, side_stream
 
 
 class OffloadedVectors:
-    """Vectors of all candidates of a micro-batch."""
+    """Vectors of all candidates of a micro-batch, offloaded to host memory."""
 
     def __init__(self, row_UD: torch.Tensor, index_TN: torch.Tensor, segment_tokens: int) -> None:
         self._row_UD = row_UD
@@ -30,11 +30,11 @@ class OffloadedVectors:
 
     @property
     def num_bytes(self) -> int:
-        """What crosses in each direction."""
+        """Number of bytes transferred in each direction."""
         return self._host_TND.nbytes
 
     def forward(self) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """(start, stop, (S, N, D) vectors), gathered from the rows; valid until the next is asked for."""
+        """Gather the segments from the rows; yields (start, stop, (S, N, D) vectors), valid until the next one."""
         buffers = _DoubleBuffer(self._row_UD.device) if self._is_cuda else None
         for number, (start, stop) in enumerate(self._bounds()):
             flat_index = self._index_TN[start:stop].reshape(-1)
@@ -47,10 +47,10 @@ class OffloadedVectors:
                 torch.index_select(self._row_UD, 0, flat_index, out=vectors.view(-1, vectors.shape[2]))
                 buffers.copy(number, vectors, self._host_TND[start:stop])
                 yield start, stop, vectors
-        self._row_UD = self._row_UD[:0]  # from here on the host has them
+        self._row_UD = self._row_UD[:0]  # the host copy replaces the rows: release them
 
     def backward(self) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """The same segments, brought back."""
+        """Yield the segments of `forward` again, copied from the host."""
         bounds = list(self._bounds())
         if not self._is_cuda:
             for start, stop in bounds:
@@ -59,14 +59,14 @@ class OffloadedVectors:
         buffers = _DoubleBuffer(self._index_TN.device)
 
         def fetch(number: int) -> torch.Tensor:
-            part = self._host_TND[slice(*bounds[number])]
-            vectors = buffers.take(number, part)
-            buffers.copy(number, part, vectors)
+            segment = self._host_TND[slice(*bounds[number])]
+            vectors = buffers.take(number, segment)
+            buffers.copy(number, segment, vectors)
             return vectors
 
-        coming = fetch(0) if bounds else None
+        prefetched = fetch(0) if bounds else None
         for number, (start, stop) in enumerate(bounds):
-            vectors, coming = coming, fetch(number + 1) if number + 1 < len(bounds) else None
+            vectors, prefetched = prefetched, fetch(number + 1) if number + 1 < len(bounds) else None
             assert vectors is not None
             buffers.wait_for_copy(number)
             yield start, stop, vectors
@@ -79,7 +79,7 @@ class OffloadedVectors:
 
 
 class _DoubleBuffer:
-    """Two device buffers between the current stream, which computes, and a stream that copies."""
+    """Two device buffers shared by the current (compute) stream and a copy stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -90,21 +90,21 @@ class _DoubleBuffer:
         self._compute = torch.cuda.current_stream(device)
 
     def take(self, number: int, like: torch.Tensor) -> torch.Tensor:
-        """The buffer of a segment; what is launched next on the current stream may write into it."""
-        place = number % 2
-        buffer = self._buffers[place]
+        """Return the buffer of a segment; kernels launched next on the current stream can write to it."""
+        buffer_index = number % 2
+        buffer = self._buffers[buffer_index]
         if buffer is None:
-            buffer = self._buffers[place] = torch.empty(like.shape, dtype=like.dtype, device=self._device)
+            buffer = self._buffers[buffer_index] = torch.empty(like.shape, dtype=like.dtype, device=self._device)
             buffer.record_stream(self._copies)
-        copied = self._copied[place]
+        copied = self._copied[buffer_index]
         if copied is not None:
             self._compute.wait_event(copied)
         return buffer[: len(like)]
 
     def copy(self, number: int, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Start a copy, after what the current stream has launched and after the reader of the buffer is done."""
-        place = number % 2
-        released = self._released[place]
+        """Start a copy that runs after the launched work of the current stream and after the buffer's reader."""
+        buffer_index = number % 2
+        released = self._released[buffer_index]
         ready = released
         if ready is None or source.is_cuda:
             ready = torch.cuda.Event()
@@ -114,16 +114,16 @@ class _DoubleBuffer:
             target.copy_(source, non_blocking=True)
             done = torch.cuda.Event()
             done.record(self._copies)
-        self._copied[place] = done
+        self._copied[buffer_index] = done
 
     def wait_for_copy(self, number: int) -> None:
-        """The current stream goes on when the buffer holds its segment."""
+        """Make the current stream wait until the segment is in the buffer."""
         copied = self._copied[number % 2]
         assert copied is not None
         self._compute.wait_event(copied)
 
     def release(self, number: int) -> None:
-        """The current stream has launched all that reads the buffer."""
+        """Mark the buffer as free after all kernels that the current stream has launched so far."""
         event = torch.cuda.Event()
         event.record(self._compute)
         self._released[number % 2] = event

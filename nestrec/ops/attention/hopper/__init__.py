@@ -1,1 +1,1 @@
-"""HSTU attention on Hopper GPUs: persistent, warp-specialised kernels and their launches."""
+"""HSTU attention on Hopper GPUs: persistent, warp-specialized Gluon kernels and their launches."""

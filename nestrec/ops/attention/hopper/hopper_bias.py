@@ -1,7 +1,7 @@
-"""Biases of pairs of tokens, for the Hopper attention kernels: words of pair_tiles.py to elements of a tile of scores.
+"""Pair biases in the Hopper attention kernels: unpacks words of pair_tiles.py to elements of a tile of scores.
 
-A thread of a matrix instruction owns some elements of a tile. Their words lie side by side in memory, so it loads them
-while the product runs, and adds them without moving any.
+A thread of a matrix instruction owns some elements of a tile. Their words are contiguous in memory, so the thread loads
+them while the product runs and adds them without moving data between threads.
 """
 
 from triton.experimental import gluon
@@ -13,15 +13,17 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def tile_of(first_tile, x0, y0, length, REVERSED: gl.constexpr, IS_SQUARE: gl.constexpr):
-    """Number of the tile of pairs in which rows from x0 on meet those from y0 on."""
+    """Return the index of the tile of pairs of the rows from x0 on and the rows from y0 on."""
     if REVERSED:
-        asks, sees = y0 // 64, x0 // 64
+        query_block = y0 // 64
+        key_block = x0 // 64
     else:
-        asks, sees = x0 // 64, y0 // 64
+        query_block = x0 // 64
+        key_block = y0 // 64
     if IS_SQUARE:
-        return first_tile + asks * ((length + 63) // 64) + sees
+        return first_tile + query_block * ((length + 63) // 64) + key_block
     else:
-        return first_tile + asks * (asks + 1) // 2 + sees
+        return first_tile + query_block * (query_block + 1) // 2 + key_block
 
 
 @gluon.jit
@@ -35,18 +37,18 @@ def _load_tile(words, tile, first_chunk, CHUNKS: gl.constexpr):
 
 @gluon.jit
 def _lines(words, first, NUM: gl.constexpr):
-    """Words of so many lines, from one on downwards; a warp is two lines behind the one before it."""
+    """Load the words of NUM lines in descending order from line `first`; each warp starts two lines after the last."""
     thread = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
-    place = words + first * 32 + thread + thread // 32 * 32
+    pointers = words + first * 32 + thread + thread // 32 * 32
     if NUM == 4:
-        return gl.load(place), gl.load(place - 32), gl.load(place - 64), gl.load(place - 96)
+        return gl.load(pointers), gl.load(pointers - 32), gl.load(pointers - 64), gl.load(pointers - 96)
     else:
-        return gl.load(place)
+        return gl.load(pointers)
 
 
 @gluon.jit
 def _by_distance(words, line, YB: gl.constexpr):
-    """Those of the columns of a tile, 16 at a time, each beginning two lines before the one behind it."""
+    """Load the lines of the columns of a tile, 16 columns at a time, each two lines before the previous ones."""
     if YB == 32:
         return _lines(words, line + 1, 4), _lines(words, line - 3, 1)
     elif YB == 64:
@@ -63,7 +65,7 @@ def _by_distance(words, line, YB: gl.constexpr):
 
 @gluon.jit
 def _sixteen(above, same, below):
-    """(threads, 8 rows or the next, 8 columns or the next) of the words of three lines."""
+    """Arrange the words of three lines as a 16 x 16 tile: (threads, upper or lower 8 rows, left or right 8 columns)."""
     return gl.join(gl.join(same, above), gl.join(below, same))
 
 
@@ -74,7 +76,7 @@ def _thirty_two(four, next_line):
 
 @gluon.jit
 def _of_distances(words, FAST: gl.constexpr, YB: gl.constexpr):
-    """(rows, columns)"""
+    """Unpack the lines of `_by_distance` to biases of a tile, (rows, columns)."""
     if YB == 32:
         all_words = _thirty_two(words[0], words[1])
         each = _values(all_words, FAST).reshape([4, 8, 4, 2, 2, 2, 2])
@@ -102,7 +104,7 @@ def load_words(
     YB: gl.constexpr,
     BY_DISTANCE: gl.constexpr,
 ):
-    """Biases of a tile of scores as they lie in memory; nothing where there are none."""
+    """Load the packed biases of a tile of scores; returns 0 if there are no biases."""
     words, origin, first, bounds = bias
     if words is None:
         return 0
@@ -121,20 +123,20 @@ def load_words(
 
 @gluon.jit
 def staged_words(smem):
-    """A tile of words out of shared memory, (64, 32) in the order of pair_tiles.py: each thread its own."""
+    """Load a tile of words from shared memory, (64, 32) in the order of pair_tiles.py; each thread loads its own."""
     return smem.load(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
 
 
 @gluon.jit
 def staged_halves(s, words, FAST: gl.constexpr, LAYOUT: gl.constexpr):
-    """`halves` of words that `staged_words` has loaded."""
+    """Return the result of `halves` for words loaded by `staged_words`."""
     each = _values(words, FAST).reshape([4, 4, 4, 2, 4, 2, 2, 2])
     return s * 0.5 + gl.convert_layout(each.permute((1, 6, 2, 3, 0, 5, 4, 7)).reshape([64, 64]), LAYOUT)
 
 
 @gluon.jit
 def _values(words, FAST: gl.constexpr):
-    """(..., 2) values of bfloat16 (fast), or of float16."""
+    """Unpack words to float32 values, (..., 2), from bfloat16 if FAST, else from float16."""
     if FAST:
         return gl.join((words << 16).to(gl.float32, bitcast=True), words.to(gl.float32, bitcast=True))
     else:
@@ -145,7 +147,7 @@ def _values(words, FAST: gl.constexpr):
 
 @gluon.jit
 def halves(s, words, bias, FAST: gl.constexpr, LAYOUT: gl.constexpr, YB: gl.constexpr, BY_DISTANCE: gl.constexpr):
-    """Half of the scores with their biases, which are kept halved; every thread adds what it has loaded."""
+    """Return half of the scores plus the biases, which are stored halved; every thread adds the words it has loaded."""
     if bias[0] is None:
         return s * 0.5
     elif BY_DISTANCE:

@@ -1,11 +1,12 @@
-"""What the Hopper attention kernels share: items of work, blocks on their way to shared memory, masks, activations.
+"""Shared device functions of the Hopper attention kernels: work items, the producer warp, masks and activations.
 
-A program is persistent. One warp, the producer, takes items from the schedule's counter, hands them to the consumers
-through shared memory, and keeps blocks arriving by the copy engine; each consumer, a warp group, owns 64 rows of x and
-runs matrix products over the blocks of y. They meet only at barriers in shared memory, so that the elements of one
-consumer overlap with the products of the other.
+A program is persistent and warp-specialized. One warp, the producer, takes items from the counter of the schedule,
+passes them to the consumers through shared memory, and loads blocks with the tensor memory accelerator (TMA). Each
+consumer, a warp group, owns 64 rows of x and runs matrix products over the blocks of y. They synchronize only at
+mbarriers in shared memory, so that the elementwise work of one consumer overlaps with the products of the other.
 
-Words: x are the rows whose results an item computes, y the rows it sums over; reversed means that y asks and x is seen.
+Naming: x are the rows whose results an item computes, y are the rows that it sums over. Normally x are queries and y
+are keys; reversed means that x are keys and y are queries.
 """
 
 from triton.experimental import gluon
@@ -17,9 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 
 ROWS = gl.constexpr(64)
-"""of a consumer: one warp group, one matrix instruction high"""
+"""Number of rows per consumer: one warp group, the height of one matrix instruction."""
 FIELDS = gl.constexpr(16)
-"""of an item, as the producer hands it to the consumers, and some unused: a power of two"""
+"""Number of int32 fields of an item in shared memory, rounded up to a power of two."""
 
 
 @gluon.jit
@@ -31,7 +32,7 @@ def next_stage(stage, phase, NUM: gl.constexpr):
 
 @gluon.jit
 def _entry(index, total, table, heads):
-    """Row of the schedule for an item; any row behind the last item."""
+    """Load the schedule row of an item; any row if the index is after the last item."""
     entry = table + 4 * (gl.minimum(index, total - 1) // heads)
     return gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3)
 
@@ -47,9 +48,9 @@ def _item(
     XB: gl.constexpr,
     BY_BLOCK: gl.constexpr,
 ):
-    """First token, length and history of the sequence; head; first row of the block.
+    """Return first token, length and history length of the sequence, the head, and the first row of the block.
 
-    Neighbours are blocks of one head, which read the same y, or heads of one block, which read the same biases.
+    Adjacent items are blocks of one head, which read the same y, or heads of one block, which read the same biases.
     """
     start, length, before, sequence = entry
     blocks = (length + XB - 1) // XB
@@ -72,7 +73,7 @@ def _item(
 
 @gluon.jit
 def _first_tile(bias, entry):
-    """Of the sequence, among its batch's tiles of pairs."""
+    """Return the index of the first tile of the sequence among the tiles of the batch."""
     words, origin, first_tile, bounds = bias
     if first_tile is None:
         return 0
@@ -82,7 +83,7 @@ def _first_tile(bias, entry):
 
 @gluon.jit
 def bound_of(bounds, start, sequence, x0):
-    """Of a block of 128 rows, among the other blocks of its sequence: where near pairs become far (time_nodes.py)."""
+    """Return the block of the same sequence at which near pairs become far, for a block of 128 rows (time_nodes.py)."""
     if bounds is None:
         return 0
     else:
@@ -90,16 +91,16 @@ def bound_of(bounds, start, sequence, x0):
 
 
 @gluon.jit
-def values_tile(first_tile, asks, sees):
-    """Of a time function's values at nodes: blocks of 64 queries, of 128 keys (time_nodes.py)."""
-    return (first_tile + asks * (asks + 1) // 2 + 2 * sees + 1) // 2
+def values_tile(first_tile, query_block, key_block):
+    """Return the tile of time-function values at nodes for blocks of 64 queries and of 128 keys (time_nodes.py)."""
+    return (first_tile + query_block * (query_block + 1) // 2 + 2 * key_block + 1) // 2
 
 
 @gluon.jit
 def item_of(
     index, total, table, heads, rules, first_tile, REVERSED: gl.constexpr, HAS_RULES: gl.constexpr, XB: gl.constexpr
 ):
-    """An item, read when it is needed."""
+    """Load an item without prefetching its schedule row."""
     entry = _entry(index, total, table, heads)
     start, length, history, head, x0 = _item(index, entry, heads, rules, REVERSED, HAS_RULES, XB, False)
     return start, length, history, head, x0, gl.load(first_tile + entry[3]), entry[3]
@@ -139,13 +140,13 @@ def put_sequence(slots, slot, sequence):
 
 @gluon.jit
 def get_index(slots, slot):
-    """Number of an item, and that of its sequence, where they were put."""
+    """Read the index of an item and of its sequence; valid if the producer has stored them."""
     return _get(slots, slot, 10), _get(slots, slot, 11)
 
 
 @gluon.jit
 def put_end(slots, slot):
-    """In place of an item, behind the last one."""
+    """Store the end marker that follows the last item."""
     _put(slots, slot, 1, -1)
 
 
@@ -169,7 +170,10 @@ def get_item(slots, slot):
 def range_of_y(
     x0, length, history, rules, REVERSED: gl.constexpr, HAS_RULES: gl.constexpr, XB: gl.constexpr, YB: gl.constexpr
 ):
-    """Blocks [low, high) of y that a block of x may meet, and so many before them: the contextual prefix."""
+    """Return the range [low, high) of y blocks paired with a block of x, and the number of prefix blocks before it.
+
+    The prefix blocks hold the contextual prefix.
+    """
     x1 = gl.minimum(length, x0 + XB)
     low = 0
     prefix = 0
@@ -195,7 +199,7 @@ def range_of_y(
 
 @gluon.jit
 def row_of_block(i, low, high, prefix, REVERSED: gl.constexpr, HAS_RULES: gl.constexpr, YB: gl.constexpr):
-    """First row of the i-th block of y: from the diagonal on, the contextual prefix last."""
+    """Return the first row of the i-th block of y; blocks start at the diagonal, the contextual prefix comes last."""
     if REVERSED:
         block = low + i
     else:
@@ -207,7 +211,7 @@ def row_of_block(i, low, high, prefix, REVERSED: gl.constexpr, HAS_RULES: gl.con
 
 @gluon.jit
 def skipped_blocks(x0, length, low, high, prefix, REVERSED: gl.constexpr, HAS_RULES: gl.constexpr, YB: gl.constexpr):
-    """Blocks of y that come first and lie wholly outside what the rows from x0 on meet."""
+    """Return the number of leading y blocks that are completely masked for the rows from x0 on."""
     skipped = 0
     if not HAS_RULES:
         if REVERSED:
@@ -219,15 +223,17 @@ def skipped_blocks(x0, length, low, high, prefix, REVERSED: gl.constexpr, HAS_RU
 
 @gluon.jit
 def load_rows(desc, start, length, row, head, bar, smem):
-    """Rows of one sequence; rows behind its end arrive as zeros, and so do columns behind the width of a head.
-    Coordinates wrap around so that the bound of the tensor falls on the end of the sequence."""
+    """Load rows of one sequence with TMA; rows after its end and columns after the width of a head are zero.
+
+    Coordinates wrap around so that the bound of the tensor coincides with the end of the sequence.
+    """
     billion: gl.constexpr = 1 << 30
     tma.async_copy_global_to_shared(desc, [billion, start + length, billion - length + row, head, 0], bar, smem)
 
 
 @gluon.jit
 def store_rows(desc, start, length, row, head, smem):
-    """The reverse of `load_rows`: rows and columns behind their ends are not written."""
+    """Store rows of one sequence with TMA; rows after its end and columns after the width of a head are not written."""
     billion: gl.constexpr = 1 << 30
     tma.async_copy_shared_to_global(desc, [billion, start + length, billion - length + row, head, 0], smem)
 
@@ -261,7 +267,9 @@ def producer(
     values_desc, basis_desc, values_smem, basis_smem, zero_tile, far_bias = far
     HAS_FAR: gl.constexpr = values_desc is not None
     X_FAR: gl.constexpr = 32 * CONSUMERS * ROWS if HAS_FAR and REVERSED else 0
-    Y_FAR: gl.constexpr = (32 * ROWS if REVERSED else 32 * (YB + CONSUMERS * ROWS)) if HAS_FAR else 0
+    Y_FAR: gl.constexpr = (
+        (32 * ROWS if REVERSED else 32 * (YB + CONSUMERS * ROWS)) if HAS_FAR else 0  # language: allow chained-ternary
+    )
     XB: gl.constexpr = CONSUMERS * ROWS
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
     counter = state + 1 + COUNTER + lane * 0
@@ -272,14 +280,14 @@ def producer(
     xs, xp = 0, 1
     ys, yp = 0, 1
     its, itp = 0, 1
-    words_desc, words_smem, words_full, words_empty = staged  # None, where no biases come by the copy engine
-    words_phase = 3  # a bit for each consumer
+    words_desc, words_smem, words_full, words_empty = staged  # None if no biases are loaded by TMA
+    words_phase = 3  # one bit per consumer
     while index < total:
         start, length, history, head, x0 = _item(index, entry, heads, rules, REVERSED, HAS_RULES, XB, BY_BLOCK)
         low, high, prefix = range_of_y(x0, length, history, rules, REVERSED, HAS_RULES, XB, YB)
         first_tile = _first_tile(bias, entry)
         bound = bound_of(bias[3], start, entry[3], x0)
-        # The next item is fetched while this one's blocks are on their way.
+        # Fetch the next item while the blocks of this one are being loaded.
         index = gl.num_programs(0) + gl.max(gl.where(lane == 0, taken, 0), 0)
         taken = gl.atomic_add(counter, lane * 0 + 1, mask=lane == 0, sem="relaxed")
         entry = _entry(index, total, table, heads)
@@ -290,13 +298,13 @@ def producer(
         mbarrier.wait(x_empty.index(xs), xp)
         mbarrier.expect(x_full.index(xs), (2 if GRADIENT else 1) * XB * D * 2 + X_FAR)
         for c in gl.static_range(CONSUMERS):
-            place = xs * CONSUMERS + c
-            load_rows(x0_desc, start, length, x0 + c * ROWS, head, x_full.index(xs), x0_smem.index(place))
+            slot_index = xs * CONSUMERS + c
+            load_rows(x0_desc, start, length, x0 + c * ROWS, head, x_full.index(xs), x0_smem.index(slot_index))
             if GRADIENT:
-                load_rows(x1_desc, start, length, x0 + c * ROWS, head, x_full.index(xs), x1_smem.index(place))
+                load_rows(x1_desc, start, length, x0 + c * ROWS, head, x_full.index(xs), x1_smem.index(slot_index))
             if HAS_FAR and REVERSED:
                 row = start + x0 + c * ROWS
-                tma.async_copy_global_to_shared(basis_desc, [row, 0], x_full.index(xs), basis_smem.index(place))
+                tma.async_copy_global_to_shared(basis_desc, [row, 0], x_full.index(xs), basis_smem.index(slot_index))
         xs, xp = next_stage(xs, xp, XSTAGES)
         for i in range(high - low + prefix):
             row = row_of_block(i, low, high, prefix, REVERSED, HAS_RULES, YB)
@@ -309,21 +317,23 @@ def producer(
             elif HAS_FAR:
                 tma.async_copy_global_to_shared(basis_desc, [start + row, 0], y0_full.index(ys), basis_smem.index(ys))
                 for c in gl.static_range(CONSUMERS):
-                    asks = x0 // 64 + c
-                    is_far = (row // 128 < bound) & (asks * 64 < length)
-                    tile = gl.where(is_far, values_tile(first_tile, asks, row // 128), zero_tile)
+                    query_block = x0 // 64 + c
+                    is_far = (row // 128 < bound) & (query_block * 64 < length)
+                    tile = gl.where(is_far, values_tile(first_tile, query_block, row // 128), zero_tile)
                     into = values_smem.index(ys * CONSUMERS + c)
                     tma.async_copy_global_to_shared(values_desc, [tile * 64, 0], y0_full.index(ys), into)
             mbarrier.wait(y1_empty.index(ys), yp)
             mbarrier.expect(y1_full.index(ys), YB * D * 2)
             load_rows(y1_desc, start, length, row, head, y1_full.index(ys), y1_smem.index(ys))
             if words_desc is not None:
-                # Biases of near pairs, of what each consumer meets, behind the block that they belong to.
+                # Load the near-pair biases that each consumer needs, after the block that they belong to.
                 for c in gl.static_range(CONSUMERS):
-                    asks, sees = row // 64, x0 // 64 + c
+                    query_block = row // 64
+                    key_block = x0 // 64 + c
                     is_near = (row // 128 < bound) if HAS_FAR else True
-                    if is_near & (sees <= asks) & (sees * 64 < length):
-                        bar, tile = words_full.index(c), first_tile + asks * (asks + 1) // 2 + sees
+                    if is_near & (key_block <= query_block) & (key_block * 64 < length):
+                        bar = words_full.index(c)
+                        tile = first_tile + query_block * (query_block + 1) // 2 + key_block
                         mbarrier.wait(words_empty.index(c), (words_phase >> c) & 1)
                         mbarrier.expect(bar, 64 * 64 * 2)
                         tma.async_copy_global_to_shared(words_desc, [tile * 64, 0], bar, words_smem.index(c))
@@ -340,8 +350,8 @@ def _tanh(x):
 
 
 @gluon.jit
-def places(x0, y0, LAYOUT: gl.constexpr, REVERSED: gl.constexpr, YB: gl.constexpr):
-    """Positions of the asking and of the seen tokens of a tile."""
+def tile_positions(x0, y0, LAYOUT: gl.constexpr, REVERSED: gl.constexpr, YB: gl.constexpr):
+    """Return the positions of the queries and of the keys of a tile."""
     x = (x0 + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT)))[:, None]
     y = (y0 + gl.arange(0, YB, gl.SliceLayout(0, LAYOUT)))[None, :]
     if REVERSED:
@@ -351,12 +361,12 @@ def places(x0, y0, LAYOUT: gl.constexpr, REVERSED: gl.constexpr, YB: gl.constexp
 
 
 @gluon.jit
-def is_whole(x0, y0, history, rules, REVERSED: gl.constexpr, HAS_RULES: gl.constexpr, YB: gl.constexpr):
-    """Whether every pair of a tile is seen."""
+def is_unmasked(x0, y0, history, rules, REVERSED: gl.constexpr, HAS_RULES: gl.constexpr, YB: gl.constexpr):
+    """Return whether no pair of a tile is masked."""
     if REVERSED:
-        is_whole = y0 >= x0 + ROWS - 1
+        is_unmasked = y0 >= x0 + ROWS - 1
     else:
-        is_whole = y0 + YB - 1 <= x0
+        is_unmasked = y0 + YB - 1 <= x0
     if HAS_RULES:
         targets, num_context, window, ahead = rules
         if REVERSED:
@@ -364,27 +374,28 @@ def is_whole(x0, y0, history, rules, REVERSED: gl.constexpr, HAS_RULES: gl.const
         else:
             is_near = x0 + ROWS - 1 - y0 < window
         is_history = (x0 + ROWS <= history) & (y0 + YB <= history)
-        is_whole = is_whole & is_near & is_history & (x0 >= num_context) & (y0 >= num_context)
-    return is_whole
+        is_unmasked = is_unmasked & is_near & is_history & (x0 >= num_context) & (y0 >= num_context)
+    return is_unmasked
 
 
 @gluon.jit
 def seen_pairs(i, j, history, rules, HAS_RULES: gl.constexpr):
     if HAS_RULES:
         targets, num_context, window, ahead = rules
-        place = gl.minimum(i, history)
-        is_near = (place - j < window) | (j < num_context)
-        return (i == j) | ((j < history) & (((j < place) & is_near) | (i < ahead)))
+        position = gl.minimum(i, history)
+        is_near = (position - j < window) | (j < num_context)
+        return (i == j) | ((j < history) & (((j < position) & is_near) | (i < ahead)))
     else:
         return j <= i
 
 
 @gluon.jit
 def silu_and_gradient(half, FAST: gl.constexpr):
-    """SiLU and its derivative of twice `half`, from one special-function instruction, or exactly from two."""
+    """Return SiLU(2 * half) and its derivative; one special-function instruction if FAST, else exact with two."""
     if FAST:
         t = _tanh(half)
-        silu, sigmoid = half * t + half, 0.5 * t + 0.5
+        silu = half * t + half
+        sigmoid = 0.5 * t + 0.5
         return silu, silu * (0.5 - 0.5 * t) + sigmoid
     else:
         s = half + half

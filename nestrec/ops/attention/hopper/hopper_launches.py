@@ -1,4 +1,4 @@
-"""HSTU attention on Hopper GPUs: shapes of the work, launches, and which launch gives which tensor.
+"""HSTU attention on Hopper GPUs: tile sizes, kernel launches, and the composition of forward and backward pass.
 
 Legend: T tokens, H heads, D head dimension.
 """
@@ -22,13 +22,13 @@ from nestrec.ops.attention.pair_tiles import (
     SIDE,
     BiasWords,
     TilePlan,
-    most_tiles,
+    max_tiles,
     needs_pairs,
     pair_buckets,
     plan_tiles,
     write_bias,
 )
-from nestrec.ops.attention.time_nodes import BLOCK, NODES, FunctionSums, TimeNodes, find_nodes
+from nestrec.ops.attention.time_nodes import BLOCK, NODES, FunctionSums, TimeNodes, compute_nodes
 from nestrec.ops.attention.work_schedule import WorkOrder, make_schedule
 
 # ruff: noqa: PLR0917
@@ -36,22 +36,22 @@ from nestrec.ops.attention.work_schedule import WorkOrder, make_schedule
 
 _GL_TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 WIDTHS = (32, 64, 128, 256)
-"""of a head in shared memory; columns behind its own are zeros"""
+"""Supported widths of a head in shared memory; a head is padded with zeros to the next width."""
 
 
 class Tiles(NamedTuple):
-    """Shape of the work of one program."""
+    """Tile sizes and pipeline depth of one program."""
 
     consumers: int
-    """warp groups, each with 64 rows of x"""
+    """Number of consumer warp groups, each with 64 rows of x."""
     block: int
-    """rows of y at a time"""
+    """Number of rows of y per block."""
     stages: int
-    """blocks of y in shared memory"""
+    """Number of y blocks in shared memory (pipeline depth)."""
     x_stages: int
-    """blocks of x in shared memory"""
+    """Number of x blocks in shared memory."""
     own_out: bool
-    """whether results leave from shared memory of their own, or from where x was"""
+    """Whether results have a shared memory buffer of their own instead of reusing that of x."""
 
 
 WEIGHTS = {
@@ -60,107 +60,117 @@ WEIGHTS = {
     128: Tiles(2, 128, 2, 2, True),
     256: Tiles(2, 64, 2, 1, False),
 }
-"""By width of a head. Pinned: a timing never chooses them, so that results repeat."""
+"""Tiles of the forward pass without biases, by head width. Fixed instead of autotuned, for reproducible results."""
 WITH_BIAS = {**WEIGHTS, 32: Tiles(2, 128, 3, 2, True), 64: Tiles(2, 128, 3, 2, True)}
-"""Three warp groups leave each too few registers for biases of so many columns on their way."""
+"""Tiles with biases per pair. With three warp groups, each has too few registers to prefetch the biases of a block."""
 BY_DISTANCE = {**WITH_BIAS, 64: Tiles(3, 64, 4, 2, True), 128: Tiles(3, 64, 4, 1, True)}
-"""Biases of distances come from the cache: more rows that share keys and values are worth more than wide blocks."""
+"""Tiles with biases per distance. These are read from the cache, so more rows that share keys and values are faster
+than wide blocks."""
 FAR = {
     32: Tiles(2, 128, 3, 2, True),
     64: Tiles(2, 128, 3, 2, True),
     128: Tiles(2, 128, 2, 2, False),
 }
-"""Beside values at nodes, shared memory has no room for results of heads of 128."""
+"""Tiles with the low-rank time bias. With its factors, shared memory cannot hold the results of heads of 128 too."""
 GRADIENTS = {
     32: Tiles(2, 64, 3, 2, True),
     64: Tiles(2, 64, 3, 2, True),
     128: Tiles(2, 64, 3, 1, True),
     256: Tiles(2, 32, 3, 1, False),
 }
+"""Tiles of passes that compute gradients of queries or keys, by head width."""
 BACKWARD_WEIGHTS = Tiles(2, 64, 2, 1, False)
-"""For heads wider than 128, whose d k and d v do not fit the registers together."""
+"""Tiles of the d v pass for heads wider than 128, whose d k and d v together do not fit into the registers."""
 PAIR_BLOCK, PAIR_STAGES = 64, 3
 PRODUCT_STAGES = 5
-KEPT_SHARE = 8
-"""Gradients of scores that are kept at a time take an eighth of the device's memory; heads are taken in groups."""
+MEMORY_DIVISOR = 8
+"""Divisor of the device memory that limits the saved gradients of scores; heads are processed in groups that fit."""
 
 
 def forward_pass(
     q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, inputs: AttentionInputs
 ) -> torch.Tensor:
-    """(T, H, D) attention."""
-    q, k, v = (readable(x) for x in (q_THD, k_THD, v_THD))
+    """Compute HSTU attention, (T, H, D)."""
+    q, k, v = (to_tma_layout(x) for x in (q_THD, k_THD, v_THD))
     pairs = _Pairs(inputs, q)
     biases = pairs.biases(is_reversed=False)
-    if biases.far is not None:
+    if biases.far_nodes is not None:
         shapes = FAR
+    elif biases.words is None:
+        shapes = WEIGHTS
     else:
-        shapes = WEIGHTS if biases.words is None else BY_DISTANCE if biases.origin >= 0 else WITH_BIAS
+        shapes = BY_DISTANCE if biases.origin >= 0 else WITH_BIAS
     tiles = shapes[width_of(q)]
     schedule = pairs.schedule(tiles.consumers)
     out = launch_stream(
         (q, q), (k, v), schedule, tiles, inputs, biases, is_gradient=False, is_reversed=False, counter=0
     )
-    return _own_columns(out, q_THD)
+    return _drop_padding(out, q_THD)
 
 
 def backward_pass(
     grad_THD: torch.Tensor, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, inputs: AttentionInputs
 ) -> Gradients:
-    """Gradients of queries, keys, values and tables."""
-    vectors = [readable(x) for x in (grad_THD, q_THD, k_THD, v_THD)]
+    """Compute the gradients of queries, keys, values and learned biases."""
+    vectors = [to_tma_layout(x) for x in (grad_THD, q_THD, k_THD, v_THD)]
     pairs = _Pairs(inputs, q_THD)
-    group = pairs.heads_at_a_time(vectors[1])
+    group = pairs.heads_per_group(vectors[1])
     if group == 0:
-        found = Gradients(*_recomputed(vectors, inputs, pairs), *_found_apart(vectors, inputs))
+        gradients = Gradients(
+            *_backward_recomputing(vectors, inputs, pairs), *_separate_table_gradients(vectors, inputs)
+        )
     else:
-        found = _kept(vectors, inputs, pairs, group)
-    dq, dk, dv, *learned = found
-    return Gradients(*(_own_columns(x, q_THD) for x in (dq, dk, dv)), *learned)
+        gradients = _backward_from_saved_scores(vectors, inputs, pairs, group)
+    dq, dk, dv, *learned = gradients
+    return Gradients(*(_drop_padding(x, q_THD) for x in (dq, dk, dv)), *learned)
 
 
-def keeps_gradients(q_THD: torch.Tensor, inputs: AttentionInputs) -> bool:
-    """Whether gradients of scores are kept; without them a time function has no gradient here."""
-    return inputs.rules.num_targets_B is None and _Pairs(inputs, q_THD).heads_at_a_time(q_THD) > 0
+def saves_score_gradients(q_THD: torch.Tensor, inputs: AttentionInputs) -> bool:
+    """Return whether the backward pass saves gradients of scores, which the gradient of a time function requires."""
+    return inputs.rules.num_targets_B is None and _Pairs(inputs, q_THD).heads_per_group(q_THD) > 0
 
 
-def _found_apart(vectors: list[torch.Tensor], inputs: AttentionInputs) -> tuple[torch.Tensor | None, ...]:
-    """Gradients of tables by a pass of their own."""
+def _separate_table_gradients(vectors: list[torch.Tensor], inputs: AttentionInputs) -> tuple[torch.Tensor | None, ...]:
+    """Compute the gradients of the bias tables in a separate pass that recomputes the scores."""
     if inputs.bias.is_empty:
         return None, None, None
     grad, q, k, v = vectors
     return *table_gradients(grad, q, k, v, inputs), None
 
 
-def _kept(vectors: list[torch.Tensor], inputs: AttentionInputs, pairs: "_Pairs", group: int) -> Gradients:
-    """d k and d v first, which keep the gradients of scores; d q and those of tables are made of these."""
+def _backward_from_saved_scores(
+    vectors: list[torch.Tensor], inputs: AttentionInputs, pairs: "_Pairs", group: int
+) -> Gradients:
+    """Compute d k and d v, which saves the gradients of the scores, then d q and the bias gradients from these."""
     grad, q, k, v = vectors
     dq, dk, dv = (torch.empty(q.shape, dtype=q.dtype, device=q.device) for _ in range(3))
     biases = pairs.biases(is_reversed=True, has_tiles=True)
-    summed = inputs if biases.far is None else inputs._replace(bias=replace(inputs.bias, time_function=None))
+    summed = inputs if biases.far_nodes is None else inputs._replace(bias=replace(inputs.bias, time_function=None))
     has_sums = not summed.bias.is_empty and inputs.rules.num_targets_B is None
     sums = TableSums(summed, len(q), pairs.plan, pairs.buckets) if has_sums else None
     by_function = None
-    if biases.far is not None:
-        by_function = FunctionSums(inputs.bias, pairs.plan, biases.far, inputs.normaliser)
+    if biases.far_nodes is not None:
+        by_function = FunctionSums(inputs.bias, pairs.plan, biases.far_nodes, inputs.normalizer)
     for first in range(0, q.shape[1], group):
         heads = slice(first, min(first + group, q.shape[1]))
-        kept = torch.empty((pairs.plan.most, heads.stop - first, SIDE, SIDE), dtype=q.dtype, device=q.device)
+        dscores = torch.empty((pairs.plan.max_tiles, heads.stop - first, SIDE, SIDE), dtype=q.dtype, device=q.device)
         schedule = pairs.schedule(2)
         own = [x[:, heads] for x in (q, k, v, grad, dq, dk, dv)]
-        launch_pair((own[1], own[2]), (own[0], own[3]), (own[5], own[6]), kept, schedule, inputs, biases, counter=0)
-        far_sums = None if by_function is None else by_function.add_near(kept)
-        launch_product(own[1], kept, own[4], schedule, inputs, biases, far_sums, counter=1)
+        launch_pair((own[1], own[2]), (own[0], own[3]), (own[5], own[6]), dscores, schedule, inputs, biases, counter=0)
+        far_sums = None if by_function is None else by_function.add_near(dscores)
+        launch_product(own[1], dscores, own[4], schedule, inputs, biases, far_sums, counter=1)
         if sums is not None:
-            sums.add(kept)
+            sums.add(dscores)
     if by_function is not None:
         position = None if sums is None else sums.gradients()[0]
         return Gradients(dq, dk, dv, position, None, by_function.gradient())
-    return Gradients(dq, dk, dv, *(_found_apart(vectors, inputs) if sums is None else sums.gradients()))
+    return Gradients(dq, dk, dv, *(_separate_table_gradients(vectors, inputs) if sums is None else sums.gradients()))
 
 
-def _recomputed(vectors: list[torch.Tensor], inputs: AttentionInputs, pairs: "_Pairs") -> tuple[torch.Tensor, ...]:
-    """Every pass finds scores and their gradients itself."""
+def _backward_recomputing(
+    vectors: list[torch.Tensor], inputs: AttentionInputs, pairs: "_Pairs"
+) -> tuple[torch.Tensor, ...]:
+    """Compute d q, d k and d v in passes that each recompute the scores and their gradients."""
     grad, q, k, v = vectors
     tiles = GRADIENTS[width_of(q)]
     schedule = make_schedule(inputs.offsets, q.shape[0], ROWS.value * tiles.consumers)
@@ -190,20 +200,20 @@ def _recomputed(vectors: list[torch.Tensor], inputs: AttentionInputs, pairs: "_P
 
 
 class _Biases(NamedTuple):
-    """As the kernels take them."""
+    """Biases of a batch in the form that the kernels read."""
 
     words: torch.Tensor | None
     origin: int
     first_tile_B: torch.Tensor | None
-    far: TimeNodes | None = None
-    """what far pairs have instead of words"""
+    far_nodes: TimeNodes | None = None
+    """Factors of the low-rank time bias of far pairs; None if all biases are stored."""
     lines: BiasWords = NO_WORDS
-    """and their biases of distances"""
+    """Biases by distance of far pairs."""
 
     def arguments(self, *, is_reversed: bool, keys: int) -> tuple[Any, ...]:
-        """keys: whose basis is copied at a time."""
+        """Return the kernel arguments; `keys` is the number of keys whose basis is copied at a time."""
         own = (self.words, self.origin, self.first_tile_B)
-        far = self.far
+        far = self.far_nodes
         if far is None:
             return *own, None, None, None, 0, None, 0
         bounds = far.far_from if is_reversed else far.near_from
@@ -211,7 +221,7 @@ class _Biases(NamedTuple):
 
 
 class _Pairs:
-    """Tiles of the pairs of a batch, and what is written into them; each is made when it is first needed."""
+    """Tile plan, schedules, time buckets and biases of a batch, created on first use."""
 
     def __init__(self, inputs: AttentionInputs, x_THD: torch.Tensor):
         self._inputs = inputs
@@ -231,7 +241,7 @@ class _Pairs:
         return self._plan
 
     def schedule(self, consumers: int) -> WorkOrder:
-        """Of blocks of so many warp groups, with counters at zero: once the one that came with the plan."""
+        """Return an unused schedule for blocks of this many consumers; the first call can reuse that of the plan."""
         blocks, self._blocks = self._blocks, None
         if blocks is not None and ROWS.value * consumers == BLOCK:
             return blocks
@@ -240,8 +250,8 @@ class _Pairs:
     @property
     def buckets(self) -> torch.Tensor | None:
         bias = self._inputs.bias
-        is_given = self._buckets is not None and len(self._buckets) == self.plan.most
-        if bias.time_table is not None and not is_given:
+        is_computed = self._buckets is not None and len(self._buckets) == self.plan.max_tiles
+        if bias.time_table is not None and not is_computed:
             assert bias.time_T is not None
             assert bias.query_time_T is not None
             self._buckets = pair_buckets(
@@ -250,7 +260,7 @@ class _Pairs:
         return self._buckets
 
     def biases(self, *, is_reversed: bool, has_tiles: bool = False) -> _Biases:
-        """has_tiles: number tiles of pairs even where no bias needs it."""
+        """Write and return the biases; `has_tiles` numbers the tiles of pairs even if no bias requires them."""
         bias = self._inputs.bias
         rules = self._inputs.rules
         if bias.is_empty:
@@ -259,15 +269,15 @@ class _Pairs:
             plan = self.plan
             blocks = self._blocks
             assert blocks is not None
-            far = find_nodes(bias, plan, blocks, self._dtype, is_reversed=is_reversed)
+            far = compute_nodes(bias, plan, blocks, self._dtype, is_reversed=is_reversed)
             has_lines = bias.position_table is not None
-            lines = self._written(is_reversed=is_reversed, is_by_pair=False) if has_lines else NO_WORDS
+            lines = self._write_bias(is_reversed=is_reversed, is_by_pair=False) if has_lines else NO_WORDS
             return _Biases(far.words, -1, self.plan.first_B, far, lines)
         is_by_pair = needs_pairs(bias, has_targets=rules.num_targets_B is not None)
-        written = self._written(is_reversed=is_reversed, is_by_pair=is_by_pair)
+        written = self._write_bias(is_reversed=is_reversed, is_by_pair=is_by_pair)
         return _Biases(*written, self.plan.first_B if is_by_pair or has_tiles else None)
 
-    def _written(self, *, is_reversed: bool, is_by_pair: bool) -> BiasWords:
+    def _write_bias(self, *, is_reversed: bool, is_by_pair: bool) -> BiasWords:
         inputs = self._inputs
         return write_bias(
             inputs.bias,
@@ -282,16 +292,16 @@ class _Pairs:
             dtype=self._dtype,
         )
 
-    def heads_at_a_time(self, q: torch.Tensor) -> int:
-        """Whose gradients of scores are kept together; 0 where they are not kept."""
+    def heads_per_group(self, q: torch.Tensor) -> int:
+        """Return the number of heads whose gradients of scores are saved together; 0 if they are not saved."""
         inputs = self._inputs
         is_sparse = inputs.rules.max_attention_length is not None and inputs.bias.is_empty
         if width_of(q) > 128 or is_sparse:
             return 0
-        tiles = most_tiles(self._num_tokens, inputs.offsets.numel() - 1, inputs.max_length, is_square=inputs.is_square)
+        tiles = max_tiles(self._num_tokens, inputs.offsets.numel() - 1, inputs.max_length, is_square=inputs.is_square)
         heads = q.shape[1]
-        most = _memory(q) // KEPT_SHARE // (tiles * SIDE * SIDE * 2)
-        return -(-heads // -(-heads // most)) if most > 0 else 0  # groups of one size, or nearly
+        max_heads = _memory(q) // MEMORY_DIVISOR // (tiles * SIDE * SIDE * 2)
+        return -(-heads // -(-heads // max_heads)) if max_heads > 0 else 0  # groups of equal or nearly equal size
 
 
 def launch_stream(
@@ -306,7 +316,7 @@ def launch_stream(
     is_reversed: bool,
     counter: int,
 ) -> torch.Tensor:
-    """(T, H, D) sums over y for every row of x."""
+    """Compute sums over y for every row of x, (T, H, D)."""
     out = torch.empty(x[0].shape, dtype=x[0].dtype, device=x[0].device)
     stream_kernel[(_programs(out),)](
         rows_of(x[0], ROWS.value),
@@ -337,21 +347,32 @@ def launch_pair(
     x: tuple[torch.Tensor, torch.Tensor],
     y: tuple[torch.Tensor, torch.Tensor],
     out: tuple[torch.Tensor, torch.Tensor],
-    kept: torch.Tensor | None,
+    score_gradients: torch.Tensor | None,
     schedule: WorkOrder,
     inputs: AttentionInputs,
     biases: _Biases,
     *,
     counter: int,
 ) -> None:
-    """Gradients (out) of keys and values (x), from queries and the gradient of the output (y); of scores, if kept."""
+    """Compute the gradients of keys and values.
+
+    Args:
+        x: Keys and values.
+        y: Queries and the gradient of the attention output.
+        out: Buffers for the gradients of keys and of values.
+        score_gradients: Buffer for the gradients of the scores; None does not save them.
+        schedule: Schedule of blocks of two consumers.
+        inputs: All other inputs of the attention.
+        biases: Biases with keys as rows.
+        counter: Index of the item counter of the schedule.
+    """
     keys = (rows_of(each, ROWS.value) for each in x)
     queries = (rows_of(each, PAIR_BLOCK) for each in y)
     pair_kernel[(_programs(x[0]),)](
         *keys,
         *queries,
         *(rows_of(each, ROWS.value) for each in out),
-        None if kept is None else _tiles_of(kept),
+        None if score_gradients is None else _tiles_of(score_gradients),
         *schedule,
         *inputs.scalars(x[0]),
         *biases.arguments(is_reversed=True, keys=ROWS.value),
@@ -368,7 +389,7 @@ def launch_pair(
 
 def launch_product(
     k: torch.Tensor,
-    kept: torch.Tensor,
+    score_gradients: torch.Tensor,
     out: torch.Tensor,
     schedule: WorkOrder,
     inputs: AttentionInputs,
@@ -377,13 +398,21 @@ def launch_product(
     *,
     counter: int,
 ) -> None:
-    """Gradient (out) of queries, from keys and the kept gradients of scores.
+    """Compute the gradient of the queries from keys and saved gradients of the scores.
 
-    sums: where far pairs add theirs that the gradient of a time function is made of, see time_nodes.py.
+    Args:
+        k: Keys.
+        score_gradients: Saved gradients of the scores, (tiles, heads, keys, queries).
+        out: Buffer for the gradient of the queries.
+        schedule: Schedule of blocks of two consumers.
+        inputs: All other inputs of the attention.
+        biases: Biases with keys as rows.
+        sums: Buffer for the sums of far pairs that the gradient of a time function needs; see time_nodes.py.
+        counter: Index of the item counter of the schedule.
     """
     switches = _switches(k, inputs)
     del switches["FAST"]
-    far = biases.far
+    far = biases.far_nodes
     bias = inputs.bias
     arguments: tuple[Any, ...] = (None,) * 6
     if far is not None:
@@ -391,7 +420,7 @@ def launch_product(
         arguments = (basis, far.near_from, far.nodes, bias.time_function, bias.query_time_T, sums)
     product_kernel[(_programs(k),)](
         rows_of(k, SIDE),
-        _tiles_of(kept),
+        _tiles_of(score_gradients),
         rows_of(out, ROWS.value),
         *schedule,
         *inputs.scalars(k),
@@ -405,13 +434,13 @@ def launch_product(
 
 
 def _columns_of(x: torch.Tensor, rows: int) -> TensorDescriptor:
-    """Of few columns, so many rows at a time."""
+    """Return the TMA descriptor of a matrix with `NODES` columns, read `rows` rows at a time."""
     layout = gl.NVMMASharedLayout.get_default_for([rows, NODES], _GL_TYPES[x.dtype])
     return TensorDescriptor(x, [len(x), NODES], [NODES, 1], [rows, NODES], layout)
 
 
 def _words_of(biases: _Biases, inputs: AttentionInputs) -> TensorDescriptor | None:
-    """Biases by pair, a tile at a time, where no rules say which tiles a block meets."""
+    """Return the TMA descriptor of biases per pair, one tile at a time; None if the mask is not plain causality."""
     words = biases.words
     if words is None or biases.origin >= 0 or not inputs.rules.is_plain:
         return None
@@ -419,10 +448,10 @@ def _words_of(biases: _Biases, inputs: AttentionInputs) -> TensorDescriptor | No
     return TensorDescriptor(words, [words.numel() * 2 // SIDE, SIDE // 2], [SIDE // 2, 1], [SIDE, SIDE // 2], layout)
 
 
-def _tiles_of(kept: torch.Tensor) -> TensorDescriptor:
-    """Kept gradients of scores, as the copy engine moves them: a tile at a time."""
-    layout = gl.NVMMASharedLayout.get_default_for([SIDE, SIDE], _GL_TYPES[kept.dtype])
-    return TensorDescriptor(kept, [kept.numel() // SIDE, SIDE], [SIDE, 1], [SIDE, SIDE], layout)
+def _tiles_of(score_gradients: torch.Tensor) -> TensorDescriptor:
+    """Return the TMA descriptor of saved gradients of scores, one tile at a time."""
+    layout = gl.NVMMASharedLayout.get_default_for([SIDE, SIDE], _GL_TYPES[score_gradients.dtype])
+    return TensorDescriptor(score_gradients, [score_gradients.numel() // SIDE, SIDE], [SIDE, 1], [SIDE, SIDE], layout)
 
 
 def _memory(x: torch.Tensor) -> int:
@@ -430,7 +459,7 @@ def _memory(x: torch.Tensor) -> int:
 
 
 def _programs(x: torch.Tensor) -> int:
-    """One for each multiprocessor."""
+    """Return the number of programs of a persistent kernel: one per multiprocessor."""
     return torch.cuda.get_device_properties(x.device).multi_processor_count
 
 
@@ -444,18 +473,20 @@ def _switches(out_THD: torch.Tensor, inputs: AttentionInputs) -> dict[str, Any]:
 
 
 def width_of(x_THD: torch.Tensor) -> int:
-    """Columns of a head in shared memory."""
+    """Return the padded width of a head in shared memory."""
     return next(width for width in WIDTHS if x_THD.shape[2] <= width)
 
 
-def _own_columns(x_THD: torch.Tensor, like_THD: torch.Tensor) -> torch.Tensor:
-    """Without the columns that the copy engine needed."""
+def _drop_padding(x_THD: torch.Tensor, like_THD: torch.Tensor) -> torch.Tensor:
+    """Remove the padding columns that `to_tma_layout` added."""
     return x_THD if x_THD.shape[2] == like_THD.shape[2] else x_THD[:, :, : like_THD.shape[2]].contiguous()
 
 
-def readable(x_THD: torch.Tensor) -> torch.Tensor:
-    """As it is where the copy engine can read it: heads side by side, rows and heads on 16-byte bounds. A copy
-    otherwise, with columns of zeros where heads are not that wide."""
+def to_tma_layout(x_THD: torch.Tensor) -> torch.Tensor:
+    """Return the tensor itself if TMA can read it, otherwise a copy.
+
+    TMA requires contiguous heads, and rows and heads aligned to 16 bytes; heads of other widths are padded with zeros.
+    """
     _, heads, dim = x_THD.shape
     if dim % 8:
         return pad(x_THD, (0, -dim % 8))
@@ -465,11 +496,11 @@ def readable(x_THD: torch.Tensor) -> torch.Tensor:
 
 
 def rows_of(x_THD: torch.Tensor, rows: int) -> TensorDescriptor:
-    """Blocks of rows of one head, bounded by the end of a sequence and by the width of the head.
+    """Return the TMA descriptor of blocks of rows of one head, bounded by the end of a sequence and the head width.
 
-    A bound of the copy engine holds for the whole tensor. Here rows are addressed by two coordinates of one stride,
-    whose sum selects the row and the second of which ends at 2^30: a sequence is placed so that its end falls on that
-    bound. The outermost coordinate takes the surplus back, by wrapping around in 64 bits.
+    TMA bounds apply to the whole tensor. To bound each sequence, rows are addressed by two coordinates of the same
+    stride: their sum selects the row, and the second one is bounded by 2^30. Coordinates are chosen so that the end of
+    the sequence coincides with that bound. The outermost coordinate compensates by wrapping around in 64 bits.
     """
     _, heads, dim = x_THD.shape
     step = x_THD.stride(0)

@@ -1,11 +1,11 @@
-"""d k and d v of HSTU attention on Hopper in one kernel: four matrix products, where two passes would need five.
+"""Gradients of keys and values of HSTU attention on Hopper in one kernel: four matrix products instead of five in two.
 
     for a block of keys, over blocks of queries:
     S = K Q^T    dP = V dO^T    W = SiLU(S)    G = SiLU'(S) dP
     dV += W dO    dK += G Q
 
-Two warp groups hold 64 keys each, with d k and d v in registers: wide enough for heads of up to 128. What they find of
-G can be kept, tile by tile (pair_tiles.py): d q is then one product instead of three, and gradients of biases are sums.
+Two warp groups hold 64 keys each, with d k and d v in registers, which suffice for heads of up to 128. G can be saved
+tile by tile (pair_tiles.py); then d q is one product instead of three, and gradients of biases are sums of G.
 """
 
 from triton.experimental import gluon
@@ -24,15 +24,15 @@ from nestrec.ops.attention.hopper.hopper_common import (
     ROWS,
     barriers,
     get_item,
-    is_whole,
+    is_unmasked,
     next_stage,
-    places,
     producer,
     row_of_block,
     seen_pairs,
     silu_and_gradient,
     skipped_blocks,
     store_rows,
+    tile_positions,
 )
 
 # mypy: disable-error-code="no-untyped-def"
@@ -57,15 +57,15 @@ def _elements(
     DTYPE: gl.constexpr,
     STAGED: gl.constexpr,
 ):
-    """Weights and their gradients."""
-    i, j = places(x0, y0, LAYOUT, True, YB)
+    """Compute the attention weights and the gradients of the scores of a tile."""
+    i, j = tile_positions(x0, y0, LAYOUT, True, YB)
     if STAGED:
         half = staged_halves(s, words, FAST, LAYOUT)
     else:
         half = halves(s, words, bias, FAST, LAYOUT, YB, BY_DISTANCE)
     w, g = silu_and_gradient(half, FAST)
     g *= dp
-    if not is_whole(x0, y0, history, rules, True, HAS_RULES, YB):
+    if not is_unmasked(x0, y0, history, rules, True, HAS_RULES, YB):
         seen = seen_pairs(i, j, history, rules, HAS_RULES)
         w = gl.where(seen, w, 0.0)
         g = gl.where(seen, g, 0.0)
@@ -74,7 +74,7 @@ def _elements(
 
 @gluon.jit
 def is_tile(x0, y0, IS_SQUARE: gl.constexpr):
-    """Whether keys from x0 on and queries from y0 on have a tile."""
+    """Return whether there is a tile for keys from x0 on and queries from y0 on."""
     if IS_SQUARE:
         return x0 >= 0
     else:
@@ -83,23 +83,23 @@ def is_tile(x0, y0, IS_SQUARE: gl.constexpr):
 
 @gluon.jit
 def _keep(g, kept, buffer, is_kept, tile, head, C: gl.constexpr):
-    """A tile of G to memory, out of one of two buffers of shared memory."""
+    """Save a tile of G to global memory through one of two buffers in shared memory."""
     g_desc, g_smem, heads = kept
     if g_desc is not None:
-        place = g_smem.index(2 * C + buffer)
+        tile_buffer = g_smem.index(2 * C + buffer)
         tma.store_wait(1)
         gl.thread_barrier()
-        place.store(g)
+        tile_buffer.store(g)
         fence_async_shared()
         gl.thread_barrier()
         if is_kept:
-            tma.async_copy_shared_to_global(g_desc, [(tile * heads + head) * 64, 0], place)
+            tma.async_copy_shared_to_global(g_desc, [(tile * heads + head) * 64, 0], tile_buffer)
     return buffer ^ 1
 
 
 @gluon.jit
 def _scores(k_tile, ys, smem, far, C: gl.constexpr, YB: gl.constexpr, D: gl.constexpr):
-    """Of a block of queries, with the biases of far ones."""
+    """Start the scores of a block of queries, including the low-rank biases of far pairs."""
     k_smem, v_smem, q_smem, do_smem, item_smem = smem
     values_desc, basis_desc, values_smem, basis_smem, zero_tile, far_bias = far
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, YB, 16])
@@ -114,7 +114,10 @@ def _scores(k_tile, ys, smem, far, C: gl.constexpr, YB: gl.constexpr, D: gl.cons
 
 @gluon.jit
 def _take_words(words, staged, STAGED: gl.constexpr, C: gl.constexpr):
-    """Biases of a tile: what was loaded, or out of shared memory, where `words` is the phase of its barriers."""
+    """Return the packed biases of a tile: already loaded, or from shared memory if STAGED.
+
+    If STAGED, `words` is the phase of the barriers.
+    """
     if STAGED:
         words_desc, words_smem, words_full, words_empty = staged
         mbarrier.wait(words_full.index(C), words)
@@ -158,7 +161,10 @@ def _next_block(
     STAGES: gl.constexpr,
     FAST: gl.constexpr,
 ):
-    """Elements of a block and their products, and the scores of the one behind it; end: of blocks of its kind."""
+    """Compute the elements of a block and their products, and start the scores of the next block.
+
+    `end` is the end of the range of near or far blocks that the block belongs to.
+    """
     x0, low, high, prefix, length, history, first_tile, head = item
     k_smem, v_smem, q_smem, do_smem, item_smem = smem
     x_full, x_empty, q_full, q_empty, do_full, do_empty, item_full, item_empty = bars
@@ -185,15 +191,15 @@ def _next_block(
     dk = warpgroup_mma(gl.convert_layout(g, W_LAYOUT), q_tile, dk, is_async=True)
     last = ys
     ys, yp = next_stage(ys, yp, STAGES)
-    # The next scores start before these products end; for more than that the registers do not reach.
+    # The next scores start before these products end; there are not enough registers for more overlap.
     mbarrier.wait(q_full.index(ys), yp)
     s = _scores(k_tile, ys, smem, far, C, YB, D)
     buffer = _keep(g, kept, buffer, is_kept, tile, head, C)
     if STAGED:
         words = words ^ 1
     else:
-        # Biases are fetched one block ahead, behind the fence of what is kept, which waits for every load before it.
-        # Behind the last near block it is fetched again, out of the cache: far ones have none.
+        # Prefetch biases one block ahead, after the fence of the saved tile, which waits for all preceding loads.
+        # After the last near block, its biases are fetched again from the cache, because far blocks have none.
         ahead = row_of_block(gl.minimum(n + 1, end - 1), low, high, prefix, True, HAS_RULES, YB)
         words = load_words(first_tile, x0, ahead, length, own_bias, True, IS_SQUARE, YB, OWN)
     dv, dk = warpgroup_mma_wait(1 if far[0] is None else 2, deps=(dv, dk))
@@ -232,7 +238,7 @@ def _last_block(
     STAGES: gl.constexpr,
     FAST: gl.constexpr,
 ):
-    """What is left when there is no block behind it."""
+    """Compute the elements of the last block and their products."""
     x0, low, high, prefix, length, history, first_tile, head = item
     k_smem, v_smem, q_smem, do_smem, item_smem = smem
     x_full, x_empty, q_full, q_empty, do_full, do_empty, item_full, item_empty = bars
@@ -251,7 +257,8 @@ def _last_block(
     do_tile = do_smem.index(ys)._reinterpret(DTYPE, [YB, D], YTILE)
     dv = warpgroup_mma(gl.convert_layout(w, W_LAYOUT), do_tile, dv, is_async=True)
     dk = warpgroup_mma(gl.convert_layout(g, W_LAYOUT), q_tile, dk, is_async=True)
-    tile, is_kept = tile_of(first_tile, x0, y0, length, True, IS_SQUARE), is_tile(x0, y0, IS_SQUARE)
+    tile = tile_of(first_tile, x0, y0, length, True, IS_SQUARE)
+    is_kept = is_tile(x0, y0, IS_SQUARE)
     buffer = _keep(g, kept, buffer, is_kept, tile, head, C)
     dv, dk = warpgroup_mma_wait(0, deps=(dv, dk))
     mbarrier.arrive(q_empty.index(ys), count=1)
@@ -313,7 +320,7 @@ def _consumer(
             mbarrier.wait(do_full.index(ys), yp)
             mbarrier.arrive(do_empty.index(ys), count=1)
             ys, yp = next_stage(ys, yp, STAGES)
-        # The first biases are on their way while keys and queries are.
+        # Load the first biases while keys and queries are being loaded.
         y0 = row_of_block(gl.minimum(skipped, count - 1), low, high, prefix, True, HAS_RULES, YB)
         inside = gl.minimum(x0, (length - 1) // ROWS * ROWS)
         if STAGED:
@@ -341,7 +348,7 @@ def _consumer(
             if STAGED:
                 phase = words
             if HAS_FAR:
-                # Without words on their way in the registers of the loop.
+                # A loop of its own, so that no prefetched words occupy registers.
                 if row_of_block(count - 1, low, high, prefix, True, HAS_RULES, YB) >= 128 * bound:
                     far_words = load_words(first_tile, x0, y0, length, far[5], True, IS_SQUARE, YB, True)
                     for n in range(near, count - 1):

@@ -1,11 +1,11 @@
-"""d q of HSTU attention on Hopper from gradients of scores that the pass over keys has kept: one product.
+"""Gradient of the queries of HSTU attention on Hopper, one matrix product with saved gradients of the scores.
 
-    dQ = sum over blocks of keys of G^T K        G: (tiles, heads, keys, queries), see pair.py and pair_tiles.py
+    dQ = sum over blocks of keys of G^T K        G: (tiles, heads, keys, queries), see pair_kernel.py and pair_tiles.py
 
-What it costs is the reading of G. Two warp groups hold 64 queries each, and share the blocks of keys.
+The kernel is bound by reading G. Two warp groups hold 64 queries each and share the blocks of keys.
 
-Where biases of far pairs are a time function at nodes (time_nodes.py), the gradient of that function needs sums over
-all pairs of G times its derivatives. Of far pairs they are found here, while G is at hand:
+If biases of far pairs are values of a time function at nodes (time_nodes.py), the gradient of that function needs sums
+over all pairs of G times its derivatives. The sums over far pairs are computed here, while G is in shared memory:
 
     sum over queries and nodes of (G^T basis) derivative(query, node)
 """
@@ -45,7 +45,7 @@ from nestrec.ops.attention.hopper.hopper_common import (
 
 @gluon.jit
 def _is_kept(x0, y0, length, history, rules, HAS_RULES: gl.constexpr, IS_SQUARE: gl.constexpr):
-    """Whether the pass over keys has met this tile; what it has not met is not seen."""
+    """Return whether the backward pass over keys has written this tile; tiles that it skips are completely masked."""
     if HAS_RULES:
         low, high, prefix = range_of_y(y0 // 128 * 128, length, history, rules, True, True, 128, 64)
         block = x0 // 64
@@ -104,7 +104,7 @@ def _producer(
             if basis_desc is not None:
                 tma.async_copy_global_to_shared(basis_desc, [start + y0, 0], full.index(stage), basis_smem.index(stage))
             for c in gl.static_range(2):
-                # What was not kept arrives all the same, any tile of it, and is left unread.
+                # For a tile that was not saved, load any other tile, so that the byte count is fixed; it is not read.
                 tile = tile_of(first_tile, x0 + c * 64, y0, length, False, IS_SQUARE)
                 tile = gl.where(
                     _is_kept(x0 + c * 64, y0, length, history, rules, HAS_RULES, IS_SQUARE), tile, first_tile
@@ -136,7 +136,7 @@ def _log2(x):
 
 @gluon.jit
 def _tiles(stage, phase, smem, bars, C: gl.constexpr, D: gl.constexpr):
-    """Of gradients and of keys, when they are there."""
+    """Wait for the tiles of score gradients and of keys and return them."""
     k_smem, g_smem, item_smem = smem
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], k_smem.dtype)
     mbarrier.wait(bars[0].index(stage), phase)
@@ -162,7 +162,10 @@ def _far_blocks(
     D: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Blocks of 128 keys before `bound`, from the last one on; sums for the time function's gradient beside d q."""
+    """Process the blocks of 128 keys before `bound` in descending order.
+
+    Accumulates d q and stores the sums for the gradient of the time function.
+    """
     k_smem, g_smem, item_smem = smem
     full, empty, item_full, item_empty = bars
     basis_desc, basis_smem, near_from, nodes, scalars, query_time, sums = far
@@ -173,7 +176,7 @@ def _far_blocks(
     zeros = gl.zeros([ROWS, 16], gl.float32, LAYOUT)
     by_value, by_slope, by_exponent = zeros, zeros, zeros
     if bound > 0:
-        asked = gl.load(query_time + start + gl.minimum(x0 + row, length - 1))
+        query_seconds = gl.load(query_time + start + gl.minimum(x0 + row, length - 1))
         rise = 0.5 + 0.5 * _cos((2 * number + 1).to(gl.float32) * (3.141592653589793 / 32))
         log2_scale = gl.load(scalars + 1).to(gl.float32) * LOG2_E
         power = gl.exp(gl.load(scalars + 2).to(gl.float32))
@@ -183,9 +186,9 @@ def _far_blocks(
             g_tile, k_tile = _tiles(stage, phase, smem, bars, C, D)
             acc = warpgroup_mma(g_tile, k_tile, acc, is_async=True)
             g = warpgroup_mma(g_tile, basis_smem.index(stage), zeros, use_acc=False, is_async=True)
-            # What does not ask for gradients is found while products run.
+            # Compute everything that does not depend on the gradients while the products run.
             age = gap.to(gl.float32) * (_exp2(rise * _log2(1.0 + gl.maximum((span / gap).to(gl.float32), 1e-3))) - 1.0)
-            seconds = (asked - last).to(gl.float32)[:, None] + age[None, :]
+            seconds = (query_seconds - last).to(gl.float32)[:, None] + age[None, :]
             exponent = power * (_log2(gl.maximum(seconds, 1.0)) - log2_scale)
             inner = _exp2(gl.minimum(exponent, 20.0 * LOG2_E))
             value = _exp2(-LOG2_E * inner)
@@ -205,10 +208,10 @@ def _far_blocks(
             by_slope += g * slope
             by_exponent += g * (slope * exponent)
     if x0 < length:
-        place = sums + ((index * 2 + C) * 3) * ROWS + row
-        gl.store(place, gl.sum(by_value, 1) * scale)
-        gl.store(place + ROWS, gl.sum(by_slope, 1) * scale)
-        gl.store(place + 2 * ROWS, gl.sum(by_exponent, 1) * (scale / LOG2_E))
+        pointers = sums + ((index * 2 + C) * 3) * ROWS + row
+        gl.store(pointers, gl.sum(by_value, 1) * scale)
+        gl.store(pointers + ROWS, gl.sum(by_slope, 1) * scale)
+        gl.store(pointers + 2 * ROWS, gl.sum(by_exponent, 1) * (scale / LOG2_E))
     return acc, stage, phase
 
 

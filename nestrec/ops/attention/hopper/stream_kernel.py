@@ -1,4 +1,4 @@
-"""HSTU attention on Hopper: one persistent, warp-specialised kernel for the forward pass and all gradients.
+"""HSTU attention on Hopper: one persistent, warp-specialized kernel for the forward pass and all gradients.
 
     weights    out[x] = sum_y w(x, y) Y1[y]            w = SiLU(X0[x] . Y0[y])
     gradient   out[x] = sum_y g(x, y) Y0[y]            g = SiLU'(X0[x] . Y0[y]) (X1[x] . Y1[y])
@@ -8,7 +8,7 @@
     d q        gradient of X0, X1 = q, d out, Y0, Y1 = k, v   over y <= x
     d k        gradient of X0, X1 = k, v, Y0, Y1 = q, d out   over y >= x
 
-Every sum runs in a fixed order in one program: the same bits on every run, no atomics, no float32 buffers.
+Every sum runs in a fixed order in one program, so results are bitwise reproducible without atomics or float32 buffers.
 """
 
 from triton.experimental import gluon
@@ -27,15 +27,15 @@ from nestrec.ops.attention.hopper.hopper_common import (
     ROWS,
     barriers,
     get_item,
-    is_whole,
+    is_unmasked,
     next_stage,
-    places,
     producer,
     row_of_block,
     seen_pairs,
     silu_and_gradient,
     skipped_blocks,
     store_rows,
+    tile_positions,
 )
 
 # mypy: disable-error-code="no-untyped-def"
@@ -61,14 +61,14 @@ def _elements(
     YB: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
-    """The weights or their gradients, as the left operand of the next product."""
-    i, j = places(x0, y0, LAYOUT, REVERSED, YB)
+    """Compute the weights or the gradients of the scores, as the left operand of the next product."""
+    i, j = tile_positions(x0, y0, LAYOUT, REVERSED, YB)
     w, g = silu_and_gradient(halves(s, words, bias, FAST, LAYOUT, YB, BY_DISTANCE), FAST)
     if GRADIENT:
         p = g * dp
     else:
         p = w
-    if not is_whole(x0, y0, history, rules, REVERSED, HAS_RULES, YB):
+    if not is_unmasked(x0, y0, history, rules, REVERSED, HAS_RULES, YB):
         p = gl.where(seen_pairs(i, j, history, rules, HAS_RULES), p, 0.0)
     return p.to(DTYPE)
 
@@ -106,7 +106,10 @@ def _next_block(
     STAGES: gl.constexpr,
     FAST: gl.constexpr,
 ):
-    """Scores of the i-th block, the products of the last one beside them, and elements; end: of blocks of its kind."""
+    """Compute the scores and elements of the i-th block, overlapped with the product of the previous block.
+
+    `end` is the end of the range of near or far blocks that the block belongs to.
+    """
     x0, low, high, prefix, length, history, first_tile = item
     x0_smem, x1_smem, y0_smem, y1_smem, item_smem = smem
     x_full, x_empty, y0_full, y0_empty, y1_full, y1_empty, item_full, item_empty = bars
@@ -122,7 +125,8 @@ def _next_block(
     y0_tile = y0_smem.index(ks)._reinterpret(DTYPE, [YB, D], YTILE)
     s = warpgroup_mma(x0_tile, y0_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
     if not IS_NEAR:
-        values, basis = values_smem.index(ks * CONSUMERS + C), basis_smem.index(ks)
+        values = values_smem.index(ks * CONSUMERS + C)
+        basis = basis_smem.index(ks)
         s = warpgroup_mma(values, basis.permute((1, 0)), s, is_async=True)
     y0 = row_of_block(i, low, high, prefix, REVERSED, HAS_RULES, YB)
     if GRADIENT:
@@ -212,7 +216,7 @@ def _consumer(
             mbarrier.wait(y1_full.index(vs), vp)
             mbarrier.arrive(y1_empty.index(vs), count=1)
             vs, vp = next_stage(vs, vp, STAGES)
-        # The first biases are on their way while rows of x and y are.
+        # Load the first biases while rows of x and y are being loaded.
         y0 = row_of_block(gl.minimum(skipped, count - 1), low, high, prefix, REVERSED, HAS_RULES, YB)
         inside = gl.minimum(x0, (length - 1) // ROWS * ROWS)
         words = load_words(first_tile, inside, y0, length, bias, REVERSED, IS_SQUARE, YB, BY_DISTANCE)
@@ -255,8 +259,8 @@ def _consumer(
                 YB,
                 DTYPE,
             )
-            # Biases are fetched one block ahead: their registers are free between the elements of two blocks.
-            # Behind the last near block it is fetched again, out of the cache: far ones have none.
+            # Prefetch biases one block ahead: their registers are free between the elements of two blocks.
+            # After the last near block, its biases are fetched again from the cache, because far blocks have none.
             near = count
             if HAS_FAR:
                 near = gl.minimum(gl.maximum(high - bound, skipped + 1), count)

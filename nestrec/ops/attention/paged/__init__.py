@@ -1,1 +1,1 @@
-"""Attention of new tokens against prefixes that lie in pages, on a GPU."""
+"""Attention of new tokens over a paged KV cache, on a GPU."""

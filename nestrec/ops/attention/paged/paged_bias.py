@@ -1,11 +1,12 @@
-"""Biases of the pairs of a batch whose prefixes lie in pages, as the kernels of paged attention read them.
+"""Position and time biases for paged attention, written in the tile order in which the kernels read them.
 
-    bias[i, j] = position[place(j) - place(i) + centre] + time[bucket(query time[i] - time[j])]  or  + b(dt)
+    bias[i, j] = position_table[position(j) - position(i) + center] + time_table[bucket(query time[i] - time[j])]
+                 or, with a time function, + b(query time[i] - time[j])
 
-A block of queries has a tile for each block of keys that it reads, in the order in which it reads them; heads share
-them. Candidates of a sequence stand at one place and ask at one time, so the rows of their tiles are alike, and all of
-its blocks have the same ones; behind the last stands the bias of a candidate with itself. Buckets are found once a
-batch, for all layers. The times of cached tokens lie beside their pages.
+A block of queries has one tile for each block of keys that it reads, in reading order; tiles are shared by the heads.
+Candidates of a sequence share position and query time, so all rows of their tiles are equal and all candidate blocks of
+a sequence share the same tiles; the last tile is followed by the bias of a candidate with itself. Time buckets are
+computed once per batch, for all layers. The event times of cached tokens are stored in a pool parallel to the KV cache.
 
 Legend: T rows of the batch.
 """
@@ -27,47 +28,51 @@ from nestrec.ops.kernel_op import IS_INTERPRETED
 
 
 _SPLITS = 1 if IS_INTERPRETED else 8
-"""programs that share the tiles of a block"""
+"""Number of programs that share the tiles of a block."""
 _LARGEST_BYTE = 255
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairTimes:
-    """When rows and cached tokens happened; float64 seconds."""
+    """Event times of the rows of a batch and of cached tokens, in float64 seconds."""
 
     slots: torch.Tensor
-    """of cached tokens, by slot of the pool"""
+    """Times of cached tokens, indexed by slot of the pool."""
     time_T: torch.Tensor
+    """Times of the rows as keys, (T,)."""
     query_time_T: torch.Tensor
+    """Times of the rows as queries, (T,)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairPlan:
-    """Which pairs there are."""
+    """Query blocks and pages of a batch, which determine the pairs that have a bias."""
 
     blocks: torch.Tensor
-    """(blocks, FIELDS) of `write_blocks`"""
+    """Table written by `write_blocks`, (blocks, FIELDS) int32."""
     pages: torch.Tensor
+    """Block table: page numbers of all sequences, int32."""
     page_tokens: int
+    """Number of tokens per page."""
     num_tiles: int
-    """most_tiles of the blocks"""
-    seen: VisibleRange
+    """Upper bound on the number of tiles; see `max_tiles`."""
+    visible_range: VisibleRange
 
     @property
     def keys(self) -> int:
-        """Of a tile."""
+        """Number of keys per tile."""
         return min(BLOCK_KEYS, self.page_tokens)
 
-    def memory(self, dtype: torch.dtype) -> torch.Tensor:
-        """(tiles, BLOCK_ROWS * BLOCK_KEYS), which layers use one after the other."""
+    def allocate_tiles(self, dtype: torch.dtype) -> torch.Tensor:
+        """Allocate memory for all tiles, (tiles, BLOCK_ROWS * BLOCK_KEYS), which layers can reuse sequentially."""
         return torch.empty(self.num_tiles, BLOCK_ROWS * BLOCK_KEYS, dtype=dtype, device=self.blocks.device)
 
 
-def find_buckets(plan: PairPlan, times: PairTimes, num_buckets: int) -> torch.Tensor:
-    """Time buckets of all pairs, once a batch; of candidates the first row of a tile."""
-    found = plan.memory(torch.uint8 if num_buckets <= _LARGEST_BYTE else torch.int32)
+def compute_buckets(plan: PairPlan, times: PairTimes, num_buckets: int) -> torch.Tensor:
+    """Compute the time buckets of all pairs, once per batch; tiles of candidates have only their first row filled."""
+    tiles = plan.allocate_tiles(torch.uint8 if num_buckets <= _LARGEST_BYTE else torch.int32)
     _buckets_kernel[plan.blocks.shape[0], _SPLITS](
-        found,
+        tiles,
         plan.blocks,
         plan.pages,
         times.slots,
@@ -80,10 +85,10 @@ def find_buckets(plan: PairPlan, times: PairTimes, num_buckets: int) -> torch.Te
         KEYS=plan.keys,
         UNIT=BLOCK_KEYS,
         FIELDS=FIELDS,
-        REACH=plan.seen.reach,
+        REACH=plan.visible_range.reach,
         SPLITS=_SPLITS,
     )
-    return found
+    return tiles
 
 
 def write_biases(
@@ -96,7 +101,17 @@ def write_biases(
     time_function: torch.Tensor | None = None,
     times: PairTimes | None = None,
 ) -> None:
-    """The sum of what is given. buckets: with a table of times; times: with a function of them."""
+    """Write the sum of the given biases to `out`.
+
+    Args:
+        out: Result of `PairPlan.allocate_tiles`, in the dtype of the queries.
+        plan: Query blocks and pages of the batch.
+        position_table: Bias per distance, (2 * max_length - 1,).
+        time_table: Bias per time bucket; requires `buckets`.
+        buckets: Result of `compute_buckets`.
+        time_function: Scalars of a time function, (3,); requires `times`.
+        times: Event times of the batch.
+    """
     _bias_kernel[plan.blocks.shape[0], _SPLITS](
         out,
         plan.blocks,
@@ -114,14 +129,14 @@ def write_biases(
         KEYS=plan.keys,
         UNIT=BLOCK_KEYS,
         FIELDS=FIELDS,
-        REACH=plan.seen.reach,
+        REACH=plan.visible_range.reach,
         SPLITS=_SPLITS,
         FAST=not IS_INTERPRETED,
     )
 
 
 def store_times(time_T: torch.Tensor, slots_T: torch.Tensor, to: torch.Tensor) -> None:
-    """Beside the pages, those of the rows whose slot is not negative."""
+    """Store the event times of rows in the pool of times; rows with a negative slot are skipped."""
     _times_kernel[(triton.cdiv(len(slots_T), 256),)](time_T, slots_T, to, len(slots_T), ROWS=256)
 
 
@@ -134,7 +149,7 @@ def _times_kernel(times, slots, to, num_rows, ROWS: tl.constexpr):
 
 @triton.jit
 def _counts(block, KEYS: tl.constexpr, REACH: tl.constexpr):
-    """(tiles of the prefix, first new key that is seen, tiles of new history) of a block"""
+    """Return the number of prefix tiles, the first visible new key, and the number of new-history tiles of a block."""
     num_seen = tl.load(block + 6)
     begin = num_seen * 0
     if REACH:
@@ -145,7 +160,7 @@ def _counts(block, KEYS: tl.constexpr, REACH: tl.constexpr):
 
 @triton.jit
 def _start_of(block, n, KEYS: tl.constexpr, REACH: tl.constexpr):
-    """First token of the n-th tile, which is one of the prefix."""
+    """Return the first token of the n-th tile, which must be a prefix tile."""
     number = tl.load(block + 8) + n * KEYS
     if REACH:
         context, low = tl.load(block + 12), tl.load(block + 13)
@@ -156,7 +171,7 @@ def _start_of(block, n, KEYS: tl.constexpr, REACH: tl.constexpr):
 
 @triton.jit
 def _tokens_of(block, n, num_old, begin, key, KEYS: tl.constexpr, REACH: tl.constexpr):
-    """Places of the keys of the n-th tile in the history."""
+    """Return the positions of the keys of the n-th tile in the history."""
     fresh = tl.load(block + 14) + begin + (n - num_old) * KEYS
     return tl.where(n < num_old, _start_of(block, n, KEYS, REACH), fresh) + key
 
@@ -175,8 +190,9 @@ def _times_of(
     KEYS: tl.constexpr,
     REACH: tl.constexpr,
 ):
-    """When the keys of the n-th tile happened."""
-    is_old, start = n < num_old, _start_of(block, n, KEYS, REACH)
+    """Return the event times of the keys of the n-th tile."""
+    is_old = n < num_old
+    start = _start_of(block, n, KEYS, REACH)
     page = tl.load(pages + tl.load(block + 3) + start // PAGE, mask=is_old, other=0).to(tl.int64)
     old = tl.load(
         slot_times + page * PAGE + start % PAGE + key, mask=is_old & (start + key < tl.load(block + 14)), other=0.0
@@ -214,8 +230,8 @@ def _buckets_kernel(
     if candidate > 0:
         now = tl.load(query_times + row0)
         for n in range(tl.program_id(1), num_old + num_new, SPLITS):
-            seen_at = _times_of(block, n, num_old, begin, key, pages, slot_times, row_times, PAGE, KEYS, REACH)
-            bucket = time_bucket(now - seen_at, edges, num_buckets)
+            key_seconds = _times_of(block, n, num_old, begin, key, pages, slot_times, row_times, PAGE, KEYS, REACH)
+            bucket = time_bucket(now - key_seconds, edges, num_buckets)
             at = tiles + first_tile * (ROWS * UNIT) + n * (ROWS * KEYS)
             tl.store(at + key, bucket.to(tiles.dtype.element_ty))
         if (tl.program_id(1) == 0) & (tl.load(block + 10) == tl.load(block + 9) - 1):
@@ -224,10 +240,10 @@ def _buckets_kernel(
             last = tiles + first_tile * (ROWS * UNIT) + (num_old + num_new) * (ROWS * KEYS) + tl.arange(0, 1)
             tl.store(last, bucket.to(tiles.dtype.element_ty))
     else:
-        asked = tl.load(query_times + row0 + row, mask=row < num_rows, other=0.0)
+        query_seconds = tl.load(query_times + row0 + row, mask=row < num_rows, other=0.0)
         for n in range(tl.program_id(1), num_old + num_new, SPLITS):
-            seen_at = _times_of(block, n, num_old, begin, key, pages, slot_times, row_times, PAGE, KEYS, REACH)
-            bucket = time_bucket(asked[:, None] - seen_at[None, :], edges, num_buckets)
+            key_seconds = _times_of(block, n, num_old, begin, key, pages, slot_times, row_times, PAGE, KEYS, REACH)
+            bucket = time_bucket(query_seconds[:, None] - key_seconds[None, :], edges, num_buckets)
             at = tiles + first_tile * (ROWS * UNIT) + n * (ROWS * KEYS)
             tl.store(at + row[:, None] * KEYS + key[None, :], bucket.to(tiles.dtype.element_ty))
 
@@ -238,7 +254,7 @@ def _bias_kernel(
     blocks,
     pages,
     position_table,
-    centre,
+    center,
     time_table,
     buckets,
     function,
@@ -261,20 +277,20 @@ def _bias_kernel(
     num_old, begin, num_new = _counts(block, KEYS, REACH)
     row0, candidate, first_tile = tl.load(block), tl.load(block + 7), tl.load(block + 16).to(tl.int64)
     row, key, one = tl.arange(0, ROWS), tl.arange(0, KEYS), tl.arange(0, 1)
-    place = tl.load(block + 14) + tl.load(block + 5)
+    query_position = tl.load(block + 14) + tl.load(block + 5)
     if candidate > 0:
         for n in range(tl.program_id(1), num_old + num_new, SPLITS):
             tile = first_tile * (ROWS * UNIT) + n * (ROWS * KEYS)
             value = tl.zeros((KEYS,), tl.float32)
             if position_table is not None:
-                distance = _tokens_of(block, n, num_old, begin, key, KEYS, REACH) - place
-                is_inside = (distance >= -centre) & (distance <= centre)
-                value += tl.load(position_table + centre + distance, mask=is_inside, other=0.0).to(tl.float32)
+                distance = _tokens_of(block, n, num_old, begin, key, KEYS, REACH) - query_position
+                is_inside = (distance >= -center) & (distance <= center)
+                value += tl.load(position_table + center + distance, mask=is_inside, other=0.0).to(tl.float32)
             if time_table is not None:
                 value += tl.load(time_table + tl.load(buckets + tile + key).to(tl.int32)).to(tl.float32)
             if function is not None:
-                seen_at = _times_of(block, n, num_old, begin, key, pages, slot_times, row_times, PAGE, KEYS, REACH)
-                shape, _, _ = time_function(function, seen_at, tl.load(query_times + row0 + one), FAST)
+                key_seconds = _times_of(block, n, num_old, begin, key, pages, slot_times, row_times, PAGE, KEYS, REACH)
+                shape, _, _ = time_function(function, key_seconds, tl.load(query_times + row0 + one), FAST)
                 value += tl.load(function).to(tl.float32) * tl.sum(shape, 1)
             alike = tl.zeros((ROWS, KEYS), tl.float32) + value[None, :]
             words = tile_words(alike.to(tiles.dtype.element_ty), ROWS, KEYS)
@@ -283,7 +299,7 @@ def _bias_kernel(
             last = first_tile * (ROWS * UNIT) + (num_old + num_new) * (ROWS * KEYS) + one
             itself = tl.zeros((1,), tl.float32)
             if position_table is not None:
-                itself += tl.load(position_table + centre + one).to(tl.float32)
+                itself += tl.load(position_table + center + one).to(tl.float32)
             if time_table is not None:
                 itself += tl.load(time_table + tl.load(buckets + last).to(tl.int32)).to(tl.float32)
             if function is not None:
@@ -297,16 +313,16 @@ def _bias_kernel(
             value = tl.zeros((ROWS, KEYS), tl.float32)
             if position_table is not None:
                 token = _tokens_of(block, n, num_old, begin, key, KEYS, REACH)
-                distance = token[None, :] - (place + row)[:, None]
-                is_inside = (distance >= -centre) & (distance <= centre)
-                value += tl.load(position_table + centre + distance, mask=is_inside, other=0.0).to(tl.float32)
+                distance = token[None, :] - (query_position + row)[:, None]
+                is_inside = (distance >= -center) & (distance <= center)
+                value += tl.load(position_table + center + distance, mask=is_inside, other=0.0).to(tl.float32)
             if time_table is not None:
                 at = tile + row[:, None] * KEYS + key[None, :]
                 value += tl.load(time_table + tl.load(buckets + at).to(tl.int32)).to(tl.float32)
             if function is not None:
-                seen_at = _times_of(block, n, num_old, begin, key, pages, slot_times, row_times, PAGE, KEYS, REACH)
-                asked = tl.load(query_times + row0 + row, mask=row < num_rows, other=0.0)
-                shape, _, _ = time_function(function, seen_at, asked, FAST)
+                key_seconds = _times_of(block, n, num_old, begin, key, pages, slot_times, row_times, PAGE, KEYS, REACH)
+                query_seconds = tl.load(query_times + row0 + row, mask=row < num_rows, other=0.0)
+                shape, _, _ = time_function(function, key_seconds, query_seconds, FAST)
                 value += tl.load(function).to(tl.float32) * tl.trans(shape)
             words = tile_words(value.to(tiles.dtype.element_ty), ROWS, KEYS)
             tl.store(tiles + tile + tl.arange(0, ROWS * KEYS), words)

@@ -1,12 +1,14 @@
-"""The kernels of paged attention (attention.py), in one form for every model: a block of queries meets blocks of keys.
+"""Triton kernels of paged attention (paged_attention.py), one kernel for all models.
 
-    SILU      out[i] = sum_j SiLU(q[i] . k[j] + bias[i, j]) v[j] * scale              HSTU, and FuXi's first channel
-    SOFTMAX   out[i] = sum_j softmax_j(q[i] . k[j] * scale) v[j]                      SASRec
-    CHANNEL   out[i] = sum_j bias[i, j] v[j]                                          FuXi's further channels
+A program processes one block of queries and iterates over blocks of keys: pages of the KV cache, then new tokens.
 
-Biases of a block have been written before (bias.py), a tile for each block of keys. Keys outside a sequence are loaded
-as zeros and so are their values, which masks them. Kept keys and values of 8 bits have a power of two for each token
-and head, which is multiplied into scores and weights: what a page holds is never written out in another form.
+    SILU      out[i] = sum_j SiLU(q[i] . k[j] + bias[i, j]) v[j] * scale      HSTU, and the semantic channel of FuXi
+    SOFTMAX   out[i] = sum_j softmax_j(q[i] . k[j] * scale) v[j]              SASRec
+    CHANNEL   out[i] = sum_j bias[i, j] v[j]                                  positional and temporal channels of FuXi
+
+Biases are written beforehand (paged_bias.py), one tile per block of keys. Keys outside a sequence and their values are
+loaded as zeros, which masks them. An fp8 KV cache has one power-of-two scale per token and head, which is multiplied
+into scores and weights, so that cached values are never dequantized to memory.
 
 Legend: T rows of the batch, H heads, D head dimension.
 """
@@ -35,16 +37,16 @@ BFLOAT16_OF_FP8 = tl.constexpr(
     mul.rn.bf16x2 $1, y, $4;
 }"""
 )
-"""Four numbers at once: their bits moved to where bfloat16 has them, then times the power of their token, which holds
-2^120 for the other bias of exponents. The device has an instruction to float16 only, and the way from there through
-float32 took longer than the products."""
+"""PTX that converts four fp8 numbers to bfloat16: moves their bits to the bfloat16 layout, then multiplies by the scale
+of their token, which includes 2^120 for the different exponent bias. The hardware converts fp8 to float16 only, and
+converting from there through float32 took longer than the matrix products."""
 MOST_EXPONENT = tl.constexpr(134)
-"""of a power of two that is kept: with 2^120 it is a number of bfloat16"""
+"""Largest exponent of a stored scale; multiplied by 2^120 the scale is still a bfloat16 number."""
 
 
 @triton.jit
 def _silu(x, IS_FAST: tl.constexpr):
-    if IS_FAST:  # one special-function instruction an element instead of two, which would bound the kernel
+    if IS_FAST:  # one special-function instruction per element instead of two, which would bound the kernel
         half = 0.5 * x
         tanh = tl.inline_asm_elementwise(
             "tanh.approx.f32 $0, $1;", "=f,f", [half], dtype=tl.float32, is_pure=True, pack=1
@@ -70,7 +72,7 @@ def _load(pointers, power, is_here, TYPE: tl.constexpr, IS_FP8: tl.constexpr, IS
 
 @triton.jit
 def _powers(scales, is_key, TYPE: tl.constexpr, IS_FP8: tl.constexpr, IS_FAST: tl.constexpr):
-    """Powers of two whose exponents were kept as those of float32; times 2^120 where BFLOAT16_OF_FP8 takes them."""
+    """Load the power-of-two scales, stored as float32 exponents; includes a factor 2^120 if used by BFLOAT16_OF_FP8."""
     if IS_FP8:
         exponent = tl.load(scales, mask=is_key, other=127).to(tl.int32)
         if IS_FAST and TYPE == tl.bfloat16:
@@ -83,21 +85,21 @@ def _powers(scales, is_key, TYPE: tl.constexpr, IS_FP8: tl.constexpr, IS_FAST: t
 
 @triton.jit
 def tile_words(value, ROWS: tl.constexpr, KEYS: tl.constexpr):
-    """A tile in the order in which it lies in memory: what a thread of a matrix instruction wants is side by side."""
+    """Permute a tile to its order in memory, in which the elements of a matrix-instruction thread are contiguous."""
     parts = value.reshape([ROWS // 16, 2, 8, KEYS // 16, 2, 4, 2])
     return parts.permute((3, 0, 2, 5, 4, 1, 6)).reshape([ROWS * KEYS])
 
 
 @triton.jit
 def _tile_values(words, ROWS: tl.constexpr, KEYS: tl.constexpr):
-    """The way back: no value moves from one thread to another."""
+    """Invert `tile_words`, without moving values between threads."""
     parts = words.reshape([KEYS // 16, ROWS // 16, 8, 4, 2, 2, 2])
     return parts.permute((1, 5, 2, 0, 4, 3, 6)).reshape([ROWS, KEYS])
 
 
 @triton.jit
 def _words(tiles, first, n, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, UNIT: tl.constexpr):
-    """Biases of the n-th block of keys as they lie in memory."""
+    """Load the biases of the n-th block of keys in memory order."""
     if not HAS_BIAS:
         return 0.0
     else:
@@ -107,7 +109,7 @@ def _words(tiles, first, n, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl
 
 @triton.jit
 def _bias(words, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr):
-    """(rows, keys)"""
+    """Return the biases of a tile, (rows, keys) float32."""
     if not HAS_BIAS:
         return 0.0
     else:
@@ -138,7 +140,7 @@ def _attend(
     IS_FAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Sums behind one more block of keys; the largest score and the sum of weights are those of a softmax."""
+    """Add one block of keys to the sums (online softmax: also updates the largest score and the sum of weights)."""
     IS_SCALED: tl.constexpr = IS_FAST and TYPE == tl.bfloat16
     is_here = is_key[:, None]
     if IS_PADDED:
@@ -176,9 +178,9 @@ def _attend(
 
 
 @triton.jit
-def _is_near(stands, key, REACH: tl.constexpr, CONTEXT: tl.constexpr):
-    """Whether queries at these places have these keys in their window or in the prefix."""
-    return (stands[:, None] - key[None, :] < REACH) | (key < CONTEXT)[None, :]
+def _is_near(query_position, key, REACH: tl.constexpr, CONTEXT: tl.constexpr):
+    """Return whether keys are in the attention window of queries at these positions, or in the contextual prefix."""
+    return (query_position[:, None] - key[None, :] < REACH) | (key < CONTEXT)[None, :]
 
 
 @triton.jit
@@ -217,28 +219,30 @@ def _over_keys(
     REACH: tl.constexpr,
     CONTEXT: tl.constexpr,
 ):
-    """(sums, largest scores, sums of weights, tiles of biases that were read)"""
+    """Iterate over the keys of a block; returns sums, largest scores, sums of weights, and the number of tiles read."""
     num_rows, prefix, first_page = tl.load(block + 1), tl.load(block + 2), tl.load(block + 3)
     history_row, first, num_seen = tl.load(block + 4), tl.load(block + 5), tl.load(block + 6)
     candidate, prefix_begin = tl.load(block + 7), tl.load(block + 8)
-    context, low, whole_prefix = tl.load(block + 12), tl.load(block + 13), tl.load(block + 14)
+    context, low, prefix_length = tl.load(block + 12), tl.load(block + 13), tl.load(block + 14)
     floor, first_tile = tl.load(block + 15), tl.load(block + 16)
     IS_PADDED: tl.constexpr = acc.shape[1] > DIM
     row, key, dim = tl.arange(0, acc.shape[0]), tl.arange(0, KEYS), tl.arange(0, acc.shape[1])
     is_row = (row < num_rows)[:, None]
-    stands = whole_prefix + first + tl.where(candidate > 0, 0, row)  # all candidates stand where the next event would
+    query_position = (
+        prefix_length + first + tl.where(candidate > 0, 0, row)
+    )  # candidates have the position of the next event
     pool_keys = pool + head.to(tl.int64) * pool_head
     ROWS: tl.constexpr = acc.shape[0]
-    # Biases are loaded a block ahead, into registers: shared memory is for the keys and values of two programs.
+    # Biases are prefetched one block ahead into registers: shared memory holds the keys and values of two programs.
     words = _words(tiles, first_tile, 0, HAS_BIAS, ROWS, KEYS, UNIT)
     for number in range(prefix_begin, prefix, KEYS):
         start = number
         is_seen = is_row
-        is_key = start + key < whole_prefix
+        is_key = start + key < prefix_length
         if REACH:
             start = tl.where(number < context, number, number - context + low)
-            is_key = (start + key < whole_prefix) & (start + key >= floor)
-            is_seen = _is_near(stands, start + key, REACH, CONTEXT)
+            is_key = (start + key < prefix_length) & (start + key >= floor)
+            is_seen = _is_near(query_position, start + key, REACH, CONTEXT)
         page = tl.load(pages + first_page + start // PAGE).to(tl.int64)
         slot = page * PAGE + start % PAGE + key
         at = slot[:, None] * DIM + dim[None, :]
@@ -273,8 +277,8 @@ def _over_keys(
     num_old = (prefix - prefix_begin + KEYS - 1) // KEYS
     begin = num_seen * 0
     all_see = tl.minimum(first + 1, num_seen) // KEYS * KEYS
-    if REACH:  # the first block that is seen, of all that come
-        begin = tl.minimum(tl.maximum(low - whole_prefix, 0), num_seen)
+    if REACH:  # start at the first visible block
+        begin = tl.minimum(tl.maximum(low - prefix_length, 0), num_seen)
         all_see = begin
     new = history_row.to(tl.int64) + key
     if not REACH:
@@ -310,8 +314,8 @@ def _over_keys(
         is_key = start + key < num_seen
         is_seen = (start + key)[None, :] <= (first + row)[:, None]
         if REACH:
-            is_key = is_key & (whole_prefix + start + key >= floor)
-            is_seen = is_seen & _is_near(stands, whole_prefix + start + key, REACH, CONTEXT)
+            is_key = is_key & (prefix_length + start + key >= floor)
+            is_seen = is_seen & _is_near(query_position, prefix_length + start + key, REACH, CONTEXT)
         bias = _bias(words, HAS_BIAS, ROWS, KEYS)
         if HAS_BIAS:
             ahead = num_old + (start - begin) // KEYS + 1
@@ -388,7 +392,12 @@ def attention_kernel(
     if num_rows == 0:
         return
     TYPE: tl.constexpr = out.dtype.element_ty
-    candidate, num_parts, part, place = tl.load(block + 7), tl.load(block + 9), tl.load(block + 10), tl.load(block + 11)
+    candidate, num_parts, part, first_part = (
+        tl.load(block + 7),
+        tl.load(block + 9),
+        tl.load(block + 10),
+        tl.load(block + 11),
+    )
     dim, row = tl.arange(0, WIDTH), tl.arange(0, ROWS)
     is_channel = dim < DIM
     is_row = row < num_rows
@@ -402,7 +411,8 @@ def attention_kernel(
     if MODE != CHANNEL:
         q_RD = tl.load(q + asking[:, None] * q_stride + column[None, :], mask=is_here, other=0.0)
     acc = tl.zeros((ROWS, WIDTH), tl.float32)
-    most, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
+    most = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
     acc, most, total, read = _over_keys(
         acc,
         most,
@@ -456,35 +466,38 @@ def attention_kernel(
             own = tl.exp(own * scale - larger)
             acc, total, most = acc * shrunk[:, None], total * shrunk + own, larger
         acc += own[:, None] * v_RD
-    is_whole = num_parts == 1
+    is_complete = num_parts == 1
     if num_parts > 1:
         here = row[:, None] * (HEADS * WIDTH) + (head * WIDTH + dim)[None, :]
-        tl.store(sums + (place + part).to(tl.int64) * (ROWS * HEADS * WIDTH) + here, acc)
+        tl.store(sums + (first_part + part).to(tl.int64) * (ROWS * HEADS * WIDTH) + here, acc)
         found = statistics + head * (2 * ROWS) + row
         if MODE == SOFTMAX:
-            tl.store(found + (place + part) * (HEADS * 2 * ROWS), most)
-            tl.store(found + (place + part) * (HEADS * 2 * ROWS) + ROWS, total)
-        tl.debug_barrier()  # all of the part is written before it is said to be there
-        counter = arrived + place * HEADS + head
-        is_whole = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_parts - 1
-        if is_whole:  # whoever comes last adds all parts, always in one order
+            tl.store(found + (first_part + part) * (HEADS * 2 * ROWS), most)
+            tl.store(found + (first_part + part) * (HEADS * 2 * ROWS) + ROWS, total)
+        tl.debug_barrier()  # all threads must finish writing the part before the counter is incremented
+        counter = arrived + first_part * HEADS + head
+        is_complete = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_parts - 1
+        if is_complete:  # the last program to finish adds all parts in a fixed order
             tl.debug_barrier()
             acc = tl.zeros((ROWS, WIDTH), tl.float32)
             if MODE == SOFTMAX:
-                most, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
+                most = tl.full((ROWS,), float("-inf"), tl.float32)
+                total = tl.zeros((ROWS,), tl.float32)
                 for other in range(num_parts):
-                    at = found + (place + other) * (HEADS * 2 * ROWS)
+                    at = found + (first_part + other) * (HEADS * 2 * ROWS)
                     most = tl.maximum(most, tl.load(at, cache_modifier=".cg"))
             for other in range(num_parts):
-                one = tl.load(sums + (place + other).to(tl.int64) * (ROWS * HEADS * WIDTH) + here, cache_modifier=".cg")
+                one = tl.load(
+                    sums + (first_part + other).to(tl.int64) * (ROWS * HEADS * WIDTH) + here, cache_modifier=".cg"
+                )
                 if MODE == SOFTMAX:
-                    at = found + (place + other) * (HEADS * 2 * ROWS)
+                    at = found + (first_part + other) * (HEADS * 2 * ROWS)
                     weight = tl.exp(tl.load(at, cache_modifier=".cg") - most)
                     total += weight * tl.load(at + ROWS, cache_modifier=".cg")
                     one = weight[:, None] * one
                 acc += one
             tl.store(counter, 0)
-    if is_whole:
+    if is_complete:
         if MODE == SOFTMAX:
             acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
         else:
@@ -494,11 +507,12 @@ def attention_kernel(
 
 @triton.jit
 def _to_fp8(x):
-    """Bits of float8_e4m3fn, rounded to the nearest, of numbers of at most 448; in integers, alike on every device."""
+    """Return the float8_e4m3fn bits of numbers up to 448, rounded to nearest, with equal results on all devices."""
     bits = x.to(tl.int32, bitcast=True)
-    sign, size = (bits >> 24) & 0x80, bits & 0x7FFFFFFF
+    sign = (bits >> 24) & 0x80
+    size = bits & 0x7FFFFFFF
     normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
-    # Below 2^-6 in units of 2^-9: the last bits of a sum with a number whose unit is one.
+    # Below 2^-6 round to units of 2^-9: adding 1.5 * 2^23, whose unit is 1, leaves the result in the last bits.
     small = (tl.abs(x) * 512.0 + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
     return (sign | tl.where(size < 0x3C800000, small, normal)).to(tl.uint8)
 
@@ -528,7 +542,7 @@ def store_kernel(
     slot = tl.load(slots + row, mask=row < num_rows, other=-1).to(tl.int64)
     is_kept = (slot >= 0)[:, None] & (dim < DIM)[None, :]
     column = (head * DIM + dim)[None, :]
-    place = pool + head.to(tl.int64) * pool_head + slot[:, None] * DIM + dim[None, :]
+    pointers = pool + head.to(tl.int64) * pool_head + slot[:, None] * DIM + dim[None, :]
     for part in tl.static_range(2):
         if part == 0:
             x = tl.load(k + row[:, None] * k_stride + column, mask=is_kept, other=0.0)
@@ -540,8 +554,8 @@ def store_kernel(
             exponent = tl.minimum(tl.maximum((bits + 0x7FFFFF) >> 23, 1), MOST_EXPONENT)
             inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
             x = tl.minimum(tl.maximum(x * inverse[:, None], -LARGEST_FP8), LARGEST_FP8)
-            tl.store(place + part * pool_value, _to_fp8(x), mask=is_kept)
+            tl.store(pointers + part * pool_value, _to_fp8(x), mask=is_kept)
             own = scales + part * scale_value + head * scale_head + slot
             tl.store(own, exponent.to(tl.uint8), mask=slot >= 0)
         else:
-            tl.store(place + part * pool_value, x.to(pool.dtype.element_ty), mask=is_kept)
+            tl.store(pointers + part * pool_value, x.to(pool.dtype.element_ty), mask=is_kept)

@@ -1,8 +1,8 @@
-"""What each program of `paged_attention` computes: a table of blocks of queries, written by the host for every batch.
+"""Work table of `paged_attention`: one row per block of queries, written by the host for every batch.
 
-Where blocks are so few that most of the device would wait for the longest of them, prefixes are divided into parts of
-whole key blocks, of which the last also has what is new. The host writes it while the device is busy with the batch
-before, so it is compiled and needs no interpreter.
+If there are too few blocks to occupy the device, prefixes are split along the keys into parts of full key blocks
+(split-K, as in flash decoding); the last part also covers the new tokens. The host writes the table while the device
+computes the previous batch, so the code is compiled with Numba.
 """
 
 from collections.abc import Sequence
@@ -13,79 +13,113 @@ from numba import njit
 from numpy.typing import NDArray
 
 BLOCK_ROWS = 128
-"""of queries: with 64 of them, reading keys and values from L2 bounds the kernel, at a third of what it can multiply"""
+"""Number of queries per block. With 64, reading keys and values from L2 limits the kernel to a third of its peak."""
 BLOCK_KEYS = 64
+"""Number of keys per block."""
 FIELDS = 18
-"""of a block: first row, rows, end of its part of the prefix, first page, first row of the new history, new history
-before its first row, new history that its last row sees, 1 + first row among the candidates or 0, begin of its part of
-the prefix, parts, number of this part, where the parts are gathered; tokens at the beginning of the prefix that are
-read beside those from another one on, that one (of the whole history), tokens of the prefix, the first token of the
-history that is seen at all, the first of its tiles of biases, whether they are its own to write. Parts count what is
-read."""
-MOST_PARTS = 128
-"""blocks of a batch with divided prefixes, each part counted"""
-_FEWEST_TOKENS = 16
-"""of a page: products take no fewer keys"""
-_MOST_BYTES = 227 << 10
-"""of shared memory for a program of Hopper"""
+"""Number of fields per row of the work table:
+
+0. first row of the batch
+1. number of rows; 0 for an unused block
+2. end of its part of the prefix
+3. first page
+4. first row of the new history
+5. number of new history tokens before its first row
+6. number of new history tokens visible to its last row; 0 except in the last part
+7. 1 + its first row among the candidates, or 0 for history rows
+8. begin of its part of the prefix
+9. number of parts
+10. index of this part
+11. index of its first part in the workspace
+12. number of tokens at the beginning of the prefix that are read
+13. position from which later tokens of the history are read
+14. number of tokens of the prefix
+15. first visible position of the history
+16. first of its bias tiles
+17. whether this block writes its bias tiles
+
+The bounds of parts (fields 2 and 8) count only the tokens that are read."""
+MAX_PARTS = 128
+"""Maximum number of blocks of a batch with split prefixes; every part counts."""
+_MIN_PAGE_TOKENS = 16
+"""Minimum number of tokens per page: the smallest number of keys of a matrix product."""
+_MAX_SHARED_BYTES = 227 << 10
+"""Maximum shared memory per program on Hopper in bytes."""
 _PROGRAMS = 256
-"""that keep every multiprocessor of an H100 or H200 busy: two, one after the other, so that lengths even out"""
-_FEWEST_KEYS = 512
-"""of a part: less is not worth the sum"""
-_EVERYTHING = 1 << 30
-"""a window that hides nothing"""
+"""Target number of programs: two rounds on every multiprocessor of an H100 or H200, so that lengths even out."""
+_MIN_PART_KEYS = 512
+"""Minimum number of keys per part; for shorter parts, combining them costs more than the split gains."""
+_UNLIMITED_WINDOW = 1 << 30
+"""Attention window that includes all keys."""
 
 
 class VisibleRange(NamedTuple):
-    """What the blocks of some layers see; numbers, as compiled functions take them."""
+    """Range of keys that the queries of a layer attend to, as plain numbers for compiled functions."""
 
     window: int = 0
-    """tokens; 0: all"""
+    """Attention window in tokens; 0 is unlimited."""
     context: int = 0
-    """first tokens that are seen beside the window"""
+    """Number of leading tokens that are visible in addition to the window."""
     is_cut: bool = False
-    """whether what stands before the cut of a history is not seen"""
+    """Whether tokens before `PagedSegment.cut` are hidden."""
 
     @property
     def reach(self) -> int:
-        """The window of kernels, which know none without it; 0 where they need not look."""
-        return _EVERYTHING if self.is_cut and not self.window else self.window
+        """Window passed to the kernels; 0 if all keys are visible.
+
+        A cut without a window is passed as a window that includes all keys, because kernels check visibility only if
+        the window is not 0.
+        """
+        return _UNLIMITED_WINDOW if self.is_cut and not self.window else self.window
 
 
 SEES_ALL = VisibleRange()
 
 
 def padded(dim: int) -> int:
-    """Columns of a head inside a kernel."""
+    """Return the padded number of columns of a head inside a kernel."""
     return max(16, 1 << (dim - 1).bit_length())
 
 
 def can_be_paged(head_dim: int, itemsize: int, page_tokens: int) -> bool:
-    """Whether queries, keys and values of a block have room beside each other, and pages are made of whole blocks."""
-    has_room = (BLOCK_ROWS + 2 * BLOCK_KEYS) * padded(head_dim) * itemsize <= _MOST_BYTES
+    """Return whether a block fits into shared memory and the pages consist of complete key blocks.
+
+    Args:
+        head_dim: Head dimension.
+        itemsize: Bytes per element of queries, keys and values.
+        page_tokens: Number of tokens per page.
+    """
+    fits_shared_memory = (BLOCK_ROWS + 2 * BLOCK_KEYS) * padded(head_dim) * itemsize <= _MAX_SHARED_BYTES
     keys = min(BLOCK_KEYS, page_tokens)
-    return has_room and page_tokens % keys == 0 and keys >= _FEWEST_TOKENS and keys.bit_count() == 1
+    return fits_shared_memory and page_tokens % keys == 0 and keys >= _MIN_PAGE_TOKENS and keys.bit_count() == 1
 
 
-def most_tiles(num_blocks: int, max_length: int) -> int:
-    """Tiles of biases that so many blocks have at most, of histories of so many tokens."""
+def max_tiles(num_blocks: int, max_length: int) -> int:
+    """Return an upper bound on the bias tiles of `num_blocks` blocks with histories of up to `max_length` tokens."""
     return num_blocks * (-(-max_length // BLOCK_KEYS) + 4)
 
 
 class PagedSegment(NamedTuple):
-    """New tokens of one sequence: where its rows lie in the batch and its pages in the table of pages."""
+    """New tokens of one sequence: their rows in the batch and the pages of their prefix."""
 
     prefix_length: int
+    """Number of cached tokens."""
     num_history: int
+    """Number of new history tokens."""
     num_candidates: int
+    """Number of candidates."""
     history_row: int
+    """First row of the new history in the batch."""
     candidate_row: int
+    """First row of the candidates in the batch."""
     first_page: int
+    """Index of the first page of the sequence in the block table."""
     cut: int = 0
+    """First visible position of the history in layers whose range `is_cut`."""
 
 
 def segment_array(segments: Sequence[PagedSegment]) -> NDArray[np.int64]:
-    """(segments, 7) as `write_blocks` takes them."""
+    """Return the segments as an array for `write_blocks`, (segments, 7)."""
     return np.array(segments, np.int64).reshape(len(segments), 7)
 
 
@@ -94,14 +128,29 @@ def write_blocks(
     num_heads: int,
     candidates_only: bool,
     out: NDArray[np.int32],
-    seen: VisibleRange = SEES_ALL,
+    visible_range: VisibleRange = SEES_ALL,
 ) -> int:
-    """Fill a table, the longest blocks first, zeros after the last; how many blocks there are. The table has room for
-    all of them undivided."""
-    return _write_blocks(segments, num_heads, candidates_only, out, seen.reach, seen.context, seen.is_cut)
+    """Write the work table of a batch, longest blocks first, and return the number of blocks.
+
+    Args:
+        segments: Result of `segment_array`.
+        num_heads: Number of attention heads.
+        candidates_only: Whether to write blocks of candidates only.
+        out: Table to fill, (blocks, FIELDS); unused rows are set to 0. It must be large enough for all unsplit blocks.
+        visible_range: Keys that the layer attends to.
+    """
+    return _write_blocks(
+        segments,
+        num_heads,
+        candidates_only,
+        out,
+        visible_range.reach,
+        visible_range.context,
+        visible_range.is_cut,
+    )
 
 
-@njit(cache=True)  # some microseconds: giving up the interpreter and asking for it again would take longer
+@njit(cache=True)  # no nogil: it runs for a few microseconds, and releasing and acquiring the GIL would take longer
 def _write_blocks(  # noqa: PLR0917 - compiled functions take their arguments by position
     segments: NDArray[np.int64],
     num_heads: int,
@@ -111,57 +160,59 @@ def _write_blocks(  # noqa: PLR0917 - compiled functions take their arguments by
     context: int,
     is_cut: bool,
 ) -> int:
-    keys = _keys_a_part(segments, num_heads, candidates_only, min(len(out), MOST_PARTS), window + context)
+    keys = _part_keys(segments, num_heads, candidates_only, min(len(out), MAX_PARTS), window + context)
     first_candidate = segments[:, 1].sum()
     blocks = np.zeros(out.shape, np.int32)
     count, tile = 0, 0
     for i in range(len(segments)):
-        prefix, history, asked, history_row, candidate_row, page, cut = segments[i]
-        seen = (window, context, cut if is_cut else 0)
+        prefix, history, num_candidates, history_row, candidate_row, page, cut = segments[i]
+        visible = (window, context, cut if is_cut else 0)
         for first in range(0, 0 if candidates_only else history, BLOCK_ROWS):
             rows = min(BLOCK_ROWS, history - first)
-            place = (history_row + first, rows, page, history_row, first, first + rows, 0)
-            count, tile = _write_parts(blocks, count, tile, prefix, keys, place, seen, True)
-        shared = tile  # candidates stand at one place and ask at one time: their biases are the same
-        for first in range(0, asked, BLOCK_ROWS):
-            rows = min(BLOCK_ROWS, asked - first)
+            fields = (history_row + first, rows, page, history_row, first, first + rows, 0)
+            count, tile = _write_parts(blocks, count, tile, prefix, keys, fields, visible, True)
+        shared = tile  # candidates share position and query time, so their biases are the same
+        for first in range(0, num_candidates, BLOCK_ROWS):
+            rows = min(BLOCK_ROWS, num_candidates - first)
             row = candidate_row + first
-            place = (row, rows, page, history_row, history, history, row - first_candidate + 1)
-            count, tile = _write_parts(blocks, count, shared, prefix, keys, place, seen, first == 0)
+            fields = (row, rows, page, history_row, history, history, row - first_candidate + 1)
+            count, tile = _write_parts(blocks, count, shared, prefix, keys, fields, visible, first == 0)
     _sort(blocks, count, out)
     return count
 
 
 @njit(cache=True, nogil=True)
-def _keys_a_part(segments: NDArray[np.int64], num_heads: int, candidates_only: bool, most: int, seen: int) -> int:
-    """Of a prefix, at most. seen: tokens of it that one sees at most; 0: all."""
+def _part_keys(
+    segments: NDArray[np.int64], num_heads: int, candidates_only: bool, max_parts: int, max_visible: int
+) -> int:
+    """Return the maximum number of prefix keys per part; `max_visible` limits the keys per query, 0 is unlimited."""
     total, longest = 0, 0
     for i in range(len(segments)):
-        prefix = _read(segments[i, 0], seen)
+        prefix = _num_read(segments[i, 0], max_visible)
         history = segments[i, 1]
-        asked = segments[i, 2]
-        num_blocks = _num_blocks(asked)
+        num_candidates = segments[i, 2]
+        num_blocks = _num_blocks(num_candidates)
         total += num_blocks * (prefix + history)
         if not candidates_only:
             num_blocks += _num_blocks(history)
             total += _num_blocks(history) * (prefix + (history + BLOCK_ROWS) // 2)
         longest = max(longest, prefix if num_blocks else 0)
-    keys = max(_FEWEST_KEYS, total * num_heads // _PROGRAMS)
+    keys = max(_MIN_PART_KEYS, total * num_heads // _PROGRAMS)
     while keys < longest:
         num_parts = 0
         for i in range(len(segments)):
             num_blocks = _num_blocks(segments[i, 2]) + (0 if candidates_only else _num_blocks(segments[i, 1]))
-            num_parts += num_blocks * max(1, -(-_read(segments[i, 0], seen) // keys))
-        if num_parts <= most:
+            num_parts += num_blocks * max(1, -(-_num_read(segments[i, 0], max_visible) // keys))
+        if num_parts <= max_parts:
             break
         keys *= 2
     return keys
 
 
 @njit(cache=True, nogil=True)
-def _read(prefix: int, seen: int) -> int:
-    """Tokens of a prefix that a block reads at most: whole blocks of keys at both ends of what it sees."""
-    return min(prefix, seen + BLOCK_ROWS + 2 * BLOCK_KEYS) if seen else prefix
+def _num_read(prefix: int, max_visible: int) -> int:
+    """Return the maximum number of prefix tokens that a block reads: full key blocks at both ends of its range."""
+    return min(prefix, max_visible + BLOCK_ROWS + 2 * BLOCK_KEYS) if max_visible else prefix
 
 
 @njit(cache=True, nogil=True)
@@ -174,26 +225,30 @@ def _write_parts(  # noqa: PLR0917
     blocks: NDArray[np.int32],
     count: int,
     tile: int,
-    whole: int,
+    prefix_length: int,
     keys: int,
-    place: tuple[int, int, int, int, int, int, int],
-    seen: tuple[int, int, int],
+    fields: tuple[int, int, int, int, int, int, int],
+    visible: tuple[int, int, int],
     is_writer: bool,
 ) -> tuple[int, int]:
-    """How many blocks and tiles there are then."""
-    row, rows, page, history_row, first, num_seen, candidate = place
-    window, context, floor = seen
+    """Write the parts of one block and return the new numbers of blocks and tiles."""
+    row, rows, page, history_row, first, num_seen, candidate = fields
+    window, context, floor = visible
     low = 0
-    kept = 0
-    prefix = whole
+    num_context_read = 0
+    prefix = prefix_length
     if window:
-        low = max(0, whole + first - window + 1, floor)
-        if low > whole:  # new history has whole blocks of its own
-            low = whole + (low - whole) // BLOCK_KEYS * BLOCK_KEYS if context <= whole else whole
+        low = max(0, prefix_length + first - window + 1, floor)
+        if low > prefix_length:  # key blocks of the new history are aligned to its first token
+            low = (
+                prefix_length + (low - prefix_length) // BLOCK_KEYS * BLOCK_KEYS
+                if context <= prefix_length
+                else prefix_length
+            )
         else:
             low = low // BLOCK_KEYS * BLOCK_KEYS
-        kept = min(-(-context // BLOCK_KEYS) * BLOCK_KEYS, low)
-        prefix = min(kept, whole) + max(0, whole - low)
+        num_context_read = min(-(-context // BLOCK_KEYS) * BLOCK_KEYS, low)
+        prefix = min(num_context_read, prefix_length) + max(0, prefix_length - low)
     num_parts = max(1, -(-prefix // keys))
     size = -(-prefix // (num_parts * BLOCK_KEYS)) * BLOCK_KEYS
     for part in range(num_parts):
@@ -211,20 +266,20 @@ def _write_parts(  # noqa: PLR0917
         block[9] = num_parts
         block[10] = part
         block[11] = count
-        block[12] = kept
+        block[12] = num_context_read
         block[13] = low
-        block[14] = whole
+        block[14] = prefix_length
         block[15] = floor
         block[16] = tile
         block[17] = is_writer
         tile += -(-(block[2] - block[8]) // BLOCK_KEYS)
-    tile += -(-num_seen // BLOCK_KEYS) + 1  # what is new, and a candidate with itself
+    tile += -(-num_seen // BLOCK_KEYS) + 1  # new history, and a candidate with itself
     return count + num_parts, tile
 
 
 @njit(cache=True, nogil=True)
 def _sort(blocks: NDArray[np.int32], count: int, out: NDArray[np.int32]) -> None:
-    """By the number of keys; equal ones keep their order."""
+    """Sort blocks in descending order of their number of keys; the sort is stable."""
     order = np.arange(count)
     num_keys = blocks[:count, 2] - blocks[:count, 8] + blocks[:count, 6]
     for i in range(1, count):
