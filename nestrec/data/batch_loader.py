@@ -1,19 +1,15 @@
 """Data loader: reads, collates and prefetches micro-batches on background threads.
 
-The threads behind `BatchLoader`: several read and assemble, in any order; one trades samples, in the order of the
-steps.
+A thread pool reads and collates samples in any order. If ranks exchange samples (sample balancing), one more thread
+runs the exchanges in step order:
 
-    read (pool) -> trade (one thread, in order) -> assemble (pool)
+    read (pool) -> exchange (one thread, in order) -> collate (pool)
 
-Ranks must enter the same trade at the same time, so trades are never reordered, never dropped half way, and none
-follows one that failed: the peers may still be in it.
+An exchange is a collective operation, so exchanges are never reordered or interrupted, and none starts after one that
+failed: the other ranks may still be waiting in it. Batches are delivered in step order.
 
-Batches: samples assembled into arrays, on background threads, in the order of the steps.
-
-A part of the tokens of a micro-batch, for a rank that computes it together with the others of its context group.
-
-Whole samples are assembled, the same on every rank of a group, and each keeps what belongs to its tokens: inputs,
-targets and negatives. So what is drawn for a token does not depend on who computes it.
+With context parallelism, every rank of a context group collates the same complete samples and then keeps the inputs,
+targets and negatives of its own tokens. Random draws therefore do not depend on which rank computes a token.
 """
 
 import contextlib
@@ -43,36 +39,42 @@ BatchT = TypeVar("BatchT")
 
 @dataclass(frozen=True, slots=True)
 class UnfinishedBatch:
-    """A batch that is being made."""
+    """A batch between reading and collating."""
 
     position: BatchPosition
     samples: NDArray[np.int64]
-    """of the global batch"""
+    """Sample numbers of the global batch."""
     tokens: NDArray[np.int64]
-    """of these samples"""
-    share: RankSamples
-    """what this rank holds of it now"""
+    """Number of tokens of each sample of the global batch."""
+    assignment: RankSamples
+    """Samples of the global batch that this rank holds at this stage."""
     rows: DatasetRows
-    """the stored rows of the share"""
+    """Dataset rows of the samples of this rank."""
 
 
 class BatchWorkers(Generic[BatchT]):
-    """Makes batches in the background while its block lasts."""
+    """Background threads that produce batches; a context manager that stops them on exit.
+
+    Args:
+        num_workers: Number of threads that read and collate.
+        read: Reads the rows of the batch at a position.
+        exchange: Exchanges samples with other ranks (collective), or None if ranks do not exchange samples.
+        finish: Collates a batch.
+    """
 
     def __init__(
         self,
-        workers: int,
+        num_workers: int,
         read: Callable[[BatchPosition], UnfinishedBatch],
-        trade: Callable[[UnfinishedBatch], UnfinishedBatch] | None,
+        exchange: Callable[[UnfinishedBatch], UnfinishedBatch] | None,
         finish: Callable[[UnfinishedBatch], BatchT],
     ):
-        """trade: none where ranks do not trade."""
         self._read = read
-        self._trade = trade
+        self._exchange = exchange
         self._finish = finish
-        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="data")
-        self._trader = ThreadPoolExecutor(1, thread_name_prefix="trade")
-        self._failed: BaseException | None = None
+        self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="data")
+        self._exchange_thread = ThreadPoolExecutor(1, thread_name_prefix="trade")
+        self._exchange_error: BaseException | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -80,143 +82,152 @@ class BatchWorkers(Generic[BatchT]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # Trades that were begun are finished: every rank has begun the same ones.
-        self._trader.shutdown(wait=True)
+        # Finish exchanges that have started: every rank has started the same ones and waits for its peers.
+        self._exchange_thread.shutdown(wait=True)
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def submit(self, position: BatchPosition) -> Callable[[], BatchT]:
-        """Start to make a batch; the function returned waits for it."""
-        if self._trade is None:
+        """Start producing the batch at a position and return a function that waits for it."""
+        if self._exchange is None:
             return self._pool.submit(lambda: self._finish(self._read(position))).result
         read = self._pool.submit(self._read, position)
-        traded = self._trader.submit(self._traded, read)
+        traded = self._exchange_thread.submit(self._exchange_and_collate, read)
         return lambda: traded.result().result()
 
-    def _traded(self, read: Future[UnfinishedBatch]) -> Future[BatchT]:
-        if self._failed is not None:
-            raise self._failed
-        assert self._trade is not None
+    def _exchange_and_collate(self, read: Future[UnfinishedBatch]) -> Future[BatchT]:
+        if self._exchange_error is not None:
+            raise self._exchange_error
+        assert self._exchange is not None
         try:
-            stage = self._trade(read.result())
+            stage = self._exchange(read.result())
         except BaseException as error:
-            self._failed = error
+            self._exchange_error = error
             raise
         return self._pool.submit(self._finish, stage)
 
 
 OFFSETS, WEIGHT = "/offsets", "/weight"
-"""behind the name of a feature with several keys at a place: the tensors that say where the keys of each place begin,
-and, where bags are weighted, what each counts"""
+"""Suffixes of tensor names of a feature with several keys per position: the offsets of each position's keys, and the
+weight of each key if bags are weighted."""
 
 
 @config
 class BatchConfig:
-    batch_samples: Count | None = 128
-    """samples of a global batch; give this or batch_tokens"""
+    batch_size: Count | None = 128
+    """Number of samples in a global batch; set either this or `batch_tokens`."""
     batch_tokens: Count | None = None
-    """tokens of a global batch, where samples differ much in length; give this or batch_samples"""
-    shuffle_block: Count | None = None
-    """samples of a block: blocks of consecutive samples are shuffled, then the samples inside each, so that few of a
-    large dataset's files are read at a time; none shuffles all samples where what is read of them fits in 1 GiB, else
-    blocks of 256 MiB"""
+    """Number of tokens in a global batch, useful if sample lengths vary widely; set either this or `batch_size`."""
+    shuffle_block_size: Count | None = None
+    """Number of consecutive samples in a shuffle block. Blocks are shuffled first, then the samples inside each block,
+    so that few files of a large dataset are read at a time. None shuffles all samples if the columns that are read fit
+    in 1 GiB, and otherwise uses blocks of 256 MiB."""
     order: Literal["shuffled", "chronological"] = "shuffled"
-    """chronological: events in the order in which they happened, window by window (see `windows`); each window is
-    predicted before it is trained on"""
-    micro_batches: Count | Literal["auto"] = 1
-    """parts of a rank's batch, computed one after the other before the update; auto: chosen from measured times. A rank
-    with fewer samples has empty ones; more than 32 are refused where a global batch has fewer samples"""
-    workers: Count = 2
-    """threads that assemble batches ahead"""
-    prefetch: Natural = 4
-    """batches made ahead of the step that needs them; each takes its memory"""
+    """Order of the samples. `chronological` trains on events in time order, window by window (see `windows`), and
+    evaluates each window before training on it."""
+    num_micro_batches: Count | Literal["auto"] = 1
+    """Number of micro-batches of a rank's batch, computed sequentially with gradient accumulation. `auto` chooses it
+    from measured times. Micro-batches are empty if a rank has fewer samples; more than 32 are rejected if a global
+    batch has fewer samples."""
+    num_workers: Count = 2
+    """Number of threads that collate batches in the background."""
+    prefetch_batches: Natural = 4
+    """Number of batches that are prefetched; each one occupies memory."""
 
     def __post_init__(self) -> None:
-        if (self.batch_samples is None) == (self.batch_tokens is None):
-            given = {"batch_samples": self.batch_samples, "batch_tokens": self.batch_tokens}
+        if (self.batch_size is None) == (self.batch_tokens is None):
+            sizes = {"batch_size": self.batch_size, "batch_tokens": self.batch_tokens}
             raise UserError(
-                "one of the two sizes of a batch is needed, and only one",
+                "exactly one of the two batch sizes must be set",
                 option="batch",
-                value=given,
-                remedy="give one of them and set the other to none, such as --batch.batch_samples none",
+                value=sizes,
+                remedy="set one of them and disable the other, for example with --batch.batch_size none",
             )
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """A part of a rank's batch: what to look up, and everything else that the computation needs."""
+    """Model inputs of one micro-batch: keys for the embedding lookup and host tensors for the computation."""
 
     sample_ids: NDArray[np.int64]
     keys: Mapping[str, NDArray[np.int64]]
-    """feature name to the keys to look up, of any shape"""
+    """Keys to look up per feature, arrays of any shape."""
     tensors: Mapping[str, torch.Tensor]
-    """host tensors for the computation"""
+    """Host tensors for the computation."""
     max_length: int
-    """longest sequence, known on the host"""
+    """Length of the longest sequence in tokens, known without a device synchronization."""
     num_tokens: int
-    """tokens that the model computes"""
-    others: Mapping[str, Any] = field(default_factory=dict)
-    """what a model of a user's own is given as it is"""
-    parts: TokenPartition | None = None
-    """where it holds a part of the tokens of its samples: how they are divided (nestrec.data.batch_loader)"""
+    """Number of tokens that the model computes."""
+    extra_fields: Mapping[str, Any] = field(default_factory=dict)
+    """Batch fields that are passed unchanged to a custom model."""
+    token_partition: TokenPartition | None = None
+    """Partition of the tokens over the ranks of a context group; None without context parallelism."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A rank's part of the global batch of one step."""
+    """The share of one rank in the global batch of one step."""
 
     position: BatchPosition
     weight: float
-    """weight of the *global* batch, by which the sum of losses is divided"""
+    """Weight of the *global* batch, the divisor of the loss sum."""
     global_samples: NDArray[np.int64]
-    """sample numbers of the global batch, the same on every rank"""
+    """Sample numbers of the global batch, the same on every rank."""
     micro_batches: tuple[MicroBatch, ...]
     tokens: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    """of each of this rank's samples"""
-    figures: Mapping[str, float] = field(default_factory=dict)
-    """what is to be recorded of how the samples were dealt to the ranks; the same on every rank"""
+    """Number of tokens of each sample of this rank."""
+    balance_metrics: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the sample balancing, the same on every rank."""
 
 
 KeysOfSamples = tuple[NDArray[np.int64], NDArray[np.int64]]
-"""Values, and offsets of the samples."""
+"""Keys of samples as (values, offsets of the samples)."""
 Cluster = Callable[[KeysOfSamples, NDArray[np.float64], int], list[NDArray[np.int64]]]
-"""(keys, cost of each sample, number of micro-batches) to the samples of each; every sample exactly once."""
+"""Maps (keys, cost of each sample, number of micro-batches) to the samples of each micro-batch; every sample occurs
+exactly once."""
 
 
 class Collator(ABC):
-    """Makes micro-batches out of sample numbers; one subclass a task. Pure: no state between calls."""
+    """Collates samples into micro-batches; each task has its own subclass. Stateless."""
 
     weights: NDArray[np.float64]
-    """loss weight of each sample, before any sampling of its length"""
+    """Loss weight of each sample, before stochastic length is applied."""
     tokens: NDArray[np.int64]
-    """tokens of each sample, before any sampling of its length"""
+    """Number of tokens of each sample, before stochastic length is applied."""
     shuffle_block: int | None = None
-    """samples of a block, where a shuffle of all would not find their rows in memory"""
+    """Number of samples in a shuffle block, or None if all samples are shuffled together."""
     window_bounds: NDArray[np.int64] | None = None
-    """where samples are in the order of time: window w has the samples from window_bounds[w] to window_bounds[w + 1]"""
+    """Bounds of the time windows if samples are in time order: window w contains the samples from `window_bounds[w]` to
+    `window_bounds[w + 1]`."""
 
     def tokens_in(self, samples: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:
-        """Tokens of these samples that are computed in this epoch."""
+        """Return the number of tokens of each sample that are computed in this epoch."""
         return self.tokens[samples]
 
     def weight(self, samples: NDArray[np.int64], epoch: int) -> float:
-        """Weight of a global batch, known before anything is computed."""
+        """Return the loss weight of a global batch; it is known before the batch is computed."""
         return float(self.weights[samples].sum())
 
     @abstractmethod
     def read(self, samples: NDArray[np.int64]) -> DatasetRows:
-        """The stored rows of these samples."""
+        """Read the dataset rows of these samples."""
 
     def sample_keys(self, samples: NDArray[np.int64], rows: DatasetRows, epoch: int) -> KeysOfSamples | None:
-        """Keys that these samples look up, as far as they could share them; none where a task does not tell."""
+        """Return the embedding keys of these samples for clustering, or None if the task does not support it."""
         return None
 
     @abstractmethod
-    def assemble(self, samples: NDArray[np.int64], rows: DatasetRows, epoch: int) -> MicroBatch:
-        """The arrays of these samples, out of their rows, wherever those were read."""
+    def collate(self, samples: NDArray[np.int64], rows: DatasetRows, epoch: int) -> MicroBatch:
+        """Build the micro-batch of these samples from their rows.
+
+        Args:
+            samples: (B,) sample numbers.
+            rows: Dataset rows of the samples, in the same order; another rank may have read them.
+            epoch: Epoch number, which seeds random draws.
+        """
 
 
 class LoaderStats:
-    """How long the threads that make batches have worked on them."""
+    """Throughput counters of the loader threads. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -224,174 +235,202 @@ class LoaderStats:
         self._seconds = 0.0
 
     @contextlib.contextmanager
-    def of(self, count_of: Callable[[], int] = lambda: 0) -> Iterator[None]:
-        """count_of: asked at the end, the samples that were finished."""
+    def measure(self, count_samples: Callable[[], int] = lambda: 0) -> Iterator[None]:
+        """Add the duration of the block and, when it ends, the number of samples that `count_samples` returns."""
         start_s = time.perf_counter()
         yield
         with self._lock:
             self._seconds += time.perf_counter() - start_s
-            self._samples += count_of()
+            self._samples += count_samples()
 
-    def take(self) -> tuple[int, float]:
-        """Samples of this rank that were made since the last call, and the seconds of threads that they took."""
+    def pop_counts(self) -> tuple[int, float]:
+        """Return (samples produced, thread time in seconds) of this rank since the last call, and reset both."""
         with self._lock:
-            found, self._samples, self._seconds = (self._samples, self._seconds), 0, 0.0
-        return found
+            counts, self._samples, self._seconds = (self._samples, self._seconds), 0, 0.0
+        return counts
 
 
 class BatchLoader:
-    """The batches of one rank, made ahead by background threads, delivered in order."""
+    """Data loader of one rank: prefetches batches on background threads and yields them in step order.
+
+    Args:
+        collator: Reads and collates samples.
+        cfg: Batch options.
+        seed: Seed of the sample order.
+        rank: Data-parallel rank.
+        world: Number of data-parallel ranks.
+        partitioner: Assigns samples to ranks; by default each rank gets a contiguous range of nearly equal size.
+        cluster: Groups samples into micro-batches by their keys instead of the partitioner.
+        num_micro_batches_at: Returns the number of micro-batches for a position; by default the configured number.
+    """
 
     def __init__(
         self,
-        assembler: Collator,
+        collator: Collator,
         cfg: BatchConfig,
         *,
         seed: int,
         rank: int = 0,
         world: int = 1,
-        dealer: SamplePartitioner | None = None,
+        partitioner: SamplePartitioner | None = None,
         cluster: Cluster | None = None,
         num_micro_batches_at: Callable[[BatchPosition], int] | None = None,
     ):
-        """dealer: which rank computes what; by default near equal counts in the order of the batch.
-
-        cluster: micro-batches by the keys of the samples, instead of the dealer's. num_micro_batches_at: how many
-        micro-batches the batch of a position has; by default as configured.
-        """
-        self._assembler = assembler
+        self._collator = collator
         self._cfg = cfg
         self._cluster = cluster
-        fixed = 1 if cfg.micro_batches == "auto" else cfg.micro_batches
+        fixed = 1 if cfg.num_micro_batches == "auto" else cfg.num_micro_batches
         self._num_micro_batches_at = num_micro_batches_at or (lambda position: fixed)
-        self._dealer = dealer or SamplePartitioner(rank, world)
-        self.making = LoaderStats()
+        self._partitioner = partitioner or SamplePartitioner(rank, world)
+        self.stats = LoaderStats()
         self.order = GlobalBatchSampler(
-            assembler.tokens,
+            collator.tokens,
             seed=seed,
-            batch_samples=cfg.batch_samples,
+            batch_samples=cfg.batch_size,
             batch_tokens=cfg.batch_tokens,
-            block_size=cfg.shuffle_block or assembler.shuffle_block,
-            window_bounds=assembler.window_bounds,
+            block_size=cfg.shuffle_block_size or collator.shuffle_block,
+            window_bounds=collator.window_bounds,
         )
 
-    def build(self, position: BatchPosition) -> Batch:
-        """The slow twin of `starting_at`: one batch, made now. Collective where the dealer trades."""
-        return self._assemble(self._trade(self._read(position)))
+    def load_one(self, position: BatchPosition) -> Batch:
+        """Load one batch synchronously: the reference implementation of `iterate_from`.
 
-    def starting_at(
+        Collective if ranks exchange samples.
+        """
+        return self._collate(self._exchange(self._read(position)))
+
+    def iterate_from(
         self, position: BatchPosition, transform: Callable[[Batch], Batch] | None = None
     ) -> Generator[Batch, None, None]:
-        """Endless batches from `position` on; at most `prefetch` are made ahead.
+        """Yield batches from `position` on, endlessly, with at most `prefetch_batches` prefetched.
 
-        Where ranks trade samples, all of them must take the same number of batches before they close this.
+        If ranks exchange samples, all ranks must take the same number of batches before they close the generator.
         """
 
         def finish(stage: UnfinishedBatch) -> Batch:
-            batch = self._assemble(stage)
+            batch = self._collate(stage)
             return transform(batch) if transform else batch
 
-        with BatchWorkers(self._cfg.workers, self._read, self._trade if self._dealer.trades else None, finish) as made:
-            ahead: deque[Callable[[], Batch]] = deque()
+        with BatchWorkers(
+            self._cfg.num_workers, self._read, self._exchange if self._partitioner.exchanges_samples else None, finish
+        ) as workers:
+            prefetched: deque[Callable[[], Batch]] = deque()
             while True:
-                while len(ahead) <= self._cfg.prefetch:
-                    ahead.append(made.submit(position))
-                    position = self.order.after(position)
-                yield ahead.popleft()()
+                while len(prefetched) <= self._cfg.prefetch_batches:
+                    prefetched.append(workers.submit(position))
+                    position = self.order.next_position(position)
+                yield prefetched.popleft()()
 
     def _read(self, position: BatchPosition) -> UnfinishedBatch:
-        with self.making.of():
+        with self.stats.measure():
             samples = self.order.samples(position)
-            tokens = self._assembler.tokens_in(samples, position.epoch)
-            share = self._dealer.share(position, tokens)
-            return UnfinishedBatch(position, samples, tokens, share, self._assembler.read(samples[share.places]))
+            tokens = self._collator.tokens_in(samples, position.epoch)
+            assignment = self._partitioner.assign_samples(position, tokens)
+            return UnfinishedBatch(
+                position, samples, tokens, assignment, self._collator.read(samples[assignment.indices])
+            )
 
-    def _trade(self, stage: UnfinishedBatch) -> UnfinishedBatch:
-        share, rows = self._dealer.trade(stage.position, stage.share, stage.rows, stage.tokens)
-        return replace(stage, share=share, rows=rows)
+    def _exchange(self, stage: UnfinishedBatch) -> UnfinishedBatch:
+        assignment, rows = self._partitioner.exchange_samples(
+            stage.position, stage.assignment, stage.rows, stage.tokens
+        )
+        return replace(stage, assignment=assignment, rows=rows)
 
-    def _assemble(self, stage: UnfinishedBatch) -> Batch:
-        with self.making.of(lambda: len(stage.share.places)):
-            return self._assembled(stage)
+    def _collate(self, stage: UnfinishedBatch) -> Batch:
+        with self.stats.measure(lambda: len(stage.assignment.indices)):
+            return self._build_batch(stage)
 
-    def _assembled(self, stage: UnfinishedBatch) -> Batch:
-        mine = stage.samples[stage.share.places]
-        tokens = stage.tokens[stage.share.places]
+    def _build_batch(self, stage: UnfinishedBatch) -> Batch:
+        own_samples = stage.samples[stage.assignment.indices]
+        tokens = stage.tokens[stage.assignment.indices]
         epoch = stage.position.epoch
         num_micro_batches = self._num_micro_batches_at(stage.position)
-        groups = self._groups(stage, mine, tokens, num_micro_batches)
+        groups = self._split_into_micro_batches(stage, own_samples, tokens, num_micro_batches)
         rows = [stage.rows] if num_micro_batches == 1 else [stage.rows.take(group) for group in groups]
-        micro_batches = [self._assembler.assemble(mine[g], r, epoch) for g, r in zip(groups, rows, strict=True)]
+        micro_batches = [self._collator.collate(own_samples[g], r, epoch) for g, r in zip(groups, rows, strict=True)]
         return Batch(
             position=stage.position,
-            weight=self._assembler.weight(stage.samples, epoch),
+            weight=self._collator.weight(stage.samples, epoch),
             global_samples=stage.samples,
             micro_batches=tuple(micro_batches),
             tokens=tokens,
-            figures=stage.share.figures,
+            balance_metrics=stage.assignment.balance_metrics,
         )
 
-    def _groups(
-        self, stage: UnfinishedBatch, mine: NDArray[np.int64], tokens: NDArray[np.int64], num_micro_batches: int
+    def _split_into_micro_batches(
+        self, stage: UnfinishedBatch, own_samples: NDArray[np.int64], tokens: NDArray[np.int64], num_micro_batches: int
     ) -> list[NDArray[np.int64]]:
-        """The samples of each micro-batch: after the balance over ranks, clustering inside a rank (order of
-        preparation)."""
+        """Return the samples of each micro-batch; clustering applies within a rank, after balancing over ranks."""
         if self._cluster is not None and num_micro_batches > 1:
-            keys = self._assembler.sample_keys(mine, stage.rows, stage.position.epoch)
+            keys = self._collator.sample_keys(own_samples, stage.rows, stage.position.epoch)
             if keys is not None:
-                return self._cluster(keys, self._dealer.costs(stage.position, tokens), num_micro_batches)
-        return self._dealer.micro_batches(stage.position, tokens, num_micro_batches)
+                return self._cluster(keys, self._partitioner.costs(stage.position, tokens), num_micro_batches)
+        return self._partitioner.micro_batches(stage.position, tokens, num_micro_batches)
 
 
-SHARED = frozenset({"catalogue"})
-"""keys that all tokens have together"""
+SHARED_KEYS = frozenset({"catalog"})
+"""Names of keys that all tokens share."""
 _OFFSETS = "offsets"
 
 
-def part_of(batch: MicroBatch, part: int, size: int, *, shared: Collection[str] = SHARED) -> MicroBatch:
-    """What part `part` of `size` holds of a micro-batch. Keys and tensors have a row for each token, but for the
-    offsets of its sequences and what is named as shared."""
-    parts = TokenPartition(np.diff(batch.tensors[_OFFSETS].numpy()), size)
-    places = parts.places(part)
-    at = torch.from_numpy(places)
+def take_token_part(
+    batch: MicroBatch, part: int, num_parts: int, *, shared: Collection[str] = SHARED_KEYS
+) -> MicroBatch:
+    """Return the part of a micro-batch that one rank of a context group computes.
+
+    Args:
+        batch: Complete micro-batch. Keys and tensors have one row per token, except the sequence offsets and shared
+            ones.
+        part: Index of the part.
+        num_parts: Number of ranks in the context group.
+        shared: Names of keys and tensors that all tokens share.
+    """
+    partition = TokenPartition(np.diff(batch.tensors[_OFFSETS].numpy()), num_parts)
+    indices = partition.global_indices(part)
+    index_tensor = torch.from_numpy(indices)
     counts = {name: len(x) for name, x in batch.keys.items()} | {name: len(x) for name, x in batch.tensors.items()}
     for name, count in counts.items():
         assert name in shared or name == _OFFSETS or count == batch.num_tokens, name
     tensors = {
-        name: tensor if name in shared else tensor[at] for name, tensor in batch.tensors.items() if name != _OFFSETS
+        name: tensor if name in shared else tensor[index_tensor]
+        for name, tensor in batch.tensors.items()
+        if name != _OFFSETS
     }
     return replace(
         batch,
-        keys={name: keys if name in shared else keys[places] for name, keys in batch.keys.items()},
-        tensors={**tensors, _OFFSETS: torch.from_numpy(parts.offsets(part))},
-        num_tokens=len(places),
-        parts=parts,
+        keys={name: keys if name in shared else keys[indices] for name, keys in batch.keys.items()},
+        tensors={**tensors, _OFFSETS: torch.from_numpy(partition.offsets(part))},
+        num_tokens=len(indices),
+        token_partition=partition,
     )
 
 
 class ContextParallelCollator(Collator):
-    """Assembles parts of samples; how many tokens they have, and what they weigh, is told of whole ones."""
+    """Collator for context parallelism: keeps one part of the tokens of each micro-batch.
 
-    def __init__(self, whole: Collator, part: int, size: int) -> None:
-        self._whole = whole
+    Token counts and weights are those of the complete samples.
+    """
+
+    def __init__(self, collator: Collator, part: int, num_parts: int) -> None:
+        self._collator = collator
         self._part = part
-        self._size = size
-        self.weights = whole.weights
-        self.tokens = whole.tokens
-        self.shuffle_block = whole.shuffle_block
-        self.window_bounds = whole.window_bounds
+        self._num_parts = num_parts
+        self.weights = collator.weights
+        self.tokens = collator.tokens
+        self.shuffle_block = collator.shuffle_block
+        self.window_bounds = collator.window_bounds
 
     def tokens_in(self, samples: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:
-        return self._whole.tokens_in(samples, epoch)
+        return self._collator.tokens_in(samples, epoch)
 
     def weight(self, samples: NDArray[np.int64], epoch: int) -> float:
-        return self._whole.weight(samples, epoch)
+        return self._collator.weight(samples, epoch)
 
     def read(self, samples: NDArray[np.int64]) -> DatasetRows:
-        return self._whole.read(samples)
+        return self._collator.read(samples)
 
     def sample_keys(self, samples: NDArray[np.int64], rows: DatasetRows, epoch: int) -> KeysOfSamples | None:
-        return self._whole.sample_keys(samples, rows, epoch)
+        return self._collator.sample_keys(samples, rows, epoch)
 
-    def assemble(self, samples: NDArray[np.int64], rows: DatasetRows, epoch: int) -> MicroBatch:
-        return part_of(self._whole.assemble(samples, rows, epoch), self._part, self._size)
+    def collate(self, samples: NDArray[np.int64], rows: DatasetRows, epoch: int) -> MicroBatch:
+        return take_token_part(self._collator.collate(samples, rows, epoch), self._part, self._num_parts)

@@ -1,11 +1,11 @@
 """Sample order: which samples form each global batch, and which rank computes them.
 
-Who computes which samples of a global batch: a hook for balancing, which lives above this folder.
+The global batch of a step is a pure function of (seed, epoch, step) and does not depend on the number of ranks or
+loader threads, so every configuration trains on the same global batches. Two integers, the epoch and the step within
+it, are enough to resume. Samples are shuffled, or in time order, window by window.
 
-The order of samples: the global batch of a step is a pure function of (seed, epoch, step).
-
-Nothing here knows of ranks or workers, so every number of them trains on the same global batches. The state needed to
-resume is two integers: epoch and step in the epoch. Beside the shuffle there is the order of time, window by window.
+`SamplePartitioner` assigns the samples of a global batch to ranks. It is the extension point for sample balancing,
+whose implementations are in `nestrec.balance`.
 """
 
 import itertools
@@ -22,17 +22,17 @@ from nestrec.data.dataset import DatasetRows
 
 @dataclass(frozen=True, slots=True, order=True)
 class BatchPosition:
-    """Where a run stands: the next step to take. Later positions are greater."""
+    """Position of a batch in training: epoch and step within the epoch. Positions compare in training order."""
 
     epoch: int = 0
     step: int = 0
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int, *, block_size: int | None = None) -> NDArray[np.int64]:
-    """A permutation of 0..num_samples-1: samples sorted by a hash of (seed, epoch, sample).
+    """Return a permutation of 0..num_samples-1: samples sorted by a hash of (seed, epoch, sample).
 
-    With `block_size` the blocks of consecutive samples are shuffled, then the samples inside each: a reader that keeps
-    one block in memory can follow it.
+    With `block_size`, blocks of consecutive samples are shuffled first, then the samples inside each block, so that a
+    reader that caches one block can follow the order.
     """
     samples = np.arange(num_samples)
     by_sample = fold_array(fold(seed, epoch, 1), samples)
@@ -45,7 +45,16 @@ def epoch_order(num_samples: int, seed: int, epoch: int, *, block_size: int | No
 
 
 class GlobalBatchSampler:
-    """Cuts each epoch's order into global batches, by number of samples or by number of tokens."""
+    """Batch sampler: cuts the sample order of each epoch into global batches, by number of samples or of tokens.
+
+    Args:
+        tokens: (N,) number of tokens of each sample; determines the cuts if `batch_tokens` is set.
+        seed: Seed of the shuffle.
+        batch_samples: Number of samples in a global batch; set either this or `batch_tokens`.
+        batch_tokens: Maximum number of tokens in a global batch.
+        block_size: Number of samples in a shuffle block; None shuffles all samples together.
+        window_bounds: Bounds of time windows. Samples are then in time order already, and no batch spans two windows.
+    """
 
     def __init__(
         self,
@@ -57,10 +66,6 @@ class GlobalBatchSampler:
         block_size: int | None = None,
         window_bounds: NDArray[np.int64] | None = None,
     ):
-        """tokens: the tokens of each sample, which decide the cuts where `batch_tokens` is given.
-
-        window_bounds: samples are in the order of time already, and no batch has samples of two of these windows.
-        """
         assert (batch_samples is None) != (batch_tokens is None)
         self._tokens = tokens
         self._seed = seed
@@ -74,27 +79,27 @@ class GlobalBatchSampler:
         return len(self._epoch(epoch)[1]) - 1
 
     def samples(self, position: BatchPosition) -> NDArray[np.int64]:
-        """Sample numbers of the global batch, in the order of the epoch."""
+        """Return the sample numbers of the global batch, in the order of the epoch."""
         order, cuts = self._epoch(position.epoch)
         return order[cuts[position.step] : cuts[position.step + 1]]
 
-    def after(self, position: BatchPosition) -> BatchPosition:
-        """The position that follows; an epoch's last batch may be short but is never dropped."""
+    def next_position(self, position: BatchPosition) -> BatchPosition:
+        """Return the next position. The last batch of an epoch may be short but is never dropped."""
         if position.step + 1 < self.steps_in_epoch(position.epoch):
             return BatchPosition(position.epoch, position.step + 1)
         return BatchPosition(position.epoch + 1, 0)
 
     def window_of(self, position: BatchPosition) -> int:
-        """The window of a batch, from 0 in every epoch; windows without samples have no batch."""
+        """Return the index of the time window of a batch, from 0 in every epoch. Empty windows have no batch."""
         assert self._window_bounds is not None
         first = self._epoch(position.epoch)[1][position.step]
         return int(np.searchsorted(self._window_bounds, first, side="right")) - 1
 
-    def ends_window(self, position: BatchPosition) -> bool:
-        """Whether the batch is the last of its window; never where there are none."""
+    def is_last_of_window(self, position: BatchPosition) -> bool:
+        """Return whether the batch is the last one of its time window; False without windows."""
         if self._window_bounds is None:
             return False
-        following = self.after(position)
+        following = self.next_position(position)
         return following.epoch > position.epoch or self.window_of(following) > self.window_of(position)
 
     def _make_epoch(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -114,7 +119,7 @@ class GlobalBatchSampler:
 
 
 def cuts_by_tokens(tokens: NDArray[np.int64], batch_tokens: int) -> NDArray[np.int64]:
-    """Greedy cuts: each batch takes samples while it stays within `batch_tokens`, and at least one."""
+    """Return greedy cuts: each batch takes samples up to `batch_tokens` tokens, but at least one sample."""
     total = np.concatenate([[0], np.cumsum(tokens)])
     cuts = [0]
     while cuts[-1] < len(tokens):
@@ -123,60 +128,60 @@ def cuts_by_tokens(tokens: NDArray[np.int64], batch_tokens: int) -> NDArray[np.i
     return np.array(cuts)
 
 
-def contiguous_shares(num_samples: int, num_shares: int) -> NDArray[np.int64]:
-    """Bounds (num_shares + 1) of near equal consecutive runs; the first ones are the longer."""
-    base, extra = divmod(num_samples, num_shares)
-    sizes = np.full(num_shares, base, dtype=np.int64)
+def contiguous_bounds(num_samples: int, num_parts: int) -> NDArray[np.int64]:
+    """Return (num_parts + 1,) bounds of contiguous ranges of nearly equal size; the first ranges are longer."""
+    base, extra = divmod(num_samples, num_parts)
+    sizes = np.full(num_parts, base, dtype=np.int64)
     sizes[:extra] += 1
     return np.concatenate([[0], np.cumsum(sizes)])
 
 
 @dataclass(frozen=True, slots=True)
 class RankSamples:
-    """Some samples of a global batch."""
+    """Samples of a global batch that are assigned to one rank."""
 
-    places: NDArray[np.int64]
-    """their indices in the global batch"""
-    figures: Mapping[str, float] = field(default_factory=dict)
-    """what is to be recorded of this dealing"""
+    indices: NDArray[np.int64]
+    """Indices of the samples in the global batch."""
+    balance_metrics: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of this assignment, which training records."""
 
 
 class SamplePartitioner:
-    """Near equal counts in the order of the global batch: the baseline that balancing is compared with.
+    """Assigns contiguous ranges of nearly equal size to the ranks: the baseline for sample balancing.
 
-    A rank reads its share, may trade it against samples that other ranks have read, and cuts what it then has into
-    micro-batches. Every choice is a function of (position, tokens), the same on every rank.
+    A rank reads the samples assigned to it, may exchange them for samples that other ranks have read, and splits the
+    result into micro-batches. Every decision is a function of (position, tokens), so that all ranks agree.
     """
 
-    trades: bool = False
-    """Whether `trade` is collective; it is then called for every batch, in order, by one thread."""
+    exchanges_samples: bool = False
+    """Whether `exchange_samples` is collective. If so, one thread calls it for every batch in order."""
 
     def __init__(self, rank: int, world: int):
         self._rank = rank
         self._world = world
 
-    def share(self, position: BatchPosition, tokens: NDArray[np.int64]) -> RankSamples:
-        """What this rank reads, from the tokens of the samples of the global batch."""
-        return RankSamples(contiguous(len(tokens), self._world)[self._rank])
+    def assign_samples(self, position: BatchPosition, tokens: NDArray[np.int64]) -> RankSamples:
+        """Return the samples that this rank reads, given the token counts of the global batch."""
+        return RankSamples(split_contiguous(len(tokens), self._world)[self._rank])
 
-    def trade(
+    def exchange_samples(
         self, position: BatchPosition, share: RankSamples, rows: DatasetRows, tokens: NDArray[np.int64]
     ) -> tuple[RankSamples, DatasetRows]:
-        """What this rank computes, for what it has read."""
+        """Return the samples that this rank computes, and their rows, in exchange for those it has read."""
         return share, rows
 
     def costs(self, position: BatchPosition, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
-        """What the samples cost to compute."""
+        """Return the estimated computation cost of each sample."""
         return tokens.astype(np.float64)
 
     def micro_batches(
         self, position: BatchPosition, tokens: NDArray[np.int64], num_micro_batches: int
     ) -> list[NDArray[np.int64]]:
-        """Parts of what this rank computes, from the tokens of its samples."""
-        return contiguous(len(tokens), num_micro_batches)
+        """Split the samples of this rank into micro-batches, given their token counts."""
+        return split_contiguous(len(tokens), num_micro_batches)
 
 
-def contiguous(num_samples: int, num_shares: int) -> list[NDArray[np.int64]]:
-    """Near equal counts in order."""
-    bounds = contiguous_shares(num_samples, num_shares)
+def split_contiguous(num_samples: int, num_parts: int) -> list[NDArray[np.int64]]:
+    """Return the indices of contiguous ranges of nearly equal size."""
+    bounds = contiguous_bounds(num_samples, num_parts)
     return [np.arange(a, b) for a, b in itertools.pairwise(bounds)]

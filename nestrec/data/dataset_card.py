@@ -1,7 +1,4 @@
-"""The dataset card: what a prepared dataset holds, with statistics and the digest of every file.
-
-Statistics of lengths and popularity for the dataset card.
-"""
+"""The dataset card: contents and statistics of a prepared dataset, and the digest of every file."""
 
 import hashlib
 import json
@@ -20,8 +17,8 @@ from nestrec.data.dataset_schema import COUNTS_SUFFIX, FORMAT_VERSION
 from nestrec.data.transform import Transform
 
 CARD_FILE = "card.json"
-PENDING = "pending-"
-"""Begins the names of files of the newest layer with rows of a stream that were read and wait for their window."""
+PENDING_PREFIX = "pending-"
+"""File name prefix, in the newest layer, of stream rows that were read and belong to later windows."""
 Kind = Literal["sequences", "rows"]
 FeatureKind = Literal["category", "categories", "number", "text", "bag", "vector"]
 Owner = Literal["event", "item", "user"]
@@ -32,31 +29,36 @@ class Feature:
     """A feature of an event, a user or an item."""
 
     name: str
-    """Without the column's prefix."""
+    """Name of the feature, without the column's prefix."""
     kind: FeatureKind
-    """`category`: an id from 1, 0 unknown. `categories`: a list of such ids. `number`: float32 as it came, NaN unknown.
-    `text`: for people. `bag`: a text as a list of hashed ids. `vector`: a row of an array file."""
+    """Kind of the values. `category`: an id from 1; 0 is unknown. `categories`: a list of such ids. `number`: the raw
+    value as float32; NaN is unknown. `text`: text for display. `bag`: a text as a list of hashed ids. `vector`: a row
+    of an array file."""
     vocabulary_size: int = 0
-    """Rows that an embedding table needs, with row 0 for unknown; of a bag its hash buckets; 0 for the others."""
+    """Number of rows of an embedding table for this feature, including row 0 for unknown values; the number of hash
+    buckets of a bag; 0 for kinds without ids."""
     owner: Owner = "event"
-    """What it is a feature of."""
+    """Entity that the feature describes."""
     transform: Transform = Transform()
-    """How a raw value becomes what models read: a category by `quantiles` is stored as such, a number as it came."""
+    """Transform from the raw value to the model input. Categories made by `quantiles` are stored transformed; numbers
+    are stored raw."""
     width: int = 0
-    """Numbers of a vector."""
+    """Number of elements of a vector; 0 for other kinds."""
     file: str = ""
-    """Of a vector: the array, relative to the dataset's folder; row 0 of items is no item, users count from 0."""
+    """Path of a vector's array file, relative to the dataset folder. Row 0 of an item array is padding; user arrays
+    start with user 0."""
     known: Literal["before", "after"] = "before"
-    """`after`: what an event tells only when it is over, such as a watch time; never an input for that event."""
+    """Whether the value is known before the event, or only `after` it (for example a watch time). The latter is never a
+    model input for the same event."""
 
     @property
     def column(self) -> str:
-        """Its column in the table of users or items."""
+        """Column name in the users or items table."""
         return f"{self.owner}_{self.name}"
 
     @property
     def counts_column(self) -> str:
-        """Of a list of an event: the column that says how many ids each event has."""
+        """Column with the number of ids per event, for an event feature with lists."""
         return self.column + COUNTS_SUFFIX
 
     @property
@@ -67,12 +69,13 @@ class Feature:
 
 @config
 class TransformFit:
-    """What the parameters of transforms were learnt from: the events that train under either kind of split."""
+    """Training subset that the transform parameters were fitted on: events that train under either kind of split."""
 
     until_ms: int = 0
-    """Only events before this moment, and not the last two of a user; 0 where the log has no times."""
+    """Time limit in Unix milliseconds: earlier events were used, except the last two of each user; 0 if the log has no
+    times."""
     events: int = 0
-    """How many that were; 0 where there was nothing to learn."""
+    """Number of events that were used; 0 if there was nothing to fit."""
 
 
 @config
@@ -80,51 +83,51 @@ class DataFile:
     """A file of the dataset."""
 
     path: str
-    """Relative to the dataset's folder."""
+    """Path relative to the dataset folder."""
     num_bytes: int
-    """Size of the file."""
+    """Size of the file in bytes."""
     sha256: str
-    """Digest of its bytes."""
+    """SHA-256 digest of the file."""
     num_rows: int = 0
-    """Rows of a Parquet file."""
+    """Number of rows of a Parquet file; 0 for other files."""
 
 
 @config
 class Counts:
-    """What was read, kept and set aside."""
+    """Number of rows that were read, retained and rejected."""
 
     users: int
-    """Rows of the users table."""
+    """Number of rows of the users table."""
     items: int
-    """Size of the catalogue, without the padding item."""
+    """Size of the catalog, without the padding item."""
     events: int
-    """Events kept (examples, for kind "rows")."""
+    """Number of retained events (examples, for kind "rows")."""
     rows_read: int
-    """Input rows, bad ones included."""
+    """Number of input rows, including rejected ones."""
     duplicates_dropped: int = 0
-    """Exact repeats of an earlier row that were dropped."""
+    """Number of exact repetitions of an earlier row that were dropped."""
     duplicates_kept: int = 0
-    """Exact repeats of an earlier row that were kept."""
+    """Number of exact repetitions of an earlier row that were retained."""
     filtered: Mapping[str, int] = field(default_factory=dict)
-    """Good rows removed by a filter, by the filter's name."""
+    """Number of valid rows that a filter removed, by name of the filter."""
     quarantined: Mapping[str, int] = field(default_factory=dict)
-    """Bad rows set aside, by reason."""
+    """Number of rejected rows in the quarantine, by reason."""
 
 
 @config
 class LengthStatistics:
-    """Events a user."""
+    """Statistics of the number of events per user."""
 
     mean: float = 0.0
-    """Arithmetic mean."""
+    """Arithmetic mean of the number of events per user."""
     p50: float = 0.0
-    """Median."""
+    """Median number of events per user."""
     p90: float = 0.0
-    """90th percentile."""
+    """90th percentile of the number of events per user."""
     p99: float = 0.0
-    """99th percentile."""
+    """99th percentile of the number of events per user."""
     max: int = 0
-    """Longest row."""
+    """Number of events of the longest row."""
     ln_mean: float = 0.0
     """Mean of the natural logarithm: mu of a log-normal fit."""
     ln_sd: float = 0.0
@@ -133,145 +136,147 @@ class LengthStatistics:
 
 @config
 class PopularityStatistics:
-    """How events spread over the items that have any."""
+    """Distribution of events over the items that have any."""
 
     zipf_s: float = 0.0
-    """Exponent of p(rank) ~ rank^-s by maximum likelihood over the observed items."""
+    """Exponent of p(rank) ~ rank^-s, by maximum likelihood over the observed items."""
     top_1_percent_share: float = 0.0
-    """Share of events on the top 1% of the observed items."""
+    """Fraction of events on the most popular 1% of the observed items."""
     top_10_percent_share: float = 0.0
-    """Share of events on the top 10% of the observed items."""
+    """Fraction of events on the most popular 10% of the observed items."""
 
 
 @config
 class BinnedCounts:
-    """Counts in logarithmic bins; bin i is [edges[i], edges[i + 1])."""
+    """Histogram with logarithmic bins; bin i is [edges[i], edges[i + 1])."""
 
     edges: tuple[int, ...] = ()
-    """Bin edges, one more than bins."""
+    """Bin edges; one more than the number of bins."""
     counts: tuple[int, ...] = ()
-    """Members of each bin."""
+    """Number of values in each bin."""
 
 
 @config
 class LayerEntry:
-    """Files that belong together: those of the dataset as it was prepared, or those of events appended to it."""
+    """A layer of the dataset: the files written by preparation, or those of one append."""
 
     name: str
-    """Of the folder `layers/<name>`; empty for the files of the dataset's own folder."""
+    """Name of the folder `layers/<name>`; empty for the base layer, whose files are in the dataset folder itself."""
     events: int
-    """Events in it."""
+    """Number of events in the layer."""
 
     @property
     def folder(self) -> str:
-        """Before the paths of its files."""
+        """Path prefix of the layer's files."""
         return f"layers/{self.name}/" if self.name else ""
 
 
 @config
 class Generation:
-    """A state that a dataset has been in: as it was prepared, or after events were appended."""
+    """A version of a dataset: as prepared, or after an append."""
 
     number: int
-    """0 as prepared; one more with each append."""
+    """Generation number: 0 after preparation, incremented by each append."""
     digest: str
-    """Of the names and digests of its files; see `DatasetCard.digest_of_files`."""
+    """Digest of the names and digests of its files; see `DatasetCard.digest_of_files`."""
     events: int
-    """Events that it has."""
+    """Number of events."""
     users: int
-    """Users that it has."""
+    """Number of users."""
     items: int
-    """Items that it has."""
+    """Number of items."""
     last_ms: int = 0
-    """Time of its latest event; 0 where events have no times."""
+    """Time of the latest event in Unix milliseconds; 0 if events have no times."""
     inputs: Mapping[str, str] = field(default_factory=dict)
-    """Files that were appended, by name, with their digests."""
+    """Digests of the appended files, by name."""
     stream: Mapping[str, Any] = field(default_factory=dict)
-    """Where a stream was read that far: its position and what else the next window depends on."""
+    """State of the stream that this generation was read from: the committed offset and what the next window depends on.
+    """
 
 
 @config
 class DatasetCard:
-    """Everything that can be known of a dataset without reading its rows."""
+    """Metadata of a dataset: everything that is known without reading its rows."""
 
     format_version: int = FORMAT_VERSION
-    """Version of the on-disk form."""
+    """Version of the on-disk format."""
     kind: Kind
-    """`sequences`: one row a user. `rows`: one row a labelled example."""
+    """Kind of the rows: `sequences` has one row per user, `rows` has one row per labeled example."""
     name: str
-    """Name for people, from the source."""
+    """Display name, from the source."""
     source_format: str
-    """The format given to `nestrec prepare`."""
+    """Format that was passed to `nestrec prepare`."""
     counts: Counts
-    """What was read, kept and set aside."""
+    """Number of rows that were read, retained and rejected."""
     lengths: LengthStatistics = field(default_factory=LengthStatistics)
-    """Events a user."""
+    """Statistics of the number of events per user."""
     popularity: PopularityStatistics = field(default_factory=PopularityStatistics)
-    """Events an item."""
+    """Statistics of the number of events per item."""
     length_histogram: BinnedCounts = field(default_factory=BinnedCounts)
-    """Users by number of events."""
+    """Histogram of users by number of events."""
     popularity_histogram: BinnedCounts = field(default_factory=BinnedCounts)
-    """Items by number of events."""
+    """Histogram of items by number of events."""
     has_timestamps: bool = False
-    """Whether there is a `timestamps_ms` column."""
+    """Whether the dataset has a `timestamps_ms` column."""
     action_bits: Mapping[str, int] = field(default_factory=dict)
-    """Bit of each action in the `actions` mask; empty where there is no such column."""
+    """Bit of each action in the `actions` mask; empty if there is no such column."""
     event_features: tuple[Feature, ...] = ()
-    """Columns `event_<name>`."""
+    """Features of events, columns `event_<name>`."""
     user_features: tuple[Feature, ...] = ()
-    """Columns `user_<name>`."""
+    """Features of users, columns `user_<name>`."""
     item_features: tuple[Feature, ...] = ()
-    """Columns `item_<name>` of the items table."""
+    """Features of items, columns `item_<name>` of the items table."""
     notes: tuple[str, ...] = ()
-    """What a person should know of the input, such as ids that look like missing ones."""
+    """Warnings about the input for people, such as ids that look like missing values."""
     fit: TransformFit = field(default_factory=TransformFit)
-    """What the parameters of transforms were learnt from."""
+    """Training subset that the transform parameters were fitted on."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """The options that the dataset was prepared with."""
+    """Options of `nestrec prepare`."""
     files: tuple[DataFile, ...] = ()
-    """Every file but the card itself."""
+    """All files of the dataset except the card itself."""
     inputs: Mapping[str, str] = field(default_factory=dict)
-    """Files that the dataset was prepared from, by name, with their digests."""
+    """Digests of the files that the dataset was prepared from, by name."""
     layers: tuple[LayerEntry, ...] = ()
-    """Where events were appended: what is read, oldest first. A user's row is that of all layers together."""
+    """Layers of an appended dataset, oldest first; a user's row is the union of all layers. Empty if nothing was
+    appended."""
     generations: tuple[Generation, ...] = ()
-    """The states that it has been in, this one last; empty where nothing was appended yet."""
+    """All generations, the current one last; empty if nothing was appended."""
 
     @property
     def generation(self) -> int:
-        """The number of this state."""
+        """Number of this generation."""
         return self.generations[-1].number if self.generations else 0
 
     @property
     def digest_of_files(self) -> str:
-        """The same for the same files, whatever else the card says."""
-        named = sorted((file.path, file.sha256) for file in self.files)
-        return hashlib.sha256(json.dumps(named).encode()).hexdigest()
+        """Digest of the file names and contents; independent of the rest of the card."""
+        digests = sorted((file.path, file.sha256) for file in self.files)
+        return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
 
-    def generation_of(self, earlier: "DatasetCard") -> Generation | None:
-        """The state of this dataset that another card describes; none where it is of another dataset."""
+    def find_generation(self, earlier: "DatasetCard") -> Generation | None:
+        """Return the generation of this dataset that an earlier card describes, or None if it is of another dataset."""
         digest = earlier.digest_of_files
         return next((generation for generation in self.generations if generation.digest == digest), None)
 
     @property
     def features(self) -> tuple[Feature, ...]:
-        """Of events, items and users."""
+        """All features, of events, items and users."""
         return self.event_features + self.item_features + self.user_features
 
     @property
     def all_layers(self) -> tuple[LayerEntry, ...]:
-        """The layers; one where nothing was appended yet."""
+        """All layers; only the base layer if nothing was appended."""
         return self.layers or (LayerEntry(name="", events=self.counts.events),)
 
     def files_of(self, layer: LayerEntry) -> tuple[DataFile, ...]:
-        """Files of a layer."""
+        """Return the files of a layer."""
         if layer.folder:
             return tuple(file for file in self.files if file.path.startswith(layer.folder))
         return tuple(file for file in self.files if not file.path.startswith(("layers/", "quarantine/")))
 
     @property
     def all_inputs(self) -> dict[str, str]:
-        """Digest to name of every file that was prepared or appended."""
+        """Names of all prepared and appended files, by digest."""
         inputs = [self.inputs, *(generation.inputs for generation in self.generations)]
         return {digest: name for each in inputs for name, digest in each.items()}
 
@@ -280,40 +285,52 @@ class DatasetCard:
 
     @staticmethod
     def load(folder: Path, generation: int | None = None) -> "DatasetCard":
-        """Read and check the card of a dataset's folder, as it is or as it was in an earlier generation."""
+        """Read and validate the card of a dataset folder.
+
+        Args:
+            folder: Dataset folder.
+            generation: Generation whose card is read; by default the latest.
+
+        Raises:
+            DataError: If the folder is not a dataset or its format version is not supported.
+            CorruptFileError: If the card cannot be parsed.
+        """
         path = folder / CARD_FILE
-        if generation is not None and (kept := folder / card_of_generation(generation)).is_file():
-            path = kept
+        if generation is not None and (earlier := folder / generation_card_path(generation)).is_file():
+            path = earlier
         if not path.is_file():
-            remedy = "name a folder written by `nestrec prepare`"
+            remedy = "choose a folder written by `nestrec prepare`"
             raise DataError(
-                "is not a prepared dataset: it has no card.json", option="dataset", value=str(folder), remedy=remedy
+                "the folder is not a prepared dataset: card.json is missing",
+                option="dataset",
+                value=str(folder),
+                remedy=remedy,
             )
         try:
             plain = json.loads(path.read_text())
             version = plain["format_version"]
         except (ValueError, KeyError, TypeError) as error:
-            raise _damaged(path, f"cannot be parsed: {error}") from error
+            raise _corrupt_card_error(path, f"the card cannot be parsed: {error}") from error
         if version not in range(1, FORMAT_VERSION + 1):
             raise DataError(
-                f"has format version {version}, this nestrec reads 1 to {FORMAT_VERSION}",
+                f"the dataset has format version {version}, but this nestrec reads versions 1 to {FORMAT_VERSION}",
                 option="dataset",
                 value=str(folder),
-                remedy="prepare it again",
+                remedy="prepare the dataset again",
             )
         try:
             return from_plain(DatasetCard, plain if version > 1 else _from_version_1(plain))
         except UserError as error:
-            raise _damaged(path, str(error)) from error
+            raise _corrupt_card_error(path, str(error)) from error
 
 
-def card_of_generation(number: int) -> str:
-    """Where the card of an earlier generation is kept, relative to the dataset's folder."""
+def generation_card_path(number: int) -> str:
+    """Return the path of the card of an earlier generation, relative to the dataset folder."""
     return f"cards/{number:06d}.json"
 
 
 def describe_file(folder: Path, path: Path, num_rows: int = 0) -> DataFile:
-    """Entry of a file for the card."""
+    """Return the card entry of a file, including its size and digest."""
     with path.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     relative = path.relative_to(folder).as_posix()
@@ -321,23 +338,23 @@ def describe_file(folder: Path, path: Path, num_rows: int = 0) -> DataFile:
 
 
 def _from_version_1(plain: dict[str, Any]) -> dict[str, Any]:
-    """Features of version 1 did not say whose they are; numbers of events were what users did; nothing read them."""
-    owned = {}
+    """Convert a card of format version 1, whose features lack an owner; its event numbers are outcomes."""
+    converted = {}
     for owner in ("event", "item", "user"):
         features = plain.get(f"{owner}_features", ())
         known = {n: "after" for n in ("number",) if owner == "event"}
-        owned[f"{owner}_features"] = [
+        converted[f"{owner}_features"] = [
             {**feature, "owner": owner, "known": known.get(feature["kind"], "before")} for feature in features
         ]
-    return {**plain, **owned}
+    return {**plain, **converted}
 
 
-def _damaged(path: Path, problem: str) -> CorruptFileError:
+def _corrupt_card_error(path: Path, problem: str) -> CorruptFileError:
     return CorruptFileError(problem, option="card", value=str(path), remedy="prepare the dataset again")
 
 
 def length_statistics(lengths: NDArray[Any]) -> LengthStatistics:
-    """Of the number of events of each user."""
+    """Compute the statistics of the number of events per user."""
     positive = lengths[lengths > 0]
     if not positive.size:
         return LengthStatistics()
@@ -355,7 +372,7 @@ def length_statistics(lengths: NDArray[Any]) -> LengthStatistics:
 
 
 def popularity_statistics(counts: NDArray[np.int64]) -> PopularityStatistics:
-    """Of the number of events of each item; items without events are left out."""
+    """Compute the statistics of the number of events per item; items without events are ignored."""
     ranked = np.sort(counts[counts > 0])[::-1]
     if not ranked.size:
         return PopularityStatistics()
@@ -367,7 +384,7 @@ def popularity_statistics(counts: NDArray[np.int64]) -> PopularityStatistics:
 
 
 def zipf_exponent(ranked: NDArray[np.int64]) -> float:
-    """Maximum likelihood s of p(r) ~ r^-s over exactly the given ranks, by Newton's method.
+    """Return the maximum-likelihood s of p(r) ~ r^-s over the given ranks, by Newton's method.
 
     The likelihood is concave in s: its slope is (mean of ln r under the model) minus (mean of ln r in the data).
     """
@@ -389,7 +406,7 @@ def zipf_exponent(ranked: NDArray[np.int64]) -> float:
 
 
 def log_histogram(values: NDArray[Any], bins_per_decade: int = 10) -> BinnedCounts:
-    """Histogram of positive integers in logarithmic bins; zeros are left out."""
+    """Return a histogram of positive integers in logarithmic bins; zeros are ignored."""
     positive = values[values > 0]
     if not positive.size:
         return BinnedCounts()
@@ -401,6 +418,6 @@ def log_histogram(values: NDArray[Any], bins_per_decade: int = 10) -> BinnedCoun
     return BinnedCounts(edges=tuple(edges.tolist()), counts=tuple(counts.tolist()))
 
 
-def _top_share(ranked: NDArray[np.int64], share: float) -> float:
-    top = max(1, round(ranked.size * share))
+def _top_share(ranked: NDArray[np.int64], fraction: float) -> float:
+    top = max(1, round(ranked.size * fraction))
     return float(ranked[:top].sum() / ranked.sum())

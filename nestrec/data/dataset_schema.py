@@ -1,25 +1,26 @@
-"""Names and types of the columns of a prepared dataset.
+"""Schema of a prepared dataset: names and types of its columns.
 
-A dataset is a folder. `card.json` describes it, `users/part-*.parquet` holds one row a user (or, for kind "rows", one
-row a labelled example), `items.parquet` one row an item, `vocabularies/` the keys behind the category ids,
-`vectors/*.npy` dense vectors (a row an item id, or a row a user), `quarantine.csv` the input rows that were set aside.
-Item id 0 is never an item: padding or unknown.
+A dataset is a folder. `card.json` describes it. `users/part-*.parquet` has one row per user (or, for kind "rows", one
+row per labeled example), `items.parquet` one row per item. `vocabularies/` maps category ids to source keys,
+`vectors/*.npy` has dense vectors (one row per item id, or one row per user), and `quarantine.csv` the rejected input
+rows. Item id 0 is never an item: it means padding or unknown.
 
-A feature of an event has a list column with one value an event. Where an event has several values, the column holds
-those of all events of the user one after the other, and a second one, `event_<name>_counts`, how many each event has.
+An event feature is a list column with one value per event. If an event has several values, the column contains the
+concatenated values of all events of the user, and a second column, `event_<name>_counts`, the number of values per
+event.
 """
 
 import pyarrow as pa
 
 FORMAT_VERSION = 2
-"""1 had categories, numbers and texts alone; it is still read."""
+"""Version of the on-disk format. Version 1, which has categories, numbers and texts only, can still be read."""
 
 USER_ID = "user_id"
-"""int64, dense from 0, equal to the global row index."""
+"""Column of dense int64 user ids from 0, equal to the global row index."""
 USER_KEY = "user_key"
-"""The user's id in the source, as text."""
+"""Column of source user ids, as text."""
 LENGTH = "length"
-"""int32, number of events of the row."""
+"""Column with the int32 number of events of the row."""
 ITEM_IDS = "item_ids"
 TIMESTAMPS_MS = "timestamps_ms"
 ACTIONS = "actions"
@@ -27,7 +28,7 @@ EVENT_PREFIX = "event_"
 USER_PREFIX = "user_"
 ITEM_PREFIX = "item_"
 COUNTS_SUFFIX = "_counts"
-"""Of the column that says how many values of a list each event has."""
+"""Suffix of the column with the number of list values per event."""
 
 LABEL = "label"
 DENSE = "dense"
@@ -44,19 +45,19 @@ KUAIRAND_BITS = {
     "profile_enter": 128,
     "random": 256,
 }
-"""Action bits in the order of the HSTU reference mask, and one more for exposures made at random."""
+"""Action bits in the order of the HSTU reference mask, plus one for random exposures."""
 
 LATEST_TIME_MS = 7_258_118_400_000
-"""2200-01-01 UTC; a later time is taken for an error of unit or value."""
+"""2200-01-01 UTC in Unix milliseconds; later times are treated as errors of unit or value."""
 
 
 def list_of(element: pa.DataType) -> pa.DataType:
-    """List type without null elements, which decodes faster."""
+    """Return a list type without null elements, which decodes faster."""
     return pa.list_(pa.field("element", element, nullable=False))
 
 
 def sequence_fields(*, has_timestamps: bool, has_actions: bool, features: dict[str, pa.DataType]) -> list[pa.Field]:
-    """Columns of a user's row, without user features."""
+    """Return the columns of a user's row, without user features."""
     fields = [
         pa.field(USER_ID, pa.int64(), nullable=False),
         pa.field(USER_KEY, pa.string(), nullable=False),
@@ -72,7 +73,7 @@ def sequence_fields(*, has_timestamps: bool, has_actions: bool, features: dict[s
 
 
 def row_fields() -> list[pa.Field]:
-    """Columns of a labelled example (Criteo): 13 numbers, NaN for a blank, and 26 hashed categories, 0 for a blank."""
+    """Return the columns of a labeled example (Criteo): 13 numbers (blank: NaN) and 26 hashed categories (blank: 0)."""
     return [
         pa.field(LABEL, pa.int8(), nullable=False),
         pa.field(DENSE, list_of(pa.float32()), nullable=False),

@@ -1,10 +1,7 @@
-"""Compiled loops over flat arrays: gathers, slices and the sort of events.
+"""Compiled loops (numba) and vectorized functions on jagged arrays stored as values and offsets.
 
-Loops over flat arrays that numpy would do with large temporaries.
-
-Stable order of events inside a partition: by user, then by the sort keys, then as they came.
-
-Cutting slices out of concatenated rows, vectorised.
+Provides gathers, slices and stable sorts of events that would need large temporary arrays in plain numpy, the sliding
+window of a model's history, and keys of the counter-based random generator.
 """
 
 from typing import Any, TypeVar
@@ -18,7 +15,7 @@ from nestrec.base.random import fold, fold_array
 
 
 def offsets_of_lengths(lengths: NDArray[Any]) -> NDArray[np.int64]:
-    """(B,) lengths to (B + 1,) offsets."""
+    """Convert (B,) lengths to (B + 1,) offsets."""
     offsets = np.zeros(lengths.size + 1, dtype=np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets
@@ -26,7 +23,10 @@ def offsets_of_lengths(lengths: NDArray[Any]) -> NDArray[np.int64]:
 
 @njit(cache=True, nogil=True)
 def add_counts(ids: NDArray[Any], counts: NDArray[np.int64]) -> None:
-    """Count each id; unlike `bincount`, it costs nothing for ids that do not occur."""
+    """Add the number of occurrences of each id to `counts`.
+
+    Unlike `bincount`, the cost does not grow with the largest id.
+    """
     for i in ids:
         counts[i] += 1
 
@@ -40,7 +40,7 @@ def copy_segments(  # noqa: PLR0917
     out_offsets: NDArray[np.int64],
     out_rows: NDArray[np.int64],
 ) -> None:
-    """Segment `rows[i]` of (values, offsets) to segment `out_rows[i]` of (out, out_offsets)."""
+    """Copy segment `rows[i]` of (values, offsets) to segment `out_rows[i]` of (out, out_offsets), for each i."""
     for i in range(rows.size):
         source = offsets[rows[i]]
         target = out_offsets[out_rows[i]]
@@ -49,7 +49,13 @@ def copy_segments(  # noqa: PLR0917
 
 
 def order_events(users: NDArray[Any], num_users: int, sort_keys: list[NDArray[Any]]) -> NDArray[np.int64]:
-    """Positions of the events in sorted order; `users` from 0, the first sort key is the most significant."""
+    """Return the stable sort order of events by user, then by sort keys, then by input order.
+
+    Args:
+        users: User of each event, from 0.
+        num_users: Number of users.
+        sort_keys: Sort keys, the most significant first.
+    """
     offsets = offsets_of_lengths(np.bincount(users, minlength=num_users))
     order = _group(users, offsets)
     for key in reversed(sort_keys):
@@ -58,8 +64,8 @@ def order_events(users: NDArray[Any], num_users: int, sort_keys: list[NDArray[An
 
 
 def is_duplicate(users: NDArray[Any], num_users: int, signatures: NDArray[np.uint64]) -> NDArray[np.bool_]:
-    """Whether an earlier event (in the given order) has the same user and signature; `users` from 0."""
-    order = order_events(users, num_users, [signatures.view(np.int64)])  # of equal rows the earliest comes first
+    """Return whether an earlier event (in input order) has the same user and signature; users are numbered from 0."""
+    order = order_events(users, num_users, [signatures.view(np.int64)])  # stable: the earliest of equal rows is first
     same = (np.diff(users[order]) == 0) & (np.diff(signatures[order]) == 0)
     marked = np.zeros(users.size, dtype=np.bool_)
     marked[order[1:][same]] = True
@@ -68,24 +74,24 @@ def is_duplicate(users: NDArray[Any], num_users: int, signatures: NDArray[np.uin
 
 @njit(cache=True, nogil=True)
 def _group(users: NDArray[Any], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Counting sort by user, stable."""
-    next_place = offsets[:-1].copy()
+    """Return the stable counting sort of events by user."""
+    next_index = offsets[:-1].copy()
     order = np.empty(users.size, dtype=np.int64)
     for i in range(users.size):
-        order[next_place[users[i]]] = i
-        next_place[users[i]] += 1
+        order[next_index[users[i]]] = i
+        next_index[users[i]] += 1
     return order
 
 
 @njit(cache=True, nogil=True)
 def _sort_groups(key: NDArray[Any], offsets: NDArray[np.int64], order: NDArray[np.int64]) -> None:
-    """Stable sort of each group by the key; groups already in order, the common case, are only looked at."""
+    """Sort each group by the key, stably. Groups that are already sorted, the common case, are only scanned."""
     for group in range(offsets.size - 1):
         start, end = offsets[group], offsets[group + 1]
         for i in range(start + 1, end):
             if key[order[i]] < key[order[i - 1]]:
-                part = order[start:end].copy()
-                order[start:end] = part[np.argsort(key[part], kind="mergesort")]
+                group_order = order[start:end].copy()
+                order[start:end] = group_order[np.argsort(key[group_order], kind="mergesort")]
                 break
 
 
@@ -93,54 +99,54 @@ CountT = TypeVar("CountT", int, NDArray[np.int64])
 
 
 def history_start(num_events: CountT, max_events: int, slide_events: int) -> CountT:
-    """Returns the first event of a history that the model reads: a history that is too long slides by whole blocks.
+    """Return the index of the first event of a history that the model reads; a longer history slides by blocks.
 
-    This is the one definition for evaluation, Python, batch jobs and servers. A slide changes every position and so
-    invalidates a cached prefix; with blocks that happens once per `slide_events` events. With blocks of one event the
-    model reads exactly the newest `max_events`.
+    This is the single definition for evaluation, the Python API, batch inference and servers. A slide changes every
+    position and so invalidates a cached prefix; with blocks, that happens once per `slide_events` events. With blocks
+    of one event, the model reads exactly the newest `max_events`.
 
     Args:
-        num_events: Events of the user, one number or many.
-        max_events: The most events that the model reads.
-        slide_events: Size of a block, see `slide_of`.
+        num_events: Number of events of a user, or an array of such numbers.
+        max_events: Maximum number of events that the model reads.
+        slide_events: Block size in events, see `resolve_slide_events`.
     """
     excess = num_events - max_events
     return -(-(excess * (excess > 0)) // slide_events) * slide_events
 
 
-def slide_of(longest: int, slide_events: int | None) -> int:
-    """Returns the number of events by which a full history slides; an eighth of the longest one by default."""
+def resolve_slide_events(longest: int, slide_events: int | None) -> int:
+    """Return the number of events by which a full history slides; the default is an eighth of the maximum length."""
     return max(1, longest // 8) if slide_events is None else slide_events
 
 
-def check_slide(slide_events: int | None, max_events: int, field: str, longest_field: str) -> None:
-    """Raises a `UserError` if a slide could remove a whole history."""
+def check_slide(slide_events: int | None, max_events: int, option: str, max_option: str) -> None:
+    """Raise a `UserError` if one slide could remove the complete history."""
     if slide_events is not None and slide_events > max(1, max_events):
         raise UserError(
-            f"is more than the {max_events:,} events of a history that {longest_field} allows",
-            option=field,
+            f"exceeds the {max_events:,} events of a history that {max_option} allows",
+            option=option,
             value=slide_events,
-            remedy=f"give a number from 1 to {max(1, max_events)}",
+            remedy=f"set a number from 1 to {max(1, max_events)}",
         )
 
 
 def slice_index(first: NDArray[np.int64], end: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(T,) index of every element of the slices [first, end), one after the other, and (B + 1,) their offsets."""
+    """Return (T,) indices of the elements of the slices [first, end), and (B + 1,) offsets of the slices."""
     lengths = end - first
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     return np.arange(offsets[-1]) + np.repeat(first - offsets[:-1], lengths), offsets
 
 
 def positions(offsets: NDArray[np.int64]) -> NDArray[np.int64]:
-    """(T,) position inside its row, from 0."""
+    """Return the (T,) position of each element inside its row, from 0."""
     return np.arange(offsets[-1]) - np.repeat(offsets[:-1], np.diff(offsets))
 
 
 def sample_keys(seed: int, epoch: int, sample_ids: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """(B,) keys of the counter-based generator for (run seed, epoch, sample id)."""
+    """Return (B,) keys of the counter-based random generator for (run seed, epoch, sample id)."""
     return fold_array(fold(seed, epoch), sample_ids)
 
 
 def token_keys(sample_key: NDArray[np.uint64], offsets: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """(T,) keys of the tokens: the sample's key folded with the position of the token."""
+    """Return (T,) random generator keys of tokens: the sample's key folded with the position of the token."""
     return fold_array(np.repeat(sample_key, np.diff(offsets)), positions(offsets))

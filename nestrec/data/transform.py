@@ -1,11 +1,11 @@
-"""From a raw value to what a model reads: one definition for preparation, training and serving.
+"""Feature transforms from raw values to model inputs: one definition for preparation, training and serving.
 
     standard    (x - mean) / scale
     log         (sign(x) log(1 + |x|) - mean) / scale
-    quantiles   the id of the bucket in which x lies: 1 + the number of upper bounds below x, the last one at most
-    ngrams      a text as the hashed ids of its words, runs of words and pieces of words
+    quantiles   bucket id of x: 1 + the number of upper bounds below x, at most the number of buckets
+    ngrams      hashed ids of a text's words, word n-grams and character n-grams
 
-Parameters are learnt on the training part alone, once, when a dataset is prepared, and stand on its card.
+Parameters are fitted once, on the training subset, when a dataset is prepared, and are stored on the dataset card.
 """
 
 from typing import Any, Literal
@@ -21,61 +21,61 @@ from nestrec.base.random import mix64_jit
 
 TransformKind = Literal["none", "standard", "log", "quantiles", "ngrams"]
 _WORD_SEED, _PIECE_SEED = 0x77, 0x63
-"""Tell a run of words from a piece of a word that has the same letters."""
+"""Hash seeds that keep word n-grams and character n-grams with the same letters apart."""
 _EDGE = 0x20
-"""Stands before and behind a word in its pieces; no word holds a blank."""
+"""Byte that marks both ends of a word in its character n-grams; words never contain a blank."""
 
 
 @config
 class Transform:
-    """How a raw value becomes what models read."""
+    """Transform from a raw value to a model input."""
 
     kind: TransformKind = "none"
-    """`none`: as it is."""
+    """Kind of the transform; `none` passes values unchanged."""
     mean: float = 0.0
-    """Of `standard`, or of `log` behind the logarithm."""
+    """Mean that `standard` and `log` subtract, for `log` after taking the logarithm."""
     scale: float = 1.0
-    """Standard deviation of the same; 1 where all values are equal."""
+    """Standard deviation that `standard` and `log` divide by; 1 if all values are equal."""
     bounds: tuple[float, ...] = ()
     """Upper bounds of the buckets of `quantiles`, ascending."""
     words: tuple[int, ...] = ()
-    """Of `ngrams`: how many words in a row make an id, such as (1, 2)."""
+    """Word n-gram sizes of `ngrams`, such as (1, 2)."""
     characters: tuple[int, ...] = ()
-    """Of `ngrams`: how many characters of a word, its ends marked, make an id, such as (3, 4)."""
+    """Character n-gram sizes of `ngrams`, such as (3, 4); word boundaries count as characters."""
     buckets: int = 0
-    """Of `ngrams`: ids lie in 1..buckets - 1."""
+    """Number of hash buckets of `ngrams`; ids are in 1..buckets - 1."""
     max_ids: int = 0
-    """Of `ngrams`: the most ids of a text; words come first."""
+    """Maximum number of ids per text for `ngrams`; word n-grams come first."""
 
     def numbers(self, values: NDArray[Any]) -> NDArray[np.float32]:
-        """What a model reads of raw numbers; NaN stays NaN, and what does not fit into 32 bits is infinite."""
+        """Transform raw numbers to model inputs; NaN stays NaN, and values beyond the float32 range become infinite."""
         raw = values.astype(np.float64)
         if self.kind == "log":
-            raw = squashed(raw)
+            raw = signed_log(raw)
         if self.kind in ("standard", "log"):
             raw = (raw - self.mean) / self.scale
         with np.errstate(over="ignore"):
             return raw.astype(np.float32)
 
     def bucket_ids(self, values: NDArray[Any]) -> NDArray[np.int64]:
-        """Buckets of raw numbers from 1; 0 for NaN. A value beyond all that were seen lies in the nearest bucket."""
+        """Return bucket ids of raw numbers from 1, 0 for NaN; values outside the fitted range get the nearest one."""
         upper = np.array(self.bounds, dtype=np.float32)
-        with np.errstate(over="ignore"):  # beyond all bounds as well
+        with np.errstate(over="ignore"):  # infinity is above all bounds, too
             raw = values.astype(np.float32)
         ids = np.minimum(np.searchsorted(upper, raw, side="left"), upper.size - 1) + 1
         return np.where(np.isnan(raw), 0, ids).astype(np.int64)
 
     def bags(self, texts: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Hashed ids of each text one after the other, and how many each has; none for a blank or a null."""
+        """Return the concatenated hashed ids of the texts, and the number of ids per text (0 if blank or null)."""
         lower = pc.utf8_lower(texts.cast(pa.string()).fill_null(""))
         offsets, data = _bytes_of(lower)
-        words, pieces = np.array(self.words, np.int64), np.array(self.characters, np.int64)
-        ids, counts = _hash_texts(data, offsets, words, pieces, self.buckets, self.max_ids)
+        words, chars = np.array(self.words, np.int64), np.array(self.characters, np.int64)
+        ids, counts = _hash_texts(data, offsets, words, chars, self.buckets, self.max_ids)
         return ids, counts
 
 
-def squashed(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """sign(x) log(1 + |x|): a logarithm that takes every number."""
+def signed_log(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return sign(x) log(1 + |x|), a logarithm that is defined for all numbers."""
     logs: NDArray[np.float64] = np.sign(values) * np.log1p(np.abs(values))
     return logs
 
@@ -87,23 +87,23 @@ def _bytes_of(column: pa.Array) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
 
 
 @njit(cache=True, nogil=True)
-def _is_of_word(byte: int) -> bool:
-    """Letters and digits of ASCII, and every byte of any other character."""
+def _is_word_byte(byte: int) -> bool:
+    """Return whether a byte belongs to a word: ASCII letters and digits, and all bytes of non-ASCII characters."""
     return byte >= 128 or 48 <= byte <= 57 or 97 <= byte <= 122
 
 
 @njit(cache=True, nogil=True)
-def _words_of(data, start, end, first, last):  # type: ignore[no-untyped-def]
-    """Fill the bounds of the words of a text; their number."""
+def _find_words(data, start, end, first, last):  # type: ignore[no-untyped-def]
+    """Fill `first` and `last` with the bounds of the words of a text, and return the number of words."""
     count = 0
     at = start
     while at < end and count < first.size:
-        while at < end and not _is_of_word(data[at]):
+        while at < end and not _is_word_byte(data[at]):
             at += 1
         if at == end:
             break
         first[count] = at
-        while at < end and _is_of_word(data[at]):
+        while at < end and _is_word_byte(data[at]):
             at += 1
         last[count] = at
         count += 1
@@ -111,24 +111,24 @@ def _words_of(data, start, end, first, last):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True)
-def _hash_pieces(data, first, last, size, buckets, out, room):  # type: ignore[no-untyped-def]  # noqa: PLR0917
-    """Ids of all runs of `size` characters of a word between two edges; how many were written."""
+def _hash_ngrams(data, first, last, size, buckets, out, capacity):  # type: ignore[no-untyped-def]  # noqa: PLR0917
+    """Write the ids of all character n-grams of a word, including its boundary marks, and return their number."""
     width = last - first + 2
     framed = np.full(width, np.uint8(_EDGE))
     starts = np.empty(width + 1, np.int64)
     framed[1:-1] = data[first:last]
     count = 0
-    for at in range(width):  # a character begins where no continuation byte of UTF-8 stands
+    for at in range(width):  # a character starts at each byte that is not a UTF-8 continuation byte
         if framed[at] & 0xC0 != 0x80:
             starts[count] = at
             count += 1
     starts[count] = width
     written = 0
-    for begin in range(count - size + 1):
-        if written == room:
+    for start_char in range(count - size + 1):
+        if written == capacity:
             break
         h = mix64_jit(np.uint64(_PIECE_SEED))
-        for at in range(starts[begin], starts[begin + size]):
+        for at in range(starts[start_char], starts[start_char + size]):
             h = mix64_jit(h ^ np.uint64(framed[at]))
         out[written] = np.int64(1) + np.int64(h % np.uint64(buckets - 1))
         written += 1
@@ -136,7 +136,7 @@ def _hash_pieces(data, first, last, size, buckets, out, room):  # type: ignore[n
 
 
 @njit(cache=True, nogil=True)
-def _hash_texts(data, offsets, words, pieces, buckets, max_ids):  # type: ignore[no-untyped-def]  # noqa: PLR0917
+def _hash_texts(data, offsets, words, chars, buckets, max_ids):  # type: ignore[no-untyped-def]  # noqa: PLR0917
     num_texts = offsets.size - 1
     counts = np.zeros(num_texts, np.int64)
     out = np.empty(max(1024, num_texts * 8), np.int64)
@@ -148,22 +148,24 @@ def _hash_texts(data, offsets, words, pieces, buckets, max_ids):  # type: ignore
             grown = np.empty(2 * out.size + max_ids, np.int64)
             grown[:total] = out[:total]
             out = grown
-        num_words = _words_of(data, offsets[text], offsets[text + 1], first, last)
+        num_words = _find_words(data, offsets[text], offsets[text + 1], first, last)
         begin = total
-        for run in words:
-            for word in range(num_words - run + 1):
+        for words_per_id in words:
+            for word in range(num_words - words_per_id + 1):
                 if total - begin == max_ids:
                     break
                 h = mix64_jit(np.uint64(_WORD_SEED))
-                for other in range(word, word + run):
+                for other in range(word, word + words_per_id):
                     for at in range(first[other], last[other]):
                         h = mix64_jit(h ^ np.uint64(data[at]))
                     h = mix64_jit(h ^ np.uint64(_EDGE))
                 out[total] = np.int64(1) + np.int64(h % np.uint64(buckets - 1))
                 total += 1
-        for size in pieces:
+        for size in chars:
             for word in range(num_words):
-                room = max_ids - (total - begin)
-                total += _hash_pieces(data, first[word], last[word], size, buckets, out[total : total + room], room)
+                capacity = max_ids - (total - begin)
+                total += _hash_ngrams(
+                    data, first[word], last[word], size, buckets, out[total : total + capacity], capacity
+                )
         counts[text] = total - begin
     return out[:total].copy(), counts

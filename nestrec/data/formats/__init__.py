@@ -1,1 +1,1 @@
-"""One file for each input format of `nestrec prepare`."""
+"""Input formats of `nestrec prepare`, one file per format."""

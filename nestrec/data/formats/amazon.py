@@ -1,4 +1,4 @@
-"""Amazon reviews: CSV of user, item, rating and time (with or without a header), or reviews as JSON lines."""
+"""Reads Amazon reviews: CSV of user, item, rating and time (with or without a header), or reviews as JSON lines."""
 
 import json
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from nestrec.base.config import config
 from nestrec.base.errors import DataError
 from nestrec.data.formats.format_spec import log_format
 from nestrec.data.prepare.event_parser import EventColumns
-from nestrec.data.prepare.log_source import LogSource, delimited_files, over_files, plain_name, require_input
+from nestrec.data.prepare.log_source import LogSource, delimited_files, name_without_gz, over_files, require_input
 from nestrec.data.prepare.prepare_options import LogColumns, PrepareOptions, TimeUnit
 from nestrec.data.prepare.raw_rows import BadRow, DelimitedFormat, RawBatch, first_line, header_names, read_lines
 from nestrec.data.prepare.text_encoding import check_unicode
@@ -23,35 +23,35 @@ NAMES_OF = {
     "rating": ("rating", "overall", "score"),
     "timestamp": ("timestamp", "unixReviewTime", "time"),
 }
-"""Names of the fields in the editions of 2014, 2018 and 2023."""
+"""Field names in the editions of 2014, 2018 and 2023."""
 FIRST_MS = 100_000_000_000
-"""A larger number is a time in milliseconds (the edition of 2023), not in seconds."""
+"""Times from this number on are in milliseconds (the edition of 2023), smaller ones in seconds."""
 
 
 @config
 class AmazonOptions(PrepareOptions):
-    """How reviews are read."""
+    """Options for Amazon reviews."""
 
     min_rating: float | None = None
-    """Events with a lower rating are left out, as if they were not in the input."""
+    """Minimum rating of an event; events with a lower rating are removed. None keeps all events."""
     positive_rating: float | None = 4.0
-    """Give events an action bit `positive` where the rating is at least this; none gives no such bit."""
+    """Minimum rating at which an event gets the action `positive`; none does not derive this action."""
     review_columns: tuple[str, ...] = ("user", "item", "rating", "timestamp")
-    """Order of the columns of a file without a header (the edition of 2018 begins with the item)."""
+    """Column names, in order, of a file without a header (in the edition of 2018 the first column is the item)."""
 
 
 def open_amazon(path: Path, options: AmazonOptions) -> LogSource:
-    """Seconds or milliseconds are told apart by the first review."""
+    """Open a file of reviews; the time unit (seconds or milliseconds) is inferred from the first review."""
     first = first_line(require_input(path))
     if first.startswith("{"):
         batches = over_files([path], _read_json)
         unit = _time_unit(str(_fields(_parse(first) or {})[3]))
         log = LogColumns(rating="rating", time="timestamp", time_unit=unit)
     else:
-        how, log = _csv_columns(path, first, options)
-        batches = delimited_files([path], how)
+        text_format, log = _csv_columns(path, first, options)
+        batches = delimited_files([path], text_format)
     columns = EventColumns.of(log, min_rating=options.min_rating, positive_rating=options.positive_rating)
-    return LogSource(plain_name(path), "amazon_csv", columns, batches, files=(path,))
+    return LogSource(name_without_gz(path), "amazon_csv", columns, batches, files=(path,))
 
 
 def _csv_columns(path: Path, first: str, options: AmazonOptions) -> tuple[DelimitedFormat, LogColumns]:
@@ -61,20 +61,22 @@ def _csv_columns(path: Path, first: str, options: AmazonOptions) -> tuple[Delimi
     names = cells if has_header else options.review_columns
     if len(cells) != len(names):
         remedy = "name the columns in order with --review_columns"
-        raise DataError(f"has {len(cells)} columns, not {len(names)}", option="input", value=str(path), remedy=remedy)
-    found = {what: next((n for n in options_ if n in names), None) for what, options_ in NAMES_OF.items()}
+        raise DataError(
+            f"the file has {len(cells)} columns, expected {len(names)}", option="input", value=str(path), remedy=remedy
+        )
+    columns_found = {what: next((n for n in options_ if n in names), None) for what, options_ in NAMES_OF.items()}
     for what in ("user", "item", "timestamp"):
-        if found[what] is None:
-            remedy = f"its name must be one of {', '.join(NAMES_OF[what])}"
-            raise DataError(f"has no {what} column", option="input", value=str(path), remedy=remedy)
-    position = list(names).index(str(found["timestamp"]))
+        if columns_found[what] is None:
+            remedy = f"name this column {' or '.join(NAMES_OF[what])}"
+            raise DataError(f"the file has no {what} column", option="input", value=str(path), remedy=remedy)
+    position = list(names).index(str(columns_found["timestamp"]))
     second = _second_line(path) if has_header else first
     unit = _time_unit(header_names(second, DelimitedFormat())[position] if second.count(",") >= position else "")
     log = LogColumns(
-        user=str(found["user"]),
-        item=str(found["item"]),
-        rating=found["rating"],
-        time=found["timestamp"],
+        user=str(columns_found["user"]),
+        item=str(columns_found["item"]),
+        rating=columns_found["rating"],
+        time=columns_found["timestamp"],
         time_unit=unit,
     )
     return DelimitedFormat(names=() if has_header else names), log
@@ -103,7 +105,7 @@ def _read_json(path: Path) -> Iterator[RawBatch]:
         cells = list(zip(*rows, strict=True)) or [(), (), (), ()]
         columns = {name: pa.array(column, pa.string()) for name, column in zip(NAMES_OF, cells, strict=True)}
         batch = RawBatch(path.name, np.array(numbers, dtype=np.int64), columns, tuple(bad), done)
-        yield batch.without_marked_rows()
+        yield batch.reject_undecodable_rows()
 
 
 def _parse(line: str) -> dict[str, Any] | None:
@@ -118,7 +120,7 @@ def _parse(line: str) -> dict[str, Any] | None:
 
 
 def _fields(review: dict[str, Any]) -> tuple[str, ...]:
-    """User, item, rating and time as text, empty where missing."""
+    """Return user, item, rating and time as text; missing values are empty."""
     return tuple(str(next((review[n] for n in names if review.get(n) is not None), "")) for names in NAMES_OF.values())
 
 

@@ -1,11 +1,11 @@
-"""What a format of input is: options of its own, and how to make a dataset of it.
+"""Defines `FormatSpec`, the plugin interface of input formats, and opens side tables and vector files.
 
-A new format is a file with a `FormatSpec`, and one entry: here in registry.py, or elsewhere an entry point of the group
-`nestrec.formats`.
+A new format is a file with a `FormatSpec` and one entry: in format_registry.py, or in another package an entry point of
+the group `nestrec.formats`.
 
-Tables of items or users beside a log: which of their columns become features, and of which kind.
-
-Vectors of one's own in an array file (.npy), with the ids of its rows in a table or in a file beside it.
+Side tables contain features of items or users. Their columns become features; the kind of a column that is not
+configured is inferred from its name and its first rows. Vectors (embeddings) are read from array files (.npy), with the
+ids of the rows in the side table or in a separate file.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,8 +25,8 @@ from nestrec.base.files import replaced_folder
 from nestrec.data.dataset_card import CARD_FILE, DatasetCard, Owner
 from nestrec.data.dataset_schema import COUNTS_SUFFIX
 from nestrec.data.prepare.id_encoder import as_texts
-from nestrec.data.prepare.input_files import LogReader, column_names, find_files, notes_on_skipped
-from nestrec.data.prepare.list_cells import MARK, has_marks, vectors, with_marks
+from nestrec.data.prepare.input_files import LogReader, column_names, find_files, skipped_files_notes
+from nestrec.data.prepare.list_cells import LIST_MARK, has_marks, mark_lists, parse_vectors
 from nestrec.data.prepare.log_source import LogSource, require_input
 from nestrec.data.prepare.parse import BAD, BLANK, parse_numbers
 from nestrec.data.prepare.prepare_options import (
@@ -37,7 +37,7 @@ from nestrec.data.prepare.prepare_options import (
     check_separator,
 )
 from nestrec.data.prepare.prepare_sequences import write_dataset
-from nestrec.data.prepare.raw_rows import DelimitedFormat, RawBatch, read_lines, unreadable
+from nestrec.data.prepare.raw_rows import DelimitedFormat, RawBatch, read_lines, unreadable_file
 from nestrec.data.prepare.side_tables import SideColumn, SideKind, SideSource
 
 OptionsT = TypeVar("OptionsT", bound=PrepareOptions)
@@ -45,20 +45,28 @@ OptionsT = TypeVar("OptionsT", bound=PrepareOptions)
 
 @dataclass(frozen=True, slots=True)
 class FormatSpec:
-    """A kind of input that `nestrec prepare` reads."""
+    """An input format that `nestrec prepare` reads; the plugin interface of the entry point group `nestrec.formats`."""
 
     description: str
-    """in a line, for `nestrec formats`"""
+    """Description in one line for `nestrec formats`."""
     options: type[Any]
-    """a config whose fields, all with defaults, are the dotted options of `nestrec prepare FORMAT`"""
+    """Config class whose fields, all with defaults, are the dotted options of `nestrec prepare FORMAT`."""
     prepare: Callable[[str, Path, Any, Progress], DatasetCard]
-    """(input, output, options, progress): writes the dataset to the folder `output`, whole or not at all; its card"""
+    """Function of (input, output, options, progress) that writes the dataset atomically to the folder `output` and
+    returns its card."""
     open: Callable[[Path, Any], LogSource] | None = None
-    """(input, options): where the rows of an event log are and what they mean; none: nothing can be appended from it"""
+    """Function of (input, options) that returns the rows and the schema of an event log; None for formats that cannot
+    be appended to a dataset."""
 
 
 def log_format(description: str, options: type[OptionsT], open: Callable[[Path, OptionsT], LogSource]) -> FormatSpec:
-    """A format of event logs: `open` says where the rows are and what their columns mean."""
+    """Return the spec of an event log format.
+
+    Args:
+        description: Description in one line.
+        options: Config class of the format.
+        open: Returns the rows and the schema of a log.
+    """
 
     def prepare(input: str, output: Path, options: OptionsT, progress: Progress) -> DatasetCard:
         source = checked_source(open(Path(input), options), description)
@@ -69,85 +77,91 @@ def log_format(description: str, options: type[OptionsT], open: Callable[[Path, 
 
 
 def checked_source(source: Any, format: str) -> LogSource:
-    """What `open` of a format gave, where it is the source of a log."""
+    """Return the result of a format's `open`, or raise if it is not a `LogSource`."""
     if not isinstance(source, LogSource):
-        remedy = f"let `open` of the format return a {LogSource.__module__}.LogSource"
-        raise UserError(f"its `open` gives {source!r}", option="nestrec.formats", value=format, remedy=remedy)
+        remedy = f"fix the format plugin: `open` must return a {LogSource.__module__}.LogSource"
+        raise UserError(
+            f"`open` of the format returned {source!r}", option="nestrec.formats", value=format, remedy=remedy
+        )
     return source
 
 
 _WORDS_OF_TEXT = ("title", "name", "description", "text")
-_WORDS_FOR_PEOPLE = ("url", "link", "image")
-_OF_IDS = ("id", "key")
-"""Names of features that the columns `item_id`, `item_key`, `user_id` and `user_key` leave no room for."""
+_DISPLAY_WORDS = ("url", "link", "image")
+_RESERVED_NAMES = ("id", "key")
+"""Reserved feature names: they would collide with the columns `item_id`, `item_key`, `user_id` and `user_key`."""
 
 
 @config
 class TableColumns:
-    """The columns of a table. Those that are named nowhere are told by their names and first rows."""
+    """Columns of a side table; the kind of a column that is not listed is inferred from its name and first rows."""
 
     key: str = ""
-    """Column of the id; by default of the name that it has in the log."""
+    """Column of the id; by default the name of the id column of the log."""
     separator: str = ""
-    """Between the fields of a table that is text: one ASCII character, `\\t` or `::`; that of the log by default."""
+    """Field separator of a text table: one ASCII character, `\\t` or `::`; by default that of the log."""
     categories: tuple[str, ...] = ()
-    """Columns with one value of a few, such as a brand."""
+    """Categorical columns, such as the brand."""
     lists: tuple[str, ...] = ()
-    """Columns with several such values in a cell: lists of Parquet or JSON, or text with a separator or as
+    """Categorical columns with several values per cell: lists of Parquet or JSON, or text with a separator or such as
     ["a", "b"]."""
     list_separator: str = ","
-    """Character between the values of such a text, or between the numbers of a vector that is text."""
+    """Separator of the values of list columns that are text, and of the numbers of vectors that are text."""
     numbers: tuple[str, ...] = ()
-    """Columns of numbers, such as a price."""
+    """Numeric columns, such as the price."""
     transforms: Mapping[str, NumberTransform] = field(default_factory=dict)
-    """Number to what models read of it: quantiles (the bucket in which it lies, where nothing is said), standard, log
-    or none: age=standard,price=log."""
+    """Numeric column to the transform that models read: quantiles (the id of its bucket, the default), standard, log or
+    none: age=standard,price=log."""
     num_buckets: Count = 16
-    """Buckets of a number by quantiles, with about equally many rows of the training part each."""
+    """Number of quantile buckets of a numeric column; each has about the same number of training rows."""
     texts: tuple[str, ...] = ()
-    """Columns of free text, such as a title: kept for people, and for models as hashed words and pieces of
-    words (`<name>_bag`)."""
-    labels: tuple[str, ...] = ()
-    """Columns of text for people alone, such as the address of a picture."""
+    """Columns of free text, such as the title: stored as text for display, and as hashed n-grams for models
+    (`<name>_bag`)."""
+    display_columns: tuple[str, ...] = ()
+    """Text columns that are only displayed and not read by models, such as the URL of a picture."""
     hashing: HashingConfig = HashingConfig()
-    """How texts become ids."""
+    """Feature hashing of the text columns."""
     vectors: tuple[str, ...] = ()
-    """Columns with a vector in a cell, such as an embedding of a picture: a list of numbers."""
-    left_out: tuple[str, ...] = ()
-    """Columns that are not taken over; without this, a column that is named nowhere is guessed by name and content."""
+    """Columns with a vector per cell (a list of numbers), such as the embedding of a picture."""
+    ignored_columns: tuple[str, ...] = ()
+    """Columns that are not read; the kind of all other columns is inferred unless they are listed in another option."""
 
     def __post_init__(self) -> None:
         if self.separator:
             check_separator(self.separator, "separator")
         for name in self.transforms:
             if name not in self.numbers:
-                remedy = did_you_mean(name, self.numbers) if self.numbers else "name it among the numbers as well"
-                raise UserError("is not named as a number", option="transforms", value=name, remedy=remedy)
+                remedy = did_you_mean(name, self.numbers) if self.numbers else "add the column to numbers"
+                raise UserError("the column is not one of numbers", option="transforms", value=name, remedy=remedy)
 
     def kinds(self) -> dict[str, SideKind]:
-        """Kind of each column that is named."""
-        named: tuple[tuple[tuple[str, ...], SideKind], ...] = (
+        """Return the kind of each configured column."""
+        declared: tuple[tuple[tuple[str, ...], SideKind], ...] = (
             (self.categories, "category"),
             (self.lists, "categories"),
             (self.numbers, "range"),
             (self.texts, "bag"),
-            (self.labels, "text"),
+            (self.display_columns, "text"),
             (self.vectors, "vector"),
         )
-        return {name: kind for names, kind in named for name in names}
+        return {name: kind for names, kind in declared for name in names}
 
-    def sides(self, kinds: Mapping[str, SideKind]) -> tuple[SideColumn, ...]:
-        """The features of columns of these kinds; a text gives two."""
+    def side_columns(self, kinds: Mapping[str, SideKind]) -> tuple[SideColumn, ...]:
+        """Return the side columns for columns of these kinds; a text column becomes two features."""
         columns = []
         for name, kind in kinds.items():
             transform = self.transforms.get(name, "quantiles")
-            is_cut = kind == "range" and transform == "quantiles"
+            is_bucketed = kind == "range" and transform == "quantiles"
+            if kind == "bag":
+                column_kind: SideKind = "text"
+            else:
+                column_kind = "number" if kind == "range" and not is_bucketed else kind
             columns.append(
                 SideColumn(
                     name,
-                    "text" if kind == "bag" else "number" if kind == "range" and not is_cut else kind,
+                    column_kind,
                     separator=self.list_separator,
-                    transform="none" if kind != "range" or is_cut else transform,
+                    transform="none" if kind != "range" or is_bucketed else transform,
                     num_buckets=self.num_buckets,
                 )
             )
@@ -156,80 +170,101 @@ class TableColumns:
         return tuple(columns)
 
 
-def open_table(path: Path, key: str, columns: TableColumns, how: DelimitedFormat, what: str) -> SideSource:
-    """`what` is the option that names the table, for messages."""
+def open_table(
+    path: Path, key: str, columns: TableColumns, text_format: DelimitedFormat, table_option: str
+) -> SideSource:
+    """Open a side table.
+
+    Args:
+        path: A file, a folder, or a glob pattern.
+        key: Column of the id.
+        columns: Configured columns; the kinds of all others are inferred.
+        text_format: Format of delimited text files.
+        table_option: Name of the option that sets the table, for messages.
+
+    Raises:
+        DataError: No file was found, or a configured column does not exist.
+    """
     _, files = find_files(path)
     if columns.separator:
-        how = replace(how, separator=columns.separator.replace("\\t", "\t"))
-    names = column_names(files[0], how)
-    _check(names, key, columns, files[0], what)
-    wanted = [name for name in names if name != key and name not in columns.left_out]
+        text_format = replace(text_format, separator=columns.separator.replace("\\t", "\t"))
+    names = column_names(files[0], text_format)
+    _check(names, key, columns, files[0], table_option)
+    feature_columns = [name for name in names if name != key and name not in columns.ignored_columns]
 
     def batches() -> Iterator[RawBatch]:
-        reader = LogReader(how, [key, *wanted])
+        reader = LogReader(text_format, [key, *feature_columns])
         for file in files:
             yield from reader.read(file)
 
     first = next(batches(), None)
-    named = columns.kinds()
-    told = {} if first is None else {n: _told(n, first.columns[n]) for n in wanted if n not in named}
-    kinds = {name: named.get(name) or told.get(name, "category") for name in wanted}
-    return SideSource(batches, key, columns.sides(kinds), must_match=f"--{what} {path}", notes=notes_on_skipped(path))
+    declared = columns.kinds()
+    inferred = (
+        {} if first is None else {n: _infer_kind(n, first.columns[n]) for n in feature_columns if n not in declared}
+    )
+    kinds = {name: declared.get(name) or inferred.get(name, "category") for name in feature_columns}
+    return SideSource(
+        batches,
+        key,
+        columns.side_columns(kinds),
+        must_match=f"--{table_option} {path}",
+        notes=skipped_files_notes(path),
+    )
 
 
 def check_features(owner: Owner, sources: Sequence[SideSource]) -> None:
-    """Refuse features whose columns would be those of the ids, or of each other, in the dataset."""
+    """Raise for features whose columns in the dataset collide with id columns or with each other."""
     names = [column.feature for source in sources for column in source.columns]
     lists = {c.feature + COUNTS_SUFFIX for source in sources for c in source.columns if c.kind in ("categories", "bag")}
-    mistakes = ErrorCollector()
+    errors = ErrorCollector()
     for name in dict.fromkeys(names):
         problem = ""
-        if name in _OF_IDS:
-            problem = f"would take the place of the dataset's own column {owner}_{name}"
+        if name in _RESERVED_NAMES:
+            problem = f"the feature collides with the dataset's own column {owner}_{name}"
         elif names.count(name) > 1:
-            problem = f"is the name of {names.count(name)} features of the {owner}"
+            problem = f"{names.count(name)} features of the {owner} have this name"
         elif name in lists:
-            problem = "is what the dataset calls how many values each list has"
+            problem = "the dataset uses this name for the number of values of a list"
         if problem:
-            remedy = f"rename it, or leave it out: --{owner}_columns.left_out {name}"
-            mistakes.add(problem, option=f"{owner}_columns", value=name, remedy=remedy, error=DataError)
-    mistakes.raise_if_any()
+            remedy = f"rename the column, or exclude it with --{owner}_columns.ignored_columns {name}"
+            errors.add(problem, option=f"{owner}_columns", value=name, remedy=remedy, error=DataError)
+    errors.raise_if_any()
 
 
-def _check(names: tuple[str, ...], key: str, columns: TableColumns, file: Path, what: str) -> None:
-    option = f"{what.removesuffix('s')}_columns"
-    mistakes = ErrorCollector()
-    wanted = {
+def _check(names: tuple[str, ...], key: str, columns: TableColumns, file: Path, table_option: str) -> None:
+    option = f"{table_option.removesuffix('s')}_columns"
+    errors = ErrorCollector()
+    columns_of_option = {
         "key": (key,),
-        "left_out": columns.left_out,
+        "ignored_columns": columns.ignored_columns,
         "categories": columns.categories,
         "lists": columns.lists,
         "numbers": columns.numbers,
         "texts": columns.texts,
-        "labels": columns.labels,
+        "display_columns": columns.display_columns,
         "vectors": columns.vectors,
     }
-    for group, chosen in wanted.items():
-        for name in chosen:
+    for field_name, columns_of_field in columns_of_option.items():
+        for name in columns_of_field:
             if name not in names:
                 hint = f" (is the separator right? --{option}.separator ';')" if len(names) == 1 else ""
-                mistakes.add(
-                    f"is no column of {file.name}",
-                    option=f"{option}.{group}",
+                errors.add(
+                    f"no such column in {file.name}",
+                    option=f"{option}.{field_name}",
                     value=name,
                     remedy=did_you_mean(name, names) + hint,
                     error=DataError,
                 )
-    mistakes.raise_if_any()
+    errors.raise_if_any()
 
 
-def _told(name: str, column: pa.Array) -> SideKind:
-    """Of a column that nobody has named: ids are categories though they are numbers, addresses are for people."""
+def _infer_kind(name: str, column: pa.Array) -> SideKind:
+    """Return the inferred kind of a column that is not configured: numeric ids are categories, URLs display text."""
     if pa.types.is_nested(column.type):
         is_numeric = pa.types.is_floating(column.type.value_type)
         return "vector" if is_numeric else "categories"
     word = name.lower()
-    if any(part in word for part in _WORDS_FOR_PEOPLE):
+    if any(part in word for part in _DISPLAY_WORDS):
         return "text"
     if any(part in word for part in _WORDS_OF_TEXT):
         return "bag"
@@ -243,13 +278,16 @@ def _told(name: str, column: pa.Array) -> SideKind:
 
 
 def _kind_of_lists(column: pa.Array) -> SideKind | None:
-    """Of text whose cells are lists, as JSON or Python writes them; equally many fractions in each are a vector."""
+    """Return the kind of a text column whose cells are list literals of JSON or Python; None for other columns.
+
+    Lists with the same number of fractional numbers in each cell are vectors.
+    """
     filled = column.filter(pc.greater(pc.binary_length(column), 0))
-    marked = with_marks(filled, ",")
-    is_list = pc.or_(pc.starts_with(marked, MARK), pc.equal(pc.utf8_trim_whitespace(filled), "[]"))
+    marked = mark_lists(filled, ",")
+    is_list = pc.or_(pc.starts_with(marked, LIST_MARK), pc.equal(pc.utf8_trim_whitespace(filled), "[]"))
     if not len(filled) or not (pc.all(is_list).as_py() or has_marks(column)):
         return None
-    numbers, counts = vectors(filled, ",")
+    numbers, counts = parse_vectors(filled, ",")
     is_vector = counts.min() == counts.max() > 1 and bool(np.isfinite(numbers).all() and (numbers % 1).any())
     return "vector" if is_vector else "categories"
 
@@ -259,44 +297,57 @@ _ROWS = 1 << 14
 
 
 def open_vectors(name: str, text: str, table: SideSource | None, option: str) -> SideSource:
-    """The vectors of a feature. text: `FILE.npy` with rows as in the table, or `FILE.npy:IDS`; option: for errors."""
+    """Open the vectors of a feature.
+
+    Args:
+        name: Name of the feature.
+        text: `FILE.npy` with rows in the order of the table, or `FILE.npy:IDS` with a file of ids.
+        table: The side table of the same owner, if there is one.
+        option: Name of the option, for error messages.
+
+    Raises:
+        DataError: The file is not a two-dimensional array of floats, or its ids are missing.
+    """
     array, _, ids = text.partition(":")
-    vectors = _mapped(require_input(Path(array)), option)
+    vectors = _map_vectors(require_input(Path(array)), option)
     if not ids and table is None:
-        remedy = f"write {name}={array}:IDS with a file of ids, or give the table whose rows it follows"
-        raise DataError("has no ids for its rows", option=option, value=text, remedy=remedy)
+        remedy = f"write {name}={array}:IDS with a file of ids, or set the table with rows in the same order"
+        raise DataError("the rows of the array have no ids", option=option, value=text, remedy=remedy)
 
     def batches() -> Iterator[RawBatch]:
-        at = 0
+        start_row = 0
         for keys in _ids_of_file(Path(ids)) if ids else _ids_of_table(table):
-            rows = vectors[at : at + len(keys)]
+            rows = vectors[start_row : start_row + len(keys)]
             if len(rows) < len(keys):
                 break
             flat = pa.array(np.ascontiguousarray(rows, dtype=np.float32).ravel())
             offsets = pa.array(np.arange(len(keys) + 1, dtype=np.int32) * np.int32(vectors.shape[1]))
-            lines = np.arange(at + 1, at + 1 + len(keys), dtype=np.int64)
-            at += len(keys)
+            lines = np.arange(start_row + 1, start_row + 1 + len(keys), dtype=np.int64)
+            start_row += len(keys)
             yield RawBatch(Path(array).name, lines, {_KEY: keys, name: pa.ListArray.from_arrays(offsets, flat)})
         else:
-            if at == len(vectors):
+            if start_row == len(vectors):
                 return
-        remedy = "each row of the array needs one id, in the same order"
+        remedy = "provide one id for each row of the array, in the same order"
         raise DataError(
-            f"has {len(vectors):,} rows, and there are other numbers of ids", option=option, value=text, remedy=remedy
+            f"the array has {len(vectors):,} rows, but the number of ids is different",
+            option=option,
+            value=text,
+            remedy=remedy,
         )
 
     return SideSource(batches, _KEY, (SideColumn(name, "vector"),), must_match=f"--{option} {name}={text}")
 
 
-def _mapped(path: Path, option: str) -> NDArray[Any]:
+def _map_vectors(path: Path, option: str) -> NDArray[Any]:
     try:
         vectors: NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError) as error:
-        raise unreadable(path, error) from error
+        raise unreadable_file(path, error) from error
     if vectors.ndim != 2 or vectors.dtype.kind != "f":
-        found = f"is of shape {vectors.shape} and type {vectors.dtype}"
-        remedy = "save an array of two dimensions of floating-point numbers with numpy.save"
-        raise DataError(found, option=option, value=str(path), remedy=remedy)
+        problem = f"the array has the shape {vectors.shape} and the type {vectors.dtype}"
+        remedy = "save a two-dimensional array of floating-point numbers with numpy.save"
+        raise DataError(problem, option=option, value=str(path), remedy=remedy)
     return vectors
 
 

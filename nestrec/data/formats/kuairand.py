@@ -1,7 +1,8 @@
-"""KuaiRand (Pure, 1K, 27K): native files, all twelve feedback signals, user and video features.
+"""Reads KuaiRand (Pure, 1K, 27K) from its native files: all twelve feedback signals, user and video features.
 
-Order is by `time_ms`: `date` and `hourmin` are rounded and run ahead of it. Exact duplicate rows (2 to 3%) are dropped
-by default. Users of either period are kept. Vocabularies are sized from the files, with row 0 for unknown.
+Events are ordered by `time_ms`, because `date` and `hourmin` are rounded and ahead of it. Exact duplicate rows (2 to
+3%) are dropped by default. Users of either period are included. Vocabulary sizes come from the files; id 0 means
+unknown.
 """
 
 import re
@@ -13,7 +14,7 @@ from nestrec.base.errors import DataError, require
 from nestrec.data.dataset_schema import KUAIRAND_BITS
 from nestrec.data.formats.format_spec import log_format
 from nestrec.data.prepare.event_parser import EventColumns
-from nestrec.data.prepare.log_source import LogSource, delimited_files, plain_name, require_input, side_files
+from nestrec.data.prepare.log_source import LogSource, delimited_files, name_without_gz, require_input, side_files
 from nestrec.data.prepare.prepare_options import LogColumns, NumberTransform, PrepareOptions
 from nestrec.data.prepare.raw_rows import DelimitedFormat, first_line, header_names
 from nestrec.data.prepare.side_tables import SideColumn, SideKind, SideSource
@@ -36,7 +37,7 @@ LOG = LogColumns(
     time_unit="ms",
     actions=ACTIONS,
     categories=("tab",),
-    values={name: name for name in ("play_time_ms", "profile_stay_time", "comment_stay_time")},
+    outcome_features={name: name for name in ("play_time_ms", "profile_stay_time", "comment_stay_time")},
     numbers=("duration_ms",),
     transforms={"duration_ms": "log"},
 )
@@ -60,20 +61,21 @@ _TRANSFORMS: dict[SideKind, NumberTransform] = {"number": "log", "date": "standa
 
 @config
 class KuaiRandOptions(PrepareOptions):
-    """Which files of an edition to read."""
+    """Options for KuaiRand: the files of an edition that are read."""
 
     random_logs: bool = False
-    """Also read the logs of random exposure."""
+    """Whether the logs of random exposure are read as well."""
     video_statistics: bool = False
-    """Also read the video statistics; they are averages over the whole month, so they look into the future."""
+    """Whether the video statistics are read as well; they are averages over the complete month and therefore leak
+    information from the future."""
 
 
 def open_kuairand(path: Path, options: KuaiRandOptions) -> LogSource:
-    """The folder of an edition, or its `data` folder; parts and gzip are found by name."""
+    """Open the folder of an edition, or its `data` folder; file parts and gzip files are found by name."""
     folder = require_input(path) / "data" if (path / "data").is_dir() else path
     logs = _files(folder, "log_standard") + (_files(folder, "log_random") if options.random_logs else [])
-    remedy = "it must hold files such as log_standard_4_08_to_4_21_pure.csv"
-    require(logs, "holds no KuaiRand logs", option="input", value=str(path), remedy=remedy, error=DataError)
+    remedy = "name a folder with files such as log_standard_4_08_to_4_21_pure.csv"
+    require(logs, "no KuaiRand logs found", option="input", value=str(path), remedy=remedy, error=DataError)
     items = _side(_files(folder, "video_features_basic"), "video_id", VIDEO_KINDS)
     if options.video_statistics:
         items += _side(_files(folder, "video_features_statistic"), "video_id", {})
@@ -83,14 +85,14 @@ def open_kuairand(path: Path, options: KuaiRandOptions) -> LogSource:
         EventColumns(LOG, dict(KUAIRAND_BITS)),
         delimited_files(logs, DelimitedFormat()),
         drops_duplicates=True,
-        users=_side(_files(folder, "user_features"), "user_id", _user_kinds(folder)) + _earlier(folder),
+        users=_side(_files(folder, "user_features"), "user_id", _user_kinds(folder)) + _earlier_history(folder),
         items=items,
         files=tuple(logs),
     )
 
 
 def _files(folder: Path, kind: str) -> list[Path]:
-    """Files of one kind in order of name, so periods and parts follow each other."""
+    """Return the files of one kind in order of name, so that periods and parts are in sequence."""
     pattern = re.compile(rf"{kind}(_\w+)?_(pure|1k|27k)(_part\d+)?\.csv(\.gz)?")
     return sorted((p for p in folder.iterdir() if pattern.fullmatch(p.name)), key=lambda p: p.name)
 
@@ -102,7 +104,7 @@ def _user_kinds(folder: Path) -> dict[str, SideKind]:
 
 
 def _side(files: Sequence[Path], key: str, kinds: dict[str, SideKind]) -> tuple[SideSource, ...]:
-    """Columns without a kind of their own are numbers."""
+    """Return the side table of the files; columns that are not in `kinds` are numbers."""
     if not files:
         return ()
     prefix = f"{key.removesuffix('_id')}_"  # `user_active_degree` becomes the feature `active_degree` of the user
@@ -119,14 +121,14 @@ def _side(files: Sequence[Path], key: str, kinds: dict[str, SideKind]) -> tuple[
     return (SideSource(side_files(files, DelimitedFormat()), key, columns),)
 
 
-def _earlier(folder: Path) -> tuple[SideSource, ...]:
-    """What users saw before the log begins, where a cut of the data has that in a file of its own: lists of videos."""
-    files = sorted(p for p in folder.iterdir() if plain_name(p).startswith("user_history") and ".tsv" in p.name)
-    how = DelimitedFormat(separator="\t", has_quotes=False)
-    names = header_names(first_line(files[0]), how) if files else ()
+def _earlier_history(folder: Path) -> tuple[SideSource, ...]:
+    """Return the videos that users watched before the log starts, if the edition has them in a separate file."""
+    files = sorted(p for p in folder.iterdir() if name_without_gz(p).startswith("user_history") and ".tsv" in p.name)
+    text_format = DelimitedFormat(separator="\t", has_quotes=False)
+    names = header_names(first_line(files[0]), text_format) if files else ()
     lists = tuple(SideColumn(n, "categories", f"earlier_{n}", separator=" ") for n in names if n.endswith("_seq"))
     numbers = tuple(SideColumn(n, "number", f"earlier_{n}", transform="log") for n in names if n == "history_len")
-    return (SideSource(side_files(files, how), "user_id", lists + numbers),) if files else ()
+    return (SideSource(side_files(files, text_format), "user_id", lists + numbers),) if files else ()
 
 
 def _columns(files: Sequence[Path]) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
-"""MovieLens: 100K (`u.data`), 1M (`ratings.dat`), 20M (`ratings.csv`) and RecBole's `.inter`, with their side files.
+"""Reads MovieLens 100K (`u.data`), 1M (`ratings.dat`), 20M (`ratings.csv`) and RecBole files, with user and item files.
 
-RecBole's atomic files: tab separated, with types in the header (`user_id:token`).
+RecBole's atomic files (`.inter`, `.user`, `.item`) are tab-separated, with types in the header (`user_id:token`).
 """
 
 from collections.abc import Callable, Iterator
@@ -12,7 +12,14 @@ from nestrec.base.config import config
 from nestrec.base.errors import DataError
 from nestrec.data.formats.format_spec import log_format
 from nestrec.data.prepare.event_parser import EventColumns
-from nestrec.data.prepare.log_source import LogSource, delimited_files, find_file, plain_name, require_input, side_files
+from nestrec.data.prepare.log_source import (
+    LogSource,
+    delimited_files,
+    find_file,
+    name_without_gz,
+    require_input,
+    side_files,
+)
 from nestrec.data.prepare.prepare_options import LogColumns, PrepareOptions
 from nestrec.data.prepare.raw_rows import DelimitedFormat, RawBatch, first_line, read_delimited
 from nestrec.data.prepare.side_tables import SideColumn, SideKind, SideSource
@@ -21,7 +28,7 @@ KINDS: dict[str, SideKind] = {"token": "category", "token_seq": "categories", "f
 
 
 def open_recbole(file: Path, *, format: str, min_rating: float | None, positive_rating: float | None) -> LogSource:
-    """An `.inter` file, with `.user` and `.item` of the same name beside it."""
+    """Open a RecBole `.inter` file, with the `.user` and `.item` files of the same name in its folder."""
     types = _types(file, "user_id", "item_id")
     others = {name: kind for name, kind in types.items() if name not in ("user_id", "item_id", "rating", "timestamp")}
     log = LogColumns(
@@ -31,13 +38,13 @@ def open_recbole(file: Path, *, format: str, min_rating: float | None, positive_
         time="timestamp" if "timestamp" in types else None,
         time_unit="s",
         categories=tuple(name for name, kind in others.items() if kind == "token"),
-        values={name: name for name, kind in others.items() if kind == "float"},
+        outcome_features={name: name for name, kind in others.items() if kind == "float"},
     )
     columns = EventColumns.of(log, min_rating=min_rating, positive_rating=positive_rating)
-    stem = plain_name(file).removesuffix(".inter")
-    users, items = (_side(find_file(file.parent, f"{stem}.{who}"), f"{who}_id") for who in ("user", "item"))
+    stem = name_without_gz(file).removesuffix(".inter")
+    users, items = (_side(find_file(file.parent, f"{stem}.{entity}"), f"{entity}_id") for entity in ("user", "item"))
     batches = delimited_files([file], _how(types))
-    return LogSource(plain_name(file), format, columns, batches, users=users, items=items, files=(file,))
+    return LogSource(name_without_gz(file), format, columns, batches, users=users, items=items, files=(file,))
 
 
 def _side(file: Path | None, key: str) -> tuple[SideSource, ...]:
@@ -57,12 +64,12 @@ def _how(types: dict[str, str]) -> DelimitedFormat:
 
 
 def _types(file: Path, *required: str) -> dict[str, str]:
-    """Column name to type, in order."""
+    """Return the type of each column, in order of the columns."""
     types = {name: kind for name, _, kind in (cell.partition(":") for cell in first_line(file).split("\t"))}
     for name in required:
         if name not in types:
-            remedy = "its first line must name the columns"
-            raise DataError(f"has no column {name}", option="input", value=str(file), remedy=remedy)
+            remedy = "write the column names and types into the first line"
+            raise DataError(f"the file has no column {name}", option="input", value=str(file), remedy=remedy)
     return types
 
 
@@ -74,16 +81,16 @@ GENRES_100K = ("unknown", "Action", "Adventure", "Animation", "Children's", "Com
 
 @config
 class MovieLensOptions(PrepareOptions):
-    """How ratings are read."""
+    """Options for MovieLens."""
 
     min_rating: float | None = None
-    """Events with a lower rating are left out, as if they were not in the input."""
+    """Minimum rating of an event; events with a lower rating are removed. None keeps all events."""
     positive_rating: float | None = 4.0
-    """Give events an action bit `positive` where the rating is at least this; none gives no such bit."""
+    """Minimum rating at which an event gets the action `positive`; none does not derive this action."""
 
 
 def open_movielens(path: Path, options: MovieLensOptions) -> LogSource:
-    """The folder of an edition, or its file of ratings; user and movie files are found beside it."""
+    """Open the folder of an edition, or its ratings file; user and movie files are read from the same folder."""
     file = _ratings_file(require_input(path))
     first = first_line(file)
     if ":token" in first:
@@ -100,25 +107,25 @@ def open_movielens(path: Path, options: MovieLensOptions) -> LogSource:
         )
     if first.startswith("userId,movieId,rating,timestamp"):
         return _source(file, options, DelimitedFormat(), _no_users, _movies_20m, user="userId", item="movieId")
-    remedy = "name u.data, ratings.dat, ratings.csv or a .inter file; use the format `log` for others"
-    raise DataError("is no file of MovieLens ratings", option="input", value=str(file), remedy=remedy)
+    remedy = "name u.data, ratings.dat, ratings.csv or a .inter file; use the format `log` for other files"
+    raise DataError("the file does not contain MovieLens ratings", option="input", value=str(file), remedy=remedy)
 
 
 def _ratings_file(path: Path) -> Path:
     if path.is_file():
         return path
-    inter = sorted(p.name.removesuffix(".gz") for p in path.iterdir() if plain_name(p).endswith(".inter"))
+    inter = sorted(p.name.removesuffix(".gz") for p in path.iterdir() if name_without_gz(p).endswith(".inter"))
     found = find_file(path, "ratings.dat", "u.data", "ratings.csv", *inter)
     if found is None:
-        remedy = "the folder must hold ratings.dat, u.data, ratings.csv or a .inter file; or name the file itself"
-        raise DataError("holds no MovieLens ratings", option="input", value=str(path), remedy=remedy)
+        remedy = "name a folder with ratings.dat, u.data, ratings.csv or a .inter file, or name the file itself"
+        raise DataError("no MovieLens ratings found", option="input", value=str(path), remedy=remedy)
     return found
 
 
 def _source(
     file: Path,
     options: MovieLensOptions,
-    how: DelimitedFormat,
+    text_format: DelimitedFormat,
     users: Callable[[Path], SideSource | None],
     movies: Callable[[Path], SideSource | None],
     *,
@@ -130,10 +137,10 @@ def _source(
     user_side = users(file.parent)
     item_side = movies(file.parent)
     return LogSource(
-        plain_name(file),
+        name_without_gz(file),
         "movielens",
         columns,
-        delimited_files([file], how),
+        delimited_files([file], text_format),
         users=(user_side,) if user_side else (),
         items=(item_side,) if item_side else (),
         files=(file,),
@@ -172,9 +179,11 @@ def _users_100k(folder: Path) -> SideSource | None:
 
 def _movies_1m(folder: Path) -> SideSource | None:
     file = find_file(folder, "movies.dat")
-    how = DelimitedFormat(separator="::", names=("item", "title", "genres"), has_quotes=False, encoding="latin-1")
+    text_format = DelimitedFormat(
+        separator="::", names=("item", "title", "genres"), has_quotes=False, encoding="latin-1"
+    )
     columns = (SideColumn("title", "text"), SideColumn("genres", "categories", separator="|"))
-    return None if file is None else SideSource(side_files([file], how), "item", columns)
+    return None if file is None else SideSource(side_files([file], text_format), "item", columns)
 
 
 def _movies_20m(folder: Path) -> SideSource | None:
@@ -190,10 +199,10 @@ def _movies_100k(folder: Path) -> SideSource | None:
 
 
 def _read_u_item(file: Path) -> Iterator[RawBatch]:
-    """One flag a genre becomes a list of genres."""
+    """Yield the rows of `u.item` with the genre flags converted to a list of genres."""
     names = ("item", "title", "released", "released_video", "url", *GENRES_100K)
-    how = DelimitedFormat(separator="|", names=names, has_quotes=False, encoding="latin-1")
-    for batch in read_delimited(file, how):
+    text_format = DelimitedFormat(separator="|", names=names, has_quotes=False, encoding="latin-1")
+    for batch in read_delimited(file, text_format):
         flags = zip(*(batch.columns[genre].to_pylist() for genre in GENRES_100K), strict=True)
         genres = ["|".join(g for g, flag in zip(GENRES_100K, row, strict=True) if flag == "1") for row in flags]
         columns = {
@@ -201,7 +210,7 @@ def _read_u_item(file: Path) -> Iterator[RawBatch]:
             "title": batch.columns["title"],
             "genres": pa.array(genres, pa.string()),
         }
-        yield RawBatch(batch.file, batch.lines, columns, batch.bad, batch.done)
+        yield RawBatch(batch.file, batch.lines, columns, batch.bad, batch.fraction_read)
 
 
 FORMAT = log_format("MovieLens 100K, 1M, 20M, or RecBole's .inter: folder or file.", MovieLensOptions, open_movielens)

@@ -1,4 +1,4 @@
-"""Synthetic logs: the input is the name of a preset."""
+"""Generates synthetic event logs; the input is the name of a preset."""
 
 from pathlib import Path
 
@@ -12,16 +12,16 @@ from nestrec.data.synthetic.synthetic_logs import generate, preset
 
 @config
 class SyntheticOptions:
-    """How much to draw."""
+    """Options for synthetic logs."""
 
     num_users: Count | None = None
-    """Users to draw; the preset's number by default."""
+    """Number of users; by default that of the preset."""
     num_items: Count | None = None
-    """Items to draw from; scaled with the users by default."""
+    """Number of items; by default that of the preset, scaled with the number of users."""
     seed: int = 0
-    """Of all that is drawn."""
+    """Seed of the random number generator."""
     force: bool = False
-    """Replace the dataset that is in the folder already; without it that is an error."""
+    """Whether an existing dataset in the output folder is replaced; otherwise it is an error."""
 
 
 def _prepare(input: str, output: Path, options: SyntheticOptions, progress: Progress) -> DatasetCard:
@@ -29,4 +29,6 @@ def _prepare(input: str, output: Path, options: SyntheticOptions, progress: Prog
     return generate(shape, output, force=options.force, progress=progress)
 
 
-FORMAT = FormatSpec("Logs drawn at random from a preset, for tests and demonstrations.", SyntheticOptions, _prepare)
+FORMAT = FormatSpec(
+    "Synthetic logs, generated randomly from a preset, for tests and demonstrations.", SyntheticOptions, _prepare
+)

@@ -1,6 +1,7 @@
-"""One line a user: the user's id, then item ids from oldest to newest (S3Rec), with optional attributes of items.
+"""Reads the dataset files of SASRec and S3Rec.
 
-`user item` on each line, in time order inside a user (SASRec).
+SASRec: `user item` on each line, in time order per user. S3Rec: one line per user with the user id and then the item
+ids from oldest to newest, and optionally a file with attributes of items.
 """
 
 import gzip
@@ -16,35 +17,42 @@ from nestrec.base.config import config
 from nestrec.base.errors import DataError
 from nestrec.data.formats.format_spec import log_format
 from nestrec.data.prepare.event_parser import EventColumns
-from nestrec.data.prepare.log_source import LogSource, delimited_files, find_file, over_files, plain_name, require_input
+from nestrec.data.prepare.log_source import (
+    LogSource,
+    delimited_files,
+    find_file,
+    name_without_gz,
+    over_files,
+    require_input,
+)
 from nestrec.data.prepare.prepare_options import LogColumns, PrepareOptions
-from nestrec.data.prepare.raw_rows import BadRow, DelimitedFormat, RawBatch, first_line, read_lines, unreadable
+from nestrec.data.prepare.raw_rows import BadRow, DelimitedFormat, RawBatch, first_line, read_lines, unreadable_file
 from nestrec.data.prepare.side_tables import SideColumn, SideSource
 from nestrec.data.prepare.text_encoding import check_unicode
 
 
 def open_pairs(path: Path, options: PrepareOptions) -> LogSource:
-    """Fields are separated by a space or a tab; events keep the order of the file."""
+    """Open a SASRec file; fields are separated by a space or a tab, and events keep the order of the file."""
     separator = "\t" if "\t" in first_line(require_input(path)) else " "
-    how = DelimitedFormat(separator=separator, names=("user", "item"), has_quotes=False)
+    text_format = DelimitedFormat(separator=separator, names=("user", "item"), has_quotes=False)
     columns = EventColumns.of(LogColumns())
-    batches = delimited_files([path], how)
-    return LogSource(plain_name(path), "sasrec_pairs", columns, batches, files=(path,))
+    batches = delimited_files([path], text_format)
+    return LogSource(name_without_gz(path), "sasrec_pairs", columns, batches, files=(path,))
 
 
-SASREC_PAIRS_FORMAT = log_format("SASRec's files: `user item` on each line, in order.", PrepareOptions, open_pairs)
+SASREC_PAIRS_FORMAT = log_format("SASRec files: `user item` on each line, in time order.", PrepareOptions, open_pairs)
 
 
 @config
 class UserLinesOptions(PrepareOptions):
-    """What goes with the lines."""
+    """Options for S3Rec files."""
 
     item_attributes: str | None = None
-    """JSON file of item id to attribute ids; found by name where it lies beside the input."""
+    """JSON file that maps item ids to lists of attribute ids; by default found by name in the folder of the input."""
 
 
 def open_user_lines(path: Path, options: UserLinesOptions) -> LogSource:
-    """Events keep the order of the line."""
+    """Open an S3Rec file; events keep the order of the line."""
     require_input(path)
     attributes = _attributes_file(path, options)
     items = (
@@ -53,7 +61,7 @@ def open_user_lines(path: Path, options: UserLinesOptions) -> LogSource:
         else ()
     )
     return LogSource(
-        plain_name(path),
+        name_without_gz(path),
         "user_lines",
         EventColumns.of(LogColumns()),
         over_files([path], _read),
@@ -81,13 +89,13 @@ def _read(path: Path) -> Iterator[RawBatch]:
         row_of_item = np.repeat(np.arange(len(lines)), counts - 1)
         users = flat.take(pa.array(starts)).take(pa.array(row_of_item))
         columns = {"user": users, "item": flat.filter(pa.array(is_item))}
-        yield RawBatch(path.name, numbers[row_of_item], columns, tuple(bad), done).without_marked_rows()
+        yield RawBatch(path.name, numbers[row_of_item], columns, tuple(bad), done).reject_undecodable_rows()
 
 
 def _attributes_file(path: Path, options: UserLinesOptions) -> Path | None:
     if options.item_attributes is not None:
         return require_input(Path(options.item_attributes))
-    stem = plain_name(path).removesuffix(".txt")
+    stem = name_without_gz(path).removesuffix(".txt")
     return find_file(path.parent, f"{stem}_item2attributes.json", f"{stem.removesuffix('_lines')}_item2attributes.json")
 
 
@@ -98,10 +106,13 @@ def _attribute_rows(path: Path) -> Callable[[], Iterator[RawBatch]]:
             attributes = json.loads(text)
             check_unicode([json.dumps(attributes, ensure_ascii=False)])
         except (OSError, ValueError, EOFError) as error:
-            raise unreadable(path, error) from error
+            raise unreadable_file(path, error) from error
         if not isinstance(attributes, dict):
             raise DataError(
-                "must map item ids to lists", option="item_attributes", value=str(path), remedy="check the file"
+                "the file must contain a JSON object that maps item ids to lists",
+                option="item_attributes",
+                value=str(path),
+                remedy="check the file",
             )
         joined = [",".join(str(a) for a in values) for values in attributes.values()]
         lines = np.ones(len(joined), dtype=np.int64)
@@ -115,5 +126,5 @@ def _attribute_rows(path: Path) -> Callable[[], Iterator[RawBatch]]:
 
 
 USER_LINES_FORMAT = log_format(
-    "S3Rec's files: a line a user, the user then the items in order.", UserLinesOptions, open_user_lines
+    "S3Rec files: one line per user, the user id and then the item ids in order.", UserLinesOptions, open_user_lines
 )

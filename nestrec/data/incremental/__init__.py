@@ -1,1 +1,1 @@
-"""Datasets that grow: events are appended in layers, and a generation appears whole or not at all."""
+"""Incremental datasets: events are appended in layers, and each new generation is committed atomically."""

@@ -1,7 +1,7 @@
-"""`append`: events and items are added to a prepared dataset, in time and memory that follow what is added.
+"""Appends events and items to a prepared dataset, with time and memory proportional to the appended data.
 
-Users, items and category values keep their numbers; new ones get the next. The events go into a layer of their own
-(nestrec.data.layers), so nothing that is there is written again. Transforms of numbers stay as they were learnt.
+Existing users, items and category values keep their ids; new ones get the next ids. The events are written to a new
+layer (nestrec.data.event_layers), so no existing file is rewritten. Fitted transforms of numbers do not change.
 """
 
 import dataclasses
@@ -15,11 +15,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from nestrec.base.config_overrides import override_texts, with_overrides
+from nestrec.base.config_overrides import apply_overrides, override_texts
 from nestrec.base.config_values import from_plain
 from nestrec.base.errors import DataError
 from nestrec.base.failpoints import fail_point
-from nestrec.base.files import given_path
+from nestrec.base.files import parse_path
+from nestrec.base.renamed_fields import with_present_names
 from nestrec.data import dataset_schema
 from nestrec.data.dataset import Dataset
 from nestrec.data.dataset_card import (
@@ -38,42 +39,43 @@ from nestrec.data.event_layers import COUNTS_FILE, ITEMS_FILE
 from nestrec.data.flat_arrays import add_counts
 from nestrec.data.formats.format_registry import FORMATS, find_format
 from nestrec.data.formats.format_spec import checked_source
-from nestrec.data.incremental.compaction import is_repeated, merge_small_layers
+from nestrec.data.incremental.compaction import is_repeated_event, merge_small_layers
 from nestrec.data.incremental.generations import (
-    carried_on,
+    append_generation,
     commit,
     first_generation,
-    followed_by,
-    growing,
-    moved,
+    install_layer,
+    layer_files,
+    locked_dataset,
     partial_folder,
-    place_layer,
+    pending_stream_rows,
     unknown_values,
 )
 from nestrec.data.prepare.dataset_writer import UsersWriter
 from nestrec.data.prepare.event_parser import EventColumns, EventParser
-from nestrec.data.prepare.log_source import ArrowTable, LogSource, given_input
+from nestrec.data.prepare.log_source import ArrowTable, LogSource, input_as_path
 from nestrec.data.prepare.prepare_options import PrepareOptions, Progress, silent
 from nestrec.data.prepare.prepare_sequences import (
     PreparationJob,
     event_fields,
     read_events,
-    side_table,
+    read_side_table,
     sort_events,
     split_events,
     user_block,
 )
 from nestrec.data.prepare.raw_rows import QUARANTINE_FILE, Quarantine
-from nestrec.data.prepare.side_tables import Keyed, SideSource, SideTable
+from nestrec.data.prepare.side_tables import SideSource, SideTable, SideTableOwner
 from nestrec.data.prepare.spill_files import KeyPartitions, even_bounds
 
-_NOT_AGAIN = (
-    "user_core", "item_core", "min_user_events", "new_items", "force", "items", "users", "item_vectors", "user_vectors",
+_NOT_INHERITED = (
+    "min_events_per_user", "min_events_per_item", "final_min_events_per_user", "simulated_new_items", "force",
+    "items", "users", "item_vectors", "user_vectors",
 )  # fmt: skip
-"""Options that do not hold for what is appended: events are not filtered by how many there are, and files of features
-of what was prepared say nothing of what is new."""
+"""Options of the preparation that do not apply to appended events: new users and items are not filtered by their number
+of events, and the side tables that were prepared do not describe new users and items."""
 _MAX_NOTES = 20
-"""Notes that the card of a dataset keeps, the newest ones, however often it grows."""
+"""Maximum number of notes in a dataset card; the newest are retained."""
 
 
 def append(
@@ -84,25 +86,39 @@ def append(
     overrides: Mapping[str, Any] | None = None,
     progress: Progress = silent,
 ) -> DatasetCard:
-    """Add the events of `events`, a path or a table as for `prepare`, to a dataset; its new card.
+    """Append events to a dataset, and return its new card.
 
-    Columns mean what they meant when it was prepared, unless `overrides` say otherwise (`{"items": "more.csv"}` names a
-    table of new items), by values or text as on the command line. format: of the events, where it is another than the
-    dataset was prepared from.
+    Columns have the same meaning as when the dataset was prepared, unless they are overridden. The new generation is
+    committed atomically.
+
+    Args:
+        events: A path or an in-memory table, as for `prepare`.
+        dataset: Folder of the dataset.
+        format: Format of the events if it differs from the dataset's format.
+        overrides: Options as values, or as text as on the command line; `{"items": "more.csv"}` sets a table of new
+            items.
+        progress: Callback for progress.
+
+    Returns:
+        The card of the new generation.
+
+    Raises:
+        DataError: The events are invalid, or do not match the dataset.
+        DatasetLockedError: Another process is changing the dataset.
     """
-    folder = given_path(dataset, "dataset")
+    folder = parse_path(dataset, "dataset")
     card = DatasetCard.load(folder)
     name = format or card.source_format
-    found = find_format(name)
-    if found.open is None:
-        remedy = "name the format of the events (--format log)"
-        raise DataError("is no format of event logs", option="format", value=name, remedy=remedy)
-    options = FORMATS.by_default(name, "options")
+    spec = find_format(name)
+    if spec.open is None:
+        remedy = "set the format of the events, for example --format log"
+        raise DataError("not an event log format", option="format", value=name, remedy=remedy)
+    options = FORMATS.default_config(name, "options")
     if name == card.source_format:
-        options = from_plain(found.options, kept_options(card.options))
-    options = with_overrides(options, override_texts(overrides))
-    with given_input(events, "events") as path:
-        return append_source(folder, checked_source(found.open(path, options), name), options, progress=progress)
+        options = from_plain(spec.options, inherited_options(with_present_names(spec.options, card.options)))
+    options = apply_overrides(options, override_texts(overrides))
+    with input_as_path(events, "events") as path:
+        return append_source(folder, checked_source(spec.open(path, options), name), options, progress=progress)
 
 
 def append_source(
@@ -112,29 +128,40 @@ def append_source(
     *,
     inputs: Mapping[str, str] | None = None,
     stream: Mapping[str, Any] | None = None,
-    beside: Callable[[Path], list[DataFile]] | None = None,
+    write_extra_files: Callable[[Path], list[DataFile]] | None = None,
     progress: Progress = silent,
 ) -> DatasetCard:
-    """The same for events from anywhere. inputs: names and digests of what they came from; none: of the files.
+    """Append the events of any source to a dataset, and return its new card.
 
-    stream: how far a stream was read, to be kept with the events. beside: writes further files into the layer's folder.
+    Args:
+        folder: Folder of the dataset.
+        source: The events.
+        options: Options of the format.
+        inputs: Names and digests of the input; by default those of the source's files.
+        stream: Stream offset to commit together with the events (exactly once); None if the source is not a stream.
+        write_extra_files: Writes additional files to the layer's folder, and returns their entries.
+        progress: Callback for progress.
+
+    Raises:
+        DataError: The events are invalid, do not match the dataset, or were appended before.
+        DatasetLockedError: Another process is changing the dataset.
     """
-    with growing(folder) as card:
+    with locked_dataset(folder) as card:
         _check_kind(card, source, folder)
         digests = source.digests(of_rows=True) if inputs is None else dict(inputs)
-        _check_new(card, digests)
+        _check_new_inputs(card, digests)
         number = card.generation + 1
         entry = LayerEntry(name=f"{number:06d}", events=0)
         partial = partial_folder(folder, entry.name)
-        growth = _Growth(folder, card, source, options, partial, progress)
+        growth = _AppendJob(folder, card, source, options, partial, progress)
         files, grown = growth.write(may_be_empty=stream is not None)
-        files += carried_on(folder, card, partial) if beside is None else beside(partial)
+        files += pending_stream_rows(folder, card, partial) if write_extra_files is None else write_extra_files(partial)
         fail_point("data.append.before_layer")
-        place_layer(folder, partial, entry.name)
+        install_layer(folder, partial, entry.name)
         entry = dataclasses.replace(entry, events=grown.counts.events - card.counts.events)
-        quarantined = _place_quarantine(folder, entry, growth.quarantine)
+        quarantined = _move_quarantine(folder, entry, growth.quarantine)
         below, below_files = merge_small_layers(folder, card, entry.events)
-        all_files = (*below_files, *moved(files, entry), *quarantined)
+        all_files = (*below_files, *layer_files(files, entry), *quarantined)
         after = dataclasses.replace(grown, layers=(*below, entry), files=all_files)
         generations = first_generation(card, growth.last_ms_before)
         new = Generation(
@@ -147,11 +174,11 @@ def append_source(
             inputs=digests,
             stream=generations[-1].stream if stream is None else dict(stream),
         )
-        return commit(folder, card, dataclasses.replace(after, generations=followed_by(generations, new)))
+        return commit(folder, card, dataclasses.replace(after, generations=append_generation(generations, new)))
 
 
-class _Growth:
-    """The state of one append, in a folder of its own."""
+class _AppendJob:
+    """State of one append, which writes to its own temporary folder."""
 
     def __init__(  # noqa: PLR0917
         self,
@@ -186,28 +213,34 @@ class _Growth:
         self.last_ms = 0
 
     def write(self, *, may_be_empty: bool = False) -> tuple[list[DataFile], DatasetCard]:
-        """The files of the layer, and the card of the dataset with them, but for its layers and files. may_be_empty:
-        a stream goes on behind rows that are all bad."""
+        """Write the files of the layer.
+
+        Args:
+            may_be_empty: Whether a layer without events is allowed; a stream must continue after rows that are all bad.
+
+        Returns:
+            The entries of the files, and the card of the grown dataset without its layers and files.
+        """
         work = self._work
         parser = self._work.parser
         sizes = {column: len(self._vocabulary(column)) for column in self._category_columns()}
         spilled, user_counts = read_events(work)
-        work.quarantine.check(work.num_rows_read, work.options.max_bad_share, time_hint=parser.time_hint)
+        work.quarantine.check(work.num_rows_read, work.options.max_bad_fraction, time_hint=parser.time_hint)
         work.num_bad_events = work.quarantine.num_rows
         if not user_counts.sum() and not may_be_empty:
             remedy = "check the columns and filters"
-            raise DataError("has no usable events", option="input", value=self._source.name, remedy=remedy)
+            raise DataError("no usable events", option="input", value=self._source.name, remedy=remedy)
         partitions = split_events(work, spilled, user_counts)
         fail_point("data.append.after_split")
         sort_events(work, partitions)
         if work.drops_duplicates:
-            self._drop_repeats(partitions)
-        user_sides = self._sides("user", parser.users, self.card.counts.users, partitions.bounds)
+            self._drop_repeated_events(partitions)
+        user_sides = self._side_tables("user", parser.users, self.card.counts.users, partitions.bounds)
         lengths = self.dataset.lengths.astype(np.int64)
         counts = np.zeros(len(parser.items), np.int64)
         files, grown = self._write_users(partitions, user_sides, lengths, counts)
         item_bounds = even_bounds(len(parser.items), 1 << 17)
-        item_sides = self._sides("item", parser.items, self.card.counts.items, item_bounds)
+        item_sides = self._side_tables("item", parser.items, self.card.counts.items, item_bounds)
         files += self._write_items(item_bounds, item_sides, counts)
         files += self._write_vocabularies(sizes, user_sides, item_sides)
         for side in (*user_sides, *item_sides):
@@ -217,7 +250,7 @@ class _Growth:
         return files, self._card(grown, counts, user_sides, item_sides)
 
     def _vocabulary(self, column: str) -> pa.Array:
-        """Keys of a category in order of id; none where it has had no value yet, or was drawn and not read."""
+        """Return the values of a category in order of id; empty if it has none, or if the dataset is synthetic."""
         if not self.dataset.has_vocabulary(column):
             return pa.array([], pa.string())
         return _texts(self.dataset.vocabulary(column).column("key"))
@@ -225,12 +258,12 @@ class _Growth:
     def _category_columns(self) -> list[str]:
         return [f.column for f in self.card.features if f.kind in ("category", "categories")]
 
-    def _sides(self, owner: Any, keys: Any, num_old: int, bounds: NDArray[np.int64]) -> list[SideTable]:
-        """Tables of the features of new users or items."""
+    def _side_tables(self, owner: Any, keys: Any, num_old: int, bounds: NDArray[np.int64]) -> list[SideTable]:
+        """Read the side tables of new users or items."""
         codes = np.arange(len(keys), dtype=np.int64)
         features = self.card.user_features if owner == "user" else self.card.item_features
         known = {f.name: f for f in features}
-        of = Keyed(
+        of = SideTableOwner(
             owner,
             keys,
             np.where(codes >= num_old, codes - num_old, -1),
@@ -239,23 +272,24 @@ class _Growth:
             {f.name: self._vocabulary(f.column) for f in features if f.kind in ("category", "categories")},
             known,
         )
-        given = self._source.users if owner == "user" else self._source.items
-        sources = [_as_prepared(source, known) for source in given]
-        tables = [side_table(self._work, s, of, f"{owner}{i}", bounds) for i, s in enumerate(sources)]
+        source_tables = self._source.users if owner == "user" else self._source.items
+        sources = [_as_prepared(source, known) for source in source_tables]
+        tables = [read_side_table(self._work, s, of, f"{owner}{i}", bounds) for i, s in enumerate(sources)]
         for table in tables:
             for feature in table.features():
-                mine = known.get(feature.name)
-                if mine is not None and mine.kind != feature.kind:
+                stored = known.get(feature.name)
+                if stored is not None and stored.kind != feature.kind:
                     raise DataError(
-                        f"is a {feature.kind} in this table, and was a {mine.kind} when the dataset was prepared",
+                        f"the column has the kind {feature.kind} in this table, but {stored.kind} in the dataset",
                         option=f"{owner}_columns",
                         value=feature.name,
-                        remedy=f"name it as it was: --{owner}_columns.categories, lists, numbers, texts or bags",
+                        remedy="set the kind that the dataset has with "
+                        f"--{owner}_columns.categories, lists, numbers, texts or vectors",
                     )
         return tables
 
-    def _drop_repeats(self, partitions: KeyPartitions) -> None:
-        """Events that the dataset has already; compared by all that it keeps of an event."""
+    def _drop_repeated_events(self, partitions: KeyPartitions) -> None:
+        """Drop events that the dataset already contains, compared by all stored columns."""
         num_old = self.card.counts.users
         for p in range(len(partitions)):
             records = partitions[p].load()
@@ -263,7 +297,7 @@ class _Growth:
             old = users[users < num_old]
             if not old.size:
                 continue
-            repeated = is_repeated(records, self._work.parser, self.dataset.rows(old.astype(np.int64)))
+            repeated = is_repeated_event(records, self._work.parser, self.dataset.rows(old.astype(np.int64)))
             self._work.num_duplicates += int(repeated.sum())
             partitions[p].replace(records.take(~repeated))
 
@@ -274,7 +308,17 @@ class _Growth:
         lengths: NDArray[np.int64],
         counts: NDArray[np.int64],
     ) -> tuple[list[DataFile], NDArray[np.int64]]:
-        """The rows of the users with new events; the lengths of all users with them. counts: of items, added to."""
+        """Write the rows of the users with new events.
+
+        Args:
+            partitions: Sorted records of the new events.
+            sides: Side tables of users.
+            lengths: Number of existing events per user.
+            counts: Number of new events per item; updated in place.
+
+        Returns:
+            The entries of the files, and the number of events per user including the new ones.
+        """
         parser = self._work.parser
         kinds = {f.column: f for f in self.card.user_features if f.kind != "vector"}
         types = {field.name: field.type for field in self.dataset.schema() if field.name in kinds}
@@ -306,7 +350,7 @@ class _Growth:
     def _write_items(
         self, bounds: NDArray[np.int64], sides: list[SideTable], counts: NDArray[np.int64]
     ) -> list[DataFile]:
-        """Rows of new items, and how many events old ones got."""
+        """Write the rows of new items, and the numbers of new events of existing items."""
         num_old = self.card.counts.items
         touched = np.flatnonzero(counts[:num_old])
         files = []
@@ -351,7 +395,7 @@ class _Growth:
     def _write_vocabularies(
         self, sizes: Mapping[str, int], user_sides: list[SideTable], item_sides: list[SideTable]
     ) -> list[DataFile]:
-        """Values that no category had before."""
+        """Write the new values of each category."""
         tables = {dataset_schema.EVENT_PREFIX + n: keys for n, keys in self._work.parser.category_keys().items()}
         for prefix, sides in ((dataset_schema.USER_PREFIX, user_sides), (dataset_schema.ITEM_PREFIX, item_sides)):
             tables |= {prefix + name: keys for side in sides for name, keys in side.vocabularies().items()}
@@ -396,9 +440,9 @@ class _Growth:
                 filtered=dict(filtered),
                 quarantined=dict(sorted((Counter(before.quarantined) + work.quarantine.reasons).items())),
             ),
-            event_features=_grown_features(card.event_features, work.parser.features()),
-            user_features=_grown_features(card.user_features, [f for s in user_sides for f in s.features()]),
-            item_features=_grown_features(card.item_features, [f for s in item_sides for f in s.features()]),
+            event_features=_with_larger_vocabularies(card.event_features, work.parser.features()),
+            user_features=_with_larger_vocabularies(card.user_features, [f for s in user_sides for f in s.features()]),
+            item_features=_with_larger_vocabularies(card.item_features, [f for s in item_sides for f in s.features()]),
             lengths=length_statistics(lengths),
             popularity=popularity_statistics(all_counts),
             length_histogram=log_histogram(lengths),
@@ -407,8 +451,11 @@ class _Growth:
 
 
 def _as_prepared(source: SideSource, known: Mapping[str, Feature]) -> SideSource:
-    """Read columns of plain values as the dataset has them: whether numbers are numbers, buckets of numbers or ids is
-    guessed from the rows of a table, and a table of new items may have other rows."""
+    """Return the source with the column kinds of the dataset.
+
+    Kinds are inferred from the rows of a table (numbers may be numbers, buckets or ids), and the inferred kinds of a
+    table of new items may differ.
+    """
     columns = []
     for column in source.columns:
         feature = known.get(column.feature)
@@ -423,12 +470,15 @@ def _as_prepared(source: SideSource, known: Mapping[str, Feature]) -> SideSource
 
 
 def items_without_features(folder: Path, before: DatasetCard, after: DatasetCard) -> str:
-    """Return a warning if items that came with the newest events have no features, though items of the dataset do.
+    """Return a warning if new items of the latest append have no features, although items of the dataset have.
 
     Args:
         folder: Folder of the dataset.
-        before: Its card before the events were appended.
-        after: Its card with them.
+        before: Card of the dataset before the append.
+        after: Card of the dataset after the append.
+
+    Returns:
+        The warning; empty if there is none.
     """
     file = folder / after.all_layers[-1].folder / ITEMS_FILE
     names = [feature.name for feature in after.item_features]
@@ -443,68 +493,70 @@ def items_without_features(folder: Path, before: DatasetCard, after: DatasetCard
             has_any |= [str(value) != unknown for value in column.to_pylist()]
     if has_any.all():
         return ""
-    number = f"{np.count_nonzero(~has_any):,} of {len(items):,} new items came without features ({', '.join(names)})"
-    return f"{number}: name a table of them with --items FILE"
+    problem = f"{np.count_nonzero(~has_any):,} of {len(items):,} new items have no features ({', '.join(names)})"
+    return f"{problem}: set a table with their features with --items FILE"
 
 
-def kept_options(before: Mapping[str, Any]) -> dict[str, Any]:
-    """What holds of the options that a dataset was prepared with; columns of a file go with the file."""
-    gone = {f"{table.removesuffix('s')}_columns" for table in ("items", "users") if before.get(table) is not None}
-    return {name: value for name, value in before.items() if name not in {*_NOT_AGAIN, *gone}}
+def inherited_options(before: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of the preparation that apply to appended events; columns of a side table need the table."""
+    dropped = {f"{table.removesuffix('s')}_columns" for table in ("items", "users") if before.get(table) is not None}
+    return {name: value for name, value in before.items() if name not in {*_NOT_INHERITED, *dropped}}
 
 
-def _grown_features(before: tuple[Feature, ...], now: Any) -> tuple[Feature, ...]:
-    """Vocabularies grow; nothing else of a feature changes."""
+def _with_larger_vocabularies(before: tuple[Feature, ...], now: Any) -> tuple[Feature, ...]:
+    """Return the features with the new vocabulary sizes; nothing else of a feature changes."""
     sizes = {feature.name: feature.vocabulary_size for feature in now}
     return tuple(dataclasses.replace(f, vocabulary_size=max(f.vocabulary_size, sizes.get(f.name, 0))) for f in before)
 
 
 def _check_kind(card: DatasetCard, source: LogSource, folder: Path) -> None:
     if card.kind != "sequences":
-        remedy = "prepare all rows again: labelled examples have no users to append to"
-        raise DataError("holds labelled rows", option="dataset", value=str(folder), remedy=remedy)
+        remedy = "prepare all rows again, because labeled rows have no users to append events to"
+        raise DataError("the dataset contains labeled rows", option="dataset", value=str(folder), remedy=remedy)
     if ("time" in source.columns.sort_fields()) != card.has_timestamps:
-        has = "has times" if card.has_timestamps else "has no times"
-        remedy = "name the column of times with --log.time, or leave it out where there are none"
-        raise DataError(f"the dataset {has}, the events do not agree", option="log.time", value="", remedy=remedy)
+        has = "has times, but the events have none" if card.has_timestamps else "has no times, but the events have"
+        remedy = "set --log.time to the column of times if the dataset has times, otherwise remove it"
+        raise DataError(f"the dataset {has}", option="log.time", value="", remedy=remedy)
 
 
 def _check_same_events(card: DatasetCard, columns: EventColumns) -> None:
     if set(card.action_bits) != set(columns.action_bits):
         raise DataError(
-            f"the dataset has actions {', '.join(card.action_bits) or 'none'}",
+            f"the dataset has different actions: {', '.join(card.action_bits) or 'none'}",
             option="log.actions",
             value=", ".join(columns.action_bits),
-            remedy="name the same actions",
+            remedy="set --log.actions to the actions of the dataset",
         )
     names = {f.name: f.kind for f in card.event_features}
     log = columns.log
     now = {*columns.number_features(), *log.categories, *log.lists, *log.texts}
     if set(names) != now:
         raise DataError(
-            f"the dataset has {', '.join(names) or 'none'}",
+            f"the dataset has different event features: {', '.join(names) or 'none'}",
             option="features of events",
             value=", ".join(sorted(now)),
-            remedy="name the same columns in log.categories, lists, numbers, texts and values",
+            remedy="name the same columns in log.categories, lists, numbers, texts and outcome_features",
         )
 
 
-def _check_new(card: DatasetCard, digests: Mapping[str, str]) -> None:
+def _check_new_inputs(card: DatasetCard, digests: Mapping[str, str]) -> None:
     known = card.all_inputs
     for name, digest in digests.items():
         if digest in known:
             raise DataError(
-                f"is in the dataset already, as {known[digest]}: nothing was appended",
+                f"the dataset already contains this file as {known[digest]}; nothing was appended",
                 option="input",
                 value=name,
-                remedy="name files that are new",
+                remedy="append only new files",
             )
     if len(set(digests.values())) < len(digests):
-        raise DataError("two files have the same content", option="input", value=sorted(digests), remedy="give one")
+        raise DataError(
+            "two files have the same content", option="input", value=sorted(digests), remedy="append only one of them"
+        )
 
 
-def _place_quarantine(folder: Path, layer: LayerEntry, quarantine: Quarantine) -> list[DataFile]:
-    """Bad rows of a generation stay by its name, whatever becomes of its layer."""
+def _move_quarantine(folder: Path, layer: LayerEntry, quarantine: Quarantine) -> list[DataFile]:
+    """Move the quarantine file out of the layer, so that it is retained when layers are merged."""
     if not quarantine.num_rows:
         return []
     (folder / "quarantine").mkdir(exist_ok=True)

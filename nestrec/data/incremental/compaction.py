@@ -1,9 +1,10 @@
-"""Layers put together: small ones as they come, so that a user's row is read from few files; all of them when asked.
+"""Compacts datasets: merges small layers on append, so that a user's row is read from few files, or all on request.
 
-A new layer is met by those below it that are not larger than all that is above them: an event is then written again
-only as often as what it lies in doubles. What was prepared is put together with the rest by `compact` alone.
+When a layer is appended, the existing layers that are not larger than all newer layers together are merged
+(size-tiered compaction, as in an LSM tree). So an event is rewritten only when the layer that contains it doubles in
+size. The prepared base layer is merged only by `compact`.
 
-Events that a dataset has already, found by all that it keeps of an event.
+`is_repeated_event` finds events that a dataset already contains by comparing all stored columns of an event.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ from nestrec.data.event_layers import (
     ITEMS_FILE,
     EventLayer,
     first_row,
-    is_of_events,
+    is_event_column,
     merged_items,
     merged_vectors,
     merged_vocabulary,
@@ -33,27 +34,36 @@ from nestrec.data.event_layers import (
 )
 from nestrec.data.flat_arrays import offsets_of_lengths
 from nestrec.data.incremental.generations import (
-    carried_on,
+    append_generation,
     commit,
     first_generation,
-    followed_by,
-    growing,
-    moved,
+    install_layer,
+    layer_files,
+    locked_dataset,
     partial_folder,
-    place_layer,
+    pending_stream_rows,
 )
 from nestrec.data.prepare.dataset_writer import UserBlock, UsersWriter
 from nestrec.data.prepare.event_parser import EventParser
 from nestrec.data.prepare.prepare_sequences import event_types
 from nestrec.data.prepare.spill_files import Records
 
-_EVENTS_A_BLOCK = 1 << 19
+_EVENTS_PER_BLOCK = 1 << 19
 
 
 def merge_small_layers(
     folder: Path, card: DatasetCard, new_events: int
 ) -> tuple[tuple[LayerEntry, ...], tuple[DataFile, ...]]:
-    """Layers and files below a new layer of so many events: the last ones become one where they are not larger."""
+    """Merge the newest existing layers before a new layer is appended.
+
+    Args:
+        folder: Folder of the dataset.
+        card: Card of the current generation.
+        new_events: Number of events of the new layer.
+
+    Returns:
+        The layers and files below the new layer.
+    """
     layers = card.all_layers
     above = new_events
     first = len(layers)
@@ -63,24 +73,31 @@ def merge_small_layers(
     if len(layers) - first < 2:
         return layers, card.files
     entry, files = _merged_layer(folder, card, layers[first:])
-    gone = {file.path for layer in layers[first:] for file in card.files_of(layer)}
-    kept = tuple(file for file in card.files if file.path not in gone)
-    return (*layers[:first], entry), (*kept, *files)
+    merged_paths = {file.path for layer in layers[first:] for file in card.files_of(layer)}
+    stored = tuple(file for file in card.files if file.path not in merged_paths)
+    return (*layers[:first], entry), (*stored, *files)
 
 
 def compact(folder: Path | str) -> DatasetCard:
-    """Put all layers of a dataset together; a generation of its own, with the same events."""
+    """Merge all layers of a dataset into one; this creates a new generation with the same events.
+
+    Args:
+        folder: Folder of the dataset.
+
+    Returns:
+        The new card.
+    """
     folder = Path(folder)
-    with growing(folder) as card:
+    with locked_dataset(folder) as card:
         if len(card.all_layers) == 1:
             return card
         entry, files = _merged_layer(folder, card, card.all_layers)
-        files += moved(carried_on(folder, card, folder / entry.folder), entry)
+        files += layer_files(pending_stream_rows(folder, card, folder / entry.folder), entry)
         quarantined = [file for file in card.files if file.path.startswith("quarantine/")]
         after = dataclasses.replace(card, layers=(entry,), files=(*files, *quarantined))
         before = first_generation(card, 0)
         new = dataclasses.replace(before[-1], number=card.generation + 1, digest=after.digest_of_files, inputs={})
-        return commit(folder, card, dataclasses.replace(after, generations=followed_by(before, new)))
+        return commit(folder, card, dataclasses.replace(after, generations=append_generation(before, new)))
 
 
 def _merged_layer(folder: Path, card: DatasetCard, entries: Sequence[LayerEntry]) -> tuple[LayerEntry, list[DataFile]]:
@@ -95,8 +112,8 @@ def _merged_layer(folder: Path, card: DatasetCard, entries: Sequence[LayerEntry]
         *_write_vocabularies(partial, layers),
         *_write_vectors(partial, card, layers, is_base=is_base),
     ]
-    place_layer(folder, partial, entry.name)
-    return entry, moved(files, entry)
+    install_layer(folder, partial, entry.name)
+    return entry, layer_files(files, entry)
 
 
 def _write_users(partial: Path, folder: Path, card: DatasetCard, layers: list[EventLayer]) -> list[DataFile]:
@@ -111,14 +128,14 @@ def _write_users(partial: Path, folder: Path, card: DatasetCard, layers: list[Ev
     start = 0
     while start < users.size:
         base = total[start - 1] if start else 0
-        end = max(start + 1, int(np.searchsorted(total, base + _EVENTS_A_BLOCK, side="right")))
+        end = max(start + 1, int(np.searchsorted(total, base + _EVENTS_PER_BLOCK, side="right")))
         writer.append(_block(reader.rows(users[start:end]), ragged))
         start = end
     return writer.close()
 
 
 def _block(rows: DatasetRows, ragged: frozenset[str]) -> UserBlock:
-    """Rows that were read, as they are written."""
+    """Convert rows that were read to a block of rows to write."""
     offsets = rows.lists[ITEM_IDS][1]
     scalars: dict[str, Any] = {
         name: pa.array(values, pa.string()) if values.dtype == object else pa.array(values)
@@ -126,14 +143,14 @@ def _block(rows: DatasetRows, ragged: frozenset[str]) -> UserBlock:
     }
     scalars[USER_ID] = pa.array(rows.indices)
     for name, (values, starts) in rows.lists.items():
-        if name not in ragged and not is_of_events(name, ragged):
+        if name not in ragged and not is_event_column(name, ragged):
             scalars[name] = pa.ListArray.from_arrays(pa.array(starts.astype(np.int32)), pa.array(values))
-    lists: dict[str, NDArray[Any]] = {n: v for n, (v, _) in rows.lists.items() if is_of_events(n, ragged)}
+    lists: dict[str, NDArray[Any]] = {n: v for n, (v, _) in rows.lists.items() if is_event_column(n, ragged)}
     return UserBlock(np.diff(offsets).astype(np.int32), scalars, lists, {name: rows.lists[name][0] for name in ragged})
 
 
 def _write_items(partial: Path, layers: list[EventLayer]) -> list[DataFile]:
-    """New items of the layers with all their events, and how many events others got."""
+    """Write the new items of the layers, and the numbers of events that the layers add to older items."""
     files = []
     num_new = 0
     first = None
@@ -153,13 +170,13 @@ def _write_items(partial: Path, layers: list[EventLayer]) -> list[DataFile]:
 
 
 def _counts_below(layers: list[EventLayer], first: int | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Events that items below these layers got in them, by id."""
+    """Return the ids of items of lower layers, and the numbers of events that these layers add to them."""
     tables = [table for layer in layers if (table := layer.table(COUNTS_FILE)) is not None]
     ids = np.concatenate([np.zeros(0, np.int64), *(table.column("item_id").to_numpy() for table in tables)])
     counts = np.concatenate([np.zeros(0, np.int64), *(table.column("count").to_numpy() for table in tables)])
     is_below = np.ones(ids.size, np.bool_) if first is None else ids < first
-    unique, place = np.unique(ids[is_below], return_inverse=True)
-    return unique, np.bincount(place, weights=counts[is_below], minlength=unique.size).astype(np.int64)
+    unique, index = np.unique(ids[is_below], return_inverse=True)
+    return unique, np.bincount(index, weights=counts[is_below], minlength=unique.size).astype(np.int64)
 
 
 def _write_vocabularies(partial: Path, layers: list[EventLayer]) -> list[DataFile]:
@@ -193,7 +210,7 @@ def _write_vectors(partial: Path, card: DatasetCard, layers: list[EventLayer], *
 
 
 def _rows_above(layers: list[EventLayer], file: str) -> NDArray[Any]:
-    """Vectors of the new items or users of layers above the first; zeros for those that have none."""
+    """Return the vectors of the new items or users of layers above the base; zeros for those without a vector."""
     held = [(first_row(layer, file), np.load(layer.folder / file)) for layer in layers if file in layer.names]
     if file.startswith("vectors/item_"):
         tables = [table for layer in layers if (table := layer.table(ITEMS_FILE)) is not None]
@@ -211,8 +228,14 @@ def _rows_above(layers: list[EventLayer], file: str) -> NDArray[Any]:
 Hashes = NDArray[np.uint64]
 
 
-def is_repeated(records: Records, parser: EventParser, old: DatasetRows) -> NDArray[np.bool_]:
-    """Which of the records are events of the same user in `old`."""
+def is_repeated_event(records: Records, parser: EventParser, old: DatasetRows) -> NDArray[np.bool_]:
+    """Return a mask of the records that are equal to an event of the same user in the dataset.
+
+    Args:
+        records: New records.
+        parser: Parser that produced the records.
+        old: Rows of the users in the dataset.
+    """
     rows = records.rows
     names = list(event_types(parser))
     columns: dict[str, NDArray[Any]] = {ITEM_IDS: rows["item"].astype(np.int64) + 1}
@@ -227,16 +250,16 @@ def is_repeated(records: Records, parser: EventParser, old: DatasetRows) -> NDAr
             buckets = parser.bucket_ids(name, rows[name])
             columns[name] = rows[name] if buckets is None else buckets
     offsets = old.lists[ITEM_IDS][1]
-    kept = {name: old.lists[name][0] for name in columns}
+    stored = {name: old.lists[name][0] for name in columns}
     for name in records.lists:
-        kept[name] = _hashes_of_lists(kept[name], old.lists[name + COUNTS_SUFFIX][0])
-    mine = _hashes(rows["user"].astype(np.int64), columns)
-    theirs = _hashes(np.repeat(old.indices, np.diff(offsets)), kept)
-    return np.isin(mine, theirs)
+        stored[name] = _hashes_of_lists(stored[name], old.lists[name + COUNTS_SUFFIX][0])
+    new_hashes = _hashes(rows["user"].astype(np.int64), columns)
+    stored_hashes = _hashes(np.repeat(old.indices, np.diff(offsets)), stored)
+    return np.isin(new_hashes, stored_hashes)
 
 
 def _hashes(users: NDArray[np.int64], columns: dict[str, NDArray[Any]]) -> Hashes:
-    """64 bits for each event: two that are equal are taken for one."""
+    """Return a 64-bit hash per event; events with the same hash are treated as equal."""
     found = fold_array(0, users)
     for name in sorted(columns):
         found = fold_array(found, _as_integers(columns[name]))
@@ -247,15 +270,15 @@ def _as_integers(values: NDArray[Any]) -> NDArray[Any]:
     if values.dtype.kind != "f":
         return values
     plain = values.astype(np.float32)
-    plain[np.isnan(plain)] = np.nan  # all of them alike
+    plain[np.isnan(plain)] = np.nan  # NaN has several bit patterns
     return np.ascontiguousarray(plain).view(np.int32)
 
 
 def _hashes_of_lists(values: NDArray[Any], counts: NDArray[Any]) -> Hashes:
-    """One number for the list of each event."""
+    """Return a hash of the list of each event."""
     offsets = offsets_of_lengths(counts)
-    place = np.arange(values.size) - np.repeat(offsets[:-1], counts)
-    each = fold_array(fold_array(1, place), values)
+    index = np.arange(values.size) - np.repeat(offsets[:-1], counts)
+    each = fold_array(fold_array(1, index), values)
     total = np.concatenate([np.zeros(1, np.uint64), np.cumsum(each, dtype=np.uint64)])
     sums: Hashes = total[offsets[1:]] - total[offsets[:-1]]
     return sums

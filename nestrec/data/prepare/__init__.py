@@ -1,1 +1,1 @@
-"""From the files of a source to a dataset on disk."""
+"""Dataset preparation: reads the files of an event log and writes a dataset to disk."""

@@ -1,6 +1,7 @@
-"""The last steps of writing a dataset: the items table, statistics and the card.
+"""Writes the Parquet files of a dataset (users and items) and its card with statistics.
 
-Writing of the users table: rows come in blocks of any size and leave in row groups that depend on the rows alone.
+`UsersWriter` takes rows in blocks of any size and writes Parquet row groups whose boundaries depend on the rows only.
+So the same events give the same bytes, whatever memory limit the dataset was prepared with.
 """
 
 import dataclasses
@@ -27,7 +28,7 @@ from nestrec.data.flat_arrays import offsets_of_lengths
 
 
 def write_items(folder: Path, batches: Iterable[pa.Table]) -> DataFile:
-    """Write `items.parquet` from pieces in order of item id; at least one piece, which may be empty."""
+    """Write `items.parquet` from tables in order of item id; at least one table is required, which may be empty."""
     path = folder / "items.parquet"
     num_rows = 0
     writer: pq.ParquetWriter | None = None
@@ -43,7 +44,15 @@ def write_items(folder: Path, batches: Iterable[pa.Table]) -> DataFile:
 def finish_sequences(
     folder: Path, card: DatasetCard, lengths: NDArray[Any], item_counts: NDArray[np.int64], files: list[DataFile]
 ) -> DatasetCard:
-    """Complete the card of a dataset of sequences with statistics and files, and save it."""
+    """Add statistics and files to the card of a dataset of sequences, and save it.
+
+    Args:
+        folder: Folder of the dataset.
+        card: Card without statistics and files.
+        lengths: Number of events per user.
+        item_counts: Number of events per item.
+        files: All files of the dataset.
+    """
     complete = dataclasses.replace(
         card,
         lengths=length_statistics(lengths),
@@ -56,35 +65,45 @@ def finish_sequences(
     return complete
 
 
-ROWS_A_GROUP = 1024
-EVENTS_A_GROUP = 1 << 18
-GROUPS_A_PART = 256
+ROWS_PER_GROUP = 1024
+EVENTS_PER_GROUP = 1 << 18
+GROUPS_PER_PART = 256
 
 
 @dataclass(frozen=True, slots=True)
 class UserBlock:
-    """Some consecutive rows: scalar columns with one value a row, list columns as flat values over `lengths`."""
+    """A block of consecutive rows of the users table."""
 
     lengths: NDArray[np.int32]
+    """Number of events per row."""
     scalars: dict[str, pa.Array]
+    """Columns with one value per row."""
     lists: dict[str, NDArray[Any]]
+    """List columns with one value per event, as the concatenated values of all rows."""
     ragged: dict[str, NDArray[Any]] = dataclasses.field(default_factory=dict)
-    """List columns with several values an event; `<name>_counts` among the lists says how many each event has."""
+    """List columns with several values per event; `<name>_counts` in `lists` has the number of values per event."""
 
     @property
     def num_rows(self) -> int:
         return int(self.lengths.size)
 
     def ragged_offsets(self, name: str) -> NDArray[np.int64]:
-        """Where the values of each row begin in a ragged column, and its end."""
+        """Return the offset of each row's first value in a ragged column, followed by the number of values."""
         return offsets_of_lengths(self.lists[name + COUNTS_SUFFIX])[offsets_of_lengths(self.lengths)]
 
 
 class UsersWriter:
-    """Writes `users/part-*.parquet`. The bytes depend on the rows alone, not on how they were cut into blocks."""
+    """Writer of `users/part-*.parquet`; the bytes depend on the rows only, not on their division into blocks."""
 
     def __init__(self, folder: Path, fields: list[pa.Field], list_sizes: dict[str, int] | None = None):
-        """`list_sizes` names list columns with a fixed number of values a row; the others have `lengths` values."""
+        """Create the folder `users`.
+
+        Args:
+            folder: Folder of the dataset.
+            fields: Columns of the table.
+            list_sizes: Number of values per row of the list columns with a fixed size; other lists have one value per
+                event.
+        """
         self._folder = folder
         self._schema = pa.schema(fields)
         self._list_sizes = list_sizes or {}
@@ -96,11 +115,11 @@ class UsersWriter:
 
     def append(self, block: UserBlock) -> None:
         self._pending.append(block)
-        if sum(b.num_rows for b in self._pending) >= ROWS_A_GROUP or self._pending_events() >= EVENTS_A_GROUP:
+        if sum(b.num_rows for b in self._pending) >= ROWS_PER_GROUP or self._pending_events() >= EVENTS_PER_GROUP:
             self._write_groups(is_last=False)
 
     def close(self) -> list[DataFile]:
-        """Write what is left; the entries of all parts."""
+        """Write the remaining rows and return the entries of all files."""
         self._write_groups(is_last=True)
         if not self._parts:
             self._open_part()
@@ -126,7 +145,7 @@ class UsersWriter:
         self._pending = [rest] if rest.num_rows else []
 
     def _write_group(self, block: UserBlock) -> None:
-        if self._writer is None or self._groups_in_part == GROUPS_A_PART:
+        if self._writer is None or self._groups_in_part == GROUPS_PER_PART:
             self._close_part()
             self._open_part()
         assert self._writer is not None
@@ -163,7 +182,7 @@ class UsersWriter:
 
 
 def concat_blocks(blocks: list[UserBlock]) -> UserBlock:
-    """The rows of several blocks in one."""
+    """Concatenate blocks."""
     if len(blocks) == 1:
         return blocks[0]
     return UserBlock(
@@ -175,9 +194,9 @@ def concat_blocks(blocks: list[UserBlock]) -> UserBlock:
 
 
 def _group_end(offsets: NDArray[np.int64], start: int) -> tuple[int, bool]:
-    """End of the row group that begins at `start`, and whether it is full: it takes rows until it reaches a bound."""
-    by_events = int(np.searchsorted(offsets, offsets[start] + EVENTS_A_GROUP))
-    end = min(start + ROWS_A_GROUP, max(by_events, start + 1))
+    """Return the end of the row group that starts at `start`, and whether it has reached a size limit."""
+    by_events = int(np.searchsorted(offsets, offsets[start] + EVENTS_PER_GROUP))
+    end = min(start + ROWS_PER_GROUP, max(by_events, start + 1))
     return min(end, offsets.size - 1), end <= offsets.size - 1
 
 

@@ -1,11 +1,10 @@
-"""Encodes user and item ids as numbers, and filters rare ones (k-core).
+"""Encodes user and item ids as dense codes (id vocabulary), and filters rare users and items (k-core).
 
-Which users and items stay when rare ones are removed (k-core, minimum lengths), in passes over events on disk.
+`IdEncoder` assigns dense codes in order of first appearance. Ids are text. An id that is the plain decimal form of an
+integer is stored in a compiled hash table (about 24 bytes per id), any other id in a dictionary; `7` and `007` are
+different ids.
 
-Dense codes for the ids of a source, in order of first appearance.
-
-Ids are text. An id that is the plain decimal form of an integer lives in a compiled hash table (about 24 bytes an id),
-any other in a dictionary; `7` and `007` stay different ids.
+`apply_filter` removes rare users and items (k-core, minimum history length) in several passes over the events on disk.
 """
 
 import math
@@ -25,26 +24,34 @@ from nestrec.base.random import GOLDEN64
 from nestrec.data.flat_arrays import add_counts
 
 Pairs = Callable[[], Iterator[tuple[NDArray[Any], NDArray[Any]]]]
-"""A fresh pass over (user codes, item codes) of all events, in pieces."""
+"""Returns a new iterator over the (user codes, item codes) of all events, in chunks."""
 
 
 @config
 class CoreFilter:
-    """Removal of rare users and items."""
+    """Rules for the removal of rare users and items."""
 
     user_core: int = 0
-    """Users with fewer events are removed."""
+    """Minimum number of events of a user; users with fewer events are removed."""
     item_core: int = 0
-    """Items with fewer events are removed."""
+    """Minimum number of events of an item; items with fewer events are removed."""
     is_iterated: bool = True
-    """Repeat until every user and item left has enough events (a true k-core); otherwise both counts are taken once."""
+    """Whether removal is repeated until every remaining user and item has enough events (a true k-core); otherwise
+    events are counted once, before removal."""
     min_user_events: int = 0
-    """At last, users with fewer events left are removed, whatever this does to the items."""
+    """Minimum number of remaining events of a user, applied once at the end; items are not filtered again."""
 
 
 @dataclass(frozen=True, slots=True)
 class FilterResult:
-    """What stays: flags by code, and counts of the events that stay."""
+    """Users and items that remain after filtering.
+
+    Attributes:
+        users: Whether each user remains, by code.
+        items: Whether each item remains, by code.
+        user_counts: Number of remaining events per user.
+        item_counts: Number of remaining events per item.
+    """
 
     users: NDArray[np.bool_]
     items: NDArray[np.bool_]
@@ -53,28 +60,33 @@ class FilterResult:
 
 
 def apply_filter(rule: CoreFilter, pairs: Pairs, num_users: int, num_items: int) -> FilterResult:
-    """Memory is a few bytes a user and an item; each round reads the events once."""
-    kept = _count(pairs, np.ones(num_users, np.bool_), np.ones(num_items, np.bool_))
+    """Return the users and items that remain after a filter.
+
+    Reads all events once per round. Memory use is a few bytes per user and item.
+    """
+    selected = _count(pairs, np.ones(num_users, np.bool_), np.ones(num_items, np.bool_))
     while True:
-        users = kept.users & (kept.user_counts >= rule.user_core)
-        items = kept.items & (kept.item_counts >= rule.item_core)
-        is_stable = np.array_equal(users, kept.users) and np.array_equal(items, kept.items)
+        users = selected.users & (selected.user_counts >= rule.user_core)
+        items = selected.items & (selected.item_counts >= rule.item_core)
+        is_stable = np.array_equal(users, selected.users) and np.array_equal(items, selected.items)
         if not is_stable:
-            kept = _count(pairs, users, items)
+            selected = _count(pairs, users, items)
         if is_stable or not rule.is_iterated:
             break
-    users = kept.users & (kept.user_counts >= max(1, rule.min_user_events))
-    if not np.array_equal(users, kept.users):
-        kept = _count(pairs, users, kept.items)
-    return FilterResult(kept.users, kept.items & (kept.item_counts > 0), kept.user_counts, kept.item_counts)
+    users = selected.users & (selected.user_counts >= max(1, rule.min_user_events))
+    if not np.array_equal(users, selected.users):
+        selected = _count(pairs, users, selected.items)
+    return FilterResult(
+        selected.users, selected.items & (selected.item_counts > 0), selected.user_counts, selected.item_counts
+    )
 
 
 def _count(pairs: Pairs, users: NDArray[np.bool_], items: NDArray[np.bool_]) -> FilterResult:
     user_counts, item_counts = np.zeros(users.size, np.int64), np.zeros(items.size, np.int64)
     for event_users, event_items in pairs():
-        is_kept = users[event_users] & items[event_items]
-        add_counts(event_users[is_kept], user_counts)
-        add_counts(event_items[is_kept], item_counts)
+        is_selected = users[event_users] & items[event_items]
+        add_counts(event_users[is_selected], user_counts)
+        add_counts(event_items[is_selected], item_counts)
     return FilterResult(users, items, user_counts, item_counts)
 
 
@@ -82,11 +94,11 @@ _TOO_LARGE = 10**18
 _NUMBERS = (pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal, pa.types.is_boolean)
 _EMPTY = -1
 _TEXT = -(2**63)
-"""Stands for a text id among numbers, which have at most 18 digits."""
+"""Placeholder for a text id in the array of integers; it has more than 18 digits, so no integer id equals it."""
 
 
 class IdEncoder:
-    """Maps ids to codes 0, 1, ... in order of first appearance, and back."""
+    """Vocabulary of ids: maps ids to codes 0, 1, ... in order of first appearance, and codes back to ids."""
 
     def __init__(self) -> None:
         self._buckets = np.zeros(1 << 10, dtype=np.int64)
@@ -101,7 +113,11 @@ class IdEncoder:
         return self._size
 
     def encode(self, ids: pa.Array) -> NDArray[np.int64]:
-        """Codes of the ids (text or whole numbers, no nulls); unknown ids get the next codes."""
+        """Return the codes of ids; unknown ids are added and get the next codes.
+
+        Args:
+            ids: Text or integers without nulls.
+        """
         numbers = as_numbers(ids)
         if numbers is not None:
             return self._encode_numbers(numbers)
@@ -110,7 +126,7 @@ class IdEncoder:
         return np.asarray(codes[encoded.indices.to_numpy()])
 
     def find(self, ids: pa.Array) -> NDArray[np.int64]:
-        """Codes of the ids, -1 where unknown."""
+        """Return the codes of ids, -1 for unknown ids."""
         numbers = as_numbers(ids)
         if numbers is not None:
             return _find(self._buckets, self._codes, numbers)
@@ -119,7 +135,7 @@ class IdEncoder:
         return np.asarray(codes[encoded.indices.to_numpy()])
 
     def keys(self, codes: NDArray[np.int64]) -> pa.Array:
-        """The ids of the codes, as text."""
+        """Return the ids of codes as text."""
         text = pa.array(self._number_of_code[codes]).cast(pa.string())
         if not self._code_of_text:
             return text
@@ -128,18 +144,22 @@ class IdEncoder:
         return pc.replace_with_mask(text, pa.array(is_text), replacement)
 
     def all_keys(self) -> pa.Array:
-        """Every id, in order of code."""
+        """Return all ids in order of code."""
         return self.keys(np.arange(self._size, dtype=np.int64))
 
     def _encode_numbers(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         out = np.empty(numbers.size, dtype=np.int64)
-        done = 0
+        num_encoded = 0
         while True:
             self._reserve(len(self._code_of_text) + self._buckets.size // 2 + 1)
-            self._size, self._num_numbers, done = _encode(
-                (self._buckets, self._codes, self._number_of_code), (self._size, self._num_numbers), numbers, out, done
+            self._size, self._num_numbers, num_encoded = _encode(
+                (self._buckets, self._codes, self._number_of_code),
+                (self._size, self._num_numbers),
+                numbers,
+                out,
+                num_encoded,
             )
-            if done == numbers.size:
+            if num_encoded == numbers.size:
                 return out
             self._buckets, self._codes = _grow(self._buckets, self._codes)
 
@@ -167,15 +187,15 @@ class IdEncoder:
 
 
 def as_texts(cells: pa.Array) -> pa.Array:
-    """Converts the cells of a column to text; nulls and NaN become nulls.
+    """Convert the cells of a column to text; nulls and NaN become nulls.
 
-    The text of a cell depends on its value alone, not on its type or on the other cells of its batch: 7, 7.0 and the
+    The text of a cell depends only on its value, not on its type or on the other cells of its batch: 7, 7.0 and the
     decimal 7.00 are all `7`, and 1e10 is `10000000000`.
     """
     if pa.types.is_string(cells.type):
         return cells
     if pa.types.is_boolean(cells.type):
-        return cells.cast(pa.int8()).cast(pa.string())  # as JSON's true and false
+        return cells.cast(pa.int8()).cast(pa.string())  # the text that JSON's true and false are converted to
     if pa.types.is_float16(cells.type):
         cells = cells.cast(pa.float32())
     if not (pa.types.is_floating(cells.type) or pa.types.is_decimal(cells.type)):
@@ -185,14 +205,14 @@ def as_texts(cells: pa.Array) -> pa.Array:
         return pa.array(numbers).cast(pa.string())
     encoded = cells.dictionary_encode()
     is_decimal = pa.types.is_decimal(cells.type)
-    # A float of 32 bits must stay one: 0.1 as 64 bits would be 0.10000000149.
+    # float32 values must not become float64: 0.1 would turn into 0.10000000149.
     values = encoded.dictionary.to_pylist() if is_decimal else encoded.dictionary.to_numpy(zero_copy_only=False)
     texts = [None if value is None else text_of_id(value) for value in values]
     return pa.array([text or None for text in texts], pa.string()).take(encoded.indices)
 
 
 def text_of_id(key: str | float | Decimal) -> str:
-    """Returns the text of one value: all digits of an integer, else the fewest that identify it; empty for NaN."""
+    """Return the text of an id: all digits of an integer, otherwise the shortest unique decimal; empty for NaN."""
     if isinstance(key, str):
         return key
     if isinstance(key, Decimal):
@@ -206,13 +226,13 @@ def text_of_id(key: str | float | Decimal) -> str:
 
 
 def as_numbers(ids: pa.Array) -> NDArray[np.int64] | None:
-    """The ids as int64 where every one of them is an integer of at most 18 digits in plain decimal form."""
+    """Return the ids as int64 if all are integers of at most 18 digits in plain decimal form, otherwise None."""
     if pa.types.is_string(ids.type):
         numbers = np.empty(len(ids), dtype=np.int64)
         is_plain = not ids.null_count and _parse_plain(*text_buffers(ids), numbers)
         return numbers if is_plain else None
     if not any(is_kind(ids.type) for is_kind in _NUMBERS):
-        return None  # Arrow would cast a date or a timestamp to its count of days or seconds
+        return None  # Arrow would cast a date or timestamp to its number of days or seconds
     try:
         numbers = np.asarray(ids.cast(pa.int64()).to_numpy(zero_copy_only=False))
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
@@ -224,21 +244,21 @@ def as_numbers(ids: pa.Array) -> NDArray[np.int64] | None:
 
 
 def text_buffers(texts: pa.Array) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:
-    """Returns the bytes of a column of text, and the offsets of its cells in them."""
+    """Return the bytes of a text column and the offsets of its cells."""
     _, offsets, data = texts.buffers()
     bounds = np.frombuffer(offsets, dtype=np.int32)[texts.offset : texts.offset + len(texts) + 1]
     return (np.frombuffer(data, dtype=np.uint8) if data else np.zeros(0, np.uint8)), bounds
 
 
 def is_plain_number(text: str) -> bool:
-    """Whether `text` is what `str` would print for an integer of at most 18 digits."""
+    """Return whether `text` equals the output of `str` for an integer of at most 18 digits."""
     digits = text[1:] if text[:1] == "-" else text
     return digits.isascii() and digits.isdigit() and len(digits) <= 18 and str(int(text)) == text
 
 
 @njit(cache=True, nogil=True)
 def _parse_plain(data: NDArray[np.uint8], bounds: NDArray[np.int32], numbers: NDArray[np.int64]) -> bool:
-    """Fill `numbers` with the texts as integers; False at the first text that `is_plain_number` refuses."""
+    """Parse all texts as integers into `numbers`; return False at the first that is not a plain number."""
     for row in range(numbers.size):
         start, end = bounds[row], bounds[row + 1]
         is_negative = end > start and data[start] == 45
@@ -262,7 +282,7 @@ def _bucket_of(number: int, mask: int) -> np.int64:
 
 @njit(cache=True, nogil=True)
 def _encode(table, sizes, numbers, out, start) -> Any:  # type: ignore[no-untyped-def]
-    """Encode from `start` until the table is half full; the new sizes and how far it went."""
+    """Encode from `start` until the hash table is half full; return the new sizes and the number of encoded ids."""
     buckets, codes, number_of_code = table
     size, num_numbers = sizes
     mask = buckets.size - 1

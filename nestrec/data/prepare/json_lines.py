@@ -1,4 +1,7 @@
-"""Reads JSON lines: one object per line, nested fields by their dotted names."""
+"""Reads JSON lines, plain or gzip: one object per line; nested fields have dotted names (`user.id`).
+
+Every value is converted to text, as in a delimited file. A list becomes text with a mark before each of its values.
+"""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -10,31 +13,38 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from nestrec.base.errors import DataError, did_you_mean
-from nestrec.data.prepare.list_cells import signatures_of_objects, text_of
-from nestrec.data.prepare.raw_rows import SIGNATURE, WHOLE_LINE, BadRow, RawBatch, bad_row, first_line, read_lines
+from nestrec.data.prepare.list_cells import as_cell_text, signatures_of_objects
+from nestrec.data.prepare.raw_rows import RAW_LINE, SIGNATURE, BadRow, RawBatch, bad_row, first_line, read_lines
 from nestrec.data.prepare.text_encoding import check_unicode
 
 JSON_LINES_SUFFIXES = (".jsonl", ".ndjson", ".json")
 
 
 class JsonLinesReader:
-    """Reads files one after another; `check` then tells of columns that no line of any of them had."""
+    """Reader of JSON lines; `check_columns` raises for columns that occurred in no line of any file."""
 
-    def __init__(self, wanted: Sequence[str], encoding: str = "utf-8"):
-        self._wanted = tuple(dict.fromkeys(wanted))
+    def __init__(self, columns: Sequence[str], encoding: str = "utf-8"):
+        self._columns = tuple(dict.fromkeys(columns))
         self._encoding = encoding
         self._seen: dict[str, None] = {}
         self._file = ""
 
     def read(self, path: Path) -> Iterator[RawBatch]:
-        """Rows with the wanted columns, and one with the whole line."""
+        """Yield batches with the requested columns, the raw line and the row hash."""
         check_lines(path, self._encoding)
         self._file = path.name
         for lines, first, done in read_lines(path, self._encoding):
-            yield self.rows(path.name, lines, np.arange(first, first + len(lines)), done)
+            yield self.parse_lines(path.name, lines, np.arange(first, first + len(lines)), done)
 
-    def rows(self, file: str, lines: Sequence[str], numbers: NDArray[np.int64], done: float = 1.0) -> RawBatch:
-        """Rows of lines from anywhere; numbers: of each, for people."""
+    def parse_lines(self, file: str, lines: Sequence[str], numbers: NDArray[np.int64], done: float = 1.0) -> RawBatch:
+        """Parse lines into a batch.
+
+        Args:
+            file: Name of the file, for messages.
+            lines: Text of the lines.
+            numbers: Line numbers, for messages.
+            done: Fraction of the file that has been read.
+        """
         rows: list[dict[str, str]] = []
         good: list[int] = []
         bad: list[BadRow] = []
@@ -53,21 +63,21 @@ class JsonLinesReader:
                 bad.append(bad_row(number, "not a JSON object", text))
         for row in rows:
             self._seen |= dict.fromkeys(row)
-        columns = {name: pa.array([row.get(name, "") for row in rows], pa.string()) for name in self._wanted}
-        columns[WHOLE_LINE] = pa.array(texts, pa.string())
+        columns = {name: pa.array([row.get(name, "") for row in rows], pa.string()) for name in self._columns}
+        columns[RAW_LINE] = pa.array(texts, pa.string())
         columns[SIGNATURE] = pa.array(signatures_of_objects(rows).view(np.int64))
-        return RawBatch(file, np.array(good, dtype=np.int64), columns, tuple(bad), done).without_marked_rows()
+        return RawBatch(file, np.array(good, dtype=np.int64), columns, tuple(bad), done).reject_undecodable_rows()
 
-    def check(self) -> None:
-        """Raise for a wanted column that no line had: nothing would tell a mistyped name from an empty column."""
-        for name in self._wanted:
+    def check_columns(self) -> None:
+        """Raise for a requested column that no line had; a mistyped name would otherwise look like an empty column."""
+        for name in self._columns:
             if self._seen and name not in self._seen:
                 remedy = did_you_mean(name, self._seen)
-                raise DataError(f"is a field of no line of {self._file}", option="column", value=name, remedy=remedy)
+                raise DataError(f"no line of {self._file} has this field", option="column", value=name, remedy=remedy)
 
 
 def field_names(path: Path, encoding: str = "utf-8") -> tuple[str, ...]:
-    """Fields of the first block of lines, in order of appearance."""
+    """Return the fields of the first block of lines in order of appearance."""
     check_lines(path, encoding)
     for lines, _, _ in read_lines(path, encoding):
         return tuple(dict.fromkeys(name for line in lines for name in parse_line(line.strip()) or ()))
@@ -75,7 +85,7 @@ def field_names(path: Path, encoding: str = "utf-8") -> tuple[str, ...]:
 
 
 def parse_line(line: str) -> dict[str, str] | None:
-    """Returns texts by dotted name; None if the line is not an object."""
+    """Return the values of a line as text by dotted name; None if the line is not a JSON object."""
     try:
         return _texts_of_line(line)
     except (ValueError, RecursionError):
@@ -87,13 +97,13 @@ def _texts_of_line(line: str) -> dict[str, str]:
     if not isinstance(value, dict):
         raise ValueError("not an object")
     texts = dict(_texts(value, ""))
-    if "\\u" in line:  # only an escape can hold half of a surrogate pair, which no other part can store
+    if "\\u" in line:  # only an escape sequence can contain an unpaired surrogate, which UTF-8 cannot encode
         check_unicode(text for pair in texts.items() for text in pair)
     return texts
 
 
 def is_json(path: Path, encoding: str = "utf-8") -> bool:
-    """By its name, or where that says nothing by its first line."""
+    """Return whether a file contains JSON lines, by its name, or by its first line if the name is ambiguous."""
     name = path.name.removesuffix(".gz")
     if name.endswith(JSON_LINES_SUFFIXES):
         return True
@@ -101,11 +111,13 @@ def is_json(path: Path, encoding: str = "utf-8") -> bool:
 
 
 def check_lines(path: Path, encoding: str = "utf-8") -> None:
-    """Refuse a file that is one JSON value over many lines."""
+    """Raise for a file that is a single JSON value spread over several lines."""
     first = first_line(path, encoding).strip()
     if first in ("[", "{", "[{") or first.startswith("["):
-        remedy = "write one object a line: jq -c '.[]' FILE > FILE.jsonl"
-        raise DataError("is one JSON value, not an object a line", option="input", value=str(path), remedy=remedy)
+        remedy = "write one object per line, for example with jq -c '.[]' FILE > FILE.jsonl"
+        raise DataError(
+            "the file is one JSON value, not one object per line", option="input", value=str(path), remedy=remedy
+        )
 
 
 def _texts(value: dict[str, Any], where: str) -> Iterator[tuple[str, str]]:
@@ -114,4 +126,4 @@ def _texts(value: dict[str, Any], where: str) -> Iterator[tuple[str, str]]:
         if isinstance(inner, dict):
             yield from _texts(inner, path)
         else:
-            yield path, text_of(inner)
+            yield path, as_cell_text(inner)

@@ -1,8 +1,9 @@
-"""Parses cells that contain lists, and computes signatures of rows.
+"""Parses cells that contain lists, and computes row hashes for the detection of exact duplicates.
 
-Cells with several values: lists of typed files and of JSON, or text, with a separator or as lists are written.
+A list cell is a list of a typed file, a JSON list, a list literal in text such as `["a", "b"]`, or text with a
+separator. Lists of JSON are stored as text with a mark before each value, which values cannot contain.
 
-A 64-bit hash of each row's cells, by which exact duplicates are told, and of each cell with a key of its column.
+A row signature is a 64-bit hash of all cells of the row. Each cell is hashed with a key of its column.
 """
 
 import ast
@@ -22,23 +23,31 @@ from nestrec.base.random import mix64_jit as compiled_mix64
 from nestrec.data.prepare.id_encoder import IdEncoder, as_texts, text_buffers, text_of_id
 from nestrec.data.prepare.parse import parse_numbers
 
-MARK = "\x1f"
-"""Stands before each value of a JSON list that was made text: values may hold any other separator."""
+LIST_MARK = "\x1f"
+"""Mark before each value of a JSON list that was converted to text; values may contain any other separator."""
 _BRACKETS = re.compile(r"\[[^\[\]]*\]")
 _NO_COMMA = re.compile(r"""['"]\s+['"]""")
-"""Between two texts, as numpy writes them: to Python they would be one text."""
+"""Matches two quoted texts without a comma, as numpy prints them; Python would concatenate them into one text."""
 
 
 def split_cells(column: pa.Array, separator: str) -> tuple[pa.Array, NDArray[np.int64]]:
-    """The values of all cells as text, one cell after the other, and how many each has; blanks are no values."""
+    """Split list cells into their values.
+
+    Args:
+        column: Lists or text.
+        separator: Separator of the values in text.
+
+    Returns:
+        The concatenated values of all cells as text without blanks, and the number of values per cell.
+    """
     if pa.types.is_nested(column.type):
         flat = column.flatten()
         counts = _lengths(column)
         values = as_texts(flat)
     else:
-        text = with_marks(as_texts(column).fill_null(""), separator)
-        is_marked = pc.starts_with(text, MARK)
-        marked, plain = pc.split_pattern(text, MARK), pc.split_pattern(text, separator)
+        text = mark_lists(as_texts(column).fill_null(""), separator)
+        is_marked = pc.starts_with(text, LIST_MARK)
+        marked, plain = pc.split_pattern(text, LIST_MARK), pc.split_pattern(text, separator)
         lists = plain if not pc.any(is_marked).as_py() else pc.if_else(is_marked, marked, plain)
         values = pc.utf8_trim_whitespace(lists.flatten())
         counts = _lengths(lists)
@@ -50,62 +59,71 @@ def split_cells(column: pa.Array, separator: str) -> tuple[pa.Array, NDArray[np.
     return values.filter(pa.array(is_value)), np.bincount(row[is_value], minlength=counts.size).astype(np.int64)
 
 
-def with_marks(text: pa.Array, separator: str) -> pa.Array:
-    """Cells such as `["a", "b"]`, `['a', 'b']` and `[a, b]` with a mark before each value; all others as they are."""
+def mark_lists(text: pa.Array, separator: str) -> pa.Array:
+    """Put a mark before each value of list literals (`["a", "b"]`, `['a', 'b']`, `[a, b]`); keep other cells."""
     trimmed = pc.utf8_trim_whitespace(text)
-    is_written = pc.and_(pc.starts_with(trimmed, "["), pc.ends_with(trimmed, "]"))
-    if not pc.any(is_written).as_py():
+    is_list_literal = pc.and_(pc.starts_with(trimmed, "["), pc.ends_with(trimmed, "]"))
+    if not pc.any(is_list_literal).as_py():
         return text
-    cells = trimmed.filter(is_written).dictionary_encode()
+    cells = trimmed.filter(is_list_literal).dictionary_encode()
     marked = pa.array([_marked(cell, separator) for cell in cells.dictionary.to_pylist()], pa.string())
-    return pc.replace_with_mask(text, is_written, marked.take(cells.indices))
+    return pc.replace_with_mask(text, is_list_literal, marked.take(cells.indices))
 
 
 def _marked(cell: str, separator: str) -> str:
-    values = _written_list(cell)
+    values = _parse_list(cell)
     if values is not None:
-        return text_of(values)
+        return as_cell_text(values)
     if _BRACKETS.fullmatch(cell) and not _NO_COMMA.search(cell):
-        return "".join(MARK + value.strip() for value in cell[1:-1].split(separator))
+        return "".join(LIST_MARK + value.strip() for value in cell[1:-1].split(separator))
     return cell
 
 
-def _written_list(cell: str) -> list[Any] | None:
+def _parse_list(cell: str) -> list[Any] | None:
     try:
-        found = json.loads(cell)
+        values_of_cell = json.loads(cell)
     except (ValueError, RecursionError):
         if _NO_COMMA.search(cell):
             return None
         try:
-            found = ast.literal_eval(cell)
+            values_of_cell = ast.literal_eval(cell)
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             return None
-    return found if isinstance(found, list) else None
+    return values_of_cell if isinstance(values_of_cell, list) else None
 
 
-def text_of(value: Any) -> str:
-    """A value of JSON as a cell of text; a list has a mark before each of its values."""
+def as_cell_text(value: Any) -> str:
+    """Convert a JSON value to the text of a cell; a list gets a mark before each of its values."""
     if value is None:
         return ""
     if isinstance(value, bool):
         return str(int(value))
     if isinstance(value, list):
         plain = not any(isinstance(part, dict | list) for part in value)
-        return "".join(MARK + text_of(part) for part in value) if plain else json.dumps(value, default=str)
+        return "".join(LIST_MARK + as_cell_text(part) for part in value) if plain else json.dumps(value, default=str)
     if isinstance(value, float):
         return text_of_id(value)  # 3.0 and 3 are the same number in JSON, and the same id
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def encode_lists(table: IdEncoder, column: pa.Array, separator: str) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Ids from 1 of the values of all cells, in order of first appearance, and how many each cell has."""
+    """Encode the values of list cells.
+
+    Args:
+        table: Vocabulary of the values; unknown values are added.
+        column: Lists or text.
+        separator: Separator of the values in text.
+
+    Returns:
+        The concatenated ids of all cells, from 1 in order of first appearance, and the number of values per cell.
+    """
     values, counts = split_cells(column, separator)
     ids = table.encode(values) + 1 if len(values) else np.zeros(0, np.int64)
     return ids.astype(np.int32), counts
 
 
-def is_readable(kind: pa.DataType) -> bool:
-    """Whether cells of a type are a value, or a list of values: no records, maps, lists of lists or lists of bytes."""
+def is_value_or_list(kind: pa.DataType) -> bool:
+    """Return whether cells of a type are values or lists of values, not structs, maps, nested lists or byte lists."""
     if not pa.types.is_nested(kind):
         return not pa.types.is_interval(kind)
     if not (pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)):
@@ -114,37 +132,37 @@ def is_readable(kind: pa.DataType) -> bool:
 
 
 def is_bytes(kind: pa.DataType) -> bool:
-    """Whether cells are bytes of which nothing says that they are text."""
+    """Return whether a type is a binary type (bytes that are not declared as text)."""
     return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_fixed_size_binary(kind))
 
 
-def joined(column: pa.Array) -> pa.Array:
-    """Cells with several values as text for people; cells of one value as they are."""
+def as_display_text(column: pa.Array) -> pa.Array:
+    """Convert list cells to readable text with commas; other cells are returned unchanged."""
     if not pa.types.is_nested(column.type):
         if not pa.types.is_string(column.type):
             return column
-        return pc.replace_substring(pc.utf8_ltrim(column, MARK), MARK, ",") if has_marks(column) else column
-    if not is_readable(column.type) or column.flatten().null_count:
+        return pc.replace_substring(pc.utf8_ltrim(column, LIST_MARK), LIST_MARK, ",") if has_marks(column) else column
+    if not is_value_or_list(column.type) or column.flatten().null_count:
         return pa.array([str(cell) for cell in column.to_pylist()], pa.string())
     return pc.binary_join(_lists_of_texts(column), ",").fill_null("")
 
 
-def marked_lists(column: pa.Array) -> pa.Array:
-    """Converts the cells of a nested column to text as `text_of` does: a list gets a mark before each value."""
-    if not is_readable(column.type) or column.flatten().null_count:
-        return joined(column)
-    texts = pc.binary_join(_lists_of_texts(column), MARK)
-    return pc.if_else(pc.equal(pc.list_value_length(column), 0), "", pc.binary_join_element_wise("", texts, MARK))
+def as_marked_text(column: pa.Array) -> pa.Array:
+    """Convert the cells of a nested column to text in the same form as `as_cell_text`: a mark before each value."""
+    if not is_value_or_list(column.type) or column.flatten().null_count:
+        return as_display_text(column)
+    texts = pc.binary_join(_lists_of_texts(column), LIST_MARK)
+    return pc.if_else(pc.equal(pc.list_value_length(column), 0), "", pc.binary_join_element_wise("", texts, LIST_MARK))
 
 
 def _lists_of_texts(column: pa.Array) -> pa.Array:
-    """Converts the elements of lists, none of them null, to text."""
+    """Convert the elements of lists to text; no element may be null."""
     offsets = np.concatenate([[0], np.cumsum(_lengths(column))]).astype(np.int32)
     return pa.ListArray.from_arrays(pa.array(offsets), as_texts(column.flatten()), mask=column.is_null())
 
 
-def vectors(column: pa.Array, separator: str) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """The numbers of all cells, NaN where one is none, and how many each cell has."""
+def parse_vectors(column: pa.Array, separator: str) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Return the concatenated numbers of all cells (NaN for invalid numbers) and the number of values per cell."""
     if pa.types.is_nested(column.type) and not pa.types.is_string(column.type.value_type):
         return column.flatten().cast(pa.float32()).fill_null(np.nan).to_numpy(zero_copy_only=False), _lengths(column)
     if pa.types.is_string(column.type):
@@ -154,8 +172,8 @@ def vectors(column: pa.Array, separator: str) -> tuple[NDArray[np.float32], NDAr
 
 
 def has_marks(column: pa.Array) -> bool:
-    """Whether a column of text holds lists of JSON."""
-    return bool(pc.any(pc.starts_with(column, MARK)).as_py())
+    """Return whether a text column contains JSON lists."""
+    return bool(pc.any(pc.starts_with(column, LIST_MARK)).as_py())
 
 
 def _lengths(lists: pa.Array) -> NDArray[np.int64]:
@@ -163,18 +181,23 @@ def _lengths(lists: pa.Array) -> NDArray[np.int64]:
 
 
 _NAMES_KEY = 0x4E616D65
-"""Separates the hashes of column names from those of cells."""
+"""Hash key of column names, so that they differ from the hashes of equal cells."""
 
 
 def event_signatures(columns: Mapping[str, pa.Array], num_rows: int, *, is_typed: bool = False) -> NDArray[np.uint64]:
-    """Returns a hash of the cells of each row by the names of their columns, in whatever order the columns are.
+    """Return a hash of the named cells of each row, independent of the order of the columns.
 
-    Cells without a value do not count: a file without their column has the same row. In a typed file these are the
+    Cells without a value are ignored, so a file without that column gives the same hash. In a typed file these are the
     nulls; in a text file, which has no nulls, they are the empty cells.
+
+    Args:
+        columns: Cells by column name.
+        num_rows: Number of rows.
+        is_typed: Whether the columns come from a typed file.
     """
     signatures = np.zeros(num_rows, dtype=np.uint64)
     for name, column in columns.items():
-        texts = marked_lists(column) if pa.types.is_nested(column.type) else column
+        texts = as_marked_text(column) if pa.types.is_nested(column.type) else column
         texts = texts.cast(pa.binary()) if is_bytes(texts.type) else as_texts(texts)
         is_absent = texts.is_null().to_numpy(zero_copy_only=False)
         data, bounds = text_buffers(texts.fill_null("") if texts.null_count else texts)
@@ -186,7 +209,7 @@ def event_signatures(columns: Mapping[str, pa.Array], num_rows: int, *, is_typed
 
 
 def signatures_of_objects(rows: Sequence[Mapping[str, str]]) -> NDArray[np.uint64]:
-    """Returns the same for rows that are texts by name, as lines of JSON have them."""
+    """Return the same hashes as `event_signatures` for rows that are texts by name, such as JSON lines."""
     signatures = np.zeros(len(rows), dtype=np.uint64)
     texts = pa.array([text for row in rows for text in row.values()], pa.string())
     keys = {name: _key_of(name) for name in dict.fromkeys(name for row in rows for name in row)}
@@ -204,7 +227,7 @@ def _key_of(name: str) -> np.uint64:
 
 
 def row_signatures(columns: list[pa.Array], num_rows: int) -> NDArray[np.uint64]:
-    """Hash of all cells of each row, in column order."""
+    """Return a hash of all cells of each row, in column order."""
     signatures = np.zeros(num_rows, dtype=np.uint64)
     for column in columns:
         _fold_cells(*_bytes_of(column), signatures)
@@ -212,7 +235,7 @@ def row_signatures(columns: list[pa.Array], num_rows: int) -> NDArray[np.uint64]
 
 
 def cell_hashes(column: pa.Array, key: int) -> NDArray[np.uint64]:
-    """Hash of each cell of a text column under a key."""
+    """Return the keyed hash of each cell of a text column."""
     hashes = np.full(len(column), mix64(key), dtype=np.uint64)
     _fold_cells(*_bytes_of(column), hashes)
     return hashes
@@ -220,7 +243,7 @@ def cell_hashes(column: pa.Array, key: int) -> NDArray[np.uint64]:
 
 def _bytes_of(column: pa.Array) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:
     if pa.types.is_nested(column.type):
-        column = joined(column)
+        column = as_display_text(column)
     if is_bytes(column.type):
         column = column.cast(pa.binary())
     elif not pa.types.is_string(column.type):
@@ -241,21 +264,21 @@ def _add_cells(  # noqa: PLR0917
     keys: NDArray[np.uint64],
     signatures: NDArray[np.uint64],
 ) -> None:
-    """Add the hash of each of the `cells` under its key to its row: a sum does not depend on the order."""
+    """Add the keyed hash of each of the `cells` to its row; a sum does not depend on the order of columns."""
     for i in range(cells.size):
         start, end = bounds[cells[i]], bounds[cells[i] + 1]
-        signatures[rows[i]] += _folded(data, start, end, keys[i])
+        signatures[rows[i]] += _fold_bytes(data, start, end, keys[i])
 
 
 @njit(cache=True, nogil=True)
 def _fold_cells(data: NDArray[np.uint8], bounds: NDArray[np.int32], hashes: NDArray[np.uint64]) -> None:
     for row in range(hashes.size):
-        hashes[row] = _folded(data, bounds[row], bounds[row + 1], hashes[row])
+        hashes[row] = _fold_bytes(data, bounds[row], bounds[row + 1], hashes[row])
 
 
 @njit(cache=True, nogil=True)
-def _folded(data: NDArray[np.uint8], start: int, end: int, initial: np.uint64) -> np.uint64:
-    """Folds the length and the bytes of a cell, eight at a time, into a hash."""
+def _fold_bytes(data: NDArray[np.uint8], start: int, end: int, initial: np.uint64) -> np.uint64:
+    """Fold the length and the bytes of a cell, eight at a time, into a hash."""
     h = compiled_mix64(initial ^ np.uint64(end - start))
     word = np.uint64(0)
     for i in range(start, end):
@@ -267,7 +290,7 @@ def _folded(data: NDArray[np.uint8], start: int, end: int, initial: np.uint64) -
 
 
 def category_keys(column: pa.Array, hash_key: int) -> NDArray[np.int64]:
-    """A 63-bit hash of (column, value) that is never 0, and 0 for a blank."""
+    """Return a 63-bit hash of (column, value) that is never 0, and 0 for blank cells."""
     hashes = (cell_hashes(column, hash_key) >> np.uint64(1)).astype(np.int64)
     is_blank = pc.binary_length(column).to_numpy(zero_copy_only=False) == 0
     return np.where(is_blank, 0, np.maximum(hashes, 1))

@@ -1,4 +1,7 @@
-"""What a format gives to `write_dataset`: raw rows, the meaning of their columns, and side tables."""
+"""Defines `LogSource`, the input of `write_dataset`: raw rows of an event log, its schema, and its side tables.
+
+A format plugin returns a `LogSource`. The functions of this module create batches from files and in-memory tables.
+"""
 
 import contextlib
 import gzip
@@ -16,68 +19,80 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from nestrec.base.errors import DataError, UserError
-from nestrec.base.files import given_path
+from nestrec.base.files import parse_path
 from nestrec.data.prepare.event_parser import EventColumns
 from nestrec.data.prepare.raw_rows import DelimitedFormat, RawBatch, read_delimited, read_parquet
 from nestrec.data.prepare.side_tables import SideSource
 
 Batches = Callable[[], Iterator[tuple[RawBatch, float]]]
-"""A pass over the input: batches with the share of the whole input that has been read."""
+"""Returns a new iterator over the input: batches with the fraction of the input that has been read so far."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogSource:
-    """A log of events in some format."""
+    """An event log in any format, with its schema and side tables."""
 
     name: str
+    """Name of the dataset."""
     format: str
+    """Name of the format."""
     columns: EventColumns
+    """Schema of the events."""
     batches: Batches
+    """Function that reads the raw rows from the start."""
     drops_duplicates: bool = False
+    """Whether exact duplicate rows are dropped by default."""
     users: tuple[SideSource, ...] = ()
+    """Side tables with features of users."""
     items: tuple[SideSource, ...] = ()
+    """Side tables with features of items."""
     files: tuple[Path, ...] = ()
-    """That hold the events."""
+    """Files that contain the events."""
     notes: tuple[str, ...] = ()
-    """What a person should know of the input."""
+    """Remarks on the input that are shown to the user and stored in the dataset card."""
 
     def checked_batches(self) -> Iterator[tuple[RawBatch, float]]:
-        """The batches; a UserError at the first that is none. (Which columns it has, `EventParser` checks.)"""
-        given: Any
-        for given in self.batches():
-            if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], RawBatch)):
-                remedy = "let them give (RawBatch, share of the input)"
-                raise self._mistake(f"its batches give {type(given).__name__}", remedy)
-            batch = given[0]
+        """Yield the batches; `EventParser` checks their columns later.
+
+        Raises:
+            UserError: The format returned something that is not a valid batch.
+        """
+        item: Any
+        for item in self.batches():
+            if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], RawBatch)):
+                remedy = "`batches` must yield (RawBatch, fraction of the input that has been read)"
+                raise self._format_error(f"`batches` of the format yields {type(item).__name__}", remedy)
+            batch = item[0]
             for column, values in batch.columns.items():
                 if not isinstance(values, pa.Array | pa.ChunkedArray):
                     problem = f"column {column!r} of {batch.file} is a {type(values).__name__}"
-                    raise self._mistake(problem, "give columns as pyarrow arrays")
+                    raise self._format_error(problem, "columns must be pyarrow arrays")
                 if len(values) != batch.num_rows:
                     problem = f"column {column!r} of {batch.file} has {len(values)} values for {batch.num_rows} lines"
-                    raise self._mistake(problem, "give each row its line and a value in every column")
-            yield given
+                    raise self._format_error(problem, "each row needs a line number and a value in every column")
+            yield item
 
-    def _mistake(self, problem: str, remedy: str) -> UserError:
-        return UserError(problem, option="format", value=self.format, remedy=f"mend the format: {remedy}")
+    def _format_error(self, problem: str, remedy: str) -> UserError:
+        return UserError(problem, option="format", value=self.format, remedy=f"fix the format plugin: {remedy}")
 
     def digests(self, *, of_rows: bool = False) -> dict[str, str]:
-        """Of the files that hold the events, by name: below the folder of all, where files of several have one name.
+        """Return the SHA-256 digests of the event files, by path relative to their common parent folder.
 
-        of_rows: only of those that have any, since files without are all the same.
+        Args:
+            of_rows: Whether files without rows are left out, since their digests are all equal.
         """
         folder = os.path.commonpath([path.absolute().parent for path in self.files]) if self.files else ""
-        has_header = self.format == "log" and not self.columns.log.names
+        has_header = self.format == "log" and not self.columns.log.column_names
         files = [path for path in self.files if not of_rows or _has_rows(path, has_header=has_header)]
         return {str(path.absolute().relative_to(folder)): sha256_of_file(path) for path in files}
 
 
 def _has_rows(path: Path, *, has_header: bool) -> bool:
-    """Whether there is more in a file than a header. Of what cannot be read, whoever reads it tells."""
+    """Return whether a file has rows after its header; unreadable files count as non-empty and fail when read."""
     try:
         if path.suffix == ".parquet":
             return bool(pq.read_metadata(path).num_rows)
-        # As text, so that a line may end as on any system; of any encoding, since nobody reads what it says.
+        # Text mode handles all kinds of line ends; latin-1 decodes any byte, and the characters do not matter.
         opened = gzip.open if path.suffix == ".gz" else open
         with opened(path, "rt", encoding="latin-1") as stream:
             lines = list(itertools.islice((line for line in stream if line.strip()), 2))
@@ -88,69 +103,77 @@ def _has_rows(path: Path, *, has_header: bool) -> bool:
 
 
 def sha256_of_file(path: Path) -> str:
-    """Digest of a file's bytes."""
+    """Return the SHA-256 digest of a file in hexadecimal form."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def over_files(files: Sequence[Path], read: Callable[[Path], Iterator[RawBatch]]) -> Batches:
-    """A pass over several files in order; progress is by their bytes."""
+    """Return batches that read several files in order; progress is measured in bytes."""
 
     def batches() -> Iterator[tuple[RawBatch, float]]:
         sizes = [max(1, path.stat().st_size) for path in files]
         for i, path in enumerate(files):
             for batch in read(path):
-                yield batch, (sum(sizes[:i]) + batch.done * sizes[i]) / sum(sizes)
+                yield batch, (sum(sizes[:i]) + batch.fraction_read * sizes[i]) / sum(sizes)
 
     return batches
 
 
-def delimited_files(files: Sequence[Path], how: DelimitedFormat) -> Batches:
-    """A pass over delimited text files."""
-    return over_files(files, lambda path: read_delimited(path, how))
+def delimited_files(files: Sequence[Path], text_format: DelimitedFormat) -> Batches:
+    """Return batches that read delimited text files."""
+    return over_files(files, lambda path: read_delimited(path, text_format))
 
 
-def side_files(files: Sequence[Path], how: DelimitedFormat) -> Callable[[], Iterator[RawBatch]]:
-    """The rows of the files of a side table."""
+def side_files(files: Sequence[Path], text_format: DelimitedFormat) -> Callable[[], Iterator[RawBatch]]:
+    """Return a function that reads the files of a side table."""
 
     def batches() -> Iterator[RawBatch]:
         for path in files:
-            yield from (read_parquet(path) if path.suffix == ".parquet" else read_delimited(path, how))
+            yield from (read_parquet(path) if path.suffix == ".parquet" else read_delimited(path, text_format))
 
     return batches
 
 
 class ArrowTable(Protocol):
-    """A table in memory, of pyarrow, pandas, Polars or another library with Arrow's C interface."""
+    """An in-memory table of pyarrow, pandas, Polars or another library with the Arrow C stream interface."""
 
     def __arrow_c_stream__(self, requested_schema: object | None = None) -> object: ...
 
 
 @contextlib.contextmanager
-def given_input(value: Any, field: str) -> Iterator[Path]:
-    """Yields the path that a script names; a table in memory becomes a Parquet file for as long as it is read."""
+def input_as_path(value: Any, field: str) -> Iterator[Path]:
+    """Yield the path of an input; an in-memory table is written to a temporary Parquet file for the duration.
+
+    Args:
+        value: A path or an in-memory table.
+        field: Name of the argument, for error messages.
+    """
     if not hasattr(value, "__arrow_c_stream__"):
-        yield given_path(value, field)
+        yield parse_path(value, field)
         return
     with tempfile.TemporaryDirectory(prefix="nestrec-") as folder:
         path = Path(folder) / "table.parquet"
         try:
             pq.write_table(pa.table(value), path)
         except pa.ArrowException as error:
-            remedy = "give columns of text, numbers, times, or lists of them"
+            remedy = "convert its columns to text, numbers, times, or lists of them"
             raise DataError(
-                f"cannot be written as Parquet: {error}", option=field, value=type(value).__name__, remedy=remedy
+                f"the table cannot be written as Parquet: {error}",
+                option=field,
+                value=type(value).__name__,
+                remedy=remedy,
             ) from error
         yield path
 
 
-def plain_name(path: Path) -> str:
-    """File name without `.gz`."""
+def name_without_gz(path: Path) -> str:
+    """Return the file name without `.gz`."""
     return path.name.removesuffix(".gz")
 
 
 def find_file(folder: Path, *names: str) -> Path | None:
-    """The first of the names that exists in the folder, plain or gzip."""
+    """Return the first of the names that exists in the folder, plain or gzip; None if there is none."""
     for name in names:
         for candidate in (folder / name, folder / f"{name}.gz"):
             if candidate.is_file():
@@ -159,7 +182,13 @@ def find_file(folder: Path, *names: str) -> Path | None:
 
 
 def require_input(path: Path) -> Path:
-    """The path, or an error if nothing is there."""
+    """Return the path.
+
+    Raises:
+        DataError: The path does not exist.
+    """
     if not path.exists():
-        raise DataError("does not exist", option="input", value=str(path), remedy="name a file or folder that exists")
+        raise DataError(
+            "the path does not exist", option="input", value=str(path), remedy="name an existing file or folder"
+        )
     return path

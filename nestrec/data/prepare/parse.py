@@ -1,4 +1,4 @@
-"""Text columns to numbers and times, row by row good, blank or bad."""
+"""Parses text columns into numbers and times, with a state per cell: good, blank or bad."""
 
 from typing import Any
 
@@ -14,10 +14,10 @@ from nestrec.data.prepare.prepare_options import TimeUnit
 
 _NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?$"
 BLANK_WORDS = ("", "nan", "NaN", "null", "NULL", "None", r"\N")
-"""What programs write where there is no number and no time. Ids are taken as they are."""
+"""Texts that programs write for a missing number or time. In id columns they are ids like any other text."""
 _BLANK = pa.array(BLANK_WORDS)
 _DIGITS_OF_UNIT: dict[TimeUnit, int] = {"s": 3, "ms": 0, "us": -3, "ns": -6}
-"""How far the decimal point of a number moves to the right when it becomes milliseconds."""
+"""Number of digits that the decimal point moves to the right when a time of each unit is converted to milliseconds."""
 UNIT_NAMES: dict[TimeUnit, str] = {
     "s": "seconds since 1970",
     "ms": "milliseconds since 1970",
@@ -26,33 +26,33 @@ UNIT_NAMES: dict[TimeUnit, str] = {
     "iso": "dates",
 }
 FIRST_PLAUSIBLE_S, LAST_PLAUSIBLE_S = 315_532_800, 4_102_444_800
-"""From 1980 to 2100 UTC: a number is such a time in one unit at most, since the two differ by less than 1,000."""
+"""Plausible times: 1980 to 2100 UTC. The bounds differ by a factor below 1,000, so a number fits at most one unit."""
 _PLAUSIBLE_SHARE = 0.01
 _DATES_TRIED = 1000
-_FAR = 2**63 - 1
-"""Replaces all numbers that 64 bits cannot hold."""
+_OVERFLOW = 2**63 - 1
+"""Replaces all numbers that overflow 64 bits."""
 GOOD, BLANK, BAD = 0, 1, 2
 _LARGEST = float(np.finfo(np.float32).max)
-"""Datasets hold numbers of 32 bits: what lies beyond would be infinite there."""
+"""Largest float32: datasets store float32 numbers, so larger ones would become infinite."""
 NOT_A_TIME, OUT_OF_RANGE, AHEAD = "time is not a time", "time out of range", "time lies ahead of the clock"
 NOT_A_NUMBER = "is not a number"
-"""The end of a reason that begins with the column."""
-ABOUT_TIME = (NOT_A_TIME, OUT_OF_RANGE, AHEAD)
-"""Reasons for which a row is bad that another unit of time may mend."""
+"""Last part of the rejection reason; the column name precedes it."""
+TIME_REASONS = (NOT_A_TIME, OUT_OF_RANGE, AHEAD)
+"""Rejection reasons that setting another time unit may fix."""
 
 
 def parse_integers(column: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-    """Returns int64 values and states. An integer written as `12.0` or `1e3` is good."""
+    """Return int64 values and states; integers written as `12.0` or `1e3` are good."""
     integers = _integers(column)
     if integers is not None:
         return integers, np.zeros(integers.size, dtype=np.uint8)
-    values, states, has_rest = _parse_scaled_texts(as_texts(column), 0)
-    states[(states == GOOD) & (has_rest | (np.abs(values) >= _FAR))] = BAD
+    values, states, is_truncated = _parse_scaled_texts(as_texts(column), 0)
+    states[(states == GOOD) & (is_truncated | (np.abs(values) >= _OVERFLOW))] = BAD
     return values, states
 
 
 def parse_numbers(column: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.uint8]]:
-    """float64 values (NaN where blank or bad) and states. A number that 32 bits cannot hold is bad."""
+    """Return float64 values (NaN for blank and bad cells) and states; numbers above the float32 range are bad."""
     fast = _cast(column, pa.float64())
     if fast is not None and (np.abs(fast) <= _LARGEST).all():
         return fast, np.zeros(fast.size, dtype=np.uint8)
@@ -66,9 +66,14 @@ def parse_numbers(column: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.uin
 
 
 def parse_times_ms(column: pa.Array, unit: TimeUnit) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.bool_]]:
-    """Milliseconds since 1970 UTC, states, and whether a good time lies out of range (negative, or after 2199).
+    """Parse a column of times.
 
-    `unit` is s, ms, us, ns or iso; a column of Arrow timestamps needs none.
+    Args:
+        column: Numbers, text, or Arrow timestamps.
+        unit: One of s, ms, us, ns and iso; ignored for Arrow timestamps.
+
+    Returns:
+        Milliseconds since 1970 UTC, states, and whether a good time is out of range (negative, or after 2199).
     """
     if _is_dates(column.type) or unit == "iso":
         times_ms, states = _parse_dates(column)
@@ -79,42 +84,42 @@ def parse_times_ms(column: pa.Array, unit: TimeUnit) -> tuple[NDArray[np.int64],
 
 
 def plausible_units(column: pa.Array) -> dict[TimeUnit, str]:
-    """Returns the units that make at least 1% of the cells times from 1980 to 2099, each with an example.
+    """Return the time units for which at least 1% of the cells are times from 1980 to 2099, each with an example.
 
-    A column of Arrow timestamps or dates has none: it needs no unit.
+    The result is empty for Arrow timestamps and dates, which need no unit.
     """
     if _is_dates(column.type):
         return {}
     counts, states = _parse_scaled(column, "ms")
-    num_told = np.count_nonzero(states != BLANK)
-    found: dict[TimeUnit, int] = {}
+    num_present = np.count_nonzero(states != BLANK)
+    examples: dict[TimeUnit, int] = {}
     for unit, shift in _DIGITS_OF_UNIT.items():
         scale = 10 ** (3 - shift)
         is_in = (states == GOOD) & (counts >= FIRST_PLAUSIBLE_S * scale) & (counts < LAST_PLAUSIBLE_S * scale)
-        if np.count_nonzero(is_in) > _PLAUSIBLE_SHARE * num_told:
-            found[unit] = int(np.argmax(is_in))
-    others = np.flatnonzero(states == BAD)
-    tried = others[:_DATES_TRIED]
+        if np.count_nonzero(is_in) > _PLAUSIBLE_SHARE * num_present:
+            examples[unit] = int(np.argmax(is_in))
+    candidates = np.flatnonzero(states == BAD)
+    tried = candidates[:_DATES_TRIED]
     is_date = _parse_dates(column.take(pa.array(tried)))[1] == GOOD
-    if is_date.any() and is_date.mean() * others.size > _PLAUSIBLE_SHARE * num_told:
-        found["iso"] = int(tried[np.argmax(is_date)])
-    return {unit: as_texts(column.slice(row, 1))[0].as_py().strip() for unit, row in found.items()}
+    if is_date.any() and is_date.mean() * candidates.size > _PLAUSIBLE_SHARE * num_present:
+        examples["iso"] = int(tried[np.argmax(is_date)])
+    return {unit: as_texts(column.slice(row, 1))[0].as_py().strip() for unit, row in examples.items()}
 
 
 def first_number(column: pa.Array) -> str | None:
-    """Returns the first number of a column of times; None if it has none or holds Arrow timestamps."""
+    """Return the first number of a column of times; None if there is none, or for Arrow timestamps."""
     is_good = np.zeros(0, np.bool_) if _is_dates(column.type) else _parse_scaled(column, "ms")[1] == GOOD
     return str(as_texts(column.slice(int(np.argmax(is_good)), 1))[0].as_py()) if is_good.any() else None
 
 
 def parse_days(column: pa.Array) -> NDArray[np.float32]:
-    """Days since 1970 of `yyyy-mm-dd` dates, NaN where there is none."""
+    """Return the days since 1970 of `yyyy-mm-dd` dates; NaN for blank and bad cells."""
     times_ms, states = _parse_dates(column)
     return np.where(states == GOOD, times_ms / 86_400_000, np.nan).astype(np.float32)
 
 
 def _parse_scaled(column: pa.Array, unit: TimeUnit) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-    """Returns milliseconds, rounded down, and states. Exact: no integer and no text is converted to a float."""
+    """Return milliseconds, rounded down, and states. Exact: integers and text are not converted to float."""
     shift = _DIGITS_OF_UNIT[unit]
     integers = _integers(column)
     if integers is not None:
@@ -125,45 +130,45 @@ def _parse_scaled(column: pa.Array, unit: TimeUnit) -> tuple[NDArray[np.int64], 
 
 
 def _scaled_integers(integers: NDArray[np.int64], shift: int) -> NDArray[np.int64]:
-    if shift > 0:  # times out of range stay out of range, and the product does not overflow
+    if shift > 0:  # clipping keeps times that are out of range out of range, and avoids an overflow
         return np.asarray(np.clip(integers, -1, LATEST_TIME_MS) * 10**shift)
     return np.asarray(integers // 10**-shift)
 
 
 def _scaled_floats(numbers: NDArray[np.float64], shift: int) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-    """Scales the shortest decimal text of each number: 1700000000.123 s ends in 123 ms, though the float is less."""
+    """Scale the shortest decimal text of each number: 1700000000.123 s has 123 ms, although the float is smaller."""
     states = np.where(np.isfinite(numbers), GOOD, np.where(np.isnan(numbers), BLANK, BAD)).astype(np.uint8)
     finite = np.clip(np.where(states == GOOD, numbers, -1), -(2.0**62), 2.0**62)
     if shift <= 0:
         return _scaled_integers(np.floor(finite).astype(np.int64), shift), states
     scale = 10**shift
     finite = np.clip(finite, -1, LATEST_TIME_MS)
-    # n / 1000 is the text of the float that is nearest to it, so the result is the largest n with n / 1000 <= number.
-    found = np.rint(finite * scale)
-    found -= found / scale > finite
-    return found.astype(np.int64), states
+    # n / 1000 rounds to the float whose shortest text it is, so the result is the largest n with n / 1000 <= number.
+    examples = np.rint(finite * scale)
+    examples -= examples / scale > finite
+    return examples.astype(np.int64), states
 
 
 def _parse_scaled_texts(texts: pa.Array, shift: int) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.bool_]]:
-    """Returns decimal numbers times 10**shift, rounded down; states; and whether a fraction was cut off."""
+    """Return decimal numbers times 10**shift, rounded down; states; and whether a fraction was cut off."""
     if texts.null_count:
         texts = texts.fill_null("")
-    values, states, has_rest = _scaled_texts(*text_buffers(texts), shift)
+    values, states, is_truncated = _scaled_texts(*text_buffers(texts), shift)
     bad = np.flatnonzero(states == BAD)
     if bad.size:
         trimmed = pc.utf8_trim_whitespace(texts.take(pa.array(bad)))
-        values[bad], states[bad], has_rest[bad] = _scaled_texts(*text_buffers(trimmed), shift)
+        values[bad], states[bad], is_truncated[bad] = _scaled_texts(*text_buffers(trimmed), shift)
         states[bad[pc.is_in(trimmed, _BLANK).to_numpy(zero_copy_only=False)]] = BLANK
-    return values, states, has_rest
+    return values, states, is_truncated
 
 
 @njit(cache=True, nogil=True)
 def _scaled_texts(data: NDArray[np.uint8], bounds: NDArray[np.int32], shift: int) -> Any:
-    """Parses decimal numbers digit by digit, so that nothing is rounded."""
+    """Parse decimal numbers digit by digit, without the rounding of floats."""
     num_rows = bounds.size - 1
     values = np.zeros(num_rows, dtype=np.int64)
     states = np.full(num_rows, BAD, dtype=np.uint8)
-    has_rest = np.zeros(num_rows, dtype=np.bool_)
+    is_truncated = np.zeros(num_rows, dtype=np.bool_)
     for row in range(num_rows):
         start, end = bounds[row], bounds[row + 1]
         is_negative = start < end and data[start] == 45
@@ -175,23 +180,23 @@ def _scaled_texts(data: NDArray[np.uint8], bounds: NDArray[np.int32], shift: int
         num_digits = point - start + end_of_fraction - after
         if num_digits == 0 or end_of_number != end:
             continue
-        num_taken = point - start + exponent + shift
+        num_integer_digits = point - start + exponent + shift
         value = 0
         for k in range(num_digits):
             digit = data[start + k if start + k < point else after + start + k - point] - 48
-            if k >= num_taken:
-                has_rest[row] |= digit > 0
+            if k >= num_integer_digits:
+                is_truncated[row] |= digit > 0
             else:
-                value = 10 * value + digit if value < _FAR // 10 else _FAR
-        for _ in range(num_digits, num_taken):
-            if value in (0, _FAR):
+                value = 10 * value + digit if value < _OVERFLOW // 10 else _OVERFLOW
+        for _ in range(num_digits, num_integer_digits):
+            if value in (0, _OVERFLOW):
                 break
-            value = 10 * value if value < _FAR // 10 else _FAR
+            value = 10 * value if value < _OVERFLOW // 10 else _OVERFLOW
         if is_negative:
-            value = -value - (has_rest[row] and value < _FAR)
+            value = -value - (is_truncated[row] and value < _OVERFLOW)
         values[row] = value
         states[row] = GOOD
-    return values, states, has_rest
+    return values, states, is_truncated
 
 
 @njit(cache=True, nogil=True)
@@ -203,7 +208,7 @@ def _end_of_digits(data: NDArray[np.uint8], start: int, end: int) -> int:
 
 @njit(cache=True, nogil=True)
 def _exponent(data: NDArray[np.uint8], start: int, end: int) -> tuple[int, int]:
-    """Returns an exponent and where it ends; 0 and `start` if there is none, or if it has no digits."""
+    """Return an exponent and its end; 0 and `start` if there is none, or if it has no digits."""
     if start == end or data[start] not in (69, 101):
         return 0, start
     first = start + 1
@@ -219,22 +224,22 @@ def _exponent(data: NDArray[np.uint8], start: int, end: int) -> tuple[int, int]:
 def _parse_dates(column: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
     if not _is_dates(column.type):
         text = pc.utf8_trim_whitespace(as_texts(column).fill_null(""))
-        times = pa.array([_iso(cell) for cell in text.to_pylist()], pa.timestamp("ms", tz="UTC"))
+        times = pa.array([_parse_iso(cell) for cell in text.to_pylist()], pa.timestamp("ms", tz="UTC"))
         is_blank = pc.is_in(text, _BLANK).to_numpy(zero_copy_only=False)
     else:
         times = column
         is_blank = column.is_null().to_numpy(zero_copy_only=False)
     is_null = times.is_null().to_numpy(zero_copy_only=False)
     states = np.where(is_blank, BLANK, np.where(is_null, BAD, GOOD)).astype(np.uint8)
-    return _whole_ms(times), states
+    return _floor_to_ms(times), states
 
 
 def _is_dates(kind: pa.DataType) -> bool:
     return bool(pa.types.is_timestamp(kind) or pa.types.is_date(kind))
 
 
-def _whole_ms(times: pa.Array) -> NDArray[np.int64]:
-    """Milliseconds of timestamps and dates, rounded down: a cast refuses the microseconds that most writers keep."""
+def _floor_to_ms(times: pa.Array) -> NDArray[np.int64]:
+    """Return milliseconds of timestamps and dates, rounded down; Arrow's cast would reject microseconds."""
     if pa.types.is_date32(times.type):
         times = times.cast(pa.date64())
     counts = times.cast(pa.int64()).fill_null(0).to_numpy(zero_copy_only=False)
@@ -244,18 +249,18 @@ def _whole_ms(times: pa.Array) -> NDArray[np.int64]:
     return np.asarray(counts // 10 ** -_DIGITS_OF_UNIT[unit])
 
 
-def _iso(cell: str) -> Any:
+def _parse_iso(cell: str) -> Any:
     import datetime
 
     try:
-        moment = datetime.datetime.fromisoformat(cell.removesuffix(" UTC"))  # as BigQuery writes it
+        moment = datetime.datetime.fromisoformat(cell.removesuffix(" UTC"))  # BigQuery writes this suffix
     except ValueError:
         return None
     return moment if moment.tzinfo else moment.replace(tzinfo=datetime.UTC)
 
 
 def _integers(column: pa.Array) -> NDArray[np.int64] | None:
-    """Returns the values of a typed column of integers; None for other columns, with nulls or above 64 bits."""
+    """Return the values of an integer column; None for other columns, or if there are nulls or more than 64 bits."""
     if pa.types.is_boolean(column.type):
         column = column.cast(pa.int8())
     return _cast(column, pa.int64()) if pa.types.is_integer(column.type) else None

@@ -1,6 +1,6 @@
-"""Options of `nestrec prepare` that all formats of event logs have.
+"""Defines the options of `nestrec prepare` that all event log formats share, and the progress callback.
 
-How a long preparation tells what it is doing; who shows it is not decided here.
+Preparation calls a `Progress` callback periodically; the command line shows it as a progress bar.
 """
 
 from collections.abc import Mapping
@@ -8,147 +8,163 @@ from dataclasses import field
 from typing import Annotated, Literal, Protocol
 
 from nestrec.base.config import config
-from nestrec.base.config_values import Count, Natural, NonNegative, NumberRange, Share, moment_ms
+from nestrec.base.config_values import Count, Fraction, Natural, NonNegative, NumberRange, parse_time_ms
 from nestrec.base.errors import UserError
 from nestrec.data.prepare.text_encoding import is_encoding
 from nestrec.data.transform import Transform
 
 TimeUnit = Literal["auto", "s", "ms", "us", "ns", "iso"]
 NumberTransform = Literal["none", "standard", "log", "quantiles"]
-"""What is learnt of a column of numbers."""
+"""Transform of a numeric column whose parameters are fitted on training events."""
 
 
 def check_separator(separator: str, field: str) -> None:
-    """Refuse what cannot stand between fields."""
+    """Raise if `separator` is not a supported separator of fields.
+
+    Args:
+        separator: Separator as the user typed it.
+        field: Name of the option, for the error message.
+    """
     one = separator.replace("\\t", "\t")
     if separator != "::" and (len(one) != 1 or not one.isascii() or one in '"\r\n'):
-        remedy = "give one ASCII character, \\t for a tab, or ::"
-        raise UserError("cannot separate fields", option=field, value=separator, remedy=remedy)
+        remedy = "use one ASCII character, \\t for a tab, or ::"
+        raise UserError("unsupported field separator", option=field, value=separator, remedy=remedy)
 
 
 @config
 class HashingConfig:
-    """How a text becomes ids: its words, runs of words and pieces of words, hashed."""
+    """Feature hashing of text: words, word n-grams and character n-grams are hashed to ids."""
 
-    buckets: Annotated[int, NumberRange(2, 2**31 - 1)] = 1 << 14
-    """Rows of the table that they share; two words in one bucket cannot be told apart."""
-    words: tuple[Count, ...] = (1, 2)
-    """How many words in a row make an id."""
-    characters: tuple[Count, ...] = (3,)
-    """How many characters of a word, its ends marked, make an id; none for whole words alone."""
-    max_ids: Count = 64
-    """The most ids of a text: words first, then runs of words, then pieces."""
+    num_buckets: Annotated[int, NumberRange(2, 2**31 - 1)] = 1 << 14
+    """Number of hash buckets (rows of the embedding table); n-grams in the same bucket share an id."""
+    word_ngrams: tuple[Count, ...] = (1, 2)
+    """Lengths of the word n-grams, in words."""
+    char_ngrams: tuple[Count, ...] = (3,)
+    """Lengths of the character n-grams, in characters of a word with marked ends; empty for no character n-grams."""
+    max_ids_per_text: Count = 64
+    """Maximum number of ids per text: words first, then longer word n-grams, then character n-grams."""
 
     def transform(self) -> Transform:
         return Transform(
             kind="ngrams",
-            buckets=self.buckets,
-            words=self.words,
-            characters=self.characters,
-            max_ids=self.max_ids,
+            buckets=self.num_buckets,
+            words=self.word_ngrams,
+            characters=self.char_ngrams,
+            max_ids=self.max_ids_per_text,
         )
 
 
 @config
 class LogColumns:
-    """The columns of a log of one's own."""
+    """Columns of an event log, and the format of its files."""
 
     user: str = "user"
-    """Column of the user's id."""
+    """Column of the user id."""
     item: str = "item"
-    """Column of the item's id."""
+    """Column of the item id."""
     time: str | None = None
-    """Column of the time of the event; without it and `position`, events keep the order of the file."""
+    """Column of the event time (timestamp); without `time` and `position`, events keep the order of the file."""
     time_unit: TimeUnit = "auto"
-    """Unit of numbers in the time column, or `iso` for dates as text; a date that names no zone is in UTC. `auto`: the
-    unit in which the times are of the years 1980 to 2099; it is an error if two units fit, and `s` if none does."""
-    max_ahead_s: NonNegative | None = 86_400.0
-    """Events whose time lies further ahead of the clock than this are set aside as bad rows: the clock that made them
-    was wrong. The clock is that of the machine that reads; of a stream, that at which an event came. A day lets times
-    of any zone pass; none lets any time pass."""
+    """Unit of the numbers in the time column, or `iso` for dates as text; dates without a time zone are in UTC. `auto`
+    infers the unit in which the times are in the years 1980 to 2099; it is an error if two units fit, and `s` is used
+    if none fits."""
+    max_future_s: NonNegative | None = 86_400.0
+    """Maximum number of seconds that an event time may be ahead of the clock; later events are rejected as bad rows,
+    because the clock that produced them was wrong. The clock is that of the reading machine, for streams the arrival
+    time of the event. The default of one day accepts local times of any time zone; none accepts any time."""
     position: str | None = None
-    """Column that orders the events of a user (after the time, where both are given)."""
+    """Column of integers by which the events of a user are ordered (after the time, if both are set)."""
     rating: str | None = None
-    """Column of a rating; it becomes the event feature `rating`, and `min_rating` applies to it."""
+    """Column of the rating; it becomes the event feature `rating`; `min_rating` and `positive_rating` apply to it."""
     actions: Mapping[str, str] = field(default_factory=dict)
-    """Action name to column (set where the number is not 0) or to `column:value` (set where the text is that value):
-    click=clicked,buy=event:buy. Bits are given in this order from 1; at most 31 actions, `positive` included."""
-    values: Mapping[str, str] = field(default_factory=dict)
-    """Feature name to a column of numbers that an event tells only when it is over, such as a watch time or the price
-    paid: watch_time=play_ms. Models never read them of the event that they are to predict."""
+    """Action name to a column (set if the number is not 0) or to `column:value` (set if the cell has that value):
+    click=clicked,buy=event:buy. Bits are assigned in this order from 1; at most 31 actions, including `positive`."""
+    outcome_features: Mapping[str, str] = field(default_factory=dict)
+    """Feature name to a column of numbers that are known only after the event, such as the watch time or the price
+    paid: watch_time=play_ms. Models never read them for the event that they predict."""
     categories: tuple[str, ...] = ()
-    """Columns with one value of a few that are known before the user reacts, such as a device."""
+    """Categorical columns that are known before the user reacts, such as the device."""
     lists: tuple[str, ...] = ()
-    """Columns with several such values: lists of Parquet or JSON, or text with a separator or as ["a", "b"]."""
+    """Categorical columns with several values per event: lists of Parquet or JSON, or text with a separator or such as
+    ["a", "b"]."""
     list_separator: str = ","
-    """Character between the values of such a text."""
+    """Separator of the values of list columns that are text."""
     numbers: tuple[str, ...] = ()
-    """Columns of numbers that are known before the user reacts, such as a position on the page."""
+    """Numeric columns that are known before the user reacts, such as the position on the page."""
     transforms: Mapping[str, NumberTransform] = field(default_factory=dict)
-    """Number to what models read of it: quantiles (the bucket in which it lies, where nothing is said), standard, log
-    or none: age=standard,price=log."""
+    """Numeric column to the transform that models read: quantiles (the id of its bucket, the default), standard, log or
+    none: age=standard,price=log."""
     num_buckets: Count = 16
-    """Buckets of a number by quantiles, with about equally many events of the training part each."""
+    """Number of quantile buckets of a numeric column; each has about the same number of training events."""
     texts: tuple[str, ...] = ()
-    """Columns of free text, such as a search query: models read hashed words and pieces of words."""
+    """Columns of free text, such as a search query; models read hashed n-grams of words and characters."""
     hashing: HashingConfig = HashingConfig()
-    """How texts become ids."""
+    """Feature hashing of the text columns."""
     separator: str = ","
-    """Between the fields of a text file: one ASCII character (`\\t` for a tab) or `::`."""
-    names: tuple[str, ...] = ()
+    """Separator of the fields of a text file: one ASCII character (`\\t` for a tab) or `::`."""
+    column_names: tuple[str, ...] = ()
     """Column names of a text file without a header line."""
     has_quotes: bool = True
-    """Whether fields may stand in double quotes."""
+    """Whether fields of a text file may be enclosed in double quotes."""
     encoding: str = "utf-8"
-    """Of the characters of a text file, as Python names it: utf-8, latin-1, ..."""
+    """Character encoding of text files, by its Python name: utf-8, latin-1, ..."""
 
     def __post_init__(self) -> None:
         check_separator(self.separator, "log.separator")
         if not is_encoding(self.encoding):
-            remedy = "give an encoding of text that Python knows, such as utf-8 or latin-1"
-            raise UserError("is not an encoding of text", option="log.encoding", value=self.encoding, remedy=remedy)
+            remedy = "use a text encoding that Python supports, such as utf-8 or latin-1"
+            raise UserError("unsupported text encoding", option="log.encoding", value=self.encoding, remedy=remedy)
 
 
 @config
 class PrepareOptions:
-    """What to keep of a log, whatever its format; formats add options of their own."""
+    """Filters and transforms that apply to event logs of any format; formats add their own options."""
 
     duplicates: Literal["default", "keep", "drop"] = "default"
-    """Exact duplicate rows are always counted. By default KuaiRand's are dropped, all others kept."""
-    max_bad_share: Share = 0.01
-    """More bad rows than this share of the input is an error; 1 allows any number."""
-    user_core: Natural = 0
-    """Remove users with fewer events."""
-    item_core: Natural = 0
-    """Remove items with fewer events."""
-    core_passes: Literal["iterated", "single"] = "iterated"
-    """`iterated`: until every user and item left has enough events. `single`: counts taken once, before removal."""
-    min_user_events: Natural = 0
-    """After that, remove users with fewer events left."""
-    new_items: Share = 0.0
-    """Make this share of the items new, chosen by hashes: of their events only the last ones of users stay, which a
-    split by last events tests on. So it can be measured how items are found that nothing was trained on."""
-    fit_share: Annotated[float, NumberRange(0, 1, above=True)] = 0.8
-    """What is learnt of numbers comes from this share of the events, the first in time, without the
-    last two of each user."""
+    """Whether exact duplicate rows are kept or dropped; by default those of KuaiRand are dropped and all others kept.
+    Duplicates are counted in either case."""
+    max_bad_fraction: Fraction = 0.01
+    """Maximum fraction of bad rows in the input; more are an error. 1 allows any number."""
+    min_events_per_user: Natural = 0
+    """Minimum number of events of a user (k-core filter); users with fewer events are removed. 0 disables it."""
+    min_events_per_item: Natural = 0
+    """Minimum number of events of an item (k-core filter); items with fewer events are removed. 0 disables it."""
+    core_filter: Literal["iterated", "single"] = "iterated"
+    """Kind of the k-core filter. `iterated` repeats the removal until every remaining user and item has enough events;
+    `single` counts events once, before the removal."""
+    final_min_events_per_user: Natural = 0
+    """Minimum number of remaining events of a user, applied once after the k-core filter. 0 disables it."""
+    simulated_new_items: Fraction = 0.0
+    """Fraction of the items that become simulated cold-start items, chosen by hash: only those of their events remain
+    that are the last event of a user, which a leave-last-out split uses for testing. This measures how well a model
+    recommends items that it was not trained on. 0 disables it."""
+    fit_fraction: Annotated[float, NumberRange(0, 1, above=True)] = 0.8
+    """Fraction of the events, the earliest in time, that transforms of numbers are fitted on; the last two events of
+    each user are always left out."""
     fit_until: str | None = None
-    """Instead: from the events before this date, such as 2026-10-25 or 2026-10-25T12:00+02:00."""
-    memory_bytes: Count = 256 << 20
-    """About how much memory a partition of events may take while it is sorted."""
+    """Date before which events are used to fit transforms, such as 2026-10-25 or 2026-10-25T12:00+02:00; overrides
+    `fit_fraction`."""
+    sort_memory_bytes: Count = 256 << 20
+    """Approximate memory in bytes that one partition of events may use while it is sorted (external sort)."""
     force: bool = False
-    """Replace the dataset that is in the folder already; without it that is an error."""
+    """Whether an existing dataset in the output folder is replaced; otherwise it is an error."""
 
     def fit_until_ms(self) -> int | None:
-        """Unix milliseconds of `fit_until`."""
-        return moment_ms(self.fit_until, "fit_until")
+        """Return `fit_until` in milliseconds since 1970 UTC; None if it is not set."""
+        return parse_time_ms(self.fit_until, "fit_until")
 
 
 class Progress(Protocol):
-    """Called now and then from the preparing thread."""
+    """Callback for the progress of a preparation; called periodically from the preparation thread."""
 
     def __call__(self, stage: str, done: float) -> None:
-        """`stage` for people, `done` from 0 to 1 inside it."""
+        """Report progress.
+
+        Args:
+            stage: Display name of the current stage.
+            done: Fraction of the stage that is complete, from 0 to 1.
+        """
 
 
 def silent(stage: str, done: float) -> None:
-    """Shows nothing."""
+    """Ignore progress reports."""

@@ -1,4 +1,4 @@
-"""Side tables: features of users or items from files of their own, joined by key through partitions on disk."""
+"""Reads side tables, the feature tables of users or items, and joins them to the log by id with partitions on disk."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from nestrec.data.dataset_schema import COUNTS_SUFFIX, list_of
 from nestrec.data.flat_arrays import offsets_of_lengths
 from nestrec.data.prepare.event_parser import encode_category, is_missing
 from nestrec.data.prepare.id_encoder import IdEncoder
-from nestrec.data.prepare.list_cells import encode_lists, joined, vectors
+from nestrec.data.prepare.list_cells import as_display_text, encode_lists, parse_vectors
 from nestrec.data.prepare.parse import BAD, NOT_A_NUMBER, parse_days, parse_numbers
 from nestrec.data.prepare.prepare_options import HashingConfig, NumberTransform
 from nestrec.data.prepare.raw_rows import BadRow, Quarantine, RawBatch
@@ -25,10 +25,10 @@ from nestrec.data.prepare.transform_fitting import TransformFitter, VectorFile, 
 from nestrec.data.transform import Transform
 
 SideKind = Literal["category", "number", "text", "categories", "date", "range", "bag", "vector"]
-"""`range`: a number that becomes the category of the bucket in which it lies. `bag`: a text that models read."""
+"""Kind of a side column. `range`: a number that is replaced by its bucket id. `bag`: text that models read, hashed."""
 NUM_RANGES = 16
-LEAST_FOUND = 0.9
-"""A table that knows fewer of the items or users than this share is told of."""
+MIN_MATCHED_FRACTION = 0.9
+"""Minimum fraction of items or users with a row in a side table; a lower fraction adds a warning to the notes."""
 _NUMERIC = ("number", "date", "range")
 _LISTS = ("categories", "bag")
 _FEATURE_KIND: dict[SideKind, FeatureKind] = {
@@ -48,17 +48,19 @@ class SideColumn:
     """A column of a side table that becomes a feature."""
 
     column: str
+    """Name of the column."""
     kind: SideKind
+    """Kind of the column."""
     name: str = ""
-    """Of the feature; the column's by default."""
+    """Name of the feature; by default the name of the column."""
     separator: str = ","
-    """Between the values of `categories` and `vector`, where they are text."""
+    """Separator of the values of `categories` and `vector` columns that are text."""
     transform: NumberTransform = "none"
-    """What is learnt of a number; a `range` is always cut by quantiles."""
+    """Transform of a number; a `range` always uses quantiles."""
     num_buckets: int = NUM_RANGES
-    """Of a range."""
+    """Number of quantile buckets of a `range`."""
     hashing: HashingConfig = field(default_factory=HashingConfig)
-    """Of a bag."""
+    """Feature hashing of a `bag`."""
 
     @property
     def feature(self) -> str:
@@ -67,47 +69,51 @@ class SideColumn:
 
 @dataclass(frozen=True, slots=True)
 class SideSource:
-    """Files of a side table."""
+    """A side table: its rows, key column and feature columns."""
 
     batches: Callable[[], Iterator[RawBatch]]
+    """Function that reads the rows from the start."""
     key: str
-    """Column of the user's or item's id."""
+    """Column of the user or item id."""
     columns: tuple[SideColumn, ...]
+    """Columns that become features."""
     must_match: str = ""
-    """How to name the table in the error where it has no row of any known key; empty where that is no error."""
-
+    """Display name of a table that must have a row of at least one known id, for error messages; empty if a table
+    without known ids is allowed."""
     notes: tuple[str, ...] = ()
-    """What a person should know of its files."""
+    """Remarks on the files that are shown to the user and stored in the dataset card."""
 
-    def learns(self) -> bool:
-        """Whether a column has a transform whose parameters come from the data."""
+    def has_fitted_transforms(self) -> bool:
+        """Return whether a column has a transform that is fitted on the data."""
         return any(c.kind == "range" or c.transform != "none" for c in self.columns)
 
 
 @dataclass(frozen=True, slots=True)
-class Keyed:
-    """Whose features a side table holds."""
+class SideTableOwner:
+    """The users or items that a side table describes."""
 
     owner: Owner
+    """Whether they are users or items."""
     keys: IdEncoder
+    """Vocabulary of their ids."""
     row_of_code: NDArray[np.int64]
-    """Row in the table of users or items; -1 for keys that were removed."""
-    is_fit: NDArray[np.bool_]
-    """Codes with events in the part that transforms are learnt from."""
+    """Row of each code in the table of users or items; -1 for codes that were filtered out."""
+    is_training: NDArray[np.bool_]
+    """Whether each code has events in the training subset that transforms are fitted on."""
     num_rows: int
-    """Of vectors: items count from 1, and row 0 is none of them."""
+    """Number of rows of vector files; item ids start at 1, so row 0 belongs to no item."""
     vocabularies: Mapping[str, pa.Array] = field(default_factory=dict)
-    """Where a dataset grows: the keys that features have already, in order of id from 1."""
+    """Existing category values of each feature when events are appended to a dataset, in order of id from 1."""
     features: Mapping[str, Feature] = field(default_factory=dict)
-    """Where a dataset grows: its features; their transforms are not learnt again."""
+    """Existing features when events are appended to a dataset; their transforms are not fitted again."""
 
 
 class SideTable:
-    """Features of one side table, in the partitions of the main table's keys. The first row of a key counts."""
+    """Features of one side table, in the same partitions as the users or items; the first row of an id is used."""
 
-    def __init__(self, source: SideSource, of: Keyed, folder: Path, name: str, bounds: NDArray[np.int64]):
+    def __init__(self, source: SideSource, owner: SideTableOwner, folder: Path, name: str, bounds: NDArray[np.int64]):
         self._source = source
-        self._of = of
+        self._owner = owner
         self._folder = folder
         self._tables = {c.feature: IdEncoder() for c in source.columns if c.kind in ("category", "categories", "text")}
         self._fittings = {
@@ -118,11 +124,11 @@ class SideTable:
         self._transforms: dict[str, Transform] = {
             c.feature: c.hashing.transform() for c in source.columns if c.kind == "bag"
         }
-        for feature, keys in of.vocabularies.items():
+        for feature, keys in owner.vocabularies.items():
             if feature in self._tables:
                 self._tables[feature].encode(keys)
         self._vectors: dict[str, VectorFile] = {}
-        self._is_seen = np.zeros(len(of.keys), dtype=np.bool_)
+        self._is_seen = np.zeros(len(owner.keys), dtype=np.bool_)
         self._num_repeated = 0
         fields: list[tuple[str, str]] = [("key", "i4")]
         for column in source.columns:
@@ -135,8 +141,16 @@ class SideTable:
         lists = dict.fromkeys(self._lists, np.dtype(np.int32))
         self._partitions = KeyPartitions(folder, name, self._dtype, "key", bounds, lists)
 
-    def read(self, quarantine: Quarantine, max_bad_share: float) -> None:
-        """Read all files; rows of keys that have no events only add to the vocabularies."""
+    def read(self, quarantine: Quarantine, max_bad_fraction: float) -> None:
+        """Read all files; rows of ids without events only extend the vocabularies.
+
+        Args:
+            quarantine: Receives the bad rows.
+            max_bad_fraction: Maximum fraction of bad rows of this table.
+
+        Raises:
+            DataError: There are too many bad rows, or no row has an id of the log.
+        """
         num_bad_before = quarantine.num_rows
         num_rows = 0
         num_known = 0
@@ -144,31 +158,35 @@ class SideTable:
         for batch in self._source.batches():
             quarantine.add(batch.file, batch.bad)
             num_rows += batch.num_rows + len(batch.bad)
-            found = self._find(batch)
-            num_known += int((found >= 0).sum())
-            is_first = self._first_of_keys(found)
-            self._num_repeated += int((found >= 0).sum() - is_first.sum())
+            codes = self._find(batch)
+            num_known += int((codes >= 0).sum())
+            is_first = self._first_of_keys(codes)
+            self._num_repeated += int((codes >= 0).sum() - is_first.sum())
             first_id = first_id or next(map(str, batch.columns[self._source.key][:1].to_pylist()), None)
-            records = self._parse(batch, found, is_first, quarantine).take(is_first)
-            is_fit = self._of.is_fit[records.rows["key"]]
+            records = self._parse(batch, codes, is_first, quarantine).take(is_first)
+            is_fit = self._owner.is_training[records.rows["key"]]
             for name, fitting in self._fittings.items():
                 fitting.add(records.rows[name][is_fit])
             self._partitions.append(records)
-        quarantine.check(num_rows, max_bad_share, num_bad_before)
+        quarantine.check(num_rows, max_bad_fraction, num_bad_before)
         if num_rows and not num_known and self._source.must_match:
-            in_log = self._of.keys.keys(np.zeros(1, np.int64))[0].as_py()
+            log_id = self._owner.keys.keys(np.zeros(1, np.int64))[0].as_py()
             remedy = (
-                f"check its column of ids, {self._source.key!r}: one there is {first_id!r}, one in the log {in_log!r}"
+                f"check its id column {self._source.key!r}: an id in the table is {first_id!r}, an id in the log is "
+                f"{log_id!r}"
             )
             raise DataError(
-                "has no row of any id in the log", option="table", value=self._source.must_match, remedy=remedy
+                "the table has no row for any id in the log",
+                option="table",
+                value=self._source.must_match,
+                remedy=remedy,
             )
         for name, fitting in self._fittings.items():
-            known = self._of.features.get(name)
+            known = self._owner.features.get(name)
             self._transforms[name] = fitting.result() if known is None else known.transform
 
     def load(self, partition: int) -> dict[str, pa.Array]:
-        """Features of the keys of one partition, in order of key; unknown where the side table has no row."""
+        """Return the feature values of one partition in order of code; unknown values if the table has no row."""
         start, end = self._partitions.bounds[partition : partition + 2]
         records = self._partitions[partition].load()
         records = records.take(np.argsort(records.rows["key"], kind="stable"))
@@ -181,18 +199,21 @@ class SideTable:
         return {c.feature: self._values(c, Records(dense, records.lists)) for c in stored}
 
     def notes(self) -> list[str]:
-        """What a person should know of a table of its own, after `read`."""
+        """Return warnings on the table; call this after `read`."""
         name = self._source.must_match
-        owner = self._of.owner
-        stays = self._of.row_of_code >= 0
-        num_found, num_all = int((stays & self._is_seen).sum()), int(stays.sum())
+        owner = self._owner.owner
+        is_selected = self._owner.row_of_code >= 0
+        num_matched, num_total = int((is_selected & self._is_seen).sum()), int(is_selected.sum())
         notes = list(self._source.notes)
         if name and self._num_repeated:
-            notes.append(f"{self._num_repeated:,} rows of {name} repeat the id of an earlier row: the first one counts")
-        if name and num_found < LEAST_FOUND * num_all:
+            repeats = (
+                "1 row of {} repeats" if self._num_repeated == 1 else f"{self._num_repeated:,} rows of {{}} repeat"
+            )
+            notes.append(f"{repeats.format(name)} the id of an earlier row: the first row is used")
+        if name and num_matched < MIN_MATCHED_FRACTION * num_total:
             notes.append(
-                f"{num_all - num_found:,} of {num_all:,} {owner}s have no row in {name}: their features are unknown "
-                "(ids are compared as text: 7, 007 and 7.0 are three)"
+                f"{num_total - num_matched:,} of {num_total:,} {owner}s have no row in {name}: their features are "
+                "unknown (ids are compared as text: 7, 007 and 7.0 are different ids)"
             )
         return notes
 
@@ -202,18 +223,18 @@ class SideTable:
         )
 
     def vocabularies(self) -> dict[str, pa.Array]:
-        """Keys of the category features, in order of id from 1."""
-        found = {}
+        """Return the values of each category feature in order of id; the first has id 1."""
+        vocabularies = {}
         for column in self._source.columns:
             if column.kind in ("category", "categories"):
-                found[column.feature] = self._tables[column.feature].all_keys()
+                vocabularies[column.feature] = self._tables[column.feature].all_keys()
             elif column.kind == "range":
-                found[column.feature] = pa.array(bucket_labels(self._transforms[column.feature]), pa.string())
-        return found
+                vocabularies[column.feature] = pa.array(bucket_labels(self._transforms[column.feature]), pa.string())
+        return vocabularies
 
     def files(self) -> list[DataFile]:
-        """Vectors that were written."""
-        return [file.entry() for file in self._vectors.values()]
+        """Return the entries of the vector files that were written."""
+        return [file.describe() for file in self._vectors.values()]
 
     def delete(self) -> None:
         self._partitions.delete()
@@ -222,11 +243,11 @@ class SideTable:
         ids = batch.columns[self._source.key]
         missing = is_missing(ids)
         codes = np.full(batch.num_rows, -1, dtype=np.int64)
-        codes[~missing] = self._of.keys.find(ids.filter(pa.array(~missing)) if missing.any() else ids)
+        codes[~missing] = self._owner.keys.find(ids.filter(pa.array(~missing)) if missing.any() else ids)
         return codes
 
     def _first_of_keys(self, codes: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Rows of known keys that came in no row before."""
+        """Return a mask of the rows that are the first row of a known id."""
         known = np.flatnonzero(codes >= 0)
         known = known[~self._is_seen[codes[known]]]
         chosen = known[np.unique(codes[known], return_index=True)[1]]
@@ -248,16 +269,16 @@ class SideTable:
                 rows[name] = parse_days(values)
             elif column.kind in ("number", "range"):
                 rows[name], states = parse_numbers(values)
-                _set_aside(batch, states == BAD, f"{column.column} {NOT_A_NUMBER}", quarantine)
+                _quarantine_rows(batch, states == BAD, f"{column.column} {NOT_A_NUMBER}", quarantine)
             elif column.kind == "vector":
                 self._write_vectors(batch, column, codes, is_first, quarantine)
             elif column.kind == "categories":
                 lists[name], rows[name + COUNTS_SUFFIX] = encode_lists(self._tables[name], values, column.separator)
             elif column.kind == "bag":
-                ids, rows[name + COUNTS_SUFFIX] = self._transforms[name].bags(joined(values))
+                ids, rows[name + COUNTS_SUFFIX] = self._transforms[name].bags(as_display_text(values))
                 lists[name] = ids.astype(np.int32)
             else:
-                rows[name] = encode_category(self._tables[name], joined(values))
+                rows[name] = encode_category(self._tables[name], as_display_text(values))
         return Records(rows, lists)
 
     def _write_vectors(
@@ -268,27 +289,27 @@ class SideTable:
         is_first: NDArray[np.bool_],
         quarantine: Quarantine,
     ) -> None:
-        values, counts = vectors(batch.columns[column.column], column.separator)
+        values, counts = parse_vectors(batch.columns[column.column], column.separator)
         offsets = offsets_of_lengths(counts)
         file = self._vectors.get(column.feature)
         if file is None:
             if not counts.any():
                 return
             width = int(counts[counts > 0][0])
-            name = f"{self._of.owner}_{column.feature}"
-            file = VectorFile(self._folder, name, self._of.num_rows, width, np.dtype(np.float32))
+            name = f"{self._owner.owner}_{column.feature}"
+            file = VectorFile(self._folder, name, self._owner.num_rows, width, np.dtype(np.float32))
             self._vectors[column.feature] = file
-        is_whole = counts == file.width
-        whole = values[np.repeat(is_whole, counts)].reshape(-1, file.width)
-        is_good = is_whole.copy()
-        is_good[is_whole] = np.isfinite(whole).all(1)
-        reason = f"{column.column} is no vector of {file.width} finite numbers, as the first one is"
-        _set_aside(batch, (counts > 0) & ~is_good, reason, quarantine)
+        has_width = counts == file.width
+        complete = values[np.repeat(has_width, counts)].reshape(-1, file.width)
+        is_good = has_width.copy()
+        is_good[has_width] = np.isfinite(complete).all(1)
+        reason = f"{column.column} is not a vector of {file.width} finite numbers like the first one"
+        _quarantine_rows(batch, (counts > 0) & ~is_good, reason, quarantine)
         rows = np.full(batch.num_rows, -1, dtype=np.int64)
-        rows[is_first] = self._of.row_of_code[codes[is_first]]
+        rows[is_first] = self._owner.row_of_code[codes[is_first]]
         chosen = np.flatnonzero(is_good & (rows >= 0))
-        places = offsets[:-1][chosen, None] + np.arange(file.width)
-        file.write(rows[chosen], values[places])
+        value_indices = offsets[:-1][chosen, None] + np.arange(file.width)
+        file.write(rows[chosen], values[value_indices])
 
     def _values(self, column: SideColumn, records: Records) -> pa.Array:
         name = column.feature
@@ -316,7 +337,7 @@ class SideTable:
         return Feature(
             name=name,
             kind=kind,
-            owner=self._of.owner,
+            owner=self._owner.owner,
             vocabulary_size=len(transform.bounds) + 1 if column.kind == "range" else size,
             transform=transform,
             width=0 if file is None else file.width,
@@ -324,6 +345,6 @@ class SideTable:
         )
 
 
-def _set_aside(batch: RawBatch, rows: NDArray[np.bool_], reason: str, quarantine: Quarantine) -> None:
-    bad = [BadRow(int(batch.lines[i]), reason, batch.text_of(int(i))) for i in np.flatnonzero(rows)]
+def _quarantine_rows(batch: RawBatch, rows: NDArray[np.bool_], reason: str, quarantine: Quarantine) -> None:
+    bad = [BadRow(int(batch.lines[i]), reason, batch.row_text(int(i))) for i in np.flatnonzero(rows)]
     quarantine.add(batch.file, bad)

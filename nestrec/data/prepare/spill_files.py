@@ -1,11 +1,11 @@
-"""External sort: spills records to disk, and counts duplicates in bounded memory.
+"""Stores records on disk for an external sort, and counts exact duplicates in bounded memory.
 
-Counting of exact duplicates over a whole input in bounded memory: signatures go to files by their top bits.
+Records are appended to a file in input order, and then split by ranges of a key into partitions that fit in memory.
+Records have a fixed size. The values of each list are concatenated in a separate file; the record contains the length
+of its list (field `<name>_counts`).
 
-Records on disk: appended in input order, then split by ranges of a key into partitions that fit in memory.
-
-A record has a fixed size. Its lists lie in files of their own, those of all records one after the other, and the record
-says how many values its list has (field `<name>_counts`).
+`DuplicateCounter` counts exact duplicates over the complete input: it partitions row hashes into files by their top
+bits, and counts each file in memory.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,17 +20,17 @@ from nestrec.data.dataset_schema import COUNTS_SUFFIX
 from nestrec.data.flat_arrays import copy_segments, offsets_of_lengths
 
 CHUNK_BYTES = 16 << 20
-Places = NDArray[np.int64] | NDArray[np.bool_] | slice
+Selection = NDArray[np.int64] | NDArray[np.bool_] | slice
 
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """Some records with their lists."""
+    """Records with their lists."""
 
     rows: NDArray[Any]
-    """Structured; field `<name>_counts` for each list."""
+    """Structured array with one element per record, and a field `<name>_counts` per list."""
     lists: Mapping[str, NDArray[Any]] = field(default_factory=dict)
-    """Values of the lists of all rows, one row after the other."""
+    """Concatenated values of the lists of all records, by name."""
 
     @property
     def size(self) -> int:
@@ -39,22 +39,22 @@ class Records:
     def counts(self, name: str) -> NDArray[Any]:
         return np.ascontiguousarray(self.rows[name + COUNTS_SUFFIX])
 
-    def take(self, places: Places) -> "Records":
-        """Those at these places, in this order; or those where a mask is set."""
-        chosen = np.arange(self.size, dtype=np.int64)[places]
+    def take(self, selection: Selection) -> "Records":
+        """Return the records at the indices, in this order, or those that a mask selects."""
+        chosen = np.arange(self.size, dtype=np.int64)[selection]
         lists = {name: _take_lists(values, self.counts(name), chosen) for name, values in self.lists.items()}
-        return Records(self.rows.take(chosen), lists)  # ten times as fast as an index on records
+        return Records(self.rows.take(chosen), lists)  # ten times as fast as indexing a structured array
 
 
-def _take_lists(values: NDArray[Any], counts: NDArray[Any], places: NDArray[np.int64]) -> NDArray[Any]:
-    offsets, out_offsets = offsets_of_lengths(counts), offsets_of_lengths(counts[places])
+def _take_lists(values: NDArray[Any], counts: NDArray[Any], indices: NDArray[np.int64]) -> NDArray[Any]:
+    offsets, out_offsets = offsets_of_lengths(counts), offsets_of_lengths(counts[indices])
     out = np.empty(int(out_offsets[-1]), dtype=values.dtype)
-    copy_segments(values, offsets, places, out, out_offsets, np.arange(places.size))
+    copy_segments(values, offsets, indices, out, out_offsets, np.arange(indices.size))
     return out
 
 
 class RecordFile:
-    """A file of fixed-size records, appended to and then read in chunks. It is open only while it is used."""
+    """A file of fixed-size records that is appended to and then read in chunks; it is open only during each call."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any]):
         self.path = path
@@ -69,18 +69,18 @@ class RecordFile:
         self.num_records += records.size
 
     def chunks(self) -> Iterator[NDArray[Any]]:
-        """All records in order, in bounded pieces."""
+        """Yield all records in order, in bounded chunks."""
         count = max(1, CHUNK_BYTES // self.dtype.itemsize)
         with self.path.open("rb") as stream:
             while (chunk := np.fromfile(stream, dtype=self.dtype, count=count)).size:
                 yield chunk
 
     def load(self) -> NDArray[Any]:
-        """All records at once."""
+        """Return all records."""
         return np.fromfile(self.path, dtype=self.dtype)
 
     def replace(self, records: NDArray[Any]) -> None:
-        """Put other records in place of all."""
+        """Replace all records."""
         self.path.write_bytes(b"")
         self.num_records = 0
         self.append(records)
@@ -90,7 +90,7 @@ class RecordFile:
 
 
 class RaggedRecordFile:
-    """A file of records, and one for each of their lists."""
+    """Records with variable-length lists: a file of fixed-size records, and one file per list."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any], lists: Mapping[str, np.dtype[Any]]):
         self._rows = RecordFile(path, dtype)
@@ -112,7 +112,7 @@ class RaggedRecordFile:
             file.append(records.lists[name])
 
     def chunks(self) -> Iterator[Records]:
-        """All records in order, in bounded pieces."""
+        """Yield all records in order, in bounded chunks."""
         starts = dict.fromkeys(self._lists, 0)
         for rows in self._rows.chunks():
             lists = {}
@@ -123,19 +123,19 @@ class RaggedRecordFile:
             yield Records(rows, lists)
 
     def rows(self) -> Iterator[NDArray[Any]]:
-        """The same without their lists."""
+        """Yield all records without their lists, in bounded chunks."""
         yield from self._rows.chunks()
 
     def load_rows(self) -> NDArray[Any]:
-        """All records at once, without their lists."""
+        """Return all records without their lists."""
         return self._rows.load()
 
     def load(self) -> Records:
-        """All records at once."""
+        """Return all records."""
         return Records(self._rows.load(), {name: file.load() for name, file in self._lists.items()})
 
     def replace(self, records: Records) -> None:
-        """Put other records in place of all."""
+        """Replace all records."""
         self._rows.replace(records.rows)
         for name, file in self._lists.items():
             file.replace(records.lists[name])
@@ -146,7 +146,10 @@ class RaggedRecordFile:
 
 
 class KeyPartitions:
-    """Records split by ranges of a key: partition p holds the keys from bounds[p] to bounds[p + 1], in input order."""
+    """Records partitioned by ranges of a key.
+
+    Partition p contains the keys from bounds[p] to bounds[p + 1], in input order.
+    """
 
     def __init__(  # noqa: PLR0917
         self,
@@ -168,9 +171,9 @@ class KeyPartitions:
         if len(self) == 1:
             self._files[0].append(records)
             return
-        places = (np.searchsorted(self.bounds, records.rows[self._key], side="right") - 1).astype(np.uint16)
-        order = np.argsort(places, kind="stable")
-        ends = np.cumsum(np.bincount(places, minlength=len(self)))
+        indices = (np.searchsorted(self.bounds, records.rows[self._key], side="right") - 1).astype(np.uint16)
+        order = np.argsort(indices, kind="stable")
+        ends = np.cumsum(np.bincount(indices, minlength=len(self)))
         for p, (start, end) in enumerate(zip(ends - np.diff(ends, prepend=0), ends, strict=True)):
             if end > start:
                 self._files[p].append(records.take(order[start:end]))
@@ -184,7 +187,10 @@ class KeyPartitions:
 
 
 def balanced_bounds(weights: NDArray[np.int64], max_weight: int) -> NDArray[np.int64]:
-    """Bounds of consecutive key ranges of about `max_weight` at the most; a key heavier than that stands alone."""
+    """Return bounds of consecutive key ranges with a total weight of about `max_weight` or less.
+
+    A single key with a larger weight gets a range of its own.
+    """
     total = np.cumsum(weights)
     bounds = [0]
     while bounds[-1] < weights.size:
@@ -194,9 +200,9 @@ def balanced_bounds(weights: NDArray[np.int64], max_weight: int) -> NDArray[np.i
     return np.array(bounds if weights.size else [0, 0], dtype=np.int64)
 
 
-def even_bounds(num_keys: int, keys_a_partition: int) -> NDArray[np.int64]:
-    """Bounds of ranges with the same number of keys."""
-    inner = np.arange(0, num_keys, keys_a_partition, dtype=np.int64)
+def even_bounds(num_keys: int, keys_per_partition: int) -> NDArray[np.int64]:
+    """Return bounds of ranges with the same number of keys."""
+    inner = np.arange(0, num_keys, keys_per_partition, dtype=np.int64)
     return np.append(inner if inner.size else np.zeros(1, np.int64), num_keys)
 
 
@@ -204,7 +210,7 @@ NUM_BUCKETS = 64
 
 
 class DuplicateCounter:
-    """Counts rows whose signature came before."""
+    """Counter of rows whose hash equals that of an earlier row."""
 
     def __init__(self, folder: Path):
         self._files = [RecordFile(folder / f"signatures-{b:02d}.bin", np.dtype(np.uint64)) for b in range(NUM_BUCKETS)]
@@ -215,7 +221,7 @@ class DuplicateCounter:
             self._files[bucket].append(signatures[buckets == bucket])
 
     def finish(self) -> int:
-        """The number of duplicates; the files are removed."""
+        """Return the number of duplicates, and delete the files."""
         total = 0
         for file in self._files:
             total += file.num_records - np.unique(file.load()).size

@@ -1,10 +1,8 @@
-"""Fits the transforms of features, and reads files of vectors.
+"""Fits the transforms of numeric features on a stream of values, and writes vector files.
 
-Values of features while a dataset is prepared: lists in cells, vectors, and what is learnt of numbers.
+Fitting uses bounded memory, and the result does not depend on how the values are divided into chunks.
 
-Parameters of transforms from values that pass by: memory does not grow, and results do not depend on the pieces.
-
-Dense vectors of items or users as one array file that readers map into memory.
+Dense vectors of items or users are stored in one array file (.npy) that readers map into memory.
 """
 
 import itertools
@@ -17,16 +15,16 @@ from numpy.typing import NDArray
 
 from nestrec.base.random import mix64_array
 from nestrec.data.dataset_card import DataFile, describe_file
-from nestrec.data.transform import Transform, TransformKind, squashed
+from nestrec.data.transform import Transform, TransformKind, signed_log
 
 SAMPLE_SIZE = 1 << 18
-"""Of more values than this, quantiles are taken from a sample of about so many."""
+"""Maximum number of values that quantiles are computed from exactly; more values are sampled to about this number."""
 _BLOCK = 1 << 16
-"""Sums are taken over blocks of this size, however the values came."""
+"""Number of values per partial sum; fixed, so that rounding does not depend on how the values arrive."""
 
 
 class ValueSample:
-    """All values up to a number, then a part of them that depends on their places alone."""
+    """Deterministic sample of a stream: all values up to `size`, then a subset that depends only on their positions."""
 
     def __init__(self, size: int = SAMPLE_SIZE):
         self._size = size
@@ -34,34 +32,34 @@ class ValueSample:
         self._shift = 0
         self._values: list[NDArray[Any]] = []
         self._hashes: list[NDArray[np.uint64]] = []
-        self._num_kept = 0
+        self._num_sampled = 0
 
     def add(self, values: NDArray[Any]) -> None:
         hashes = mix64_array(np.arange(self._num_seen, self._num_seen + values.size, dtype=np.int64))
         self._num_seen += values.size
-        self._keep(values, hashes)
-        while self._num_kept > 2 * self._size:
+        self._add_sampled(values, hashes)
+        while self._num_sampled > 2 * self._size:
             self._shift += 1
             old = list(zip(self._values, self._hashes, strict=True))
             self._values = []
             self._hashes = []
-            self._num_kept = 0
-            for part in old:
-                self._keep(*part)
+            self._num_sampled = 0
+            for block in old:
+                self._add_sampled(*block)
 
     def values(self) -> NDArray[Any]:
         return np.concatenate(self._values) if self._values else np.zeros(0)
 
-    def _keep(self, values: NDArray[Any], hashes: NDArray[np.uint64]) -> None:
-        is_kept = (hashes & np.uint64((1 << self._shift) - 1)) == 0
-        if is_kept.any():
-            self._values.append(values[is_kept])
-            self._hashes.append(hashes[is_kept])
-            self._num_kept += int(is_kept.sum())
+    def _add_sampled(self, values: NDArray[Any], hashes: NDArray[np.uint64]) -> None:
+        is_sampled = (hashes & np.uint64((1 << self._shift) - 1)) == 0
+        if is_sampled.any():
+            self._values.append(values[is_sampled])
+            self._hashes.append(hashes[is_sampled])
+            self._num_sampled += int(is_sampled.sum())
 
 
 class TransformFitter:
-    """Learns one transform: add the raw values of the training part, then ask for it."""
+    """Fits one transform: call `add` with the raw training values, then `result`."""
 
     def __init__(self, kind: TransformKind, num_buckets: int):
         self._kind = kind
@@ -78,7 +76,7 @@ class TransformFitter:
             self._sample.add(finite.astype(np.float32))
         elif self._kind in ("standard", "log"):
             raw = finite.astype(np.float64)
-            self._rest = np.concatenate([self._rest, squashed(raw) if self._kind == "log" else raw])
+            self._rest = np.concatenate([self._rest, signed_log(raw) if self._kind == "log" else raw])
             while self._rest.size >= _BLOCK:
                 self._fold(self._rest[:_BLOCK])
                 self._rest = self._rest[_BLOCK:]
@@ -103,34 +101,37 @@ class TransformFitter:
         self._squares += float((values**2).sum())
 
 
-def _upper_bounds(values: NDArray[Any], most: int) -> tuple[float, ...]:
-    """Of buckets with about equally many values; each ends at a value seen, so that equal values are never parted."""
+def _upper_bounds(values: NDArray[Any], max_buckets: int) -> tuple[float, ...]:
+    """Return the upper bounds of buckets with about the same number of values.
+
+    Each bound is an existing value, so that equal values are in the same bucket.
+    """
     if not values.size:
         return (0.0,)
     ordered = np.sort(values.astype(np.float32))
-    last = np.ceil(np.arange(1, most + 1) * ordered.size / most).astype(np.int64) - 1
+    last = np.ceil(np.arange(1, max_buckets + 1) * ordered.size / max_buckets).astype(np.int64) - 1
     return tuple(float(bound) for bound in np.unique(ordered[last]))
 
 
 def bucket_labels(transform: Transform) -> list[str]:
-    """Names of the buckets of `quantiles`, for people."""
+    """Return display names of the buckets of a `quantiles` transform."""
     bounds = [f"{bound:.6g}" for bound in transform.bounds]
     inner = [f"above {low} to {high}" for low, high in itertools.pairwise(bounds)]
     return [f"up to {bounds[0]}", *inner]
 
 
-FOLDER = "vectors"
+VECTORS_FOLDER = "vectors"
 
 
 class VectorFile:
-    """`vectors/<name>.npy`, written row by row in any order. Rows that are never written are zeros.
+    """The array file `vectors/<name>.npy`, whose rows can be written in any order; rows that are not written are zero.
 
-    Rows go to the file at once and not through a map: a map would count as memory of this process until it is closed.
+    Rows are written directly and not through a memory map, which would count as memory of this process until closed.
     """
 
     def __init__(self, folder: Path, name: str, num_rows: int, width: int, dtype: np.dtype[np.floating]):
         self._folder = folder
-        self.path = folder / FOLDER / f"{name}.npy"
+        self.path = folder / VECTORS_FOLDER / f"{name}.npy"
         self.path.parent.mkdir(exist_ok=True)
         self._shape = (num_rows, width)
         self._dtype = dtype
@@ -149,7 +150,7 @@ class VectorFile:
         return self.path.relative_to(self._folder).as_posix()
 
     def write(self, rows: NDArray[np.int64], vectors: NDArray[np.floating]) -> None:
-        """vectors[i] becomes row rows[i]; runs of neighbours are written together."""
+        """Write vectors[i] to row rows[i]; consecutive rows are written together."""
         order = np.argsort(rows, kind="stable")
         rows, vectors = rows[order], np.ascontiguousarray(vectors[order], dtype=self._dtype)
         cuts = np.flatnonzero(np.diff(rows, prepend=-2) != 1)
@@ -158,5 +159,5 @@ class VectorFile:
             for start, end in zip(cuts, [*cuts[1:], rows.size], strict=True):
                 os.pwrite(stream.fileno(), vectors[start:end].tobytes(), self._start + int(rows[start]) * size)
 
-    def entry(self) -> DataFile:
+    def describe(self) -> DataFile:
         return describe_file(self._folder, self.path, self._shape[0])

@@ -1,1 +1,1 @@
-"""Samples: what of a dataset a step trains on, split, cut and with negatives."""
+"""Samples: splits, training chunks, model inputs and negative sampling for each task."""

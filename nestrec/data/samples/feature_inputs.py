@@ -1,11 +1,13 @@
-"""Features of events, items and users as micro-batches hold them: keys of tables, and numbers as tensors.
+"""Model inputs from features of events, items and users: keys of embedding tables, and numbers as tensors.
 
-| kind | in a micro-batch, for each place (an event, or an item) |
+A position is an event or an item.
+
+| kind | in a micro-batch, per position |
 | --- | --- |
 | category | one key |
-| categories, bag | any number of keys, and where those of each place begin (`NAME/offsets`) |
-| number | a tensor of two columns: the number by its transform, 0 where it is not known, and whether it is not |
-| vector | a tensor of its width, read out of the mapped array |
+| categories, bag | any number of keys, with the offsets of each position's keys in `NAME/offsets` |
+| number | two columns of a tensor: the transformed number (0 if missing), and whether it is missing |
+| vector | a row of a tensor, read from the memory-mapped array |
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,26 +33,26 @@ _READ = ("category", "categories", "bag", "number", "vector")
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A feature that is looked up, or read as numbers, for each place."""
+    """An input column: a feature that is looked up in a table, or read as numbers, at each position."""
 
     name: str
-    """feature and table name, such as `event_tab`"""
+    """Name of the feature and of its table, such as `event_tab`."""
     vocabulary_size: int = 0
-    """rows of its table; 0: it has none, its numbers are read as they are"""
+    """Number of rows of its table; 0 if it has no table because its numbers are read directly."""
     is_bag: bool = False
-    """a place has several of them"""
+    """Whether a position has several values."""
     width: int = 0
-    """of its numbers, where it has no table"""
+    """Number of elements per position, if it has no table."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What is read at some places."""
+    """Model inputs of some positions."""
 
     keys: dict[str, Ints] = field(default_factory=dict)
-    """to look up, by column"""
+    """Keys to look up, by column."""
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """offsets of lists, and columns that are numbers"""
+    """Offsets of lists, and number columns."""
 
     def add_list(self, name: str, values: Ints, offsets: Ints) -> None:
         self.keys[name] = values
@@ -62,32 +64,36 @@ class Inputs:
         self.tensors[name] = torch.from_numpy(np.stack(columns, axis=-1))
 
 
-def column_of(feature: Feature) -> Column:
+def feature_column(feature: Feature) -> Column:
     width = {"number": NUMBER_WIDTH, "vector": feature.width}.get(feature.kind, 0)
     return Column(feature.column, feature.vocabulary_size, feature.is_list, width)
 
 
-def chosen_features(known: Sequence[Feature], wanted: Iterable[str], field_name: str) -> list[Feature]:
-    """The features of these names that a model can read, or an error that tells which there are."""
+def select_features(known: Sequence[Feature], names: Iterable[str], option: str) -> list[Feature]:
+    """Return the features with these names that a model can read.
+
+    Raises:
+        UserErrorGroup: If a name is unknown or not usable as an input; the errors suggest available names.
+    """
     usable = {feature.name: feature for feature in known if feature.kind in _READ and feature.known == "before"}
-    mistakes = ErrorCollector()
-    found = []
-    for name in wanted:
+    errors = ErrorCollector()
+    selected = []
+    for name in names:
         if name in usable:
-            found.append(usable[name])
+            selected.append(usable[name])
         else:
-            mistakes.add(
-                "is no feature of this dataset that is known before the user reacts, and that models read",
-                option=field_name,
+            errors.add(
+                "the dataset does not have an input feature of this name that is known before the user reacts",
+                option=option,
                 value=name,
-                remedy=f"{did_you_mean(name, usable)}; '' takes none",
+                remedy=f"{did_you_mean(name, usable)}; use '' to select no feature",
             )
-    mistakes.raise_if_any()
-    return found
+    errors.raise_if_any()
+    return selected
 
 
 class ItemFeatures:
-    """Features by item id. Categories and numbers of the catalogue are in memory, vectors stay in their file."""
+    """Features by item id. Categories and numbers of the catalog are in memory; vectors are memory-mapped."""
 
     def __init__(self, dataset: Dataset, features: Sequence[Feature]):
         self._ids, self._lists = dict[str, Ints](), dict[str, tuple[Ints, Ints]]()
@@ -104,21 +110,21 @@ class ItemFeatures:
             else:
                 self._ids[name] = item_column(dataset.items(), name)
 
-    def of(self, items: Ints) -> Inputs:
-        """Of these items."""
-        found = Inputs({name: ids[items] for name, ids in self._ids.items()})
+    def lookup(self, items: Ints) -> Inputs:
+        """Return the inputs of these items."""
+        inputs = Inputs({name: ids[items] for name, ids in self._ids.items()})
         for name, (values, offsets) in self._lists.items():
             index, own_offsets = slice_index(offsets[items], offsets[items + 1])
-            found.add_list(name, values[index], own_offsets)
+            inputs.add_list(name, values[index], own_offsets)
         for name, numbers in self._numbers.items():
-            found.add_numbers(name, numbers[items])
+            inputs.add_numbers(name, numbers[items])
         for name, vectors in self._vectors.items():
-            found.tensors[name] = torch.from_numpy(np.asarray(vectors[items], np.float32))
-        return found
+            inputs.tensors[name] = torch.from_numpy(np.asarray(vectors[items], np.float32))
+        return inputs
 
 
 class EventFeatures:
-    """Features of events and of their users, out of the rows of users; at every event."""
+    """Features of events and their users, read from user rows, for each event."""
 
     def __init__(self, dataset: Dataset, features: Sequence[Feature]):
         self._features = features
@@ -126,89 +132,101 @@ class EventFeatures:
 
     @property
     def columns(self) -> list[str]:
-        """Of the rows of users."""
+        """Columns of user rows that are read."""
         named = [f for f in self._features if f.kind != "vector"]
         counts = [f.counts_column for f in named if f.is_list and f.owner == "event"]
         return [*(f.column for f in named), *counts]
 
-    def of(self, rows: DatasetRows, index: Ints, events: Ints) -> Inputs:
-        """index: of events in the concatenated rows; events: how many of them are of each row."""
-        found = Inputs()
+    def lookup(self, rows: DatasetRows, index: Ints, counts: Ints) -> Inputs:
+        """Return the inputs of some events.
+
+        Args:
+            rows: Rows of users.
+            index: (E,) indices of the events in the concatenated rows.
+            counts: Number of these events per row.
+        """
+        inputs = Inputs()
         for feature in self._features:
             if feature.owner == "event":
-                _of_event(feature, rows, index, found)
+                _add_event_feature(feature, rows, index, inputs)
             else:
-                self._of_user(feature, rows, events, found)
-        return found
+                self._add_user_feature(feature, rows, counts, inputs)
+        return inputs
 
-    def _of_user(self, feature: Feature, rows: DatasetRows, events: Ints, found: Inputs) -> None:
+    def _add_user_feature(self, feature: Feature, rows: DatasetRows, counts: Ints, inputs: Inputs) -> None:
         name = feature.column
         if feature.kind == "vector":
             vectors = np.asarray(self._vectors[name][rows.indices], np.float32)
-            found.tensors[name] = torch.from_numpy(np.repeat(vectors, events, axis=0))
+            inputs.tensors[name] = torch.from_numpy(np.repeat(vectors, counts, axis=0))
         elif feature.is_list:
             values, offsets = rows.lists[name]
-            of_event = np.repeat(np.arange(len(events)), events)
-            taken, own_offsets = slice_index(offsets[of_event], offsets[of_event + 1])
-            found.add_list(name, values[taken].astype(np.int64), own_offsets)
+            of_event = np.repeat(np.arange(len(counts)), counts)
+            value_index, own_offsets = slice_index(offsets[of_event], offsets[of_event + 1])
+            inputs.add_list(name, values[value_index].astype(np.int64), own_offsets)
         elif feature.kind == "number":
-            found.add_numbers(name, np.repeat(feature.transform.numbers(rows.scalars[name]), events))
+            inputs.add_numbers(name, np.repeat(feature.transform.numbers(rows.scalars[name]), counts))
         else:
-            found.keys[name] = np.repeat(rows.scalars[name].astype(np.int64), events)
+            inputs.keys[name] = np.repeat(rows.scalars[name].astype(np.int64), counts)
 
 
-def _of_event(feature: Feature, rows: DatasetRows, index: Ints, found: Inputs) -> None:
+def _add_event_feature(feature: Feature, rows: DatasetRows, index: Ints, inputs: Inputs) -> None:
     name = feature.column
     if feature.is_list:
         counts = rows.lists[feature.counts_column][0].astype(np.int64)
         starts = offsets_of_lengths(counts)
-        taken, offsets = slice_index(starts[index], starts[index + 1])
-        found.add_list(name, rows.lists[name][0][taken].astype(np.int64), offsets)
+        value_index, offsets = slice_index(starts[index], starts[index + 1])
+        inputs.add_list(name, rows.lists[name][0][value_index].astype(np.int64), offsets)
     elif feature.kind == "number":
-        found.add_numbers(name, feature.transform.numbers(rows.lists[name][0][index]))
+        inputs.add_numbers(name, feature.transform.numbers(rows.lists[name][0][index]))
     else:
-        found.keys[name] = rows.lists[name][0][index].astype(np.int64)
+        inputs.keys[name] = rows.lists[name][0][index].astype(np.int64)
 
 
-def renamed(found: Inputs, old: str, new: str) -> Inputs:
-    """The same with another prefix of the columns' names."""
+def rename_columns(inputs: Inputs, old: str, new: str) -> Inputs:
+    """Return the same inputs with another prefix of the column names."""
 
     def of(name: str) -> str:
         return new + name.removeprefix(old)
 
-    return Inputs({of(n): v for n, v in found.keys.items()}, {of(n): v for n, v in found.tensors.items()})
+    return Inputs({of(n): v for n, v in inputs.keys.items()}, {of(n): v for n, v in inputs.tensors.items()})
 
 
 def item_column(items: pa.Table, name: str) -> Ints:
-    """Category of each item id; row 0 (unknown item) is 0."""
+    """Return the category of each item id; row 0 (unknown item) is 0."""
     values = items.column(name).to_numpy().astype(np.int64)
     return np.concatenate([[0], values])
 
 
-def columns_of(card: DatasetCard, wanted: dict[str, tuple[str, ...]], section: str) -> dict[str, list[Feature]]:
-    """Of each owner the features that a config asks for; an error that names all that the dataset does not have."""
+def select_features_by_owner(
+    card: DatasetCard, names_of_owner: dict[str, tuple[str, ...]], section: str
+) -> dict[str, list[Feature]]:
+    """Return the features that a config names, by owner.
+
+    Raises:
+        UserErrorGroup: If the dataset lacks some of them; all missing names are reported.
+    """
     known = {"event": card.event_features, "user": card.user_features, "item": card.item_features}
-    mistakes = ErrorCollector()
-    found = dict[str, list[Feature]]()
-    for owner, names in wanted.items():
-        with mistakes.collecting():
-            found[owner] = chosen_features(known[owner], names, f"{section}.{owner}_features")
-    mistakes.raise_if_any()
-    return found
+    errors = ErrorCollector()
+    selected = dict[str, list[Feature]]()
+    for owner, names in names_of_owner.items():
+        with errors.collecting():
+            selected[owner] = select_features(known[owner], names, f"{section}.{owner}_features")
+    errors.raise_if_any()
+    return selected
 
 
-def prefix_of(user_tokens: UserTokens, of_users: Sequence[Feature]) -> tuple[str, ...]:
-    """Columns that are tokens of their own before a history."""
-    if user_tokens == "prefix" and not of_users:
+def prefix_columns(mode: UserTokens, user_features: Sequence[Feature]) -> tuple[str, ...]:
+    """Return the columns that become separate tokens before the history."""
+    if mode == "prefix" and not user_features:
         raise UserError(
-            "has no feature of the user to put before a history",
-            option="task.inputs.user_tokens",
-            value=user_tokens,
-            remedy="name some with --task.inputs.user_features, or leave it at summed",
+            "a prefix needs at least one user feature",
+            option="task.inputs.user_feature_mode",
+            value=mode,
+            remedy="set --task.inputs.user_features, or use summed",
         )
-    return tuple(feature.column for feature in of_users)[: num_prefix(user_tokens, len(of_users))]
+    return tuple(feature.column for feature in user_features)[: num_prefix_tokens(mode, len(user_features))]
 
 
-def num_prefix(user_tokens: UserTokens, num_features: int) -> int:
-    """Of so many features of users, those that are tokens of their own before a history: all of them or none."""
-    return num_features if user_tokens == "prefix" else 0
+def num_prefix_tokens(mode: UserTokens, num_features: int) -> int:
+    """Return how many user features become separate tokens before the history: all of them or none."""
+    return num_features if mode == "prefix" else 0

@@ -1,15 +1,15 @@
-"""Negatives of tokens: pure functions of (token key, index of the negative): counter-based randomness.
+"""Negative sampling with counter-based randomness: negatives are pure functions of (token key, index of the negative).
 
-    uniform      every item of the catalogue alike
+    uniform      every item of the catalog with equal probability
     popularity   in proportion to count ** power, by an alias table in integers
-    in_batch     the targets of other tokens of the micro-batch: nothing more is looked up (coupled samples)
-    groups       the same, but tokens are dealt to groups at random, and a group's tokens meet each other's targets
+    in_batch     the targets of other tokens of the micro-batch: no additional lookups (coupled samples)
+    groups       like in_batch, but tokens are randomly partitioned into groups and use the targets of their group
 
-All draw with replacement and only for tokens that exist: there is no padding. Log-Q correction subtracts
-log(N q(i)) from the logit of a drawn item i, so that the expected sum of exponentials is that of as many uniform
-draws; a uniform draw itself needs none.
+All samplers draw with replacement, and only for real tokens: there is no padding. Log-Q correction subtracts log(N
+q(i)) from the logit of a drawn item i, so that the expected sum of exponentials equals that of the same number of
+uniform draws; uniform draws need no correction.
 
-Legend: T tokens of a micro-batch, R negatives of a token, K - 1 other tokens whose negatives it meets too, N items.
+Legend: T tokens of a micro-batch, R negatives of a token, K - 1 other tokens whose negatives it shares, N items.
 """
 
 from collections.abc import Mapping
@@ -21,38 +21,41 @@ import torch
 from numba import njit
 from numpy.typing import NDArray
 
-from nestrec.base.random import GOLDEN64, finalise64, fold_array
+from nestrec.base.random import GOLDEN64, finalize64, fold_array
 
 Keys = NDArray[np.uint64]
 _IN_BATCH, _SHARED = 0x1B, 0x5A
-"""Tell the draws apart that are made with one token key."""
+"""Seeds that keep the draws for different purposes apart, which use the same token key."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampledNegatives:
-    """The negatives of a micro-batch."""
+    """Negatives of a micro-batch."""
 
     keys: Mapping[str, NDArray[np.int64]]
-    """What must be looked up: `negative` (T, R), unless the negatives are rows of the micro-batch anyway."""
+    """Keys that must be looked up: `negative` (T, R); empty if the negatives are already in the micro-batch."""
     tensors: Mapping[str, torch.Tensor]
-    """`negative_token` (T, R) int32: whose targets they are; `negative_bias` (T, R) float32: log-Q correction.
-    Of the items of a catalogue that are known: `target_at` (T,) int64, the place of the target among them.
-    Of groups: `group_token` (G, R + 1) int32, -1 behind the last, and `target_bias` (T,) float32."""
+    """Tensors for the loss. `negative_token` (T, R) int32: the token whose target is the negative. `negative_bias` (T,
+    R) float32: log-Q correction. With a catalog of known items, `target_at` (T,) int64: index of the target among them.
+    With groups, `group_token` (G, R + 1) int32: tokens of each group, padded with -1, and `target_bias` (T,) float32.
+    """
 
 
 class NegativeSampler(Protocol):
-    """Draws negatives; no state between calls."""
+    """Draws negatives. Stateless."""
 
     def draw(self, key_T: Keys, target_T: NDArray[np.int64]) -> SampledNegatives:
-        """For tokens with these keys and targets."""
+        """Draw negatives for tokens with these random generator keys and targets."""
 
 
 @dataclass(frozen=True, slots=True)
 class UniformSampler:
+    """Draws items of the catalog with equal probability."""
+
     num_negatives: int
     num_items: int
     items: NDArray[np.int64] | None = None
-    """(num_items,) ids to draw from; none: 1 to num_items"""
+    """(num_items,) item ids to draw from; None draws from 1..num_items."""
 
     def draw(self, key_T: Keys, target_T: NDArray[np.int64]) -> SampledNegatives:
         ids = uniform_negatives(key_T, self.num_negatives, self.num_items)
@@ -61,25 +64,31 @@ class UniformSampler:
 
 @dataclass(frozen=True, slots=True)
 class FullCatalogSampler:
-    """All items that have training events, for a loss over the whole catalogue.
+    """Uses all items that have training events as negatives, for a softmax loss over the full catalog.
 
-    An item that is only known by its content is never a target: met as a negative in every step, what it is would be
-    learnt to be wrong, and nobody would ever be shown it.
+    A cold-start item, known only by its features, is never a target. As a negative in every step it would be trained
+    down and never be recommended.
     """
 
     items: NDArray[np.int64]
-    """ids, ascending"""
+    """Item ids, ascending."""
 
     def draw(self, key_T: Keys, target_T: NDArray[np.int64]) -> SampledNegatives:
         target_at = np.searchsorted(self.items, target_T)
-        return SampledNegatives({"catalogue": self.items}, {"target_at": torch.from_numpy(target_at)})
+        return SampledNegatives({"catalog": self.items}, {"target_at": torch.from_numpy(target_at)})
 
 
 class PopularitySampler:
-    """By counts of events; items that were never seen are never drawn."""
+    """Draws items by their event counts; items without events are never drawn.
+
+    Args:
+        counts_N: (N,) event counts of the items 1..N.
+        num_negatives: Number of negatives per token.
+        power: Exponent of the counts.
+        log_q: Whether to apply log-Q correction.
+    """
 
     def __init__(self, counts_N: NDArray[np.int64], num_negatives: int, *, power: float, log_q: bool) -> None:
-        """counts_N: events of the items 1..N."""
         weight_N = np.where(counts_N > 0, counts_N.astype(np.float64) ** power, 0.0)
         self._num_negatives = num_negatives
         self._accept_N, self._alias_N = _alias_table(weight_N / weight_N.sum())
@@ -92,10 +101,14 @@ class PopularitySampler:
 
 
 class InBatchSampler:
-    """Targets of other tokens. Popular items come more often, which log-Q corrects by their counts."""
+    """Uses the targets of other tokens in the micro-batch. Log-Q correction compensates for their popularity bias.
+
+    Args:
+        counts_N: (N,) event counts of the items 1..N; None disables log-Q correction.
+        num_negatives: Number of negatives per token.
+    """
 
     def __init__(self, counts_N: NDArray[np.int64] | None, num_negatives: int) -> None:
-        """counts_N: events of the items 1..N; none leaves the logits alone."""
         self._num_negatives = num_negatives
         self._bias = None if counts_N is None else log_q_bias(counts_N.astype(np.float64))
 
@@ -108,17 +121,21 @@ class InBatchSampler:
 
 
 class GroupSampler:
-    """Targets of the other tokens of a group of at most `num_negatives` + 1. Groups follow the order of token keys."""
+    """Uses the targets of the other tokens in a group of at most `num_negatives` + 1 tokens, grouped by token key.
+
+    Args:
+        counts_N: (N,) event counts of the items 1..N; None disables log-Q correction.
+        num_negatives: Maximum number of negatives per token.
+    """
 
     def __init__(self, counts_N: NDArray[np.int64] | None, num_negatives: int) -> None:
-        """counts_N: events of the items 1..N; none leaves the logits alone."""
         self._size = num_negatives + 1
         self._bias = None if counts_N is None else log_q_bias(counts_N.astype(np.float64))
 
     def draw(self, key_T: Keys, target_T: NDArray[np.int64]) -> SampledNegatives:
         num_groups = -(-len(key_T) // self._size)
         token_SG = np.full((self._size, num_groups), -1, np.int32)
-        # Dealt like cards, so that groups differ by one token at the most.
+        # Assign tokens round-robin, so that group sizes differ by at most one.
         token_SG.reshape(-1)[: len(key_T)] = np.argsort(key_T, kind="stable")
         tensors = {"group_token": torch.from_numpy(np.ascontiguousarray(token_SG.T))}
         if self._bias is not None:
@@ -127,32 +144,32 @@ class GroupSampler:
 
 
 def shared_tokens(key_T: Keys, num_others: int) -> NDArray[np.int32]:
-    """(T, K - 1) other tokens of the micro-batch, distinct, drawn for each token; fewer where T is too small."""
+    """Return (T, K - 1) distinct other tokens of the micro-batch for each token; fewer columns if T is too small."""
     others = min(num_others, max(len(key_T) - 1, 0))
     return other_tokens(fold_array(key_T, np.full(len(key_T), _SHARED)), others, distinct=True)
 
 
 def other_tokens(key_T: Keys, count: int, *, distinct: bool) -> NDArray[np.int32]:
-    """(T, count) tokens that are not the token itself; itself where there is no other."""
+    """Return (T, count) tokens that differ from the token itself; the token itself if it is the only one."""
     return _others(key_T, count, distinct)  # type: ignore[no-any-return]
 
 
 def uniform_negatives(key_T: Keys, num_negatives: int, num_items: int) -> NDArray[np.int64]:
-    """(T, R) item ids in 1..num_items, uniform with replacement; num_items below 2**32."""
+    """Return (T, R) item ids in 1..num_items, uniform with replacement; num_items must be below 2**32."""
     assert 0 < num_items < 1 << 32
     return _uniform(key_T, num_negatives, num_items)  # type: ignore[no-any-return]
 
 
 def log_q_bias(weight_N: NDArray[np.float64]) -> NDArray[np.float32]:
-    """(N,) what is added to the logit of an item drawn in proportion to its weight; 0 for items never drawn."""
+    """Return (N,) terms to add to the logits of items drawn in proportion to their weights; 0 for items never drawn."""
     share_N = weight_N / weight_N.sum() * len(weight_N)
     bias_N: NDArray[np.float32] = -np.log(share_N, out=np.zeros_like(share_N), where=share_N > 0).astype(np.float32)
     return bias_N
 
 
 @njit(cache=True, nogil=True)
-def _below(bits, bound):  # type: ignore[no-untyped-def]
-    """The high half of 64 bits, multiplied into 0..bound - 1."""
+def _scale_to_range(bits, bound):  # type: ignore[no-untyped-def]
+    """Map the high half of 64 random bits to 0..bound - 1."""
     return np.int64(((bits >> np.uint64(32)) * np.uint64(bound)) >> np.uint64(32))
 
 
@@ -163,27 +180,27 @@ def _uniform(key_T, num_negatives, num_items):  # type: ignore[no-untyped-def]
         x = key_T[t]
         for r in range(num_negatives):
             x = x + np.uint64(GOLDEN64)
-            out[t, r] = 1 + _below(finalise64(x), num_items)
+            out[t, r] = 1 + _scale_to_range(finalize64(x), num_items)
     return out
 
 
 @njit(cache=True, nogil=True)
 def _by_alias(key_T, num_negatives, accept_N, alias_N):  # type: ignore[no-untyped-def]
-    """Places 0..N - 1: the high half of a hash chooses a column, the low half one of its two items."""
+    """Draw indices 0..N - 1: the high half of a hash selects a column, the low half one of its two items."""
     out = np.empty((key_T.shape[0], num_negatives), dtype=np.int64)
     for t in range(key_T.shape[0]):
         x = key_T[t]
         for r in range(num_negatives):
             x = x + np.uint64(GOLDEN64)
-            bits = finalise64(x)
-            column = _below(bits, len(accept_N))
+            bits = finalize64(x)
+            column = _scale_to_range(bits, len(accept_N))
             out[t, r] = column if (bits & np.uint64(0xFFFFFFFF)) < accept_N[column] else alias_N[column]
     return out
 
 
 @njit(cache=True, nogil=True)
 def _alias_table(share_N):  # type: ignore[no-untyped-def]
-    """Vose's table: accept_N in 2**-32, and the item taken otherwise."""
+    """Build Vose's alias table: acceptance thresholds in units of 2**-32, and the alternative item of each column."""
     size = len(share_N)
     accept = np.empty(size, np.uint64)
     alias = np.arange(size)
@@ -208,10 +225,10 @@ def _alias_table(share_N):  # type: ignore[no-untyped-def]
             high += 1
             stack[low] = large
             low += 1
-    for place in range(low):
-        accept[stack[place]] = np.uint64(4294967296)
-    for place in range(high, size):
-        accept[stack[place]] = np.uint64(4294967296)
+    for i_left in range(low):
+        accept[stack[i_left]] = np.uint64(4294967296)
+    for i_left in range(high, size):
+        accept[stack[i_left]] = np.uint64(4294967296)
     return accept, alias
 
 
@@ -224,7 +241,7 @@ def _others(key_T, count, distinct):  # type: ignore[no-untyped-def]
         for c in range(count):
             while True:
                 x = x + np.uint64(GOLDEN64)
-                other = (t + 1 + _below(finalise64(x), size - 1)) % size if size > 1 else t
+                other = (t + 1 + _scale_to_range(finalize64(x), size - 1)) % size if size > 1 else t
                 is_new = True
                 for before in range(c if distinct else 0):
                     is_new = is_new and out[t, before] != other
@@ -234,15 +251,15 @@ def _others(key_T, count, distinct):  # type: ignore[no-untyped-def]
     return out
 
 
-def negatives_of(
-    sampler: NegativeSampler | None, key_T: Keys, target_T: NDArray[np.int64], *, num_items: int, sharing: int
+def sample_negatives(
+    sampler: NegativeSampler | None, key_T: Keys, target_T: NDArray[np.int64], *, num_items: int, logit_sharing: int
 ) -> SampledNegatives:
-    """What tokens meet beside their targets: what is drawn, and whose draws they share; all items without a sampler."""
+    """Draw negatives, and the tokens whose negatives are shared; without a sampler, use the full catalog."""
     if sampler is None:
-        return SampledNegatives({"catalogue": np.arange(1, num_items + 1)}, {})
-    drawn = sampler.draw(key_T, target_T)
-    if sharing == 1:
-        return drawn
+        return SampledNegatives({"catalog": np.arange(1, num_items + 1)}, {})
+    negatives = sampler.draw(key_T, target_T)
+    if logit_sharing == 1:
+        return negatives
     return SampledNegatives(
-        drawn.keys, {**drawn.tensors, "shared_token": torch.from_numpy(shared_tokens(key_T, sharing - 1))}
+        negatives.keys, {**negatives.tensors, "shared_token": torch.from_numpy(shared_tokens(key_T, logit_sharing - 1))}
     )

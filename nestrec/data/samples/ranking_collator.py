@@ -1,8 +1,8 @@
-"""Samples of multi-task ranking: interleaved item and action tokens, an event's labels predicted before its action.
+"""Collator of multi-task ranking: interleaved content and action tokens; labels are predicted before the action token.
 
-An event gives two tokens, content then action. The labels are bits of the event's own action; they enter the input only
-behind the content token that predicts them. Columns that tell how the user reacted to the event (such as the play time)
-are refused as features of its content.
+Each event becomes two tokens, content then action. Labels are bits of the event's own action, so they enter the input
+only after the content token that predicts them. Columns that are known only after the event (such as the play time) are
+rejected as content features.
 """
 
 from typing import Literal
@@ -24,9 +24,9 @@ from nestrec.data.samples.feature_inputs import (
     EventFeatures,
     ItemFeatures,
     UserTokens,
-    column_of,
-    columns_of,
-    prefix_of,
+    feature_column,
+    prefix_columns,
+    select_features_by_owner,
 )
 from nestrec.data.samples.retrieval_collator import sequence_tensors
 from nestrec.data.samples.split import Split
@@ -35,67 +35,82 @@ Ints = NDArray[np.int64]
 
 
 @config
-class RankingInputConfig:
-    labels: tuple[str, ...] = ("click",)
-    """action bits that are predicted, one task each"""
-    event_features: tuple[str, ...] = ()
-    """features of the event that are known before the user reacts, by their names on the dataset's card"""
-    user_features: tuple[str, ...] = ()
-    """features of the user that the model reads"""
-    user_tokens: UserTokens = "summed"
-    """how they are read: `summed` into every token, or as a `prefix`: a token each before the history"""
-    item_features: tuple[str, ...] = ()
-    """features of the item that the model reads: categories, lists, numbers, texts as bags, vectors"""
+class RankingHistoryConfig:
+    """Part of a user's history that a ranking model reads."""
+
     max_events: Count = 100
-    """longest history; each event gives two tokens"""
+    """Maximum number of events in a history; each event becomes two tokens."""
     slide_events: Count | None = None
-    """events by which a longer history slides, in evaluation and serving alike; none: an eighth of max_events, so that
-    cached prefixes live longer; 1: exactly the newest events, which costs a pass over a whole history per event"""
-    train_on: Literal["last", "all"] = "last"
-    """of users with more training events: the last ones, a sample a user, or all of them, in slices that have what came
-    before as their history"""
+    """Number of events by which a longer history slides, in evaluation and serving alike. None uses an eighth of
+    `max_events`, which keeps cached prefixes valid for longer; 1 always uses exactly the newest events, at the cost of
+    a full prefill per event."""
 
     def __post_init__(self) -> None:
-        check_slide(self.slide_events, self.max_events - 1, "task.inputs.slide_events", "task.inputs.max_events")
+        check_slide(self.slide_events, self.max_events - 1, "task.history.slide_events", "task.history.max_events")
+
+
+@config
+class RankingInputConfig:
+    labels: tuple[str, ...] = ("click",)
+    """Actions to predict; each is a separate task."""
+    event_features: tuple[str, ...] = ()
+    """Names of event features on the dataset card to use as inputs; they must be known before the user reacts."""
+    user_features: tuple[str, ...] = ()
+    """Names of user features on the dataset card to use as inputs."""
+    user_feature_mode: UserTokens = "summed"
+    """How user features enter the model: `summed` into every token, or as a `prefix` of one token per feature before
+    the history."""
+    item_features: tuple[str, ...] = ()
+    """Names of item features on the dataset card to use as inputs: categories, lists, numbers, texts as bags, vectors.
+    """
+    train_events: Literal["last", "all"] = "last"
+    """Training events of users with longer sequences: the `last` ones, as one sample per user, or `all` of them, in
+    chunks that include the preceding events as history."""
 
 
 class RankingInputs:
-    """Turns slices of users' events into arrays; shared by training and evaluation."""
+    """Builds model inputs from chunks of user sequences; shared by training and evaluation."""
 
     def __init__(self, dataset: Dataset, cfg: RankingInputConfig, *, seed: int):
         self._cfg = cfg
         self._seed = seed
-        self.columns = checked_columns(dataset.card, cfg)
+        self.columns = feature_columns(dataset.card, cfg)
         self._label_bit = label_bits(dataset.card, cfg)
-        features = features_of(dataset.card, cfg)
-        self.prefix = prefix_of(cfg.user_tokens, features["user"])
-        """columns that are tokens before a history, and no part of its tokens"""
-        self._of_items = ItemFeatures(dataset, features["item"])
-        self._of_events = EventFeatures(dataset, [*features["event"], *features["user"]])
-        self._dataset = dataset.only([ITEM_IDS, ACTIONS, TIMESTAMPS_MS, *self._of_events.columns])
+        features = ranking_features(dataset.card, cfg)
+        self.prefix = prefix_columns(cfg.user_feature_mode, features["user"])
+        """Columns that become separate tokens before the history."""
+        self._item_features = ItemFeatures(dataset, features["item"])
+        self._event_features = EventFeatures(dataset, [*features["event"], *features["user"]])
+        self._dataset = dataset.select_columns([ITEM_IDS, ACTIONS, TIMESTAMPS_MS, *self._event_features.columns])
 
     def shuffle_block(self, num_samples: int) -> int | None:
-        """See `Dataset.shuffle_block`."""
+        """Return the size of a shuffle block, see `Dataset.shuffle_block`."""
         return self._dataset.shuffle_block(num_samples)
 
     def read(self, users: NDArray[np.int64]) -> DatasetRows:
         return self._dataset.rows(users)
 
-    def slices(self, rows: DatasetRows, first: NDArray[np.int64], end: NDArray[np.int64], epoch: int) -> MicroBatch:
-        """Events [first, end) of each user. Tensors: action (E,), label (E, K), and the layout of the 2E tokens."""
-        start = rows.lists["item_ids"][1][:-1]
-        return self._of_events_at(rows, *slice_index(start + first, start + end), epoch)
+    def collate_chunks(
+        self, rows: DatasetRows, first: NDArray[np.int64], end: NDArray[np.int64], epoch: int
+    ) -> MicroBatch:
+        """Collate the events [first, end) of each user.
 
-    def asked(self, rows: DatasetRows, first: Ints, end: Ints, at: Ints) -> MicroBatch:
-        """Events [first, end) of each user, and the event `at` behind them, whatever came in between."""
+        Returns:
+            A micro-batch with the tensors `action` (E,), `label` (E, K) and the layout of the 2E tokens.
+        """
+        start = rows.lists["item_ids"][1][:-1]
+        return self._collate_events(rows, *slice_index(start + first, start + end), epoch)
+
+    def collate_queries(self, rows: DatasetRows, first: Ints, end: Ints, at: Ints) -> MicroBatch:
+        """Collate the events [first, end) of each user, followed directly by the event `at`, the target."""
         start = rows.lists["item_ids"][1][:-1]
         before, offsets = slice_index(start + first, start + end)
-        return self._of_events_at(
+        return self._collate_events(
             rows, np.insert(before, offsets[1:], start + at), offsets + np.arange(len(offsets)), 0
         )
 
-    def _of_events_at(self, rows: DatasetRows, index: Ints, offsets: Ints, epoch: int) -> MicroBatch:
-        """index: places in the concatenated rows; offsets: of the users among them."""
+    def _collate_events(self, rows: DatasetRows, index: Ints, offsets: Ints, epoch: int) -> MicroBatch:
+        """Collate events, given their indices in the concatenated rows and the offsets of the users."""
         users = rows.indices
         items = rows.lists["item_ids"][0]
         token_offsets = 2 * offsets
@@ -109,21 +124,21 @@ class RankingInputs:
             "time": torch.from_numpy(time_s),
             "query_time": torch.from_numpy(time_s),
         }
-        of_items = self.of_items(items[index])
-        of_events = self._of_events.of(rows, index, np.diff(offsets))
-        keys = {**of_items.keys, **of_events.keys}
-        tensors |= {**of_items.tensors, **of_events.tensors}
+        item_inputs = self.collate_items(items[index])
+        event_inputs = self._event_features.lookup(rows, index, np.diff(offsets))
+        keys = {**item_inputs.keys, **event_inputs.keys}
+        tensors |= {**item_inputs.tensors, **event_inputs.tensors}
         longest = int(np.diff(token_offsets).max(initial=0))
         return MicroBatch(users, keys, tensors, max_length=longest, num_tokens=int(token_offsets[-1]))
 
-    def of_items(self, items: NDArray[np.int64]) -> MicroBatch:
-        """What is read of these items."""
-        found = self._of_items.of(items)
-        return MicroBatch(items, {"item": items, **found.keys}, found.tensors, max_length=1, num_tokens=len(items))
+    def collate_items(self, items: NDArray[np.int64]) -> MicroBatch:
+        """Build the inputs of these items."""
+        inputs = self._item_features.lookup(items)
+        return MicroBatch(items, {"item": items, **inputs.keys}, inputs.tensors, max_length=1, num_tokens=len(items))
 
 
 class RankingCollator(Collator):
-    """Training samples: the last events of each user's training part, all of them predicted."""
+    """Collates the last events of each user's training events; all of them are predicted."""
 
     def __init__(self, inputs: RankingInputs, split: Split, max_events: int):
         self._inputs = inputs
@@ -142,34 +157,34 @@ class RankingCollator(Collator):
         index, offsets = slice_index(row_offsets[:-1] + self._first[samples], row_offsets[:-1] + self._end[samples])
         return items[index], offsets
 
-    def assemble(self, samples: NDArray[np.int64], rows: DatasetRows, epoch: int) -> MicroBatch:
-        return self._inputs.slices(rows, self._first[samples], self._end[samples], epoch)
+    def collate(self, samples: NDArray[np.int64], rows: DatasetRows, epoch: int) -> MicroBatch:
+        return self._inputs.collate_chunks(rows, self._first[samples], self._end[samples], epoch)
 
 
-def features_of(card: DatasetCard, cfg: RankingInputConfig) -> dict[str, list[Feature]]:
-    """The features that the config asks for, by owner, or an error that names what the dataset has."""
-    wanted = {"event": cfg.event_features, "user": cfg.user_features, "item": cfg.item_features}
-    return columns_of(card, wanted, "task.inputs")
+def ranking_features(card: DatasetCard, cfg: RankingInputConfig) -> dict[str, list[Feature]]:
+    """Return the features that the config names, by owner, or raise an error with the available ones."""
+    names_of_owner = {"event": cfg.event_features, "user": cfg.user_features, "item": cfg.item_features}
+    return select_features_by_owner(card, names_of_owner, "task.inputs")
 
 
-def checked_columns(card: DatasetCard, cfg: RankingInputConfig) -> tuple[Column, ...]:
-    """The same as columns, in the order in which their vectors are summed."""
-    return tuple(column_of(feature) for features in features_of(card, cfg).values() for feature in features)
+def feature_columns(card: DatasetCard, cfg: RankingInputConfig) -> tuple[Column, ...]:
+    """Return the selected features as columns, in the order in which their embeddings are summed."""
+    return tuple(feature_column(feature) for features in ranking_features(card, cfg).values() for feature in features)
 
 
 def label_bits(card: DatasetCard, cfg: RankingInputConfig) -> list[int]:
-    """The place in the mask of actions of each label, or an error that names those that the dataset has."""
-    mistakes = ErrorCollector()
+    """Return the bit index of each label in the action mask, or raise an error with the available actions."""
+    errors = ErrorCollector()
     bits = []
     for label in cfg.labels:
-        with mistakes.collecting():
-            bits.append(_bit(card, label))
-    mistakes.raise_if_any()
+        with errors.collecting():
+            bits.append(_label_bit(card, label))
+    errors.raise_if_any()
     return bits
 
 
-def _bit(card: DatasetCard, label: str) -> int:
+def _label_bit(card: DatasetCard, label: str) -> int:
     if label not in card.action_bits:
         remedy = did_you_mean(label, card.action_bits)
-        raise UserError("is no action of this dataset", option="task.inputs.labels", value=label, remedy=remedy)
+        raise UserError("the dataset has no such action", option="task.inputs.labels", value=label, remedy=remedy)
     return int(card.action_bits[label]).bit_length() - 1

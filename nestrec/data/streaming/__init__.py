@@ -1,1 +1,1 @@
-"""Streams of events: where they come from, and how they are cut into windows."""
+"""Event streams: sources, time windows, and ingestion into a dataset."""

@@ -1,13 +1,11 @@
-"""Stream sources: their specs, checked reads and positions.
+"""Stream sources: the source interface, plugin specs, offsets and the validation of third-party sources.
 
-Whose a position is: that of one source, kept with the data beside those of sources that were read before it.
+A source returns rows from a position and can resume from any position. To add a source, write a file with a
+`StreamSourceSpec` and register it here, or as an entry point of the group `nestrec.sources` in another package.
 
-A stream that is given another source than the one it has read is refused, since nobody but its user knows whether that
-is the same stream at another place or another stream.
-
-What a source of a stream is: rows that can be read from a position, and positions that can be saved.
-
-A new source is a file with a `StreamSourceSpec`, and one entry: here, or elsewhere an entry point of `nestrec.sources`.
+The position is committed with the data, together with those of sources that were read before. If a stream is resumed
+from a different source than before, the source is rejected, because only the user knows whether it is the same stream
+at a new location or a different stream.
 """
 
 import json
@@ -28,100 +26,115 @@ from nestrec.data.prepare.prepare_options import LogColumns
 from nestrec.data.prepare.raw_rows import RawBatch
 
 StreamPosition = Mapping[str, Any]
-"""How far a source was read: plain values that JSON holds; empty before the first row."""
+"""Position (offset) in a source: JSON-serializable values; empty before the first row."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamRows:
-    """Some rows of a stream, in the order in which they are read."""
+    """Rows of a stream, in reading order."""
 
     batch: RawBatch
     position: StreamPosition
-    """behind the last of them"""
+    """Position after the last row."""
     arrived_s: float
-    """when the newest of them came to the source, in seconds since 1970"""
-    is_whole: bool = True
-    """of a piece: there is no more in it, so that the next piece follows"""
-    came_ms: NDArray[np.int64] | None = None
-    """when each of them came, in milliseconds since 1970, where the source knows it of each; of one that is not known
-    it is not above 0"""
+    """Arrival time of the newest row at the source, in seconds since 1970."""
+    is_complete: bool = True
+    """Whether these are all rows of the chunk, so that the next chunk follows."""
+    arrived_ms: NDArray[np.int64] | None = None
+    """Arrival time of each row in milliseconds since 1970, if the source records it; 0 or less if it is unknown for a
+    row."""
 
     @property
     def is_empty(self) -> bool:
-        """Nothing but a position: what it was thought to hold is not there."""
+        """Whether there are no rows, only a new position, for example because messages were compacted away."""
         return not self.batch.num_rows and not self.batch.bad
 
 
 @dataclass(frozen=True, slots=True)
 class StreamChunk:
-    """Rows of a stream that can be read without those before them."""
+    """Rows of a stream that can be read independently of the rows before them."""
 
-    share: int
-    """pieces of one share are best read by one rank: those of a partition, or of a file"""
-    what: Mapping[str, Any]
-    """for `fetch`; plain values that JSON holds"""
+    affinity: int
+    """Affinity key: chunks with the same key, those of a partition or file, are best read by the same rank."""
+    request: Mapping[str, Any]
+    """Arguments of `fetch`, JSON-serializable."""
 
 
 class StreamSource(ABC):
-    """A stream that is open."""
+    """Interface of an open stream source."""
 
     @abstractmethod
     def read(self, position: StreamPosition, max_rows: int) -> StreamRows | None:
-        """The rows behind a position, at most so many; none where there is nothing now. It does not wait long.
+        """Return at most `max_rows` rows after a position, or None if none are available now. Blocks only briefly.
 
-        What is behind a position does not change: read again, the same rows come.
+        Rows after a position must not change: reading again returns the same rows.
         """
 
-    def pieces(self, position: StreamPosition, max_rows: int, number: int) -> list[StreamChunk]:
-        """What is behind a position, in order, for ranks that read together: each `fetch` gives at most so many rows.
-        number: of ranks. Of a source that does not divide what it has, one rank reads all."""
+    def list_chunks(self, position: StreamPosition, max_rows: int, num_ranks: int) -> list[StreamChunk]:
+        """Return the next chunks after a position, in order, for ranks that read in parallel.
+
+        By default the stream is not divided, and one rank reads everything.
+
+        Args:
+            position: Position to start from.
+            max_rows: Maximum number of rows that `fetch` returns per chunk.
+            num_ranks: Number of ranks that read.
+        """
         return [StreamChunk(0, {"position": dict(position), "max_rows": max_rows})]
 
-    def fetch(self, piece: StreamChunk) -> StreamRows | None:
-        """The rows of a piece; none where there is nothing now."""
-        return self.read(piece.what["position"], piece.what["max_rows"])
+    def fetch(self, chunk: StreamChunk) -> StreamRows | None:
+        """Return the rows of a chunk, or None if none are available now."""
+        return self.read(chunk.request["position"], chunk.request["max_rows"])
 
     def identity(self) -> str | None:
-        """What is read, by whatever address, with its kind before a colon: a position holds for nothing else. None: the
-        address says it."""
+        """Return the identity of the stream as `KIND:...`, independent of its address; positions are valid for it only.
+
+        None uses the address as the identity.
+        """
         return None
 
     @abstractmethod
     def lag(self, position: StreamPosition) -> dict[str, float]:
-        """How much is there and not read yet, by name of the unit."""
+        """Return the consumer lag, the amount of unread data, by name of the unit."""
 
     def skipped(self) -> dict[str, str]:
-        """Returns what is there and is never read, for people: a text for each kind of it."""
+        """Return messages about data that is never read, by kind of data."""
         return {}
 
-    def close(self) -> None:  # noqa: B027 - most have nothing to give back
-        """Give back connections."""
+    def close(self) -> None:  # noqa: B027 - most sources have nothing to close
+        """Close connections."""
 
 
 class ValidatedSource(StreamSource):
-    """A source of another package, of which what it gives is looked at: a position that does not move, or goes back,
-    would have the same rows trained on for ever."""
+    """Wrapper that validates a third-party source, for example that its position advances.
+
+    A position that stays or moves backward would train on the same rows forever.
+
+    Args:
+        source: Source of another package.
+        columns: Columns that all rows must have.
+        make_error: Maps (method, problem) to an error that names the source.
+    """
 
     def __init__(
-        self, source: StreamSource, columns: Collection[str], mistake: Callable[[str, str], UserError]
+        self, source: StreamSource, columns: Collection[str], make_error: Callable[[str, str], UserError]
     ) -> None:
-        """columns: that all rows have. mistake: (member, problem) to the error that names the source."""
         self._source = source
         self._columns = columns
-        self._mistake = mistake
-        self._passed: list[str] = []
+        self._make_error = make_error
+        self._recent_positions: list[str] = []
 
     def read(self, position: StreamPosition, max_rows: int) -> StreamRows | None:
         rows = self._source.read(position, max_rows)
-        return None if rows is None else self._checked("read", rows, position, max_rows)
+        return None if rows is None else self._check("read", rows, position, max_rows)
 
-    def pieces(self, position: StreamPosition, max_rows: int, number: int) -> list[StreamChunk]:
-        return self._source.pieces(position, max_rows, number)
+    def list_chunks(self, position: StreamPosition, max_rows: int, num_ranks: int) -> list[StreamChunk]:
+        return self._source.list_chunks(position, max_rows, num_ranks)
 
-    def fetch(self, piece: StreamChunk) -> StreamRows | None:
-        rows = self._source.fetch(piece)
-        asked = piece.what.get("position")
-        return None if rows is None else self._checked("fetch", rows, asked, piece.what.get("max_rows"))
+    def fetch(self, chunk: StreamChunk) -> StreamRows | None:
+        rows = self._source.fetch(chunk)
+        start = chunk.request.get("position")
+        return None if rows is None else self._check("fetch", rows, start, chunk.request.get("max_rows"))
 
     def identity(self) -> str | None:
         return self._source.identity()
@@ -135,60 +148,64 @@ class ValidatedSource(StreamSource):
     def close(self) -> None:
         self._source.close()
 
-    def _checked(self, what: str, rows: Any, asked: StreamPosition | None, most: int | None) -> StreamRows:
+    def _check(self, member: str, rows: Any, start: StreamPosition | None, limit: int | None) -> StreamRows:
         if not isinstance(rows, StreamRows) or not isinstance(rows.batch, RawBatch):
-            raise self._mistake(what, f"gives {type(rows).__name__} and no StreamRows of a RawBatch")
+            raise self._make_error(member, f"returned {type(rows).__name__} instead of StreamRows with a RawBatch")
         batch = rows.batch
         for name, column in batch.columns.items():
             if len(column) != batch.num_rows:
-                raise self._mistake(what, f"gives {len(column)} values of {name!r} for {batch.num_rows} rows")
+                raise self._make_error(member, f"returned {len(column)} values of {name!r} for {batch.num_rows} rows")
         for name in self._columns if batch.num_rows else ():
             if name not in batch.columns:
-                raise self._mistake(what, f"gives rows without the column {name!r}, which it was opened with")
-        if most is not None and batch.num_rows > most:
-            raise self._mistake(what, f"gives {batch.num_rows} rows where {most} were asked for")
-        behind = self._plain(what, rows.position)
-        if asked is not None:
-            self._check_moved(what, self._plain(what, asked), behind)
+                raise self._make_error(member, f"returned rows without the column {name!r}, which it was opened with")
+        if limit is not None and batch.num_rows > limit:
+            raise self._make_error(member, f"returned {batch.num_rows} rows, but {limit} were requested")
+        end = self._to_json(member, rows.position)
+        if start is not None:
+            self._check_moved(member, self._to_json(member, start), end)
         return rows
 
-    def _plain(self, what: str, position: Any) -> str:
+    def _to_json(self, member: str, position: Any) -> str:
         try:
             if isinstance(position, Mapping):
                 return json.dumps(dict(position), sort_keys=True)
-            problem = "is no mapping"
+            problem = "is not a mapping"
         except (TypeError, ValueError) as error:
-            problem = f"is not what JSON holds ({error})"
-        raise self._mistake(what, f"gives the position {position!r}, which {problem}")
+            problem = f"is not JSON-serializable ({error})"
+        raise self._make_error(member, f"returned the position {position!r}, which {problem}")
 
-    def _check_moved(self, what: str, asked: str, behind: str) -> None:
-        """Reading again from an earlier position is what a run does that lost some; positions behind it are new."""
-        passed = self._passed
-        self._passed = [*passed[: passed.index(asked)], asked] if asked in passed else [*passed[1 - _PASSED :], asked]
-        if behind in self._passed:
-            problem = f"gives the position {behind} behind its rows, which it was asked from before: it goes round"
-            raise self._mistake(what, problem)
+    def _check_moved(self, member: str, start: str, end: str) -> None:
+        """Check that the position advances. A run that lost rows legitimately reads again from an earlier position."""
+        passed = self._recent_positions
+        self._recent_positions = (
+            [*passed[: passed.index(start)], start]
+            if start in passed
+            else [*passed[1 - _NUM_RECENT_POSITIONS :], start]
+        )
+        if end in self._recent_positions:
+            problem = f"returned the position {end} after its rows, from which it was read before, so it would repeat"
+            raise self._make_error(member, problem)
 
 
-_PASSED = 100
-"""Positions that are remembered: who goes back goes back a little, mostly."""
+_NUM_RECENT_POSITIONS = 100
+"""Number of positions to remember; runs mostly go back by few positions."""
 
 
-def no_rows(file: str) -> RawBatch:
-    """For a piece of which only the position behind it is known."""
+def empty_batch(file: str) -> RawBatch:
+    """Return a batch without rows, for a chunk that only advances the position."""
     return RawBatch(file, np.zeros(0, np.int64), {})
 
 
 @dataclass(frozen=True, slots=True)
 class StreamSourceSpec:
-    """A kind of source."""
+    """Plugin spec of a stream source."""
 
     description: str
-    """in a line"""
+    """One-line description."""
     fits: Callable[[str], bool]
-    """whether an address is of this kind"""
+    """Returns whether an address belongs to this kind of source."""
     open: Callable[[str, LogColumns, tuple[str, ...]], StreamSource]
-    """(address, how files are written, columns that are wanted)"""
+    """Opens a source from (address, format of the log, columns to read)."""
 
 
 SOURCES: PluginRegistry[StreamSourceSpec] = PluginRegistry(
@@ -199,77 +216,93 @@ SOURCES: PluginRegistry[StreamSourceSpec] = PluginRegistry(
 )
 
 
-def open_source(address: str, log: LogColumns, more: Collection[str] = ()) -> StreamSource:
-    """The source of an address: a folder, kafka://BROKERS/TOPIC, or what other packages bring.
+def open_source(address: str, log: LogColumns, extra_columns: Collection[str] = ()) -> StreamSource:
+    """Open the source of an address: a folder, kafka://BROKERS/TOPIC, or an address of a plugin.
 
-    more: columns that are wanted beside those of the log.
+    Args:
+        address: Address of the source.
+        log: Columns and format of the log.
+        extra_columns: Columns to read in addition to those of the log.
+
+    Raises:
+        UserError: If no source accepts the address.
     """
-    wanted = tuple(dict.fromkeys([*EventColumns.of(log).wanted(), *more]))
+    columns = tuple(dict.fromkeys([*EventColumns.of(log).columns_to_read(), *extra_columns]))
     for name in SOURCES:
         spec = SOURCES.find(name)
         if spec.fits(address):
-            source = spec.open(address, log, wanted)
+            source = spec.open(address, log, columns)
             if not isinstance(source, StreamSource):
-                raise SOURCES.broken(name, "open", f"gives {source!r} of {address}, which is no StreamSource")
+                raise SOURCES.contract_error(
+                    name, "open", f"returned {source!r} for {address}, which is not a StreamSource"
+                )
             return (
                 source
-                if name in SOURCES.own
-                else ValidatedSource(source, EventColumns.of(log).needed(), partial(SOURCES.broken, name))
+                if name in SOURCES.built_in_names
+                else ValidatedSource(
+                    source, EventColumns.of(log).required_columns(), partial(SOURCES.contract_error, name)
+                )
             )
-    problem = "is no source: it is a file" if Path(address).is_file() else "is no source, and no folder that there is"
-    remedy = f"name a folder that exists, or an address of {', '.join(SOURCES)} (kafka://localhost:9092/events)"
+    problem = "a file cannot be a stream source" if Path(address).is_file() else "the folder does not exist"
+    remedy = f"use an existing folder, or an address of {', '.join(SOURCES)} (kafka://localhost:9092/events)"
     raise UserError(problem, option="SOURCE", value=address, remedy=remedy)
 
 
-ChangedSource = Literal["refuse", "begin", "moved"]
+OnSourceChange = Literal["error", "restart", "moved"]
 
 
 @dataclass(frozen=True, slots=True)
 class StreamOffset:
-    """How far sources were read, as it lies on the card."""
+    """Committed offset of a stream, as stored on the dataset card."""
 
     source: str
-    """its identity; empty where that was not kept yet"""
+    """Identity of the current source; empty if an earlier format did not store it."""
     position: StreamPosition
-    others: Mapping[str, StreamPosition] = field(default_factory=dict)
-    """of those that were read before, by identity"""
+    other_positions: Mapping[str, StreamPosition] = field(default_factory=dict)
+    """Positions of sources that were read before, by identity."""
 
     @staticmethod
-    def of(state: Mapping[str, Any]) -> "StreamOffset":
-        """That of a stream's state on a card."""
+    def from_state(state: Mapping[str, Any]) -> "StreamOffset":
+        """Return the offset in a stream state of a dataset card."""
         return StreamOffset(state.get("source", ""), state.get("position", {}), state.get("others", {}))
 
     def to_plain(self) -> dict[str, Any]:
-        return {"source": self.source, "position": self.position, "others": dict(self.others)}
+        return {"source": self.source, "position": self.position, "others": dict(self.other_positions)}
 
-    def at(self, position: StreamPosition) -> "StreamOffset":
-        """The same source, read further."""
-        return StreamOffset(self.source, position, self.others)
+    def with_position(self, position: StreamPosition) -> "StreamOffset":
+        """Return the offset of the same source at another position."""
+        return StreamOffset(self.source, position, self.other_positions)
 
-    def of_source(self, identity: str, address: str, changed: ChangedSource) -> "StreamOffset":
-        """Where to go on in a source; a UserError where it is not the one that was read, and nothing is said of it."""
+    def resolve_source(self, identity: str, address: str, changed: OnSourceChange) -> "StreamOffset":
+        """Return the offset to continue from in a source.
+
+        Raises:
+            UserError: If the source differs from the previous one and `changed` does not permit it.
+        """
         if identity == self.source or not self.source:
-            return StreamOffset(identity, self.position, self.others)
-        if changed == "begin":
-            others = {name: where for name, where in self.others.items() if name != identity}
-            return StreamOffset(identity, self.others.get(identity, {}), {**others, self.source: self.position})
-        if changed == "moved" and _kind(identity) == _kind(self.source):
-            return StreamOffset(identity, self.position, self.others)
+            return StreamOffset(identity, self.position, self.other_positions)
+        if changed == "restart":
+            others = {name: where for name, where in self.other_positions.items() if name != identity}
+            return StreamOffset(
+                identity, self.other_positions.get(identity, {}), {**others, self.source: self.position}
+            )
+        if changed == "moved" and _source_kind(identity) == _source_kind(self.source):
+            return StreamOffset(identity, self.position, self.other_positions)
         if changed == "moved":
             raise UserError(
-                f"is of another kind than {self.source}, which was read so far: no position of that holds here",
+                f"the kind of source differs from {self.source}, which was read before, so its position is not valid",
                 option="SOURCE",
                 value=address,
-                remedy="read it as another stream: --changed_source begin",
+                remedy="read it as a new stream with --on_source_change restart",
             )
         raise UserError(
-            f"is not what this data was fed from so far: that is {self.source}, this is {identity}",
+            f"{identity} is not the source that was read before, {self.source}",
             option="SOURCE",
             value=address,
-            remedy="name that again; or, if this is the same stream at another place, go on where it stood with "
-            "--changed_source moved; or, if it is another stream, begin to read it with --changed_source begin",
+            remedy="use the previous source; or, if this is the same stream at a new location, resume it with "
+            "--on_source_change moved; or, if it is a different stream, read it with --on_source_change restart",
         )
 
 
-def _kind(identity: str) -> str:
+def _source_kind(identity: str) -> str:
     return identity.partition(":")[0]

@@ -1,1 +1,1 @@
-"""Synthetic logs, a pure function of a seed."""
+"""Synthetic logs as a pure function of a seed."""

@@ -1,7 +1,7 @@
-"""Synthetic logs: users, items, lengths and popularity with the shapes of public datasets, a pure function of a seed.
+"""Synthetic logs: users, items, lengths and popularity shaped like public datasets, as a pure function of a seed.
 
-Users move between a few liked topics and along cycles of items (see `synthetic_walk`), so the next item depends on the
-recent ones. Every user is drawn from (seed, user number) alone.
+Users move between a few liked topics and along cycles of items (see `synthetic_walk`), so the next item depends on
+recent ones. Every user is generated from (seed, user number) alone.
 """
 
 import dataclasses
@@ -27,10 +27,10 @@ from nestrec.data.prepare.dataset_writer import UserBlock, UsersWriter, finish_s
 from nestrec.data.prepare.prepare_options import Progress, silent
 from nestrec.data.synthetic.synthetic_walk import permute, walk
 
-USERS_A_BLOCK = 4096
-EVENTS_A_BLOCK = 1 << 21
+USERS_PER_BLOCK = 4096
+EVENTS_PER_BLOCK = 1 << 21
 START_MS = 1_640_995_200_000
-"""2022-01-01 UTC."""
+"""2022-01-01 UTC in Unix milliseconds."""
 SPAN_MS = 30 * 86_400_000
 ACTION_BITS = {name: dataset_schema.KUAIRAND_BITS[name] for name in ("click", "like", "long_view")}
 
@@ -40,39 +40,39 @@ class SyntheticConfig:
     """Shape of a synthetic dataset."""
 
     name: str = "synthetic"
-    """Name on the card."""
+    """Name on the dataset card."""
     num_users: int
-    """Users to draw."""
+    """Number of users."""
     num_items: int
-    """Size of the catalogue; not every item need be drawn."""
+    """Size of the catalog; some items may have no events."""
     ln_mean: float
-    """Mu of the log-normal law of lengths."""
+    """Mu of the log-normal distribution of sequence lengths."""
     ln_sd: float
-    """Sigma of the log-normal law of lengths."""
+    """Sigma of the log-normal distribution of sequence lengths."""
     min_length: int = 5
-    """Shorter rows are made this long."""
+    """Minimum sequence length in events; shorter sequences are extended."""
     max_length: int
-    """Longer rows are cut to this length."""
+    """Maximum sequence length in events; longer sequences are truncated."""
     zipf_s: float = 0.7
-    """Exponent of the Zipf-Mandelbrot law of popularity; not 1."""
+    """Exponent of the Zipf-Mandelbrot distribution of popularity; must not be 1."""
     zipf_q: float = 0.0
-    """Offset of the Zipf-Mandelbrot law: larger is flatter at the head."""
+    """Offset of the Zipf-Mandelbrot distribution; larger values flatten the head."""
     num_topics: int = 16
-    """Latent topics; rank r belongs to topic r mod num_topics."""
+    """Number of latent topics; rank r belongs to topic r mod num_topics."""
     follow_chance: float = 0.75
-    """Chance that the next item follows one of the two cycles through the current one."""
+    """Probability that the next item follows one of the two cycles through the current one."""
     dialect_chance: float = 0.85
-    """Chance that it is the cycle that the user prefers."""
+    """Probability that it follows the cycle that the user prefers."""
     stay_chance: float = 0.6
-    """Chance to stay in the topic when no cycle is followed."""
+    """Probability of staying in the topic if no cycle is followed."""
     num_interests: int = 1
-    """Interests between which a user goes to and fro, each taken up where it was left."""
+    """Number of interests between which a user alternates; each continues from its last item."""
     switch_chance: float = 0.6
-    """Chance to go on with the next interest, where there are several."""
+    """Probability of switching to the next interest, if there are several."""
     allows_repeats: bool = False
-    """Whether a user may meet an item twice."""
+    """Whether an item can occur more than once in a user's sequence."""
     seed: int = 0
-    """Everything is a function of it."""
+    """Seed of all random draws."""
 
 
 PRESETS = {
@@ -153,7 +153,7 @@ PRESETS = {
 
 @dataclass(frozen=True, slots=True)
 class EventBlock:
-    """Events of the users from `first_user`, grouped by user; item ids are dense from 1."""
+    """Events of consecutive users starting at `first_user`, grouped by user; item ids are dense from 1."""
 
     first_user: int
     lengths: NDArray[np.int32]
@@ -163,23 +163,25 @@ class EventBlock:
 
 
 def preset(name: str, *, num_users: int | None = None, num_items: int | None = None, seed: int = 0) -> SyntheticConfig:
-    """A named shape. With another number of users the catalogue scales too, but not below 1000 items."""
+    """Return a preset shape. With another number of users, the catalog is scaled, but not below 1000 items."""
     if name not in PRESETS:
-        raise UserError("is no synthetic preset", option="preset", value=name, remedy=did_you_mean(name, PRESETS))
+        raise UserError("no such synthetic preset", option="preset", value=name, remedy=did_you_mean(name, PRESETS))
     base = PRESETS[name]
     users = base.num_users if num_users is None else num_users
-    scaled = max(min(base.num_items, 1000), base.num_items * users // base.num_users)
-    return dataclasses.replace(base, num_users=users, num_items=scaled if num_items is None else num_items, seed=seed)
+    scaled_items = max(min(base.num_items, 1000), base.num_items * users // base.num_users)
+    return dataclasses.replace(
+        base, num_users=users, num_items=scaled_items if num_items is None else num_items, seed=seed
+    )
 
 
 def lengths(shape: str | SyntheticConfig, num_users: int, seed: int = 0) -> NDArray[np.int32]:
-    """Lengths alone, of users 0 to num_users - 1; the same that `generate` uses."""
+    """Return the sequence lengths of users 0 to num_users - 1, equal to those that `generate` uses."""
     base = preset(shape) if isinstance(shape, str) else shape
     return draw_lengths(dataclasses.replace(base, num_users=num_users, seed=seed), 0, num_users)
 
 
 def draw_lengths(shape: SyntheticConfig, first_user: int, end_user: int) -> NDArray[np.int32]:
-    """Log-normal lengths of some users, rounded and clipped, by Box and Muller's transform."""
+    """Draw log-normal sequence lengths of some users, rounded and clipped, by the Box-Muller transform."""
     keys = fold_array(fold(shape.seed, 1), np.arange(first_user, end_user, dtype=np.int64))
     u = (fold_array(keys, np.zeros(keys.size, np.int64)) >> np.uint64(11)) * 2.0**-53
     v = (fold_array(keys, np.ones(keys.size, np.int64)) >> np.uint64(11)) * 2.0**-53
@@ -191,18 +193,18 @@ def draw_lengths(shape: SyntheticConfig, first_user: int, end_user: int) -> NDAr
 
 
 def draw_events(shape: SyntheticConfig, first_user: int, end_user: int) -> EventBlock:
-    """Events of some users, each a function of (seed, user) alone."""
+    """Draw the events of some users, each a function of (seed, user) alone."""
     row_lengths = draw_lengths(shape, first_user, end_user)
     offsets = offsets_of_lengths(row_lengths)
     ranks, times_ms = np.empty((2, int(offsets[-1])), dtype=np.int64)
     actions = np.empty(int(offsets[-1]), dtype=np.int32)
     keys = fold_array(fold(shape.seed, 2), np.arange(first_user, end_user, dtype=np.int64))
-    catalogue_key = _catalogue_key(shape)
+    catalog_key = _catalog_key(shape)
     last_user_of_rank = np.zeros(0 if shape.allows_repeats else shape.num_items, dtype=np.int32)
     walk(
         keys,
         offsets,
-        (shape.num_items, shape.num_topics, catalogue_key),
+        (shape.num_items, shape.num_topics, catalog_key),
         (shape.num_interests, shape.switch_chance),
         (shape.zipf_s, shape.zipf_q),
         (shape.follow_chance, shape.dialect_chance, shape.stay_chance),
@@ -213,24 +215,31 @@ def draw_events(shape: SyntheticConfig, first_user: int, end_user: int) -> Event
         times_ms,
         actions,
     )
-    return EventBlock(first_user, row_lengths, _item_ids(ranks, shape.num_items, catalogue_key), times_ms, actions)
+    return EventBlock(first_user, row_lengths, _item_ids(ranks, shape.num_items, catalog_key), times_ms, actions)
 
 
 def blocks(shape: SyntheticConfig) -> Iterator[EventBlock]:
-    """All users in blocks bounded in users and events."""
+    """Yield all users in blocks with bounded numbers of users and events."""
     all_lengths = draw_lengths(shape, 0, shape.num_users)
     offsets = offsets_of_lengths(all_lengths)
     start = 0
     while start < shape.num_users:
-        by_events = int(np.searchsorted(offsets, offsets[start] + EVENTS_A_BLOCK))
-        end = min(shape.num_users, start + USERS_A_BLOCK, max(by_events, start + 1))
+        by_events = int(np.searchsorted(offsets, offsets[start] + EVENTS_PER_BLOCK))
+        end = min(shape.num_users, start + USERS_PER_BLOCK, max(by_events, start + 1))
         yield draw_events(shape, start, end)
         start = end
 
 
 def generate(shape: SyntheticConfig, output: Path, *, force: bool = False, progress: Progress = silent) -> DatasetCard:
-    """Write a synthetic dataset."""
-    check(shape)
+    """Write a synthetic dataset and return its card.
+
+    Args:
+        shape: Shape of the dataset.
+        output: Folder to write.
+        force: Whether to replace an existing dataset.
+        progress: Receives the progress of the generation.
+    """
+    check_shape(shape)
     fields = dataset_schema.sequence_fields(has_timestamps=True, has_actions=True, features={})
     counts = np.zeros(shape.num_items + 1, dtype=np.int64)
     with replaced_folder(Path(output), marker=CARD_FILE, force=force) as folder:
@@ -256,11 +265,11 @@ def generate(shape: SyntheticConfig, output: Path, *, force: bool = False, progr
 
 
 def write_csv(shape: SyntheticConfig, path: Path) -> int:
-    """The same events as a raw log with a header, interleaved in time inside each block; the number of events.
+    """Write the same events as a raw CSV log with a header, and return the number of events.
 
-    Columns: user, item, time_ms, click, like, long_view.
+    Events are sorted by time inside each block. Columns: user, item, time_ms, click, like, long_view.
     """
-    check(shape)
+    check_shape(shape)
     num_events = 0
     names = ["user", "item", "time_ms", *ACTION_BITS]
     types = pa.schema([(name, pa.int64()) for name in names])
@@ -275,21 +284,21 @@ def write_csv(shape: SyntheticConfig, path: Path) -> int:
     return num_events
 
 
-def check(shape: SyntheticConfig) -> None:
-    """Refuse shapes that cannot be drawn."""
+def check_shape(shape: SyntheticConfig) -> None:
+    """Raise a `UserError` if a shape cannot be generated."""
     for name in ("num_users", "num_items", "num_topics", "num_interests", "min_length", "max_length"):
         if getattr(shape, name) < 1:
             raise UserError(
-                "must be at least 1", option=name, value=getattr(shape, name), remedy="give a positive number"
+                "must be at least 1", option=name, value=getattr(shape, name), remedy="set a positive number"
             )
     if abs(shape.zipf_s - 1.0) < 1e-6:
-        raise UserError("must differ from 1", option="zipf_s", value=shape.zipf_s, remedy="use 0.999 or 1.001")
+        raise UserError("must differ from 1", option="zipf_s", value=shape.zipf_s, remedy="set 0.999 or 1.001")
     if shape.num_topics > shape.num_items:
         raise UserError(
-            f"is less than the {shape.num_topics} topics that items belong to",
+            f"must be at least the number of topics, {shape.num_topics}",
             option="num_items",
             value=shape.num_items,
-            remedy=f"give {shape.num_topics} or more",
+            remedy=f"set {shape.num_topics} or more",
         )
 
 
@@ -309,10 +318,10 @@ def _user_block(block: EventBlock) -> UserBlock:
 
 
 def _item_batches(shape: SyntheticConfig, counts: NDArray[np.int64]) -> Iterator[pa.Table]:
-    """The items table in pieces: topics are found by walking the ranks once."""
+    """Yield the items table in batches. Topics are assigned in one pass over the ranks."""
     topics = np.empty(shape.num_items + 1, dtype=np.int64)
     ranks = np.arange(shape.num_items, dtype=np.int64)
-    topics[_item_ids(ranks, shape.num_items, _catalogue_key(shape))] = ranks % shape.num_topics + 1
+    topics[_item_ids(ranks, shape.num_items, _catalog_key(shape))] = ranks % shape.num_topics + 1
     for start in range(1, shape.num_items + 1, 1 << 20):
         ids = np.arange(start, min(start + (1 << 20), shape.num_items + 1), dtype=np.int64)
         yield pa.table(
@@ -325,13 +334,13 @@ def _item_batches(shape: SyntheticConfig, counts: NDArray[np.int64]) -> Iterator
         )
 
 
-def _catalogue_key(shape: SyntheticConfig) -> np.uint64:
+def _catalog_key(shape: SyntheticConfig) -> np.uint64:
     return np.uint64(fold(shape.seed, 3))
 
 
 @njit(cache=True, nogil=True)
 def _item_ids(ranks: NDArray[np.int64], num_items: int, key: np.uint64) -> NDArray[np.int64]:
-    """Ids from 1 in an order that says nothing of popularity or topic."""
+    """Return item ids from 1, in an order that is independent of popularity and topic."""
     ids = np.empty_like(ranks)
     for i in range(ranks.size):
         ids[i] = 1 + permute(ranks[i], num_items, key)
