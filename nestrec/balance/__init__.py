@@ -1,4 +1,4 @@
-"""Cost model of a sample, partition functions, sample exchange."""
+"""Load balancing of samples: cost model, partition policies and the exchange of samples between ranks."""
 
 from nestrec.balance.cost import TOKENS, CostModel, fit_cost, hstu_cost
 from nestrec.balance.policies import EQUAL_COUNTS, POLICIES, BalanceConfig, balance, micro_partition, partition

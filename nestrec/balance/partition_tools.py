@@ -1,8 +1,6 @@
-"""Helpers of the balance policies: orders of samples and cuts of weighted lists.
+"""Helpers of the balance policies: sorting, grouping, and cutting weighted lists into consecutive runs.
 
-Cutting a list of weights into consecutive runs.
-
-Sorting and grouping shared by the partition functions: the same result on every machine, ties by index.
+All results are the same on every machine; ties are broken by index.
 """
 
 import numpy as np
@@ -12,17 +10,20 @@ from numpy.typing import NDArray
 
 @njit(cache=True, nogil=True)
 def cut_at_shares(weights: NDArray[np.float64], shares: NDArray[np.float64]) -> NDArray[np.int64]:
-    """(B,) run of each item; run r has close to `shares[r]` of the weight, cut where the prefix sum is nearest."""
+    """Return the (B,) run of each item; run r has close to `shares[r]` of the total weight.
+
+    Each cut is at the item whose prefix sum is nearest to the target.
+    """
     total = weights.sum()
     run_of = np.empty(weights.size, dtype=np.int64)
     last = shares.size - 1
     run = 0
     prefix = 0.0
-    goal = shares[0] * total
+    target = shares[0] * total
     for i in range(weights.size):
-        while run < last and prefix + 0.5 * weights[i] > goal:
+        while run < last and prefix + 0.5 * weights[i] > target:
             run += 1
-            goal += shares[run] * total
+            target += shares[run] * total
         run_of[i] = run
         prefix += weights[i]
     return run_of
@@ -30,7 +31,7 @@ def cut_at_shares(weights: NDArray[np.float64], shares: NDArray[np.float64]) -> 
 
 @njit(cache=True, nogil=True)
 def cut_at_threshold(weights: NDArray[np.float64], threshold: float) -> NDArray[np.int64]:
-    """(B,) run of each item, where a run is filled until the next item would exceed the threshold."""
+    """Return the (B,) run of each item; a run is filled until the next item would exceed the threshold."""
     run_of = np.empty(weights.size, dtype=np.int64)
     run = 0
     filled = 0.0
@@ -45,7 +46,7 @@ def cut_at_threshold(weights: NDArray[np.float64], threshold: float) -> NDArray[
 
 @njit(cache=True, nogil=True)
 def smallest_threshold(weights: NDArray[np.float64], num_runs: int) -> float:
-    """The smallest threshold, to a billionth, with which `cut_at_threshold` makes at most `num_runs` runs."""
+    """Return the smallest threshold for which `cut_at_threshold` makes at most `num_runs` runs, to a relative 1e-9."""
     if weights.size == 0:
         return 0.0
     low = max(weights.max(), weights.sum() / num_runs) * (1.0 - 1e-9)
@@ -62,35 +63,35 @@ def smallest_threshold(weights: NDArray[np.float64], num_runs: int) -> float:
 Assignment = NDArray[np.int64]
 """(B,) rank of each sample."""
 Groups = list[NDArray[np.int64]]
-"""For each rank the indices of its samples, in increasing order."""
+"""Indices of the samples of each rank, in increasing order."""
 
 _BITS = 11
 _BUCKETS = 1 << _BITS
-_FEW = 48
-"""Up to so many items are sorted by insertion: clearing the buckets would take longer."""
+_INSERTION_SORT_SIZE = 48
+"""Up to this size insertion sort is faster than clearing the buckets of the radix sort."""
 
 
 @njit(cache=True, nogil=True)
-def _descending_few(cost: NDArray[np.float64]) -> NDArray[np.int64]:
+def _descending_insertion(cost: NDArray[np.float64]) -> NDArray[np.int64]:
     order = np.empty(cost.size, dtype=np.int64)
     for i in range(cost.size):
-        place = i
-        while place > 0 and cost[order[place - 1]] < cost[i]:
-            order[place] = order[place - 1]
-            place -= 1
-        order[place] = i
+        position = i
+        while position > 0 and cost[order[position - 1]] < cost[i]:
+            order[position] = order[position - 1]
+            position -= 1
+        order[position] = i
     return order
 
 
 @njit(cache=True, nogil=True)
 def descending(cost: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Indices by falling cost, ties by index; costs are not negative.
+    """Return the indices sorted by decreasing cost, ties by index; costs must not be negative.
 
-    A radix sort over the bits of the floats (which order as integers do): it is stable by construction, and quicker
-    than a stable comparison sort, which alone would take half of the time a partition may take.
+    This is a radix sort over the bits of the floats, whose order is that of integers. It is stable by construction and
+    faster than a stable comparison sort, which alone would take half of the time limit of a partition.
     """
-    if cost.size <= _FEW:
-        return _descending_few(cost)
+    if cost.size <= _INSERTION_SORT_SIZE:
+        return _descending_insertion(cost)
     order = np.arange(cost.size)
     keys = ~(cost + 0.0).view(np.uint64)
     other_order = np.empty_like(order)
@@ -105,25 +106,25 @@ def descending(cost: NDArray[np.float64]) -> NDArray[np.int64]:
             starts[bucket + 1] += starts[bucket]
         for i in range(keys.size):
             bucket = (keys[i] >> np.uint64(shift)) & np.uint64(_BUCKETS - 1)
-            place = starts[bucket]
-            starts[bucket] = place + 1
-            other_keys[place] = keys[i]
-            other_order[place] = order[i]
+            position = starts[bucket]
+            starts[bucket] = position + 1
+            other_keys[position] = keys[i]
+            other_order[position] = order[i]
         keys, other_keys = other_keys, keys
         order, other_order = other_order, order
     return order
 
 
 def groups_of(assignment: Assignment, num_ranks: int) -> Groups:
-    """The samples of each rank, in increasing index order."""
-    kind = np.uint16 if num_ranks <= 1 << 16 else np.int64
-    by_rank = np.argsort(assignment.astype(kind), kind="stable")
+    """Return the samples of each rank, in increasing index order."""
+    dtype = np.uint16 if num_ranks <= 1 << 16 else np.int64
+    by_rank = np.argsort(assignment.astype(dtype), kind="stable")
     ends = np.cumsum(np.bincount(assignment, minlength=num_ranks)).tolist()
     return [by_rank[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 def assignment_of(groups: Groups, num_samples: int) -> Assignment:
-    """Inverse of `groups_of`."""
+    """Return the rank of each sample: the inverse of `groups_of`."""
     assignment = np.full(num_samples, -1, dtype=np.int64)
     for rank, group in enumerate(groups):
         assignment[group] = rank
@@ -131,6 +132,6 @@ def assignment_of(groups: Groups, num_samples: int) -> Assignment:
 
 
 def loads_of(cost: NDArray[np.float64], groups: Groups) -> NDArray[np.float64]:
-    """(R,) total cost of each rank, added in index order."""
+    """Return the (R,) total cost of each rank, added in index order."""
     rank_of = np.repeat(np.arange(len(groups)), [group.size for group in groups])
     return np.bincount(rank_of, weights=cost[np.concatenate(groups)], minlength=len(groups)).astype(np.float64)

@@ -1,14 +1,13 @@
-"""The partition functions by name, and the one call that readers and exchanges make.
+"""Balance policies by name, and the partition of a global batch or of a rank's micro-batches.
 
-A policy maps (cost of each sample, number of ranks) to the samples of each rank: every sample exactly once, in
-increasing index order inside a rank, no rank loaded more than the most loaded one of `fixed`. It is a pure function,
-so every rank computes the same partition from the same lengths; ranks may be empty.
+A policy maps (cost of each sample, number of ranks) to the indices of each rank's samples. Every sample occurs exactly
+once, in increasing index order within a rank, and no rank has a higher load than the most loaded rank of `fixed`. A
+policy is a pure function, so every rank computes the same partition from the same lengths. Ranks may be empty.
 
-Micro-batches of near equal cost inside a rank, for the frozen window.
-
-Rank r computes its j-th micro-batch while the exchanges of all ranks for the next one run, so a window takes the sum
-over j of the costliest j-th micro-batch. Where long samples keep micro-batches from being equal, it helps that the
-ranks have their costly ones at the same j: they are in falling order of cost.
+The same policies partition the samples of a rank into micro-batches of nearly equal cost for the frozen window. A rank
+computes its j-th micro-batch while the all-to-alls of the next one run, so a window takes the sum over j of the most
+expensive j-th micro-batch. If long samples prevent equal micro-batches, it helps if all ranks have their expensive ones
+at the same j; therefore they are sorted by decreasing cost.
 """
 
 from typing import Annotated, Any, Literal, Protocol
@@ -23,10 +22,12 @@ from nestrec.balance.simple_policies import PowerTuning, fixed, greedy, karmarka
 from nestrec.base.config import config
 from nestrec.base.config_values import Count, OneOf
 from nestrec.base.errors import UserError
-from nestrec.data.batch_order import contiguous_shares
+from nestrec.data.batch_order import contiguous_bounds
 
 
 class Policy(Protocol):
+    """Function that partitions samples over ranks."""
+
     def __call__(self, cost: NDArray[np.float64], num_ranks: int, *, lengths: NDArray[Any] | None = None) -> Groups: ...
 
 
@@ -41,42 +42,51 @@ POLICIES: dict[str, Policy] = {
 }
 
 EQUAL_COUNTS = frozenset({"fixed", "zigzag", "karmarkar_karp"})
-"""Policies whose ranks differ by one sample at the most."""
+"""Policies whose sample counts per rank differ by at most one."""
 
 
 @config
 class BalanceConfig:
-    """How the samples of a global batch are dealt to the ranks. One value for all ranks."""
+    """Options for partitioning the samples of a global batch over ranks; the same on all ranks."""
 
     policy: Annotated[str, OneOf(POLICIES)] = "fixed"
-    """how samples are dealt to ranks; `fixed` gives each the same number of them, the others look at their cost"""
+    """Balance policy: `fixed` assigns equal sample counts to all ranks; the other policies balance by cost."""
     cost: CostModel | None = None
-    """what a sample costs, until it is fitted (balance.cost.token, .token_squared, .candidate, .step); none: the
-    operations of the model, or tokens where the task does not tell them"""
+    """Cost model of a sample until it is fitted (balance.cost.token, .token_squared, .candidate, .step); None: the
+    FLOPs of the model, or the number of tokens if the task does not declare them.
+    """
     mode: Literal["read", "exchange"] = "read"
-    """read: a rank reads whatever it computes; exchange: it reads its part of the batch, and samples are traded"""
+    """How a rank gets its samples: `read` reads the samples that it computes; `exchange` reads a contiguous part of the
+    batch, and the ranks exchange samples.
+    """
     fit_every_steps: Count | None = None
-    """fit the cost to measured times so often, at the next report; none keeps `cost`"""
-    tuning: PowerTuning | None = None
-    """power: exponent and shares of ranks to begin with; none: as the cost says, in equal shares"""
+    """Interval in steps at which the cost model is fitted to measured times, at the next report; None keeps `cost`."""
+    power_tuning: PowerTuning | None = None
+    """Initial exponent and shares of the ranks for the `power` policy; None: exponent from the cost model, equal
+    shares.
+    """
     tune_every_steps: Count | None = None
-    """power: tune exponent and shares to measured times so often, at the next report (FreeScale's AutoTune)"""
-    replay: tuple[CostChange, ...] = ()
-    """changes of cost and tuning that a run has logged, made again at the same batches; then nothing is fitted"""
+    """Interval in steps at which the `power` policy tunes its exponent and shares to measured times, at the next report
+    (FreeScale's AutoTune); None keeps them.
+    """
+    replay_changes: tuple[CostChange, ...] = ()
+    """Logged changes of cost model and tuning of an earlier run, applied at the same batches; disables fitting and
+    tuning.
+    """
 
     def __post_init__(self) -> None:
-        for name in ("tuning", "tune_every_steps"):
+        for name in ("power_tuning", "tune_every_steps"):
             if self.policy != "power" and getattr(self, name) is not None:
                 raise UserError(
-                    f"the policy {self.policy} has no shares to tune",
+                    f"the option requires the power policy, not {self.policy}",
                     option=f"balance.{name}",
                     value=getattr(self, name),
-                    remedy="take --balance.policy power, or leave it out",
+                    remedy=f"set --balance.policy=power, or remove --balance.{name}",
                 )
 
     @property
     def known_cost(self) -> CostModel:
-        """The cost that was given, or tokens."""
+        """Configured cost model, or the number of tokens."""
         return self.cost or TOKENS
 
 
@@ -88,17 +98,23 @@ def partition(
     lengths: NDArray[Any] | None = None,
     tuning: PowerTuning | None = None,
 ) -> Groups:
-    """The samples of each rank under a policy, or those of `fixed` where its most loaded rank has less to do.
+    """Return the samples of each rank under a policy, or those of `fixed` if its most loaded rank has a lower load.
 
-    tuning: of `power`; it was made from measured times, so the cost model is not asked whether it is better.
+    Args:
+        policy: Name of the policy.
+        cost: (B,) cost of each sample.
+        num_ranks: Number of ranks.
+        lengths: (B,) number of tokens of each sample.
+        tuning: Tuning of `power`. It is based on measured times, so the result is not compared with `fixed` by the
+            cost model.
     """
     assert num_ranks >= 1
-    cost = np.array(cost, dtype=np.float64)  # one layout, so that the loops are compiled once
+    cost = np.array(cost, dtype=np.float64)  # contiguous float64, so that Numba compiles the loops only once
     if tuning is not None:
         assert policy == "power"
         return power(cost, num_ranks, lengths=lengths, tuning=tuning)
     groups = POLICIES[policy](cost, num_ranks, lengths=lengths)
-    counts = np.diff(contiguous_shares(cost.size, num_ranks))
+    counts = np.diff(contiguous_bounds(cost.size, num_ranks))
     baseline = np.bincount(np.repeat(np.arange(num_ranks), counts), weights=cost, minlength=num_ranks)
     return groups if loads_of(cost, groups).max() <= baseline.max() else fixed(cost, num_ranks)
 
@@ -106,22 +122,31 @@ def partition(
 def balance(
     cfg: BalanceConfig, lengths: NDArray[Any], num_ranks: int, *, candidates: NDArray[Any] | None = None
 ) -> Groups:
-    """For each rank the indices into the global batch, from the (B,) tokens of its samples.
+    """Return the indices into the global batch of each rank's samples.
 
     A reader that can read any sample needs no exchange: it reads `samples[balance(cfg, tokens, num_ranks)[rank]]`.
+
+    Args:
+        cfg: Balance options.
+        lengths: (B,) number of tokens of each sample.
+        num_ranks: Number of ranks.
+        candidates: (B,) number of candidates of each sample.
     """
-    cost = cfg.known_cost.of(lengths, candidates)
-    return partition(cfg.policy, cost, num_ranks, lengths=lengths, tuning=cfg.tuning)
+    cost = cfg.known_cost.sample_costs(lengths, candidates)
+    return partition(cfg.policy, cost, num_ranks, lengths=lengths, tuning=cfg.power_tuning)
 
 
 def micro_partition(cost: NDArray[np.float64], num_micro_batches: int) -> Groups:
-    """Indices into a rank's samples for each micro-batch, costliest first, ties by number; some may be empty."""
+    """Return the indices into a rank's samples for each micro-batch.
+
+    Micro-batches are sorted by decreasing cost, ties by index; some may be empty.
+    """
     groups = partition("refined", cost, num_micro_batches)
     order = np.argsort(-loads_of(cost, groups), kind="stable")
     return [groups[i] for i in order]
 
 
 def window_imbalance(costs: NDArray[np.float64]) -> float:
-    """Part of a frozen window that ranks wait, from (R, N) costs of the micro-batches of each rank."""
+    """Return the fraction of a frozen window that ranks wait, from the (R, N) costs of their micro-batches."""
     window = float(costs.max(axis=0).sum())
     return 1.0 - float(costs.sum(axis=1).mean()) / window if window > 0 else 0.0

@@ -1,31 +1,26 @@
 """Balance policies: fixed, zigzag, token threshold, power, greedy and Karmarkar-Karp.
 
-`fixed`: equal counts, contiguous in the global batch. The baseline that knows nothing of lengths.
+`fixed`: equal counts, contiguous in the global batch. The baseline, which ignores lengths.
 
-`greedy`: the costliest sample first, each to the rank with the least load (TurboGR, long sequences).
+`greedy`: assigns samples by decreasing cost, each to the rank with the lowest load (TurboGR, long sequences). TurboGR
+counts tokens, which is the special case of a cost model with tokens only.
 
-TurboGR counts tokens; that is the special case of a cost model with tokens only.
+`karmarkar_karp`: largest differencing method with equal counts. The sorted samples are divided into groups of one
+sample per rank. The two groups with the largest load differences are merged, the heaviest part of one with the lightest
+of the other, until one group is left, whose parts are the ranks.
 
-`karmarkar_karp`: largest differencing with equal counts.
+`power`: sorted by length and cut into runs of nearly equal weight L^alpha (FreeScale, variable batch size). The
+published value of alpha is not known. By default it is derived from the cost model (the slope of log cost over log
+length). Both alpha and the runs can be tuned from measured times, as FreeScale's AutoTune adjusts the local batch: all
+ranks use the same `PowerTuning`, which changes only at a logged step. A cost a * L + b * L^2 is not a power of L, so
+without tuning the loads of ranks with long and short samples differ.
 
-The sorted samples are taken in groups of one sample a rank. The two groups whose loads differ most are joined, the
-heaviest part of one with the lightest of the other, until one group is left: its parts are the ranks.
+`token_threshold`: cuts the global batch, in its own order, into runs of nearly equal tokens (TurboGR, short sequences).
+TurboGR's loader fills a rank up to a token threshold. Here the threshold is the smallest for which the ranks hold the
+whole global batch, so that no sample moves to another step.
 
-`power`: sorted by length and cut into runs of near equal weight L^alpha (FreeScale, variable batch size).
-
-The published value of alpha is not known. Here it follows from the cost model (the slope of log cost against log
-length) unless given, and both alpha and the runs can be tuned from measured times, as FreeScale's AutoTune nudges the
-local batch: a `PowerTuning` is agreed by all ranks and changed only at a logged step. A cost a * L + b * L^2 is no
-power of L, so without tuning long and short ranks differ.
-
-`token_threshold`: the global batch, in its own order, cut into runs of near equal tokens (TurboGR, short sequences).
-
-TurboGR's loader fills a rank until a token threshold is reached. Here the threshold is the smallest with which the
-ranks hold the whole global batch, so that no sample changes its step.
-
-`zigzag`: sorted by length and dealt in zig-zag (FreeScale, fixed batch size).
-
-With n ranks, rank i takes the places i, 2n-1-i, 2n+i, 4n-1-i, ... of the sorted list.
+`zigzag`: sorted by length and assigned in zigzag order (FreeScale, fixed batch size). With n ranks, rank i gets the
+positions i, 2n-1-i, 2n+i, 4n-1-i, ... of the sorted list.
 """
 
 import heapq
@@ -46,23 +41,23 @@ from nestrec.balance.partition_tools import (
     smallest_threshold,
 )
 from nestrec.base.config import config
-from nestrec.data.batch_order import contiguous_shares
+from nestrec.data.batch_order import contiguous_bounds
 
 
 def fixed(cost: NDArray[np.float64], num_ranks: int, *, lengths: NDArray[Any] | None = None) -> Groups:
-    """Counts differ by one at the most; the first ranks have the more."""
-    bounds = contiguous_shares(cost.size, num_ranks)
+    """Partition by `fixed`. Sample counts differ by at most one; the first ranks have the larger counts."""
+    bounds = contiguous_bounds(cost.size, num_ranks)
     return [np.arange(start, end) for start, end in itertools.pairwise(bounds)]
 
 
 def greedy(cost: NDArray[np.float64], num_ranks: int, *, lengths: NDArray[Any] | None = None) -> Groups:
-    """Counts differ."""
+    """Partition by `greedy`. Sample counts differ."""
     return groups_of(longest_first(cost, descending(cost), num_ranks), num_ranks)
 
 
 @njit(cache=True, nogil=True)
 def longest_first(cost: NDArray[np.float64], order: NDArray[np.int64], num_ranks: int) -> NDArray[np.int64]:
-    """(B,) rank of each sample; among equally loaded ranks the lowest number takes it."""
+    """Return the (B,) rank of each sample; among equally loaded ranks the lowest rank gets the sample."""
     load = np.zeros(num_ranks, dtype=np.float64)
     heap = np.arange(num_ranks)
     assignment = np.empty(cost.size, dtype=np.int64)
@@ -76,12 +71,12 @@ def longest_first(cost: NDArray[np.float64], order: NDArray[np.int64], num_ranks
 
 @njit(cache=True, nogil=True, inline="always")
 def _sink_top(heap: NDArray[np.int64], load: NDArray[np.float64]) -> None:
-    """Restore the heap of ranks by (load, rank) after the load of its top has grown."""
+    """Restore the heap of ranks, ordered by (load, rank), after the load of its top has increased."""
     rank = heap[0]
-    place = 0
+    position = 0
     size = heap.size
     while True:
-        child = 2 * place + 1
+        child = 2 * position + 1
         if child >= size:
             break
         right = child + 1
@@ -89,9 +84,9 @@ def _sink_top(heap: NDArray[np.int64], load: NDArray[np.float64]) -> None:
             child = right
         if not _is_before(heap[child], rank, load):
             break
-        heap[place] = heap[child]
-        place = child
-    heap[place] = rank
+        heap[position] = heap[child]
+        position = child
+    heap[position] = rank
 
 
 @njit(cache=True, nogil=True, inline="always")
@@ -100,13 +95,16 @@ def _is_before(a: int, b: int, load: NDArray[np.float64]) -> bool:
 
 
 def karmarkar_karp(cost: NDArray[np.float64], num_ranks: int, *, lengths: NDArray[Any] | None = None) -> Groups:
-    """Counts differ by one at the most."""
+    """Partition by `karmarkar_karp`. Sample counts differ by at most one."""
     return groups_of(largest_differencing(cost, descending(cost), num_ranks), num_ranks)
 
 
 @njit(cache=True, nogil=True)
 def largest_differencing(cost: NDArray[np.float64], order: NDArray[np.int64], num_ranks: int) -> NDArray[np.int64]:
-    """(B,) rank of each sample. Part p of group g is a linked list of samples, kept by falling load."""
+    """Return the (B,) rank of each sample.
+
+    Part p of group g is a linked list of samples; the parts of a group are sorted by decreasing load.
+    """
     num_groups = max(1, -(-cost.size // num_ranks))
     load = np.zeros((num_groups, num_ranks), dtype=np.float64)
     first = np.full((num_groups, num_ranks), -1, dtype=np.int64)
@@ -136,7 +134,7 @@ def _join(  # noqa: PLR0917
     last: NDArray[np.int64],
     following: NDArray[np.int64],
 ) -> None:
-    """Join group b into group a, the heaviest parts of one with the lightest of the other."""
+    """Merge group b into group a, the heaviest parts of one with the lightest of the other."""
     num_ranks = load.shape[1]
     joined = load[a] + load[b, ::-1]
     for part in range(num_ranks):
@@ -162,17 +160,17 @@ def _parts(group: int, first: NDArray[np.int64], following: NDArray[np.int64]) -
 
 
 _SHRINKAGE = 0.1
-"""of the slope by which alpha is tuned: that of lengths that differ by a factor of 1.4 or so counts half"""
+"""Shrinkage of the slope that tunes alpha: if lengths differ by a factor of about 1.4, the slope counts half."""
 
 
 @config
 class PowerTuning:
-    """What the tuning has learnt."""
+    """Learned exponent and shares of the `power` policy."""
 
     alpha: float
-    """weight of a sample is its length to this power"""
+    """Exponent: the weight of a sample is its length to this power."""
     shares: tuple[float, ...]
-    """part of the weight that each rank takes; they sum to 1"""
+    """Fraction of the total weight that each rank gets; the fractions sum to 1."""
 
 
 def power(
@@ -182,7 +180,7 @@ def power(
     lengths: NDArray[Any] | None = None,
     tuning: PowerTuning | None = None,
 ) -> Groups:
-    """Counts differ: rank 0 takes the few longest samples, the last rank the many short ones."""
+    """Partition by `power`. Sample counts differ: rank 0 gets few long samples, the last rank many short ones."""
     sizes = cost if lengths is None else lengths.astype(np.float64)
     tuning = tuning or PowerTuning(alpha=slope(sizes, cost), shares=equal_shares(num_ranks))
     assert len(tuning.shares) == num_ranks
@@ -193,35 +191,45 @@ def power(
 
 
 def equal_shares(num_ranks: int) -> tuple[float, ...]:
+    """Return equal shares for all ranks."""
     return (1.0 / num_ranks,) * num_ranks
 
 
-def tuned(
+def tune_power(
     tuning: PowerTuning, times_s: Sequence[float], mean_lengths: Sequence[float], *, gain: float = 0.5
 ) -> PowerTuning:
-    """The tuning for the next steps, from the time and the mean sample length of each rank under this one.
+    """Return the tuning for the next steps, from the time and mean sample length of each rank with the current tuning.
 
-    Where the ranks with longer samples take longer, alpha is too small, and the slope of log time against log length
-    says by how much; what it leaves unexplained moves shares from the slow ranks to the quick ones. Where lengths
-    hardly differ, alpha can do nothing and a slope would be noise: it is shrunk, and shares do the work. `gain` below 1
-    damps noise. Ranks without samples (no time or length) keep their share.
+    If the ranks with longer samples take longer, alpha is too small by the slope of log time over log length. The part
+    of the times that this slope does not explain moves shares from slow to fast ranks. If the lengths hardly differ,
+    alpha has no effect and the slope would be noise; it is shrunk, and the shares compensate. Ranks without samples (no
+    time or length) keep their share.
+
+    Args:
+        tuning: Current tuning.
+        times_s: Compute time of each rank, in seconds.
+        mean_lengths: Mean number of tokens per sample of each rank.
+        gain: Fraction of the correction to apply; values below 1 damp noise.
     """
     times, sizes = np.asarray(times_s, dtype=np.float64), np.asarray(mean_lengths, dtype=np.float64)
     used = (times > 0) & (sizes > 0)
     if used.sum() < 2:
         return tuning
-    too_small_by = slope(sizes[used], times[used], shrinkage=_SHRINKAGE)
-    residual = np.log(times[used]) - too_small_by * np.log(sizes[used])
+    alpha_error = slope(sizes[used], times[used], shrinkage=_SHRINKAGE)
+    residual = np.log(times[used]) - alpha_error * np.log(sizes[used])
     shares = np.array(tuning.shares)
     shares[used] *= np.exp(-gain * (residual - residual.mean()))
     shares /= shares.sum()
-    return PowerTuning(alpha=max(0.0, tuning.alpha + gain * too_small_by), shares=tuple(shares.tolist()))
+    return PowerTuning(alpha=max(0.0, tuning.alpha + gain * alpha_error), shares=tuple(shares.tolist()))
 
 
 def slope(x: NDArray[np.float64], y: NDArray[np.float64], *, shrinkage: float = 0.0) -> float:
-    """Least-squares slope of log y against log x over the positive pairs; 0 where x does not vary.
+    """Return the least-squares slope of log y over log x for the positive pairs; 0 if x does not vary.
 
-    shrinkage: variance of log x at which the slope is halved.
+    Args:
+        x: Independent variable.
+        y: Dependent variable.
+        shrinkage: Variance of log x at which the slope is halved.
     """
     used = (x > 0) & (y > 0)
     if not used.any():
@@ -233,15 +241,21 @@ def slope(x: NDArray[np.float64], y: NDArray[np.float64], *, shrinkage: float = 
 
 
 def token_threshold(cost: NDArray[np.float64], num_ranks: int, *, lengths: NDArray[Any] | None = None) -> Groups:
-    """Counts differ. Counts tokens as published, or cost where no lengths are given."""
+    """Partition by `token_threshold`. Sample counts differ.
+
+    Uses tokens as published, or costs if no lengths are given.
+    """
     weights = cost if lengths is None else lengths.astype(np.float64)
     return groups_of(cut_at_threshold(weights, smallest_threshold(weights, num_ranks)), num_ranks)
 
 
 def zigzag(cost: NDArray[np.float64], num_ranks: int, *, lengths: NDArray[Any] | None = None) -> Groups:
-    """Counts differ by one at the most. Sorts by length as published, or by cost where no lengths are given."""
+    """Partition by `zigzag`. Sample counts differ by at most one.
+
+    Sorts by length as published, or by cost if no lengths are given.
+    """
     order = descending(cost if lengths is None else lengths.astype(np.float64))
-    place = np.arange(cost.size) % (2 * num_ranks)
+    position = np.arange(cost.size) % (2 * num_ranks)
     assignment = np.empty(cost.size, dtype=np.int64)
-    assignment[order] = np.minimum(place, 2 * num_ranks - 1 - place)
+    assignment[order] = np.minimum(position, 2 * num_ranks - 1 - position)
     return groups_of(assignment, num_ranks)

@@ -1,9 +1,10 @@
-"""Collectives of a device that do not end: a lost peer is noticed by nobody, since the host does not wait for them.
+"""Watchdog for device collectives that hang because a peer was lost.
 
-A thread of the host looks now and then whether the oldest collective that was launched is over. One that takes longer
-than a peer may stay silent, or a device that reports an error, ends this process as a lost peer does elsewhere: with
-the cause on standard error and exit code 76. Peers come to the same end, each by its own watch, and torchrun starts all
-again. (torch's own watchdog would abort the process instead, with no code that says why.)
+The host does not wait for device collectives, so it would not notice a lost peer. A watchdog thread periodically checks
+whether the oldest pending collective has completed. If a collective exceeds the timeout or the device reports an error,
+the watchdog prints the cause to standard error and exits the process with code 76 (PEER_LOST), as other code does when
+a peer is lost. The watchdogs of the other ranks do the same, and torchrun restarts the job. (torch's own watchdog would
+abort the process without an exit code that identifies the cause.)
 """
 
 import contextlib
@@ -22,83 +23,93 @@ from nestrec.base.errors import PEER_LOST, PeerLostError
 _POLL_S = 0.5
 
 
-def end_process(error: PeerLostError) -> None:
-    """Say why, and end without waiting for threads or devices that may never answer."""
+def exit_process(error: PeerLostError) -> None:
+    """Print the error and exit at once, without waiting for threads or devices that may never respond."""
     print(f"error: {error}", file=sys.stderr, flush=True)
     os._exit(PEER_LOST)
 
 
-class _Launched(NamedTuple):
-    what: str
-    is_over: Callable[[], bool]
-    since_s: float
+class _PendingOperation(NamedTuple):
+    operation: str
+    is_done: Callable[[], bool]
+    start_s: float
 
 
 class CollectiveWatchdog:
-    """Of one process, over all its communicators of a device."""
+    """Watchdog of one process for the collectives of all its device communicators."""
 
     def __init__(
         self,
         timeout_s: float,
         *,
-        end: Callable[[PeerLostError], None] = end_process,
+        on_failure: Callable[[PeerLostError], None] = exit_process,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Create a watchdog; it checks nothing before `start`.
+
+        Args:
+            timeout_s: Time without any completed collective after which a peer counts as lost, in seconds.
+            on_failure: Called with the error when a peer counts as lost.
+            clock: Monotonic time in seconds.
+        """
         self._timeout_s = timeout_s
-        self._end = end
+        self._on_failure = on_failure
         self._clock = clock
-        self._launched: deque[_Launched] = deque()
+        self._pending: deque[_PendingOperation] = deque()
         self._progress_s = clock()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Look from now on, on a thread of its own."""
+        """Start the watchdog thread if it is not running."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="nestrec-collectives", daemon=True)
             self._thread.start()
 
     @contextlib.contextmanager
-    def launching(self, what: str) -> Iterator[None]:
-        """Around the call of a collective: the host may wait inside it, for keys or for a communicator to be made."""
+    def watch_launch(self, operation: str) -> Iterator[None]:
+        """Watch the launch of a collective and then its execution on the device.
+
+        The launch itself is watched because the host can block in it, for example while NCCL creates a communicator.
+        """
         returned = threading.Event()
-        self.await_end(what, returned.is_set)
+        self.track(operation, returned.is_set)
         try:
             yield
-            self._note(what)
+            self._track_stream(operation)
         finally:
             returned.set()
 
-    def _note(self, what: str) -> None:
-        """A collective was launched into the current stream of this thread."""
+    def _track_stream(self, operation: str) -> None:
+        """Watch the collective that was just launched on the current stream of this thread."""
         event = torch.cuda.Event()
         event.record()
-        self.await_end(what, event.query)
+        self.track(operation, event.query)
 
-    def await_end(self, what: str, is_over: Callable[[], bool]) -> None:
-        """Something that must be over in time."""
-        self._launched.append(_Launched(what, is_over, self._clock()))
+    def track(self, operation: str, is_done: Callable[[], bool]) -> None:
+        """Watch an operation until `is_done` returns True."""
+        self._pending.append(_PendingOperation(operation, is_done, self._clock()))
 
-    def look(self) -> None:
-        """What is over is forgotten; who is not, in time, ends the process."""
+    def check_pending(self) -> None:
+        """Discard completed operations; report a lost peer if the oldest one has exceeded the timeout."""
         try:
-            while self._launched and self._launched[0].is_over():
-                self._launched.popleft()
+            while self._pending and self._pending[0].is_done():
+                self._pending.popleft()
                 self._progress_s = self._clock()
-        except RuntimeError as error:  # of the device, or of the communicator
-            self._fail(self._launched[0].what, str(error).splitlines()[0])
+        except RuntimeError as error:  # raised by the device or the communicator
+            self._fail(self._pending[0].operation, str(error).splitlines()[0])
             return
-        if self._launched:
-            oldest = self._launched[0]
-            silent_s = self._clock() - max(self._progress_s, oldest.since_s)
+        if self._pending:
+            oldest = self._pending[0]
+            silent_s = self._clock() - max(self._progress_s, oldest.start_s)
             if silent_s > self._timeout_s:
-                self._fail(oldest.what, f"no answer in {self._timeout_s:g} s")
+                self._fail(oldest.operation, f"no response within {self._timeout_s:g} s")
 
-    def _fail(self, what: str, why: str) -> None:
-        self._launched.clear()
-        problem = f"a peer was lost in {what}: {why}"
-        self._end(PeerLostError(problem, remedy="restart all ranks from the last checkpoint"))
+    def _fail(self, operation: str, reason: str) -> None:
+        self._pending.clear()
+        problem = f"a peer was lost in {operation}: {reason}"
+        self._on_failure(PeerLostError(problem, remedy="restart all ranks from the last checkpoint"))
 
     def _watch(self) -> None:
         while True:
             time.sleep(_POLL_S)
-            self.look()
+            self.check_pending()

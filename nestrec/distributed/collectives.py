@@ -1,11 +1,12 @@
-"""Collectives over an explicit communicator. A lost peer becomes a PeerLostError on every rank that notices it.
+"""Collectives over an explicit communicator: all-to-all, all-reduce, broadcast, all-gather and barrier.
 
-Data crosses as bytes, so that every type takes the same path on every backend. With one rank nothing is sent or copied.
+A lost peer raises a PeerLostError on every rank that notices it. Tensors are sent as bytes, so that all dtypes use the
+same code on every backend. With one rank nothing is sent or copied.
 
-Dense gradients are summed in fixed buckets, from the last parameters to the first. Buckets are a function of the
-parameters' order, sizes and types alone, so the order of additions is the same in every step and in a resumed run, and
-whether sums begin inside the backward pass or after it (docs/decisions/dense-sync.md says why this is not
-DistributedDataParallel).
+`GradientReducer` is the data-parallel all-reduce of dense gradients. It sums them in fixed buckets, from the last
+parameters to the first. The buckets depend only on the order, sizes and dtypes of the parameters, so the order of
+additions is the same in every step and in a resumed run, whether or not the sums overlap the backward pass.
+docs/decisions/dense-all-reduce.md explains why this is not DistributedDataParallel (DDP).
 """
 
 import contextlib
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nestrec.base.cuda import used_here
+from nestrec.base.cuda import record_stream_use
 from nestrec.base.errors import PeerLostError, UserError
 from nestrec.distributed.topology import Communicator
 from nestrec.distributed.transports import AllToAllPayload, as_bytes
@@ -27,24 +28,29 @@ DEFAULT_BUCKET_BYTES = 25 << 20
 
 
 @contextlib.contextmanager
-def peers_watched(communicator: Communicator, operation: str) -> Iterator[None]:
-    """Record a collective and what the host spends in it, and name what its failure means."""
+def watch_collective(communicator: Communicator, operation: str) -> Iterator[None]:
+    """Record a collective and the host time it takes; raise a PeerLostError if it fails."""
     communicator.log.record(communicator.name, operation)
     start_ns = time.perf_counter_ns()
-    with losses_named(communicator, operation):
+    with name_peer_loss(communicator, operation):
         yield
         communicator.log.record_duration(communicator.name, time.perf_counter_ns() - start_ns)
 
 
 @contextlib.contextmanager
-def losses_named(communicator: Communicator, operation: str) -> Iterator[None]:
-    """`peers_watched` for what another library launches on a thread of its own choice: no part of what is recorded."""
-    watch = communicator.watch
+def name_peer_loss(communicator: Communicator, operation: str) -> Iterator[None]:
+    """Raise a PeerLostError if the collective in the block fails.
+
+    Same as `watch_collective`, but records nothing: for collectives that another library launches on its own threads.
+    """
+    watchdog = communicator.watchdog
     try:
-        with contextlib.nullcontext() if watch is None else watch.launching(f"{communicator.name}.{operation}"):
+        with (
+            contextlib.nullcontext() if watchdog is None else watchdog.watch_launch(f"{communicator.name}.{operation}")
+        ):
             yield
     except torch.OutOfMemoryError:
-        raise  # of this rank's own device: who starts it again would see the same
+        raise  # this rank's device is out of memory: no peer was lost, and a restart would fail in the same way
     except (RuntimeError, dist.DistError) as error:
         problem = f"a peer was lost in {communicator.name}.{operation}: {str(error).splitlines()[0]}"
         raise PeerLostError(problem, remedy="restart all ranks from the last checkpoint") from error
@@ -53,89 +59,107 @@ def losses_named(communicator: Communicator, operation: str) -> Iterator[None]:
 def all_to_all_rows(
     communicator: Communicator, rows: torch.Tensor, send_counts: Sequence[int], receive_counts: Sequence[int]
 ) -> torch.Tensor:
-    """Send `send_counts[r]` rows of (n, ...) to each rank r, in order; the rows received, in order of source rank."""
+    """Exchange rows with all ranks (all-to-all).
+
+    Args:
+        communicator: Ranks that exchange rows.
+        rows: (n, ...) rows to send, in order of target rank.
+        send_counts: Number of rows to send to each rank.
+        receive_counts: Number of rows to receive from each rank.
+
+    Returns:
+        The received rows, in order of source rank.
+    """
     if communicator.transport is None:
         return rows
     received = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
     size = rows.element_size() * math.prod(rows.shape[1:])
     sent, into = as_bytes(rows.contiguous()), as_bytes(received)
     sizes = [n * size for n in receive_counts], [n * size for n in send_counts]
-    with peers_watched(communicator, "all_to_all"):
+    with watch_collective(communicator, "all_to_all"):
         communicator.transport.all_to_all(into, sent, *sizes)
     return received
 
 
-def exchange(communicator: Communicator, shipment: AllToAllPayload) -> list[torch.Tensor]:
-    """Returns what the other ranks sent, in order of source rank: as one piece, or one piece per source.
+def all_to_all_payload(communicator: Communicator, payload: AllToAllPayload) -> list[torch.Tensor]:
+    """Exchange a payload with all ranks (all-to-all).
 
-    Pieces may lie in memory that is used again: they are valid until the next exchange.
+    Returns:
+        The received elements in order of source rank: one tensor, or one tensor per source. They may be views of a
+        reused buffer and are valid until the next exchange.
     """
     if communicator.transport is None:
-        return [shipment.sent()]
-    with peers_watched(communicator, "all_to_all"):
-        return communicator.transport.exchange(shipment)
+        return [payload.to_tensor()]
+    with watch_collective(communicator, "all_to_all"):
+        return communicator.transport.exchange(payload)
 
 
 def gather_rows_from_all(
     communicator: Communicator, rows: torch.Tensor, counts: Sequence[int]
 ) -> tuple[torch.Tensor, ...]:
-    """The (n, ...) rows of all ranks, in rank order, where every rank knows how many each has."""
+    """Return the (n, ...) rows of each rank (all-gather); every rank knows all `counts`."""
     if communicator.transport is None:
         return (rows,)
-    sends = [0 if r == communicator.rank else len(rows) for r in range(communicator.size)]
-    comes = [0 if r == communicator.rank else n for r, n in enumerate(counts)]
+    send_counts = [0 if r == communicator.rank else len(rows) for r in range(communicator.size)]
+    receive_counts = [0 if r == communicator.rank else n for r, n in enumerate(counts)]
     copies = rows.repeat(communicator.size - 1, *[1] * (rows.dim() - 1))
-    received = list(all_to_all_rows(communicator, copies, sends, comes).split(comes))
+    received = list(all_to_all_rows(communicator, copies, send_counts, receive_counts).split(receive_counts))
     received[communicator.rank] = rows
     return tuple(received)
 
 
 def all_to_all_fixed(communicator: Communicator, rows: torch.Tensor) -> torch.Tensor:
-    """Row r of (size, ...) goes to rank r; row r of the result came from rank r."""
+    """Send row r of (size, ...) to rank r; row r of the result is from rank r (all-to-all with equal splits)."""
     if communicator.transport is None:
         return rows
     received = torch.empty_like(rows)
     sent, into = as_bytes(rows.contiguous()), as_bytes(received)
     sizes = [len(into) // communicator.size] * communicator.size
-    with peers_watched(communicator, "all_to_all"):
+    with watch_collective(communicator, "all_to_all"):
         communicator.transport.all_to_all(into, sent, sizes, sizes)
     return received
 
 
 def all_reduce_sum(communicator: Communicator, tensor: torch.Tensor) -> None:
-    """Sum over ranks, in place."""
+    """Sum a tensor over all ranks, in place."""
     if communicator.transport is None:
         return
-    with peers_watched(communicator, "all_reduce"):
+    with watch_collective(communicator, "all_reduce"):
         communicator.transport.all_reduce(tensor)
 
 
 def broadcast(communicator: Communicator, tensor: torch.Tensor, source: int = 0) -> None:
-    """The tensor of one rank of the communicator, on every rank, in place."""
+    """Copy the tensor of the rank `source` of the communicator to every rank, in place."""
     if communicator.transport is None:
         return
-    with peers_watched(communicator, "broadcast"):
+    with watch_collective(communicator, "broadcast"):
         communicator.transport.broadcast(tensor, source)
 
 
 def all_gather_equal(communicator: Communicator, tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors of all ranks, in rank order; the shape is the same on every rank."""
+    """Return the tensors of all ranks in rank order; the shape must be the same on every rank."""
     if communicator.transport is None:
         return [tensor]
-    with peers_watched(communicator, "all_gather"):
+    with watch_collective(communicator, "all_gather"):
         return communicator.transport.all_gather(tensor)
 
 
 def all_gather_rows(
-    communicator: Communicator, counts_over: Communicator, rows: torch.Tensor
+    communicator: Communicator, host_communicator: Communicator, rows: torch.Tensor
 ) -> tuple[torch.Tensor, list[int]]:
-    """The (n, ...) rows of all ranks, in rank order, and how many came from each; n may differ.
+    """Gather the (n, ...) rows of all ranks (all-gather); n may differ between ranks.
 
-    counts_over: communicator of the same ranks that carries host tensors.
+    Args:
+        communicator: Ranks whose rows are gathered.
+        host_communicator: Communicator of the same ranks for host tensors; it exchanges the counts.
+        rows: Rows of this rank.
+
+    Returns:
+        The rows of all ranks, concatenated in rank order, and the number of rows of each rank.
     """
     if communicator.transport is None:
         return rows, [len(rows)]
-    counts = [int(n) for n in all_gather_equal(counts_over, torch.tensor([len(rows)]))]
+    counts = [int(n) for n in all_gather_equal(host_communicator, torch.tensor([len(rows)]))]
     padded = rows.new_zeros((max(counts), *rows.shape[1:]))
     padded[: len(rows)] = rows
     gathered = all_gather_equal(communicator, padded)
@@ -143,12 +167,16 @@ def all_gather_rows(
 
 
 def barrier(communicator: Communicator) -> None:
+    """Block until all ranks of the communicator have called it."""
     if communicator.group is not None:
         all_reduce_sum(communicator, torch.zeros(1))
 
 
 def all_gather_json(communicator: Communicator, value: Any) -> list[Any]:
-    """Small JSON-like values of all ranks, in rank order; JSON and not pickle, so that a peer can send only data."""
+    """Return the small JSON-compatible values of all ranks in rank order.
+
+    Values are encoded as JSON and not as pickle, so that a peer can send only data and no code.
+    """
     text = torch.frombuffer(bytearray(json.dumps(value).encode() or b" "), dtype=torch.uint8)
     if communicator.transport is None:
         return [json.loads(bytes(text.tolist()))]
@@ -160,42 +188,48 @@ def all_gather_json(communicator: Communicator, value: Any) -> list[Any]:
 
 
 def broadcast_json(communicator: Communicator, value: Any, source: int = 0) -> Any:
-    """The value of one rank, on every rank."""
+    """Return the JSON-compatible value of the rank `source` on every rank."""
     return all_gather_json(communicator, value if communicator.rank == source else None)[source]
 
 
-def agree(communicator: Communicator, what: str, value: Any) -> None:
-    """Raise the same UserError on every rank unless all ranks hold the same small value."""
+def assert_same_on_all_ranks(communicator: Communicator, name: str, value: Any) -> None:
+    """Raise the same UserError on every rank if a small JSON-compatible value differs between ranks.
+
+    Args:
+        communicator: Ranks that are compared.
+        name: Name of the value for the error, for example the option.
+        value: Value of this rank.
+    """
     values = all_gather_json(communicator, value)
     for rank, other in enumerate(values):
         if other != values[0]:
-            name, mine, theirs = _first_difference(what, values[0], other)
+            path, local, remote = _first_difference(name, values[0], other)
             remedy = "start every rank with the same configuration and version"
-            raise UserError(f"rank {rank} differs from rank 0 ({theirs!r})", option=name, value=mine, remedy=remedy)
+            raise UserError(f"rank {rank} differs from rank 0 ({remote!r})", option=path, value=local, remedy=remedy)
 
 
-def _first_difference(name: str, mine: Any, theirs: Any) -> tuple[str, Any, Any]:
-    """Where two JSON-like values differ, as deep as both have the same parts: its name and both values."""
+def _first_difference(name: str, local: Any, remote: Any) -> tuple[str, Any, Any]:
+    """Return the path of the first difference of two JSON-compatible values, and both values at that path."""
     inner: list[tuple[str, Any, Any]] = []
-    if isinstance(mine, dict) and isinstance(theirs, dict) and mine.keys() == theirs.keys():
-        inner = [(f"{name}.{key}", value, theirs[key]) for key, value in mine.items()]
-    elif isinstance(mine, list) and isinstance(theirs, list) and len(mine) == len(theirs):
-        inner = [(f"{name}[{i}]", *pair) for i, pair in enumerate(zip(mine, theirs, strict=True))]
-    differing = [part for part in inner if part[1] != part[2]]
-    return _first_difference(*differing[0]) if differing else (name, mine, theirs)
+    if isinstance(local, dict) and isinstance(remote, dict) and local.keys() == remote.keys():
+        inner = [(f"{name}.{key}", value, remote[key]) for key, value in local.items()]
+    elif isinstance(local, list) and isinstance(remote, list) and len(local) == len(remote):
+        inner = [(f"{name}[{i}]", *pair) for i, pair in enumerate(zip(local, remote, strict=True))]
+    differences = [item for item in inner if item[1] != item[2]]
+    return _first_difference(*differences[0]) if differences else (name, local, remote)
 
 
-def raise_together(communicator: Communicator, error: UserError | None) -> None:
-    """Raise on every rank if any rank has an error: the error of the first such rank, named by its rank."""
-    mine = None if error is None else [error.problem, error.option, _sendable(error.value), error.remedy]
-    for rank, found in enumerate(all_gather_json(communicator, mine)):
-        if found is not None:
-            problem, field, value, remedy = found
+def raise_on_all_ranks(communicator: Communicator, error: UserError | None) -> None:
+    """Raise the error of the first rank that has one on all ranks; the message contains its rank. Collective."""
+    local = None if error is None else [error.problem, error.option, _json_compatible(error.value), error.remedy]
+    for rank, failure in enumerate(all_gather_json(communicator, local)):
+        if failure is not None:
+            problem, field, value, remedy = failure
             raise UserError(f"{problem} (rank {rank})", option=field, value=value, remedy=remedy)
 
 
-def _sendable(value: Any) -> Any:
-    """A value as JSON carries it, so that it is printed as where it was found; in words where JSON cannot."""
+def _json_compatible(value: Any) -> Any:
+    """Return the value if JSON can encode it, so that all ranks print the same message; otherwise return its text."""
     try:
         json.dumps(value)
     except (TypeError, ValueError):
@@ -204,11 +238,18 @@ def _sendable(value: Any) -> Any:
 
 
 Sum = Callable[[], None]
-"""A collective that sums one bucket of gradients."""
+"""Function that runs the all-reduce of one bucket of gradients."""
 
 
 class GradientReducer:
-    """Sums the gradients of some parameters over all ranks of a communicator, in place."""
+    """Bucketed all-reduce of the gradients of some parameters over the ranks of a communicator (data parallel).
+
+    Args:
+        parameters: Parameters whose gradients are summed; those without `requires_grad` are only broadcast.
+        communicator: Ranks that hold the same parameters.
+        bucket_bytes: Size at which a bucket is closed, in bytes.
+        overlaps_backward: Whether `overlap_backward` can be used.
+    """
 
     def __init__(
         self,
@@ -216,79 +257,84 @@ class GradientReducer:
         communicator: Communicator,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         *,
-        begins_early: bool = False,
+        overlaps_backward: bool = False,
     ) -> None:
-        """begins_early: `early_sums` may be used."""
         self._communicator = communicator
-        self._all = list(parameters)
-        self._parameters = [p for p in self._all if p.requires_grad]
+        self._all_parameters = list(parameters)
+        self._parameters = [p for p in self._all_parameters if p.requires_grad]
         self._buckets = _buckets(self._parameters, bucket_bytes) if communicator.group is not None else []
-        self._next = 0  # bucket of this step whose sum is issued next
+        self._next = 0  # index of the next bucket to reduce in this step
         self._submit: Callable[[Sum], None] | None = None
-        self._awaited: list[set[int]] = []
-        self.begins_early = begins_early and len(self._buckets) > 1
-        """Whether there are buckets whose sums can begin inside the backward pass: all but the last one, which holds
-        the parameters that the backward pass comes to at its end."""
-        if self.begins_early:
+        self._missing: list[set[int]] = []
+        self.overlaps_backward = overlaps_backward and len(self._buckets) > 1
+        """Whether some buckets can be reduced during the backward pass.
+
+        These are all buckets but the last one, whose gradients are complete only at the end of the backward pass.
+        """
+        if self.overlaps_backward:
             self._bucket_of = {id(p): number for number, bucket in enumerate(self._buckets) for p in bucket}
             for parameter in self._parameters:
-                parameter.register_post_accumulate_grad_hook(self._has_come)
+                parameter.register_post_accumulate_grad_hook(self._on_gradient)
         self.bytes_reduced = 0
-        """Bytes of gradients given to all-reduce so far."""
+        """Number of bytes of gradients passed to all-reduce so far."""
 
     @contextlib.contextmanager
-    def early_sums(self, submit: Callable[[Sum], None]) -> Iterator[None]:
-        """Around the backward pass that completes the gradients of a step: `submit` is given the sums of all buckets
-        but the last one, each as soon as its gradients are there and the sum before it is submitted.
+    def overlap_backward(self, submit: Callable[[Sum], None]) -> Iterator[None]:
+        """Overlap the all-reduce with the backward pass of the last micro-batch, which runs inside the block.
 
-        They are always the same sums in the same order, also where a rank has no sample and so no backward pass. They
-        must have run before `reduce`, which issues the rest.
+        Each bucket but the last one is passed to `submit` as soon as its gradients are complete and the bucket before
+        it was submitted. All ranks submit the same buckets in the same order, even a rank without samples, which has no
+        backward pass. The submitted functions must have run before `reduce` is called, which reduces the remaining
+        buckets.
         """
         self._submit = submit
-        self._awaited = [{id(p) for p in bucket} for bucket in self._buckets]
+        self._missing = [{id(p) for p in bucket} for bucket in self._buckets]
         try:
             yield
         finally:
             self._submit = None
         while self._next < len(self._buckets) - 1:
-            self._begin_next(submit)
+            self._submit_next(submit)
 
-    def _has_come(self, parameter: torch.Tensor) -> None:
-        """The gradient of a parameter has been added up by a backward pass."""
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        """Mark the gradient of a parameter as accumulated and submit the buckets that are complete."""
         if self._submit is None:
             return
         bucket = self._bucket_of[id(parameter)]
         if bucket < self._next:
             raise UserError(
-                "the gradient of a weight came in two parts within one backward pass, its sum over ranks had begun",
-                option="ranks.dense_overlap",
+                "the backward pass accumulated a gradient again after its all-reduce had started",
+                option="parallel.overlap_grad_reduce",
                 value=True,
-                remedy="set it to false for this model",
+                remedy="set --parallel.overlap_grad_reduce=false for this model",
             )
-        self._awaited[bucket].discard(id(parameter))
-        while self._next < len(self._buckets) - 1 and not self._awaited[self._next]:
-            self._begin_next(self._submit)
+        self._missing[bucket].discard(id(parameter))
+        while self._next < len(self._buckets) - 1 and not self._missing[self._next]:
+            self._submit_next(self._submit)
 
-    def _begin_next(self, submit: Callable[[Sum], None]) -> None:
+    def _submit_next(self, submit: Callable[[Sum], None]) -> None:
         bucket = self._buckets[self._next]
         self._next += 1
         submit(lambda: self._sum(bucket))
 
-    def reduce(self, beside: torch.Tensor | None = None) -> None:
-        """`p.grad` becomes its sum over ranks; a gradient that is missing (a rank without samples) counts as zero.
+    def reduce(self, extra: torch.Tensor | None = None) -> None:
+        """Replace `p.grad` of each parameter by its sum over ranks. Collective.
 
-        beside: figures that are summed after the gradients, in place. Collective. Losses are sums over a rank's samples
-        divided by the global weight, so sums need no division.
+        A missing gradient (of a rank without samples) counts as zero. The loss of a rank is the sum over its samples
+        divided by the global weight, so the sums need no division.
+
+        Args:
+            extra: Tensor of metrics to sum over ranks after the gradients, in place.
         """
         for bucket in self._buckets[self._next :]:
             self._sum(bucket)
         self._next = 0
-        if beside is not None:
-            all_reduce_sum(self._communicator, beside)
+        if extra is not None:
+            all_reduce_sum(self._communicator, extra)
 
     def _sum(self, bucket: Sequence[torch.nn.Parameter]) -> None:
         grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in bucket]
-        used_here(grads)
+        record_stream_use(grads)
         flat = torch.cat([g.reshape(-1) for g in grads])
         all_reduce_sum(self._communicator, flat)
         self.bytes_reduced += flat.numel() * flat.element_size()
@@ -296,21 +342,23 @@ class GradientReducer:
             parameter.grad = total.view_as(parameter)
 
     def broadcast_parameters(self, buffers: Iterable[torch.Tensor] = (), source: int = 0) -> None:
-        """Every rank takes the parameters of one rank, those that are frozen too, and these buffers. Collective."""
+        """Copy all parameters, frozen ones included, and the given buffers of one rank to every rank. Collective."""
         with torch.no_grad():
-            for tensor in (*self._all, *buffers):
-                whole = tensor.detach().contiguous()  # a view of it where it is that already
-                broadcast(self._communicator, whole, source)
-                tensor.copy_(whole)
+            for tensor in (*self._all_parameters, *buffers):
+                contiguous = tensor.detach().contiguous()  # a view if the tensor is contiguous
+                broadcast(self._communicator, contiguous, source)
+                tensor.copy_(contiguous)
 
 
 def _buckets(parameters: Sequence[torch.nn.Parameter], bucket_bytes: int) -> list[list[torch.nn.Parameter]]:
-    """Runs of parameters of one type and device, from the last to the first, as a backward pass comes to them; each is
-    closed once it holds `bucket_bytes`."""
+    """Group consecutive parameters of one dtype and device, in reverse order, as the backward pass reaches them.
+
+    A bucket is closed when it holds at least `bucket_bytes`.
+    """
     buckets: list[list[torch.nn.Parameter]] = []
     size = 0
     for parameter in reversed(parameters):
-        fits = buckets and size < bucket_bytes and _kind(buckets[-1][0]) == _kind(parameter)
+        fits = buckets and size < bucket_bytes and _dtype_and_device(buckets[-1][0]) == _dtype_and_device(parameter)
         if not fits:
             buckets.append([])
             size = 0
@@ -319,5 +367,5 @@ def _buckets(parameters: Sequence[torch.nn.Parameter], bucket_bytes: int) -> lis
     return buckets
 
 
-def _kind(parameter: torch.nn.Parameter) -> tuple[torch.dtype, torch.device]:
+def _dtype_and_device(parameter: torch.nn.Parameter) -> tuple[torch.dtype, torch.device]:
     return parameter.dtype, parameter.device

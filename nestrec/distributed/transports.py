@@ -1,21 +1,20 @@
-"""How the bytes of an exchange get from device to device; one interface, several ways.
+"""Transports: implementations of all-to-all and other collectives that move tensors between ranks.
 
 collectives    torch.distributed: NCCL between GPUs, Gloo between hosts
-host           device to pinned host memory, Gloo, host to device: any network, several ranks on one device, and no part
-               of a GPU but its copy engines
-copy_engine    peer copies between devices of one NVLink domain, out of symmetric memory that every peer has mapped
-shared_memory  the same between processes on the CPUs of one host (nestrec.distributed.shared_memory)
+host           device to pinned host memory, Gloo, host to device: for any network and for several ranks per device;
+               uses only the copy engines of a GPU
+copy_engine    peer copies between devices of one NVLink domain, from symmetric memory that every peer has mapped
+shared_memory  all-to-all between CPU processes of one host through shared memory
 
-With all but NCCL the calling thread waits for the exchange: the pipeline has a lane for it.
+With every transport but NCCL the calling thread waits for the exchange; the pipeline has a separate lane for it.
 
-Exchanges between ranks of one host through memory that they share: what is sent passes no socket.
+With the shared-memory transport, no payload passes through a socket. A rank writes its payload to a shared buffer,
+sends each peer the offset of its part, and copies its own parts from the buffers of its peers. Each rank has two
+buffers that it uses alternately: a peer that has sent the offset of its next exchange has finished reading the previous
+one, so a buffer is free again when it is reused. Collectives other than all-to-all use Gloo.
 
-A rank lays out what it sends in an outbox, tells each peer where, and takes what is for it out of the outboxes of the
-others. There are two outboxes, used by turns: whoever has told me of its next exchange has done with my last one, so an
-outbox is free again when its turn comes. All that is not an all-to-all goes through Gloo.
-
-Outboxes are anonymous files and peers talk through sockets without a file: nothing is left behind by a rank that is
-killed, and its peers notice at once.
+Shared buffers are anonymous files (memfd) and peers communicate through sockets in the abstract namespace. So a killed
+rank leaves nothing behind, and its peers notice at once.
 """
 
 import contextlib
@@ -36,54 +35,56 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from nestrec.base.compat import symmetric_memory
-from nestrec.base.cuda import on_stream, pinned_like, sent_to_device, side_stream, to_host
+from nestrec.base.cuda import copy_to_device, on_stream, pinned_like, side_stream, to_host
 
-_SPARE = 1.25
+_GROWTH = 1.25
 
 
 Sizes = Sequence[int]
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a view of a contiguous tensor as bytes."""
+    """Return a view of a contiguous tensor as bytes."""
     if tensor.numel() == 0:
         return tensor.new_empty(0, dtype=torch.uint8)
     return tensor.view(-1).view(torch.uint8)
 
 
 class Transport(Protocol):
-    """Moves tensors between the ranks of one process group."""
+    """Interface of collectives between the ranks of one process group."""
 
     def all_to_all(self, into: torch.Tensor, sent: torch.Tensor, receive: Sizes, send: Sizes) -> None:
-        """Bytes: `send[r]` of `sent` go to rank r, `receive[r]` of `into` come from it."""
+        """Exchange bytes: `send[r]` bytes of `sent` go to rank r, `receive[r]` bytes of `into` are received from it."""
         ...
 
-    def exchange(self, shipment: "AllToAllPayload") -> list[torch.Tensor]:
-        """Returns the elements that arrive, in order of source rank: as one piece, or one piece per source.
+    def exchange(self, payload: "AllToAllPayload") -> list[torch.Tensor]:
+        """Exchange a payload.
 
-        Pieces may lie in memory that is used again: they are valid until the next exchange.
+        Returns:
+            The received elements in order of source rank: one tensor, or one tensor per source. They may be views of a
+            reused buffer and are valid until the next exchange.
         """
-        like = shipment.like
+        like = payload.like
         size = like.element_size()
-        received = like.new_empty(int(shipment.receive.sum()))
-        receive = (shipment.receive * size).tolist()
-        send = (shipment.send * size).tolist()
-        self.all_to_all(as_bytes(received), as_bytes(shipment.sent()), receive, send)
+        received = like.new_empty(int(payload.receive.sum()))
+        receive = (payload.receive * size).tolist()
+        send = (payload.send * size).tolist()
+        self.all_to_all(as_bytes(received), as_bytes(payload.to_tensor()), receive, send)
         return [received]
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Sum over ranks, in place."""
+        """Sum a tensor over all ranks, in place."""
         ...
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None: ...
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors of all ranks, of one shape."""
+        """Return the tensors of all ranks, which have the same shape."""
         ...
 
 
 class CollectiveTransport(Transport):
-    """The collectives of the group's own backend."""
+    """Collectives of the process group's own backend."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -104,9 +105,10 @@ class CollectiveTransport(Transport):
 
 
 class DeviceStagedTransport(CollectiveTransport):
-    """The collectives of a device for tensors of the host, which reach it through pinned memory: keys beside vectors.
+    """Device collectives (NCCL) for host tensors such as keys, staged through pinned memory.
 
-    On a stream of its own, so that who waits for keys waits for nothing else. A tensor of the device goes as it is.
+    They run on a separate stream, so that waiting for keys does not wait for other device work. Device tensors use the
+    device collectives directly.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -119,44 +121,44 @@ class DeviceStagedTransport(CollectiveTransport):
             super().all_to_all(into, sent, receive, send)
             return
         with on_stream(self._stream):
-            came = torch.empty_like(into, device=self._device)
-            super().all_to_all(came, self._there(sent), receive, send)
-            into.copy_(self._back(came))
+            received = torch.empty_like(into, device=self._device)
+            super().all_to_all(received, self._to_device(sent), receive, send)
+            into.copy_(self._to_host(received))
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         if tensor.is_cuda:
             super().all_reduce(tensor)
             return
         with on_stream(self._stream):
-            total = self._there(tensor)
+            total = self._to_device(tensor)
             super().all_reduce(total)
-            tensor.copy_(self._back(total))
+            tensor.copy_(self._to_host(total))
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
         if tensor.is_cuda:
             super().broadcast(tensor, source)
             return
         with on_stream(self._stream):
-            value = self._there(tensor)
+            value = self._to_device(tensor)
             super().broadcast(value, source)
-            tensor.copy_(self._back(value))
+            tensor.copy_(self._to_host(value))
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         if tensor.is_cuda:
             return super().all_gather(tensor)
         with on_stream(self._stream):
-            return list(self._back(torch.stack(super().all_gather(self._there(tensor)))))
+            return list(self._to_host(torch.stack(super().all_gather(self._to_device(tensor)))))
 
-    def _there(self, tensor: torch.Tensor) -> torch.Tensor:
-        return sent_to_device(tensor, self._device)
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return copy_to_device(tensor, self._device)
 
-    def _back(self, tensor: torch.Tensor) -> torch.Tensor:
-        """In host memory, when it is there; only this stream, the current one, is waited for."""
+    def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy a tensor to host memory and wait for the current stream only."""
         return to_host(tensor).wait()
 
 
 class HostStagedTransport(Transport):
-    """Gloo between pinned copies in host memory. A tensor of the host goes as it is."""
+    """Gloo collectives for device tensors, staged through pinned host memory. Host tensors go to Gloo directly."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._inner = CollectiveTransport(group)
@@ -181,10 +183,10 @@ class HostStagedTransport(Transport):
 
 
 class CopyEngineTransport(HostStagedTransport):
-    """Each rank puts what it sends into symmetric memory, and copies what it receives out of that of its peers.
+    """All-to-all by peer copies: a rank writes its payload to symmetric memory, and its peers copy their parts from it.
 
-    Where things lie, and when, is told between hosts: no kernel waits on the device. What is not an all-to-all goes
-    over the host.
+    Offsets and synchronization are exchanged between the hosts, so no kernel waits on the device. Collectives other
+    than all-to-all go through the host.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -205,21 +207,24 @@ class CopyEngineTransport(HostStagedTransport):
         assert self._buffer is not None
         self._buffer[: len(sent)].copy_(sent)
         torch.cuda.current_stream(self._device).synchronize()
-        self._inner.all_reduce(torch.zeros(1))  # all have laid out what they send
-        at = 0
+        self._inner.all_reduce(torch.zeros(1))  # barrier: all ranks have written their payloads
+        position = 0
         for rank, size in enumerate(receive):
             start = starts[rank][self._rank]
-            into[at : at + size].copy_(self._peers[rank][start : start + size], non_blocking=True)
-            at += size
+            into[position : position + size].copy_(self._peers[rank][start : start + size], non_blocking=True)
+            position += size
         self._copied = torch.cuda.Event()
         self._copied.record(torch.cuda.current_stream(self._device))
 
-    def memory_of(self, rank: int) -> torch.Tensor:
-        """The bytes that a rank has laid out for its peers, as mapped here."""
+    def peer_buffer(self, rank: int) -> torch.Tensor:
+        """Return the symmetric-memory buffer of a rank as mapped in this process, as bytes."""
         return self._peers[rank]
 
     def _starts_of_all(self, send: Sizes) -> list[list[int]]:
-        """[source][target] where in the source's buffer the target's bytes begin. Nobody reads old bytes any more."""
+        """Return [source][target] offsets of the target's bytes in the source's buffer.
+
+        When it returns, no rank reads the bytes of the previous exchange any more.
+        """
         if self._copied is not None:
             self._copied.synchronize()
         ends = torch.tensor(list(send)).cumsum(0)
@@ -231,11 +236,11 @@ class CopyEngineTransport(HostStagedTransport):
         return starts
 
     def _reserve(self, num_bytes: int) -> None:
-        """Room for the largest sender; every rank comes to the same decision."""
+        """Grow the buffers to the size that the largest sender needs; all ranks take the same decision."""
         if self._buffer is not None and len(self._buffer) >= num_bytes:
             return
         symmetric = symmetric_memory()
-        self._buffer = symmetric.empty(max(4096, int(num_bytes * _SPARE)), dtype=torch.uint8, device=self._device)
+        self._buffer = symmetric.empty(max(4096, int(num_bytes * _GROWTH)), dtype=torch.uint8, device=self._device)
         memory = symmetric.rendezvous(self._buffer, self._group)
         self._peers = [memory.get_buffer(r, self._buffer.shape, torch.uint8) for r in range(self._size)]
 
@@ -249,27 +254,27 @@ def _from_host(tensor: torch.Tensor, host: torch.Tensor) -> None:
         tensor.copy_(host, non_blocking=True)
 
 
-_TURNS = 2
-_NUMBER = struct.Struct("<q")
+_NUM_BUFFERS = 2
+_INT64 = struct.Struct("<q")
 
 
 @dataclass(frozen=True, slots=True)
 class AllToAllPayload:
-    """Elements that one exchange takes to other ranks, and how many come back: of any number of tables, of one type."""
+    """Payload of one all-to-all: elements of one dtype, of any number of tables, and the counts to receive."""
 
     send: NDArray[np.int64]
-    """Elements for each rank."""
+    """Number of elements for each rank."""
     receive: NDArray[np.int64]
-    """Elements from each rank."""
+    """Number of elements from each rank."""
     like: torch.Tensor
-    """Any tensor of their type and device."""
+    """Tensor with the dtype and device of the elements."""
     write: Callable[[torch.Tensor], None] | None = None
-    """Puts all that is sent, in order of target, into memory that a transport gives."""
+    """Function that writes all elements to send, in order of target rank, to a buffer of the transport."""
     ready: torch.Tensor | None = None
-    """All that is sent, where it lies in that order already."""
+    """All elements to send in order of target rank, if they already exist as one tensor; replaces `write`."""
 
-    def sent(self) -> torch.Tensor:
-        """All that is sent, in memory of its own."""
+    def to_tensor(self) -> torch.Tensor:
+        """Return all elements to send as one tensor."""
         if self.ready is not None:
             return self.ready
         out = self.like.new_empty(int(self.send.sum()))
@@ -277,6 +282,7 @@ class AllToAllPayload:
         return out
 
     def write_to(self, out: torch.Tensor) -> None:
+        """Write all elements to send to `out`."""
         if self.ready is not None:
             out.copy_(self.ready)
         elif self.write is not None:
@@ -284,83 +290,88 @@ class AllToAllPayload:
 
 
 class SharedMemoryTransport(CollectiveTransport):
-    """The collectives of the group, but all-to-all through outboxes. Tensors of the host only."""
+    """All-to-all of host tensors through shared memory; the other collectives are those of the process group."""
 
-    def __init__(self, group: dist.ProcessGroup, outboxes: Sequence["SharedBuffer"], peers: dict[int, "Peer"]) -> None:
+    def __init__(self, group: dist.ProcessGroup, buffers: Sequence["SharedBuffer"], peers: dict[int, "Peer"]) -> None:
         super().__init__(group)
         self._rank = group.rank()
-        self._turn = 0
-        self._outboxes = outboxes
+        self._next_buffer = 0
+        self._buffers = buffers
         self._peers = peers
 
     @staticmethod
-    def between(group: dist.ProcessGroup, timeout: timedelta) -> "SharedMemoryTransport | None":
-        """None where ranks of the group cannot reach each other's memory: on several hosts, in containers. Collective.
+    def create(group: dist.ProcessGroup, timeout: timedelta) -> "SharedMemoryTransport | None":
+        """Connect the ranks of a group. Collective.
 
-        Ranks in network namespaces of their own count as hosts of their own: whoever made their links means them.
-        timeout: after this long without an answer a peer counts as lost.
+        Args:
+            group: Process group with Gloo.
+            timeout: Time without a response after which a peer counts as lost.
+
+        Returns:
+            The transport, or None if the ranks cannot access each other's memory because they are on several hosts, in
+            containers, or in separate network namespaces (whose ranks are treated as ranks of separate hosts).
         """
         if not hasattr(os, "memfd_create"):
             return None
         gloo = CollectiveTransport(group)
         rank = group.rank()
         ranks = group.size()
-        outboxes = [SharedBuffer.new() for _ in range(_TURNS)]
+        buffers = [SharedBuffer.new() for _ in range(_NUM_BUFFERS)]
         name = secrets.randbits(62)
-        with _socket(timeout) as listener:
+        with _create_socket(timeout) as listener:
             listener.bind(address(name))
             listener.listen(ranks)
             names = [int(n) for n in gloo.all_gather(torch.tensor([name]))]
             lower = [connect(other, timeout) for other in names[:rank]]
-            reached = [line for line in lower if line is not None]
-            missing = torch.tensor([rank - len(reached)])
+            connected = [connection for connection in lower if connection is not None]
+            missing = torch.tensor([rank - len(connected)])
             gloo.all_reduce(missing)
             if int(missing):
-                for line in reached:
-                    line.close()
+                for connection in connected:
+                    connection.close()
                 return None
-            return SharedMemoryTransport(group, outboxes, _introduce(listener, reached, outboxes, rank, ranks))
+            return SharedMemoryTransport(group, buffers, _connect_peers(listener, connected, buffers, rank, ranks))
 
     def all_to_all(self, into: torch.Tensor, sent: torch.Tensor, receive: Sizes, send: Sizes) -> None:
-        pieces = self.exchange(AllToAllPayload(np.array(send), np.array(receive), sent, ready=sent))
-        for place, piece in zip(into.split(list(receive)), pieces, strict=True):
-            place.copy_(piece)
+        parts = self.exchange(AllToAllPayload(np.array(send), np.array(receive), sent, ready=sent))
+        for target, part in zip(into.split(list(receive)), parts, strict=True):
+            target.copy_(part)
 
-    def exchange(self, shipment: AllToAllPayload) -> list[torch.Tensor]:
-        """What comes from each rank, where it lies. Valid until the next exchange."""
-        with self._all_or_nobody():
-            own = self._send(shipment)
-            return self._receive(shipment, own)
+    def exchange(self, payload: AllToAllPayload) -> list[torch.Tensor]:
+        """Exchange a payload; return views of the peers' buffers, valid until the next exchange."""
+        with self._shut_down_on_error():
+            own = self._send(payload)
+            return self._receive(payload, own)
 
     @contextlib.contextmanager
-    def _all_or_nobody(self) -> Iterator[None]:
-        """A rank that has lost a peer hangs up on the others: they shall not wait for it until their time is over."""
+    def _shut_down_on_error(self) -> Iterator[None]:
+        """Close all connections if a peer is lost, so that the other peers fail at once and not after the timeout."""
         try:
             yield
         except RuntimeError:
             for peer in self._peers.values():
-                peer.hang_up()
+                peer.shut_down()
             raise
 
-    def _send(self, shipment: AllToAllPayload) -> torch.Tensor:
-        """Lay out all that is sent and tell the peers where theirs begins; this rank's own part of it."""
-        size = shipment.like.element_size()
-        ends = np.cumsum(shipment.send)
-        starts = ends - shipment.send
-        outbox = self._outboxes[self._turn]
-        outbox.reserve(int(ends[-1]) * size)
-        shipment.write_to(outbox.elements(0, int(ends[-1]), shipment.like))
+    def _send(self, payload: AllToAllPayload) -> torch.Tensor:
+        """Write the payload to a shared buffer and send the offsets to the peers; return the part for this rank."""
+        size = payload.like.element_size()
+        ends = np.cumsum(payload.send)
+        starts = ends - payload.send
+        buffer = self._buffers[self._next_buffer]
+        buffer.reserve(int(ends[-1]) * size)
+        payload.write_to(buffer.elements(0, int(ends[-1]), payload.like))
         for rank, peer in self._peers.items():
-            peer.tell(int(starts[rank]) * size)
-        return outbox.elements(int(starts[self._rank]) * size, int(shipment.send[self._rank]), shipment.like)
+            peer.send_offset(int(starts[rank]) * size)
+        return buffer.elements(int(starts[self._rank]) * size, int(payload.send[self._rank]), payload.like)
 
-    def _receive(self, shipment: AllToAllPayload, own: torch.Tensor) -> list[torch.Tensor]:
-        turn, self._turn = self._turn, (self._turn + 1) % _TURNS
-        counts = shipment.receive.tolist()
-        found = {self._rank: own}
+    def _receive(self, payload: AllToAllPayload, own: torch.Tensor) -> list[torch.Tensor]:
+        buffer_index, self._next_buffer = self._next_buffer, (self._next_buffer + 1) % _NUM_BUFFERS
+        counts = payload.receive.tolist()
+        received = {self._rank: own}
         for rank, peer in self._peers.items():
-            found[rank] = peer.outboxes[turn].elements(peer.hear(), counts[rank], shipment.like)
-        return [found[rank] for rank in range(len(counts))]
+            received[rank] = peer.buffers[buffer_index].elements(peer.receive_offset(), counts[rank], payload.like)
+        return [received[rank] for rank in range(len(counts))]
 
 
 class SharedBuffer:
@@ -373,93 +384,97 @@ class SharedBuffer:
 
     @staticmethod
     def new() -> "SharedBuffer":
-        """An empty one."""
+        """Create an empty buffer."""
         return SharedBuffer(os.memfd_create("nestrec-outbox", os.MFD_CLOEXEC))
 
     def reserve(self, num_bytes: int) -> None:
-        """Have room; what lies in it is lost."""
+        """Grow the buffer to at least `num_bytes`; its content is lost."""
         if num_bytes > len(self._bytes):
-            # Taken as a whole: memory that is missing is an error here, and not a signal where it is touched.
-            os.posix_fallocate(self.file, 0, int(num_bytes * _SPARE))
+            # Allocate all pages now: if memory runs out, this raises an error here instead of SIGBUS at first access.
+            os.posix_fallocate(self.file, 0, int(num_bytes * _GROWTH))
             self._map()
 
-    def elements(self, place: int, count: int, like: torch.Tensor) -> torch.Tensor:
-        """Some elements of a given type that begin at a byte."""
-        end = place + count * like.element_size()
+    def elements(self, start: int, count: int, like: torch.Tensor) -> torch.Tensor:
+        """Return a view of `count` elements with the dtype of `like`, from the byte offset `start`."""
+        end = start + count * like.element_size()
         if end > len(self._bytes):
             self._map()
-        return self._bytes[place:end].view(like.dtype)
+        return self._bytes[start:end].view(like.dtype)
 
     def _map(self) -> None:
         self._bytes = torch.frombuffer(mmap.mmap(self.file, os.fstat(self.file).st_size), dtype=torch.uint8)
 
 
 class Peer:
-    """Another rank: a line to it, and its outboxes."""
+    """Another rank: the connection to it, and its shared buffers."""
 
-    def __init__(self, line: socket.socket, outboxes: Sequence[SharedBuffer]) -> None:
-        self._line = line
-        self.outboxes = outboxes
-        weakref.finalize(self, line.close)
+    def __init__(self, connection: socket.socket, buffers: Sequence[SharedBuffer]) -> None:
+        self._socket = connection
+        self.buffers = buffers
+        weakref.finalize(self, connection.close)
 
-    def tell(self, place: int) -> None:
-        """Where in this rank's outbox begins what is for the peer."""
+    def send_offset(self, start: int) -> None:
+        """Send the byte offset of the peer's part in this rank's buffer."""
         try:
-            self._line.send(_NUMBER.pack(place))
+            self._socket.send(_INT64.pack(start))
         except OSError as error:
-            raise _lost(error) from error
+            raise _peer_error(error) from error
 
-    def hear(self) -> int:
-        """The same from the peer; waits for it."""
+    def receive_offset(self) -> int:
+        """Wait for the byte offset of this rank's part in the peer's buffer."""
         try:
-            message = self._line.recv(_NUMBER.size)
+            message = self._socket.recv(_INT64.size)
         except OSError as error:
-            raise _lost(error) from error
+            raise _peer_error(error) from error
         if not message:
-            raise RuntimeError("the process of a peer has ended")
-        return int(_NUMBER.unpack(message)[0])
+            raise RuntimeError("the process of a peer has exited")
+        return int(_INT64.unpack(message)[0])
 
-    def hang_up(self) -> None:
-        with contextlib.suppress(OSError):  # it may be gone
-            self._line.shutdown(socket.SHUT_RDWR)
-
-
-def _lost(error: OSError) -> RuntimeError:
-    return RuntimeError("no answer in time" if isinstance(error, TimeoutError) else f"connection lost: {error}")
+    def shut_down(self) -> None:
+        """Shut down the connection; do nothing if it is closed."""
+        with contextlib.suppress(OSError):  # the peer may have closed it
+            self._socket.shutdown(socket.SHUT_RDWR)
 
 
-def _socket(timeout: timedelta) -> socket.socket:
-    line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    line.settimeout(timeout.total_seconds())
-    return line
+def _peer_error(error: OSError) -> RuntimeError:
+    return RuntimeError("no response in time" if isinstance(error, TimeoutError) else f"connection lost: {error}")
+
+
+def _create_socket(timeout: timedelta) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.settimeout(timeout.total_seconds())
+    return connection
 
 
 def address(name: int) -> bytes:
-    """A name that is known in this network namespace and in no folder."""
-    return b"\0nestrec-" + _NUMBER.pack(name)
+    """Return the socket address of a name in the abstract namespace, which creates no file."""
+    return b"\0nestrec-" + _INT64.pack(name)
 
 
 def connect(name: int, timeout: timedelta) -> socket.socket | None:
-    """A line to the rank that listens under a name; none where nobody is heard from here."""
-    line = _socket(timeout)
+    """Connect to the rank that listens under a name; return None if it is not reachable from this process."""
+    connection = _create_socket(timeout)
     try:
-        line.connect(address(name))
+        connection.connect(address(name))
     except OSError:
-        line.close()
+        connection.close()
         return None
-    return line
+    return connection
 
 
-def _introduce(
-    listener: socket.socket, lower: Sequence[socket.socket], outboxes: Sequence[SharedBuffer], rank: int, ranks: int
+def _connect_peers(
+    listener: socket.socket, lower: Sequence[socket.socket], buffers: Sequence[SharedBuffer], rank: int, ranks: int
 ) -> dict[int, Peer]:
-    """Peers in order of rank. The lower ranks have been called; the higher ones have called this one."""
+    """Exchange the buffers with all peers and return the peers in order of rank.
+
+    This rank has already connected to the lower ranks; the higher ranks connect to its listener.
+    """
     higher = [listener.accept()[0] for _ in range(rank + 1, ranks)]
-    for line in (*lower, *higher):
-        line.settimeout(listener.gettimeout())
-        socket.send_fds(line, [_NUMBER.pack(rank)], [box.file for box in outboxes])
+    for connection in (*lower, *higher):
+        connection.settimeout(listener.gettimeout())
+        socket.send_fds(connection, [_INT64.pack(rank)], [box.file for box in buffers])
     peers = {}
-    for line in (*lower, *higher):
-        message, files, _, _ = socket.recv_fds(line, _NUMBER.size, _TURNS)
-        peers[int(_NUMBER.unpack(message)[0])] = Peer(line, [SharedBuffer(file) for file in files])
+    for connection in (*lower, *higher):
+        message, files, _, _ = socket.recv_fds(connection, _INT64.size, _NUM_BUFFERS)
+        peers[int(_INT64.unpack(message)[0])] = Peer(connection, [SharedBuffer(file) for file in files])
     return dict(sorted(peers.items()))

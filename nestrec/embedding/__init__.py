@@ -1,4 +1,4 @@
-"""Tables, stores, row optimisers, routing and the engine that joins them."""
+"""Sharded embedding tables: table configs, row stores, row optimizers, key routing and the engine that runs them."""
 
 from nestrec.embedding.embedding_engine import EmbeddingEngine
 from nestrec.embedding.routing.key_routing import RoutedKeys

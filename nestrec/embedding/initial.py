@@ -1,10 +1,11 @@
-"""Initial rows: element j of key k in a table with seed s is a function of the 64-bit hash fold(s, k, j).
+"""Deterministic initial rows: element j of key k in a table with seed s is a function of the 64-bit hash fold(s, k, j).
 
-    normal   the hash's four 16-bit lanes are summed in integers, centred, and scaled by one float multiplication:
+    normal   the four 16-bit lanes of the hash are summed as integers, centered, and scaled by one float multiplication:
              an Irwin-Hall sum, close to normal, of variance scale ** 2
-    uniform  the hash's upper 24 bits, centred, scaled by one float multiplication: in [-scale, scale)
+    uniform  the upper 24 bits of the hash, centered, scaled by one float multiplication: in [-scale, scale)
 
-Integers up to the last multiplication, so numpy, torch on a CPU and torch on a GPU give the same bits.
+All steps before the last multiplication use integers, so numpy, torch on a CPU and torch on a GPU return bitwise
+identical values.
 """
 
 import numpy as np
@@ -22,7 +23,7 @@ _CHUNK_ROWS = 1 << 16
 
 
 def multiplier_of(init: InitConfig) -> float:
-    """What the centred integer is multiplied by."""
+    """Return the factor by which the centered integer is multiplied."""
     return init.scale / _LANE_STD if init.kind == "normal" else init.scale / (1 << 23)
 
 
@@ -36,14 +37,14 @@ def _fill(keys, seed_key, dim, multiplier, is_normal, out):  # type: ignore[no-u
             h = mix64_jit(base ^ np.uint64(j))
             if is_normal:
                 lanes = (h & mask) + ((h >> s16) & mask) + ((h >> s32) & mask) + (h >> s48)
-                centred = np.int64(lanes) - 131070
+                centered = np.int64(lanes) - 131070
             else:
-                centred = np.int64(h >> s40) - 8388608
-            out[i, j] = out.dtype.type(centred) * multiplier
+                centered = np.int64(h >> s40) - 8388608
+            out[i, j] = out.dtype.type(centered) * multiplier
 
 
 def initial_vectors(keys: NDArray[np.int64], table: TableConfig) -> torch.Tensor:
-    """(n, dim) initial vectors on the host, in the table's weight type."""
+    """Return the (n, dim) initial vectors of keys on the host, in the weight dtype of the table."""
     compute = np.float64 if table.dtype == "float64" else np.float32
     out = np.zeros((len(keys), table.dim), compute)
     if table.init.kind != "zeros":
@@ -54,7 +55,7 @@ def initial_vectors(keys: NDArray[np.int64], table: TableConfig) -> torch.Tensor
 
 
 def initial_vectors_torch(keys: torch.Tensor, table: TableConfig) -> torch.Tensor:
-    """The same vectors in torch integer operations, on the device of `keys`."""
+    """Return the values of `initial_vectors`, computed with torch integer operations on the device of `keys`."""
     compute = table.state_dtype
     out = torch.zeros(len(keys), table.dim, dtype=compute, device=keys.device)
     if table.init.kind != "zeros":
@@ -63,13 +64,13 @@ def initial_vectors_torch(keys: torch.Tensor, table: TableConfig) -> torch.Tenso
         for start in range(0, len(keys), _CHUNK_ROWS):
             rows = slice(start, start + _CHUNK_ROWS)
             base = _mix64_torch(keys[rows] ^ _signed(fold(table.seed)))
-            centred = _centred_torch(_mix64_torch(base[:, None] ^ elements), table.init.kind == "normal")
-            out[rows] = centred.to(compute) * multiplier
+            centered = _centered_torch(_mix64_torch(base[:, None] ^ elements), table.init.kind == "normal")
+            out[rows] = centered.to(compute) * multiplier
     return out.to(table.weight_dtype)
 
 
 def initial_rows(keys: NDArray[np.int64], table: TableConfig, layout: RowLayout, device: torch.device) -> torch.Tensor:
-    """(n, num_words) whole rows as they begin: initial vector and initial optimiser state."""
+    """Return (n, num_words) new rows: initial vector and initial optimizer state."""
     rows = torch.zeros(len(keys), layout.num_words, dtype=torch.int32, device=device)
     if device.type == "cpu":
         vectors = initial_vectors(keys, table)
@@ -82,7 +83,7 @@ def initial_rows(keys: NDArray[np.int64], table: TableConfig, layout: RowLayout,
     return rows
 
 
-def _centred_torch(hashes: torch.Tensor, is_normal: bool) -> torch.Tensor:
+def _centered_torch(hashes: torch.Tensor, is_normal: bool) -> torch.Tensor:
     if not is_normal:
         return ((hashes >> 40) & 0xFFFFFF) - 8388608
     lanes = (hashes & 0xFFFF) + ((hashes >> 16) & 0xFFFF) + ((hashes >> 32) & 0xFFFF) + ((hashes >> 48) & 0xFFFF)

@@ -1,7 +1,7 @@
-"""An open-addressing hash table from int64 keys to slots, with the uses and the last step of each key.
+"""An open-addressing hash table from int64 keys to slots, with the use count and the last step of each key.
 
-Slots are small integers handed out from 0; freed slots are handed out again, last freed first. Loops are numba and
-release the GIL. Nothing here knows what a slot holds.
+Slots are consecutive integers from 0; freed slots are reused, last freed first. Loops are compiled with numba and
+release the GIL. The table does not know what a slot contains.
 """
 
 import numpy as np
@@ -9,16 +9,17 @@ from numba import njit
 from numpy.typing import NDArray
 
 from nestrec.base.random import mix64_jit
-from nestrec.base.thread_team import for_parts
+from nestrec.base.thread_team import parallel_for
 
 _MIN_BITS = 10
 
 
 class KeyHashTable:
-    """Keys with a slot each.
+    """Hash table that assigns a slot to each key.
 
-    Arrays indexed by slot: `key`, `uses` (steps in which it was used), `last_step` (of those), and `last_change`, which
-    is later where something else than a use has changed what the slot holds.
+    Arrays indexed by slot: `key`; `uses`, the number of steps that used the key; `last_step`, the last of those steps;
+    and `last_change`, the last step that changed the content of the slot, which is later than `last_step` if something
+    other than a use changed it.
     """
 
     def __init__(self) -> None:
@@ -30,19 +31,19 @@ class KeyHashTable:
         self.last_change = np.empty(0, np.int64)
         self.is_live = np.empty(0, np.bool_)
         self.num_slots = 0
-        """Slots handed out so far, freed ones included: what a store must have room for."""
+        """Number of slots allocated so far, including freed ones; the capacity that a store needs."""
         self.num_keys = 0
 
     def find(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Slot of each key, -1 where the key is not in the table."""
+        """Return the slot of each key; -1 for keys that are not in the table."""
         slots = np.empty(len(keys), np.int64)
-        for_parts(len(keys), len(keys), lambda a, b: _find(self._entries, keys[a:b], slots[a:b]))
+        parallel_for(len(keys), len(keys), lambda a, b: _find(self._entries, keys[a:b], slots[a:b]))
         return slots
 
     def insert(
         self, keys: NDArray[np.int64], uses: NDArray[np.int64], last_step: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """Slots for distinct keys that are not in the table yet."""
+        """Insert unique keys that are not in the table yet; return their slots."""
         slots = self._take_slots(len(keys))
         self.key[slots] = keys
         self.is_live[slots] = True
@@ -58,18 +59,18 @@ class KeyHashTable:
         return slots
 
     def use(self, slots: NDArray[np.int64], step: int) -> None:
-        """Count a use in `step`; the slots are distinct."""
+        """Count a use in `step`; slots must be unique."""
         self.set_uses(slots, self.uses[slots] + 1, np.int64(step))
 
     def set_uses(
         self, slots: NDArray[np.int64], uses: NDArray[np.int64], last_step: NDArray[np.int64] | np.int64
     ) -> None:
-        """How often and when last, as if the last use were the last change."""
+        """Set the use count and the last step; the last change becomes the last step."""
         self.uses[slots] = uses
         self.last_step[slots] = self.last_change[slots] = last_step
 
     def remove(self, slots: NDArray[np.int64]) -> None:
-        """Forget the keys of these slots."""
+        """Remove the keys of these slots and free the slots."""
         _remove(self._entries, self.key[slots])
         self.is_live[slots] = False
         self._free = np.concatenate([self._free, slots])
@@ -102,7 +103,7 @@ def _empty_entries(bits: int) -> NDArray[np.int64]:
 
 @njit(cache=True, nogil=True, inline="always")
 def _home(key, size):  # type: ignore[no-untyped-def]
-    # Upper bits: the lower ones decide the owner, so they are alike for all keys of a shard.
+    # Upper bits: the lower ones determine the owner, so they are alike for all keys of a shard.
     return np.int64((mix64_jit(np.uint64(key)) >> np.uint64(32)) & np.uint64(size - 1))
 
 
@@ -110,38 +111,38 @@ def _home(key, size):  # type: ignore[no-untyped-def]
 def _find(entries, keys, slots):  # type: ignore[no-untyped-def]
     size = len(entries)
     for i in range(len(keys)):
-        place = _home(keys[i], size)
-        while entries[place, 1] >= 0 and entries[place, 0] != keys[i]:
-            place = (place + 1) & (size - 1)
-        slots[i] = entries[place, 1]
+        position = _home(keys[i], size)
+        while entries[position, 1] >= 0 and entries[position, 0] != keys[i]:
+            position = (position + 1) & (size - 1)
+        slots[i] = entries[position, 1]
 
 
 @njit(cache=True, nogil=True)
 def _insert(entries, keys, slots):  # type: ignore[no-untyped-def]
     size = len(entries)
     for i in range(len(keys)):
-        place = _home(keys[i], size)
-        while entries[place, 1] >= 0:
-            place = (place + 1) & (size - 1)
-        entries[place, 0] = keys[i]
-        entries[place, 1] = slots[i]
+        position = _home(keys[i], size)
+        while entries[position, 1] >= 0:
+            position = (position + 1) & (size - 1)
+        entries[position, 0] = keys[i]
+        entries[position, 1] = slots[i]
 
 
 @njit(cache=True, nogil=True)
 def _remove(entries, keys):  # type: ignore[no-untyped-def]
-    """Backward-shift deletion: no tombstones, so probes stay short however many keys come and go."""
+    """Remove keys by backward-shift deletion: without tombstones, probes stay short after many insertions."""
     size = len(entries)
     for i in range(len(keys)):
         hole = _home(keys[i], size)
         while entries[hole, 0] != keys[i] or entries[hole, 1] < 0:
             hole = (hole + 1) & (size - 1)
         entries[hole, 1] = -1
-        place = (hole + 1) & (size - 1)
-        while entries[place, 1] >= 0:
-            home = _home(entries[place, 0], size)
-            if ((place - home) & (size - 1)) >= ((place - hole) & (size - 1)):
-                entries[hole, 0] = entries[place, 0]
-                entries[hole, 1] = entries[place, 1]
-                entries[place, 1] = -1
-                hole = place
-            place = (place + 1) & (size - 1)
+        position = (hole + 1) & (size - 1)
+        while entries[position, 1] >= 0:
+            home = _home(entries[position, 0], size)
+            if ((position - home) & (size - 1)) >= ((position - hole) & (size - 1)):
+                entries[hole, 0] = entries[position, 0]
+                entries[hole, 1] = entries[position, 1]
+                entries[position, 1] = -1
+                hole = position
+            position = (position + 1) & (size - 1)

@@ -1,17 +1,19 @@
-"""Which keys of a shard have a row, and in which slot of the store: static and dynamic tables (admission by steps).
+"""Key index of a shard: which keys have a row, and in which slot of the store, for static and dynamic tables.
 
-Dynamic tables decide in `admit`, called once for each training batch in batch order, from step numbers alone:
+Dynamic tables decide about admission and eviction in `admit`, which is called once per training batch in batch order.
+The decisions depend only on step numbers:
 
-- A key gets a row in the step of its `admission_count`-th use. Before that it reads its initial vector.
-- With a time to live, a row that was not used for more than `ttl_steps` steps is gone: its next use starts it anew.
-- A shard holds at most `max_rows` rows. When new rows would pass the bound, `lru` (or `lfu`) evicts the rows that come
-  first by (last step, key) (or by (uses, last step, key)) until, counting the new rows, a sixteenth of the bound is
-  free. Keys of this batch and of the one before it are never evicted, so that a pipeline that fetches one batch ahead
-  of the write-back takes the same decisions as a serial run. If the bound is still too small, new keys are admitted
-  in order of key while there is room, and the others go on reading their initial vectors.
-- A run that goes on with more ranks may find more rows in a shard than its part of the bound. The next training batch
-  first ends those that are too many, used longest ago first (`lfu`: least often). Where nothing is ever evicted they
-  stay, and the other shards leave them room (`room_of_shards`).
+- A key gets a row in the step of its `admission_threshold`-th use. Before that it reads its initial vector.
+- With a time to live, a row that was not used for more than `ttl_steps` steps is deleted: the next use of its key
+  creates a new row.
+- A shard stores at most its share of `max_rows`. If new rows would exceed this capacity, `lru` (or `lfu`) evicts the
+  first rows by (last step, key) (or by (uses, last step, key)) until, counting the new rows, one sixteenth of the
+  capacity is free. Keys of this batch and of the one before it are never evicted, so that a pipeline that fetches one
+  batch ahead of the write-back makes the same decisions as a serial run. If the capacity is still too small, new keys
+  are admitted in order of key while there is capacity, and the others continue to read their initial vectors.
+- After resuming with more ranks, a shard may have more rows than its share of the capacity. The next training batch
+  first evicts the surplus, least recently used first (`lfu`: least frequently used). Without eviction the rows stay,
+  and the other shards get less capacity (`capacity_per_shard`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,27 +35,27 @@ _KEY_CHUNK = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class AdmissionResult:
-    """Slots of a batch's keys."""
+    """Slots of the keys of a batch."""
 
     slots: NDArray[np.int64]
-    """-1: no row; the key reads its initial vector and its gradient is dropped."""
+    """Slot of each key; -1 if it has no row, in which case it reads its initial vector and its gradient is dropped."""
     is_new: NDArray[np.bool_]
-    """The slot holds no row yet."""
+    """Whether the slot does not contain a row yet."""
 
 
 @dataclass(slots=True)
 class KeyIndexCounters:
-    """What happened so far."""
+    """Counters of a key index since its creation."""
 
     created: int = 0
     evicted: int = 0
-    refused: int = 0
-    """Uses of keys that had earned a row when there was no room."""
+    not_admitted: int = 0
+    """Number of uses of keys that qualified for a row but were not admitted, because the shard was full."""
     peak_rows: int = 0
 
 
 class KeyIndex(Protocol):
-    """The key side of a shard; the store is the row side."""
+    """Interface of the key index of a shard, which maps keys to slots; the store contains the rows."""
 
     counters: KeyIndexCounters
 
@@ -64,90 +66,96 @@ class KeyIndex(Protocol):
     def num_rows(self) -> int: ...
 
     def find(self, keys: Keys) -> NDArray[np.int64]:
-        """Slot of each key, -1 without a row. Changes nothing."""
+        """Return the slot of each key, -1 if it has no row. Read-only."""
         ...
 
     def admit(self, keys: Keys, step: int) -> AdmissionResult:
-        """Slots of distinct keys used by the training batch of `step`."""
+        """Return the slots of the unique keys of the training batch of `step`, and count one use of each."""
         ...
 
     def join(self, keys: Keys, step: int) -> AdmissionResult:
-        """Slots of distinct keys whose rows are changed in `step` by others' uses. Not a use: nothing is counted."""
+        """Return the slots of unique keys whose rows change in `step` because other replicas use them.
+
+        Not counted as a use. Missing rows are created.
+        """
         ...
 
     def restore(self, keys: Keys, uses: Keys | None, last_step: Keys | None) -> NDArray[np.int64]:
-        """Slots for the rows of a snapshot."""
+        """Insert the keys of a snapshot; return their slots."""
         ...
 
     def rows_since(self, step: int) -> tuple[Keys, NDArray[np.int64]]:
-        """Keys (sorted) and slots of the rows changed after `step`; all rows for a negative step."""
+        """Return the sorted keys and the slots of the rows changed after `step`; all rows if it is negative."""
         ...
 
     def metadata(self, slots: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
-        """What a snapshot must hold beside the rows."""
+        """Return the columns that a snapshot contains in addition to the rows."""
         ...
 
-    def frozen(self, since: int) -> SnapshotKeys:
-        """What `rows_since` and `metadata` say now, whatever comes later."""
+    def snapshot_keys(self, since: int) -> SnapshotKeys:
+        """Return a copy of the current keys, slots and metadata that later changes do not affect."""
         ...
 
     def grow(self, num_rows: int | None, shard: int, num_shards: int) -> None:
-        """Adds keys after the present ones, which keep their slots. Does nothing if any int64 is a key."""
+        """Add keys after the existing ones, which keep their slots. Does nothing if any int64 is a key."""
         ...
 
     def readable_keys(self) -> Keys:
-        """Returns the sorted keys that count when the table is read: all static keys, dynamic keys with a row."""
+        """Return the sorted keys that readers of the table see: all static keys, or dynamic keys with a row."""
         ...
 
-    def only_readable(self, keys: Keys) -> Keys:
-        """Returns those of the given keys of this shard that `readable_keys` contains."""
+    def filter_readable(self, keys: Keys) -> Keys:
+        """Return those of the given keys of this shard that are in `readable_keys`."""
         ...
 
-    def divide_room(self, rows_of_shards: Sequence[int], shard: int) -> None:
-        """Sets the bound of this shard after rows were loaded that another number of shards had saved.
+    def rebalance_capacity(self, rows_of_shards: Sequence[int], shard: int) -> None:
+        """Set the capacity of this shard after loading rows that a different number of shards saved.
 
         Args:
-            rows_of_shards: Number of rows that each shard has now.
+            rows_of_shards: Current number of rows of each shard.
             shard: Index of this shard.
         """
         ...
 
     def evicted_since(self, step: int) -> Keys:
-        """Returns the sorted keys that lost their row after `step` and have none now."""
+        """Return the sorted keys that were evicted after `step` and have no row now."""
         ...
 
-    def gone_since(self, step: int) -> Keys:
-        """Returns the sorted keys that had a row after `step` and now read their initial vector.
+    def deleted_since(self, step: int) -> Keys:
+        """Return the sorted keys that had a row after `step` and now read their initial vector.
 
-        These are the evicted keys, and those that are past their time to live and not swept yet.
+        These are evicted keys, and keys past their time to live that the sweep has not reached yet.
         """
         ...
 
-    def forget(self, keys: Keys) -> None:
-        """Removes the rows of these keys if they exist; an incremental snapshot names rows that were evicted."""
+    def delete_rows(self, keys: Keys) -> None:
+        """Remove the rows of these keys if they exist; incremental snapshots list the evicted keys."""
         ...
 
     def drop_eviction_log(self, step: int) -> None:
-        """Forgets evictions up to `step`, which no later call of `evicted_since` needs."""
+        """Discard the log of evictions up to `step`, which no later call of `evicted_since` needs."""
         ...
 
     def admission_state(self) -> dict[str, NDArray[np.int64]]:
-        """Returns keys, uses and last steps of the keys that wait for a row, and `newest_step`; empty if static."""
+        """Return keys, uses and last steps of the keys that wait for admission, and `newest_step`; empty if static."""
         ...
 
     def load_admission(self, state: Mapping[str, NDArray[np.int64]]) -> None:
-        """Adds waiting keys from a state of `admission_state`."""
+        """Add waiting keys from a result of `admission_state`."""
         ...
 
 
 def index_bytes(num_rows: int, num_shards: int) -> int:
-    """Memory in which `StaticKeyIndex` keeps which rows a shard has, before there is any."""
-    of_all = 0 if num_shards == 1 else 4 * num_rows
-    return of_all + (9 if num_shards == 1 else 17) * (num_rows // num_shards)
+    """Return the memory in bytes that a `StaticKeyIndex` allocates, before any row exists."""
+    slot_map_bytes = 0 if num_shards == 1 else 4 * num_rows
+    return slot_map_bytes + (9 if num_shards == 1 else 17) * (num_rows // num_shards)
 
 
 class StaticKeyIndex:
-    """Keys 0 to num_rows - 1 that this shard owns; a row comes into being on first use, its slot is known before."""
+    """Key index of a static table: the keys from 0 to num_rows - 1 that this shard owns.
+
+    The slot of every key is fixed; its row is created on first use.
+    """
 
     def __init__(self, num_rows: int, shard: int, num_shards: int) -> None:
         self.counters = KeyIndexCounters()
@@ -174,7 +182,7 @@ class StaticKeyIndex:
         return self.counters.created
 
     def owned(self) -> Keys:
-        """Every key of this shard, with or without a row, sorted."""
+        """Return every key of this shard, sorted, with or without a row."""
         return np.arange(self._num_keys) if self._owned is None else self._owned
 
     def find(self, keys: Keys) -> NDArray[np.int64]:
@@ -202,36 +210,36 @@ class StaticKeyIndex:
     def metadata(self, slots: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
         return {}
 
-    def frozen(self, since: int) -> SnapshotKeys:
-        is_wanted = self._exists.copy() if since < 0 else self._exists & (self._last_step > since)
-        return SnapshotKeys(is_wanted.view(np.uint8), self._owned, {})
+    def snapshot_keys(self, since: int) -> SnapshotKeys:
+        is_pending = self._exists.copy() if since < 0 else self._exists & (self._last_step > since)
+        return SnapshotKeys(is_pending.view(np.uint8), self._owned, {})
 
     def readable_keys(self) -> Keys:
         return self.owned()
 
-    def only_readable(self, keys: Keys) -> Keys:
+    def filter_readable(self, keys: Keys) -> Keys:
         return keys
 
-    def divide_room(self, rows_of_shards: Sequence[int], shard: int) -> None:
-        """Does nothing: every key has its slot."""
+    def rebalance_capacity(self, rows_of_shards: Sequence[int], shard: int) -> None:
+        """Do nothing: every key has its slot."""
 
     def evicted_since(self, step: int) -> Keys:
         return np.empty(0, np.int64)
 
-    def gone_since(self, step: int) -> Keys:
+    def deleted_since(self, step: int) -> Keys:
         return np.empty(0, np.int64)
 
-    def forget(self, keys: Keys) -> None:
-        """Does nothing: rows are never evicted."""
+    def delete_rows(self, keys: Keys) -> None:
+        """Do nothing: rows are never evicted."""
 
     def drop_eviction_log(self, step: int) -> None:
-        """Does nothing: rows are never evicted."""
+        """Do nothing: rows are never evicted."""
 
     def admission_state(self) -> dict[str, NDArray[np.int64]]:
         return {}
 
     def load_admission(self, state: Mapping[str, NDArray[np.int64]]) -> None:
-        """Does nothing: every key is admitted."""
+        """Do nothing: every key is admitted."""
 
     def _slots(self, keys: Keys) -> NDArray[np.int64]:
         return keys if self._slot_of_key is None else self._slot_of_key[keys].astype(np.int64)
@@ -243,7 +251,10 @@ class StaticKeyIndex:
 
 
 class DynamicKeyIndex:
-    """Any int64 is a key; rows come and go by the rules at the top of this file."""
+    """Key index of a dynamic embedding table: any int64 is a key; rows are admitted and evicted.
+
+    The module docstring describes the rules.
+    """
 
     def __init__(self, store: StoreConfig, num_shards: int) -> None:
         self.counters = KeyIndexCounters()
@@ -252,7 +263,7 @@ class DynamicKeyIndex:
         self._rows = KeyHashTable()
         self._candidates = KeyHashTable()
         self.newest_step = 0
-        """Step of the last training batch: what a time to live counts from."""
+        """Step of the last training batch, relative to which time to live is measured."""
         self._evicted: list[tuple[int, Keys]] = []
 
     @property
@@ -265,20 +276,20 @@ class DynamicKeyIndex:
 
     @property
     def candidates(self) -> KeyHashTable:
-        """Keys that have been used but have no row."""
+        """Table of keys that have been used but have no row yet."""
         return self._candidates
 
     def find(self, keys: Keys) -> NDArray[np.int64]:
         slots = self._rows.find(keys)
         ttl = self._store.ttl_steps
         if ttl is not None:
-            found = np.flatnonzero(slots >= 0)
-            slots[found[self.newest_step - self._rows.last_step[slots[found]] > ttl]] = -1
+            has_row = np.flatnonzero(slots >= 0)
+            slots[has_row[self.newest_step - self._rows.last_step[slots[has_row]] > ttl]] = -1
         return slots
 
-    def divide_room(self, rows_of_shards: Sequence[int], shard: int) -> None:
-        if self._store.max_rows is not None and self._store.eviction == "none":
-            self._bound = room_of_shards(rows_of_shards, self._store.max_rows)[shard]
+    def rebalance_capacity(self, rows_of_shards: Sequence[int], shard: int) -> None:
+        if self._store.max_rows is not None and self._store.eviction_policy == "none":
+            self._bound = capacity_per_shard(rows_of_shards, self._store.max_rows)[shard]
 
     def admit(self, keys: Keys, step: int) -> AdmissionResult:
         self.newest_step = step
@@ -287,12 +298,12 @@ class DynamicKeyIndex:
         if self._store.ttl_steps is not None:
             self._end_expired(slots[slots >= 0], step, self._store.ttl_steps)
             slots = self._rows.find(keys)
-        found = slots >= 0
-        self._rows.use(slots[found], step)
-        missing = np.flatnonzero(~found)
+        has_row = slots >= 0
+        self._rows.use(slots[has_row], step)
+        missing = np.flatnonzero(~has_row)
         if len(missing):
             slots[missing] = self._admit_missing(keys[missing], step)
-        is_new = ~found & (slots >= 0)
+        is_new = ~has_row & (slots >= 0)
         self.counters.created += int(is_new.sum())
         self.counters.peak_rows = max(self.counters.peak_rows, self.num_rows)
         return AdmissionResult(slots, is_new)
@@ -300,10 +311,10 @@ class DynamicKeyIndex:
     def join(self, keys: Keys, step: int) -> AdmissionResult:
         slots = self._rows.find(keys)
         is_new = slots < 0
-        never = np.zeros(int(is_new.sum()), np.int64)
-        slots[is_new] = self._rows.insert(keys[is_new], never, never)
+        zeros = np.zeros(int(is_new.sum()), np.int64)
+        slots[is_new] = self._rows.insert(keys[is_new], zeros, zeros)
         self._rows.last_change[slots] = step
-        self.counters.created += len(never)
+        self.counters.created += len(zeros)
         self.counters.peak_rows = max(self.counters.peak_rows, self.num_rows)
         return AdmissionResult(slots, is_new)
 
@@ -319,12 +330,12 @@ class DynamicKeyIndex:
         return slots
 
     def grow(self, num_rows: int | None, shard: int, num_shards: int) -> None:
-        """Does nothing: any int64 is a key."""
+        """Do nothing: any int64 is a key."""
 
     def readable_keys(self) -> Keys:
         return self.rows_since(-1)[0]
 
-    def only_readable(self, keys: Keys) -> Keys:
+    def filter_readable(self, keys: Keys) -> Keys:
         return keys[self.find(keys) >= 0]
 
     def admission_state(self) -> dict[str, NDArray[np.int64]]:
@@ -342,23 +353,23 @@ class DynamicKeyIndex:
         self._candidates.insert(state["keys"], state["uses"], state["last_step"])
         self.newest_step = max(self.newest_step, state["newest_step"].item())
 
-    def forget(self, keys: Keys) -> None:
+    def delete_rows(self, keys: Keys) -> None:
         slots = self._rows.find(keys)
         self._rows.remove(slots[slots >= 0])
 
     def evicted_since(self, step: int) -> Keys:
-        gone = [keys for at, keys in self._evicted if at > step]
-        keys = np.unique(np.concatenate(gone)) if gone else np.empty(0, np.int64)
+        deleted = [keys for at, keys in self._evicted if at > step]
+        keys = np.unique(np.concatenate(deleted)) if deleted else np.empty(0, np.int64)
         return keys[self._rows.find(keys) < 0]
 
-    def gone_since(self, step: int) -> Keys:
-        gone = [self.evicted_since(step)]
+    def deleted_since(self, step: int) -> Keys:
+        deleted = [self.evicted_since(step)]
         ttl = self._store.ttl_steps
         if ttl is not None:
             live = self._rows.live_slots()
             last_step = self._rows.last_step[live]
-            gone.append(self._rows.key[live[(self.newest_step - last_step > ttl) & (step - last_step <= ttl)]])
-        return np.unique(np.concatenate(gone))
+            deleted.append(self._rows.key[live[(self.newest_step - last_step > ttl) & (step - last_step <= ttl)]])
+        return np.unique(np.concatenate(deleted))
 
     def drop_eviction_log(self, step: int) -> None:
         self._evicted = [(at, keys) for at, keys in self._evicted if at > step]
@@ -375,42 +386,45 @@ class DynamicKeyIndex:
     def metadata(self, slots: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
         return {"uses": self._rows.uses[slots], "last_step": self._rows.last_step[slots]}
 
-    def frozen(self, since: int) -> SnapshotKeys:
+    def snapshot_keys(self, since: int) -> SnapshotKeys:
         num_slots = self._rows.num_slots
-        is_wanted = np.zeros(self._rows.num_slots, np.uint8)
-        is_wanted[self.rows_since(since)[1]] = 1
-        everything = np.arange(num_slots)
-        return SnapshotKeys(is_wanted, self._rows.key[:num_slots].copy(), self.metadata(everything))
+        is_pending = np.zeros(self._rows.num_slots, np.uint8)
+        is_pending[self.rows_since(since)[1]] = 1
+        all_slots = np.arange(num_slots)
+        return SnapshotKeys(is_pending, self._rows.key[:num_slots].copy(), self.metadata(all_slots))
 
     def _end_expired(self, slots: NDArray[np.int64], step: int, ttl: int) -> None:
-        """End the lives that are over: among the batch's own keys now, among all keys in a sweep now and then."""
+        """Delete expired rows: those of the batch in every step, all others in a periodic sweep."""
         if step % max(1, ttl // 4) == 0:
             slots = self._rows.live_slots()
         self._evict(slots[step - self._rows.last_step[slots] > ttl], step)
 
     def _end_surplus(self, step: int) -> None:
-        """Rows past the bound, which only loading brings; no batch is in flight then, so any of them may go."""
-        if self._bound is None or self._rows.num_keys <= self._bound or self._store.eviction == "none":
+        """Evict rows beyond the capacity.
+
+        Only loading creates such a surplus. No batch is in flight then, so any row can be evicted.
+        """
+        if self._bound is None or self._rows.num_keys <= self._bound or self._store.eviction_policy == "none":
             return
         self._evict(_first_by(self._rows, self._ranks(), step, self._rows.num_keys - self._bound), step)
 
     def _admit_missing(self, keys: Keys, step: int) -> NDArray[np.int64]:
         slots = np.full(len(keys), -1, np.int64)
         uses = self._count_candidates(keys, step)
-        earned = np.flatnonzero(uses >= self._store.admission_count)
-        room = self._make_room(len(earned), step)
-        if room < len(earned):
-            self.counters.refused += len(earned) - room
-            earned = np.sort(earned[np.argsort(keys[earned], kind="stable")[:room]])
-        if len(earned):
-            slots[earned] = self._rows.insert(keys[earned], uses[earned], np.full(len(earned), step))
-            candidate_slots = self._candidates.find(keys[earned])
+        admitted = np.flatnonzero(uses >= self._store.admission_threshold)
+        capacity = self._make_room(len(admitted), step)
+        if capacity < len(admitted):
+            self.counters.not_admitted += len(admitted) - capacity
+            admitted = np.sort(admitted[np.argsort(keys[admitted], kind="stable")[:capacity]])
+        if len(admitted):
+            slots[admitted] = self._rows.insert(keys[admitted], uses[admitted], np.full(len(admitted), step))
+            candidate_slots = self._candidates.find(keys[admitted])
             self._candidates.remove(candidate_slots[candidate_slots >= 0])
         return slots
 
     def _count_candidates(self, keys: Keys, step: int) -> NDArray[np.int64]:
-        """Uses of each key without a row, this one included."""
-        if self._store.admission_count <= 1:
+        """Count a use of each key without a row; return its uses including this one."""
+        if self._store.admission_threshold <= 1:
             return np.ones(len(keys), np.int64)
         slots = self._candidates.find(keys)
         absent = slots < 0
@@ -423,29 +437,32 @@ class DynamicKeyIndex:
         return uses
 
     def _bound_candidates(self, step: int) -> None:
-        """Candidates are bounded like rows: the longest unused are forgotten first, those of this batch never."""
+        """Limit the number of candidates to the capacity for rows.
+
+        The least recently used candidates are removed first, those of this batch never.
+        """
         if self._bound is None or self._candidates.num_keys <= self._bound:
             return
         surplus = self._candidates.num_keys - (self._bound - self._bound // 16)
         self._candidates.remove(_first_by(self._candidates, [self._candidates.last_step], step, surplus))
 
-    def _make_room(self, wanted: int, step: int) -> int:
-        """Evict where the bound asks for it; how many new rows fit."""
+    def _make_room(self, num_requested: int, step: int) -> int:
+        """Evict rows if the capacity requires it; return how many new rows fit."""
         if self._bound is None:
-            return wanted
-        if self._store.ttl_steps is not None and self._rows.num_keys + wanted > self._bound:
-            # Rows past their time take no room, swept or not: a run resumed without them must decide the same.
+            return num_requested
+        if self._store.ttl_steps is not None and self._rows.num_keys + num_requested > self._bound:
+            # Expired rows take no capacity, swept or not: a run resumed without them must make the same decisions.
             live = self._rows.live_slots()
             self._evict(live[step - self._rows.last_step[live] > self._store.ttl_steps], step)
-        if self._rows.num_keys + wanted > self._bound and self._store.eviction in ("lru", "lfu"):
-            surplus = self._rows.num_keys + wanted - (self._bound - self._bound // 16)
+        if self._rows.num_keys + num_requested > self._bound and self._store.eviction_policy in ("lru", "lfu"):
+            surplus = self._rows.num_keys + num_requested - (self._bound - self._bound // 16)
             self._evict(_first_by(self._rows, self._ranks(), step - 1, surplus), step)
-        return max(0, min(wanted, self._bound - self._rows.num_keys))
+        return max(0, min(num_requested, self._bound - self._rows.num_keys))
 
     def _ranks(self) -> list[NDArray[np.int64]]:
-        """What decides who goes first, and where that is equal, what decides then."""
+        """Return the sort keys of the eviction order, most significant first."""
         last_step = self._rows.last_step
-        return [self._rows.uses, last_step] if self._store.eviction == "lfu" else [last_step]
+        return [self._rows.uses, last_step] if self._store.eviction_policy == "lfu" else [last_step]
 
     def _evict(self, slots: NDArray[np.int64], step: int) -> None:
         if len(slots):
@@ -454,16 +471,16 @@ class DynamicKeyIndex:
             self._rows.remove(slots)
 
 
-def room_of_shards(rows: Sequence[int], max_rows: int) -> list[int]:
-    """How many rows each shard may hold: those it has, or a part that is equal for all who have fewer.
+def capacity_per_shard(rows: Sequence[int], max_rows: int) -> list[int]:
+    """Return the capacity of each shard: the rows it has, or a share that is equal for all shards with fewer rows.
 
-    A shard that is full stays so, and the others fill up to what they are given: asked again later, the answer is the
-    same, so a run that is resumed goes on with the same bounds.
+    A full shard stays full, and the others grow up to their share. Later calls therefore return the same capacities,
+    and a resumed run continues with them.
     """
     equal = 0
     left = max_rows
-    for place, own in enumerate(sorted(rows, reverse=True)):
-        equal = left // (len(rows) - place)
+    for rank, own in enumerate(sorted(rows, reverse=True)):
+        equal = left // (len(rows) - rank)
         if own <= equal:
             break
         left -= own
@@ -473,13 +490,13 @@ def room_of_shards(rows: Sequence[int], max_rows: int) -> list[int]:
 def _first_by(
     table: KeyHashTable, ranks: list[NDArray[np.int64]], protected_from_step: int, count: int
 ) -> NDArray[np.int64]:
-    """Slots of the `count` keys that come first by (ranks, key) among those last used before a step."""
+    """Return the slots of the first `count` keys by (ranks, key) among those last used before a step."""
     slots = table.live_slots()
     slots = slots[table.last_step[slots] < protected_from_step]
     if count >= len(slots):
         return slots
     taken = []
-    for rank in [*ranks, table.key]:  # no two keys are equal, so in the end exactly `count` have been taken
+    for rank in [*ranks, table.key]:  # keys are unique, so in the end exactly `count` are taken
         values = rank[slots]
         threshold = np.partition(values, count)[count]
         taken.append(slots[values < threshold])
@@ -489,7 +506,7 @@ def _first_by(
 
 @njit(cache=True, nogil=True)
 def _use(slots, step, exists, last_step, is_new):  # type: ignore[no-untyped-def]
-    """Mark the rows of a batch as existing, used in a step; how many begin with it."""
+    """Mark the rows of a batch as existing and used in a step; return how many of them are new."""
     created = 0
     for i in range(len(slots)):
         slot = slots[i]

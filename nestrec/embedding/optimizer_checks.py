@@ -1,12 +1,12 @@
-"""Row optimisers of other packages, looked at before their first step: what they promise of themselves, on a few rows.
+"""Contract checks of plugin row optimizers, and the random bits of stochastic rounding.
 
-Two steps on three rows are enough to see a formula that gives something else than changes of weights, one that looks
-from a row at others (its steps would depend on who shares a batch), and a host loop or kernel that is other arithmetic.
+Row optimizers of other packages are checked on a few rows before the first training step. Two steps on three rows are
+enough to detect a formula that does not return weight changes, a formula that mixes rows (its steps would depend on the
+other rows of a batch), and a host loop or kernel whose arithmetic differs from the formula.
 
-By what bits the 16-bit weights of a row are rounded in a step: those of (seed of the table, its name, step, key).
-
-Neither slot nor rank, schedule or thread is in them, so a row is rounded alike wherever and whenever it is updated. The
-rounding itself is nestrec.ops.rows.round.
+The random bits that round the 16-bit weights of a row are a function of (table seed, table name, step, key). They
+depend neither on slot and rank nor on schedule and thread, so a row is rounded in the same way wherever and whenever it
+is updated. nestrec.ops.embedding.stochastic_rounding implements the rounding.
 """
 
 import hashlib
@@ -26,15 +26,19 @@ from nestrec.embedding.table_config import TableConfig
 _ROWS = 3
 _RATE = 0.01
 _CLOSE = {"rtol": 1e-4, "atol": 1e-6}
-"""Rounding may differ with the machine; other arithmetic differs by more."""
+"""Tolerances: rounding may differ between machines; wrong arithmetic differs by more."""
 Columns = list[torch.Tensor]
-"""weights and state of some rows"""
+"""Weights and state columns of some rows."""
 
 
 def check_optimizers(tables: Sequence[TableConfig], device: torch.device) -> None:
-    """Raise a UserError where a row optimiser of another package does not do as its spec says."""
+    """Check that the row optimizers of other packages fulfill their contract.
+
+    Raises:
+        UserError: If a plugin row optimizer does not behave as its spec declares.
+    """
     for table in tables:
-        if table.optimizer.kind not in ROW_OPTIMIZERS.own:
+        if table.optimizer.kind not in ROW_OPTIMIZERS.built_in_names:
             _Trial(table, device).run()
 
 
@@ -48,40 +52,42 @@ class _Trial:
 
     def run(self) -> None:
         self._check_state()
-        begin = self._columns()
-        by_formula = self._stepped(begin, self._by_formula)
-        alone = self._stepped([column[:1] for column in begin], self._by_formula)
+        initial = self._columns()
+        by_formula = self._stepped(initial, self._by_formula)
+        alone = self._stepped([column[:1] for column in initial], self._by_formula)
         if not _are_close(alone, [column[:1] for column in by_formula]):
-            problem = "moves a row otherwise when other rows are in the batch"
-            raise self._broken("formula", f"{problem}: it may look along a row, not between rows")
+            problem = "updates a row differently if other rows are in the batch"
+            raise self._contract_error("formula", f"{problem}: it may combine elements of a row, not different rows")
         if self._spec.host_loop is not None and self._device.type == "cpu":
-            self._compare("host_loop", by_formula, self._stepped(begin, self._by_loop))
+            self._compare("host_loop", by_formula, self._stepped(initial, self._by_loop))
         if self._spec.kernel is not None and (self._device.type == "cuda" or self._spec.host_loop is None):
-            self._compare("kernel", by_formula, self._stepped(begin, self._by_kernel))
+            self._compare("kernel", by_formula, self._stepped(initial, self._by_kernel))
 
     def _check_state(self) -> None:
         names = [column.name for column in self._spec.state]
         for name in names:
             if not str(name).startswith("state_") or names.count(name) > 1:
-                raise self._broken("state", f"has {name!r}: names must begin with 'state_' and differ")
+                raise self._contract_error("state", f"contains {name!r}: names must start with 'state_' and be unique")
         for column in self._spec.state:
             if not isinstance(initial := column.initial(self._options), int | float):
-                raise self._broken("state", f"begins {column.name!r} with {initial!r}, which is no number")
+                raise self._contract_error(
+                    "state", f"initializes {column.name!r} with {initial!r}, which is not a number"
+                )
 
     def _columns(self) -> Columns:
-        """The weights of some rows, and their state as it is in new ones."""
+        """Return random weights of some rows and the initial state of new rows."""
         weight = torch.randn(_ROWS, self._dim, generator=torch.Generator().manual_seed(1)).to(self._dtype)
         widths = [1 if column.is_row_wise else self._dim for column in self._spec.state]
         initial = [float(column.initial(self._options)) for column in self._spec.state]
         states = [torch.full((_ROWS, w), v, dtype=self._dtype) for w, v in zip(widths, initial, strict=True)]
         return [column.to(self._device) for column in (weight, *states)]
 
-    def _stepped(self, begin: Columns, step: Callable[[Columns, torch.Tensor, RowStep], None]) -> Columns:
-        """After two steps."""
-        columns = [column.clone() for column in begin]
+    def _stepped(self, initial: Columns, step: Callable[[Columns, torch.Tensor, RowStep], None]) -> Columns:
+        """Return the columns after two steps."""
+        columns = [column.clone() for column in initial]
         draw = torch.Generator().manual_seed(2)
         for number in (1, 2):
-            grad = torch.randn(_ROWS, self._dim, generator=draw).to(self._dtype)[: len(begin[0])]
+            grad = torch.randn(_ROWS, self._dim, generator=draw).to(self._dtype)[: len(initial[0])]
             step(columns, grad.to(self._device), RowStep(number, _RATE, self._options))
         return columns
 
@@ -92,9 +98,9 @@ class _Trial:
 
     def _check_change(self, change: Any, grad: torch.Tensor) -> None:
         if not isinstance(change, torch.Tensor) or change.shape != grad.shape or not change.is_floating_point():
-            given = f"{change.dtype} of {tuple(change.shape)}" if isinstance(change, torch.Tensor) else repr(change)
-            wanted = f"what to take from the weights, a tensor of shape {tuple(grad.shape)}"
-            raise self._broken("formula", f"gives {given} and not {wanted}")
+            received = f"{change.dtype} of {tuple(change.shape)}" if isinstance(change, torch.Tensor) else repr(change)
+            expectation = f"the values to subtract from the weights, a tensor of shape {tuple(grad.shape)}"
+            raise self._contract_error("formula", f"returns {received} instead of {expectation}")
 
     def _by_loop(self, columns: Columns, grad: torch.Tensor, step: RowStep) -> None:
         rows = torch.cat(columns, 1).numpy()
@@ -108,24 +114,24 @@ class _Trial:
         assert self._spec.kernel is not None
         self._spec.kernel(columns[0], columns[1:], grad, None, step)
 
-    def _compare(self, what: str, expected: Columns, found: Columns) -> None:
+    def _compare(self, member: str, expected: Columns, actual: Columns) -> None:
         names = ["the weights", *(column.name for column in self._spec.state)]
-        for name, right, wrong in zip(names, expected, found, strict=True):
-            if not _are_close([right], [wrong]):
-                i = int((right - wrong).abs().sum(0).argmax())
-                problem = f"gives other numbers than its formula: {name} come to {float(wrong[0, i]):g}"
-                raise self._broken(what, f"{problem} after two steps, by the formula {float(right[0, i]):g}")
+        for name, expected_values, actual_values in zip(names, expected, actual, strict=True):
+            if not _are_close([expected_values], [actual_values]):
+                i = int((expected_values - actual_values).abs().sum(0).argmax())
+                problem = f"differs from the formula: after two steps, {name} are {float(actual_values[0, i]):g}"
+                raise self._contract_error(member, f"{problem} instead of {float(expected_values[0, i]):g}")
 
-    def _broken(self, what: str, problem: str) -> UserError:
-        return ROW_OPTIMIZERS.broken(self._options.kind, what, problem)
+    def _contract_error(self, member: str, problem: str) -> UserError:
+        return ROW_OPTIMIZERS.contract_error(self._options.kind, member, problem)
 
 
-def _shown(spec: RowOptimizerSpec, look: Callable[[Any, torch.Tensor], None]) -> RowOptimizerSpec:
-    """The same with a formula whose results are looked at."""
+def _shown(spec: RowOptimizerSpec, check: Callable[[Any, torch.Tensor], None]) -> RowOptimizerSpec:
+    """Return a spec whose formula passes each result to `check`."""
 
     def formula(states: Sequence[torch.Tensor], grad: torch.Tensor, step: RowStep) -> torch.Tensor:
         change = spec.formula(states, grad, step)
-        look(change, grad)
+        check(change, grad)
         return change
 
     return RowOptimizerSpec(state=spec.state, formula=formula)
@@ -136,7 +142,7 @@ def _are_close(one: Columns, other: Columns) -> bool:
 
 
 def draws_of(table: TableConfig, keys: NDArray[np.int64], step: int) -> NDArray[np.int64]:
-    """For each row the key of its random bits: `fold(seed, name of the table, step, key)`."""
+    """Return the key of the random bits of each row: `fold(seed, name of the table, step, key)`."""
     draws = np.empty(len(keys), np.int64)
     name = int.from_bytes(hashlib.blake2b(table.name.encode(), digest_size=8).digest(), "little")
     _fold(np.uint64(fold(table.seed, name, step)), keys, draws)

@@ -1,14 +1,12 @@
-"""Row optimizers: specs, state columns, row layout and updates of 16-bit rows.
+"""Row optimizers: the plugin interface, the config, the row layout and host updates of 16-bit rows.
 
-The seam of row optimisers: what one is, where it is found, and how a table names it.
+A row optimizer is a formula on complete rows: it updates their state and returns the change of the weights. The formula
+is the reference implementation and sufficient for training. An optional host loop (CPU) and kernel (GPU) implement the
+same arithmetic fast. All row optimizers are lazy: a row changes only in steps that use it.
 
-A row optimiser is a formula on whole rows: it changes their state and says by how much the weights move. That is its
-definition, and enough to train with. A host loop and a kernel are the same arithmetic made quick. All optimisers are
-lazy: a row moves only in steps that use it.
-
-Host loops on rows of 16 bits: they are given some rows at a time as float32, whose weights are then rounded.
-
-Weights are read by bits (bfloat16) or by a table of all 65,536 numbers (float16); state lies behind them as it is.
+Host loops compute in float32. Rows with 16-bit weights are converted in small chunks and the weights are then rounded:
+bfloat16 is converted by bit shifts, float16 by a lookup table of all 65,536 values; the state after the weights is
+float32 already.
 """
 
 import dataclasses
@@ -31,36 +29,44 @@ from nestrec.ops.embedding.stochastic_rounding import store_rounded
 
 Floats = NDArray[np.float32]
 Loop = Callable[[NDArray[Any], NDArray[Any], Sequence[int]], None]
-"""A host loop of one step: (rows, gradients, where each state column begins)."""
+"""Host loop of one step: (rows, gradients, start of each state column)."""
 _ROWS_AT_A_TIME = 1024
-"""few enough for a core's own cache"""
+"""Rows per chunk; small enough for the private cache of a core."""
 
 
 def update_half_rows(
     rows: torch.Tensor, grad: torch.Tensor, layout: "RowLayout", draws: torch.Tensor | None, loop: Loop
 ) -> None:
-    """One step on (n, num_words) rows, in place; draws: keys of the random bits, or none to round to nearest."""
+    """Apply one step to (n, num_words) rows with 16-bit weights, in place.
+
+    Args:
+        rows: Rows to update.
+        grad: (n, dim) gradients.
+        layout: Layout of the rows.
+        draws: Key of the random bits of each row for stochastic rounding; None rounds to nearest.
+        loop: Host loop of the step, which computes in float32.
+    """
     weight, *states = layout.columns
     starts = np.cumsum([column.width for column in layout.columns]).tolist()
     first_state = states[0].offset_bytes // 4 if states else 0
     halves, words = rows.view(torch.int16).numpy().view(np.uint16), rows.view(torch.float32).numpy()
     wide = np.empty((min(len(rows), _ROWS_AT_A_TIME), starts[-1]), np.float32)
     for start in range(0, len(rows), _ROWS_AT_A_TIME):
-        part = slice(start, min(start + _ROWS_AT_A_TIME, len(rows)))
-        some = wide[: part.stop - start]
+        chunk = slice(start, min(start + _ROWS_AT_A_TIME, len(rows)))
+        chunk_rows = wide[: chunk.stop - start]
         if weight.dtype == torch.bfloat16:
-            _widen_bfloat16(halves[part], weight.width, some.view(np.uint32))
+            _widen_bfloat16(halves[chunk], weight.width, chunk_rows.view(np.uint32))
         else:
-            _widen_float16(halves[part], weight.width, some, _float16_numbers())
-        some[:, weight.width :] = words[part, first_state : first_state + starts[-1] - weight.width]
-        loop(some, grad[part].numpy(), starts[:-1])
-        values = torch.from_numpy(some)
-        target = rows[part].view(weight.dtype)
+            _widen_float16(halves[chunk], weight.width, chunk_rows, _float16_numbers())
+        chunk_rows[:, weight.width :] = words[chunk, first_state : first_state + starts[-1] - weight.width]
+        loop(chunk_rows, grad[chunk].numpy(), starts[:-1])
+        values = torch.from_numpy(chunk_rows)
+        target = rows[chunk].view(weight.dtype)
         if draws is None:
             target[:, : weight.width] = values[:, : weight.width]
         else:
-            store_rounded(values, draws[part], target, weight.width)
-        words[part, first_state : first_state + starts[-1] - weight.width] = some[:, weight.width :]
+            store_rounded(values, draws[chunk], target, weight.width)
+        words[chunk, first_state : first_state + starts[-1] - weight.width] = chunk_rows[:, weight.width :]
 
 
 @njit(cache=True, nogil=True)
@@ -84,75 +90,81 @@ def _float16_numbers() -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class RowStep:
-    """The numbers of one step."""
+    """Step number, learning rate and options of one optimizer step."""
 
     number: int
-    """global step, from 1"""
+    """Global step number, from 1."""
     learning_rate: float
-    """of this step"""
+    """Learning rate of this step."""
     options: "RowOptimizerConfig"
-    """what the table says"""
+    """Config of the row optimizer of the table."""
     draws: torch.Tensor | None = None
-    """for each gradient the int64 key of the random bits by which its row's 16-bit weight is rounded, on the rows'
-    device (nestrec.embedding.optimizer_checks); none: weights are whole, or rounded to nearest"""
+    """Int64 key of the random bits that round the 16-bit weights of each gradient's row, on the device of the rows (see
+    nestrec.embedding.optimizer_checks). None if weights are not 16-bit or are rounded to nearest."""
 
     def option(self, name: str) -> float:
-        """An option of the optimiser's own, as the table gives it or as it is by default."""
+        """Return the value of a plugin-specific option: that of the table, or the default.
+
+        Raises:
+            UserError: If the spec of the row optimizer does not declare the option.
+        """
         own = self.options.own_options
         if name not in own:
-            problem = f"it asks for its option {name!r}, which is none of those that its spec names: {sorted(own)}"
-            raise ROW_OPTIMIZERS.unanswered(self.options.kind, "options", problem)
+            problem = f"it reads the option {name!r}, which its spec does not declare; declared: {sorted(own)}"
+            raise ROW_OPTIMIZERS.missing_field_error(self.options.kind, "options", problem)
         return own[name]
 
 
 @dataclass(frozen=True, slots=True)
 class StateColumn:
-    """A part of a row's state."""
+    """A column of the optimizer state of a row."""
 
     name: str
-    """in checkpoints; begins with `state_`"""
+    """Name of the column in checkpoints; starts with `state_`."""
     is_row_wise: bool
-    """one number a row; else one for each element of the vector"""
+    """Whether the column has one value per row instead of one per element of the vector."""
     initial: Callable[["RowOptimizerConfig"], float] = lambda options: 0.0
-    """what it is in a new row"""
+    """Function that returns the initial value in a new row."""
 
 
 Formula = Callable[[Sequence[torch.Tensor], torch.Tensor, RowStep], torch.Tensor]
-"""(state columns, changed in place; (n, dim) gradients; step) to what is taken from the weights, (n, dim).
+"""Reference implementation of a step: (state columns, changed in place; (n, dim) gradients; step) to the (n, dim)
+values that are subtracted from the weights.
 
-Elementwise or along a row, never between rows. Columns are (n, dim), or (n, 1) where they are row-wise, in the type of
-the gradients."""
+Operates elementwise or within a row, never across rows. Columns have shape (n, dim), or (n, 1) if they are row-wise,
+and the dtype of the gradients."""
 HostLoop = Callable[[NDArray[Any], NDArray[Any], Sequence[int], RowStep], None]
-"""((n, words) rows in the type of the gradients, changed in place; (n, dim) gradients; where each state column begins;
-step). Called on ranges of rows from several threads, without the GIL. Weights of 16 bits come as float32."""
+"""CPU implementation of a step: ((n, words) rows in the dtype of the gradients, changed in place; (n, dim) gradients;
+start of each state column; step). Called on ranges of rows from several threads, without the GIL. Weights of 16 bits
+are passed as float32."""
 Kernel = Callable[[torch.Tensor, Sequence[torch.Tensor], torch.Tensor, torch.Tensor | None, RowStep], None]
-"""(weights, state columns, gradients, row of each gradient or none, step): changes weights and columns in place. A
-negative row drops its gradient. Takes tensors of any device and type that tables have."""
+"""GPU implementation of a step: (weights, state columns, gradients, row of each gradient or None, step), updates
+weights and columns in place. A negative row drops its gradient. Must support every device and dtype of tables."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowOptimizerSpec:
-    """The spec of a row optimiser: how the rows of a table follow their gradients."""
+    """Plugin spec of a row optimizer, which updates the rows of a table from their gradients."""
 
     state: tuple[StateColumn, ...]
-    """what a row holds beside its weights"""
+    """Columns that a row contains in addition to its weights."""
     formula: Formula
-    """the definition"""
+    """Reference implementation of a step."""
     host_loop: HostLoop | None = None
-    """the same bits on a CPU; none: the formula runs there too"""
+    """Bitwise identical CPU implementation; None uses the formula."""
     kernel: Kernel | None = None
-    """the same bits on a GPU; none: the formula runs there too"""
+    """Bitwise identical GPU implementation; None uses the formula."""
     kernel_rounds: bool = False
-    """the kernel rounds 16-bit weights by `RowStep.draws`; else it is given them as float32"""
+    """Whether the kernel itself rounds 16-bit weights with `RowStep.draws`; otherwise it gets float32 copies."""
     reads: frozenset[str] = frozenset()
-    """which of `RowOptimizerConfig`'s numbers it looks at; the others are refused where a table gives them"""
+    """Fields of `RowOptimizerConfig` that the row optimizer uses; setting one of the others is an error."""
     options: Mapping[str, float] = field(default_factory=dict)
-    """options of its own, with their defaults; a table gives them as `optimizer.options`"""
+    """Plugin-specific options and their defaults; set with `optimizer.options`."""
 
 
 ROW_OPTIMIZERS: PluginRegistry[RowOptimizerSpec] = PluginRegistry(
     "nestrec.row_optimizers",
-    "row optimiser",
+    "row optimizer",
     {
         "sgd": "nestrec.embedding.optimizers.sgd:SGD",
         "adagrad": "nestrec.embedding.optimizers.adagrad:ADAGRAD",
@@ -166,75 +178,82 @@ ROW_OPTIMIZERS: PluginRegistry[RowOptimizerSpec] = PluginRegistry(
 
 @config
 class RowOptimizerConfig:
-    """One step on the rows of a batch. The learning rate comes with each update."""
+    """Config of a row optimizer. The learning rate is passed with each update."""
 
     kind: Annotated[str, OneOf(ROW_OPTIMIZERS)] = "rowwise_adagrad"
-    """The rule; the formulas stand in nestrec/embedding/optimizers, other packages add theirs."""
+    """Name of the row optimizer; formulas are in nestrec/embedding/optimizers, plugins add more."""
     eps: NonNegative = 1e-8
-    """Added to the root, never under it (all but sgd)."""
+    """Epsilon added to the square root, outside of it (all except sgd)."""
     beta1: Decay = 0.9
-    """Decay of the first moment (Adam)."""
+    """Decay rate of the first moment (Adam)."""
     beta2: Decay = 0.999
-    """Decay of the second moment (Adam)."""
+    """Decay rate of the second moment (Adam)."""
     moment_scale: Positive = 1.0
-    """Row-wise AdaGrad divides its moment by this (the c of 2D sparse parallelism)."""
-    initial_accumulator: NonNegative = 0.0
-    """What AdaGrad's sums start from."""
+    """Divisor of the moment of row-wise AdaGrad (the c of 2D sparse parallelism)."""
+    initial_accumulator_value: NonNegative = 0.0
+    """Initial value of the sums of squares of AdaGrad."""
     options: Mapping[str, float] = field(default_factory=dict)
-    """Options of a row optimiser of another package, by name."""
+    """Options of a plugin row optimizer, by name."""
 
     def __post_init__(self) -> None:
         for name, value in self.options.items():
             if name not in self.spec.options:
                 remedy = did_you_mean(name, self.spec.options)
                 raise UserError(
-                    f"is no option of the row optimiser {self.kind}",
+                    f"the row optimizer {self.kind} has no such option",
                     option=f"optimizer.options.{name}",
                     value=value,
-                    remedy=remedy if self.spec.options else "leave it out: this one has none of its own",
+                    remedy=remedy if self.spec.options else "remove it: this row optimizer has no options of its own",
                 )
 
     def check_is_read(self, where: str) -> None:
-        """Raise a UserError where a number is given that this row optimiser does not use. where: what holds this."""
+        """Check that no field is set that this row optimizer does not use.
+
+        Args:
+            where: Name of the section that contains this config, for the error message.
+
+        Raises:
+            UserError: If such a field is set.
+        """
         for name, default in _NUMBERS.items():
             if name not in self.spec.reads and getattr(self, name) != default:
                 raise UserError(
-                    f"the row optimiser {self.kind} does not use it",
+                    f"not used by the row optimizer {self.kind}",
                     option=f"{where}.{name}",
                     value=getattr(self, name),
                     remedy=_remedy(name),
                 )
 
-    def replaced(self, **given: Any) -> Self:
-        """A copy with these fields; with another kind, numbers that it does not use are as by default again.
+    def replaced(self, **changes: Any) -> Self:
+        """Return a copy with changed fields; a new kind resets the fields that it does not use to their defaults.
 
-        Tasks come with numbers for the kind that they come with, and whoever names another one has not given them.
+        Tasks define defaults for their own kind of row optimizer. A user who selects another kind did not set them.
         """
-        if given.get("kind", self.kind) != self.kind:
-            reads = ROW_OPTIMIZERS.find(given["kind"], field="optimizer.kind").reads
-            given = {**{name: number for name, number in _NUMBERS.items() if name not in reads}, **given}
-        return dataclasses.replace(self, **given)
+        if changes.get("kind", self.kind) != self.kind:
+            reads = ROW_OPTIMIZERS.find(changes["kind"], field="optimizer.kind").reads
+            changes = {**{name: number for name, number in _NUMBERS.items() if name not in reads}, **changes}
+        return dataclasses.replace(self, **changes)
 
     @property
     def spec(self) -> RowOptimizerSpec:
-        """The row optimiser of this kind."""
+        """Spec of this kind of row optimizer."""
         return ROW_OPTIMIZERS.find(self.kind, field="optimizer.kind")
 
     @property
     def own_options(self) -> dict[str, float]:
-        """All options of the optimiser's own: those given, and the defaults of the others."""
+        """Values of all plugin-specific options: those that are set, and the defaults of the others."""
         return {**self.spec.options, **self.options}
 
 
 _NUMBERS: dict[str, float] = {
     field.name: field.default for field in dataclasses.fields(RowOptimizerConfig) if isinstance(field.default, float)
 }
-"""The numbers that a table may give, and what they are by default."""
+"""Numeric fields of `RowOptimizerConfig` and their defaults."""
 
 
 def _remedy(name: str) -> str:
     readers = [kind for kind in ROW_OPTIMIZERS if name in ROW_OPTIMIZERS.find(kind).reads]
-    return f"leave it out, or take a row optimiser that uses it: {', '.join(readers)}"
+    return f"remove it, or use a row optimizer that supports it: {', '.join(readers)}"
 
 
 def update_by_formula(  # noqa: PLR0917
@@ -243,34 +262,32 @@ def update_by_formula(  # noqa: PLR0917
     states: list[torch.Tensor],
     grad: torch.Tensor,
     step: RowStep,
-    places: torch.Tensor | None,
+    indices: torch.Tensor | None,
 ) -> None:
-    """The definition, on rows of any type and device."""
+    """Apply one step by the formula (reference implementation), to rows of any dtype and device."""
     columns = [weight, *states]
     draws = step.draws
-    if places is None:
+    if indices is None:
         picked = columns
     else:
-        moved = places >= 0
-        chosen, grad = places[moved].long(), grad[moved]
+        moved = indices >= 0
+        chosen, grad = indices[moved].long(), grad[moved]
         picked = [column[chosen] for column in columns]
         draws = None if draws is None else draws[moved]
     change = optimizer.formula(picked[1:], grad, step)
     store_weight(picked[0], picked[0].to(grad.dtype) - change, draws)
-    if places is not None:
+    if indices is not None:
         for column, values in zip(columns, picked, strict=True):
             column[chosen] = values
 
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-"""By bytes: numpy does not know every type of torch."""
+"""Integer dtypes by size in bytes; columns are copied as integers, because numpy lacks some dtypes of torch."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowColumn:
-    """A named part of each row."""
+    """A named column of a row."""
 
     name: str
     dtype: torch.dtype
@@ -281,13 +298,13 @@ class RowColumn:
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """Where the columns of a table lie inside its rows."""
+    """Layout of the columns inside the rows of a table."""
 
     columns: tuple[RowColumn, ...]
     num_words: int
-    """int32 words of a row."""
-    whole_words: int | None = None
-    """Where all columns are float32, which then lie side by side: their words; none: some are not."""
+    """Size of a row in int32 words."""
+    float32_words: int | None = None
+    """Number of words of all columns if every column is float32, which makes them contiguous; otherwise None."""
 
     @property
     def row_bytes(self) -> int:
@@ -301,21 +318,21 @@ class RowLayout:
         return next(c for c in self.columns if c.name == name)
 
     def view(self, rows: torch.Tensor, name: str) -> torch.Tensor:
-        """(n, width) view of a column of (n, num_words) int32 rows; rows of a slab are strided."""
+        """Return an (n, width) strided view of a column of (n, num_words) int32 rows."""
         column = self.column(name)
         start = column.offset_bytes // column.dtype.itemsize
         return rows.view(column.dtype)[:, start : start + column.width]
 
     def columns_of(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Contiguous copies of every column."""
+        """Return contiguous copies of all columns."""
         return {c.name: self.view(rows, c.name).contiguous() for c in self.columns}
 
     def empty_columns(self, num_rows: int) -> dict[str, torch.Tensor]:
-        """Host memory for the columns of so many rows."""
+        """Allocate host memory for the columns of `num_rows` rows."""
         return {c.name: torch.empty(num_rows, c.width, dtype=c.dtype) for c in self.columns}
 
     def to_columns(self, rows: NDArray[np.int32], columns: dict[str, torch.Tensor], start: int) -> None:
-        """Write host rows into columns, from the row `start` on; by this thread alone, as torch would not."""
+        """Copy host rows to columns from row `start` on; single-threaded, because torch would use several threads."""
         for column in self.columns:
             item = np.dtype(f"i{column.dtype.itemsize}")
             first = column.offset_bytes // item.itemsize
@@ -323,7 +340,7 @@ class RowLayout:
             of_column[start : start + len(rows)] = rows.view(item)[:, first : first + column.width]
 
     def rows_of(self, columns: dict[str, torch.Tensor]) -> torch.Tensor:
-        """(n, num_words) rows made of given columns; the inverse of `columns_of`."""
+        """Return (n, num_words) rows built from columns; the inverse of `columns_of`."""
         rows = torch.zeros(len(columns["weight"]), self.num_words, dtype=torch.int32)
         for column in self.columns:
             self.view(rows, column.name).copy_(columns[column.name].view(-1, column.width))

@@ -1,7 +1,7 @@
-"""The rows of one table on one rank: which keys have rows (the key index), the rows (the store) and their optimizer.
+"""The shard of a table on one rank: the key index (which keys have rows), the store (the rows) and the row optimizer.
 
-`table_digest` hashes the rows of a table over all ranks. It depends on keys and bits alone, and not on the number of
-ranks, on stores or on the order in which rows were created.
+`table_digest` hashes the rows of a table over all ranks. It depends only on keys and bits, not on the number of ranks,
+the stores or the order in which rows were created.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from nestrec.base.cuda import to_device
 from nestrec.base.errors import UserError
 from nestrec.base.process import memory_bytes
 from nestrec.base.random import mix64_jit
-from nestrec.base.thread_team import for_parts
+from nestrec.base.thread_team import parallel_for
 from nestrec.distributed.collectives import all_reduce_sum
 from nestrec.distributed.topology import Communicator
 from nestrec.embedding.hashing import owner_of
@@ -43,15 +43,15 @@ _CHUNK_ROWS = 1 << 16
 
 @dataclass(slots=True)
 class FetchedRows:
-    """Rows of a training batch, taken from a shard."""
+    """Rows of a training batch, read from a shard."""
 
     keys: Keys
     slots: NDArray[np.int64]
-    """Slots of the store; -1: the key has no row, and what it learns is dropped."""
+    """Slot of each key in the store; -1 if it has no row, in which case its update is dropped."""
     rows: torch.Tensor
-    """(n, num_words) int32, weight and state, on the engine's device."""
+    """(n, num_words) int32 rows, weight and optimizer state, on the engine's device."""
     is_new: NDArray[np.bool_]
-    """The row began with this batch."""
+    """Whether each row was created by this batch."""
 
 
 class TableOptimizer:
@@ -71,34 +71,35 @@ class TableOptimizer:
         rows: torch.Tensor,
         gradient: torch.Tensor,
         keys: Keys,
-        is_refused: NDArray[np.bool_],
+        is_not_admitted: NDArray[np.bool_],
         step: int,
         learning_rate: float,
     ) -> None:
-        """Make one step on (n, num_words) rows of these keys, in place.
+        """Apply one optimizer step to (n, num_words) rows of these keys, in place.
 
         Args:
             gradient: (n, dim) sums in the type of the state.
-            is_refused: Which keys were not admitted to the table; their rows stay as they are.
+            is_not_admitted: Flags of keys that were not admitted to the table; their rows are not changed.
         """
         draws = to_device(draws_of(self._table, keys, step), rows.device) if self._is_half else None
         now = RowStep(step, learning_rate, self._options, draws)
-        is_any_refused = bool(is_refused.any())
+        is_any_not_admitted = bool(is_not_admitted.any())
         if self._optimizer.host_loop is not None and rows.device.type == "cpu":
-            # The loop updates every row that it is given, so those that must stay are copied and put back.
-            kept = torch.from_numpy(np.flatnonzero(is_refused)) if is_any_refused else None
-            before = None if kept is None else rows.index_select(0, kept)
+            # The loop updates every row, so rows that must not change are saved and restored.
+            unchanged = torch.from_numpy(np.flatnonzero(is_not_admitted)) if is_any_not_admitted else None
+            original = None if unchanged is None else rows.index_select(0, unchanged)
             self.update_on_host(rows, gradient, now)
-            if kept is not None and before is not None:
-                rows.index_copy_(0, kept, before)
+            if unchanged is not None and original is not None:
+                rows.index_copy_(0, unchanged, original)
             return
-        places = None
-        if is_any_refused:
-            places = to_device(np.where(is_refused, -1, np.arange(len(is_refused), dtype=np.int32)), rows.device)
-        self.update_on_device(rows, gradient, now, places)
+        indices = None
+        if is_any_not_admitted:
+            own = np.arange(len(is_not_admitted), dtype=np.int32)
+            indices = to_device(np.where(is_not_admitted, -1, own), rows.device)
+        self.update_on_device(rows, gradient, now, indices)
 
     def update_on_host(self, rows: torch.Tensor, gradient: torch.Tensor, step: RowStep) -> None:
-        """Update all rows by the host loop, which a row optimizer may lack. The bits are those of the kernel."""
+        """Update all rows by the host loop, which the row optimizer must have; bitwise identical to the kernel."""
         loop = self._optimizer.host_loop
         assert loop is not None
         dtype = self._weight.dtype
@@ -117,24 +118,24 @@ class TableOptimizer:
             def update(first: int, end: int) -> None:
                 loop(values[first:end], gradients[first:end], state_starts, step)
 
-        for_parts(len(rows), len(rows), update, self._num_threads)
+        parallel_for(len(rows), len(rows), update, self._num_threads)
 
     def update_on_device(
-        self, rows: torch.Tensor, gradient: torch.Tensor, step: RowStep, places: torch.Tensor | None = None
+        self, rows: torch.Tensor, gradient: torch.Tensor, step: RowStep, indices: torch.Tensor | None = None
     ) -> None:
         """Update rows by the kernel, or by the formula if the row optimizer has no kernel.
 
         Args:
-            places: Row of each gradient, negative for gradients to be dropped; row i for gradient i by default.
+            indices: Row of each gradient, negative for gradients to drop; row i for gradient i by default.
         """
         weight, *states = (self._layout.view(rows, column.name) for column in self._layout.columns)
         kernel = self._optimizer.kernel
         if kernel is None:
-            update_by_formula(self._optimizer, weight, states, gradient, step, places)
+            update_by_formula(self._optimizer, weight, states, gradient, step, indices)
         elif self._is_half and not self._optimizer.kernel_rounds:
-            _update_widened(kernel, weight, states, gradient, step, places)
+            _update_widened(kernel, weight, states, gradient, step, indices)
         else:
-            kernel(weight, states, gradient, places, step)
+            kernel(weight, states, gradient, indices, step)
 
 
 def _update_widened(  # noqa: PLR0917
@@ -143,79 +144,83 @@ def _update_widened(  # noqa: PLR0917
     states: list[torch.Tensor],
     grad: torch.Tensor,
     step: RowStep,
-    places: torch.Tensor | None,
+    indices: torch.Tensor | None,
 ) -> None:
     """Run a kernel that cannot update 16-bit weights on float32 copies of them."""
     wide = weight.to(grad.dtype)
     draws = step.draws
-    kernel(wide, states, grad, places, step)
-    if places is not None and draws is not None:  # rows that did not move have nothing to be rounded
+    kernel(wide, states, grad, indices, step)
+    if indices is not None and draws is not None:  # rows without an update need no rounding
         of_rows = draws.new_zeros(len(weight))
-        moved = places >= 0
-        of_rows[places[moved].long()] = draws[moved]
+        moved = indices >= 0
+        of_rows[indices[moved].long()] = draws[moved]
         draws = of_rows
     store_weight(weight, wide, draws)
 
 
 class TableShard:
-    """One table's rows on one rank."""
+    """The rows of one table on one rank."""
 
     def __init__(self, table: TableConfig, shard: int, num_shards: int, device: torch.device) -> None:
         self.table = table
         self.layout = layout_of(table)
         self.optimizer = TableOptimizer(table, self.layout)
         self._share = shard, num_shards
-        """What it answers for where tables are read or saved: of a replicated one, as if that were sharded."""
-        self._shard, self._num_shards, self._device = *((0, 1) if table.is_replicated else self._share), device
-        self._begin()
+        """(index, number of shards) of the rows that this rank reads and saves; also defined for a replicated table."""
+        self._shard, self._num_shards = (0, 1) if table.is_replicated else self._share
+        self._device = device
+        self._reset()
 
-    def _begin(self) -> None:
-        """No key has been used: a residency and a store without rows."""
+    def _reset(self) -> None:
+        """Create an empty key index and store."""
         table = self.table
-        self.residency: KeyIndex
+        self.key_index: KeyIndex
         if table.num_rows is None:
-            self.residency = DynamicKeyIndex(table.store, self._num_shards)
+            self.key_index = DynamicKeyIndex(table.store, self._num_shards)
         else:
             self._check_fits(table.num_rows)
-            self.residency = StaticKeyIndex(table.num_rows, self._shard, self._num_shards)
+            self.key_index = StaticKeyIndex(table.num_rows, self._shard, self._num_shards)
         self.store = make_store(table, self.layout, self._device, self._shard)
 
     def _check_fits(self, num_rows: int) -> None:
-        """Raise a UserError where this machine cannot hold what a table needs, however few of its rows are used."""
+        """Check that this machine has enough memory for the table even if only few of its rows are used."""
         index = index_bytes(num_rows, self._num_shards)
         of_rows = 0
         if self.table.store.kind != "disk" and self._device.type == "cpu":
             of_rows = self.layout.row_bytes * (num_rows // self._num_shards)
         try:
-            np.empty(of_rows, np.uint8)  # asked for and given back untouched: the store will ask for as much
+            np.empty(of_rows, np.uint8)  # reserves and releases address space: the store needs as much
             if index <= (memory_bytes() or index):
                 return
         except MemoryError:
             pass
         raise UserError(
-            f"needs {(index + of_rows) / 2**30:,.0f} GiB on each rank, more than this machine has",
-            option=f"tables.{self.table.name}.rows",
+            f"requires {(index + of_rows) / 2**30:,.0f} GiB per rank, more than this machine has",
+            option=f"tables.{self.table.name}.num_rows",
             value=num_rows,
-            remedy="give fewer rows; of ids from a large range, let rows appear as they are used (rows=None), or share "
-            "rows (hashed=True)",
+            remedy="reduce the number of rows; for ids from a large range, use a dynamic table (rows=None) or a hashed "
+            "table (hashed=True)",
         )
 
     def grow(self, table: TableConfig) -> None:
-        """The same table with more rows."""
+        """Enlarge the table; existing rows keep their values."""
         self.table = table
         self.optimizer = TableOptimizer(table, self.layout)
-        self.residency.grow(table.num_rows, self._shard, self._num_shards)
+        self.key_index.grow(table.num_rows, self._shard, self._num_shards)
 
-    def fetch(
+    def fetch_rows(
         self, keys: Keys, step: int, into: torch.Tensor | None = None, *, num_used: int | None = None
     ) -> FetchedRows:
-        """Rows of distinct keys for the training batch of `step`; new rows are created where the table admits them.
+        """Read the rows of the training batch of `step`, and create new rows for admitted keys.
 
-        into: (n, num_words) buffer of the device to read into; none takes fresh memory. num_used: only the first so
-        many are used by the batch, the others are there to be averaged; none: all.
+        Args:
+            keys: Unique keys of the batch that this shard owns.
+            step: Step of the batch, from 1.
+            into: (n, num_words) device buffer for the rows; None allocates memory.
+            num_used: Number of leading keys that the batch uses, the others are only averaged; None means all.
         """
         admitted = self._admit(keys, step, len(keys) if num_used is None else num_used)
-        self.store.reserve(self.residency.num_slots)
+        self.store.reserve(self.key_index.num_slots)
         is_any_new = bool(admitted.is_new.any())
         old = np.where(admitted.is_new, -1, admitted.slots) if is_any_new else admitted.slots
         rows = self._read_slots(keys, old, into)
@@ -224,105 +229,109 @@ class TableShard:
         return FetchedRows(keys, admitted.slots, rows, admitted.is_new)
 
     def _admit(self, keys: Keys, step: int, num_used: int) -> AdmissionResult:
-        used = self.residency.admit(keys[:num_used], step)
+        used = self.key_index.admit(keys[:num_used], step)
         if num_used == len(keys):
             return used
-        joined = self.residency.join(keys[num_used:], step)
+        joined = self.key_index.join(keys[num_used:], step)
         return AdmissionResult(np.concatenate([used.slots, joined.slots]), np.concatenate([used.is_new, joined.is_new]))
 
     def write_back(self, fetched: FetchedRows, slots: NDArray[np.int64] | None = None) -> None:
-        """Rows to the store. slots: those of `fetched`, with -1 for rows that need not be written."""
+        """Write rows to the store; `slots` overrides those of `fetched`, with -1 for rows to skip."""
         self.store.scatter(fetched.slots if slots is None else slots, fetched.rows)
 
     def read(self, keys: Keys, into: torch.Tensor | None = None) -> torch.Tensor:
-        """(n, num_words) rows of any owned keys, as they begin where they do not exist. Changes nothing.
+        """Return (n, num_words) rows of any owned keys; missing rows have their initial values. Read-only.
 
-        into: as for `fetch`.
+        Args:
+            keys: Keys that this shard owns.
+            into: (n, num_words) device buffer for the rows; None allocates memory.
         """
-        return self._read_slots(keys, self.residency.find(keys), into)
+        return self._read_slots(keys, self.key_index.find(keys), into)
 
     def keys(self) -> Keys:
-        """Sorted keys that count when the table is read: all of a static table, those with rows of a dynamic one."""
-        keys = self.residency.readable_keys()
-        return keys[self._is_shared(keys)] if self.table.is_replicated else keys
+        """Return the sorted keys that readers of the table see: all static keys, or dynamic keys with a row."""
+        keys = self.key_index.readable_keys()
+        return keys[self._is_in_share(keys)] if self.table.is_replicated else keys
 
     def snapshot(self, since: int = -1, chunk_rows: int = _CHUNK_ROWS) -> Iterator[Chunk]:
-        """Rows changed after step `since` (all rows by default), sorted by key, as host columns."""
-        keys, slots = self.residency.rows_since(since)
+        """Yield the rows changed after step `since` (all rows by default), sorted by key, as host columns."""
+        keys, slots = self.key_index.rows_since(since)
         if self.table.is_replicated:
-            mine = self._is_shared(keys)
-            keys, slots = keys[mine], slots[mine]
+            owned_indices = self._is_in_share(keys)
+            keys, slots = keys[owned_indices], slots[owned_indices]
         for start in range(0, len(keys), chunk_rows):
             part = keys[start : start + chunk_rows]
-            places = slots[start : start + chunk_rows]
+            indices = slots[start : start + chunk_rows]
             columns = {"keys": torch.from_numpy(np.ascontiguousarray(part))}
-            columns |= self.layout.columns_of(self._read_slots(part, places).cpu())
-            columns |= {name: torch.from_numpy(values) for name, values in self.residency.metadata(places).items()}
+            columns |= self.layout.columns_of(self._read_slots(part, indices).cpu())
+            columns |= {name: torch.from_numpy(values) for name, values in self.key_index.metadata(indices).items()}
             yield columns
 
-    def freeze(self, since: int = -1, max_bytes: int | None = None) -> TableSnapshot:
-        """The same rows as they are now, to be read while training goes on, in the order of their keys' hashes.
+    def snapshot_async(self, since: int = -1, max_bytes: int | None = None) -> TableSnapshot:
+        """Take a copy-on-write snapshot that is read while training continues, in the order of the hashes of the keys.
 
-        max_bytes: of rows that are put aside because they change before they are read. None: nothing changes until it
-        is closed. What is aside is handed out before that is full, ahead of its turn; where it is full all the same,
-        what would change further rows waits.
+        Args:
+            since: Include only rows changed after this step; all rows by default.
+            max_bytes: Maximum size of the copy-on-write ring for rows that change before they are read. The snapshot
+                returns the rows of the ring early, before it is full; if it becomes full, writers wait. None if no row
+                changes before the snapshot is closed.
         """
         assert isinstance(self.store, SnapshotStore)
-        keys = self.residency.frozen(since)
+        keys = self.key_index.snapshot_keys(since)
         if self.table.is_replicated:
             slots = np.flatnonzero(keys.state)
-            keys.state[slots[~self._is_shared(keys.keys(slots))]] = 0
-        rows = self.store.freeze(keys.state, self.layout.num_words, max_bytes or 0)
-        return TableSnapshot(keys, self.layout, self._share, rows, self.store.thaw)
+            keys.state[slots[~self._is_in_share(keys.keys(slots))]] = 0
+        rows = self.store.snapshot(keys.state, self.layout.num_words, max_bytes or 0)
+        return TableSnapshot(keys, self.layout, self._share, rows, self.store.release_snapshot)
 
-    def _is_shared(self, keys: Keys) -> NDArray[np.bool_]:
-        """Whether this rank answers for them."""
+    def _is_in_share(self, keys: Keys) -> NDArray[np.bool_]:
+        """Return whether this rank reads and saves the rows of these keys."""
         shard, num_shards = self._share
         is_mine: NDArray[np.bool_] = owner_of(keys, num_shards) == shard
         return is_mine
 
     def load(self, chunks: Iterable[Mapping[str, torch.Tensor]]) -> int:
-        """Take the rows that this shard owns out of any snapshot; how many it took."""
-        taken = 0
+        """Load the rows that this shard owns from chunks of any snapshot; return their number."""
+        num_taken = 0
         for chunk in chunks:
             keys = chunk["keys"].numpy()
-            mine = np.flatnonzero(owner_of(keys, self._num_shards) == self._shard)
-            pick = torch.from_numpy(mine)
-            is_all = len(mine) == len(keys)
+            owned_indices = np.flatnonzero(owner_of(keys, self._num_shards) == self._shard)
+            pick = torch.from_numpy(owned_indices)
+            is_all = len(owned_indices) == len(keys)
             own = dict(chunk) if is_all else {name: values.index_select(0, pick) for name, values in chunk.items()}
             uses, last_step = (own[n].numpy() if n in own else None for n in ("uses", "last_step"))
-            slots = self.residency.restore(keys[mine], uses, last_step)
-            self.store.reserve(self.residency.num_slots)
-            rows = self._rows_of(keys[mine], own)
+            slots = self.key_index.restore(keys[owned_indices], uses, last_step)
+            self.store.reserve(self.key_index.num_slots)
+            rows = self._rows_of(keys[owned_indices], own)
             self.store.scatter(slots, rows.to(self._device))
-            taken += len(mine)
-        return taken
+            num_taken += len(owned_indices)
+        return num_taken
 
     def clear(self) -> None:
-        """Forget every row and every key."""
+        """Delete all rows and keys."""
         self.store.close()
-        self._begin()
+        self._reset()
 
-    def unsettled(self) -> Chunk:
-        """What a snapshot must hold of keys without rows: uses and last step of those that wait for admission."""
-        return {name: torch.from_numpy(values) for name, values in self.residency.admission_state().items()}
+    def pending_key_state(self) -> Chunk:
+        """Return the state of keys that wait for admission, for a snapshot: uses and last step."""
+        return {name: torch.from_numpy(values) for name, values in self.key_index.admission_state().items()}
 
-    def load_unsettled(self, saved: Mapping[str, torch.Tensor]) -> None:
-        """Take what belongs to this shard out of another's `unsettled`."""
+    def load_pending_key_state(self, saved: Mapping[str, torch.Tensor]) -> None:
+        """Load this shard's keys from the `pending_key_state` of any shard."""
         if not saved:
             return
         state = {name: values.numpy() for name, values in saved.items()}
-        mine = owner_of(state["keys"], self._num_shards) == self._shard
-        own = {name: state[name][mine] for name in ("keys", "uses", "last_step")}
-        self.residency.load_admission({**own, "newest_step": state["newest_step"]})
+        owned_indices = owner_of(state["keys"], self._num_shards) == self._shard
+        own = {name: state[name][owned_indices] for name in ("keys", "uses", "last_step")}
+        self.key_index.load_admission({**own, "newest_step": state["newest_step"]})
 
     def _rows_of(self, keys: Keys, columns: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Rows of given columns; state that is not given (an import of bare weights) begins as in a new row."""
-        given = dict(columns)
-        missing = [c for c in self.layout.columns if c.name not in given]
+        """Build rows from columns; missing state columns (when importing weights only) get their initial values."""
+        complete = dict(columns)
+        missing = [c for c in self.layout.columns if c.name not in complete]
         for column in missing:
-            given[column.name] = torch.full((len(keys), column.width), column.initial, dtype=column.dtype)
-        return self.layout.rows_of(given)
+            complete[column.name] = torch.full((len(keys), column.width), column.initial, dtype=column.dtype)
+        return self.layout.rows_of(complete)
 
     def _read_slots(self, keys: Keys, slots: NDArray[np.int64], into: torch.Tensor | None = None) -> torch.Tensor:
         rows = into
@@ -340,9 +349,9 @@ _LANES = 4
 
 
 def table_digest(shard: TableShard, shards: Communicator) -> str:
-    """sha256 over the number of rows and four 64-bit sums of row hashes, each over all shards. Collective.
+    """Return the SHA-256 of the number of rows and of four 64-bit sums of row hashes over all shards. Collective.
 
-    A static table counts all its keys: rows that were never used count with their initial values.
+    All keys of a static table are included; rows that were never used have their initial values.
     """
     keys = shard.keys()
     sums = np.zeros(_LANES + 1, np.uint64)
@@ -368,7 +377,7 @@ def _add_hashes(keys, words, sums):  # type: ignore[no-untyped-def]
 
 
 def make_store(table: TableConfig, layout: RowLayout, device: torch.device, shard: int) -> Store:
-    """An empty store for one shard of a table."""
+    """Create an empty store for one shard of a table."""
     config = table.store
     if config.kind == "dram":
         return DramStore(layout.num_words, device, config.num_threads)

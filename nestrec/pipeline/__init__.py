@@ -1,5 +1,8 @@
-"""Schedules arrange the stages of training in time; `PipelineCore` joins one with the parts that it drives, and
-`TrainingPipeline` with the module and tables of a user."""
+"""Training pipeline: schedules that overlap lookup, communication and computation of training steps.
+
+`PipelineCore` combines a schedule with the components that it runs. `TrainingPipeline` is the public entry point for a
+module and tables of your own.
+"""
 
 from nestrec.pipeline.exchange_window import Coupling
 from nestrec.pipeline.pipeline_core import PipelineCore

@@ -1,18 +1,19 @@
-"""Exchanges and computation of one batch between two parameter updates.
+"""Exchange window: embedding exchanges and forward/backward of one batch, between two parameter updates.
 
-Forward and backward of a loss on looked-up rows.
+`LossCompute` runs the forward and backward pass of a loss. `ExchangeWindow` holds the received embeddings of a batch,
+and its gradients until they are sent:
 
-What a rank holds of a batch while it computes: vectors that have come, gradients that wait to go.
+    receive(i)                   all-to-all    receive the embeddings of micro-batch i
+    vectors(i)                   local         return the embeddings of its unique keys, in the order of its index
+    store_gradients(i, grads)    local         store their gradients
+    send(i)                      all-to-all    send the gradients to the owners of the rows, which sum them
 
-    receive(i)       collective    the vectors of micro-batch i come
-    vectors(i)       local         vectors of its distinct keys, in the order of its index
-    keep(i, grads)   local         their gradients
-    send(i)          collective    gradients go to the owners, which add them up
+Without the window cache, micro-batches are independent. With the window cache, a received embedding is stored for later
+micro-batches that use it, too, and its gradients are summed here, in the order of micro-batches, until the last use of
+the key; so each key is exchanged once per batch.
 
-Without the window cache each micro-batch stands alone. With it, vectors stay for the later micro-batches that
-use them too, and gradients are summed here, in order of micro-batch, until the last use of their key.
-
-A window whose exchanges come in two portions, of exclusive and of shared rows (see collisions).
+`SplitExchangeWindow` exchanges the rows of a micro-batch in two portions, exclusive and shared rows (see
+`collision_stages`).
 """
 
 import contextlib
@@ -22,32 +23,52 @@ from typing import Literal, cast
 
 import torch
 
-from nestrec.base.cuda import sent_to_device, used_here
+from nestrec.base.cuda import copy_to_device, record_stream_use
 from nestrec.data.batch_loader import MicroBatch
 from nestrec.embedding import EmbeddingEngine, RoutedKeys, WorkingSet
 from nestrec.embedding.routing.batch_overlap import Portion
 from nestrec.embedding.routing.key_routing import RoutedMicroBatch
-from nestrec.embedding.routing.row_exchange import ConcatRows, gradient_run, joined_gradients, vector_run, vectors_of
+from nestrec.embedding.routing.row_exchange import (
+    ConcatRows,
+    allocate_gradients,
+    allocate_vectors,
+    concat_gradients,
+    vectors_of,
+)
 from nestrec.ops.embedding.row_copy import add_spans, gather_spans
 from nestrec.ops.embedding.row_gather import HalfPrecisionRows, TableRows
-from nestrec.ops.embedding.stochastic_rounding import HALF_TYPES, whole
-from nestrec.ops.layers.fp8 import check_fp8, fp8_products
+from nestrec.ops.embedding.stochastic_rounding import HALF_TYPES, to_float32
+from nestrec.ops.layers.fp8 import check_fp8, fp8_enabled
 
 Coupling = Literal["micro_batch", "batch"]
 
 
-"""Which other samples the loss of a sample may depend on: those of its micro-batch, or all of a rank's batch."""
+"""Samples on which the loss of a sample may depend: those of its micro-batch, or all samples of a rank's batch."""
 
 
 Precision = Literal["fp32", "tf32", "bf16", "fp8"]
 Tensors = Mapping[str, torch.Tensor]
 Loss = Callable[[MicroBatch, Tensors, Tensors], torch.Tensor]
-"""(micro-batch on the device; for each table the (U, D) distinct rows; for each feature the places of its keys in the
+"""Function from (micro-batch on the device; (U, D) unique rows per table; per feature, the indices of its keys in the
 rows of its table) to the sum of the losses."""
 
 
 class LossCompute:
-    """Runs a loss on the device. The caller owns the rows; dense gradients add up in the parameters."""
+    """Runs the forward and backward pass of a loss on the device.
+
+    The caller owns the rows. Gradients of dense weights accumulate in the parameters over micro-batches (gradient
+    accumulation of sums, not means).
+
+    Args:
+        loss: Function that computes the sum of the losses of a micro-batch.
+        device: Device of the computation.
+        precision: Precision of matrix products.
+        couples_samples: Samples on which the loss of a sample may depend.
+        reads_stored_rows: Whether the loss accepts `HalfPrecisionRows` for 16-bit tables; otherwise it gets their rows
+            converted to float32.
+        empty_pass: Function to call instead of the passes over a micro-batch without samples, if passes are collective
+            (FSDP).
+    """
 
     def __init__(
         self,
@@ -59,11 +80,6 @@ class LossCompute:
         reads_stored_rows: bool = False,
         empty_pass: Callable[[], None] | None = None,
     ) -> None:
-        """reads_stored_rows: the loss takes `HalfPrecisionRows` where rows have 16 bits; else it is given them as
-        float32.
-
-        empty_pass: called in the place of the passes over a micro-batch without samples, where passes are collective.
-        """
         self._empty_pass = empty_pass
         self._loss = loss
         self._device = device
@@ -88,7 +104,7 @@ class LossCompute:
                 self._empty_pass()
             return torch.zeros((), device=self._device), {name: _gradient(leaf) for name, leaf in leaves.items()}
         half = torch.autocast("cuda", torch.bfloat16) if self._half else contextlib.nullcontext()
-        with half, fp8_products(self._fp8):
+        with half, fp8_enabled(self._fp8):
             loss = self._loss(micro_batch, cast(Tensors, leaves), index)
         loss = loss / weight
         loss.backward()
@@ -97,20 +113,20 @@ class LossCompute:
     def _leaf(self, row: torch.Tensor) -> TableRows:
         if row.dtype in HALF_TYPES and self._reads_stored_rows:
             return HalfPrecisionRows.of(row)
-        return whole(row).requires_grad_()
+        return to_float32(row).requires_grad_()
 
 
 def on_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """The same micro-batch with its tensors on `device`; copies from pinned memory do not wait."""
+    """Return the micro-batch with its tensors on `device`; copies from pinned memory are asynchronous."""
     if device.type == "cpu":
         return batch
-    moved = {name: sent_to_device(tensor, device) for name, tensor in batch.tensors.items()}
+    moved = {name: copy_to_device(tensor, device) for name, tensor in batch.tensors.items()}
     return replace(batch, tensors=moved)
 
 
 def _is_empty(batch: MicroBatch) -> bool:
-    """Whether there is nothing to compute, on this rank or on another that holds parts of its samples."""
-    return (batch.num_tokens if batch.parts is None else batch.parts.num_whole_tokens) == 0
+    """Return whether there are no tokens, on this rank and on the other ranks of its context-parallel group."""
+    return (batch.num_tokens if batch.token_partition is None else batch.token_partition.num_total_tokens) == 0
 
 
 def _gradient(leaf: TableRows) -> torch.Tensor:
@@ -120,98 +136,105 @@ def _gradient(leaf: TableRows) -> torch.Tensor:
 
 Vectors = dict[str, torch.Tensor]
 Gradients = Mapping[str, torch.Tensor] | Mapping[torch.dtype, ConcatRows]
-"""By table, or the sums of the window cache by type."""
+"""Gradients by table, or the gradient sums of the window cache by dtype."""
 
 
 class ExchangeWindow:
-    """The exchanges of one batch: `receive` and `send` in order of micro-batch, `send(i)` after `keep(i)`."""
+    """Embedding and gradient exchanges of one batch.
+
+    `receive` and `send` must be called in the order of micro-batches, and `send(i)` after `store_gradients(i, ...)`.
+    """
 
     def __init__(self, engine: EmbeddingEngine, routed: RoutedKeys, working: WorkingSet) -> None:
         self._engine = engine
         self.routed = routed
         self.working = working
-        self._cache = _Cache(engine, routed) if routed.cache_rows is not None else None
+        self._cache = _Cache(engine, routed) if routed.num_cache_rows is not None else None
         self._rows: dict[int, Vectors] = {}
         self._gradients: dict[int, Gradients] = {}
 
     def receive(self, micro_batch: int) -> None:
-        """Collective."""
+        """Receive the embeddings of a micro-batch. Collective."""
         into = None if self._cache is None else self._cache.vectors
-        found = self._engine.exchange_vectors(self.routed, self.working, micro_batch, into)
+        received = self._engine.exchange_vectors(self.routed, self.working, micro_batch, into)
         if into is None:
-            self._rows[micro_batch] = found
+            self._rows[micro_batch] = received
 
     def vectors(self, micro_batch: int) -> Vectors:
-        """Table to (U, dim) vectors of the micro-batch's distinct keys; once a micro-batch, after `receive(micro-
-        batch)`."""
+        """Return the (U, dim) embeddings of the unique keys of a micro-batch, by table.
+
+        Call it once per micro-batch, after `receive(micro_batch)`.
+        """
         if self._cache is not None:
             return self._cache.vectors_of(self.routed.micro_batches[micro_batch])
         rows = self._rows.pop(micro_batch)
         if self._engine.device.type != "cpu":
-            used_here(rows.values())
+            record_stream_use(rows.values())
         return rows
 
-    def keep(self, micro_batch: int, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Take the gradients of `vectors(micro-batch)`; they are given away."""
+    def store_gradients(self, micro_batch: int, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Store the gradients of `vectors(micro_batch)`; the caller must not use them afterwards."""
         part = self.routed.micro_batches[micro_batch]
         self._gradients[micro_batch] = gradients if self._cache is None else self._cache.add(part, gradients)
 
     def send(self, micro_batch: int) -> None:
-        """Collective."""
+        """Send the gradients of a micro-batch to the owners of the rows. Collective."""
         gradients = self._gradients.pop(micro_batch)
         if self._engine.device.type != "cpu":
-            used_for_sending(gradients)
+            record_send_stream(gradients)
         self._engine.send_gradients(self.routed, self.working, gradients, micro_batch)
         if micro_batch == len(self.routed.micro_batches) - 1:
-            self._cache = None  # the batch itself is kept for some steps more, its largest part need not be
+            self._cache = None  # the batch is referenced for some more steps; free its largest part now
 
 
-def used_for_sending(gradients: Gradients) -> None:
-    """Gradients that one lane has made are read by another."""
-    used_here(given.elements if isinstance(given, ConcatRows) else given for given in gradients.values())
+def record_send_stream(gradients: Gradients) -> None:
+    """Record for the CUDA allocator that the current stream reads gradients that another stream has computed."""
+    record_stream_use(
+        gradient.elements if isinstance(gradient, ConcatRows) else gradient for gradient in gradients.values()
+    )
 
 
 class _Cache:
-    """Vectors and gradient sums of the distinct keys of a rank's batch."""
+    """Window cache: embeddings and gradient sums of the unique keys of a rank's batch."""
 
     def __init__(self, engine: EmbeddingEngine, routed: RoutedKeys) -> None:
-        assert routed.cache_rows is not None
+        assert routed.num_cache_rows is not None
         self._engine = engine
-        self.vectors = vector_run(routed.cache_rows, engine.shapes, engine.device)
+        self.vectors = allocate_vectors(routed.num_cache_rows, engine.shapes, engine.device)
         self._sums = {
-            dtype: gradient_run(dtype, routed.cache_rows, engine.shapes, engine.device)
+            dtype: allocate_gradients(dtype, routed.num_cache_rows, engine.shapes, engine.device)
             for dtype in engine.shapes.gradient_types
         }
-        held = [self.vectors, *self._sums.values()]
-        used = sum(run.elements.numel() * run.elements.element_size() for run in held)
-        engine.statistics.window_bytes = max(engine.statistics.window_bytes, used)
+        buffers = [self.vectors, *self._sums.values()]
+        num_bytes = sum(rows.elements.numel() * rows.elements.element_size() for rows in buffers)
+        engine.statistics.window_bytes = max(engine.statistics.window_bytes, num_bytes)
 
     def vectors_of(self, part: RoutedMicroBatch) -> Vectors:
-        assert part.used is not None
-        used_here([self.vectors.elements])
-        run = vector_run(part.num_rows, self._engine.shapes, self._engine.device)
-        copy_rows(self.vectors, part, run)
-        return vectors_of(run, self._engine.shapes, list(self._engine.tables))
+        assert part.cached_rows is not None
+        record_stream_use([self.vectors.elements])
+        rows = allocate_vectors(part.num_rows, self._engine.shapes, self._engine.device)
+        copy_rows(self.vectors, part, rows)
+        return vectors_of(rows, self._engine.shapes, list(self._engine.tables))
 
     def add(self, part: RoutedMicroBatch, gradients: Mapping[str, torch.Tensor]) -> Mapping[torch.dtype, ConcatRows]:
-        """Add the gradients of a micro-batch; the sums, of which those that leave are complete with it."""
-        assert part.used is not None
-        joined = joined_gradients(gradients, part.num_rows, self._engine.shapes, self._engine.device)
-        for dtype, run in joined.items():
+        """Add the gradients of a micro-batch and return the sums; those that this micro-batch sends are complete."""
+        assert part.cached_rows is not None
+        by_dtype = concat_gradients(gradients, part.num_rows, self._engine.shapes, self._engine.device)
+        for dtype, gradient in by_dtype.items():
             sums = self._sums[dtype]
-            rows = part.used[1][dtype]
-            add_spans(run.elements, rows, sums.elements, sums.spans)
-        used_here(run.elements for run in self._sums.values())
+            rows = part.cached_rows[1][dtype]
+            add_spans(gradient.elements, rows, sums.elements, sums.spans)
+        record_stream_use(sums.elements for sums in self._sums.values())
         return self._sums
 
 
 def copy_rows(source: ConcatRows, part: RoutedMicroBatch, target: ConcatRows) -> None:
-    """The distinct keys of a micro-batch out of the cache, table behind table."""
-    assert part.used is not None
+    """Copy the rows of a micro-batch's unique keys from the window cache, concatenated by table."""
+    assert part.cached_rows is not None
     packed = target.elements
-    if part.used[0].num_elements != len(packed):  # tables are aligned, rows that lie packed are not
-        packed = packed.new_empty(part.used[0].num_elements)
-    gather_spans(source.elements, source.spans, part.used[0], packed)
+    if part.cached_rows[0].num_elements != len(packed):  # tables in `target` are aligned; gathered rows are packed
+        packed = packed.new_empty(part.cached_rows[0].num_elements)
+    gather_spans(source.elements, source.spans, part.cached_rows[0], packed)
     if packed is not target.elements:
         at = 0
         for t, rows in enumerate(part.num_rows.tolist()):
@@ -222,31 +245,34 @@ def copy_rows(source: ConcatRows, part: RoutedMicroBatch, target: ConcatRows) ->
 
 
 class SplitExchangeWindow(ExchangeWindow):
-    """As Window; `receive_portion` and `send_portion` each take part in both portions before `vectors` and after
-    `keep`."""
+    """Exchange window whose exchanges are split into two portions.
+
+    `receive_portion` must be called for both portions before `vectors`, and `send_portion` for both portions after
+    `store_gradients`.
+    """
 
     def __init__(self, engine: EmbeddingEngine, routed: RoutedKeys, working: WorkingSet) -> None:
         super().__init__(engine, routed, working)
         self._arrived: dict[int, ConcatRows] = {}
 
     def receive_portion(self, micro_batch: int, portion: Portion) -> None:
-        """Collective."""
+        """Receive the embeddings of one portion of a micro-batch. Collective."""
         into = None if self._cache is None else self._cache.vectors
         if into is None and micro_batch not in self._arrived:
             num_rows = self.routed.micro_batches[micro_batch].num_rows
-            self._arrived[micro_batch] = vector_run(num_rows, self._engine.shapes, self._engine.device)
+            self._arrived[micro_batch] = allocate_vectors(num_rows, self._engine.shapes, self._engine.device)
         self._engine.exchange_vectors(portion.routed, self.working, micro_batch, into or self._arrived[micro_batch])
 
     def vectors(self, micro_batch: int) -> Vectors:
-        """Where portions have come, both of them put together."""
+        """Return the embeddings of a micro-batch, of both portions if it was received in portions."""
         if micro_batch not in self._arrived:
             return super().vectors(micro_batch)
-        run = self._arrived.pop(micro_batch)
-        used_here([run.elements])
-        return vectors_of(run, self._engine.shapes, list(self._engine.tables))
+        rows = self._arrived.pop(micro_batch)
+        record_stream_use([rows.elements])
+        return vectors_of(rows, self._engine.shapes, list(self._engine.tables))
 
     def send_portion(self, micro_batch: int, portion: Portion) -> None:
-        """Collective; the gradients stay until the window is dropped."""
+        """Send the gradients of one portion. Collective. The gradients are freed with the window."""
         gradients = self._gradients[micro_batch]
-        used_for_sending(gradients)
+        record_send_stream(gradients)
         self._engine.send_gradients(portion.routed, self.working, gradients, micro_batch)

@@ -1,20 +1,20 @@
-"""Key-centric clustering: which samples of a rank's batch go into which micro-batch.
+"""Key-centric clustering: assigns the samples of a rank's batch to micro-batches, so that fewer rows are exchanged.
 
-Samples that share keys belong together, since a key crosses the network once for each micro-batch that holds it. With
-U_i the distinct keys of micro-batch i, the exchanges carry sum |U_i| rows without the window cache. With the cache they
-carry the batch's distinct keys whatever the partition, and what stays exposed is |U_1| and |U_N|.
+A key is exchanged once per micro-batch that contains it, so samples that share keys should be in the same micro-batch.
+With U_i the unique keys of micro-batch i, the exchanges transfer sum |U_i| rows without the window cache. With the
+cache, they transfer the unique keys of the batch, whatever the partition, and only |U_1| and |U_N| stay exposed.
 
-name        how
-contiguous  in order: knows neither keys nor costs beyond their balance
+name        method
+contiguous  in sample order; balances costs and ignores keys
 random      in hashed order
 by_length   in order of cost
-greedy      costly samples first, each to the micro-batch that holds most of its keys (rarely used keys count more)
-refined     greedy, then samples move while that saves rows (Fiduccia and Mattheyses' gains, a few passes)
-edges       for the window cache: the first and last micro-batch get the samples that bring the fewest keys for their
-            cost, the others stay in order
+greedy      expensive samples first, each to the micro-batch that has most of its keys (rare keys count more)
+refined     greedy, then samples are moved while that saves rows (gains of Fiduccia and Mattheyses, a few passes)
+edges       for the window cache: the first and last micro-batch get the samples with the fewest keys for their cost,
+            the other samples stay in order
 
-All are pure functions, deterministic and near linear in the number of keys. Costs are balanced in all of them: no
-micro-batch is loaded more than `_SLACK` above the mean, or by more than one sample where samples are that costly.
+All methods are pure, deterministic functions and take nearly linear time in the number of keys. All balance costs: the
+cost of a micro-batch is at most `_SLACK` above the mean, or exceeds it by at most one sample if samples are expensive.
 """
 
 from dataclasses import dataclass
@@ -33,12 +33,12 @@ Clustering = Literal["contiguous", "random", "by_length", "greedy", "refined", "
 _SLACK = 0.02
 _PASSES = 4
 MAX_MICRO_BATCHES = 64
-"""Micro-batches that hold a key are bits of a word."""
+"""Maximum number of micro-batches: the micro-batches that contain a key are bits of a 64-bit word."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleKeys:
-    """Keys of each sample: `values[offsets[i] : offsets[i + 1]]`, in any order, repeated or not."""
+    """Keys of each sample i: `values[offsets[i] : offsets[i + 1]]`, in any order; keys can repeat."""
 
     values: NDArray[np.int64]
     offsets: NDArray[np.int64]
@@ -50,42 +50,52 @@ class SampleKeys:
 
 @dataclass(frozen=True, slots=True)
 class Inflation:
-    """What a partition costs in rows."""
+    """Number of rows that a partition into micro-batches exchanges."""
 
     unique: int
-    """distinct keys of the batch"""
+    """Number of unique keys of the batch."""
     sent: int
-    """sum of the distinct keys of the micro-batches"""
+    """Sum of the numbers of unique keys of the micro-batches."""
     first: int
-    """distinct keys of the first micro-batch"""
+    """Number of unique keys of the first micro-batch."""
     last: int
-    """distinct keys of the last micro-batch"""
+    """Number of unique keys of the last micro-batch."""
 
     @property
     def ratio(self) -> float:
+        """Ratio of exchanged rows to unique keys."""
         return self.sent / max(1, self.unique)
 
 
 def cluster(
     name: Clustering, keys: SampleKeys, cost: NDArray[np.float64], num_micro_batches: int, *, seed: int = 0
 ) -> Groups:
-    """Samples of each micro-batch, in increasing order; every sample exactly once. cost: (B,) of each sample."""
+    """Assign the samples of a batch to micro-batches.
+
+    Args:
+        name: Clustering method.
+        keys: Keys of each sample.
+        cost: (B,) cost of each sample.
+        num_micro_batches: Number of micro-batches.
+        seed: Seed of the method `random`.
+
+    Returns:
+        Indices of the samples of each micro-batch, in increasing order; every sample occurs exactly once.
+    """
     if not 1 <= num_micro_batches <= MAX_MICRO_BATCHES:
         raise UserError(
-            f"must be 1 to {MAX_MICRO_BATCHES} for clustering", option="micro_batches", value=num_micro_batches
+            f"must be from 1 to {MAX_MICRO_BATCHES} for clustering", option="micro_batches", value=num_micro_batches
         )
     if name not in _CLUSTERINGS:
         remedy = did_you_mean(name, _CLUSTERINGS)
-        raise UserError("is no clustering", option="pipeline.clustering", value=name, remedy=remedy)
-    numbers = dedup(keys.values)
-    problem = _Problem(
-        numbers.inverse, keys.offsets, len(numbers.keys), cost.astype(np.float64), num_micro_batches, seed
-    )
+        raise UserError("unknown clustering", option="pipeline.clustering", value=name, remedy=remedy)
+    unique = dedup(keys.values)
+    problem = _Problem(unique.inverse, keys.offsets, len(unique.keys), cost.astype(np.float64), num_micro_batches, seed)
     return groups_of(_CLUSTERINGS[name](problem).astype(np.int64), num_micro_batches)
 
 
-class ByKeys:
-    """A clustering as the data stages call it."""
+class KeyClustering:
+    """Callable that applies a clustering method; the data loader calls it to split a batch."""
 
     def __init__(self, name: Clustering) -> None:
         self._name = name
@@ -97,25 +107,25 @@ class ByKeys:
 
 
 def inflation(keys: SampleKeys, groups: Groups) -> Inflation:
-    """Rows that cross with a partition, counted plainly."""
-    pieces = [
+    """Count the rows that a partition exchanges (reference implementation)."""
+    unique_keys = [
         np.unique(np.concatenate([keys.values[keys.offsets[i] : keys.offsets[i + 1]] for i in group]))
         if len(group)
         else np.empty(0, np.int64)
         for group in groups
     ]
-    sizes = [len(piece) for piece in pieces]
+    sizes = [len(group_keys) for group_keys in unique_keys]
     return Inflation(len(np.unique(keys.values)), sum(sizes), sizes[0], sizes[-1])
 
 
 Assignment = NDArray[np.int32]
-"""(B,) micro-batch of each sample."""
+"""Micro-batch of each sample, (B,)."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Problem:
     key: NDArray[np.int32]
-    """numbers of the keys, 0 to num_keys - 1, of all samples"""
+    """Dense key indices of all samples, from 0 to num_keys - 1."""
     offsets: NDArray[np.int64]
     num_keys: int
     cost: NDArray[np.float64]
@@ -124,28 +134,28 @@ class _Problem:
 
     @property
     def limit(self) -> float:
-        """Most cost of a micro-batch."""
+        """Maximum cost of a micro-batch."""
         return float(self.cost.sum() / self.num_micro_batches * (1 + _SLACK))
 
     def of(self, samples: NDArray[np.int64], num_micro_batches: int) -> "_Problem":
-        """The same question for some samples."""
-        pieces = [self.key[self.offsets[i] : self.offsets[i + 1]] for i in samples]
-        key = np.concatenate(pieces) if pieces else self.key[:0]
+        """Return the problem of assigning only these samples."""
+        sample_keys = [self.key[self.offsets[i] : self.offsets[i + 1]] for i in samples]
+        key = np.concatenate(sample_keys) if sample_keys else self.key[:0]
         offsets = np.concatenate([[0], np.cumsum(np.diff(self.offsets)[samples])])
         return _Problem(key, offsets, self.num_keys, self.cost[samples], num_micro_batches, self.seed)
 
 
 def _contiguous(problem: _Problem) -> Assignment:
-    return _cut(np.arange(len(problem.cost)), problem.cost, problem.num_micro_batches)
+    return _split_by_cost(np.arange(len(problem.cost)), problem.cost, problem.num_micro_batches)
 
 
 def _random(problem: _Problem) -> Assignment:
     hashed = fold_array(problem.seed, np.arange(len(problem.cost)))
-    return _cut(np.argsort(hashed, kind="stable"), problem.cost, problem.num_micro_batches)
+    return _split_by_cost(np.argsort(hashed, kind="stable"), problem.cost, problem.num_micro_batches)
 
 
 def _by_length(problem: _Problem) -> Assignment:
-    return _cut(np.argsort(-problem.cost, kind="stable"), problem.cost, problem.num_micro_batches)
+    return _split_by_cost(np.argsort(-problem.cost, kind="stable"), problem.cost, problem.num_micro_batches)
 
 
 def _greedy(problem: _Problem) -> Assignment:
@@ -177,13 +187,13 @@ def _edges(problem: _Problem) -> Assignment:
         return _refined(problem)
     cost = problem.cost
     uses = np.bincount(problem.key, minlength=problem.num_keys)
-    own = np.append(1.0 / uses[problem.key], 0.0)  # a key that f samples hold counts 1 / f for each
-    share = np.add.reduceat(own, problem.offsets[:-1]) * (np.diff(problem.offsets) > 0)
+    key_share = np.append(1.0 / uses[problem.key], 0.0)  # a key that f samples have counts 1 / f for each of them
+    share = np.add.reduceat(key_share, problem.offsets[:-1]) * (np.diff(problem.offsets) > 0)
     order = np.argsort(share / np.maximum(cost, 1e-300), kind="stable")
     edge = np.sort(order[np.cumsum(cost[order]) <= 2 * cost.sum() / problem.num_micro_batches])
     middle = np.setdiff1d(np.arange(len(cost)), edge)
     micro_batch = np.empty(len(cost), np.int32)
-    micro_batch[middle] = 1 + _cut(np.arange(len(middle)), cost[middle], problem.num_micro_batches - 2)
+    micro_batch[middle] = 1 + _split_by_cost(np.arange(len(middle)), cost[middle], problem.num_micro_batches - 2)
     micro_batch[edge] = np.where(_refined(problem.of(edge, 2)) == 0, 0, problem.num_micro_batches - 1)
     return micro_batch
 
@@ -198,8 +208,8 @@ _CLUSTERINGS = {
 }
 
 
-def _cut(order: NDArray[np.int64], cost: NDArray[np.float64], num_micro_batches: int) -> Assignment:
-    """Consecutive runs of near equal cost: a sample belongs where the middle of its cost falls."""
+def _split_by_cost(order: NDArray[np.int64], cost: NDArray[np.float64], num_micro_batches: int) -> Assignment:
+    """Split samples into consecutive runs of nearly equal cost, by the middle of each sample's cost interval."""
     ends = np.cumsum(cost[order])
     total = ends[-1] if len(ends) else 0.0
     micro_batch = np.empty(len(order), np.int32)
@@ -218,7 +228,7 @@ def _assign(key, offsets, uses, cost, order, num_micro_batches, limit):  # type:
         score[:] = 0.0
         for i in range(offsets[sample], offsets[sample + 1]):
             word = holders[key[i]]
-            if word != np.uint64(0) and word != full:  # a key that is everywhere pulls nowhere
+            if word != np.uint64(0) and word != full:  # a key that all micro-batches have does not favor any of them
                 weight = 1.0 / uses[key[i]]
                 for p in range(num_micro_batches):
                     if (word >> np.uint64(p)) & np.uint64(1):
@@ -240,7 +250,7 @@ def _assign(key, offsets, uses, cost, order, num_micro_batches, limit):  # type:
 
 @njit(cache=True, nogil=True)
 def _improve(key, offsets, num_keys, cost, micro_batch, num_micro_batches, limit, passes):  # type: ignore[no-untyped-def]  # noqa: PLR0917, PLR0912
-    """Move samples, in order, to where they bring the fewest new keys, as long as a pass saves something."""
+    """Move each sample to the micro-batch to which it adds the fewest keys; stop after a pass that saves nothing."""
     count = np.zeros((num_keys, num_micro_batches), np.int32)
     load, brings = np.zeros(num_micro_batches), np.zeros(num_micro_batches, np.int64)
     seen = np.full(num_keys, -1, np.int64)
@@ -259,7 +269,7 @@ def _improve(key, offsets, num_keys, cost, micro_batch, num_micro_batches, limit
                 count[k, here] -= 1
             for i in range(offsets[sample], offsets[sample + 1]):
                 k = key[i]
-                if seen[k] != stamp:  # a key that the sample repeats counts once
+                if seen[k] != stamp:  # count a repeated key of the sample once
                     seen[k] = stamp
                     for p in range(num_micro_batches):
                         if count[k, p] == 0:

@@ -1,7 +1,8 @@
-"""The parts that train together: computation, tables, dense update, schedule and tracer.
+"""Core of a training pipeline: computation, embedding engine, dense optimizer, schedule and tracer.
 
-The trainer, the rehearsal of a plan and the benchmarks build a core from parts of their own. `nestrec.TrainingPipeline`
-builds one for the module of a user, and adds batches of plain mappings, checks of arguments and a loop.
+The trainer, the rehearsal of a plan and the benchmarks build a core from their own components.
+`nestrec.TrainingPipeline` builds one for a user's module, and adds batches that are plain mappings, validation of
+arguments and a training loop.
 """
 
 import hashlib
@@ -26,7 +27,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class PipelineCore:
-    """A schedule and the parts that it drives. The caller numbers steps, cuts batches and calls `schedule.advance`."""
+    """A schedule and the components that it runs.
+
+    The caller numbers the steps, splits batches into micro-batches and calls `schedule.advance`.
+    """
 
     compute: ModelCompute
     engine: EmbeddingEngine
@@ -45,12 +49,15 @@ class PipelineCore:
         spec: ScheduleSpec | None = None,
         context: ContextRing | None = None,
     ) -> "PipelineCore":
-        """Build the schedule of these parts.
+        """Build the schedule for these components.
 
         Args:
+            compute: Forward and backward pass of a micro-batch.
+            engine: Embedding tables.
+            dense: Optimizer of the dense weights.
             schedule: Name of the schedule, or its options.
             tracer: Tracer of the steps; a new one by default.
-            spec: Schedule that is not registered under a name; `schedule` still gives its options.
+            spec: Schedule that is not registered under a name; its options are still taken from `schedule`.
             context: Ring over which several ranks exchange the keys and values of one sample.
         """
         options = schedule if isinstance(schedule, PipelineConfig) else PipelineConfig(schedule=str(schedule))
@@ -59,32 +66,35 @@ class PipelineCore:
         tracer = tracer or make_tracer(engine.device, rank=engine.topology.rank)
         built = spec.build(engine, compute, dense, tracer, options)
         if context is not None:
-            # All ranks must issue the exchanges inside a forward pass and the schedule's collectives in one order.
-            context.issue = built.issue
+            # All ranks must run the exchanges inside a forward pass and the schedule's collectives in the same order.
+            context.issue = built.submit_collective
         return PipelineCore(compute, engine, dense, built, tracer)
 
     @property
     def topology(self) -> Topology:
         return self.engine.topology
 
-    def issue(self, collective: Callable[[], T]) -> T:
-        """Run a collective of the caller in the order of the schedule's own, and wait for it."""
-        return self.schedule.issue(collective)
+    def submit_collective(self, collective: Callable[[], T]) -> T:
+        """Run a collective of the caller on the lane of the schedule's collectives, and wait for it.
+
+        All ranks then run all collectives in the same order.
+        """
+        return self.schedule.submit_collective(collective)
 
     def lookup(self, keys: FeatureKeys) -> dict[str, torch.Tensor]:
-        """Return the current vectors of keys, by feature, without changing the tables. Collective."""
-        return self.issue(lambda: self.engine.lookup_readonly(keys))
+        """Return the current embeddings of keys, by feature, without changing the tables. Collective."""
+        return self.submit_collective(lambda: self.engine.lookup_readonly(keys))
 
     def digest(self) -> str:
         """Return a hash of the tables and the dense weights that does not depend on the number of ranks. Collective."""
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         for name in self.engine.tables:
-            found.update(self.issue(lambda name=name: self.engine.digest(name)).encode())  # type: ignore[misc]
+            digest.update(self.submit_collective(lambda name=name: self.engine.digest(name)).encode())  # type: ignore[misc]
         if isinstance(self.dense, DenseOptimizer):
-            for name, tensor in sorted(self.dense.tensors().items()):  # in whatever order they came to be
-                found.update(name.encode())
-                found.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        return found.hexdigest()
+            for name, tensor in sorted(self.dense.tensors().items()):  # sorted: the order of creation may differ
+                digest.update(name.encode())
+                digest.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
 
     def close(self) -> None:
         """End the threads, and release the memory and files of the tables."""

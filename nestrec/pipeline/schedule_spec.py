@@ -1,7 +1,4 @@
-"""The seam of schedules: what one says of itself, and where it is found by name.
-
-How the stages of steps share the time.
-"""
+"""Specs, registry and options of pipeline schedules (a plugin extension point, entry points `nestrec.schedules`)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,49 +19,67 @@ if TYPE_CHECKING:
 
 Build = Callable[["EmbeddingEngine", "ModelCompute", "DenseSide", "Tracer", "PipelineConfig"], "Schedule"]
 
-MOST_AHEAD = 8
-"""More batches than any schedule takes before their step, beyond those that are made ahead."""
+MAX_BATCHES_AHEAD = 8
+"""Upper bound of the number of batches that a schedule takes ahead of their step, in addition to prefetched ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleSpec:
-    """The spec of a schedule: how the stages of steps share the time, and what that needs."""
+    """The spec of a pipeline schedule: a plugin of the entry-point group `nestrec.schedules`.
+
+    A schedule decides when the stages of a step run (key exchange, lookup, embedding exchange, computation, update),
+    and which of them overlap.
+
+    Example:
+        >>> MY_SCHEDULE = ScheduleSpec(
+        ...     name="my_schedule",
+        ...     build=MySchedule,  # a subclass of PipelinedSchedule with a method advance(step, feed)
+        ...     is_exact=True,
+        ...     splits=False,
+        ... )
+        >>> pipeline = nestrec.TrainingPipeline(model, tables, spec=MY_SCHEDULE)
+    """
 
     name: str
-    """as it is asked for"""
+    """Name of the schedule, as used for `pipeline.schedule`."""
     build: Build
-    """(engine, compute, dense, tracer, options) to a schedule that has not begun"""
+    """Function from (engine, compute, dense, tracer, options) to a new schedule."""
     is_exact: bool
-    """whether its result equals that of `serial` to the bit, at the same micro-batches and window cache"""
+    """Whether results are bitwise identical to those of `serial`, for the same micro-batches and window cache."""
     splits: bool
-    """whether it is about micro-batches: with one of them it is another schedule under another name"""
+    """Whether the schedule needs several micro-batches; with a single one it behaves like another schedule."""
     rows_outlive_step: bool = False
-    """whether it needs rows to live for more than one step after their last use, because two batches are in flight"""
+    """Whether table rows must stay for more than one step after their last use, because two batches are in flight."""
     window_ms: WindowTime | None = None
-    """how long a step's exchanges and computations take together, by the order in which it has them
-    (nestrec.pipeline.window_cost_model); none: it cannot tell, and `auto` cannot choose the number of micro-batches"""
+    """Model of the duration of a step's exchanges and computations in milliseconds
+    (`nestrec.pipeline.window_cost_model`). None: `batch.num_micro_batches=auto` is not available."""
     options: tuple[str, ...] = ()
-    """fields of the pipeline's options that mean something to this schedule only"""
+    """Fields of `PipelineConfig` that only this schedule uses."""
 
     def check_options(self, options: Any, own: dict[str, Any]) -> None:
-        """Refuse options that are not this schedule's. own: fields that belong to some schedules, with defaults."""
-        for name, usual in own.items():
-            if name not in self.options and getattr(options, name) != usual:
+        """Raise a UserError if an option is set that this schedule does not use.
+
+        Args:
+            options: Options of the pipeline.
+            own: Default values of the fields that only some schedules use.
+        """
+        for name, default in own.items():
+            if name not in self.options and getattr(options, name) != default:
                 raise UserError(
-                    f"means nothing to the schedule {self.name}",
+                    f"the schedule {self.name} does not use this option",
                     option=f"pipeline.{name}",
                     value=getattr(options, name),
-                    remedy=f"leave it at {usual}, or take another --pipeline.schedule",
+                    remedy=f"keep the default {default}, or use another --pipeline.schedule",
                 )
 
     def check_tables(self, engine: "EmbeddingEngine") -> None:
-        """Refuse tables that this schedule cannot train."""
+        """Raise a UserError if this schedule cannot train a table."""
         for name, table in engine.tables.items():
             ttl_steps = table.store.ttl_steps
             if self.rows_outlive_step and ttl_steps is not None and ttl_steps < 1:
-                problem = f"rows must outlive the next step under the schedule {self.name}"
+                problem = f"the schedule {self.name} requires that rows outlive the next step"
                 field = f"tables.{name}.store.ttl_steps"
-                raise UserError(problem, option=field, value=ttl_steps, remedy="give at least 1")
+                raise UserError(problem, option=field, value=ttl_steps, remedy="use at least 1")
 
 
 SCHEDULES: PluginRegistry[ScheduleSpec] = PluginRegistry(
@@ -84,25 +99,28 @@ SCHEDULES: PluginRegistry[ScheduleSpec] = PluginRegistry(
 
 
 ScheduleName = Annotated[str, OneOf(SCHEDULES)]
-"""Ours, and those of other packages."""
+"""Name of a built-in schedule or of a plugin."""
 
 
 @config
 class PipelineConfig:
+    """Options of the training pipeline: schedule, window cache and clustering."""
+
     schedule: ScheduleName = "serial"
-    """serial, dual_buffer (lookup hidden), frozen_window (exchanges hidden), nested (both), priority (lookup, and the
-    exchanges of rows that the next batch does not use); semi_async (all hidden, rows in two consecutive batches one
-    step late) and stale are not exact. Other packages add theirs"""
+    """Pipeline schedule. Exact ones: serial; dual_buffer (hides the lookup); frozen_window (hides the exchanges);
+    nested (hides both); priority (hides the lookup, and the exchanges of rows that the next batch does not use). Not
+    exact: semi_async (hides both; rows that two consecutive batches use are one step stale) and stale. Packages can add
+    schedules."""
     window_cache: bool = False
-    """a row that several micro-batches of a rank use crosses the network once; costs the memory of a batch's vectors
-    and gradients"""
+    """Whether a row that several micro-batches of a rank use is exchanged once per batch. It takes memory for the
+    embeddings and gradients of a batch."""
     clustering: Clustering | None = None
-    """which samples of a rank form a micro-batch; none leaves it to balance, which knows costs and no keys. `refined`
-    saves most traffic; `edges` is for the window cache"""
-    replay: tuple[MicroBatchChange, ...] = ()
-    """changes of batch.micro_batches=auto that another run has logged, taken instead of measuring"""
+    """Key-centric clustering: which samples of a rank form a micro-batch. `refined` saves most traffic; `edges` is for
+    the window cache. None: sample balancing decides, by cost and not by keys."""
+    replay_changes: tuple[MicroBatchChange, ...] = ()
+    """Logged changes of another run with `batch.num_micro_batches=auto`, to apply instead of measuring."""
     stale_steps: Count = 1
-    """`stale` only: how many updates the rows of a batch may miss"""
+    """Number of updates that the rows of a batch miss (staleness); for `schedule=stale` only."""
 
     def __post_init__(self) -> None:
         if self.stale_steps != 1:
@@ -110,5 +128,5 @@ class PipelineConfig:
 
     @property
     def spec(self) -> ScheduleSpec:
-        """The schedule of this name."""
+        """Spec of the schedule."""
         return SCHEDULES.find(self.schedule, field="pipeline.schedule")

@@ -1,14 +1,15 @@
-"""Types of the schedules: steps, batches in each phase, learning rates.
+"""Types of pipeline schedules: steps, batches in each phase, learning rates, and protocols of the components.
 
-A batch in flight: one type for each phase, which has what the phase has and nothing that comes later.
+A batch in flight has one type per phase:
 
-    LoadedBatch     on its way to the device, its keys deduplicated
-    RoutedBatch     its keys exchanged, what crosses with each micro-batch put together
-    FetchedBatch    its rows in a buffer on their owners; through its window vectors come and gradients go
+    LoadedBatch     is being copied to the device; its keys are deduplicated
+    RoutedBatch     its keys are exchanged, and the exchange plan of each micro-batch is built
+    FetchedBatch    its rows are in a buffer on their owners; its window exchanges embeddings and gradients
 
-Each phase is begun before it is done: what a lane is still at work on is `FutureLike`.
+An object is created when its phase starts, so its results are futures (`FutureLike`).
 
-What a schedule is given, what it gives back, and what it needs from the outside.
+A schedule (`Schedule`) trains on a `TrainingStep` and returns `StepTotals`. It calls a `ModelCompute` for forward and
+backward passes, and a `DenseSide` for the dense weights.
 """
 
 from collections import deque
@@ -25,7 +26,7 @@ from nestrec.data.batch_loader import Batch, MicroBatch
 from nestrec.embedding.routing.batch_overlap import Overlap
 from nestrec.embedding.routing.deduplicated_keys import DeduplicatedKeys
 from nestrec.embedding.routing.key_routing import RoutedKeys
-from nestrec.embedding.routing.window_cache_plan import MOST_MICRO_BATCHES
+from nestrec.embedding.routing.window_cache_plan import MAX_MICRO_BATCHES
 from nestrec.embedding.routing.working_set import WorkingSet
 from nestrec.pipeline.exchange_window import Coupling, ExchangeWindow
 
@@ -34,19 +35,20 @@ WindowT_co = TypeVar("WindowT_co", bound=ExchangeWindow, covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """What the first phase makes."""
+    """Result of the first phase."""
 
     micro_batches: tuple[MicroBatch, ...]
-    """on the device"""
+    """Micro-batches on the device."""
     source: DeduplicatedKeys
+    """Unique keys of the batch on this rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedBatch:
-    """A batch whose loading has begun."""
+    """A batch that is being loaded."""
 
     number: int
-    """of its step"""
+    """Number of its step."""
     batch: Batch
     loaded: FutureLike[LoadResult]
 
@@ -64,17 +66,26 @@ class RoutedBatch:
     def num_micro_batches(self) -> int:
         return len(self.batch.micro_batches)
 
-    def is_refused(self) -> bool:
-        """Whether its keys hold a mistake, which its own step will raise. The same on every rank; waits for them."""
+    def has_batch_error(self) -> bool:
+        """Return whether the batch has invalid keys, an error that its step will raise.
+
+        The result is the same on every rank. Waits for the keys.
+        """
         try:
-            self.routed.wait()
+            self.routed.result()
         except BatchError:
             return True
         return False
 
 
 class FetchedBatch(Generic[WindowT_co]):
-    """A batch whose rows are being read."""
+    """A batch whose rows are being read from the store.
+
+    Args:
+        keys: The batch in its previous phase.
+        rows: Future of the rows.
+        open_window: Function that creates the exchange window of the batch.
+    """
 
     def __init__(
         self,
@@ -91,7 +102,7 @@ class FetchedBatch(Generic[WindowT_co]):
 
     @property
     def window(self) -> WindowT_co:
-        """Its exchanges; whoever asks first waits for the rows."""
+        """Exchange window of the batch; the first access waits for the rows."""
         if self._window is None:
             self._window = self._open(self)
         return self._window
@@ -99,20 +110,24 @@ class FetchedBatch(Generic[WindowT_co]):
 
 @dataclass(frozen=True, slots=True)
 class NextBatch(Generic[WindowT_co]):
-    """The next batch, fetched beside the one that trains."""
+    """The next batch, which is fetched while the current batch trains."""
 
     batch: FetchedBatch[WindowT_co]
     shared: FutureLike[Overlap]
-    """rows of both"""
+    """Rows that both batches use."""
 
 
 class LookaheadIterator:
-    """An iterator that can be asked what comes next without taking it."""
+    """Iterator of batches with lookahead.
 
-    def __init__(self, batches: Iterator[Batch], most: int | None = None) -> None:
-        """most: batches that will be taken; those beyond are not looked at. None: all."""
+    Args:
+        batches: Iterator to wrap.
+        limit: Maximum number of batches to take from it. None: all.
+    """
+
+    def __init__(self, batches: Iterator[Batch], limit: int | None = None) -> None:
         self._batches = batches
-        self._left = most
+        self._left = limit
         self._ahead: deque[Batch] = deque()
 
     def __iter__(self) -> "LookaheadIterator":
@@ -125,7 +140,7 @@ class LookaheadIterator:
         return self._ahead.popleft()
 
     def peek(self, ahead: int) -> Batch | None:
-        """The batch that the `ahead`-th call of next from now on will give, or none beyond the end."""
+        """Return the batch that the `ahead`-th next call of `next` will return, or None after the end."""
         while len(self._ahead) < ahead:
             batch = None if self._left == 0 else next(self._batches, None)
             if batch is None:
@@ -135,7 +150,7 @@ class LookaheadIterator:
         return self._ahead[ahead - 1]
 
     def close(self) -> None:
-        """End what makes the batches."""
+        """Close the generator of the batches."""
         if isinstance(self._batches, Generator):
             self._batches.close()
 
@@ -145,62 +160,66 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class LearningRates:
-    """Learning rates of one step; they travel with the batch, however late its update is applied."""
+    """Learning rates of one step. They are stored with the step, because schedules can apply its update later."""
 
     dense: float
+    """Learning rate of the dense weights."""
     tables: float
+    """Learning rate of the embedding tables."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingStep:
-    """A batch and what its update needs."""
+    """One training step: a batch, its number and its learning rates."""
 
     number: int
-    """from 1"""
+    """Number of the step, from 1."""
     batch: Batch
+    """Batch of this rank."""
     rates: LearningRates
-    wants_stop: bool = False
-    """this rank was told to stop"""
+    """Learning rates of the update."""
+    stop_requested: bool = False
+    """Whether this rank has received a request to stop."""
     is_fence: bool = False
-    """the tables must be whole after this step, as for an evaluation, a save or the end: no later batch has touched
-    them, all rows are written back, no lane is busy. The same on every rank"""
+    """Whether the tables must be complete after this step, for an evaluation, a checkpoint or the end of training: no
+    later batch has changed them, all rows are written back, and all lanes are idle. The same on every rank."""
     is_stop: bool = False
-    """a fence that only a wish to stop has made: the run will go on as if it had not been there"""
+    """Whether the step is a fence only because of a stop request; a resumed run continues as if there were no fence."""
 
     @property
-    def reads_end(self) -> bool:
-        """Whether batches after this step must read rows after it: what was read ahead is dropped."""
+    def must_read_updated_rows(self) -> bool:
+        """Whether later batches must read rows with the update of this step, so that prefetched rows are dropped."""
         return self.is_fence and not self.is_stop
 
 
 @dataclass(frozen=True, slots=True)
 class StepTotals:
-    """Sums over all ranks of one step, still on the device."""
+    """Results of one step, summed over all ranks; the tensors are on the device."""
 
     loss: torch.Tensor
-    """loss of the global batch"""
+    """Loss of the global batch."""
     gradient_norm: torch.Tensor
-    """of the dense gradients"""
-    wants_stop: torch.Tensor
-    """number of ranks that were told to stop"""
+    """Norm of the dense gradients."""
+    stop_requested: torch.Tensor
+    """Number of ranks that have received a request to stop."""
     rows: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
-    """for each table 0, or NaN where a row that was updated before this step, or beside it, is not finite"""
+    """Per table: NaN if a row that was updated before or during this step is not finite, otherwise 0."""
 
 
 class ModelCompute(Protocol):
-    """Forward and backward of one micro-batch; dense gradients add up in the parameters.
+    """Protocol of the forward and backward pass of one micro-batch; gradients of dense weights accumulate.
 
-    A sample's loss may depend on the other samples of its micro-batch (in-batch negatives, logit sharing), never on
-    those of another: schedules are then equal at equal partition (coupled samples). A loss defined over the whole batch
-    says so, and every schedule refuses to cut its batches.
+    The loss of a sample may depend on the other samples of its micro-batch (in-batch negatives, logit sharing), but not
+    on those of other micro-batches: then all schedules give the same result for the same partition. A loss over the
+    full batch declares this with `couples_samples`, and schedules do not split its batches.
     """
 
     @property
     def couples_samples(self) -> Coupling:
-        """How far the loss of a sample reaches."""
+        """Samples on which the loss of a sample may depend."""
 
     def transfer(self, micro_batch: MicroBatch) -> MicroBatch:
-        """The micro-batch with its tensors on the device."""
+        """Return the micro-batch with its tensors on the device."""
 
     def forward_backward(
         self,
@@ -209,58 +228,79 @@ class ModelCompute(Protocol):
         index: Mapping[str, torch.Tensor],
         weight: float,
     ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-        """(its share of the global loss, gradients of the rows); `micro_batch` is on the device."""
+        """Run the forward and backward pass.
+
+        Args:
+            micro_batch: Micro-batch on the device.
+            rows: (U, D) unique rows, by table.
+            index: Indices of a feature's keys in the rows of its table, by feature.
+            weight: Weight of the global batch, by which the sum of the losses is divided.
+
+        Returns:
+            The addend of this micro-batch to the global loss, and the gradients of the rows, by table.
+        """
 
 
 class DenseSide(Protocol):
-    """The dense side of an update, in two halves so that the sums can travel while rows are updated."""
+    """Protocol of the optimizer of dense weights.
 
-    def early_sums(self, submit: Callable[[Callable[[], None]], None]) -> AbstractContextManager[None]:
-        """Around the last micro-batch of a step: inside it, or when it ends, `submit` is given collectives that sum
-        gradients which are complete. The same ones in the same order on every rank; they are run before `reduce`. Who
-        does not ask finds all of it in `reduce`."""
+    All-reduce and update are separate calls, so that the all-reduce can overlap with the update of table rows.
+    """
 
-    def reduce(self, loss: torch.Tensor, wants_stop: bool) -> torch.Tensor:
-        """Sum what is left of the gradients, loss and wish over ranks. Collective; returns (loss, number of wishes)."""
+    def overlap_backward(self, submit: Callable[[Callable[[], None]], None]) -> AbstractContextManager[None]:
+        """Return a context for the last micro-batch of a step that overlaps gradient all-reduce with its backward pass.
+
+        Inside or at the end of the context, `submit` is called with collectives that sum completed gradients: the same
+        ones in the same order on every rank. They run before `reduce`. Without this context, `reduce` sums everything.
+        """
+
+    def reduce(self, loss: torch.Tensor, stop_requested: bool) -> torch.Tensor:
+        """Sum the remaining gradients, the loss and the stop requests over ranks; returns the sums. Collective."""
 
     def apply(self, sums: torch.Tensor, learning_rate: float) -> StepTotals:
         """Update the dense weights and clear their gradients. Local."""
 
 
 class Schedule(Protocol):
-    """Arranges the stages of steps in time."""
+    """Protocol of pipeline schedules: runs the stages of steps in a certain order, overlapped or not."""
 
     def advance(self, step: TrainingStep, feed: LookaheadIterator) -> StepTotals:
-        """Train on the batch of `step`, which was the last one taken from `feed`; may begin with those after it."""
+        """Train on the batch of `step`, the last one taken from `feed`; may start stages of the following batches."""
 
-    def issue(self, collective: Callable[[], T]) -> T:
-        """Run a collective of the caller's in its place in the order of collectives, and wait for it."""
+    def submit_collective(self, collective: Callable[[], T]) -> T:
+        """Run a collective of the caller, ordered with those of the schedule, and wait for it."""
 
     def close(self) -> None:
-        """End the threads; only after a step that was a fence is anything saved from here on right."""
+        """End the threads. State that is saved afterwards is only correct if the last step was a fence."""
 
-    def abandon(self, error: BaseException) -> None:
-        """The run has failed: end the threads soon. A process that ends beside a running one may be aborted."""
+    def abort(self, error: BaseException) -> None:
+        """End the threads of a failed run soon: a process that exits while a thread runs can crash."""
 
 
 def check_can_cache(num_micro_batches: int | Literal["auto"]) -> None:
-    """With the window cache each row names the micro-batch that uses it last, and that number has bounds."""
-    if num_micro_batches != "auto" and num_micro_batches > MOST_MICRO_BATCHES:
+    """Raise a UserError if there are too many micro-batches for the window cache.
+
+    Its plan stores the last micro-batch that uses a row in a few bits.
+    """
+    if num_micro_batches != "auto" and num_micro_batches > MAX_MICRO_BATCHES:
         raise UserError(
-            "is more than the window cache can tell apart",
-            option="batch.micro_batches",
+            f"the window cache supports at most {MAX_MICRO_BATCHES} micro-batches",
+            option="batch.num_micro_batches",
             value=num_micro_batches,
-            remedy=f"give at most {MOST_MICRO_BATCHES}, or set --pipeline.window_cache false",
+            remedy="use fewer micro-batches, or set --pipeline.window_cache false",
         )
 
 
-def check_can_cut(couples: Coupling, num_micro_batches: int | Literal["auto"]) -> None:
-    """Micro-batches are computed one by one, so a loss over the whole batch has no sum over them (coupled samples)."""
+def check_can_split(couples: Coupling, num_micro_batches: int | Literal["auto"]) -> None:
+    """Raise a UserError if batches are split although the loss depends on the full batch.
+
+    Micro-batches are computed one by one, so such a loss is not a sum over micro-batches.
+    """
     require(
         couples != "batch" or num_micro_batches == 1,
-        "the loss couples the samples of the whole batch, which may not be cut",
-        option="batch.micro_batches",
+        "the loss depends on all samples of a batch, so the batch cannot be split",
+        option="batch.num_micro_batches",
         value=num_micro_batches,
-        remedy="give 1 (every schedule takes it; dual_buffer and nested still hide the lookup), or confine the loss to "
-        "a micro-batch: task.negatives.reach=micro_batch, or couples_samples of a task of your own",
+        remedy="use 1 (every schedule supports it; dual_buffer and nested still hide the lookup), or limit the loss to "
+        "a micro-batch with task.negatives.scope=micro_batch, or with couples_samples of your own task",
     )

@@ -1,1 +1,1 @@
-"""Row optimisers: each its formula, as a definition, and the same as a fused host loop and in one kernel."""
+"""Built-in row optimizers; each has a formula as the reference implementation, a fused host loop and one kernel."""

@@ -1,11 +1,10 @@
 """The row optimizers `adagrad` and `rowwise_adagrad`.
 
-adagrad and rowwise_adagrad, with c the moment scale.
+    adagrad          s += g^2;          w -= lr * g / (sqrt(s) + eps)
+    rowwise_adagrad  s += mean(g^2);    w -= lr * g / (sqrt(s / c) + eps)
 
-adagrad          s += g^2;          w -= lr * g / (sqrt(s) + eps)
-rowwise_adagrad  s += mean(g^2);    w -= lr * g / (sqrt(s / c) + eps)
-
-Mean of squares along a row for host loops, summed by halves as everywhere (nestrec.ops.rows.update).
+c is `moment_scale`. The mean of squares of a row is a pairwise sum, as in nestrec.ops.embedding.row_update, so that
+host loops and kernels are bitwise identical.
 """
 
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from nestrec.ops.embedding.row_update import RowRule
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def mean_of_squares(grad, scratch):  # type: ignore[no-untyped-def]
-    """scratch: as long as the gradient, of the type to sum in."""
+    """Return the mean of squares of a gradient; `scratch` has its length and the dtype of the sum."""
     width = len(grad)
     for j in range(width):
         scratch[j] = grad[j] * grad[j]
@@ -36,7 +35,7 @@ def mean_of_squares(grad, scratch):  # type: ignore[no-untyped-def]
 
 
 def _first_sum(options: RowOptimizerConfig) -> float:
-    return options.initial_accumulator
+    return options.initial_accumulator_value
 
 
 def _rule(step: RowStep, *, kind: str) -> RowRule:
@@ -73,11 +72,11 @@ ADAGRAD = built_in(
     (StateColumn("state_sum", is_row_wise=False, initial=_first_sum),),
     partial(_rule, kind="adagrad"),
     partial(_host_loop, is_row_wise=False),
-    reads=("eps", "initial_accumulator"),
+    reads=("eps", "initial_accumulator_value"),
 )
 ROWWISE_ADAGRAD = built_in(
     (StateColumn("state_sum", is_row_wise=True, initial=_first_sum),),
     partial(_rule, kind="rowwise_adagrad"),
     partial(_host_loop, is_row_wise=True),
-    reads=("eps", "initial_accumulator", "moment_scale"),
+    reads=("eps", "initial_accumulator_value", "moment_scale"),
 )

@@ -1,11 +1,11 @@
-"""adam and rowwise_adam, with lr_t = lr * sqrt(1 - b2^t) / (1 - b1^t) of the global step t.
+"""The row optimizers `adam` and `rowwise_adam`, with lr_t = lr * sqrt(1 - b2^t) / (1 - b1^t) at the global step t.
 
     adam             m += (1-b1) * (g - m);    v += (1-b2) * (g^2 - v);          w -= lr_t * m / (sqrt(v) + eps)
-    rowwise_adam     m as adam;                v += (1-b2) * (mean(g^2) - v);    w -= lr_t * m / (sqrt(v) + eps)
+    rowwise_adam     m as in adam;             v += (1-b2) * (mean(g^2) - v);    w -= lr_t * m / (sqrt(v) + eps)
 
-Lazy Adam is not dense Adam: dense Adam decays the moments of every row in every step and moves rows that no sample
-used, by momentum alone; here an unused row keeps weight and moments as they are, while bias correction counts every
-step (torch.optim.SparseAdam).
+This is lazy Adam, as in torch.optim.SparseAdam: weight and moments of an unused row stay unchanged, while the bias
+correction counts every step. Dense Adam instead decays the moments of every row in every step and changes unused rows
+by momentum.
 """
 
 import math
@@ -24,7 +24,7 @@ from nestrec.ops.embedding.row_update import RowRule
 
 
 def corrected_rate(step: RowStep) -> float:
-    """Learning rate with Adam's bias corrections of a global step."""
+    """Return the learning rate with Adam's bias corrections at a global step."""
     options = step.options
     return step.learning_rate * math.sqrt(1 - options.beta2**step.number) / (1 - options.beta1**step.number)
 

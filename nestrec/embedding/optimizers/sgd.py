@@ -1,8 +1,7 @@
-"""The row optimizer `sgd`, and the list of built-in optimizers.
+"""The row optimizer `sgd` (w -= lr * g), and a helper that builds the specs of all built-in row optimizers.
 
-sgd: w -= lr * g.
-
-Row optimisers whose formula and kernel are the operator `update_rows`, told apart by the rule of a step.
+The formula and the kernel of a built-in row optimizer are the operator `update_rows`; they differ only in the rule of
+a step.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -22,19 +21,26 @@ Rule = Callable[[RowStep], ops.RowRule]
 def built_in(
     state: tuple[StateColumn, ...], rule: Rule, host_loop: HostLoop, *, reads: Iterable[str] = ()
 ) -> RowOptimizerSpec:
-    """A member of ours. rule: which of the operator's kinds it is, with the numbers of a step."""
+    """Build the spec of a built-in row optimizer.
+
+    Args:
+        state: State columns of a row.
+        rule: Function that returns the rule of the operator `update_rows` for a step.
+        host_loop: Host loop of a step.
+        reads: Fields of `RowOptimizerConfig` that the row optimizer uses.
+    """
 
     def formula(states: Sequence[torch.Tensor], grad: torch.Tensor, step: RowStep) -> torch.Tensor:
-        return ops.change_of(states, grad, rule(step))
+        return ops.compute_change(states, grad, rule(step))
 
     def kernel(
         weight: torch.Tensor,
         states: Sequence[torch.Tensor],
         grad: torch.Tensor,
-        places: torch.Tensor | None,
+        indices: torch.Tensor | None,
         step: RowStep,
     ) -> None:
-        ops.update_rows(weight, states, grad, rule(step), places, draw_P=step.draws)
+        ops.update_rows(weight, states, grad, rule(step), indices, draw_P=step.draws)
 
     return RowOptimizerSpec(
         state=state, formula=formula, host_loop=host_loop, kernel=kernel, kernel_rounds=True, reads=frozenset(reads)

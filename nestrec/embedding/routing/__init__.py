@@ -1,1 +1,1 @@
-"""What a batch has in flight between its keys and its written-back rows."""
+"""Routing of the keys, embedding vectors and gradients of a batch between ranks."""

@@ -1,19 +1,18 @@
-"""Unique keys of a batch with their inverse indices, on the host or the device.
+"""Deduplication of the keys of a batch: unique keys with inverse indices, computed on the host or the device.
 
-Deduplication of a batch's keys on the engine's device, for batches that would keep the host's loop too long.
+The requesting rank validates its keys, deduplicates them and groups them by owner (bucketize) before any exchange.
 
-The keys go over in one copy; what comes back is their number and then the distinct keys, for which the host has to
-wait. It waits for a stream of its own, never for the training that is under way.
-
-The keys of a batch on the rank that asks for them: checked, deduplicated and grouped by owner, before any exchange.
-
-Without the window cache each micro-batch asks for all of its distinct keys. With it, a micro-batch asks only for the
-keys that no earlier micro-batch has asked for, and the gradient of a key leaves after the last micro-batch that uses
+Without the window cache, each micro-batch requests all of its unique keys. With it, a micro-batch requests only the
+keys that no earlier micro-batch has requested, and the gradient of a key is sent after the last micro-batch that uses
 it.
 
-The keys of all micro-batches and tables lie in flat arrays, one segment behind the other: what is done with them is
-done for all at once, however many tables there are. They travel as records, and then stand for rows that cross with
-micro-batches.
+The keys of all micro-batches and tables are stored in flat arrays, one segment per (micro-batch, table), so that every
+operation processes all tables at once. Keys are sent as records; later the same arrays describe the rows that are
+exchanged with each micro-batch.
+
+Large segments are deduplicated on the device of the engine, because the host loop would take too long. The keys are
+copied to the device in one transfer; the host then waits for the number of unique keys and for the keys themselves. It
+waits on a separate stream, never on the running training.
 """
 
 import contextlib
@@ -29,7 +28,13 @@ from numpy.typing import NDArray
 
 from nestrec.base.cuda import on_stream, pinned_empty, side_stream, to_device, to_host
 from nestrec.embedding.hashing import owner_of
-from nestrec.embedding.routing.row_exchange import ExchangeSide, Flags, by_micro_batch, flags_of_cache, flags_of_segment
+from nestrec.embedding.routing.row_exchange import (
+    ExchangeSide,
+    Flags,
+    by_micro_batch,
+    segment_half_flags,
+    window_cache_half_flags,
+)
 from nestrec.embedding.routing.window_cache_plan import WindowPlan, plan_window
 from nestrec.embedding.table_config import TableSpecs
 from nestrec.ops.embedding.dedup_host import Segments, UniqueKeys, dedup_segments
@@ -37,7 +42,7 @@ from nestrec.ops.embedding.dedup_keys import dedup_keys
 from nestrec.ops.embedding.row_copy import Int32, Int64
 
 MIN_KEYS = 1 << 16
-"""Fewer keys are deduplicated sooner on the host."""
+"""Minimum number of keys for deduplication on the device; the host is faster below it."""
 _INT32_KEYS = 1 << 31
 
 
@@ -49,20 +54,27 @@ def dedup_on_device(
     *,
     num_on_host: int = 0,
 ) -> UniqueKeys | None:
-    """Distinct keys of all pieces, one after the other, as `dedup` of them; `index` takes the place of `inverse`.
+    """Deduplicate keys on a device; the result equals that of `dedup`, with `index` instead of `inverse`.
 
-    num_rows: keys are 0 to num_rows - 1, and none is returned where one is not; none: any key. num_on_host: of so many
-    keys, the first ones, the host is told `inverse` too.
+    Args:
+        pieces: Arrays of keys, which are concatenated.
+        num_shards: Number of shards; unique keys are grouped by owner.
+        device: Device of the computation and of `index`.
+        num_rows: Valid keys are 0 to num_rows - 1; None allows any key.
+        num_on_host: Number of leading keys whose `inverse` is also copied to the host.
+
+    Returns:
+        The unique keys, or None if a key is out of range.
     """
     with _own_stream(device):
         sent = _send(pieces, device)
         is_narrow = num_rows is not None and num_rows <= _INT32_KEYS
-        found = dedup_keys(sent.to(torch.int32) if is_narrow else sent)
-        index = found.inverse()
-        count, low, high = to_host(torch.cat([found.count, torch.stack(torch.aminmax(sent))])).wait().tolist()
+        result = dedup_keys(sent.to(torch.int32) if is_narrow else sent)
+        index = result.inverse()
+        count, low, high = to_host(torch.cat([result.count, torch.stack(torch.aminmax(sent))])).wait().tolist()
         if num_rows is not None and (low < 0 or high >= num_rows):
             return None
-        keys = to_host(found.keys_P[:count].long()).wait().numpy()
+        keys = to_host(result.keys_P[:count].long()).wait().numpy()
         inverse = to_host(index[:num_on_host].int()).wait().numpy() if num_on_host else np.empty(0, np.int32)
         if num_shards == 1:
             return UniqueKeys(keys, inverse, np.array([count]), index)
@@ -72,21 +84,21 @@ def dedup_on_device(
 def _by_owner(keys: NDArray[np.int64], inverse: NDArray[np.int32], index: torch.Tensor, num_shards: int) -> UniqueKeys:
     owner = owner_of(keys, num_shards)
     order = np.argsort(owner, kind="stable")
-    place = np.empty(len(keys), np.int32)
-    place[order] = np.arange(len(keys), dtype=np.int32)
+    new_index = np.empty(len(keys), np.int32)
+    new_index[order] = np.arange(len(keys), dtype=np.int32)
     counts = np.bincount(owner, minlength=num_shards).astype(np.int64)
-    return UniqueKeys(keys[order], place[inverse], counts, to_device(place, index.device)[index])
+    return UniqueKeys(keys[order], new_index[inverse], counts, to_device(new_index, index.device)[index])
 
 
 def _send(pieces: Sequence[NDArray[np.int64]], device: torch.device) -> torch.Tensor:
-    """The pieces in one tensor of the device, joined on their way into pinned memory."""
+    """Concatenate the pieces in pinned memory and copy them to the device."""
     joined = pinned_empty([sum(len(p) for p in pieces)], torch.int64, device)
     np.concatenate(pieces, out=joined.numpy())
     return joined.to(device, non_blocking=True)
 
 
 class _Streams(threading.local):
-    """A stream for each thread and device."""
+    """CUDA streams, one per thread and device."""
 
     def __init__(self) -> None:
         self.of: dict[torch.device, torch.cuda.Stream | None] = {}
@@ -109,26 +121,26 @@ ERROR_WORDS = 3
 
 @dataclass(frozen=True, slots=True)
 class DeduplicatedKeys:
-    """The keys of a batch before the exchange. Segment p * num_tables + t: micro-batch p, table t."""
+    """Unique keys of a batch before the exchange; segment p * num_tables + t is micro-batch p, table t."""
 
     shapes: list[dict[str, tuple[int, ...]]]
-    """For each micro-batch, feature to the shape of its keys."""
+    """Per micro-batch, feature name to the shape of its keys."""
     num_tables: int
-    asked: Segments
-    """Keys to ask for, grouped by owner inside a segment; `inverse` of the positions of all features, segment by
-    segment: the place among the micro-batch's distinct keys."""
+    requested: Segments
+    """Requested keys, grouped by owner inside each segment. `inverse` contains, segment by segment, the index of each
+    key of the batch among the unique keys of its micro-batch."""
     owners: NDArray[np.int32]
-    """Of each of them."""
+    """Owner of each requested key."""
     index: dict[int, torch.Tensor]
-    """Segment to its part of `inverse`, on the device, where it was deduplicated there; `inverse` then has none."""
+    """Segment to its inverse indices on the device, for segments deduplicated there; not included in `inverse`."""
     windows: list[WindowPlan] | None
-    """For each table, where the window cache is on."""
+    """Window cache plan per table; None without the window cache."""
     half: Flags | None
-    """Which of the keys to ask for cross in half precision; none: no table has such features."""
+    """Flags of requested keys whose vectors are sent in half precision; None if no table has such features."""
     error: list[int]
-    """[1, number of the feature, key] of a key outside its static table, or zeros."""
-    everywhere: NDArray[np.bool_] | None = None
-    """Which of the keys to ask for are told to every rank: those of replicated tables. None: there are none."""
+    """[1, index of the feature, key] of a key outside its static table, or zeros."""
+    is_replicated: NDArray[np.bool_] | None = None
+    """Flags of requested keys of replicated tables, which are sent to every rank; None if there are none."""
 
     @property
     def num_micro_batches(self) -> int:
@@ -136,15 +148,17 @@ class DeduplicatedKeys:
 
     @property
     def segments(self) -> NDArray[np.int32]:
-        """Of each key to ask for."""
-        return np.repeat(np.arange(len(self.asked.bounds) - 1, dtype=np.int32), np.diff(self.asked.bounds))
+        """Segment of each requested key."""
+        return np.repeat(np.arange(len(self.requested.bounds) - 1, dtype=np.int32), np.diff(self.requested.bounds))
 
     @property
     def last_micro_batch(self) -> NDArray[np.int16] | None:
-        """The micro-batch that uses each key last, where the window cache is on."""
+        """Last micro-batch that uses each requested key; None without the window cache."""
         if self.windows is None:
             return None
-        return np.concatenate([plan.last_of(p) for p in range(self.num_micro_batches) for plan in self.windows])
+        return np.concatenate(
+            [plan.last_micro_batches(p) for p in range(self.num_micro_batches) for plan in self.windows]
+        )
 
 
 def deduplicate(
@@ -155,9 +169,17 @@ def deduplicate(
     *,
     window_cache: bool,
 ) -> DeduplicatedKeys:
-    """Local; a mistake is not raised here but told to all ranks by the exchange.
+    """Validate, deduplicate and group the keys of a batch. Local.
 
-    device: where the index of the keys will be used; large batches are deduplicated there, without the window cache.
+    An invalid key does not raise an error here: the key exchange reports it, so that all ranks raise the same error.
+
+    Args:
+        micro_batches: Per micro-batch, feature name to keys.
+        specs: Specs of the tables.
+        num_shards: Number of shards.
+        device: Device on which the inverse indices are used; without the window cache, large segments are deduplicated
+            there.
+        window_cache: Whether keys shared by micro-batches are requested only once.
     """
     num_tables = specs.num_tables
     shapes = [{name: tuple(values.shape) for name, values in keys.items()} for keys in micro_batches]
@@ -168,99 +190,124 @@ def deduplicate(
     if error[0]:
         return _nothing(shapes, num_tables, error)
     bounds = np.concatenate([[0], np.cumsum(np.add.reduceat(sizes, specs.first_feature_T, axis=1).reshape(-1))])
-    num_whole = _num_whole(sizes, specs)
+    num_full_precision = _num_full_precision(sizes, specs)
     if window_cache:
-        asked, plans = planned(keys, bounds, num_tables, num_shards)
-        half = None if num_whole is None else flags_of_cache(specs, plans, num_whole)
-        everywhere = _everywhere(asked, specs, num_shards)
-        return DeduplicatedKeys(shapes, num_tables, asked, asked.owners(num_shards), {}, plans, half, error, everywhere)
-    asked, index = _distinct(keys, bounds, num_whole, specs, num_shards, device)
+        requested, plans = plan_window_cache(keys, bounds, num_tables, num_shards)
+        half = None if num_full_precision is None else window_cache_half_flags(specs, plans, num_full_precision)
+        is_replicated = _everywhere(requested, specs, num_shards)
+        return DeduplicatedKeys(
+            shapes, num_tables, requested, requested.owners(num_shards), {}, plans, half, error, is_replicated
+        )
+    requested, index = _distinct(keys, bounds, num_full_precision, specs, num_shards, device)
     half = None
-    if num_whole is not None:
-        half = np.concatenate([flags_of_segment(specs, asked, s, int(n)) for s, n in enumerate(num_whole.reshape(-1))])
-    everywhere = _everywhere(asked, specs, num_shards)
-    return DeduplicatedKeys(shapes, num_tables, asked, asked.owners(num_shards), index, None, half, error, everywhere)
+    if num_full_precision is not None:
+        half = np.concatenate(
+            [segment_half_flags(specs, requested, s, int(n)) for s, n in enumerate(num_full_precision.reshape(-1))]
+        )
+    is_replicated = _everywhere(requested, specs, num_shards)
+    return DeduplicatedKeys(
+        shapes, num_tables, requested, requested.owners(num_shards), index, None, half, error, is_replicated
+    )
 
 
-def _everywhere(asked: Segments, specs: TableSpecs, num_shards: int) -> NDArray[np.bool_] | None:
+def _everywhere(requested: Segments, specs: TableSpecs, num_shards: int) -> NDArray[np.bool_] | None:
     if num_shards == 1 or not specs.is_replicated_T.any():
         return None
-    counts = np.diff(asked.bounds)
+    counts = np.diff(requested.bounds)
     return np.repeat(np.tile(specs.is_replicated_T, len(counts) // specs.num_tables), counts)
 
 
 def _nothing(shapes: list[dict[str, tuple[int, ...]]], num_tables: int, error: list[int]) -> DeduplicatedKeys:
-    """A batch with a mistake, which the exchange will raise, asks for nothing."""
-    nobody = np.empty(0, np.int32)
+    """Return empty requests for a batch with an invalid key, whose error the key exchange raises."""
+    no_keys = np.empty(0, np.int32)
     bounds = np.zeros(len(shapes) * num_tables + 1, np.int64)
-    none = Segments(np.empty(0, np.int64), bounds, nobody, bounds)
-    return DeduplicatedKeys(shapes, num_tables, none, nobody, {}, None, None, error)
+    none = Segments(np.empty(0, np.int64), bounds, no_keys, bounds)
+    return DeduplicatedKeys(shapes, num_tables, none, no_keys, {}, None, None, error)
 
 
 def _distinct(  # noqa: PLR0917
     keys: NDArray[np.int64],
     bounds: NDArray[np.int64],
-    num_whole: NDArray[np.int64] | None,
+    num_full_precision: NDArray[np.int64] | None,
     specs: TableSpecs,
     num_shards: int,
     device: torch.device,
 ) -> tuple[Segments, dict[int, torch.Tensor]]:
-    """Of each segment, on the host or, where it is large, on the device."""
+    """Deduplicate each segment, on the host or, if it is large, on the device."""
     large = np.flatnonzero(np.diff(bounds) >= MIN_KEYS) if device.type == "cuda" else np.empty(0, np.int64)
     if not len(large):
         return dedup_segments(keys, bounds, num_shards), {}
-    index, found, starts = {}, [], [0]
+    index, result, starts = {}, [], [0]
     for s in range(len(bounds) - 1):
-        own = keys[bounds[s] : bounds[s + 1]]
+        segment_keys = keys[bounds[s] : bounds[s + 1]]
         table = s % specs.num_tables
         if s in large:
-            on_host = int(num_whole.reshape(-1)[s]) if num_whole is not None and specs.has_half_T[table] else 0
-            there = dedup_on_device([own], num_shards, device, specs.num_rows_T[table], num_on_host=on_host)
-            assert there is not None, "keys were found to be in range"
-            assert there.index is not None
-            index[s] = there.index
-            found.append((there.keys, there.inverse))
+            on_host = (
+                int(num_full_precision.reshape(-1)[s])
+                if num_full_precision is not None and specs.has_half_T[table]
+                else 0
+            )
+            on_device_keys = dedup_on_device(
+                [segment_keys], num_shards, device, specs.num_rows_T[table], num_on_host=on_host
+            )
+            assert on_device_keys is not None, "keys were found to be in range"
+            assert on_device_keys.index is not None
+            index[s] = on_device_keys.index
+            result.append((on_device_keys.keys, on_device_keys.inverse))
         else:
-            here = dedup_segments(own, np.array([0, len(own)]), num_shards)
-            found.append((here.keys, here.inverse))
-        starts.append(starts[-1] + len(found[-1][0]))
-    distinct, inverse = (np.concatenate(parts) for parts in zip(*found, strict=True))
-    positions = np.concatenate([[0], np.cumsum([len(i) for _, i in found])])
+            on_host_keys = dedup_segments(segment_keys, np.array([0, len(segment_keys)]), num_shards)
+            result.append((on_host_keys.keys, on_host_keys.inverse))
+        starts.append(starts[-1] + len(result[-1][0]))
+    distinct, inverse = (np.concatenate(parts) for parts in zip(*result, strict=True))
+    positions = np.concatenate([[0], np.cumsum([len(i) for _, i in result])])
     return Segments(distinct, np.array(starts), inverse, positions), index
 
 
-def planned(
+def plan_window_cache(
     keys: NDArray[np.int64], bounds: NDArray[np.int64], num_tables: int, num_shards: int
 ) -> tuple[Segments, list[WindowPlan]]:
-    """With the window cache: what each micro-batch uses first, and the plan of each table. keys, bounds: by segment."""
+    """Return the keys that each micro-batch requests with the window cache, and the plan of each table.
+
+    Args:
+        keys: Keys of all segments.
+        bounds: Bounds of the segments in `keys`.
+        num_tables: Number of tables.
+        num_shards: Number of shards.
+    """
     num_segments = len(bounds) - 1
-    own = [keys[bounds[s] : bounds[s + 1]] for s in range(num_segments)]
-    plans = [plan_window(own[t::num_tables], num_shards) for t in range(num_tables)]
+    segment_keys = [keys[bounds[s] : bounds[s + 1]] for s in range(num_segments)]
+    plans = [plan_window(segment_keys[t::num_tables], num_shards) for t in range(num_tables)]
     num_micro_batches = num_segments // num_tables
-    new = [plan.new_of(p) for p in range(num_micro_batches) for plan in plans]
-    index = [plan.index[p] for p in range(num_micro_batches) for plan in plans]
+    new = [plan.first_used_keys(p) for p in range(num_micro_batches) for plan in plans]
+    index = [plan.inverse[p] for p in range(num_micro_batches) for plan in plans]
     starts = np.concatenate([[0], np.cumsum([len(n) for n in new])])
     return Segments(np.concatenate(new), starts, np.concatenate(index), bounds), plans
 
 
-def _num_whole(sizes: NDArray[np.int64], specs: TableSpecs) -> NDArray[np.int64] | None:
-    """(micro-batch, table) keys of the features whose rows cross whole, which come first; none: all of them."""
+def _num_full_precision(sizes: NDArray[np.int64], specs: TableSpecs) -> NDArray[np.int64] | None:
+    """Return the (micro-batch, table) number of keys sent in full precision, which come first; None if all are."""
     if not any(specs.has_half_T):
         return None
-    return np.add.reduceat(sizes * specs.is_whole_F, specs.first_feature_T, axis=1)
+    return np.add.reduceat(sizes * specs.is_full_precision_F, specs.first_feature_T, axis=1)
 
 
 def _flat(values: NDArray[np.int64] | torch.Tensor) -> NDArray[np.int64]:
     if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype == np.int64:
-        return values  # as nearly always: a call for each feature of each micro-batch
+        return values  # the common case; this function runs per feature and micro-batch
     array = values.cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
     return np.ascontiguousarray(array.reshape(-1), np.int64)
 
 
 def _range_error(keys: NDArray[np.int64], sizes: NDArray[np.int64], specs: TableSpecs) -> list[int]:
-    """[1, number of the feature, key] of a key outside its static table, or zeros. sizes: (micro-batch, feature)."""
-    found = _first_outside(keys, sizes.reshape(-1), specs.num_rows_F)
-    return [0] * ERROR_WORDS if found < 0 else [1, *_feature_of(found, sizes), int(keys[found])]
+    """Return [1, index of the feature, key] of a key outside its static table, or zeros.
+
+    Args:
+        keys: Keys of all features and micro-batches.
+        sizes: (micro-batch, feature) number of keys.
+        specs: Specs of the tables.
+    """
+    result = _first_outside(keys, sizes.reshape(-1), specs.num_rows_F)
+    return [0] * ERROR_WORDS if result < 0 else [1, *_feature_of(result, sizes), int(keys[result])]
 
 
 def _feature_of(position: int, sizes: NDArray[np.int64]) -> list[int]:
@@ -270,7 +317,7 @@ def _feature_of(position: int, sizes: NDArray[np.int64]) -> list[int]:
 
 @njit(cache=True, nogil=True)
 def _first_outside(keys, sizes, rows):  # type: ignore[no-untyped-def]
-    """Position of the first key outside 0 to rows - 1 of its feature, where that is not negative; -1: none."""
+    """Return the position of the first key outside 0 to rows - 1 of its feature, or -1; negative rows allow any key."""
     at = 0
     for piece in range(len(sizes)):
         num_rows = rows[piece % len(rows)]
@@ -285,58 +332,69 @@ def _first_outside(keys, sizes, rows):  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True, slots=True)
 class KeyCounts:
-    """Keys of one exchange, before they cross."""
+    """Order and splits of the keys of one exchange."""
 
     order: Int64
     """Own keys in the order in which they are sent: by rank, then by segment."""
     sent: Int64
-    """To each rank."""
-    comes: Int64
-    """From each rank."""
+    """Number of keys sent to each rank."""
+    received: Int64
+    """Number of keys received from each rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyRows:
-    """Keys of all micro-batches on one side, in order of the rank on the other."""
+    """Rows of the keys of all micro-batches on one side of the exchange, in order of the rank on the other side."""
 
     micro_batches: NDArray[np.int16]
-    """In which its vector crosses."""
+    """Micro-batch in which the vector of each key is exchanged."""
     lasts: NDArray[np.int16]
-    """After which its gradient does."""
+    """Micro-batch after which the gradient of each key is exchanged."""
     tables: Int32
-    places: Int32
-    """Among the rows of its table: in the working set; on the source in the micro-batch, or in the window cache."""
+    indices: Int32
+    """Row index of each key in its table: on the owner in the working set, on the source among the unique keys of the
+    micro-batch or in the window cache."""
     half: NDArray[np.uint8] | None
-    """Whether its vector crosses in half precision."""
+    """Whether the vector of each key is sent in half precision."""
     counts: Int64
-    """Keys of each rank."""
+    """Number of keys of each rank on the other side."""
 
-    def only(self, chosen: NDArray[np.bool_]) -> "KeyRows":
-        """Those that are chosen, in the same order."""
+    def select(self, chosen: NDArray[np.bool_]) -> "KeyRows":
+        """Return the chosen keys, in the same order."""
         before = np.concatenate([[0], np.cumsum(chosen)])
         counts = np.diff(before[np.concatenate([[0], np.cumsum(self.counts)])])
         half = None if self.half is None else self.half[chosen]
-        arrays = self.micro_batches[chosen], self.lasts[chosen], self.tables[chosen], self.places[chosen]
+        arrays = self.micro_batches[chosen], self.lasts[chosen], self.tables[chosen], self.indices[chosen]
         return KeyRows(*arrays, half, counts)
 
     def sides(self, num_micro_batches: int, *, by_last: bool) -> list[ExchangeSide]:
-        """For each micro-batch those that cross with it."""
+        """Return the rows that are exchanged with each micro-batch."""
         steps = self.lasts if by_last else self.micro_batches
         order, bounds, of_ranks = by_micro_batch(steps, self.counts, num_micro_batches)
         tables = self.tables[order]
-        places = self.places[order]
+        indices = self.indices[order]
         half = None if self.half is None else self.half[order]
-        found = []
+        result = []
         for p in range(num_micro_batches):
-            here = slice(bounds[p], bounds[p + 1])
-            found.append(ExchangeSide(tables[here], places[here], of_ranks[p], None if half is None else half[here]))
-        return found
+            on_host_keys = slice(bounds[p], bounds[p + 1])
+            result.append(
+                ExchangeSide(
+                    tables[on_host_keys],
+                    indices[on_host_keys],
+                    of_ranks[p],
+                    None if half is None else half[on_host_keys],
+                )
+            )
+        return result
 
 
-def key_records(source: DeduplicatedKeys, order: Int64) -> NDArray[Any]:
-    """What is sent of the keys, in this order; only what a batch of this kind needs, the same on every rank."""
-    num_segments = len(source.asked.bounds) - 1
-    columns: list[tuple[str, str, NDArray[Any]]] = [("key", "<i8", source.asked.keys)]
+def encode_key_records(source: DeduplicatedKeys, order: Int64) -> NDArray[Any]:
+    """Return the records of keys to send, in the given order, with only the fields that the batch needs.
+
+    The fields are the same on every rank.
+    """
+    num_segments = len(source.requested.bounds) - 1
+    columns: list[tuple[str, str, NDArray[Any]]] = [("key", "<i8", source.requested.keys)]
     if num_segments > 1:
         columns.append(("segment", "<u2" if num_segments <= 1 << 16 else "<i4", source.segments))
     last = source.last_micro_batch
@@ -351,53 +409,56 @@ def key_records(source: DeduplicatedKeys, order: Int64) -> NDArray[Any]:
 
 
 def field_of(records: NDArray[Any], name: str) -> NDArray[Any] | None:
-    """Of each record; none where a batch of this kind needs no such field."""
+    """Return a field of all records; None if the batch does not need this field."""
     return np.ascontiguousarray(records[name]) if name in (records.dtype.names or ()) else None
 
 
 def segments_of(records: NDArray[Any]) -> NDArray[np.int32]:
-    """Micro-batch and table of each record, in one number."""
-    found = field_of(records, "segment")
-    return np.zeros(len(records), np.int32) if found is None else found.astype(np.int32)
+    """Return the segment, micro-batch * num_tables + table, of each record."""
+    result = field_of(records, "segment")
+    return np.zeros(len(records), np.int32) if result is None else result.astype(np.int32)
 
 
-def own_rows(source: DeduplicatedKeys, counted: KeyCounts) -> KeyRows:
-    """Keys that a rank asks for. Places: among the distinct keys of the micro-batch, or in the window cache."""
-    bounds = source.asked.bounds
+def own_key_rows(source: DeduplicatedKeys, counts: KeyCounts) -> KeyRows:
+    """Return the rows of the keys that this rank requests.
+
+    Their indices refer to the unique keys of the micro-batch, or to the window cache.
+    """
+    bounds = source.requested.bounds
     num_tables = source.num_tables
     first = bounds[:-1].copy()
     if source.windows is not None:
         starts = np.stack([plan.starts[:-1] for plan in source.windows], axis=1).reshape(-1)
         first -= starts
     segments = source.segments
-    places = (np.arange(len(segments)) - np.repeat(first, np.diff(bounds))).astype(np.int32)
+    indices = (np.arange(len(segments)) - np.repeat(first, np.diff(bounds))).astype(np.int32)
     last = source.last_micro_batch
-    order = counted.order
+    order = counts.order
     sent = segments[order]
     micro_batches = (sent // num_tables).astype(np.int16)
     return KeyRows(
         micro_batches,
         micro_batches if last is None else last[order],
         sent % num_tables,
-        places[order],
+        indices[order],
         None if source.half is None else source.half[order],
-        counted.sent,
+        counts.sent,
     )
 
 
-def asked_rows(records: NDArray[Any], places: Int32, counts: Int64, num_tables: int) -> KeyRows:
-    """Keys that others ask for. Places: of each record."""
+def requested_key_rows(records: NDArray[Any], indices: Int32, counts: Int64, num_tables: int) -> KeyRows:
+    """Return the rows of the keys that other ranks request; `indices` is the row index of each record."""
     segments = segments_of(records)
     last = field_of(records, "last")
     micro_batches = (segments // num_tables).astype(np.int16)
     lasts = micro_batches if last is None else last
-    return KeyRows(micro_batches, lasts, segments % num_tables, places, field_of(records, "half"), counts)
+    return KeyRows(micro_batches, lasts, segments % num_tables, indices, field_of(records, "half"), counts)
 
 
-def num_rows_of(source: DeduplicatedKeys) -> NDArray[np.int64]:
-    """(micro-batch, table) distinct keys."""
+def count_unique_keys(source: DeduplicatedKeys) -> NDArray[np.int64]:
+    """Return the (micro-batch, table) number of unique keys."""
     if source.windows is None:
-        return np.diff(source.asked.bounds).reshape(-1, source.num_tables)
+        return np.diff(source.requested.bounds).reshape(-1, source.num_tables)
     return np.array(
-        [[len(plan.places[p]) for plan in source.windows] for p in range(source.num_micro_batches)], np.int64
+        [[len(plan.cache_indices[p]) for plan in source.windows] for p in range(source.num_micro_batches)], np.int64
     )

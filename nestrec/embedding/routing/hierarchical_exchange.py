@@ -1,14 +1,14 @@
-"""Rows that cross between hosts once for all ranks of a host: each rank asks for them on behalf of its host.
+"""Hierarchical all-to-all: rows are sent between hosts once for all ranks of a host.
 
-    rank            keys            vectors and gradients
-    that asks       asks rank s % L of its own host, of L, for the rows of shard s
-    between         asks shard s once for what several ranks ask of it
-                                    hands vectors to those who asked; adds their gradients up, in order of rank
-    owner           sees one source a host, in order of host
+    rank            role
+    requesting      requests the rows of shard s from rank s % L of its own host, which has L ranks (the relaying rank)
+    relaying        requests the unique keys of all ranks of its host from shard s; distributes the received vectors to
+                    the requesting ranks; sums their gradients in order of rank
+    owner           receives requests from one source per host, in order of host
 
-Vectors and gradients so take two exchanges each, the first or the second inside the host. Sums are in order of rank on
-a host, then in order of host: the same in every schedule, so that each equals `serial` to the bit. Without hosts they
-are in order of rank, which agrees to rounding (order of sums).
+Vectors and gradients therefore take two exchanges each, one of them inside the host. Gradients are summed in order of
+rank on a host, then in order of host. This order is the same in every schedule, so the results of all schedules are
+bitwise identical to `serial`. Without hosts, gradients are summed in order of rank, which agrees up to rounding.
 """
 
 from collections.abc import Sequence
@@ -25,23 +25,23 @@ from nestrec.embedding.routing.deduplicated_keys import (
     DeduplicatedKeys,
     KeyCounts,
     KeyRows,
-    asked_rows,
+    count_unique_keys,
     field_of,
-    num_rows_of,
-    own_rows,
-    planned,
+    own_key_rows,
+    plan_window_cache,
+    requested_key_rows,
     segments_of,
 )
 from nestrec.embedding.routing.row_exchange import (
     ConcatRows,
     ExchangeSide,
     RowExchange,
-    by_piece,
+    allocate_gradients,
+    allocate_vectors,
     by_value,
-    gradient_legs,
-    gradient_run,
-    vector_leg,
-    vector_run,
+    gradient_exchanges,
+    split_by_piece,
+    vector_exchange,
 )
 from nestrec.embedding.table_config import RowShapes, TableConfig
 from nestrec.ops.embedding.dedup_host import dedup_segments
@@ -50,27 +50,28 @@ from nestrec.ops.embedding.row_copy import Int32, Int64, add_spans
 
 @dataclass(frozen=True, slots=True)
 class IntraHostKeys:
-    """Keys of a batch inside a host."""
+    """Keys of a batch that are exchanged inside a host."""
 
     source: DeduplicatedKeys
-    """What this rank asks of its kind on other hosts, on behalf of this one."""
+    """Keys that this rank requests from other hosts on behalf of all ranks of its host."""
     own: KeyRows
-    """Every key that this rank asks for, as it asks."""
-    asked: KeyRows
-    """Every key that ranks of this host ask through this one, as they came; places among the rows of `source`."""
+    """Every key that this rank requests, in the order sent."""
+    requested: KeyRows
+    """Every key that ranks of this host request through this rank, in the order received; indices refer to the rows of
+    `source`."""
 
 
 @dataclass(frozen=True, slots=True)
 class IntraHostExchange:
-    """What crosses inside a host with a micro-batch."""
+    """Exchanges inside a host with one micro-batch."""
 
     vectors: RowExchange
     gradients: dict[torch.dtype, RowExchange]
 
 
 @dataclass(slots=True)
-class _Between:
-    """Rows that lie on the rank between, made when they are needed."""
+class _RelayBuffers:
+    """Buffers of the relaying rank, allocated on first use."""
 
     vectors: ConcatRows | None = None
     sums: dict[torch.dtype, ConcatRows] = field(default_factory=dict)
@@ -78,136 +79,168 @@ class _Between:
 
 @dataclass(frozen=True, slots=True)
 class HierarchicalExchange:
-    """A batch between the ranks of a host and other hosts: what crosses inside, and what lies on the rank between."""
+    """Hierarchical exchange of a batch: the exchanges inside the host and the buffers of the relaying rank."""
 
     keys: IntraHostKeys
     micro_batches: tuple[IntraHostExchange, ...]
     gradient_sides: list[tuple[ExchangeSide, ExchangeSide]]
-    """For each micro-batch the gradients that leave after it, own and asked, of all types."""
+    """Per micro-batch the gradients of all dtypes that are sent after it, own and requested."""
     num_rows: NDArray[np.int64]
-    """(micro-batch, table) rows between; with the window cache the same in all, which use one place for a row."""
-    _between: _Between = field(default_factory=_Between)
+    """(micro-batch, table) number of rows on the relaying rank; with the window cache the same in all micro-batches,
+    because a row keeps its index."""
+    _buffers: _RelayBuffers = field(default_factory=_RelayBuffers)
 
     @property
-    def is_kept(self) -> bool:
-        """Rows stay from micro-batch to micro-batch."""
+    def has_window_cache(self) -> bool:
+        """Whether rows are retained from micro-batch to micro-batch."""
         return self.keys.source.windows is not None
 
     def portion(self, micro_batches: tuple[IntraHostExchange, ...]) -> "HierarchicalExchange":
-        """Some of what crosses; the rows between are the same."""
+        """Return an exchange of a portion of the rows that uses the same buffers."""
         return replace(self, micro_batches=micro_batches)
 
     def vectors(self, micro_batch: int, shapes: RowShapes, device: torch.device) -> ConcatRows:
-        """Where the vectors of a micro-batch lie."""
-        run = self._between.vectors if self.is_kept else None
-        if run is None:
-            run = self._between.vectors = vector_run(self.num_rows[micro_batch], shapes, device)
-        return run
+        """Return the buffer for the vectors of a micro-batch."""
+        vectors = self._buffers.vectors if self.has_window_cache else None
+        if vectors is None:
+            vectors = self._buffers.vectors = allocate_vectors(self.num_rows[micro_batch], shapes, device)
+        return vectors
 
     def add(
         self, micro_batch: int, dtype: torch.dtype, pieces: Sequence[torch.Tensor], shapes: RowShapes
     ) -> ConcatRows:
-        """Sums of gradients, with those that have come from the ranks of this host, in their order."""
-        leg = self.micro_batches[micro_batch].gradients[dtype]
-        sums = self._between.sums.get(dtype) if self.is_kept else None
+        """Add the gradients received from the ranks of this host, in order of rank; return the sums."""
+        row_exchange = self.micro_batches[micro_batch].gradients[dtype]
+        sums = self._buffers.sums.get(dtype) if self.has_window_cache else None
         if sums is None:
-            sums = gradient_run(dtype, self.num_rows[micro_batch], shapes, pieces[0].device)
-            self._between.sums[dtype] = sums
-        for piece, rows in by_piece(pieces, leg.asked_rows, leg.asked.counts):
-            add_spans(piece, rows, sums.elements, sums.spans, leg.groups if len(pieces) == 1 else None)
+            sums = allocate_gradients(dtype, self.num_rows[micro_batch], shapes, pieces[0].device)
+            self._buffers.sums[dtype] = sums
+        for piece, rows in split_by_piece(pieces, row_exchange.requested_rows, row_exchange.requested.counts):
+            add_spans(piece, rows, sums.elements, sums.spans, row_exchange.groups if len(pieces) == 1 else None)
         return sums
 
 
-def check_rows_are_whole(tables: Sequence[TableConfig]) -> None:
-    """A row that one rank takes in half precision and another whole would be rounded for both, or for none."""
+def check_full_precision(tables: Sequence[TableConfig]) -> None:
+    """Check that no table sends rows in half precision.
+
+    A row that one rank of a host requests in half precision and another in full precision would have the same
+    precision for both.
+
+    Raises:
+        UserError: If a table has half-precision features.
+    """
     for table in tables:
-        if table.half_features:
+        if table.half_precision_features:
             raise UserError(
-                f"features of table {table.name!r} take their rows in half precision",
-                option="ranks.hierarchy",
+                f"not supported for table {table.name!r}, which has features in half precision",
+                option="parallel.hierarchical_all_to_all",
                 value=True,
-                remedy="leave out one of the two (task.negatives.lookup)",
+                remedy="disable it, or remove task.negatives.lookup_dtype",
             )
 
 
-def on_behalf(
-    source: DeduplicatedKeys, records: NDArray[Any], counted: KeyCounts, num_shards: int, ranks_of_host: int
+def aggregate_host_keys(
+    source: DeduplicatedKeys, records: NDArray[Any], counts: KeyCounts, num_shards: int, ranks_of_host: int
 ) -> IntraHostKeys:
-    """What a rank asks other hosts for, of what ranks of its own have told it. Local.
+    """Aggregate the keys that the ranks of a host request through this rank. Local.
 
-    source: of this rank. records, counted: of the exchange inside the host.
+    Args:
+        source: Keys of this rank's batch.
+        records: Records received in the exchange inside the host.
+        counts: Splits of the exchange inside the host.
+        num_shards: Number of shards.
+        ranks_of_host: Number of ranks per host.
     """
     num_tables = source.num_tables
     num_micro_batches = source.num_micro_batches
     last = field_of(records, "last")
     segments = segments_of(records)
     keys = np.ascontiguousarray(records["key"])
-    if last is not None:  # a key of several ranks is used from the first use by any of them to the last
+    if last is not None:  # a key is used from its first to its last use by any rank
         keys, segments = np.tile(keys, 2), np.concatenate([segments, _used_last(last, segments, num_tables)])
-    order, counts = by_value(segments.astype(np.int32), num_tables * num_micro_batches)
-    bounds = np.concatenate([[0], np.cumsum(counts)])
-    places = np.empty(len(keys), np.int32)
+    order, segment_counts = by_value(segments.astype(np.int32), num_tables * num_micro_batches)
+    bounds = np.concatenate([[0], np.cumsum(segment_counts)])
+    indices = np.empty(len(keys), np.int32)
     if last is None:
         distinct = dedup_segments(keys[order], bounds, num_shards)
         plans = None
-        places[order] = distinct.inverse
+        indices[order] = distinct.inverse
     else:
-        distinct, plans = planned(keys[order], bounds, num_tables, num_shards)
-        kept = [plans[s % num_tables].places[s // num_tables][distinct.inverse_of(s)] for s in range(len(bounds) - 1)]
-        places[order] = np.concatenate(kept)
+        distinct, plans = plan_window_cache(keys[order], bounds, num_tables, num_shards)
+        cache_indices = [
+            plans[s % num_tables].cache_indices[s // num_tables][distinct.inverse_of(s)] for s in range(len(bounds) - 1)
+        ]
+        indices[order] = np.concatenate(cache_indices)
     owners = distinct.owners(num_shards) // np.int32(ranks_of_host)
-    none: list[dict[str, tuple[int, ...]]] = [{} for _ in range(num_micro_batches)]
-    between = DeduplicatedKeys(none, num_tables, distinct, owners, {}, plans, None, [0] * ERROR_WORDS)
-    asked = asked_rows(records, places[: len(records)], counted.comes, num_tables)
-    return IntraHostKeys(between, own_rows(source, counted), asked)
+    no_shapes: list[dict[str, tuple[int, ...]]] = [{} for _ in range(num_micro_batches)]
+    between = DeduplicatedKeys(no_shapes, num_tables, distinct, owners, {}, plans, None, [0] * ERROR_WORDS)
+    requested = requested_key_rows(records, indices[: len(records)], counts.received, num_tables)
+    return IntraHostKeys(between, own_key_rows(source, counts), requested)
 
 
 def _used_last(last: NDArray[np.int16], segments: Int32, num_tables: int) -> Int32:
-    """The segment that uses each key last."""
+    """Return the last segment that uses each key."""
     return last.astype(np.int32) * num_tables + segments % num_tables
 
 
-def relay(keys: IntraHostKeys, shapes: RowShapes, device: torch.device) -> HierarchicalExchange:
-    """What crosses inside the host with each micro-batch. Local."""
+def plan_hierarchical_exchange(keys: IntraHostKeys, shapes: RowShapes, device: torch.device) -> HierarchicalExchange:
+    """Build the exchanges inside the host for each micro-batch. Local."""
     num_micro_batches = keys.source.num_micro_batches
     windows = keys.source.windows
-    num_rows = num_rows_of(keys.source)
+    num_rows = count_unique_keys(keys.source)
     if windows is not None:
         num_rows = np.tile(np.array([plan.num_rows for plan in windows], np.int64), (num_micro_batches, 1))
-    coming = _sides(keys, by_last=False)
-    going = coming if windows is None else _sides(keys, by_last=True)
-    legs = tuple(within_legs(coming[p], going[p], num_rows[p], shapes, device) for p in range(num_micro_batches))
-    return HierarchicalExchange(keys, legs, going, num_rows)
+    vector_sides = _sides(keys, by_last=False)
+    gradient_sides = vector_sides if windows is None else _sides(keys, by_last=True)
+    exchanges = tuple(
+        intra_host_exchange(vector_sides[p], gradient_sides[p], num_rows[p], shapes, device)
+        for p in range(num_micro_batches)
+    )
+    return HierarchicalExchange(keys, exchanges, gradient_sides, num_rows)
 
 
 def _sides(keys: IntraHostKeys, *, by_last: bool) -> list[tuple[ExchangeSide, ExchangeSide]]:
-    both = (rows.sides(keys.source.num_micro_batches, by_last=by_last) for rows in (keys.own, keys.asked))
+    both = (rows.sides(keys.source.num_micro_batches, by_last=by_last) for rows in (keys.own, keys.requested))
     return list(zip(*both, strict=True))
 
 
-def within_legs(
-    coming: tuple[ExchangeSide, ExchangeSide],
-    going: tuple[ExchangeSide, ExchangeSide],
+def intra_host_exchange(
+    vector_sides: tuple[ExchangeSide, ExchangeSide],
+    gradient_sides: tuple[ExchangeSide, ExchangeSide],
     num_rows: Int64,
     shapes: RowShapes,
     device: torch.device,
 ) -> IntraHostExchange:
-    """Own and asked rows whose vectors come and whose gradients go. num_rows: of each table between."""
-    vectors = vector_leg(*coming, shapes, device, is_in_order=False)
-    return IntraHostExchange(vectors, gradient_legs(*going, shapes, num_rows, device, is_in_order=False))
+    """Return the exchanges of a micro-batch inside the host.
+
+    Args:
+        vector_sides: Own and requested rows whose vectors are exchanged.
+        gradient_sides: Own and requested rows whose gradients are exchanged.
+        num_rows: Number of rows of each table on the relaying rank.
+        shapes: Shapes of the rows.
+        device: Device of the rows.
+    """
+    vectors = vector_exchange(*vector_sides, shapes, device, is_in_order=False)
+    return IntraHostExchange(vectors, gradient_exchanges(*gradient_sides, shapes, num_rows, device, is_in_order=False))
 
 
-def flags_within(relayed: HierarchicalExchange, between: KeyRows, flags: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Of each key asked through this rank, what is known of its row. flags: of the rows as this rank asks for them."""
-    asked = relayed.keys.asked
-    num_tables = relayed.num_rows.shape[1]
-    first = np.concatenate([[0], np.cumsum(relayed.num_rows.reshape(-1))])
+def intra_host_flags(exchange: HierarchicalExchange, between: KeyRows, flags: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return the flag of each key requested through this rank.
+
+    Args:
+        exchange: Hierarchical exchange of the batch.
+        between: Keys that this rank requests from other hosts.
+        flags: Flags of `between`.
+    """
+    requested = exchange.keys.requested
+    num_tables = exchange.num_rows.shape[1]
+    first = np.concatenate([[0], np.cumsum(exchange.num_rows.reshape(-1))])
 
     def number(rows: KeyRows) -> Int64:
-        part = 0 if relayed.is_kept else rows.micro_batches.astype(np.int64)
-        found: Int64 = first[part * num_tables + rows.tables] + rows.places
-        return found
+        part = 0 if exchange.has_window_cache else rows.micro_batches.astype(np.int64)
+        row_numbers: Int64 = first[part * num_tables + rows.tables] + rows.indices
+        return row_numbers
 
     known = np.zeros(first[-1], np.bool_)
     known[number(between)] = flags
-    return known[number(asked)]
+    return known[number(requested)]

@@ -1,11 +1,12 @@
-"""Where the keys of a batch go: asked from their owners by one exchange, distinct again at the owner.
+"""Key routing (the input dist of TorchRec): sends the keys of a batch to the owners of their rows by all-to-all.
 
-Collective over the shards of a replica group: every rank routes the same number of micro-batches, empty ones
-included. With replica groups, holders of the same shard join their keys (replica_keys). The exchange stands between two
-local halves, so that a pipeline can run each on its own lane.
+Routing is collective over the shards of a replica group: every rank routes the same number of micro-batches, including
+empty ones. With several replica groups, the replicas of a shard join their keys (see replica_key_union). A local step
+precedes and follows the exchange, so that a pipeline can run each of them on its own lane. The owner deduplicates the
+keys of all ranks again.
 
-Two messages carry all keys of all tables and micro-batches: how many keys go to each rank, and the keys, each with its
-segment (micro-batch and table). Both cost what the keys and the ranks cost, not their number times that of tables.
+Two messages carry all keys of all tables and micro-batches: the number of keys per rank (the splits), and the keys with
+their segments (micro-batch and table). Their cost depends on the number of keys and ranks, not on the number of tables.
 """
 
 import math
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nestrec.base.cuda import to_device, used_here
+from nestrec.base.cuda import record_stream_use, to_device
 from nestrec.base.errors import BatchError
 from nestrec.distributed.collectives import all_gather_equal, all_to_all_fixed, all_to_all_rows
 from nestrec.distributed.topology import Communicator, Topology
@@ -27,26 +28,37 @@ from nestrec.embedding.routing.deduplicated_keys import (
     FeatureKeys,
     KeyCounts,
     KeyRows,
-    asked_rows,
+    count_unique_keys,
     deduplicate,
+    encode_key_records,
     field_of,
-    key_records,
-    num_rows_of,
-    own_rows,
+    own_key_rows,
+    requested_key_rows,
     segments_of,
 )
-from nestrec.embedding.routing.hierarchical_exchange import HierarchicalExchange, IntraHostKeys, on_behalf, relay
+from nestrec.embedding.routing.hierarchical_exchange import (
+    HierarchicalExchange,
+    IntraHostKeys,
+    aggregate_host_keys,
+    plan_hierarchical_exchange,
+)
 from nestrec.embedding.routing.replica_key_union import JoinedKeys, ReplicaKeyUnion
-from nestrec.embedding.routing.replica_reduction import Crossing, crossing_rows
+from nestrec.embedding.routing.replica_reduction import ReplicaGradientRows, replica_gradient_rows
 from nestrec.embedding.routing.replicated_routing import (
     RemoteKeys,
     ReplicatedRouting,
     destinations,
-    spread_rows,
-    spread_sides,
-    told_everywhere,
+    gradient_broadcast_rows,
+    gradient_broadcast_sides,
+    route_replicated,
 )
-from nestrec.embedding.routing.row_exchange import ExchangeSide, RowExchange, by_value, gradient_legs, vector_leg
+from nestrec.embedding.routing.row_exchange import (
+    ExchangeSide,
+    RowExchange,
+    by_value,
+    gradient_exchanges,
+    vector_exchange,
+)
 from nestrec.embedding.table_config import RowShapes, TableSpecs
 from nestrec.ops.embedding.dedup_host import dedup_segments
 from nestrec.ops.embedding.row_copy import Int32, Int64, RowList
@@ -54,76 +66,78 @@ from nestrec.ops.embedding.row_copy import Int32, Int64, RowList
 
 @dataclass(frozen=True, slots=True)
 class RoutedMicroBatch:
-    """A micro-batch."""
+    """Exchange plan of one micro-batch."""
 
     index: dict[str, torch.Tensor]
-    """Feature to int32 tensor of the keys' shape: places among the distinct keys of the micro-batch."""
+    """Feature name to the inverse indices of its keys: an int32 tensor, in the shape of the keys, of indices into the
+    unique keys of the micro-batch."""
     num_rows: Int64
-    """Distinct keys of each table."""
+    """Number of unique keys of each table."""
     vectors: RowExchange
-    """Vectors that come for this micro-batch: those of all its distinct keys, or of the new ones with the window
-    cache."""
+    """Exchange of the vectors received for this micro-batch: of all its unique keys, or with the window cache of those
+    that no earlier micro-batch uses."""
     gradients: dict[torch.dtype, RowExchange]
-    """Gradients that leave after this micro-batch."""
-    used: tuple[RowList, dict[torch.dtype, RowList]] | None
-    """Window cache: its distinct keys, table by table, at their places in the cache: as vectors, and as gradients of
-    each type."""
-    crossing: Crossing
-    """What crosses between holders after this micro-batch. Empty where gradients are not summed over holders."""
-    crossing_sides: tuple[ExchangeSide, ...] = ()
-    """The same before it is sorted by type."""
+    """Exchange of the gradients sent after this micro-batch, by dtype."""
+    cached_rows: tuple[RowList, dict[torch.dtype, RowList]] | None
+    """Window cache rows of its unique keys, table by table: as vectors, and as gradients of each dtype. None without
+    the window cache."""
+    replica_rows: ReplicaGradientRows
+    """Rows whose gradients are reduced over the replicas after this micro-batch, by dtype; empty if there are none."""
+    replica_sides: tuple[ExchangeSide, ...] = ()
+    """Rows of `replica_rows` of all dtypes, per replica."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedKeys:
-    """The keys of a batch, in one or more micro-batches."""
+    """Exchange plan of a batch of one or more micro-batches."""
 
     micro_batches: tuple[RoutedMicroBatch, ...]
     owned: dict[str, NDArray[np.int64]]
-    """Table to the distinct keys of the whole batch that this shard owns: the order of the working set."""
-    cache_rows: Int64 | None
-    """Distinct keys of this rank's batch in each table, where the window cache is on."""
-    num_touched: dict[str, int]
-    """Table to the number of its first rows that the batch updates; the others are there to be averaged."""
+    """Table name to the unique keys of the batch that this shard owns, in the order of the working set."""
+    num_cache_rows: Int64 | None
+    """Number of window cache rows (unique keys of this rank's batch) of each table; None without the window cache."""
+    num_updated: dict[str, int]
+    """Table name to the number of leading rows that the batch updates; the remaining rows are only averaged."""
     averaged: dict[str, torch.Tensor]
-    """Table to the places of the rows that are averaged over holders after the update; else empty."""
+    """Table name to the indices of the rows that are averaged over the replicas after the update."""
     own: KeyRows
-    """Every key that this rank asks of owners, in the order in which it asks."""
-    asked: KeyRows
-    """Every key asked from this shard, in the order in which they came."""
+    """Every key that this rank requests from owners, in the order sent."""
+    requested: KeyRows
+    """Every key requested from this shard, in the order received."""
     gradient_sides: list[tuple[ExchangeSide, ExchangeSide]]
-    """For each micro-batch the gradients that leave after it, own and asked, of all types."""
-    is_plain: bool
-    """Nothing but one micro-batch of this rank: its rows are those of the working set, in the same order."""
-    relay: HierarchicalExchange | None = None
-    """Where exchanges go by hosts: what crosses inside. `own` and the legs of micro-batches are then of the host."""
-    everywhere: ReplicatedRouting | None = None
-    """Where tables are replicated: which keys of `own` and `asked` cross as vectors, and which as gradients."""
+    """Per micro-batch the gradients of all dtypes that are sent after it, own and requested."""
+    is_identity: bool
+    """Whether the batch is a single micro-batch of a single rank, so that its rows equal those of the working set."""
+    hierarchical: HierarchicalExchange | None = None
+    """Exchanges inside the host, with hierarchical all-to-all. `own` and the exchanges of the micro-batches then
+    describe the host. None without hierarchical all-to-all."""
+    replicated: ReplicatedRouting | None = None
+    """Keys of `own` and `requested` whose vectors and gradients are exchanged; None without replicated tables."""
 
     @property
     def index(self) -> dict[str, torch.Tensor]:
-        """`index` of a batch in one micro-batch."""
+        """Inverse indices of a batch with a single micro-batch."""
         assert len(self.micro_batches) == 1, "a batch of several micro-batches has an index for each"
         return self.micro_batches[0].index
 
 
 @dataclass(frozen=True, slots=True)
 class RequestedKeys:
-    """What all sources ask from this shard, in order of (source, segment)."""
+    """Keys that all source ranks request from this shard, in order of (source, segment)."""
 
     records: NDArray[Any]
-    """As they travel: key, segment and, where they are needed, last micro-batch and whether the row crosses half."""
-    counted: KeyCounts
-    """Own keys as they were sent, and keys of each source."""
+    """Received records: key, segment and, if needed, last micro-batch and half-precision flag."""
+    counts: KeyCounts
+    """Order of the sent keys, and numbers of keys sent and received per rank."""
     owned: list[NDArray[np.int64]]
-    """For each table its distinct keys."""
-    places: Int32
-    """Of each record among the distinct keys of its table."""
+    """Unique keys of each table."""
+    indices: Int32
+    """Index of each record among the unique keys of its table."""
     joined: list[JoinedKeys] | None = None
-    """For each table, where other ranks hold copies of this shard."""
-    within: IntraHostKeys | None = None
-    """Where exchanges go by hosts: what ranks of this host ask this one to ask for. The own keys are then those of the
-    host."""
+    """Keys of each table joined with those of the other replicas of this shard; None if there are none."""
+    intra_host: IntraHostKeys | None = None
+    """Keys that ranks of this host request through this rank, with hierarchical all-to-all. The own keys are then those
+    of the host."""
 
 
 def route(
@@ -133,202 +147,232 @@ def route(
     topology: Topology,
     device: torch.device,
 ) -> RoutedKeys:
-    """Route keys that are only read. A mistake in any rank's keys raises the same UserError on every rank."""
+    """Route keys that are only read, for evaluation. Collective.
+
+    Raises:
+        BatchError: If any rank has an invalid key; the error is the same on every rank.
+    """
     source = deduplicate(micro_batches, specs, topology.num_shards, device, window_cache=False)
-    if source.everywhere is not None:  # nobody else need know
-        owners = np.where(source.everywhere, np.int32(topology.shard), source.owners)
-        source = replace(source, owners=owners, everywhere=None)
-    return arrange(source, exchange_keys(source, specs, topology), specs, shapes, device)
+    if source.is_replicated is not None:  # read-only: each rank reads its own replica
+        owners = np.where(source.is_replicated, np.int32(topology.shard), source.owners)
+        source = replace(source, owners=owners, is_replicated=None)
+    return build_exchange_plan(source, exchange_keys(source, specs, topology), specs, shapes, device)
 
 
 def exchange_keys(
-    source: DeduplicatedKeys, specs: TableSpecs, topology: Topology, holders: Communicator | None = None
+    source: DeduplicatedKeys, specs: TableSpecs, topology: Topology, replicas: Communicator | None = None
 ) -> RequestedKeys:
-    """Ask the owners. Collective; raises on every rank of the group what any rank's keys have wrong.
+    """Send the unique keys to the owners of their rows (all-to-all). Collective.
 
-    holders: those whom the mistake is told besides, so that every group knows of it.
+    Args:
+        source: Unique keys of this rank.
+        specs: Specs of the tables.
+        topology: Process groups.
+        replicas: Replicas of this shard, to which an error is also reported, so that every replica group raises it.
+
+    Raises:
+        BatchError: If any rank has an invalid key; the error is the same on every rank.
     """
     hosts = topology.hosts
-    mistake = [source.error[0] * (topology.rank + 1), *source.error[1:]]
+    error = [source.error[0] * (topology.rank + 1), *source.error[1:]]
     owners = source.owners
-    within = None
+    intra_host = None
     if hosts is not None:
-        told, mistake = _count(owners % hosts.ranks, mistake, hosts.keys_within)
-        if mistake[0]:  # of this host: the others are told, and nobody asks for anything
+        counts, error = _exchange_counts(owners % hosts.ranks_per_host, error, hosts.keys_within)
+        if error[0]:  # error on this host: report it to the other hosts and request no keys
             owners = owners[:0]
         else:
-            told_here = _told(source, told, hosts.keys_within)
-            within = on_behalf(source, told_here, told, topology.num_shards, hosts.ranks)
-            source = within.source
-            owners = within.source.owners
-    told, mistake = _count(owners, mistake, topology.keys if hosts is None else hosts.keys_between, source.everywhere)
-    if holders is not None:
-        mistake = _first_mistake(torch.stack(all_gather_equal(holders, torch.tensor(mistake))).numpy())
-    if mistake[0]:
-        raise _out_of_range(specs, mistake)
-    records = _told(source, told, topology.keys if hosts is None else hosts.keys_between)
-    owned, places = _owned_keys(records, source.num_tables, is_distinct=len(told.comes) * source.num_micro_batches == 1)
-    return RequestedKeys(records, told, owned, places, within=within)
+            host_records = _exchange_records(source, counts, hosts.keys_within)
+            intra_host = aggregate_host_keys(source, host_records, counts, topology.num_shards, hosts.ranks_per_host)
+            source = intra_host.source
+            owners = intra_host.source.owners
+    counts, error = _exchange_counts(
+        owners, error, topology.keys if hosts is None else hosts.keys_between, source.is_replicated
+    )
+    if replicas is not None:
+        error = _first_error(torch.stack(all_gather_equal(replicas, torch.tensor(error))).numpy())
+    if error[0]:
+        raise _key_range_error(specs, error)
+    records = _exchange_records(source, counts, topology.keys if hosts is None else hosts.keys_between)
+    owned, indices = _owned_keys(
+        records, source.num_tables, is_distinct=len(counts.received) * source.num_micro_batches == 1
+    )
+    return RequestedKeys(records, counts, owned, indices, intra_host=intra_host)
 
 
-def _count(
-    owners: Int32, mistake: list[int], ranks: Communicator, everywhere: NDArray[np.bool_] | None = None
+def _exchange_counts(
+    owners: Int32, error: list[int], ranks: Communicator, is_replicated: NDArray[np.bool_] | None = None
 ) -> tuple[KeyCounts, list[int]]:
-    """How many keys go to, and come from, each rank; the mistake that any of them reports. Collective."""
-    if everywhere is None:
+    """Exchange the numbers of keys sent to each rank, and the error of any rank. Collective."""
+    if is_replicated is None:
         order, sent = by_value(owners, ranks.size)
     else:
-        order, sent = destinations(owners, everywhere, ranks.size)
+        order, sent = destinations(owners, is_replicated, ranks.size)
     message = np.empty((ranks.size, ERROR_WORDS + 1), np.int64)
-    message[:, :ERROR_WORDS] = mistake
+    message[:, :ERROR_WORDS] = error
     message[:, ERROR_WORDS] = sent
     received = all_to_all_fixed(ranks, torch.from_numpy(message)).numpy()
-    return KeyCounts(order, sent, received[:, ERROR_WORDS].copy()), _first_mistake(received[:, :ERROR_WORDS])
+    return KeyCounts(order, sent, received[:, ERROR_WORDS].copy()), _first_error(received[:, :ERROR_WORDS])
 
 
-def _told(source: DeduplicatedKeys, counted: KeyCounts, ranks: Communicator) -> NDArray[Any]:
-    """What others ask this rank for, in order of (rank, segment). Collective."""
-    records = key_records(source, counted.order)
+def _exchange_records(source: DeduplicatedKeys, key_counts: KeyCounts, ranks: Communicator) -> NDArray[Any]:
+    """Exchange key records; return those requested from this rank, in order of (rank, segment). Collective."""
+    records = encode_key_records(source, key_counts.order)
     rows = torch.from_numpy(records.view(np.uint8).reshape(len(records), records.dtype.itemsize))
-    received = all_to_all_rows(ranks, rows, counted.sent.tolist(), counted.comes.tolist())
-    told: NDArray[Any] = received.numpy().reshape(-1).view(records.dtype)
-    return told
+    received = all_to_all_rows(ranks, rows, key_counts.sent.tolist(), key_counts.received.tolist())
+    requested: NDArray[Any] = received.numpy().reshape(-1).view(records.dtype)
+    return requested
 
 
 def _owned_keys(
     records: NDArray[Any], num_tables: int, *, is_distinct: bool
 ) -> tuple[list[NDArray[np.int64]], NDArray[np.int32]]:
-    """For each table its distinct keys, and the place of each record among them."""
+    """Return the unique keys of each table, and the index of each record among them."""
     keys = np.ascontiguousarray(records["key"])
     tables = segments_of(records) % num_tables
     order, counts = by_value(tables, num_tables)
     bounds = np.concatenate([[0], np.cumsum(counts)])
-    places = np.empty(len(records), np.int32)
+    indices = np.empty(len(records), np.int32)
     if is_distinct:
-        places[order] = np.arange(len(records)) - np.repeat(bounds[:-1], counts)
-        return np.split(keys[order], bounds[1:-1]), places
-    found = dedup_segments(keys[order], bounds)
-    places[order] = found.inverse
-    return np.split(found.keys, found.bounds[1:-1]), places
+        indices[order] = np.arange(len(records)) - np.repeat(bounds[:-1], counts)
+        return np.split(keys[order], bounds[1:-1]), indices
+    result = dedup_segments(keys[order], bounds)
+    indices[order] = result.inverse
+    return np.split(result.keys, result.bounds[1:-1]), indices
 
 
-def join_holders(asked: RequestedKeys, replicas: ReplicaKeyUnion, num_micro_batches: int, step: int) -> RequestedKeys:
-    """The same, with the keys that other holders of this shard bring. Collective over the holders."""
-    num_tables = len(asked.owned)
-    segments = segments_of(asked.records)
-    last = field_of(asked.records, "last")
-    brought_in = segments // num_tables if last is None else last
-    before = np.concatenate([[0], np.cumsum([len(keys) for keys in asked.owned])])
+def join_replicas(
+    requested: RequestedKeys, replicas: ReplicaKeyUnion, num_micro_batches: int, step: int
+) -> RequestedKeys:
+    """Join the requested keys with those of the other replicas of this shard. Collective over the replicas."""
+    num_tables = len(requested.owned)
+    segments = segments_of(requested.records)
+    last = field_of(requested.records, "last")
+    last_micro_batches = segments // num_tables if last is None else last
+    before = np.concatenate([[0], np.cumsum([len(keys) for keys in requested.owned])])
     lasts = np.zeros(before[-1], np.int32)
-    np.maximum.at(lasts, before[segments % num_tables] + asked.places, brought_in.astype(np.int32))
-    joined = replicas.join(asked.owned, np.split(lasts, before[1:-1]), num_micro_batches, step)
-    return replace(asked, joined=joined)
+    np.maximum.at(lasts, before[segments % num_tables] + requested.indices, last_micro_batches.astype(np.int32))
+    joined = replicas.join(requested.owned, np.split(lasts, before[1:-1]), num_micro_batches, step)
+    return replace(requested, joined=joined)
 
 
-def arrange(  # noqa: PLR0917
+def build_exchange_plan(  # noqa: PLR0917
     source: DeduplicatedKeys,
-    asked: RequestedKeys,
+    requested: RequestedKeys,
     specs: TableSpecs,
     shapes: RowShapes,
     device: torch.device,
-    holder: int = 0,
+    replica: int = 0,
     rank: int = 0,
 ) -> RoutedKeys:
-    """Put together what is asked by this rank and from this rank. holder: which of its shard's it is. rank: of those
-    that are asked. Local."""
+    """Build the exchange plan of a batch from the keys requested by this rank and from this rank. Local.
+
+    Args:
+        source: Unique keys of this rank.
+        requested: Keys requested from this rank.
+        specs: Specs of the tables.
+        shapes: Shapes of the rows.
+        device: Device of the rows.
+        replica: Index of this rank among the replicas of its shard.
+        rank: Index of this rank among the ranks that exchange vectors.
+    """
     num_micro_batches = source.num_micro_batches
     num_tables = source.num_tables
-    owned, places = _working_places(asked, num_tables)
+    owned, requested_indices = _working_set_keys(requested, num_tables)
     num_owned = np.array([len(keys) for keys in owned])
-    within = asked.within
-    num_sources = len(asked.counted.comes)
-    own = own_rows(source if within is None else within.source, asked.counted)
-    theirs = asked_rows(asked.records, places, asked.counted.comes, num_tables)
-    everywhere = None
+    intra_host = requested.intra_host
+    num_sources = len(requested.counts.received)
+    own = own_key_rows(source if intra_host is None else intra_host.source, requested.counts)
+    remote = requested_key_rows(requested.records, requested_indices, requested.counts.received, num_tables)
+    replicated = None
     has_windows = source.windows is not None
-    if source.everywhere is not None:
-        everywhere = told_everywhere(source, asked.counted, asked.records, specs, rank)
-    comes, goes = (None, None) if everywhere is None else (everywhere.vectors, everywhere.gradients)
-    is_in_order = within is None and everywhere is None and not has_windows and (num_sources == 1 or num_tables == 1)
-    pairs = _sides(own, theirs, num_micro_batches, by_last=False, only=comes)
-    going = pairs
-    if has_windows or everywhere is not None:
-        going = _sides(own, theirs, num_micro_batches, by_last=has_windows, only=goes)
-    num_rows = num_rows_of(source)
-    crossing = _crossing(asked.joined, num_micro_batches, num_tables)
-    if everywhere is not None:
-        crossing[-1] = spread_sides(owned, specs, num_sources)
+    if source.is_replicated is not None:
+        replicated = route_replicated(source, requested.counts, requested.records, specs, rank)
+    vector_keys, gradient_keys = (None, None) if replicated is None else (replicated.vectors, replicated.gradients)
+    is_in_order = (
+        intra_host is None and replicated is None and not has_windows and (num_sources == 1 or num_tables == 1)
+    )
+    pairs = _sides(own, remote, num_micro_batches, by_last=False, only=vector_keys)
+    gradient_sides = pairs
+    if has_windows or replicated is not None:
+        gradient_sides = _sides(own, remote, num_micro_batches, by_last=has_windows, only=gradient_keys)
+    num_rows = count_unique_keys(source)
+    replica_sides = _replica_sides(requested.joined, num_micro_batches, num_tables)
+    if replicated is not None:
+        replica_sides[-1] = gradient_broadcast_sides(owned, specs, num_sources)
     indices = _indices(source, specs, device)
-    coming = [vector_leg(*pair, shapes, device, is_in_order=is_in_order) for pair in pairs]
-    same = coming if going is pairs else [None] * num_micro_batches
+    vector_exchanges = [vector_exchange(*pair, shapes, device, is_in_order=is_in_order) for pair in pairs]
+    same = vector_exchanges if gradient_sides is pairs else [None] * num_micro_batches
     micro_batches = [
         RoutedMicroBatch(
             indices[p],
             num_rows[p],
-            coming[p],
-            gradient_legs(*going[p], shapes, num_owned, device, is_in_order=is_in_order, vectors=same[p]),
-            _used(source, p, shapes, device),
-            _crossing_rows(crossing[p], shapes, device, None if everywhere is not None else holder),
-            crossing[p],
+            vector_exchanges[p],
+            gradient_exchanges(*gradient_sides[p], shapes, num_owned, device, is_in_order=is_in_order, vectors=same[p]),
+            _cached_rows(source, p, shapes, device),
+            _replica_rows(replica_sides[p], shapes, device, None if replicated is not None else replica),
+            replica_sides[p],
         )
         for p in range(num_micro_batches)
     ]
     names = specs.names_T
-    joined = asked.joined or []
-    touched = {n: j.num_touched for n, j in zip(names, joined, strict=bool(joined)) if j.num_touched is not None}
+    joined = requested.joined or []
+    touched = {n: j.num_updated for n, j in zip(names, joined, strict=bool(joined)) if j.num_updated is not None}
     averaged = {n: j.averaged for n, j in zip(names, joined, strict=bool(joined)) if j.averaged is not None}
     return RoutedKeys(
         micro_batches=tuple(micro_batches),
         owned=dict(zip(names, owned, strict=True)),
-        cache_rows=None if source.windows is None else np.array([plan.num_rows for plan in source.windows]),
-        num_touched={n: len(keys) for n, keys in zip(names, owned, strict=True)} | touched,
+        num_cache_rows=None if source.windows is None else np.array([plan.num_rows for plan in source.windows]),
+        num_updated={n: len(keys) for n, keys in zip(names, owned, strict=True)} | touched,
         averaged={n: to_device(rows, device) for n, rows in averaged.items()},
         own=own,
-        asked=theirs,
-        gradient_sides=going,
-        is_plain=is_in_order and num_sources * num_micro_batches == 1 and asked.joined is None,
-        relay=None if within is None else relay(within, shapes, device),
-        everywhere=everywhere,
+        requested=remote,
+        gradient_sides=gradient_sides,
+        is_identity=is_in_order and num_sources * num_micro_batches == 1 and requested.joined is None,
+        hierarchical=None if intra_host is None else plan_hierarchical_exchange(intra_host, shapes, device),
+        replicated=replicated,
     )
 
 
-def key_bytes_sent(asked: RequestedKeys, rank: int) -> int:
-    """Bytes of keys that left this rank for others."""
-    sent = asked.counted.sent
-    return asked.records.dtype.itemsize * int(sent.sum() - sent[rank])
+def key_bytes_sent(requested: RequestedKeys, rank: int) -> int:
+    """Return the bytes of keys that this rank sent to other ranks."""
+    sent = requested.counts.sent
+    return requested.records.dtype.itemsize * int(sent.sum() - sent[rank])
 
 
 def _sides(
-    own: KeyRows, theirs: KeyRows, num_micro_batches: int, *, by_last: bool, only: RemoteKeys | None
+    own: KeyRows, remote: KeyRows, num_micro_batches: int, *, by_last: bool, only: RemoteKeys | None
 ) -> list[tuple[ExchangeSide, ExchangeSide]]:
     if only is not None:
-        own, theirs = own.only(only.own), theirs.only(only.asked)
-    both = (rows.sides(num_micro_batches, by_last=by_last) for rows in (own, theirs))
+        own, remote = own.select(only.own), remote.select(only.requested)
+    both = (rows.sides(num_micro_batches, by_last=by_last) for rows in (own, remote))
     return list(zip(*both, strict=True))
 
 
-def _working_places(asked: RequestedKeys, num_tables: int) -> tuple[list[NDArray[np.int64]], Int32]:
-    """The keys of the working set of each table, and the place of each record among them."""
-    if asked.joined is None:
-        return asked.owned, asked.places
-    moved = [np.arange(len(k), dtype=np.int32) if j.moved is None else j.moved for j, k in _joined(asked)]
-    before = np.concatenate([[0], np.cumsum([len(keys) for keys in asked.owned])])
-    places = np.concatenate(moved)[before[segments_of(asked.records) % num_tables] + asked.places]
-    return [joined.keys for joined in asked.joined], places
+def _working_set_keys(requested: RequestedKeys, num_tables: int) -> tuple[list[NDArray[np.int64]], Int32]:
+    """Return the keys of the working set of each table, and the index of each record among them."""
+    if requested.joined is None:
+        return requested.owned, requested.indices
+    union_indices = [
+        np.arange(len(k), dtype=np.int32) if j.union_indices is None else j.union_indices for j, k in _joined(requested)
+    ]
+    before = np.concatenate([[0], np.cumsum([len(keys) for keys in requested.owned])])
+    indices = np.concatenate(union_indices)[before[segments_of(requested.records) % num_tables] + requested.indices]
+    return [joined.keys for joined in requested.joined], indices
 
 
-def _joined(asked: RequestedKeys) -> list[tuple[JoinedKeys, NDArray[np.int64]]]:
-    return list(zip(asked.joined or [], asked.owned, strict=True))
+def _joined(requested: RequestedKeys) -> list[tuple[JoinedKeys, NDArray[np.int64]]]:
+    return list(zip(requested.joined or [], requested.owned, strict=True))
 
 
-def _used(
+def _cached_rows(
     source: DeduplicatedKeys, micro_batch: int, shapes: RowShapes, device: torch.device
 ) -> tuple[RowList, dict[torch.dtype, RowList]] | None:
     if source.windows is None:
         return None
-    places = [plan.places[micro_batch] for plan in source.windows]
-    tables = np.repeat(np.arange(len(places), dtype=np.int32), [len(p) for p in places])
-    flat = np.concatenate(places)
+    indices = [plan.cache_indices[micro_batch] for plan in source.windows]
+    tables = np.repeat(np.arange(len(indices), dtype=np.int32), [len(p) for p in indices])
+    flat = np.concatenate(indices)
     gradients = {}
     for dtype in shapes.gradient_types:
         chosen = shapes.has_type[dtype][tables]
@@ -336,74 +380,78 @@ def _used(
     return RowList.of(tables, flat, shapes.words, device), gradients
 
 
-def _crossing(
+def _replica_sides(
     joined: list[JoinedKeys] | None, num_micro_batches: int, num_tables: int
 ) -> list[tuple[ExchangeSide, ...]]:
-    """For each micro-batch and holder the rows whose gradient then crosses, table by table."""
-    if not joined or joined[0].crossing is None:
+    """Return per micro-batch and replica the rows whose gradients are reduced over the replicas, table by table."""
+    if not joined or joined[0].replica_indices is None:
         return [()] * num_micro_batches
-    found = []
+    result = []
     for p in range(num_micro_batches):
-        of_tables = [j.crossing[p] for j in joined if j.crossing is not None]
+        of_tables = [j.replica_indices[p] for j in joined if j.replica_indices is not None]
         sides = []
-        for holder in range(len(of_tables[0])):
-            places = [of_table[holder] for of_table in of_tables]
-            tables = np.repeat(np.arange(num_tables, dtype=np.int32), [len(rows) for rows in places])
-            sides.append(ExchangeSide(tables, np.concatenate(places), np.array([len(tables)])))
-        found.append(tuple(sides))
-    return found
+        for replica in range(len(of_tables[0])):
+            indices = [of_table[replica] for of_table in of_tables]
+            tables = np.repeat(np.arange(num_tables, dtype=np.int32), [len(rows) for rows in indices])
+            sides.append(ExchangeSide(tables, np.concatenate(indices), np.array([len(tables)])))
+        result.append(tuple(sides))
+    return result
 
 
-def _crossing_rows(
-    sides: tuple[ExchangeSide, ...], shapes: RowShapes, device: torch.device, holder: int | None
-) -> Crossing:
-    """holder: of a shard that others hold too; none: the rows are those of replicated tables."""
+def _replica_rows(
+    sides: tuple[ExchangeSide, ...], shapes: RowShapes, device: torch.device, replica: int | None
+) -> ReplicaGradientRows:
+    """Return the reduction plan of a micro-batch; `replica` is None for rows of replicated tables."""
     if not sides:
         return {}
-    return spread_rows(sides, shapes, device) if holder is None else crossing_rows(sides, shapes, device, holder)
+    return (
+        gradient_broadcast_rows(sides, shapes, device)
+        if replica is None
+        else replica_gradient_rows(sides, shapes, device, replica)
+    )
 
 
-def _first_mistake(words: NDArray[np.int64]) -> list[int]:
-    """[rank + 1, number of the feature, key] as told by the first who has one, or zeros."""
-    found: list[int] = words[np.argmax(words[:, 0] > 0)].tolist()
-    return found
+def _first_error(words: NDArray[np.int64]) -> list[int]:
+    """Return the error of the first rank that has one, [rank + 1, index of the feature, key], or zeros."""
+    result: list[int] = words[np.argmax(words[:, 0] > 0)].tolist()
+    return result
 
 
-def _out_of_range(specs: TableSpecs, mistake: list[int]) -> BatchError:
-    found_on, number, key = mistake
+def _key_range_error(specs: TableSpecs, error: list[int]) -> BatchError:
+    error_rank, number, key = error
     feature = specs.features_F[number]
     table = specs.names_T[specs.table_of_F[number]]
-    problem = f"is not a key of table {table!r}, which holds 0 to {specs.num_rows_F[number] - 1}"
-    remedy = "enlarge num_rows, correct the data, or make the table dynamic (num_rows=none)"
-    where = f"{problem} (found on rank {found_on - 1})"
+    problem = f"not a valid key of table {table!r}, whose keys are 0 to {specs.num_rows_F[number] - 1}"
+    remedy = "increase num_rows, correct the data, or make the table dynamic (num_rows=none)"
+    where = f"{problem} (detected on rank {error_rank - 1})"
     return BatchError(where, option=f"feature {feature!r}", value=key, remedy=remedy)
 
 
 def _indices(source: DeduplicatedKeys, specs: TableSpecs, device: torch.device) -> list[dict[str, torch.Tensor]]:
-    """For each micro-batch, feature to the places of its keys."""
+    """Return per micro-batch the feature name to inverse indices of its keys."""
     features = specs.features_F
     shapes = [shape[f] for shape in source.shapes for f in features]
     sizes = [math.prod(shape) for shape in shapes]
     if source.index:
-        parts = _mixed_indices(source, specs, sizes, device)
+        parts = _indices_with_device_segments(source, specs, sizes, device)
     else:
-        parts = list(to_device(source.asked.inverse, device).split(sizes))
-    found = iter([part if len(shape) == 1 else part.view(shape) for part, shape in zip(parts, shapes, strict=True)])
-    return [{f: next(found) for f in features} for _ in source.shapes]
+        parts = list(to_device(source.requested.inverse, device).split(sizes))
+    result = iter([part if len(shape) == 1 else part.view(shape) for part, shape in zip(parts, shapes, strict=True)])
+    return [{f: next(result) for f in features} for _ in source.shapes]
 
 
-def _mixed_indices(
+def _indices_with_device_segments(
     source: DeduplicatedKeys, specs: TableSpecs, sizes: Sequence[int], device: torch.device
 ) -> list[torch.Tensor]:
-    """Where some segments were deduplicated on the device."""
-    used_here(source.index.values())
+    """Return the inverse indices of each feature if some segments were deduplicated on the device."""
+    record_stream_use(source.index.values())
     parts = []
     at = 0
-    for segment in range(len(source.asked.bounds) - 1):
+    for segment in range(len(source.requested.bounds) - 1):
         own = sizes[at : at + len(specs.features_T[segment % source.num_tables])]
         inverse = source.index.get(segment)
         if inverse is None:
-            inverse = to_device(source.asked.inverse_of(segment), device)
+            inverse = to_device(source.requested.inverse_of(segment), device)
         parts += inverse.split(own)
         at += len(own)
     return parts

@@ -1,12 +1,12 @@
-"""Gradients of rows that several ranks hold, summed over these holders: everybody to everybody, or scattered.
+"""All-reduce of sparse row gradients over the replicas of a shard, directly or by reduce-scatter and all-gather.
 
-    direct       each holder sends its rows to all others, and all add them up in order of holder
-    scattered    row number p belongs to holder p % R of R: it receives the others' gradients of the row, adds them up
-                 in order of holder, and sends the sum to all others
+    direct       each replica sends its gradients to all others (all-gather), and all sum them in order of replica
+    scattered    row p is assigned to replica p % R of R, which receives the gradients of the others, sums them in order
+                 of replica (reduce-scatter) and sends the sum to all others (all-gather)
 
-Both add in one order, so the bits are the same. What each would send is known to every holder from the keys, and the
-fewer bytes are taken: of n rows that all hold in common, R (R - 1) n cross directly, and 2 (R - 1) n scattered. With
-two holders, or rows that only one of them has, direct is never more.
+Both sum in the same order, so their results are bitwise identical. Every replica knows from the keys how many bytes
+each method would send, and the cheaper one is used: n rows that all replicas use cost R (R - 1) n directly and
+2 (R - 1) n scattered. With two replicas, or for rows that only one replica uses, the direct method never costs more.
 """
 
 from collections.abc import Sequence
@@ -26,38 +26,38 @@ _FEWEST_HOLDERS = 3
 
 @dataclass(frozen=True, slots=True)
 class DirectReduction:
-    """The rows of each holder, which all others receive."""
+    """Plan of a direct all-reduce: each replica sends its rows to all others."""
 
     rows: tuple[RowList, ...]
 
-    def num_own(self, holder: int) -> int:
-        return len(self.rows[holder])
+    def num_own(self, replica: int) -> int:
+        return len(self.rows[replica])
 
 
 @dataclass(frozen=True, slots=True)
 class ScatteredReduction:
-    """Rows as one holder sends and receives them."""
+    """Plan of an all-reduce by reduce-scatter and all-gather, from the point of view of one replica."""
 
     sent: RowList
-    """Own rows in order of the holder that adds them up."""
+    """Own rows in order of the replica that sums them."""
     sent_sizes: list[int]
-    """Elements for each holder."""
+    """Number of elements sent to each replica."""
     added: tuple[RowList, ...]
-    """For each holder its rows that this one adds up."""
+    """Per replica its rows that this replica sums."""
     sums: tuple[RowList, ...]
-    """For each holder the rows that it has added up."""
+    """Per replica the rows whose sums it sends to all others."""
 
-    def num_own(self, holder: int) -> int:
+    def num_own(self, replica: int) -> int:
         return len(self.sent)
 
 
-HolderRows = DirectReduction | ScatteredReduction
-"""The rows of the holders of a shard whose gradient crosses to the others."""
+ReplicaRows = DirectReduction | ScatteredReduction
+"""Rows whose gradients are all-reduced over the replicas of a shard."""
 
 
 @dataclass(frozen=True, slots=True)
 class GradientBroadcast:
-    """For each shard the rows of replicated tables whose sums it has, which all others receive (`everywhere`)."""
+    """Plan of the broadcast of gradient sums of replicated tables: per shard the rows whose sums it sends to all."""
 
     rows: tuple[RowList, ...]
 
@@ -65,81 +65,83 @@ class GradientBroadcast:
         return len(self.rows[shard])
 
 
-Crossing = dict[torch.dtype, HolderRows] | dict[torch.dtype, GradientBroadcast]
-"""By type of the gradients: between holders of a shard, or from the owners of rows that all ranks hold."""
+ReplicaGradientRows = dict[torch.dtype, ReplicaRows] | dict[torch.dtype, GradientBroadcast]
+"""Plans by dtype of the gradients: an all-reduce over the replicas of a shard, or a broadcast for replicated tables."""
 
 
-def crossing_rows(sides: tuple[ExchangeSide, ...], shapes: RowShapes, device: torch.device, holder: int) -> Crossing:
-    """The rows of each holder, by type of their gradients; holder: this one."""
-    found: dict[torch.dtype, HolderRows] = {}
+def replica_gradient_rows(
+    sides: tuple[ExchangeSide, ...], shapes: RowShapes, device: torch.device, replica: int
+) -> ReplicaGradientRows:
+    """Choose the cheaper all-reduce plan for each gradient dtype; `replica` is the index of this replica."""
+    result: dict[torch.dtype, ReplicaRows] = {}
     for dtype in shapes.gradient_types if sides else ():
         chosen = shapes.has_type[dtype]
-        mine = [side.only(chosen[side.tables]) for side in sides]
-        distinct = _distinct(mine) if len(mine) >= _FEWEST_HOLDERS else []
-        if distinct and _scattered_is_less(mine, distinct, shapes.dims):
-            found[dtype] = _scattered(mine, distinct, shapes.dims, device, holder)
+        own = [side.select(chosen[side.tables]) for side in sides]
+        distinct = _distinct(own) if len(own) >= _FEWEST_HOLDERS else []
+        if distinct and _scattered_is_less(own, distinct, shapes.dims):
+            result[dtype] = _scattered(own, distinct, shapes.dims, device, replica)
         else:
-            found[dtype] = DirectReduction(tuple(side.rows(shapes.dims, device)[0] for side in mine))
-    return found
+            result[dtype] = DirectReduction(tuple(side.row_list(shapes.dims, device)[0] for side in own))
+    return result
 
 
 def _distinct(sides: Sequence[ExchangeSide]) -> list[ExchangeSide]:
-    """For each holder the distinct rows that it adds up."""
-    numbers = np.unique(np.concatenate([(s.tables.astype(np.int64) << 32) | s.places for s in sides]))
-    places = (numbers & 0xFFFFFFFF).astype(np.int32)
-    everything = ExchangeSide((numbers >> 32).astype(np.int32), places, np.array([len(places)]))
-    return [everything.only(places % len(sides) == r) for r in range(len(sides))]
+    """Return per replica the unique rows that it sums."""
+    numbers = np.unique(np.concatenate([(s.tables.astype(np.int64) << 32) | s.indices for s in sides]))
+    indices = (numbers & 0xFFFFFFFF).astype(np.int32)
+    all_rows = ExchangeSide((numbers >> 32).astype(np.int32), indices, np.array([len(indices)]))
+    return [all_rows.select(indices % len(sides) == r) for r in range(len(sides))]
 
 
 def _scattered_is_less(sides: Sequence[ExchangeSide], distinct: Sequence[ExchangeSide], widths: Int64) -> bool:
     num_holders = len(sides)
     direct = (num_holders - 1) * sum(int(widths[side.tables].sum()) for side in sides)
-    to_others = sum(int(widths[s.tables[s.places % num_holders != r]].sum()) for r, s in enumerate(sides))
-    back = (num_holders - 1) * sum(int(widths[side.tables].sum()) for side in distinct)
-    return to_others + back < direct
+    to_others = sum(int(widths[s.tables[s.indices % num_holders != r]].sum()) for r, s in enumerate(sides))
+    to_broadcast = (num_holders - 1) * sum(int(widths[side.tables].sum()) for side in distinct)
+    return to_others + to_broadcast < direct
 
 
 def _scattered(
-    sides: Sequence[ExchangeSide], distinct: Sequence[ExchangeSide], widths: Int64, device: torch.device, holder: int
+    sides: Sequence[ExchangeSide], distinct: Sequence[ExchangeSide], widths: Int64, device: torch.device, replica: int
 ) -> ScatteredReduction:
-    own = sides[holder]
+    own = sides[replica]
     num_holders = len(sides)
-    adds = own.places % num_holders
-    order = np.argsort(adds, kind="stable")
-    counts = np.bincount(adds, minlength=num_holders)
-    sent, sizes = ExchangeSide(own.tables[order], own.places[order], counts).rows(widths, device)
-    added = tuple(side.only(side.places % num_holders == holder).rows(widths, device)[0] for side in sides)
-    sums = tuple(side.rows(widths, device)[0] for side in distinct)
+    reducers = own.indices % num_holders
+    order = np.argsort(reducers, kind="stable")
+    counts = np.bincount(reducers, minlength=num_holders)
+    sent, sizes = ExchangeSide(own.tables[order], own.indices[order], counts).row_list(widths, device)
+    added = tuple(side.select(side.indices % num_holders == replica).row_list(widths, device)[0] for side in sides)
+    sums = tuple(side.row_list(widths, device)[0] for side in distinct)
     return ScatteredReduction(sent, sizes.tolist(), added, sums)
 
 
-def sum_over_holders(holders: Communicator, rows: HolderRows, sums: ConcatRows, totals: ConcatRows) -> int:
-    """Add the sums of every holder to the totals of all, in order of holder; bytes sent from here. Collective."""
+def reduce_replica_gradients(replicas: Communicator, rows: ReplicaRows, sums: ConcatRows, totals: ConcatRows) -> int:
+    """Add the sums of every replica to the totals of all, in order of replica; return the bytes sent. Collective."""
     if isinstance(rows, ScatteredReduction):
-        return _sum_scattered(holders, rows, sums, totals)
-    mine = packed(sums, rows.rows[holders.rank])
-    received = gather_rows_from_all(holders, mine, [of_holder.num_elements for of_holder in rows.rows])
-    for of_holder, values in zip(rows.rows, received, strict=True):
-        add_spans(values, of_holder, totals.elements, totals.spans)  # a holder has a row once
-    return (holders.size - 1) * mine.numel() * mine.element_size()
+        return _sum_scattered(replicas, rows, sums, totals)
+    own = pack_rows(sums, rows.rows[replicas.rank])
+    received = gather_rows_from_all(replicas, own, [replica_rows.num_elements for replica_rows in rows.rows])
+    for replica_rows, values in zip(rows.rows, received, strict=True):
+        add_spans(values, replica_rows, totals.elements, totals.spans)  # a replica has each row once
+    return (replicas.size - 1) * own.numel() * own.element_size()
 
 
-def _sum_scattered(holders: Communicator, rows: ScatteredReduction, sums: ConcatRows, totals: ConcatRows) -> int:
-    sizes = [of_holder.num_elements for of_holder in rows.added]
-    received = all_to_all_rows(holders, packed(sums, rows.sent), rows.sent_sizes, sizes)
-    for of_holder, values in zip(rows.added, received.split(sizes), strict=True):
-        add_spans(values, of_holder, totals.elements, totals.spans)
-    mine = packed(totals, rows.sums[holders.rank])
-    everyone = gather_rows_from_all(holders, mine, [of_holder.num_elements for of_holder in rows.sums])
-    for holder, (of_holder, values) in enumerate(zip(rows.sums, everyone, strict=True)):
-        if holder != holders.rank:
-            scatter_spans(values, of_holder, totals.elements, totals.spans)
-    sent = sum(rows.sent_sizes) - rows.sent_sizes[holders.rank] + (holders.size - 1) * mine.numel()
-    return sent * mine.element_size()
+def _sum_scattered(replicas: Communicator, rows: ScatteredReduction, sums: ConcatRows, totals: ConcatRows) -> int:
+    sizes = [replica_rows.num_elements for replica_rows in rows.added]
+    received = all_to_all_rows(replicas, pack_rows(sums, rows.sent), rows.sent_sizes, sizes)
+    for replica_rows, values in zip(rows.added, received.split(sizes), strict=True):
+        add_spans(values, replica_rows, totals.elements, totals.spans)
+    own = pack_rows(totals, rows.sums[replicas.rank])
+    all_totals = gather_rows_from_all(replicas, own, [replica_rows.num_elements for replica_rows in rows.sums])
+    for replica, (replica_rows, values) in enumerate(zip(rows.sums, all_totals, strict=True)):
+        if replica != replicas.rank:
+            scatter_spans(values, replica_rows, totals.elements, totals.spans)
+    sent = sum(rows.sent_sizes) - rows.sent_sizes[replicas.rank] + (replicas.size - 1) * own.numel()
+    return sent * own.element_size()
 
 
-def packed(run: ConcatRows, rows: RowList) -> torch.Tensor:
-    """Some rows of a run, one behind the other."""
-    found = run.elements.new_empty(rows.num_elements)
-    gather_spans(run.elements, run.spans, rows, found)
-    return found
+def pack_rows(table_rows: ConcatRows, rows: RowList) -> torch.Tensor:
+    """Return selected rows as one contiguous tensor."""
+    result = table_rows.elements.new_empty(rows.num_elements)
+    gather_spans(table_rows.elements, table_rows.spans, rows, result)
+    return result

@@ -1,9 +1,9 @@
-"""Which keys cross with which micro-batch when a rank keeps what it has received (the window cache).
+"""Plan of the window cache, with which a rank retains received vectors for the later micro-batches of a batch.
 
-Place c of the cache belongs to the c-th distinct key of the batch in order of (first micro-batch that uses it, owner).
-So the vectors that arrive for a micro-batch fill one run of the cache, and the keys to ask for are the cache's own
-order. Owners learn from the exchange in which micro-batch each key is used last, and both sides so know which gradients
-leave with which micro-batch, without a second list of keys.
+Row c of the cache belongs to the c-th unique key of the batch in order of (first micro-batch that uses it, owner). The
+vectors received for a micro-batch therefore fill a contiguous range of the cache, and the requested keys are in cache
+order. The key exchange sends the last micro-batch that uses each key to the owner, so both sides know which gradients
+are sent after which micro-batch, without a second list of keys.
 """
 
 from collections.abc import Sequence
@@ -15,67 +15,67 @@ from numpy.typing import NDArray
 
 from nestrec.ops.embedding.dedup_host import dedup_segments
 
-MOST_MICRO_BATCHES = 1 << 15
-"""Parts are told apart by sixteen bits with a sign."""
+MAX_MICRO_BATCHES = 1 << 15
+"""Maximum number of micro-batches, whose numbers are stored as int16."""
 
 
 @dataclass(frozen=True, slots=True)
 class WindowPlan:
-    """One table over all micro-batches of a rank's batch."""
+    """Window cache plan of one table, over all micro-batches of a rank's batch."""
 
     keys: NDArray[np.int64]
-    """Distinct keys in the order of the cache."""
+    """Unique keys in cache order."""
     starts: NDArray[np.int64]
-    """(number of micro-batches + 1,) where those that each uses first begin."""
+    """(number of micro-batches + 1,) bounds of the keys that each micro-batch uses first."""
     last: NDArray[np.int16]
-    """The micro-batch that uses each key last."""
-    index: list[NDArray[np.int32]]
-    """For each micro-batch, of each of its positions, the place among its distinct keys."""
-    places: list[NDArray[np.int32]]
-    """For each micro-batch the place in the cache of each of its distinct keys."""
+    """Last micro-batch that uses each key."""
+    inverse: list[NDArray[np.int32]]
+    """Per micro-batch, the index of each of its keys among its unique keys."""
+    cache_indices: list[NDArray[np.int32]]
+    """Per micro-batch, the cache row of each of its unique keys."""
 
     @property
     def num_rows(self) -> int:
-        """Rows of the cache: distinct keys of the batch."""
+        """Number of rows of the cache: the unique keys of the batch."""
         return len(self.keys)
 
-    def new_of(self, micro_batch: int) -> NDArray[np.int64]:
-        """Keys that a micro-batch uses first, grouped by owner."""
+    def first_used_keys(self, micro_batch: int) -> NDArray[np.int64]:
+        """Return the keys that a micro-batch uses first, grouped by owner."""
         return self.keys[self.starts[micro_batch] : self.starts[micro_batch + 1]]
 
-    def last_of(self, micro_batch: int) -> NDArray[np.int16]:
-        """Of these, the micro-batch that uses each last."""
+    def last_micro_batches(self, micro_batch: int) -> NDArray[np.int16]:
+        """Return the last micro-batch that uses each of the `first_used_keys` of a micro-batch."""
         return self.last[self.starts[micro_batch] : self.starts[micro_batch + 1]]
 
 
 def plan_window(keys_of_micro_batches: Sequence[NDArray[np.int64]], num_shards: int) -> WindowPlan:
-    """The plan of one table for the keys of each micro-batch; a pure function."""
+    """Return the window cache plan of one table for the keys of each micro-batch; a pure function."""
     num_micro_batches = len(keys_of_micro_batches)
-    assert num_micro_batches <= MOST_MICRO_BATCHES
+    assert num_micro_batches <= MAX_MICRO_BATCHES
     bounds = np.concatenate([[0], np.cumsum([len(keys) for keys in keys_of_micro_batches])])
-    whole = dedup_segments(np.concatenate(keys_of_micro_batches), bounds[[0, -1]], num_shards)
-    index, used, used_bounds, first, last = _uses(whole.inverse, bounds, len(whole.keys))
-    # Keys are grouped by owner, and stay so inside a micro-batch. Sixteen bits are sorted by counting, more by
-    # comparing.
+    unique = dedup_segments(np.concatenate(keys_of_micro_batches), bounds[[0, -1]], num_shards)
+    inverse, used, used_bounds, first, last = _uses(unique.inverse, bounds, len(unique.keys))
+    # The stable sort keeps keys grouped by owner inside a micro-batch. numpy sorts 16-bit integers with a radix sort,
+    # which is faster than the comparison sort of wider ones.
     order = np.argsort(first.astype(np.uint16), kind="stable")
-    place = np.empty(len(order), np.int32)
-    place[order] = np.arange(len(order), dtype=np.int32)
+    cache_index = np.empty(len(order), np.int32)
+    cache_index[order] = np.arange(len(order), dtype=np.int32)
     starts = np.searchsorted(first[order], np.arange(num_micro_batches + 1))
     return WindowPlan(
-        keys=whole.keys[order],
+        keys=unique.keys[order],
         starts=starts,
         last=last[order].astype(np.int16),
-        index=np.split(index, bounds[1:-1]),
-        places=np.split(place[used], used_bounds[1:-1]),
+        inverse=np.split(inverse, bounds[1:-1]),
+        cache_indices=np.split(cache_index[used], used_bounds[1:-1]),
     )
 
 
 @njit(cache=True, nogil=True)
 def _uses(inverse, bounds, num_unique):  # type: ignore[no-untyped-def]
-    """Place of each position among its micro-batch's distinct keys, these keys, their bounds, first and last
-    micro-batch of a key."""
+    """Return the inverse indices and the unique keys of the micro-batches, their bounds, and the first and last
+    micro-batch of each key."""
     num_micro_batches = len(bounds) - 1
-    index = np.empty(len(inverse), np.int32)
+    local_inverse = np.empty(len(inverse), np.int32)
     used = np.empty(len(inverse), np.int32)
     used_bounds = np.zeros(num_micro_batches + 1, np.int64)
     first, last = np.full(num_unique, -1, np.int32), np.full(num_unique, -1, np.int32)
@@ -92,6 +92,6 @@ def _uses(inverse, bounds, num_unique):  # type: ignore[no-untyped-def]
                 local[key] = total - start
                 used[total] = key
                 total += 1
-            index[i] = local[key]
+            local_inverse[i] = local[key]
         used_bounds[p + 1] = total
-    return index, used[:total].copy(), used_bounds, first, last
+    return local_inverse, used[:total].copy(), used_bounds, first, last

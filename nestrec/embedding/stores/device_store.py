@@ -1,10 +1,10 @@
-"""Rows in the memory of the engine's device, in one tensor."""
+"""Row store in the memory of the engine's device."""
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nestrec.base.cuda import to_device, used_here
+from nestrec.base.cuda import record_stream_use, to_device
 from nestrec.embedding.stores.row_snapshot import (
     CopyOnWriteRing,
     DeviceRows,
@@ -21,7 +21,7 @@ from nestrec.ops.embedding.row_copy import move_rows
 
 
 class DeviceStore(SnapshotStore):
-    """One (capacity, num_words) tensor; when it is full it is replaced by one half as large again."""
+    """Row store in one (capacity, num_words) tensor; when it is full, a tensor 1.5 times as large replaces it."""
 
     def __init__(self, num_words: int, device: torch.device, num_threads: int = 0) -> None:
         self._slab = torch.empty(0, num_words, dtype=torch.int32, device=device)
@@ -31,10 +31,11 @@ class DeviceStore(SnapshotStore):
         if num_slots <= len(self._slab):
             return
         capacity = num_slots if len(self._slab) == 0 else max(num_slots, len(self._slab) * 3 // 2)
-        with self._changing():
+        with self._before_write():
             slab = _memory(capacity, self._slab)
             slab[: len(self._slab)] = self._slab
-            used_here([self._slab])  # of a resumed run it is another stream's, which may take its memory at once
+            # In a resumed run the slab was allocated on another stream, which could reuse its memory at once.
+            record_stream_use([self._slab])
             self._slab = slab
 
     def gather(self, slots: Slots, out: torch.Tensor) -> None:
@@ -45,16 +46,16 @@ class DeviceStore(SnapshotStore):
 
     def scatter(self, slots: Slots, rows: torch.Tensor) -> None:
         if self._slab.device.type == "cpu":
-            with self._changing(slots):
+            with self._before_write(slots):
                 scatter_rows_host(self._slab.numpy(), slots, rows.numpy(), self._num_threads)
         else:
-            with self._changing(slots):
+            with self._before_write(slots):
                 move_rows(rows, self._slab, target_index_P=to_device(slots, rows.device))
 
     def read(self, slots: Slots, out: NDArray[np.int32]) -> None:
         gather_rows_host(self._slab.numpy(), slots, out, self._num_threads)
 
-    def _freeze(self, state: State, num_words: int, max_bytes: int) -> RowSnapshot:
+    def _make_snapshot(self, state: State, num_words: int, max_bytes: int) -> RowSnapshot:
         if self._slab.device.type == "cpu":
             return MemoryRows(self._slab_now, state, CopyOnWriteRing(num_words, max_bytes, host_memory))
         return DeviceRows(self.gather, self._slab.device, state, CopyOnWriteRing(num_words, max_bytes, pinned_memory))
@@ -77,6 +78,6 @@ class DeviceStore(SnapshotStore):
 def _memory(capacity: int, like: torch.Tensor) -> torch.Tensor:
     if like.device.type != "cpu":
         return like.new_empty(capacity, like.shape[1])
-    # numpy's large arrays ask the system for huge pages, torch's do not: random rows then miss fewer page entries,
-    # which saved 3 to 5% of the processor time of a training step.
+    # Unlike torch, numpy allocates large arrays with huge pages: random rows then cause fewer TLB misses, which saved
+    # 3 to 5% of the CPU time of a training step.
     return torch.from_numpy(np.empty((capacity, like.shape[1]), np.int32))

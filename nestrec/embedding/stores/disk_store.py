@@ -1,9 +1,8 @@
-"""Rows in a file under a bounded cache of rows in host memory, for tables larger than memory.
+"""Row store in a file (SSD tier) with a bounded row cache in host memory, for tables larger than memory.
 
-The cache is set-associative with least-recently-used replacement inside a set, written back when a row leaves it. The
-file is scratch: it belongs to one store and goes with it; checkpoints last.
-
-A file of rows that grows, and reads and writes of single rows from inside host loops.
+The cache is set-associative with LRU replacement inside a set and writes dirty rows back on eviction. The file is a
+temporary file of one store and is removed with it; only checkpoints are persistent. Compiled host loops read and write
+single rows of the file.
 """
 
 import contextlib
@@ -20,23 +19,23 @@ from numpy.typing import NDArray
 
 from nestrec.base.errors import UserError
 from nestrec.base.random import mix64_jit
-from nestrec.base.thread_team import for_parts
+from nestrec.base.thread_team import parallel_for
 from nestrec.embedding.stores.host_store import HostStore
 from nestrec.embedding.stores.row_snapshot import CopyOnWriteRing, ExclusiveRows, RowSnapshot, State, host_memory
 from nestrec.embedding.stores.row_store import Slots
 
 _GROWTH = 1.5
 
-# The C library's own calls, so that loops without the GIL can use them; addresses are passed as integers.
+# C library functions, so that compiled loops can call them without the GIL; addresses are passed as integers.
 pread = types.ExternalFunction("pread", types.intp(types.int32, types.uintp, types.uintp, types.int64))
 pwrite = types.ExternalFunction("pwrite", types.intp(types.int32, types.uintp, types.uintp, types.int64))
 
 
 class RowFile:
-    """Rows of `row_bytes` one after another, in the folder of `path`.
+    """Growing temporary file of rows of `row_bytes` each, in the folder of `path`.
 
-    The file is scratch and belongs to this object: its name is unique and is gone as soon as it is open, so that nobody
-    else can write into it, and the kernel removes it with the process, however that ends.
+    The file has a unique name and is unlinked as soon as it is open: no other process can write to it, and the kernel
+    removes it with the process, even after SIGKILL.
     """
 
     def __init__(self, path: Path, row_bytes: int) -> None:
@@ -45,22 +44,22 @@ class RowFile:
         self.num_rows = 0
         self.descriptor = _open_nameless(path)
         self._closes = weakref.finalize(self, os.close, self.descriptor)
-        self._closes.atexit = False  # a lane may still be writing rows, and the number could be another file's by then
+        self._closes.atexit = False  # a lane may still write rows, and the descriptor could be reused
 
     @property
     def num_bytes(self) -> int:
         return self.num_rows * self._row_bytes
 
     def reserve(self, num_rows: int) -> None:
-        """Have room for `num_rows`. Blocks are allocated at once: a full disk must be an error here, not later."""
+        """Grow the file to at least `num_rows` rows; blocks are allocated now, so that a full disk fails here."""
         if num_rows <= self.num_rows:
             return
         capacity = num_rows if self.num_rows == 0 else max(num_rows, int(self.num_rows * _GROWTH))
         try:
             os.posix_fallocate(self.descriptor, 0, capacity * self._row_bytes)
         except OSError as error:
-            problem = f"cannot hold {capacity * self._row_bytes:,} bytes of rows: {error.strerror}"
-            remedy = "free space, name another folder, or bound the table (max_rows)"
+            problem = f"cannot allocate {capacity * self._row_bytes:,} bytes for rows: {error.strerror}"
+            remedy = "free disk space, set another folder, or limit the table (max_rows)"
             raise UserError(problem, option="store.folder", value=str(self._folder), remedy=remedy) from error
         self.num_rows = capacity
 
@@ -70,25 +69,25 @@ class RowFile:
 
 
 def remove_leftovers(folder: Path, table: str) -> None:
-    """Remove row files of any shard of a table that have a name: nobody will read them.
+    """Remove row files of any shard of a table that are still visible in the folder; no process uses them.
 
-    They come from a process that was killed between making and unnaming its file, or from a version that left them.
+    They were left by a process that was killed between creating and unlinking its file, or by an older version.
     """
     name = re.compile(re.escape(table) + r"\.\d+\.[0-9a-f]+\.rows")
-    with contextlib.suppress(OSError):  # no such folder yet, or a file that another rank was quicker to remove
+    with contextlib.suppress(OSError):  # the folder may not exist yet, and another rank may remove the same file
         for path in [path for path in folder.iterdir() if name.fullmatch(path.name)]:
             path.unlink(missing_ok=True)
 
 
 def _open_nameless(path: Path) -> int:
-    named = path.with_name(f"{path.name}.{secrets.token_hex(8)}.rows")
+    path_with_suffix = path.with_name(f"{path.name}.{secrets.token_hex(8)}.rows")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(named, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        named.unlink(missing_ok=True)
+        descriptor = os.open(path_with_suffix, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        path_with_suffix.unlink(missing_ok=True)
     except OSError as error:
-        problem = f"cannot be written to: {error.strerror}"
-        remedy = "name a folder that this process may write to"
+        problem = f"the folder is not writable: {error.strerror}"
+        remedy = "set a folder that this process can write to"
         raise UserError(problem, option="store.folder", value=str(path.parent), remedy=remedy) from error
     return descriptor
 
@@ -97,7 +96,7 @@ _WAYS = 8
 
 
 class DiskStore(HostStore):
-    """A file of rows and a cache of `cache_rows` rows."""
+    """Row store in a file, with a cache of `cache_rows` rows in host memory."""
 
     def __init__(self, path: Path, num_words: int, device: torch.device, cache_rows: int, num_threads: int = 0) -> None:
         super().__init__(device, num_lanes=1)
@@ -110,14 +109,14 @@ class DiskStore(HostStore):
         self._stamps = np.zeros((self._num_sets, _WAYS), np.int64)
         self._is_dirty = np.zeros((self._num_sets, _WAYS), np.bool_)
         self._tick = 0
-        self._num_read = self._num_missed = 0
+        self._num_read = self._num_misses = 0
 
     def reserve(self, num_slots: int) -> None:
-        with self._changing():
+        with self._before_write():
             self._file.reserve(num_slots)
 
     def gather(self, slots: Slots, out: torch.Tensor) -> None:
-        with self._changing():  # what is read changes the cache
+        with self._before_write():  # reading changes the cache
             super().gather(slots, out)
 
     def read(self, slots: Slots, out: NDArray[np.int32]) -> None:
@@ -127,7 +126,7 @@ class DiskStore(HostStore):
     def write(self, slots: Slots, rows: NDArray[np.int32]) -> None:
         self._pass(slots, rows, is_write=True)
 
-    def _freeze(self, state: State, num_words: int, max_bytes: int) -> RowSnapshot:
+    def _make_snapshot(self, state: State, num_words: int, max_bytes: int) -> RowSnapshot:
         return ExclusiveRows(self.read, state, CopyOnWriteRing(num_words, max_bytes, host_memory))
 
     def statistics(self) -> dict[str, int]:
@@ -137,7 +136,7 @@ class DiskStore(HostStore):
             "device_bytes": 0,
             "disk_bytes": self._file.num_bytes,
             "cache_reads": self._num_read,
-            "cache_misses": self._num_missed,
+            "cache_misses": self._num_misses,
         }
 
     def close(self) -> None:
@@ -152,23 +151,23 @@ class DiskStore(HostStore):
             misses.append(_through_cache(file, state, slots, rows, self._tick, low, high, is_write))
 
         # Threads share the sets, not the rows, so that no two of them touch one set.
-        for_parts(self._num_sets, len(slots), work, self._num_threads)
+        parallel_for(self._num_sets, len(slots), work, self._num_threads)
         self._tick += len(slots)
-        self._num_missed += sum(misses)
+        self._num_misses += sum(misses)
         if min(misses) < 0:
-            remedy = "check the disk and restart from the last checkpoint"
+            remedy = "check the disk, then resume from the last checkpoint"
             raise UserError(
-                "a row could not be read or written", option="store.folder", value=str(self._folder), remedy=remedy
+                "reading or writing a row failed", option="store.folder", value=str(self._folder), remedy=remedy
             )
 
 
 @njit(cache=True, nogil=True)
 def _through_cache(file, state, slots, rows, tick, low, high, is_write):  # type: ignore[no-untyped-def]  # noqa: PLR0917
-    """Read or write rows whose set lies in [low, high); how many were not in the cache, -1 where the file failed."""
+    """Read or write rows whose set is in [low, high); return the number of cache misses, -1 after a file error."""
     cache, tags, stamps, is_dirty = state
     num_sets, ways = tags.shape
     row_bytes = 4 * cache.shape[1]
-    missed = 0
+    num_misses = 0
     for i in range(len(slots)):
         slot = slots[i]
         if slot < 0:
@@ -183,10 +182,10 @@ def _through_cache(file, state, slots, rows, tick, low, high, is_write):  # type
                 break
             if stamps[group, w] < stamps[group, way]:
                 way = w
-        place = group * ways + way
+        cache_row = group * ways + way
         if tags[group, way] != slot:
-            missed += 1
-            address = cache.ctypes.data + place * row_bytes
+            num_misses += 1
+            address = cache.ctypes.data + cache_row * row_bytes
             if is_dirty[group, way] and pwrite(file, address, row_bytes, tags[group, way] * row_bytes) != row_bytes:
                 return -1
             tags[group, way] = slot
@@ -195,8 +194,8 @@ def _through_cache(file, state, slots, rows, tick, low, high, is_write):  # type
                 return -1
         stamps[group, way] = tick + i + 1
         if is_write:
-            cache[place] = rows[i]
+            cache[cache_row] = rows[i]
             is_dirty[group, way] = True
         else:
-            rows[i] = cache[place]
-    return missed
+            rows[i] = cache[cache_row]
+    return num_misses

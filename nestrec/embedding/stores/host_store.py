@@ -1,6 +1,7 @@
-"""Rows in host memory: one slab that grows in place, copied by several threads without the GIL.
+"""Row stores in host memory (host offload, comparable to UVM) and the base class that they share with the disk store.
 
-What the stores in host memory share: rows move by host loops, through pinned staging where the engine has a GPU.
+Rows are copied by multithreaded host loops without the GIL, and through pinned staging buffers if the engine uses a
+GPU.
 """
 
 from abc import ABC, abstractmethod
@@ -23,10 +24,10 @@ from nestrec.ops.embedding.host_loops import gather_rows_host, scatter_rows_host
 
 
 class HostStore(SnapshotStore, ABC):
-    """A store that reads and writes host arrays."""
+    """Base class of stores that read and write host arrays."""
 
     def __init__(self, device: torch.device, *, num_lanes: int) -> None:
-        """num_lanes: how many threads may read or write chunks at the same time, on the way to and from a GPU."""
+        """Create a store; `num_lanes` threads may copy chunks to and from a GPU at the same time."""
         self._staging = staging_of_process(num_lanes) if device.type == "cuda" else None
 
     def gather(self, slots: Slots, out: torch.Tensor) -> None:
@@ -36,7 +37,7 @@ class HostStore(SnapshotStore, ABC):
             self._staging.to_device(out, lambda part, rows: self.read_chunk(slots[part], rows))
 
     def scatter(self, slots: Slots, rows: torch.Tensor) -> None:
-        with self._changing(slots):
+        with self._before_write(slots):
             if self._staging is None:
                 self.write(slots, rows.numpy())
             else:
@@ -44,18 +45,18 @@ class HostStore(SnapshotStore, ABC):
 
     @abstractmethod
     def read(self, slots: Slots, out: NDArray[np.int32]) -> None:
-        """Copy rows into a host array."""
+        """Copy rows of the store to a host array."""
 
     @abstractmethod
     def write(self, slots: Slots, rows: NDArray[np.int32]) -> None:
-        """Copy rows out of a host array."""
+        """Copy rows of a host array to the store."""
 
     def read_chunk(self, slots: Slots, out: NDArray[np.int32]) -> None:
-        """`read` as a lane of the staging calls it."""
+        """Copy rows to a host array; called by a lane of the pinned staging."""
         self.read(slots, out)
 
     def write_chunk(self, slots: Slots, rows: NDArray[np.int32]) -> None:
-        """`write` as a lane of the staging calls it."""
+        """Copy rows of a host array to the store; called by a lane of the pinned staging."""
         self.write(slots, rows)
 
 
@@ -63,18 +64,18 @@ _MAX_LANES = 12
 
 
 class DramStore(HostStore):
-    """A slab of rows; memory is taken from the system when a row is first written."""
+    """Row store in host memory; the system allocates the memory of a row when it is first written."""
 
     def __init__(self, num_words: int, device: torch.device, num_threads: int = 0) -> None:
         threads = num_threads or torch.get_num_threads()
-        # A quarter of the cores is left to the driver and to whoever waits for the interpreter.
+        # A quarter of the cores is left to the driver and to threads that wait for the GIL.
         super().__init__(device, num_lanes=min(_MAX_LANES, max(1, threads * 3 // 4)))
         self._slab = Slab(num_words)
         self._num_threads = num_threads
 
     def reserve(self, num_slots: int) -> None:
         if num_slots > len(self._slab.rows):
-            with self._changing():
+            with self._before_write():
                 self._slab.reserve(num_slots)
 
     def read(self, slots: Slots, out: NDArray[np.int32]) -> None:
@@ -89,7 +90,7 @@ class DramStore(HostStore):
     def write_chunk(self, slots: Slots, rows: NDArray[np.int32]) -> None:
         scatter_rows_host(self._slab.rows, slots, rows, num_threads=1)
 
-    def _freeze(self, state: State, num_words: int, max_bytes: int) -> RowSnapshot:
+    def _make_snapshot(self, state: State, num_words: int, max_bytes: int) -> RowSnapshot:
         return MemoryRows(lambda: self._slab.rows, state, CopyOnWriteRing(num_words, max_bytes, host_memory))
 
     def statistics(self) -> dict[str, int]:

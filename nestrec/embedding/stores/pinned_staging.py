@@ -1,9 +1,10 @@
-"""Host rows to and from a GPU through pinned buffers: the copy of a chunk overlaps the host loop over the next.
+"""Copies host rows to and from a GPU through pinned buffers; the copy of a chunk overlaps the next host loop.
 
-Rows are divided over lanes, one thread each, with two pinned buffers a lane. A lane fills one buffer while the other is
-on its way, and lanes do not wait for each other. Chunks are large, since every one of them hands the interpreter from
-thread to thread several times, which on a host of 16 cores took 0.25 ms in all and cannot be done by two lanes at once.
-The buffers belong to the process, not to a table. How much of the copy is hidden: docs/results/stores.md.
+Rows are divided over lanes, one thread each, with two pinned buffers per lane (double buffering). A lane fills one
+buffer while the other is being copied, and lanes do not wait for each other. Chunks are large because each of them
+passes the GIL between threads several times, which took 0.25 ms in total on a host with 16 cores and cannot be done by
+two lanes at once. The buffers belong to the process, not to a table. docs/results/stores.md shows how much of the copy
+time is hidden.
 """
 
 import threading
@@ -15,18 +16,18 @@ import torch
 from numpy.typing import NDArray
 
 from nestrec.base.cuda import pinned_empty
-from nestrec.base.thread_team import for_parts
+from nestrec.base.thread_team import parallel_for
 
 CHUNK_BYTES = 8 << 20
 HostLoop = Callable[[slice, NDArray[np.int32]], None]
 
 
 class _Lane:
-    """Two pinned buffers, each with the event that says when its last copy was done."""
+    """Two pinned buffers, each with an event that is recorded after its last copy."""
 
     def __init__(self, chunk_bytes: int) -> None:
         self._buffers = [pinned_empty([chunk_bytes // 4], torch.int32, torch.device("cuda")) for _ in range(2)]
-        # Blocking: a lane that waits sleeps, and leaves its core to those that work.
+        # Blocking events: a waiting lane sleeps and leaves its core to the working threads.
         self._events = [torch.cuda.Event(blocking=True) for _ in range(2)]
 
     def to_device(self, out: torch.Tensor, parts: list[slice], fill: HostLoop) -> None:
@@ -48,27 +49,32 @@ class _Lane:
                 take(parts[turn - 1], self._rows(turn - 1, parts[turn - 1], rows).numpy())
 
     def _rows(self, turn: int, part: slice, like: torch.Tensor) -> torch.Tensor:
-        """The buffer of this turn as rows of the width of `like`."""
+        """Return the buffer of this turn as rows of the width of `like`."""
         num_rows = part.stop - part.start
         num_words = like.shape[1]
         return self._buffers[turn % 2][: num_rows * num_words].view(num_rows, num_words)
 
 
 class PinnedStaging:
-    """Moves rows chunk by chunk on one or more lanes, one call at a time."""
+    """Pinned staging buffers that copy rows in chunks on one or more lanes, one call at a time."""
 
     def __init__(self, num_lanes: int, chunk_bytes: int) -> None:
-        """num_lanes: threads that may run the host loop at the same time; chunk_bytes: of one pinned buffer."""
+        """Allocate the buffers.
+
+        Args:
+            num_lanes: Number of threads that may run the host loop at the same time.
+            chunk_bytes: Size of one pinned buffer.
+        """
         self._chunk_bytes = chunk_bytes
         self._lanes = [_Lane(chunk_bytes) for _ in range(num_lanes)]
         self._in_use = threading.Lock()
 
     def to_device(self, out: torch.Tensor, fill: HostLoop) -> None:
-        """Let `fill` write host rows chunk by chunk; each chunk is sent to `out` while the next is written."""
+        """Copy rows to the device: `fill` writes a chunk of host rows while the previous chunk is copied to `out`."""
         self._on_lanes(out, lambda lane, parts: lane.to_device(out, parts, fill))
 
     def to_host(self, rows: torch.Tensor, take: HostLoop) -> None:
-        """Bring rows to the host chunk by chunk; `take` reads one chunk while the next is on its way."""
+        """Copy rows to the host: `take` reads one chunk while the next one is copied."""
         self._on_lanes(rows, lambda lane, parts: lane.to_host(rows, parts, take))
 
     def _on_lanes(self, rows: torch.Tensor, move: Callable[[_Lane, list[slice]], None]) -> None:
@@ -78,17 +84,17 @@ class PinnedStaging:
         chunk_rows = max(1, self._chunk_bytes // (4 * rows.shape[1]))
 
         def run(first: int, end: int) -> None:
-            with torch.cuda.stream(stream):  # a thread has a stream of its own unless told
+            with torch.cuda.stream(stream):  # the current stream is a thread-local setting
                 for lane in range(first, end):
                     low = num_rows * lane // len(lanes)
                     high = num_rows * (lane + 1) // len(lanes)
                     move(lanes[lane], [slice(a, min(a + chunk_rows, high)) for a in range(low, high, chunk_rows)])
 
         with self._in_use:
-            for_parts(len(lanes), num_rows, run, len(lanes))
+            parallel_for(len(lanes), num_rows, run, len(lanes))
 
 
 @lru_cache(maxsize=8)
 def staging_of_process(num_lanes: int) -> PinnedStaging:
-    """Buffers shared by all stores: many tables need no more pinned memory than one."""
+    """Return the buffers that all stores share, so that many tables need no more pinned memory than one."""
     return PinnedStaging(num_lanes, CHUNK_BYTES)

@@ -1,23 +1,16 @@
-"""Snapshots of rows that are saved while training changes them (copy on write).
+"""Copy-on-write snapshots of the rows of a store, read in chunks while training changes the rows.
 
-Rows that were about to change before they were read: a ring of them, of bounded size.
+Each row of a snapshot is claimed exactly once: by the reader, which reads it from the store, or by a writer that is
+about to overwrite it and copies the old row to a ring buffer first. The ring has one producer and one consumer, is
+lock-free, and its size is bounded. The reader drains it before it is full; a writer waits only if the reader is late.
 
-One side puts rows at its head, the other takes them from its end, and neither ever holds a lock that the other needs.
+In host memory, reader and writers synchronize through one byte per row without waiting for each other: a writer claims
+a row, then copies it; the reader copies a row, then claims it, and discards the copy if a writer claimed it first.
 
-Rows of a store as they were at a moment, read in pieces while others write.
-
-Each row is claimed once: by the reader, who takes it, or by a writer who is about to overwrite it and puts it aside
-first (nestrec.embedding.stores.aside). The memory aside is bounded; the reader empties it before it is full, and only
-where it comes too late does a writer wait.
-
-In host memory the two meet in one byte a row, and neither waits for the other: a writer claims a row, then copies it;
-the reader copies a row, then claims it, and drops the copy where a writer was first.
-
-Rows in the memory of a device as they were at a moment, read in pieces while training writes on.
-
-The host decides who claims a row, under a lock that is held while work is launched and never while it runs. On a GPU
-the reader has a stream of its own: what a writer launches waits there for what the reader has launched before, so that
-the host waits for neither. Rows are put aside in pinned memory, copied before the update that is launched after them.
+In device memory, the host decides which side claims a row, under a lock that is held while work is launched and never
+while it runs. On a GPU the reader has its own stream: work of a writer waits on the GPU for work that the reader
+launched before, so that the host waits for neither. Writers copy old rows to pinned memory before they launch the
+update.
 """
 
 import contextlib
@@ -34,344 +27,349 @@ from numpy.typing import NDArray
 from nestrec.base.cuda import on_stream, pinned_empty, side_stream
 from nestrec.base.thread_team import ThreadTeam, niceness
 from nestrec.embedding.stores.row_store import Slab, Slots
-from nestrec.ops.embedding.host_loops import AHEAD, exchange_if, prefetch_row
+from nestrec.ops.embedding.host_loops import AHEAD, compare_and_swap, prefetch_row
 
 Memory = Callable[[int, int], NDArray[np.int32]]
-"""(rows, words) to an array of so many."""
+"""Allocator: (rows, words) to an array of that shape."""
 _PAGE_WORDS = 1024
 
 
 class CopyOnWriteRing:
-    """A ring of rows and of the slots that they are of."""
+    """Copy-on-write ring buffer of row copies and their slots; single producer, single consumer, lock-free."""
 
     def __init__(self, num_words: int, max_bytes: int, memory: Memory) -> None:
-        """max_bytes: of the rows; room for one there always is."""
+        """Create a ring for at most `max_bytes` of rows, but at least one row."""
         capacity = max(1, max_bytes // (4 * num_words))
         self.rows = memory(capacity, num_words)
         self._slots = np.empty(capacity, np.int64)
-        self._num_put = self._num_taken = 0
-        self._has_room = threading.Event()
-        self._has_more = threading.Event()
+        self._num_put = self._num_released = 0
+        self._has_space = threading.Event()
+        self._has_rows = threading.Event()
         self._is_closed = False
 
     @property
-    def num_put(self) -> int:
-        """Rows that were put aside so far."""
+    def num_copied(self) -> int:
+        """Number of rows copied to the ring so far."""
         return self._num_put
 
     @property
-    def is_crowded(self) -> bool:
-        """Half of the room is taken: time to take rows out."""
-        return 2 * (self._num_put - self._num_taken) >= len(self._slots)
+    def is_half_full(self) -> bool:
+        """Whether at least half of the ring is in use, so that it should be drained."""
+        return 2 * (self._num_put - self._num_released) >= len(self._slots)
 
-    def touch(self) -> None:
-        """Have all of the memory, whoever puts rows into it meanwhile.
+    def prefault(self) -> None:
+        """Touch all pages of the ring; safe while a writer adds rows.
 
-        The system gives memory when it is first written, and clears it then: for rows, many times what their copy
-        takes, in a training that puts them there.
+        The system allocates and clears a page when it is first written. In a training step, that would take many times
+        as long as copying the rows.
         """
-        _touch(self.rows.reshape(-1))
+        _touch_pages(self.rows.reshape(-1))
 
-    def room(self, num_rows: int) -> NDArray[np.int32]:
-        """Memory for the next rows, at most so many, side by side; less, or none, where there is no room."""
+    def reserve(self, num_rows: int) -> NDArray[np.int32]:
+        """Return contiguous memory for at most `num_rows` next rows; fewer or none if the ring is nearly full."""
         start = self._num_put % len(self._slots)
         capacity = len(self._slots)
-        free = min(num_rows, capacity - (self._num_put - self._num_taken), capacity - start)
+        free = min(num_rows, capacity - (self._num_put - self._num_released), capacity - start)
         return self.rows[start : start + free]
 
-    def put(self, slots: NDArray[np.int64]) -> None:
-        """The first part of what `room` gave holds the rows of these slots now."""
+    def commit(self, slots: NDArray[np.int64]) -> None:
+        """Publish the rows of these slots, written to the start of the memory that `reserve` returned."""
         start = self._num_put % len(self._slots)
         self._slots[start : start + len(slots)] = slots
         self._num_put += len(slots)
-        self._has_more.set()
+        self._has_rows.set()
 
-    def wait_for_room(self) -> None:
-        """Until there is some, or none is needed any more."""
-        while self._num_put - self._num_taken == len(self._slots) and not self._is_closed:
-            self._has_room.clear()
-            if self._num_put - self._num_taken == len(self._slots) and not self._is_closed:
-                self._has_room.wait()
+    def wait_for_space(self) -> None:
+        """Block until the ring has space or is closed."""
+        while self._num_put - self._num_released == len(self._slots) and not self._is_closed:
+            self._has_space.clear()
+            if self._num_put - self._num_released == len(self._slots) and not self._is_closed:
+                self._has_space.wait()
 
-    def wait_for_more(self) -> None:
-        """Until a row is here. For who knows that one was claimed by a writer."""
-        while self._num_put == self._num_taken:
-            self._has_more.clear()
-            if self._num_put == self._num_taken:
-                self._has_more.wait()
+    def wait_for_rows(self) -> None:
+        """Block until the ring contains a row; call it only if a writer has claimed one."""
+        while self._num_put == self._num_released:
+            self._has_rows.clear()
+            if self._num_put == self._num_released:
+                self._has_rows.wait()
 
-    def held(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Slots of all rows that are here, and the rows' places in `rows`."""
-        places = np.arange(self._num_taken, self._num_put) % len(self._slots)
-        return self._slots[places], places
+    def stored_slots(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the slots of all rows in the ring, and their indices in `rows`."""
+        indices = np.arange(self._num_released, self._num_put) % len(self._slots)
+        return self._slots[indices], indices
 
-    def forget(self, num_rows: int) -> None:
-        """So many rows, the first ones, are needed no more."""
-        self._num_taken += num_rows
-        self._has_room.set()
+    def release(self, num_rows: int) -> None:
+        """Free the first `num_rows` rows."""
+        self._num_released += num_rows
+        self._has_space.set()
 
     def close(self) -> None:
         self._is_closed = True
-        self._has_room.set()
+        self._has_space.set()
 
 
 @njit(cache=True, nogil=True)
-def _touch(words):  # type: ignore[no-untyped-def]
-    for place in range(0, len(words), _PAGE_WORDS):
-        exchange_if(words, place, np.int32(0), np.int32(0))
+def _touch_pages(words):  # type: ignore[no-untyped-def]
+    for position in range(0, len(words), _PAGE_WORDS):
+        compare_and_swap(words, position, np.int32(0), np.int32(0))
 
 
 Words = NDArray[np.int32]
 State = NDArray[np.uint8]
-WAITS, GONE = 1, 2
-"""Of a slot: its row is still to be claimed; it was. 0: it is of no interest."""
+PENDING, CLAIMED = 1, 2
+"""States of a slot: its row is not claimed yet; its row has been claimed. 0: the row is not part of the snapshot."""
 
 
 class RowSnapshot(ABC):
-    """The rows of some slots of a store. One thread takes them, others write to the store meanwhile."""
+    """Copy-on-write snapshot of rows of a store; one thread reads it while other threads write to the store."""
 
-    _has_memory_aside = False
-    """The system has given what is kept for rows aside; else it does when that is first written."""
+    _is_ring_prefaulted = False
+    """Whether the memory of the ring is already allocated, instead of on first write."""
 
-    def __init__(self, state: State, aside: CopyOnWriteRing) -> None:
-        """state: by slot, `WAITS` where its row is wanted; it is changed here."""
+    def __init__(self, state: State, ring: CopyOnWriteRing) -> None:
+        """Create a snapshot; `state` is `PENDING` for the slots to read and is modified in place."""
         self._state = state
-        self.aside = aside
+        self.ring = ring
         self._readers: ThreadTeam | None = None
         self._niceness = 0
         self.waited_s = 0.0
-        """What writers have waited for room, and for their turn, and what putting aside took."""
+        """Total time in seconds that writers spent waiting for ring space and the lock, and copying rows."""
 
     @contextlib.contextmanager
-    def changing(self, slots: Slots | None = None) -> Iterator[None]:
-        """The caller is about to write to these slots of the store; none: to change the store itself."""
+    def before_write(self, slots: Slots | None = None) -> Iterator[None]:
+        """Protect a write to these slots; None protects a change of the store itself, such as its growth."""
         start_s = time.perf_counter()
-        left = np.empty(0, np.int64) if slots is None else slots
+        remaining = np.empty(0, np.int64) if slots is None else slots
         while True:
-            with self._turn(is_whole=slots is None):
-                left = self._put_aside(left)
-                if not len(left):
+            with self._writer_lock(is_structural=slots is None):
+                remaining = self._copy_to_ring(remaining)
+                if not len(remaining):
                     self.waited_s += time.perf_counter() - start_s
                     yield
                     return
-            self.hurry()
-            self.aside.wait_for_room()
+            self.raise_priority()
+            self.ring.wait_for_space()
 
-    def begin(self) -> None:
-        """Called by the thread that reads."""
+    def start_reading(self) -> None:
+        """Prepare for reading; called by the reading thread."""
         if self._readers is None:
-            self._readers = ThreadTeam.of_thread()
+            self._readers = ThreadTeam.current()
             self._niceness = niceness(threading.get_native_id())
-            if not self._has_memory_aside:
-                self.aside.touch()
+            if not self._is_ring_prefaulted:
+                self.ring.prefault()
 
-    def hurry(self) -> None:
-        """The reader, and who works for it, may be nicer than those who write; where these wait, they are not."""
+    def raise_priority(self) -> None:
+        """Raise the priority of the reading threads to that of the writers, which are waiting for them."""
         if self._readers is not None and self._niceness:
             self._readers.set_niceness(0)
 
-    def calm(self) -> None:
-        """They are as nice as they were."""
+    def restore_priority(self) -> None:
+        """Restore the original priority (niceness) of the reading threads."""
         if self._readers is not None and self._niceness:
             self._readers.set_niceness(self._niceness)
 
-    def _put_aside(self, slots: Slots) -> Slots:
-        """Those for which there was no room."""
+    def _copy_to_ring(self, slots: Slots) -> Slots:
+        """Copy unclaimed rows to the ring; return the slots for which it had no space."""
         waiting = np.empty(len(slots), np.int64)
-        waiting = waiting[: _waiting(slots, self._state, waiting)]
-        while len(waiting) and len(room := self.aside.room(len(waiting))):
-            part, waiting = waiting[: len(room)], waiting[len(room) :]
-            self.aside.put(self._claim(part, room))
+        waiting = waiting[: _find_pending(slots, self._state, waiting)]
+        while len(waiting) and len(space := self.ring.reserve(len(waiting))):
+            part, waiting = waiting[: len(space)], waiting[len(space) :]
+            self.ring.commit(self._claim(part, space))
         return waiting
 
     def close(self) -> None:
-        """Nothing more is read: nobody waits, and nothing is put aside any more."""
+        """End the snapshot: writers no longer wait and no longer copy rows."""
         self._state[:] = 0
-        self.aside.close()
+        self.ring.close()
 
     @abstractmethod
     def take(self, slots: Slots, out: Words) -> Slots:
-        """Claim the rows of those of these slots that nobody has claimed: these slots, with their rows in `out`."""
+        """Claim the unclaimed rows among these slots; return their slots and copy the rows to `out`."""
 
-    def held_aside(self) -> tuple[Slots, NDArray[np.int64]]:
-        """Slots of rows that are aside now, and where in `aside.rows` they are; to be forgotten when they are read."""
-        return self.aside.held()
+    def copied_slots(self) -> tuple[Slots, NDArray[np.int64]]:
+        """Return the slots of the rows in the ring and their indices in `ring.rows`; release them after reading."""
+        return self.ring.stored_slots()
 
     @abstractmethod
     def _claim(self, slots: Slots, out: Words) -> Slots:
-        """`take` for a writer."""
+        """Claim rows for a writer, like `take`."""
 
     @abstractmethod
-    def _turn(self, *, is_whole: bool) -> contextlib.AbstractContextManager[object]:
-        """Held by a writer; is_whole: while it changes the store itself, and not rows alone."""
+    def _writer_lock(self, *, is_structural: bool) -> contextlib.AbstractContextManager[object]:
+        """Return the lock held by a writer; `is_structural` if it changes the store itself instead of rows."""
 
 
 class WriterPriorityLock:
-    """A lock of a reader and of writers: the reader, who takes it again and again, lets all writers go first."""
+    """Mutual exclusion with writer priority: the reader, which acquires it repeatedly, lets all writers go first."""
 
     def __init__(self) -> None:
         self._turn = threading.Condition(threading.RLock())
         self._gate = threading.Lock()
-        self._num_coming = 0
+        self._num_writers = 0
 
     @contextlib.contextmanager
-    def of_writer(self) -> Iterator[None]:
-        self._come(1)  # a lock alone would let the reader go first many times
+    def for_writer(self) -> Iterator[None]:
+        self._count_writers(1)  # a plain lock would let the reader go first many times
         with self._turn:
-            self._come(-1)
+            self._count_writers(-1)
             self._turn.notify_all()
             yield
 
     @contextlib.contextmanager
-    def of_reader(self) -> Iterator[None]:
+    def for_reader(self) -> Iterator[None]:
         with self._turn:
-            self._turn.wait_for(lambda: not self._num_coming)
+            self._turn.wait_for(lambda: not self._num_writers)
             yield
 
-    def _come(self, number: int) -> None:
+    def _count_writers(self, number: int) -> None:
         with self._gate:
-            self._num_coming += number
+            self._num_writers += number
 
 
 class MemoryRows(RowSnapshot):
-    """Of a store in host memory that is read and written row by row."""
+    """Snapshot of a store in host memory that is read and written row by row."""
 
-    def __init__(self, rows: Callable[[], Words], state: State, aside: CopyOnWriteRing) -> None:
-        """rows: those of the store by slot, which may lie elsewhere after each change of the store itself."""
-        super().__init__(state, aside)
+    def __init__(self, rows: Callable[[], Words], state: State, ring: CopyOnWriteRing) -> None:
+        """Create a snapshot; `rows` returns the rows of the store by slot, whose memory may move when it grows."""
+        super().__init__(state, ring)
         self._rows = rows
         self._moves = WriterPriorityLock()
 
     def take(self, slots: Slots, out: Words) -> Slots:
-        kept = np.empty(len(slots), np.int64)
-        with self._moves.of_reader():
-            return kept[: _take(self._rows(), slots, self._state, out, kept)]
+        claimed = np.empty(len(slots), np.int64)
+        with self._moves.for_reader():
+            return claimed[: _take(self._rows(), slots, self._state, out, claimed)]
 
     def _claim(self, slots: Slots, out: Words) -> Slots:
-        kept = np.empty(len(slots), np.int64)
-        return kept[: _claim(self._rows(), slots, self._state, out, kept)]
+        claimed = np.empty(len(slots), np.int64)
+        return claimed[: _claim(self._rows(), slots, self._state, out, claimed)]
 
-    def _turn(self, *, is_whole: bool) -> contextlib.AbstractContextManager[object]:
-        return self._moves.of_writer() if is_whole else contextlib.nullcontext()
+    def _writer_lock(self, *, is_structural: bool) -> contextlib.AbstractContextManager[object]:
+        return self._moves.for_writer() if is_structural else contextlib.nullcontext()
 
 
 class ExclusiveRows(RowSnapshot):
-    """Of a store that only one thread at a time may use."""
+    """Snapshot of a store that only one thread may use at a time."""
 
-    def __init__(self, read: Callable[[Slots, Words], None], state: State, aside: CopyOnWriteRing) -> None:
-        super().__init__(state, aside)
+    def __init__(self, read: Callable[[Slots, Words], None], state: State, ring: CopyOnWriteRing) -> None:
+        super().__init__(state, ring)
         self._read = read
         self._turns = WriterPriorityLock()
 
     def take(self, slots: Slots, out: Words) -> Slots:
-        with self._turns.of_reader():
+        with self._turns.for_reader():
             return self._claim(slots, out)
 
     def _claim(self, slots: Slots, out: Words) -> Slots:
-        kept = np.asarray(slots[self._state[slots] == WAITS])
-        self._read(kept, out[: len(kept)])
-        self._state[kept] = GONE
-        return kept
+        claimed = np.asarray(slots[self._state[slots] == PENDING])
+        self._read(claimed, out[: len(claimed)])
+        self._state[claimed] = CLAIMED
+        return claimed
 
-    def _turn(self, *, is_whole: bool) -> contextlib.AbstractContextManager[object]:
-        return self._turns.of_writer()
+    def _writer_lock(self, *, is_structural: bool) -> contextlib.AbstractContextManager[object]:
+        return self._turns.for_writer()
 
 
 class SnapshotStore(ABC):
-    """A store that can be read as it was while it is written to."""
+    """Base class of stores that support copy-on-write snapshots."""
 
-    _frozen: RowSnapshot | None = None
-    _changing: Callable[..., contextlib.AbstractContextManager[object]] = staticmethod(contextlib.nullcontext)
-    """To be held while rows of some slots, or the store itself, are changed."""
+    _snapshot: RowSnapshot | None = None
+    _before_write: Callable[..., contextlib.AbstractContextManager[object]] = staticmethod(contextlib.nullcontext)
+    """Context manager that protects writes to slots, or changes of the store itself."""
 
-    def freeze(self, state: State, num_words: int, max_bytes: int) -> RowSnapshot:
-        """The rows of the slots that are to wait, as they are now, until `thaw`; while nobody writes.
+    def snapshot(self, state: State, num_words: int, max_bytes: int) -> RowSnapshot:
+        """Start a snapshot of the current rows, which lasts until `release_snapshot`; no thread may write meanwhile.
 
-        state: see `RowSnapshot`. max_bytes: of rows that are put aside.
+        Args:
+            state: Per slot, `PENDING` for the rows of the snapshot; see `RowSnapshot`.
+            num_words: Words per row.
+            max_bytes: Maximum size of the copy-on-write ring.
         """
-        assert self._frozen is None, "one reader at a time"
-        self._frozen = self._freeze(state, num_words, min(max_bytes, 4 * num_words * int(np.count_nonzero(state))))
-        self._changing = self._frozen.changing
-        return self._frozen
+        assert self._snapshot is None, "only one snapshot at a time"
+        self._snapshot = self._make_snapshot(
+            state, num_words, min(max_bytes, 4 * num_words * int(np.count_nonzero(state)))
+        )
+        self._before_write = self._snapshot.before_write
+        return self._snapshot
 
-    def thaw(self) -> None:
-        """Whoever reads the frozen rows has done so, or given up."""
-        frozen, self._frozen, self._changing = self._frozen, None, contextlib.nullcontext
-        if frozen is not None:
-            frozen.close()
+    def release_snapshot(self) -> None:
+        """End the snapshot after its reader has finished or given up."""
+        ended, self._snapshot, self._before_write = self._snapshot, None, contextlib.nullcontext
+        if ended is not None:
+            ended.close()
 
     @abstractmethod
-    def _freeze(self, state: State, num_words: int, max_bytes: int) -> RowSnapshot: ...
+    def _make_snapshot(self, state: State, num_words: int, max_bytes: int) -> RowSnapshot: ...
 
 
 def host_memory(num_rows: int, num_words: int) -> Words:
-    """Memory of the host, which is taken when it is first written; a `Memory` of `CopyOnWriteRing`."""
+    """Allocate host memory for a `CopyOnWriteRing`; pages are allocated when they are first written."""
     slab = Slab(num_words)
     slab.reserve(num_rows)
     return slab.rows
 
 
 @njit(cache=True, nogil=True)
-def _waiting(slots, state, found):  # type: ignore[no-untyped-def]
-    """Those of the slots, some of which may be of no row or of one that came later, whose rows wait."""
-    num_found = 0
+def _find_pending(slots, state, pending):  # type: ignore[no-untyped-def]
+    """Write the slots with unclaimed rows to `pending`; skips negative slots and slots newer than the snapshot."""
+    num_pending = 0
     for slot in slots:
-        if 0 <= slot < len(state) and state[slot] == WAITS:
-            found[num_found] = slot
-            num_found += 1
-    return num_found
+        if 0 <= slot < len(state) and state[slot] == PENDING:
+            pending[num_pending] = slot
+            num_pending += 1
+    return num_pending
 
 
 @njit(cache=True, nogil=True)
-def _take(rows, slots, state, out, kept):  # type: ignore[no-untyped-def]
-    num_kept = 0
+def _take(rows, slots, state, out, claimed):  # type: ignore[no-untyped-def]
+    num_claimed = 0
     width = out.shape[1]
     for i in range(len(slots)):
         if i + AHEAD < len(slots):
             prefetch_row(rows, slots[i + AHEAD], width)
         slot = slots[i]
-        if state[slot] == WAITS:
+        if state[slot] == PENDING:
             for j in range(width):
-                out[num_kept, j] = rows[slot, j]
-            if exchange_if(state, slot, np.uint8(WAITS), np.uint8(GONE)):
-                kept[num_kept] = slot
-                num_kept += 1
-    return num_kept
+                out[num_claimed, j] = rows[slot, j]
+            if compare_and_swap(state, slot, np.uint8(PENDING), np.uint8(CLAIMED)):
+                claimed[num_claimed] = slot
+                num_claimed += 1
+    return num_claimed
 
 
 @njit(cache=True, nogil=True)
-def _claim(rows, slots, state, out, kept):  # type: ignore[no-untyped-def]
-    num_kept = 0
+def _claim(rows, slots, state, out, claimed):  # type: ignore[no-untyped-def]
+    num_claimed = 0
     width = out.shape[1]
-    for slot in slots:  # first: a claim waits until what was written before it has arrived
-        if exchange_if(state, slot, np.uint8(WAITS), np.uint8(GONE)):
-            kept[num_kept] = slot
-            num_kept += 1
-    for i in range(num_kept):
-        if i + AHEAD < num_kept:
-            prefetch_row(rows, kept[i + AHEAD], width)
-        slot = kept[i]
+    for slot in slots:  # claim all rows first: each atomic claim waits for preceding memory writes
+        if compare_and_swap(state, slot, np.uint8(PENDING), np.uint8(CLAIMED)):
+            claimed[num_claimed] = slot
+            num_claimed += 1
+    for i in range(num_claimed):
+        if i + AHEAD < num_claimed:
+            prefetch_row(rows, claimed[i + AHEAD], width)
+        slot = claimed[i]
         for j in range(width):
             out[i, j] = rows[slot, j]
-    return num_kept
+    return num_claimed
 
 
 class DeviceRows(RowSnapshot):
-    """Of a store in the memory of a device; on a CPU, where launched is done, the same without streams."""
+    """Snapshot of a store in device memory; on a CPU, where launched work is complete, it uses no streams."""
 
-    _has_memory_aside = True  # pinned
+    _is_ring_prefaulted = True  # pinned
 
     def __init__(
-        self, gather: Callable[[Slots, torch.Tensor], None], device: torch.device, state: State, aside: CopyOnWriteRing
+        self, gather: Callable[[Slots, torch.Tensor], None], device: torch.device, state: State, ring: CopyOnWriteRing
     ) -> None:
-        """gather: rows of the store into a tensor of the device, launched on the current stream."""
-        super().__init__(state, aside)
+        """Create a snapshot; `gather` copies rows of the store to a device tensor on the current stream."""
+        super().__init__(state, ring)
         self._gather = gather
         self._device = device
         self._launching = threading.Lock()
         self._stream = side_stream(device)
         if self._stream is not None:
-            torch.cuda.synchronize(device)  # what was written until now, on whatever stream
+            torch.cuda.synchronize(device)  # waits for earlier writes on all streams
         self._read: torch.cuda.Event | None = None
         self._put: torch.cuda.Event | None = None
         self._moved: torch.cuda.Event | None = None
@@ -381,44 +379,44 @@ class DeviceRows(RowSnapshot):
             with self._launching:
                 if self._stream is not None and self._moved is not None:
                     self._stream.wait_event(self._moved)
-                kept, rows = self._waiting_rows(slots)
-                self._state[kept] = GONE
+                claimed, rows = self._unclaimed_rows(slots)
+                self._state[claimed] = CLAIMED
                 self._read = self._launched()
-            torch.from_numpy(out[: len(kept)]).copy_(rows)
-        return kept
+            torch.from_numpy(out[: len(claimed)]).copy_(rows)
+        return claimed
 
-    def held_aside(self) -> tuple[Slots, NDArray[np.int64]]:
-        found = super().held_aside()
+    def copied_slots(self) -> tuple[Slots, NDArray[np.int64]]:
+        copied = super().copied_slots()
         put = self._put
         if put is not None:
             put.synchronize()
-        return found
+        return copied
 
     def _claim(self, slots: Slots, out: Words) -> Slots:
-        kept, rows = self._waiting_rows(slots)
-        torch.from_numpy(out[: len(kept)]).copy_(rows, non_blocking=True)
+        claimed, rows = self._unclaimed_rows(slots)
+        torch.from_numpy(out[: len(claimed)]).copy_(rows, non_blocking=True)
         self._put = self._launched()
-        self._state[kept] = GONE  # last: where this fails, the reader must not wait for them
-        return kept
+        self._state[claimed] = CLAIMED  # last: if copying fails, the reader must not wait for these rows
+        return claimed
 
-    def _waiting_rows(self, slots: Slots) -> tuple[Slots, torch.Tensor]:
-        """Those of these slots that nobody has claimed, and their rows."""
-        kept = slots[self._state[slots] == WAITS]
-        rows = torch.empty(len(kept), self.aside.rows.shape[1], dtype=torch.int32, device=self._device)
-        self._gather(kept, rows)
-        return kept, rows
+    def _unclaimed_rows(self, slots: Slots) -> tuple[Slots, torch.Tensor]:
+        """Return the unclaimed slots among these, and their rows."""
+        claimed = slots[self._state[slots] == PENDING]
+        rows = torch.empty(len(claimed), self.ring.rows.shape[1], dtype=torch.int32, device=self._device)
+        self._gather(claimed, rows)
+        return claimed, rows
 
     @contextlib.contextmanager
-    def _turn(self, *, is_whole: bool) -> Iterator[None]:
+    def _writer_lock(self, *, is_structural: bool) -> Iterator[None]:
         with self._launching:
             if self._read is not None:
                 torch.cuda.current_stream(self._device).wait_event(self._read)
             yield
-            if is_whole:
+            if is_structural:
                 self._moved = self._launched()
 
     def _launched(self) -> torch.cuda.Event | None:
-        """Happens when what is launched on the current stream is done."""
+        """Return an event that completes with the work launched so far on the current stream."""
         if self._stream is None:
             return None
         event = torch.cuda.Event(blocking=True)
@@ -427,5 +425,5 @@ class DeviceRows(RowSnapshot):
 
 
 def pinned_memory(num_rows: int, num_words: int) -> Words:
-    """Memory of the host that a GPU writes to by itself; torch keeps it for the next save."""
+    """Allocate pinned host memory for a `CopyOnWriteRing`; torch caches it for the next snapshot."""
     return pinned_empty([num_rows, num_words], torch.int32, torch.device("cuda")).numpy()

@@ -1,1 +1,1 @@
-"""The dense side of an update: the optimiser of the weights that every rank holds, and the sums over ranks."""
+"""Optimizer of the dense (data-parallel or FSDP) weights, and their gradient all-reduce."""

@@ -1,1 +1,1 @@
-"""Schedules: one small file each. All of them arrange the same stages in time."""
+"""Pipeline schedules, one file each. All of them run the same stages, in a different order or overlapped."""

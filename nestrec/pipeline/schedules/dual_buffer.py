@@ -1,12 +1,14 @@
-"""Dual buffer: the lookup of the next batches runs beside this one. Equal to serial.
+"""Dual-buffer schedule: the lookup of the next batches overlaps with this batch. Bitwise identical to serial.
 
-lane             batch t                                    batches after it
-transfer                                                    put together what crosses with t+2, deduplicate t+3
-communication    E1 G1 E2 G2 ... dense sums                 key exchange t+2, beside the first computation
+lane             batch t                                    following batches
+transfer                                                    build exchange plan t+2, deduplicate t+3
+communication    E1 G1 E2 G2 ... dense all-reduce           key exchange t+2, during the first computation
 lookup                                                      write back t-1, fetch t+1, intersect t with t+1
 compute          F1 F2 ... update rows, update dense        copy shared rows to buffer t+1
 
-What the schedules that run on lanes have in common.
+E, F and G are the embedding exchange, forward/backward and gradient exchange of a micro-batch.
+
+`PipelinedSchedule` is the base class of all schedules that run on lanes.
 """
 
 from collections.abc import Callable
@@ -16,59 +18,59 @@ from nestrec.embedding import EmbeddingEngine
 from nestrec.pipeline.schedule_spec import PipelineConfig, ScheduleSpec
 from nestrec.pipeline.schedule_types import DenseSide, LookaheadIterator, ModelCompute, StepTotals, TrainingStep
 from nestrec.pipeline.stage_runner import RowPrefetcher, StageRunner
-from nestrec.pipeline.window_cost_model import in_turn_ms
+from nestrec.pipeline.window_cost_model import sequential_ms
 from nestrec.trace import Tracer
 
 T = TypeVar("T")
 
 
 class PipelinedSchedule:
-    """A machine, and the end of it."""
+    """Base class of schedules that run on lanes: owns a `StageRunner`."""
 
-    machine_type: type[StageRunner] = StageRunner
-    """whose stages it arranges"""
+    runner_type: type[StageRunner] = StageRunner
+    """Class that runs the stages."""
 
     def __init__(
         self, engine: EmbeddingEngine, compute: ModelCompute, dense: DenseSide, tracer: Tracer, options: PipelineConfig
     ) -> None:
-        self._machine = self.machine_type(engine, compute, dense, tracer, window_cache=options.window_cache)
+        self._runner = self.runner_type(engine, compute, dense, tracer, window_cache=options.window_cache)
 
-    def issue(self, collective: Callable[[], T]) -> T:
-        """Run a collective of the caller's in its place in the order of collectives, and wait for it."""
-        return self._machine.issue(collective)
+    def submit_collective(self, collective: Callable[[], T]) -> T:
+        """Run a collective of the caller, ordered with those of the schedule, and wait for it."""
+        return self._runner.submit_collective(collective)
 
     def close(self) -> None:
         """End the threads."""
-        self._machine.lanes.close()
+        self._runner.lanes.close()
 
-    def abandon(self, error: BaseException) -> None:
-        """End the threads without finishing what was begun."""
-        self._machine.lanes.abandon(error)
+    def abort(self, error: BaseException) -> None:
+        """End the threads without finishing the batches in flight."""
+        self._runner.lanes.abort(error)
 
 
 class DualBufferSchedule(PipelinedSchedule):
-    """Lookup hidden, exchanges not."""
+    """Schedule that hides the lookup, but not the exchanges."""
 
     lookup_type: type[RowPrefetcher] = RowPrefetcher
-    """who looks ahead"""
+    """Class that prefetches keys and rows."""
 
     def __init__(
         self, engine: EmbeddingEngine, compute: ModelCompute, dense: DenseSide, tracer: Tracer, options: PipelineConfig
     ) -> None:
         super().__init__(engine, compute, dense, tracer, options)
-        self._lookup = self.lookup_type(self._machine)
+        self._lookup = self.lookup_type(self._runner)
 
     def advance(self, step: TrainingStep, feed: LookaheadIterator) -> StepTotals:
-        machine = self._machine
+        runner = self._runner
         lookup = self._lookup
-        with machine.step(step):
+        with runner.step(step):
             now = lookup.rows_of(step)
-            loss, last_gradients = machine.in_turn(now, lambda: lookup.look_ahead(now, step, feed))
-            sums = machine.reduce_dense(step, loss)
-            last_gradients.wait()
-            machine.update_rows(now, step.rates)
-            lookup.hand_over(now)
-            return machine.apply_dense(step, sums)
+            loss, last_gradients = runner.run_sequential(now, lambda: lookup.look_ahead(now, step, feed))
+            sums = runner.reduce_dense(step, loss)
+            last_gradients.result()
+            runner.update_rows(now, step.rates)
+            lookup.copy_shared_rows(now)
+            return runner.apply_dense(step, sums)
 
 
 DUAL_BUFFER = ScheduleSpec(
@@ -77,5 +79,5 @@ DUAL_BUFFER = ScheduleSpec(
     is_exact=True,
     splits=False,
     rows_outlive_step=True,
-    window_ms=in_turn_ms,
+    window_ms=sequential_ms,
 )

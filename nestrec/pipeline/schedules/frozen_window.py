@@ -1,10 +1,14 @@
-"""Frozen window: the exchanges of a micro-batch run beside the computation of others. Equal to serial.
+"""Frozen-window schedule: exchanges overlap with the computation of other micro-batches. Bitwise identical to serial.
+
+Parameters are frozen between two updates, so exchanges and computations of different micro-batches are independent.
 
 lane             batch t
-transfer         deduplicate, put together what crosses
-communication    key exchange; E1 E2 G1 E3 G2 ... dense sums
+transfer         deduplicate, build exchange plan
+communication    key exchange; E1 E2 G1 E3 G2 ... dense all-reduce
 lookup           fetch                                               write back
 compute                          F1 F2 F3 ... update rows, update dense
+
+E, F and G are the embedding exchange, forward/backward and gradient exchange of a micro-batch.
 """
 
 from nestrec.pipeline.schedule_spec import ScheduleSpec
@@ -14,19 +18,19 @@ from nestrec.pipeline.window_cost_model import overlapped_ms
 
 
 class FrozenWindowSchedule(PipelinedSchedule):
-    """Exchanges hidden, lookup not."""
+    """Schedule that hides the exchanges, but not the lookup."""
 
     def advance(self, step: TrainingStep, feed: LookaheadIterator) -> StepTotals:
-        machine = self._machine
-        with machine.step(step):
-            now = machine.fetch(machine.route(machine.load(step.number, step.batch)))
-            loss, last_gradients = machine.overlapped(now, lambda: None)
-            sums = machine.reduce_dense(step, loss)
-            last_gradients.wait()
-            machine.update_rows(now, step.rates)
-            written = machine.write_back(now, None)
-            totals = machine.apply_dense(step, sums)
-            written.wait()
+        runner = self._runner
+        with runner.step(step):
+            now = runner.fetch(runner.route(runner.load(step.number, step.batch)))
+            loss, last_gradients = runner.run_overlapped(now, lambda: None)
+            sums = runner.reduce_dense(step, loss)
+            last_gradients.result()
+            runner.update_rows(now, step.rates)
+            written = runner.write_back(now, None)
+            totals = runner.apply_dense(step, sums)
+            written.result()
             return totals
 
 

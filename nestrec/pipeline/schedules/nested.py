@@ -1,10 +1,12 @@
-"""Nested: dual buffer across batches, frozen window inside a batch (NestPipe). Equal to serial.
+"""Nested schedule (NestPipe): dual buffer across batches, frozen window inside a batch. Bitwise identical to serial.
 
-lane             batch t                                          batches after it
-transfer                                                          put together what crosses with t+2, deduplicate t+3
-communication    E1 E2    G1 E3 G2 ... dense sums                 key exchange t+2 behind E2; E1 of t+1 behind all
+lane             batch t                                          following batches
+transfer                                                          build exchange plan t+2, deduplicate t+3
+communication    E1 E2    G1 E3 G2 ... dense all-reduce           key exchange t+2 after E2; E1 of t+1 at the end
 lookup                                                            write back t-1, fetch t+1, intersect t with t+1
 compute             F1    F2    ... update rows, update dense     copy shared rows to buffer t+1
+
+E, F and G are the embedding exchange, forward/backward and gradient exchange of a micro-batch.
 """
 
 from dataclasses import dataclass
@@ -28,40 +30,42 @@ from nestrec.trace import Tracer
 
 
 @dataclass(frozen=True, slots=True)
-class _First:
-    """The first exchange of a batch, submitted ahead of its step."""
+class _FirstExchange:
+    """The first embedding exchange of a batch, submitted before its step."""
 
     batch: FetchedBatch[ExchangeWindow]
     vectors: Future[None]
 
 
 class NestedSchedule(PipelinedSchedule):
-    """Lookup and exchanges hidden."""
+    """Schedule that hides the lookup and the exchanges."""
 
     lookup_type: type[RowPrefetcher] = RowPrefetcher
-    """who looks ahead"""
+    """Class that prefetches keys and rows."""
 
     def __init__(
         self, engine: EmbeddingEngine, compute: ModelCompute, dense: DenseSide, tracer: Tracer, options: PipelineConfig
     ) -> None:
         super().__init__(engine, compute, dense, tracer, options)
-        self._lookup = self.lookup_type(self._machine)
-        self._first: _First | None = None
+        self._lookup = self.lookup_type(self._runner)
+        self._first: _FirstExchange | None = None
 
     def advance(self, step: TrainingStep, feed: LookaheadIterator) -> StepTotals:
-        machine = self._machine
+        runner = self._runner
         lookup = self._lookup
-        with machine.step(step):
+        with runner.step(step):
             now = lookup.rows_of(step)
             first = self._first.vectors if self._first is not None and self._first.batch is now else None
-            loss, last_gradients = machine.overlapped(now, lambda: lookup.look_ahead(now, step, feed), first)
-            sums = machine.reduce_dense(step, loss)
-            last_gradients.wait()
-            machine.update_rows(now, step.rates)
-            following = lookup.hand_over(now)
-            # Its rows are final, and the dense update need not be over.
-            self._first = None if following is None else _First(following, machine.vectors(following, 0))
-            return machine.apply_dense(step, sums)
+            loss, last_gradients = runner.run_overlapped(now, lambda: lookup.look_ahead(now, step, feed), first)
+            sums = runner.reduce_dense(step, loss)
+            last_gradients.result()
+            runner.update_rows(now, step.rates)
+            following = lookup.copy_shared_rows(now)
+            # The rows of the next batch are final here; its first exchange need not wait for the dense update.
+            self._first = (
+                None if following is None else _FirstExchange(following, runner.exchange_vectors(following, 0))
+            )
+            return runner.apply_dense(step, sums)
 
 
 NESTED = ScheduleSpec(

@@ -1,18 +1,18 @@
-"""Priority: rows that consecutive batches share go first, the others when there is time (FreeScale). Equal to serial.
+"""Priority schedule (FreeScale): rows that consecutive batches share are exchanged first. Bitwise identical to serial.
 
-lane             batch t-1                      batch t                              batches after it
+lane             batch t-1                      batch t                              following batches
 communication    gradients of exclusive rows    gradients of shared rows, dense      keys t+2, collisions of t with t+1;
-                                                sums                                 exclusive vectors t+1; after the
+                                                all-reduce                           exclusive vectors t+1; after the
                                                                                      update, shared vectors t+1
 lookup           update exclusive rows,                                              fetch t+1, intersect t with t+1
                  write back
 compute                                         F1 F2 ... update shared rows,        copy shared rows to buffer t+1
                                                 update dense
 
-Shared with t+1 is a row of t whose gradient is awaited; all other gradients are deferred to the next step. Exclusive is
-a row of t+1 that t does not use: it may have been used by t-1, so it is read after the deferred gradients of t-1 are in
-the store. The one FIFO of the lookup lane keeps that order. Before a fence, and before copies of rows are averaged,
-nothing is deferred.
+A row of t is shared if t+1 uses it, too: the step waits for its gradient. All other gradients are deferred to the next
+step. A row of t+1 is exclusive if t does not use it. Because t-1 may have used it, it is read after the deferred
+gradients of t-1 are applied in the store; the lookup lane is a FIFO queue, which keeps this order. Nothing is deferred
+before a fence, and before replicas of rows are averaged.
 """
 
 from dataclasses import dataclass
@@ -42,8 +42,8 @@ _KEYS_AHEAD = 2
 
 
 @dataclass(frozen=True, slots=True)
-class _Deferred:
-    """Neighbours of which the older one's exclusive rows are not updated yet."""
+class _DeferredUpdate:
+    """Update of the exclusive rows of the older of two adjacent batches, deferred to the next step."""
 
     pair: AdjacentBatches
     rates: LearningRates
@@ -52,66 +52,76 @@ class _Deferred:
 
 @dataclass(frozen=True, slots=True)
 class _StartedBatch:
-    """A batch with the exchanges of its vectors."""
+    """A batch whose embedding exchanges are submitted."""
 
     batch: FetchedBatch[SplitExchangeWindow]
     vectors: list[Future[None]]
-    """of each micro-batch"""
+    """Embedding exchange of each micro-batch."""
 
 
 class PrioritySchedule(PipelinedSchedule):
-    """Lookup hidden, and the exchanges of all rows that the next batch does not use."""
+    """Schedule that hides the lookup, and the exchanges of rows that the next batch does not use."""
 
     def __init__(
         self, engine: EmbeddingEngine, compute: ModelCompute, dense: DenseSide, tracer: Tracer, options: PipelineConfig
     ) -> None:
         super().__init__(engine, compute, dense, tracer, options)
-        self._stages = CollisionStages(self._machine)
-        self._keys = KeyPrefetcher(self._machine, _KEYS_AHEAD)
+        self._stages = CollisionStages(self._runner)
+        self._keys = KeyPrefetcher(self._runner, _KEYS_AHEAD)
         self._buffers = RowBuffers(turns=2)
-        self._deferred: _Deferred | None = None
-        self._begun: _StartedBatch | None = None
+        self._deferred: _DeferredUpdate | None = None
+        self._started: _StartedBatch | None = None
 
     def advance(self, step: TrainingStep, feed: LookaheadIterator) -> StepTotals:
-        machine = self._machine
-        with machine.step(step):
-            begun = self._begin(step)
-            now = begun.batch
-            pair = self.look_beside(begun.batch, step, feed)
+        runner = self._runner
+        with runner.step(step):
+            started = self._get_or_start(step)
+            now = started.batch
+            pair = self.start_next_batch(started.batch, step, feed)
             deferred = None
-            loss = machine.zero()
-            for i, coming in enumerate(begun.vectors):
-                coming.wait()
-                loss = loss + machine.compute(now, i)
-                if i == 0:  # the keys of the next batch had until here to arrive
-                    pair = None if pair is None or pair.newer.keys.is_refused() else pair
-                    deferred = None if now.keys.routed.wait().averaged else pair
-                going = machine.gradients(now, i) if deferred is None else self._stages.gradients(deferred, i, "shared")
-            sums = machine.reduce_dense(step, loss)
-            going.wait()
+            loss = runner.zero()
+            for i, received in enumerate(started.vectors):
+                received.result()
+                loss = loss + runner.compute(now, i)
+                if i == 0:  # wait for the keys of the next batch only now, after the first computation
+                    pair = None if pair is None or pair.newer.keys.has_batch_error() else pair
+                    deferred = None if now.keys.routed.result().averaged else pair
+                sent = (
+                    runner.exchange_gradients(now, i)
+                    if deferred is None
+                    else self._stages.exchange_gradients(deferred, i, "shared")
+                )
+            sums = runner.reduce_dense(step, loss)
+            sent.result()
             if deferred is None:
-                machine.update_rows(now, step.rates)
+                runner.update_rows(now, step.rates)
             else:
                 self._stages.update_shared(deferred, step.rates)
-            self._hand_over(now, pair, step, defers=deferred is not None)
-            return machine.apply_dense(step, sums)
+            self._finish_step(now, pair, step, defers=deferred is not None)
+            return runner.apply_dense(step, sums)
 
-    def look_beside(
+    def start_next_batch(
         self, now: FetchedBatch[SplitExchangeWindow], step: TrainingStep, feed: LookaheadIterator
     ) -> AdjacentBatches | None:
-        """Submit what may run beside this step; this batch and the next, where the rows of that are being read."""
+        """Submit the stages that overlap with this step.
+
+        Returns:
+            This batch and the next one; None if the rows of the next batch are not being read.
+        """
         self._finish_deferred()
         return self._read_ahead(now, step, feed)
 
-    def _begin(self, step: TrainingStep) -> _StartedBatch:
-        """The batch of this step and the exchanges of its vectors, all of them now where none was begun before."""
-        keys = self._keys.begun(step.number, step.batch)
-        begun, self._begun = self._begun, None
-        if begun is None or begun.batch.keys is not keys:
-            batch = self._machine.fetch_for(SplitExchangeWindow, keys, self._buffers)
-            begun = _StartedBatch(batch, [self._machine.vectors(batch, i) for i in range(batch.num_micro_batches)])
-        self._machine.keep(begun.batch)
-        return begun
+    def _get_or_start(self, step: TrainingStep) -> _StartedBatch:
+        """Return the batch of this step; submit its embedding exchanges unless an earlier step has submitted them."""
+        keys = self._keys.get_or_start(step.number, step.batch)
+        started, self._started = self._started, None
+        if started is None or started.batch.keys is not keys:
+            batch = self._runner.fetch_with_window(SplitExchangeWindow, keys, self._buffers)
+            started = _StartedBatch(
+                batch, [self._runner.exchange_vectors(batch, i) for i in range(batch.num_micro_batches)]
+            )
+        self._runner.keep_alive(started.batch)
+        return started
 
     def _finish_deferred(self) -> None:
         deferred, self._deferred = self._deferred, None
@@ -121,33 +131,35 @@ class PrioritySchedule(PipelinedSchedule):
     def _read_ahead(
         self, now: FetchedBatch[SplitExchangeWindow], step: TrainingStep, feed: LookaheadIterator
     ) -> AdjacentBatches | None:
-        """Rows of the next batch from the store, and the exclusive ones to those who use them."""
+        """Submit the fetch of the next batch's rows and the embedding exchanges of its exclusive rows."""
         self._keys.look_ahead(step, feed)
         keys = self._keys.get(step.number + 1)
-        if keys is None or step.is_fence:  # a fetch creates rows, so none may pass a fence
+        if keys is None or step.is_fence:  # a fetch creates rows, so it must not run before a fence
             return None
-        following = self._machine.find_shared(now, self._machine.fetch_for(SplitExchangeWindow, keys, self._buffers))
+        following = self._runner.find_shared(
+            now, self._runner.fetch_with_window(SplitExchangeWindow, keys, self._buffers)
+        )
         pair = self._stages.find(now, following)
         for i in range(keys.num_micro_batches):
-            self._stages.vectors(pair, i, "exclusive")
+            self._stages.exchange_vectors(pair, i, "exclusive")
         return pair
 
-    def _hand_over(
+    def _finish_step(
         self, now: FetchedBatch[SplitExchangeWindow], pair: AdjacentBatches | None, step: TrainingStep, *, defers: bool
     ) -> None:
-        """After the update: shared rows to the next batch, and on their way to those who use them."""
+        """After the update, copy shared rows to the next batch and submit their embedding exchanges."""
         self._keys.pop(step.number)
         if pair is None:
-            self._machine.write_back(now, None)
+            self._runner.write_back(now, None)
             return
-        shared = self._machine.copy_shared(now, pair.following)
+        shared = self._runner.copy_shared(now, pair.following)
         newer = pair.newer
         if defers:
-            self._deferred = _Deferred(pair, step.rates, shared)
+            self._deferred = _DeferredUpdate(pair, step.rates, shared)
         else:
-            self._machine.write_back(now, shared)
-        vectors = [self._stages.vectors(pair, i, "shared") for i in range(newer.num_micro_batches)]
-        self._begun = _StartedBatch(newer, vectors)
+            self._runner.write_back(now, shared)
+        vectors = [self._stages.exchange_vectors(pair, i, "shared") for i in range(newer.num_micro_batches)]
+        self._started = _StartedBatch(newer, vectors)
 
 
 PRIORITY = ScheduleSpec(

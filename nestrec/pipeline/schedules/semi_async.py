@@ -1,18 +1,18 @@
-"""Semi-asynchronous (TurboGR): exchanges of rows leave the step; some rows are one step late. NOT equal to serial.
+"""Semi-asynchronous schedule (TurboGR): row exchanges overlap with other steps. NOT equal to serial (staleness 1).
 
-The vectors of batch t+1 are read and sent while batch t computes, so rows in both miss the update of t, and no other:
-gradients of t-1 are in the store before that. Dense weights are strictly synchronous.
+The embeddings of batch t+1 are read and sent while batch t computes, so rows that both use miss the update of t, and no
+other update: the gradients of t-1 are applied before. Dense weights are strictly synchronous.
 
 lane             t-1                        t            t+1                t+4            t+5
-the data's own                                                                             samples assembled
-transfer                                                                    load t+5, put together what crosses with t+4
-communication    gradients                  dense sums   vectors            key exchange
+data loader                                                                                collate samples
+transfer                                                                    plan t+4       load t+5
+communication    gradients                  all-reduce   vectors            key exchange
 lookup           fetch again, update,                    read rows
                  write back
 compute                                     F1 F2 ... update dense
 
-Six batches are in flight. After a fence nothing is late: the next batch reads rows that have seen every update, so a
-run that was resumed there is the run that was not interrupted. A stop between fences keeps what was read, and saves it.
+Six batches are in flight. After a fence, no row is stale: the next batch reads rows with all updates, so a run that is
+resumed there is identical to an uninterrupted one. A stop between fences keeps the rows that were read and saves them.
 """
 
 from dataclasses import dataclass
@@ -33,17 +33,17 @@ from nestrec.pipeline.schedule_types import (
 )
 from nestrec.pipeline.schedules.dual_buffer import PipelinedSchedule
 from nestrec.pipeline.stage_runner import KeyPrefetcher
-from nestrec.pipeline.window_cost_model import apart_ms
+from nestrec.pipeline.window_cost_model import independent_ms
 from nestrec.trace import Tracer
 
 _KEYS_AHEAD = 4
-_MOST_LATE = 1
-"""Updates that a row may miss."""
+_MAX_STALENESS = 1
+"""Maximum number of updates that a row misses."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Deferred:
-    """A batch whose gradients have not left yet."""
+class _DeferredUpdate:
+    """A batch whose gradients are not sent yet."""
 
     batch: FetchedBatch[ExchangeWindow]
     rates: LearningRates
@@ -51,62 +51,64 @@ class _Deferred:
 
 @dataclass(frozen=True, slots=True)
 class _SentBatch:
-    """A batch whose rows were read, and are on their way to those who use them."""
+    """A batch whose rows are read, and whose embedding exchanges are submitted."""
 
     batch: FetchedBatch[ExchangeWindow]
     vectors: list[Future[None]]
-    """of each micro-batch"""
+    """Embedding exchange of each micro-batch."""
 
 
 class SemiAsyncSchedule(PipelinedSchedule):
-    """Lookup and exchanges hidden by using some rows one step late."""
+    """Schedule that hides lookup and exchanges, at the cost of rows that are one step stale."""
 
     def __init__(
         self, engine: EmbeddingEngine, compute: ModelCompute, dense: DenseSide, tracer: Tracer, options: PipelineConfig
     ) -> None:
         super().__init__(engine, compute, dense, tracer, options)
-        self._keys = KeyPrefetcher(self._machine, _KEYS_AHEAD)
-        self._deferred: _Deferred | None = None
+        self._keys = KeyPrefetcher(self._runner, _KEYS_AHEAD)
+        self._deferred: _DeferredUpdate | None = None
         self._following: _SentBatch | None = None
 
     def advance(self, step: TrainingStep, feed: LookaheadIterator) -> StepTotals:
-        machine = self._machine
-        with machine.step(step):
-            keys = self._keys.begun(step.number, step.batch)
+        runner = self._runner
+        with runner.step(step):
+            keys = self._keys.get_or_start(step.number, step.batch)
             read, self._following = self._following, None
             if read is None or read.batch.keys is not keys:
                 read = self._read(keys)
             self._send_deferred()
             self._keys.look_ahead(step, feed)
             following = self._keys.get(step.number + 1)
-            if following is not None and not step.reads_end:
+            if following is not None and not step.must_read_updated_rows:
                 self._following = self._read(following)
-            loss = machine.zero()
-            for i, coming in enumerate(read.vectors):
-                coming.wait()
-                loss = loss + machine.compute(read.batch, i)
-            sums = machine.reduce_dense(step, loss)
+            loss = runner.zero()
+            for i, received in enumerate(read.vectors):
+                received.result()
+                loss = loss + runner.compute(read.batch, i)
+            sums = runner.reduce_dense(step, loss)
             self._keys.pop(step.number)
-            self._deferred = _Deferred(read.batch, step.rates)
+            self._deferred = _DeferredUpdate(read.batch, step.rates)
             if step.is_fence:
                 self._send_deferred()
-            return machine.apply_dense(step, sums)
+            return runner.apply_dense(step, sums)
 
     def _read(self, keys: RoutedBatch) -> _SentBatch:
-        """Rows of a batch as the store holds them now, on their way to those who use them."""
+        """Submit the read of a batch's rows as they are in the store now, and their embedding exchanges."""
         before = [self._keys.get(keys.number - 1), None if self._deferred is None else self._deferred.batch.keys]
         earlier = [batch for batch in before if batch is not None]
-        batch = self._machine.read_late(keys, earlier, most_late=_MOST_LATE)
-        return _SentBatch(batch, [self._machine.vectors_ahead(batch, i) for i in range(keys.num_micro_batches)])
+        batch = self._runner.prefetch_stale(keys, earlier, max_staleness=_MAX_STALENESS)
+        return _SentBatch(batch, [self._runner.exchange_vectors_early(batch, i) for i in range(keys.num_micro_batches)])
 
     def _send_deferred(self) -> None:
-        """Gradients of the batch before go, and its rows are updated."""
+        """Submit the gradient exchanges of the previous batch and the update of its rows."""
         deferred, self._deferred = self._deferred, None
         if deferred is None:
             return
         for i in range(deferred.batch.num_micro_batches):
-            gone = self._machine.gradients(deferred.batch, i)
-        self._machine.update_in_store(deferred.batch, deferred.rates, gone)
+            sent = self._runner.exchange_gradients(deferred.batch, i)
+        self._runner.update_in_store(deferred.batch, deferred.rates, sent)
 
 
-SEMI_ASYNC = ScheduleSpec(name="semi_async", build=SemiAsyncSchedule, is_exact=False, splits=False, window_ms=apart_ms)
+SEMI_ASYNC = ScheduleSpec(
+    name="semi_async", build=SemiAsyncSchedule, is_exact=False, splits=False, window_ms=independent_ms
+)

@@ -1,10 +1,10 @@
-"""Stale: rows are read ahead and used as they were then. NOT equal to serial: the baseline that shows what that costs.
+"""Stale schedule: rows are prefetched and not refreshed. NOT equal to serial: a baseline for the cost of staleness.
 
-The vectors of batch t miss the updates of the last `stale_steps` batches. Gradients are not lost: they are applied to
-the rows as the store holds them when the update is made, in order of batch.
+The embeddings of batch t miss the updates of the last `stale_steps` batches. Gradients are not lost: they are applied
+to the rows that the store has at the time of the update, in the order of batches.
 
-lane             batch t                                    batches after it
-communication    E1 G1 E2 G2 ... dense sums                 key exchange t + stale_steps + 1
+lane             batch t                                    following batches
+communication    E1 G1 E2 G2 ... dense all-reduce           key exchange t + stale_steps + 1
 lookup           fetch again, update, write back            read rows of t + stale_steps
 compute          F1 F2 ... update dense
 """
@@ -23,36 +23,36 @@ from nestrec.pipeline.schedule_types import (
 )
 from nestrec.pipeline.schedules.dual_buffer import PipelinedSchedule
 from nestrec.pipeline.stage_runner import KeyPrefetcher
-from nestrec.pipeline.window_cost_model import in_turn_ms
+from nestrec.pipeline.window_cost_model import sequential_ms
 from nestrec.trace import Tracer
 
 
 class StaleSchedule(PipelinedSchedule):
-    """Lookup hidden by using old rows."""
+    """Schedule that hides the lookup by using stale rows."""
 
     def __init__(
         self, engine: EmbeddingEngine, compute: ModelCompute, dense: DenseSide, tracer: Tracer, options: PipelineConfig
     ) -> None:
         super().__init__(engine, compute, dense, tracer, options)
         self._ahead = options.stale_steps
-        self._keys = KeyPrefetcher(self._machine, self._ahead + 1)
+        self._keys = KeyPrefetcher(self._runner, self._ahead + 1)
         self._read: dict[int, FetchedBatch[ExchangeWindow]] = {}
 
     def advance(self, step: TrainingStep, feed: LookaheadIterator) -> StepTotals:
-        machine = self._machine
-        with machine.step(step):
+        runner = self._runner
+        with runner.step(step):
             now = self._rows_of(step.number, step.batch)
-            loss, last_gradients = machine.in_turn(now, lambda: self._look_ahead(step, feed))
-            sums = machine.reduce_dense(step, loss)
-            machine.update_in_store(now, step.rates, last_gradients)
+            loss, last_gradients = runner.run_sequential(now, lambda: self._look_ahead(step, feed))
+            sums = runner.reduce_dense(step, loss)
+            runner.update_in_store(now, step.rates, last_gradients)
             self._keys.pop(step.number)
             del self._read[step.number]
-            if step.reads_end:  # a run that is resumed here reads all rows anew, and so does one that goes on
+            if step.must_read_updated_rows:  # a run that is resumed here reads all rows again, so this run must, too
                 self._read.clear()
-            return machine.apply_dense(step, sums)
+            return runner.apply_dense(step, sums)
 
     def _look_ahead(self, step: TrainingStep, feed: LookaheadIterator) -> None:
-        """Read rows of the batches that follow, before this one's update is in the store."""
+        """Submit reads of the following batches' rows, before the update of this batch is in the store."""
         self._keys.look_ahead(step, feed)
         for ahead in range(1, self._ahead + 1):
             batch = feed.peek(ahead)
@@ -60,14 +60,14 @@ class StaleSchedule(PipelinedSchedule):
                 self._rows_of(step.number + ahead, batch)
 
     def _rows_of(self, number: int, batch: Batch) -> FetchedBatch[ExchangeWindow]:
-        """The batch with its rows, read now unless they were before."""
-        keys = self._keys.begun(number, batch)
+        """Return the batch with its rows; submit the read unless an earlier step has done so."""
+        keys = self._keys.get_or_start(number, batch)
         read = self._read.get(number)
         if read is None or read.keys is not keys:
-            read = self._read[number] = self._machine.read_ahead(keys)
+            read = self._read[number] = self._runner.prefetch_rows(keys)
         return read
 
 
 STALE = ScheduleSpec(
-    name="stale", build=StaleSchedule, is_exact=False, splits=False, options=("stale_steps",), window_ms=in_turn_ms
+    name="stale", build=StaleSchedule, is_exact=False, splits=False, options=("stale_steps",), window_ms=sequential_ms
 )
