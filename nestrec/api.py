@@ -1,22 +1,19 @@
-"""What Python users call: train, evaluate, load. `import nestrec` hands it on, and the commands are built on it.
+"""Python API: train, evaluate, follow, export and publish. `nestrec` exports these names, and the CLI calls them.
 
-The configuration of a run, from what a user names: a recipe, a config.json, or a config of their own.
-
-Runs for Python users: train a recipe, measure a run.
+Train a recipe and read its metrics:
 
     run = nestrec.train("demo", {"training.epochs": 2})
     print(run.evaluation.score, run.evaluation.metrics["model"])
 
-Under torchrun every rank makes the same call, and all of them share the work. Process groups that a call makes are gone
-after it, also where it failed; a default group that the caller has made before is used and stays.
-
-A trained run for servers: as a folder, or as the newest version at an address that they follow.
+Make the trained model available to servers, as a servable folder or as the newest version at an address that they
+follow:
 
     run = nestrec.train("demo", output="runs/python")
-    manifest = nestrec.export(run, "models/python", {"tables": "int8"})
+    manifest = nestrec.export(run, "models/python", {"table_dtype": "int8"})
     nestrec.publish(run, "published/python")
 
-Under torchrun every rank makes the same call.
+Under torchrun, every rank makes the same call and the ranks share the work. A call destroys the process groups that it
+created, even if it fails; a default process group that the caller created before is reused and kept.
 """
 
 import contextlib
@@ -29,15 +26,15 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
-from nestrec.base.config_overrides import override_texts, with_overrides
+from nestrec.base.config_overrides import apply_overrides, override_texts
 from nestrec.base.config_values import from_plain
-from nestrec.base.cuda import chosen_device
+from nestrec.base.cuda import resolve_device
 from nestrec.base.errors import UserError, did_you_mean, require
-from nestrec.base.files import given_path
+from nestrec.base.files import parse_path
 from nestrec.data.dataset import Dataset
 from nestrec.data.samples.split import Part
 from nestrec.distributed import Topology
-from nestrec.distributed.topology import ParallelConfig
+from nestrec.distributed.topology import ParallelConfig, check_device
 from nestrec.exporters.servable_writer import ExportConfig, export_run
 from nestrec.exporters.version_publisher import PublishRunConfig, open_publishing, publish_run
 from nestrec.serving.model.servable_spec import ServableManifest
@@ -57,45 +54,50 @@ if TYPE_CHECKING:
     from nestrec.inference.recommender import Recommender
 
 
-def configured(recipe: str | Path | RunConfig, overrides: Mapping[str, Any] | None = None) -> RunConfig:
-    """A named recipe, the config.json of an earlier run, or a config, with dotted overrides.
+def resolve_config(recipe: str | Path | RunConfig, overrides: Mapping[str, Any] | None = None) -> RunConfig:
+    """Return the configuration of a run with overrides applied.
 
-    Overrides are values, or text as on the command line. A recipe may make the synthetic logs it names; in a folder
-    that the user names, a mistyped name would get them too.
+    Args:
+        recipe: Name of a recipe, path of the config.json of an earlier run, or a config.
+        overrides: Maps dotted option names to values, or to text as typed on the command line.
     """
     texts = override_texts(overrides)
     if recipe == auto_recipe.NAME:
-        return _automatic(texts)
-    base = recipe if isinstance(recipe, RunConfig) else _named(str(recipe))
+        return _auto_config(texts)
+    base = recipe if isinstance(recipe, RunConfig) else _named_config(str(recipe))
+    # A recipe may generate the synthetic dataset that it names. In a folder that the user named, that would hide a
+    # misspelled path.
     own_folder = {"data.synthetic": "none"} if "data.folder" in texts else {}
     return _overridden(base, {**own_folder, **texts})
 
 
 def _overridden(base: RunConfig, texts: dict[str, str]) -> RunConfig:
-    """Returns the config with overrides; what is given loses the reason for which it was chosen."""
+    """Return the config with overrides, without the reasons of the options that are overridden."""
     reasons = {name: why for name, why in base.reasons.items() if name not in texts}
-    return replace(with_overrides(base, texts), reasons=reasons)
+    return replace(apply_overrides(base, texts), reasons=reasons)
 
 
-def _automatic(texts: dict[str, str]) -> RunConfig:
-    """The recipe that a dataset asks for; options that are given win, and lose the reason of what was chosen."""
+def _auto_config(texts: dict[str, str]) -> RunConfig:
+    """Return the config that fits the statistics of a dataset; overrides take precedence."""
     if "data.folder" not in texts:
         remedy = "name the dataset that `nestrec prepare` wrote: --data.folder data/mine"
-        raise UserError("reads the card of a dataset", option="RECIPE", value=auto_recipe.NAME, remedy=remedy)
-    given = dict(texts)
-    kind = given.pop("task.kind", None)
+        raise UserError("this recipe needs a dataset", option="RECIPE", value=auto_recipe.NAME, remedy=remedy)
+    options = dict(texts)
+    kind = options.pop("task.kind", None)
     if kind is not None and kind not in get_args(auto_recipe.TaskKind):
         remedy = did_you_mean(kind, get_args(auto_recipe.TaskKind))
-        raise UserError("is no task that it knows", option="task.kind", value=kind, remedy=remedy)
-    has_own_split = any(name.startswith(("task.split.", "task.valid_share", "task.test_share")) for name in given)
+        raise UserError("the recipe auto does not support this task", option="task.kind", value=kind, remedy=remedy)
+    has_own_split = any(
+        name.startswith(("task.split.", "task.split.valid_fraction", "task.split.test_fraction")) for name in options
+    )
     dataset = Dataset.open(texts["data.folder"])
     base = auto_recipe.auto(dataset, kind, has_own_split=has_own_split)  # type: ignore[arg-type]
-    return _overridden(base, given)
+    return _overridden(base, options)
 
 
-def _named(name: str) -> RunConfig:
-    remedy = f"to go on with it: nestrec train {name}/config.json --output {name}"
-    require(not Path(name, "config.json").exists(), "is a run, not a recipe", option="RECIPE", value=name, remedy=remedy)
+def _named_config(name: str) -> RunConfig:
+    remedy = f"to resume the run: nestrec train {name}/config.json --output {name}"
+    require(not Path(name, "config.json").exists(), "is a run folder", option="RECIPE", value=name, remedy=remedy)
     return _saved_config(Path(name)) if name.endswith(".json") else named_recipe(name)
 
 
@@ -103,7 +105,7 @@ def _saved_config(file: Path) -> RunConfig:
     try:
         plain = json.loads(file.read_text())
         if not isinstance(plain, dict):
-            raise ValueError("it holds no named fields")
+            raise ValueError("it must contain a JSON object")
         return from_plain(RunConfig, plain)
     except (OSError, ValueError, UserError) as error:
         remedy = "name a config.json that `nestrec train` wrote, or a recipe (see `nestrec recipes`)"
@@ -112,22 +114,30 @@ def _saved_config(file: Path) -> RunConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A trained run."""
+    """A trained run: its folder, its number of steps and its test metrics.
+
+    `train` and `follow` return it. A `Run` is a path-like object, so that every function that takes a run folder also
+    takes a `Run`:
+
+        >>> run = nestrec.train("demo", {"training.epochs": 1}, output="runs/first")
+        >>> run.folder
+        PosixPath('runs/first')
+        >>> recommender = run.load()
+    """
 
     folder: Path
-    """config, metrics, evaluations and checkpoints; `nestrec report` makes a page of it"""
+    """Run folder with the config, metrics, evaluations and checkpoints; `nestrec report` renders it as an HTML page."""
     steps: int
-    """of which the weights with the best validation score were made"""
+    """Number of training steps of the weights with the best validation score."""
     evaluation: Evaluation | None
-    """metrics of the best weights on the test part, with those of baselines; none if nothing is held out to test on, or
-    if the run only trains (training.train_only)"""
+    """Metrics of the best weights and of the baselines on the test split; None if the dataset has no test split or if
+    `training.train_only` is set."""
 
     def __fspath__(self) -> str:
-        """Returns the folder, so that a run can be given wherever its folder can."""
         return os.fspath(self.folder)
 
     def load(self) -> "Recommender":
-        """The best weights, ready to recommend."""
+        """Load the best weights into a `Recommender`; see `nestrec.load`."""
         from nestrec.inference.recommender import load
 
         return load(self)
@@ -138,55 +148,88 @@ def train(
     overrides: Mapping[str, Any] | None = None,
     *,
     output: Path | str | None = None,
-    listener: TrainingCallback | None = None,
-    start_from: Run | Path | str | None = None,
+    callback: TrainingCallback | None = None,
+    warm_start: Run | Path | str | None = None,
     window_hooks: Sequence[WindowHook] = (),
 ) -> Run:
-    """Train a recipe, then measure its best epoch on the test part.
+    """Train a recipe, then evaluate the best weights on the test split.
 
-    recipe: a recipe's name (`nestrec recipes` lists them), a config.json of a run, or a config. overrides: dotted names
-    to values (`{"training.epochs": 2}`, or `{"training": {"epochs": 2}}`; `nestrec options train RECIPE` lists them). A
-    mapping with a `kind`, such as an encoder, stands for the whole of it. output: the run folder, runs/NAME
-    where not given; on a folder with checkpoints the run goes on from the last one. listener: hears of the progress.
-    start_from: a run whose weights, tables and optimiser state this one begins with, on the same data or a later
-    generation of it (`nestrec append`). window_hooks: called after each window of time (batch.order chronological).
-    Told to stop by SIGTERM or SIGINT, it saves and raises `nestrec.training.run_checkpointer.RunInterruptedError`.
+    Under torchrun every rank makes the same call.
+
+    Args:
+        recipe: Name of a recipe (`nestrec recipes` lists them), path of the config.json of a run, or a config.
+        overrides: Maps dotted option names to values, `{"training.epochs": 2}` or `{"training": {"epochs": 2}}`;
+            `nestrec options train RECIPE` lists the options. A mapping with a `kind`, such as an encoder, replaces the
+            whole section.
+        output: Run folder, `runs/NAME` by default. If the folder has checkpoints, training resumes from the last one.
+        callback: Receives the training progress.
+        warm_start: Run that provides the initial weights, embedding tables and optimizer state. It must have been
+            trained on the same dataset or on an earlier generation of it (see `nestrec.append`).
+        window_hooks: Functions that are called after each time window (only with `batch.order=chronological`).
+
+    Returns:
+        The run, with its folder and test metrics.
+
+    Raises:
+        UserError: An option is invalid, or the run folder does not match the config.
+        nestrec.training.run_checkpointer.RunInterruptedError: The process received SIGTERM or SIGINT; a checkpoint was
+            saved, and the same call resumes the run.
+
+    Example:
+        >>> run = nestrec.train("demo", {"training.epochs": 2}, output="runs/demo")
+        >>> run.evaluation.metrics["model"]
     """
-    cfg = configured(recipe, overrides)
-    folder = Path("runs") / cfg.name if output is None else given_path(output, "output")
-    _check_hearers(listener, window_hooks)
-    begun = None if start_from is None else folder_of(start_from)
-    with contextlib.ExitStack() as held:
-        topology = held.enter_context(_ranks_of(cfg, cfg.ranks))
-        made = Trainer(
+    cfg = resolve_config(recipe, overrides)
+    folder = Path("runs") / cfg.name if output is None else parse_path(output, "output")
+    _check_hooks(callback, window_hooks)
+    warm_start_folder = None if warm_start is None else run_folder_path(warm_start)
+    with contextlib.ExitStack() as stack:
+        topology = stack.enter_context(_scoped_topology(cfg, cfg.parallel))
+        new_trainer = Trainer(
             cfg,
             folder,
             topology,
-            listener,
-            start_from=begun,
+            callback,
+            warm_start=warm_start_folder,
             window_hooks=window_hooks,
-            open_publishing=open_publishing,
+            open_publisher=open_publishing,
         )
-        trainer = held.enter_context(contextlib.closing(made))
+        trainer = stack.enter_context(contextlib.closing(new_trainer))
         trainer.train()
         evaluation = trainer.evaluate("test") if trainer.ends_with_test else None
         return Run(folder=folder, steps=trainer.state.step, evaluation=evaluation)
 
 
 def evaluate(run: Run | Path | str, part: Part = "test", *, best: bool = True) -> Evaluation:
-    """Measure a run on held-out data, beside its baselines; that of the best weights is kept in RUN/eval.
+    """Evaluate a run and its baselines on held-out data.
 
-    run: what `train` gave, or its folder. best: the weights of the best validation score, else the last ones.
+    Results of the best weights are also stored in `RUN/eval`.
+
+    Args:
+        run: Run that `train` returned, or its folder.
+        part: Data split to evaluate on, `"valid"` or `"test"`.
+        best: Use the weights with the best validation score; False uses the last weights.
+
+    Returns:
+        The metrics of the model and of each baseline.
+
+    Raises:
+        UserError: The folder is not a run, or the dataset does not have this split.
+
+    Example:
+        >>> evaluation = nestrec.evaluate("runs/demo", "valid")
+        >>> evaluation.metrics["model"]
     """
     if part not in get_args(Part):
         remedy = did_you_mean(str(part), get_args(Part))
-        raise UserError("is no part of the data", option="part", value=part, remedy=remedy)
-    folder = folder_of(run)
+        raise UserError("no such data split", option="part", value=part, remedy=remedy)
+    folder = run_folder_path(run)
     cfg = RunFolder(folder).config()
-    with contextlib.ExitStack() as held:
-        topology = held.enter_context(_ranks_of(cfg, ParallelConfig()))  # to read tables, any number will do
-        with RunFolder(folder).naming_config():
-            trainer = held.enter_context(contextlib.closing(Trainer(cfg, folder, topology)))
+    with contextlib.ExitStack() as stack:
+        # A checkpoint can be read with any mesh, so the parallel section of the run is not needed.
+        topology = stack.enter_context(_scoped_topology(cfg, ParallelConfig()))
+        with RunFolder(folder).naming_config_file():
+            trainer = stack.enter_context(contextlib.closing(Trainer(cfg, folder, topology)))
         return trainer.evaluate(part) if best else trainer.measure(part, best=False)
 
 
@@ -195,94 +238,126 @@ def follow(
     run: Run | Path | str,
     overrides: Mapping[str, Any] | None = None,
     *,
-    listener: TrainingCallback | None = None,
+    callback: TrainingCallback | None = None,
     window_hooks: Sequence[WindowHook] = (),
 ) -> Run:
-    """Go on training a run with what a source brings (a folder, kafka://BROKERS/TOPIC), window by window.
+    """Train a run online (streaming training) on the events of a source, one window at a time.
 
-    overrides: dotted names to values (`{"window.events": 1000}`; `nestrec options follow` lists them). It returns when
-    the source has been idle for `idle_s`, which by default is never; told to stop, it saves and raises
-    `RunInterruptedError`."""
-    folder = folder_of(run)
-    given_path(source, "source")  # an address is text, too, and would not survive as a path
-    _check_hearers(listener, window_hooks)
+    The events are appended to the dataset of the run. The function returns after the source has been idle for
+    `stop_after_idle_s`; by default it runs until it is interrupted.
+
+    Args:
+        source: Folder, or Kafka topic as `kafka://BROKERS/TOPIC`.
+        run: Run to continue, as `train` returned it, or its folder.
+        overrides: Maps dotted option names to values; `nestrec options train-stream` lists the options.
+        callback: Receives the training progress.
+        window_hooks: Functions that are called after each window.
+
+    Returns:
+        The continued run, without test metrics.
+
+    Raises:
+        UserError: An option is invalid, or the source cannot be read.
+        nestrec.training.run_checkpointer.RunInterruptedError: The process received SIGTERM or SIGINT; a checkpoint was
+            saved, and the same call resumes the run.
+
+    Example:
+        >>> nestrec.follow("incoming/", "runs/demo", {"window.events": 1000, "stop_after_idle_s": 60})
+    """
+    folder = run_folder_path(run)
+    parse_path(source, "source")  # only checked: a URL would not survive the conversion to a path
+    _check_hooks(callback, window_hooks)
     cfg = RunFolder(folder).config()
     options = stream_config(Path(cfg.data.folder), override_texts(overrides))
-    with contextlib.ExitStack() as held:
-        topology = held.enter_context(_ranks_of(cfg, cfg.ranks))
+    with contextlib.ExitStack() as stack:
+        topology = stack.enter_context(_scoped_topology(cfg, cfg.parallel))
         follower = StreamTrainer(
             str(source),
             folder,
             topology,
             options,
             cfg=cfg,
-            listener=listener,
+            callback=callback,
             window_hooks=window_hooks,
-            open_publishing=open_publishing,
+            open_publisher=open_publishing,
         )
-        held.enter_context(contextlib.closing(follower.trainer))
+        stack.enter_context(contextlib.closing(follower.trainer))
         state = follower.follow()
-        if listener is not None and follower.untrained:
-            listener.noted(follower.untrained)
+        if callback is not None and follower.untrained_message:
+            callback.on_message(follower.untrained_message)
         return Run(folder=folder, steps=state.step, evaluation=None)
 
 
-def topology_of(cfg: RunConfig, ranks: ParallelConfig) -> Topology:
-    """Returns the ranks that torchrun has started, or this process alone, on the config's device and threads."""
+def create_topology(cfg: RunConfig, ranks: ParallelConfig) -> Topology:
+    """Return the ranks that torchrun started, or a single rank, and set the number of torch threads."""
     if cfg.training.num_threads is not None:
         torch.set_num_threads(cfg.training.num_threads)
-    return Topology.from_environment(chosen_device(cfg.training.device), ranks)
+    device = resolve_device(cfg.training.device)
+    check_device(device, "training.device")
+    return Topology.from_environment(device, ranks)
 
 
 @contextlib.contextmanager
-def _ranks_of(cfg: RunConfig, ranks: ParallelConfig) -> Iterator[Topology]:
-    """`topology_of`, for one call."""
+def _scoped_topology(cfg: RunConfig, ranks: ParallelConfig) -> Iterator[Topology]:
+    """Yield the ranks of one call; afterwards, destroy the process groups and restore the number of threads."""
     threads = torch.get_num_threads()
     try:
-        with Topology.lent(lambda: topology_of(cfg, ranks)) as topology:
+        with Topology.scoped(lambda: create_topology(cfg, ranks)) as topology:
             yield topology
     finally:
         torch.set_num_threads(threads)
 
 
-def _check_hearers(listener: Any, hooks: Any) -> None:
-    """Before anything is trained that they would hear of."""
-    if listener is not None and not isinstance(listener, TrainingCallback):
-        remedy = "give an instance of a class of yours under nestrec.training.callbacks.TrainingCallback"
-        raise UserError("is no listener", option="listener", value=listener, remedy=remedy)
+def _check_hooks(callback: Any, hooks: Any) -> None:
+    """Check the callbacks before training starts, not at their first call."""
+    if callback is not None and not isinstance(callback, TrainingCallback):
+        remedy = "pass an instance of a subclass of nestrec.training.callbacks.TrainingCallback"
+        raise UserError("must be a TrainingCallback", option="callback", value=callback, remedy=remedy)
     if not isinstance(hooks, Sequence) or not all(map(callable, hooks)):
-        remedy = "give a list of functions of a nestrec.training.training_session.WindowEnd"
-        raise UserError("is no list of functions", option="window_hooks", value=hooks, remedy=remedy)
+        remedy = "pass functions that take one nestrec.training.training_session.WindowEnd"
+        raise UserError("must be a list of functions", option="window_hooks", value=hooks, remedy=remedy)
 
 
-def folder_of(run: Any) -> Path:
-    """Of what a call takes for a run."""
-    remedy = "give what nestrec.train gave, or a folder that it wrote"
-    require(isinstance(run, Run | Path | str), "is no run", option="run", value=run, remedy=remedy)
+def run_folder_path(run: Any) -> Path:
+    """Return the folder of a `Run`, or of a path that a caller passed as a run."""
+    remedy = "pass the Run that nestrec.train returned, or its folder"
+    require(isinstance(run, Run | Path | str), "must be a run or a path", option="run", value=run, remedy=remedy)
     return run.folder if isinstance(run, Run) else Path(run)
 
 
 def export(
     run: Run | Path | str, output: Path | str, overrides: Mapping[str, Any] | None = None, *, best: bool = True
 ) -> ServableManifest:
-    """Write a run as a servable folder, which must not exist yet; its manifest, with the version of the model.
+    """Export a run as a servable: a model folder that `nestrec serve` loads.
 
-    run: what `train` gave, or its folder. overrides: dotted names to values (`{"dtype": "bfloat16"}`; `nestrec options
-    export` lists them); what fewer bits cost stands in the manifest. best: the weights of the best validation score,
-    else the last ones.
+    Args:
+        run: Run that `train` returned, or its folder.
+        output: Folder to write; it must not exist yet.
+        overrides: Maps dotted option names to values, such as `{"dtype": "bfloat16"}`; `nestrec options export` lists
+            the options.
+        best: Export the weights with the best validation score; False exports the last weights.
+
+    Returns:
+        The manifest of the servable, with the model version and, for a quantized export, the measured loss of quality.
+
+    Raises:
+        UserError: The folder exists, an option is invalid, or the run cannot be exported.
+
+    Example:
+        >>> manifest = nestrec.export("runs/demo", "models/demo", {"table_dtype": "int8"})
     """
-    cfg = with_overrides(ExportConfig(), override_texts(overrides))
-    folder = folder_of(run)
-    written = given_path(output, "output")
+    cfg = apply_overrides(ExportConfig(), override_texts(overrides))
+    folder = run_folder_path(run)
+    servable_folder = parse_path(output, "output")
     return export_run(
         folder,
-        written,
+        servable_folder,
         best=best,
         defaults=cfg.defaults,
         search=cfg.search,
         dtype=cfg.dtype,
-        tables=cfg.tables,
-        prefixes=cfg.prefixes,
+        table_dtype=cfg.table_dtype,
+        kv_cache_dtype=cfg.kv_cache_dtype,
         device=cfg.device,
     )
 
@@ -290,11 +365,25 @@ def export(
 def publish(
     run: Run | Path | str, address: Path | str, overrides: Mapping[str, Any] | None = None, *, best: bool = True
 ) -> VersionManifest:
-    """Publish a run that is not under way, in full, for servers that follow the address; the newest version there.
+    """Publish a run as the newest full model version at an address that servers follow.
 
-    run: what `train` gave, or its folder. address: a folder, or an address that fsspec knows (s3://..., gs://...).
-    overrides: dotted names to values (`{"keep": 10}`; `nestrec options publish` lists them). best: the weights of the
-    best validation score, else the last ones.
+    The run must not be training at the same time.
+
+    Args:
+        run: Run that `train` returned, or its folder.
+        address: Folder, or any URL that fsspec supports (`s3://...`, `gs://...`).
+        overrides: Maps dotted option names to values, such as `{"max_versions": 10}`; `nestrec options publish` lists
+            the options.
+        best: Publish the weights with the best validation score; False publishes the last weights.
+
+    Returns:
+        The manifest of the published version.
+
+    Raises:
+        UserError: An option is invalid, or the address cannot be written.
+
+    Example:
+        >>> nestrec.publish("runs/demo", "s3://models/demo", {"max_versions": 10})
     """
     return publish_version(run, address, overrides, best=best).manifest
 
@@ -302,8 +391,8 @@ def publish(
 def publish_version(
     run: Run | Path | str, address: Path | str, overrides: Mapping[str, Any] | None = None, *, best: bool = True
 ) -> VersionStep:
-    """Publish a run as `publish` does, and return the version with its name."""
-    cfg = with_overrides(PublishRunConfig(), override_texts(overrides))
-    folder = folder_of(run)
-    given_path(address, "address")  # it is text, too, and would not survive as a path
+    """Publish a run like `publish`, and return the version together with its name."""
+    cfg = apply_overrides(PublishRunConfig(), override_texts(overrides))
+    folder = run_folder_path(run)
+    parse_path(address, "address")  # only checked: a URL would not survive the conversion to a path
     return publish_run(folder, str(address), cfg, best=best)

@@ -1,4 +1,7 @@
-"""A client of `nestrec serve`, for programs that ask it: `Client` and `AsyncClient` (pip install 'nestrec[client]')."""
+"""HTTP clients of `nestrec serve`: `Client` (blocking) and `AsyncClient` (asyncio).
+
+Requires the extra `client`; in a clone of the repository: `pip install '.[client]'`.
+"""
 
 from nestrec.client.attempts import RequestError as RequestError
 from nestrec.client.attempts import ServerBusyError as ServerBusyError

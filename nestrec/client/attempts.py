@@ -1,20 +1,33 @@
-"""When a request is sent again: within one deadline, as the server asks, and never where it could count twice."""
+"""Retry policy of the client: exponential backoff with jitter within one deadline per request.
+
+The client waits as long as the server's Retry-After header requests. Requests that are not idempotent are retried only
+if the server cannot have processed the previous attempt.
+"""
 
 import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
-_COMES_BACK = (429, 503)
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
+from nestrec.base.errors import as_sentence, with_period
+
+_RETRYABLE_STATUS = (429, 503)
+_MIN_BACKOFF_S, _MAX_BACKOFF_S = 0.02, 0.5
 
 
 class RequestError(Exception):
-    """The server does not answer as asked: what is wrong with the request, or with the server."""
+    """The server rejected a request or failed to process it."""
 
     def __init__(self, message: str, *, status: int = 0, field: str = "", remedy: str = ""):
-        """status: of the answer, 0 if there was none. field: of the request, if one of them is wrong. remedy: what the
-        server proposes."""
-        super().__init__((f"{field}: {message}" if field else message) + (f"\n  remedy: {remedy}" if remedy else ""))
+        """Create the error.
+
+        Args:
+            message: Problem that the server reports.
+            status: HTTP status of the response; 0 if there was no response.
+            field: Field of the request that is invalid; empty if the error does not concern a single field.
+            remedy: Fix that the server suggests.
+        """
+        problem = with_period(f"{field}: {message}" if field else message)
+        super().__init__(f"{problem} {as_sentence(remedy)}" if remedy else problem)
         self.message = message
         self.status = status
         self.field = field
@@ -22,62 +35,90 @@ class RequestError(Exception):
 
 
 class ServerBusyError(RequestError):
-    """No answer before the deadline: the server refuses for now, or is not reached. Later it may."""
+    """The request did not succeed before the deadline: the server is overloaded or unreachable, for now."""
 
     def __init__(self, message: str, *, status: int = 0, retry_after_s: float | None = None):
-        """retry_after_s: when the server asks to come back."""
+        """Create the error.
+
+        Args:
+            message: Problem that the server reports, or the error of the connection.
+            status: HTTP status of the last response; 0 if there was no response.
+            retry_after_s: Seconds after which the server suggests to retry (Retry-After); None if it suggests nothing.
+        """
         super().__init__(message, status=status)
         self.retry_after_s = retry_after_s
 
 
 class RetryState:
-    """Of one request. What is sent, and how one waits, is the business of whoever uses it."""
+    """Retry state of one request: decides whether and when to retry. The caller sends the attempts and waits."""
 
     def __init__(self, deadline_s: float, *, is_repeatable: bool, now_s: Callable[[], float]):
-        """is_repeatable: it changes nothing, or may be done twice."""
+        """Start the deadline.
+
+        Args:
+            deadline_s: Seconds until the deadline of all attempts together.
+            is_repeatable: Whether the request is idempotent, so that processing it twice is harmless.
+            now_s: Monotonic clock in seconds.
+        """
         self._now_s, self._end_s = now_s, now_s() + deadline_s
         self._is_repeatable = is_repeatable
-        self._pause_s = _FIRST_PAUSE_S
+        self._backoff_s = _MIN_BACKOFF_S
 
-    def left_s(self) -> float:
-        """Until the deadline; `ServerBusyError` where it has passed."""
-        left_s = self._end_s - self._now_s()
-        if left_s <= 0:
+    def remaining_s(self) -> float:
+        """Return the seconds until the deadline; raise `ServerBusyError` if it has passed."""
+        remaining_s = self._end_s - self._now_s()
+        if remaining_s <= 0:
             raise ServerBusyError("the deadline has passed")
-        return left_s
+        return remaining_s
 
-    def answered(self, status: int, headers: Mapping[bytes, bytes], body: Any) -> float | None:
-        """Return None if a response is the answer, or the seconds to wait before the next attempt; else raise.
+    def handle_response(self, status: int, headers: Mapping[bytes, bytes], body: Any) -> float | None:
+        """Return None if the request succeeded, or the seconds to wait before the next attempt.
 
-        headers: Headers of the response by their names in lower case."""
+        Args:
+            status: HTTP status of the response.
+            headers: Response headers by lower-case name.
+            body: Decoded JSON body of the response.
+
+        Raises:
+            RequestError: The server rejected the request, and a retry cannot succeed.
+            ServerBusyError: A retry is not allowed or would exceed the deadline.
+        """
         if status < 400:
             return None
         problem = body.get("error", {}) if isinstance(body, dict) else {}
-        message = problem.get("message") or f"the server answers with status {status}"
-        if status not in _COMES_BACK:
+        message = problem.get("message") or f"the server responded with status {status}"
+        if status not in _RETRYABLE_STATUS:
             field, remedy = problem.get("field", ""), problem.get("remedy", "")
             raise RequestError(message, status=status, field=field, remedy=remedy)
-        after = headers.get(b"retry-after", b"")
-        retry_after_s = float(after) if after.isdigit() else None
+        header = headers.get(b"retry-after", b"")
+        retry_after_s = float(header) if header.isdigit() else None
         busy = ServerBusyError(message, status=status, retry_after_s=retry_after_s)
-        # 429 says that nothing was begun; after 503 nobody may know.
+        # 429 means that the server did not start the request; after 503 it may have been processed.
         if not self._is_repeatable and status != 429:
             raise busy
-        return self._waited(retry_after_s, busy)
+        return self._retry_delay_s(retry_after_s, busy)
 
-    def failed(self, error: Exception, *, was_sent: bool) -> float:
-        """Seconds to wait after an attempt without an answer. was_sent: the server may have got it."""
-        busy = ServerBusyError(f"the server is not reached: {error}")
+    def handle_error(self, error: Exception, *, was_sent: bool) -> float:
+        """Return the seconds to wait after an attempt without a response.
+
+        Args:
+            error: Error of the connection.
+            was_sent: Whether the server may have received the request.
+
+        Raises:
+            ServerBusyError: A retry is not allowed or would exceed the deadline.
+        """
+        busy = ServerBusyError(f"the server is not reachable: {error}")
         if was_sent and not self._is_repeatable:
             raise busy from error
-        return self._waited(None, busy)
+        return self._retry_delay_s(None, busy)
 
-    def _waited(self, asked_s: float | None, busy: ServerBusyError) -> float:
-        """As long as the server asks for; else ever longer, and not all clients at one moment."""
-        wait_s = asked_s
+    def _retry_delay_s(self, retry_after_s: float | None, busy: ServerBusyError) -> float:
+        """Return the server's Retry-After, or an exponential backoff with jitter, which desynchronizes clients."""
+        wait_s = retry_after_s
         if wait_s is None:
-            wait_s = self._pause_s * random.uniform(0.5, 1.5)
-            self._pause_s = min(_LONGEST_PAUSE_S, 2 * self._pause_s)
+            wait_s = self._backoff_s * random.uniform(0.5, 1.5)
+            self._backoff_s = min(_MAX_BACKOFF_S, 2 * self._backoff_s)
         if self._now_s() + wait_s >= self._end_s:
             raise busy
         return wait_s

@@ -1,8 +1,8 @@
-"""What a client needs of its transport, and how the same methods run without an event loop.
+"""Transport interface of the client, and `run_blocking`, which runs its coroutines without an event loop.
 
-The methods of a client are coroutines. A transport that blocks never suspends them, so `run_blocking` runs them to
-their end in the calling thread. It needs neither an event loop (so it also works within the one of a notebook) nor a
-second thread.
+The methods of a client are coroutines. A blocking transport never suspends them, so `run_blocking` runs them to
+completion in the calling thread. This needs neither an event loop nor a second thread, so it also works inside the
+running event loop of a notebook.
 """
 
 from collections.abc import Coroutine
@@ -36,7 +36,7 @@ class Transport(Protocol):
         ...
 
     async def close(self) -> None:
-        """Close the connections that are kept."""
+        """Close the connection pool."""
         ...
 
 
@@ -48,4 +48,4 @@ def run_blocking(coroutine: Coroutine[Any, Any, _T]) -> _T:
         result: _T = finished.value
         return result
     coroutine.close()
-    raise RuntimeError("a blocking client waits for an event loop: give it a transport that blocks")
+    raise RuntimeError("the transport of a blocking client suspended: pass a blocking transport, or use AsyncClient")

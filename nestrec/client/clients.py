@@ -1,6 +1,7 @@
-"""The clients of a server: `AsyncClient` has the methods, and `Client` runs the same methods without an event loop.
+"""HTTP clients of a nestrec server: `AsyncClient` for asyncio, and `Client`, which is blocking.
 
-Each call has one deadline for all of its attempts. Names of fields in a request are those of the server.
+Each call has one deadline for all of its attempts (see `nestrec.client.attempts` for the retry policy). Request fields
+have the names of the HTTP API.
 """
 
 import functools
@@ -32,58 +33,60 @@ _T = TypeVar("_T")
 Id = str | int
 Category = str | int | float | bool | None
 Value = Category | Sequence[Category]
-"""what the log has of a feature: a category, a number, a text, a list of categories, or the numbers of a vector"""
+"""Raw value of a feature as in the event log: a category, a number, text, a list of categories, or a vector."""
 Action = int | str | Sequence[str] | None
-"""a name, several names, the sum of their bits, or nothing that is known"""
-Unknown = Literal["last", "score", "drop", "refuse"]
-_LONGEST_MS = 10_000
-"""deadline that a server takes by default"""
+"""Actions of one event: a name, several names, a bit mask, or None if the actions are unknown."""
+Unknown = Literal["last", "score", "drop", "reject"]
+_MAX_TIMEOUT_MS = 10_000
+"""Largest `timeout_ms` that a server accepts by default."""
 
 
 class UserHistory(TypedDict, total=False):
-    """Events of a user, oldest first."""
+    """Events of a user as columns with one value per event, oldest event first."""
 
     items: Sequence[Id]
-    """source ids"""
+    """Source ids of the items."""
     times_ms: Sequence[int]
-    """Unix milliseconds of each event"""
+    """Times of the events in Unix milliseconds."""
     actions: Sequence[Action]
-    """what the user did at each event"""
+    """Actions of the user."""
     features: Mapping[str, Sequence[Value]]
-    """by name of a feature, a value an event"""
+    """Event features: a column of values per feature name."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientRequest:
-    """One request."""
+    """One call of the HTTP API, independent of the server's address and of the attempt."""
 
     method: str
     path: str
     user: Id | None = None
-    """whom it is about"""
+    """User id to which the request refers; None for requests that refer to no user."""
     body: Mapping[str, Any] | None = None
+    """JSON fields of the request; fields that are None are omitted."""
     is_repeatable: bool = True
+    """Whether the request is idempotent or may be processed twice."""
     has_deadline: bool = False
-    """the server is told how long it may take"""
+    """Whether the request contains the remaining time as `timeout_ms`."""
 
-    def request(self, url: str, headers: Mapping[bytes, bytes], left_s: float) -> Request:
-        """Return the request to a server, with the time that is left until the deadline.
+    def to_http_request(self, url: str, headers: Mapping[bytes, bytes], remaining_s: float) -> Request:
+        """Build the HTTP request of one attempt.
 
         Args:
-            url: Address of the server, without a slash at its end.
+            url: Base URL of the server, without a trailing slash.
             headers: Headers of all requests.
-            left_s: Seconds until the deadline.
+            remaining_s: Seconds until the deadline.
         """
         all_headers = dict(headers)
-        if self.user is not None:  # a front chooses the instance by this, and the id cannot be read from it
+        if self.user is not None:  # load balancers route by this header; a digest does not reveal the id
             digest = blake2b(str(self.user).encode(), digest_size=12)
             all_headers[b"x-nestrec-user"] = digest.hexdigest().encode()
         if self.body is None:
             return Request(self.method, url + self.path, all_headers)
-        told = {name: value for name, value in self.body.items() if value is not None}
+        fields = {name: value for name, value in self.body.items() if value is not None}
         if self.has_deadline:
-            told["timeout_ms"] = max(1, min(_LONGEST_MS, int(1000 * left_s)))
-        body = json.dumps(told, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
+            fields["timeout_ms"] = max(1, min(_MAX_TIMEOUT_MS, int(1000 * remaining_s)))
+        body = json.dumps(fields, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
         return Request(self.method, url + self.path, {**all_headers, b"content-type": b"application/json"}, body)
 
 
@@ -94,39 +97,51 @@ def history_of(
     actions: Sequence[Action] | None,
     features: Mapping[str, Sequence[Value]] | None,
 ) -> UserHistory | None:
-    """Return the history that a caller gives, as one mapping or as its columns."""
-    given = {"items": items, "times_ms": times_ms, "actions": actions, "features": features}
-    columns = {name: values for name, values in given.items() if values is not None}
+    """Return the history of a call, which is passed either as one mapping or as columns.
+
+    Raises:
+        TypeError: The caller passed both.
+    """
+    arguments = {"items": items, "times_ms": times_ms, "actions": actions, "features": features}
+    columns = {name: values for name, values in arguments.items() if values is not None}
     if not columns:
         return history
     if history is not None:
-        raise TypeError(f"give either history or {', '.join(columns)}, not both")
+        raise TypeError(f"pass either history or {', '.join(columns)}, not both")
     return cast(UserHistory, columns)
 
 
-def asked(path: str, user: Id, **fields: Any) -> ClientRequest:
-    """Something that the server computes."""
+def compute_request(path: str, user: Id, **fields: Any) -> ClientRequest:
+    """Return a request whose response the server computes: it is idempotent and contains the remaining time."""
     return ClientRequest("POST", path, user, {"user": user, **fields}, has_deadline=True)
 
 
-def told(user: Id, history: UserHistory | None, *, at_least_once: bool) -> ClientRequest:
-    """Events to be kept."""
+def events_request(user: Id, history: UserHistory | None, *, at_least_once: bool) -> ClientRequest:
+    """Return a request that appends events to the stored history of a user; idempotent only if `at_least_once`."""
     if history is None:
-        raise TypeError("give the events, such as items=['12', '7'], times_ms=[1642271351894, 1642271387634]")
+        raise TypeError("events are missing: pass items=['12', '7'] and times_ms=[1642271351894, 1642271387634]")
     return ClientRequest("POST", "/v1/events", user, {"user": user, "history": history}, is_repeatable=at_least_once)
 
 
-def forgotten(user: Id, what: str) -> ClientRequest:
-    """Events or prefixes of a user."""
-    return ClientRequest("DELETE", f"/v1/users/{quote(str(user), safe='')}/{what}", user)
+def delete_request(user: Id, resource: str) -> ClientRequest:
+    """Return a request that deletes the `events` or the `cache` of a user."""
+    return ClientRequest("DELETE", f"/v1/users/{quote(str(user), safe='')}/{resource}", user)
 
 
 class AsyncClient:
-    """Asks a server of nestrec from a program with an event loop; used inside one of them.
+    """Asyncio HTTP client of a nestrec server. Not thread-safe: use a client inside one event loop.
 
-        async with AsyncClient("http://127.0.0.1:8000") as client: await client.recommend("ann", k=5)
+    Each call has one deadline. If the server rejects a request because of load (429, 503) or is not reachable, the
+    client retries it until the deadline: after the server's Retry-After, or with exponential backoff. Requests that are
+    not idempotent (`events` without `at_least_once`) are retried only if the server cannot have processed them.
 
-    Refusals (429, 503) are asked again after the time that the server names, where the deadline allows it.
+    All methods raise `RequestError` if the server rejects the request or fails, and its subclass `ServerBusyError` if
+    the request did not succeed before the deadline.
+
+    Example:
+        >>> async with AsyncClient("http://127.0.0.1:8000") as client:
+        ...     response = await client.recommend("ann", items=["12", "7"], times_ms=[1642271351894, 1642271387634])
+        ...     print(response["items"])
     """
 
     def __init__(
@@ -137,13 +152,13 @@ class AsyncClient:
         deadline_s: float = 5.0,
         transport: "httpx.AsyncBaseTransport | Transport | None" = None,
     ):
-        """Prepare a client; connections are opened by its calls.
+        """Create a client; connections are opened by the first calls.
 
         Args:
-            url: Address of a server or a front.
-            key: API key, sent as a bearer token.
-            deadline_s: Deadline of calls that do not name one.
-            transport: How requests are sent: by httpx over a transport of its own, or by something else.
+            url: Base URL of a server or a load balancer, for example `http://127.0.0.1:8000`.
+            key: API key, sent as a bearer token; None if the server needs no key.
+            deadline_s: Default deadline of a call in seconds, including all retries.
+            transport: Transport of httpx, or an own `Transport`; None uses the default transport of httpx.
         """
         self._url = url.rstrip("/")
         self._deadline_s = deadline_s
@@ -164,29 +179,53 @@ class AsyncClient:
         actions: Sequence[Action] | None = None,
         features: Mapping[str, Sequence[Value]] | None = None,
         history: UserHistory | None = None,
-        prefer_kept: bool | None = None,
+        prefer_stored_history: bool | None = None,
         user_features: Mapping[str, Value] | None = None,
         now_ms: int | None = None,
-        unknown: Unknown | None = None,
+        on_unknown: Unknown | None = None,
         num_candidates: int | None = None,
-        events: int | None = None,
+        num_events: int | None = None,
         deadline_s: float | None = None,
     ) -> PreinferResponse:
-        """Announce a ranking request of this user, so that the server can compute the history ahead.
+        """Announce a ranking request of a user, so that the server can prefill the history ahead of it (pre-infer).
 
-        items, times_ms, actions and features: as in `recommend`."""
-        question = asked(
+        Args:
+            user: User id.
+            items: Source ids of the history's items, oldest event first.
+            times_ms: Times of the events in Unix milliseconds.
+            actions: Actions of the events.
+            features: Event features: a column of values per feature name.
+            history: The same columns as one mapping, instead of `items`, `times_ms`, `actions` and `features`. If the
+                request contains no history, the server uses the stored events.
+            prefer_stored_history: Whether to prefer the stored events to the history of the request, which is then the
+                fallback if the store has no events or is unavailable.
+            user_features: Raw values of user features by name.
+            now_ms: Time of the ranking request in Unix milliseconds; default: the time of the server.
+            on_unknown: Handling of ids that the model does not know.
+            num_candidates: Expected number of candidates of the ranking request.
+            num_events: Number of events in the history, sent instead of the history; the response reports whether the
+                server needs it.
+            deadline_s: Deadline of the call in seconds, including all retries; None uses that of the client.
+
+        Returns:
+            Decision of the server: whether it prefills the history, and the reason.
+
+        Raises:
+            RequestError: The server rejected the request.
+            ServerBusyError: The request did not succeed before the deadline.
+        """
+        request = compute_request(
             "/v1/preinfer",
             user,
             history=history_of(history, items, times_ms, actions, features),
-            prefer_kept=prefer_kept,
+            prefer_stored_history=prefer_stored_history,
             user_features=user_features,
             now_ms=now_ms,
-            unknown=unknown,
+            on_unknown=on_unknown,
             num_candidates=num_candidates,
-            events=events,
+            num_events=num_events,
         )
-        return cast(PreinferResponse, await self._answer(question, deadline_s))
+        return cast(PreinferResponse, await self._call(request, deadline_s))
 
     async def rank(
         self,
@@ -198,30 +237,55 @@ class AsyncClient:
         actions: Sequence[Action] | None = None,
         features: Mapping[str, Sequence[Value]] | None = None,
         history: UserHistory | None = None,
-        prefer_kept: bool | None = None,
+        prefer_stored_history: bool | None = None,
         user_features: Mapping[str, Value] | None = None,
         context: Mapping[str, Value] | None = None,
         candidate_features: Mapping[str, Sequence[Value] | Value] | None = None,
         now_ms: int | None = None,
-        unknown: Unknown | None = None,
+        on_unknown: Unknown | None = None,
         deadline_s: float | None = None,
     ) -> RankResponse:
-        """Return scores of candidates, in their order.
+        """Score candidate items for a user.
 
-        items, times_ms, actions and features: as in `recommend`."""
-        question = asked(
+        Args:
+            user: User id.
+            candidates: Source ids of the items to score.
+            items: Source ids of the history's items, oldest event first.
+            times_ms: Times of the events in Unix milliseconds.
+            actions: Actions of the events.
+            features: Event features: a column of values per feature name.
+            history: The same columns as one mapping, instead of `items`, `times_ms`, `actions` and `features`. If the
+                request contains no history, the server uses the stored events.
+            prefer_stored_history: Whether to prefer the stored events to the history of the request, which is then the
+                fallback if the store has no events or is unavailable.
+            user_features: Raw values of user features by name.
+            context: Raw values of context features of the request by name.
+            candidate_features: Event features of the candidates by name: one value per candidate, or one value for all.
+            now_ms: Time of the request in Unix milliseconds; default: the time of the server.
+            on_unknown: Handling of candidates that the model does not know: rank them last (default), score them, drop
+                them, or reject the request.
+            deadline_s: Deadline of the call in seconds, including all retries; None uses that of the client.
+
+        Returns:
+            Scores by output of the model, one per candidate in the order of `candidates`; larger is better.
+
+        Raises:
+            RequestError: The server rejected the request.
+            ServerBusyError: The request did not succeed before the deadline.
+        """
+        request = compute_request(
             "/v1/rank",
             user,
             candidates=candidates,
             history=history_of(history, items, times_ms, actions, features),
-            prefer_kept=prefer_kept,
+            prefer_stored_history=prefer_stored_history,
             user_features=user_features,
             context=context,
             candidate_features=candidate_features,
             now_ms=now_ms,
-            unknown=unknown,
+            on_unknown=on_unknown,
         )
-        return cast(RankResponse, await self._answer(question, deadline_s))
+        return cast(RankResponse, await self._call(request, deadline_s))
 
     async def recommend(
         self,
@@ -232,7 +296,7 @@ class AsyncClient:
         actions: Sequence[Action] | None = None,
         features: Mapping[str, Sequence[Value]] | None = None,
         history: UserHistory | None = None,
-        prefer_kept: bool | None = None,
+        prefer_stored_history: bool | None = None,
         k: int | None = None,
         exclude_seen: bool | None = None,
         exclude: Sequence[Id] | None = None,
@@ -241,18 +305,44 @@ class AsyncClient:
         context: Mapping[str, Value] | None = None,
         candidate_features: Mapping[str, Value] | None = None,
         now_ms: int | None = None,
-        unknown: Unknown | None = None,
+        on_unknown: Unknown | None = None,
         deadline_s: float | None = None,
     ) -> RecommendResponse:
-        """Return the best items of the catalog, best first.
+        """Return the best items of the catalog for a user.
 
-        items, times_ms, actions and features: the user's history, oldest event first, with one value per event;
-        `history` takes the same as one mapping. Without a history the server takes the events that it keeps."""
-        question = asked(
+        Args:
+            user: User id.
+            items: Source ids of the history's items, oldest event first.
+            times_ms: Times of the events in Unix milliseconds.
+            actions: Actions of the events.
+            features: Event features: a column of values per feature name.
+            history: The same columns as one mapping, instead of `items`, `times_ms`, `actions` and `features`. If the
+                request contains no history, the server uses the stored events.
+            prefer_stored_history: Whether to prefer the stored events to the history of the request, which is then the
+                fallback if the store has no events or is unavailable.
+            k: Number of items to return; default: 10.
+            exclude_seen: Whether items of the history are excluded; default: True.
+            exclude: Source ids of items to exclude.
+            allow: Source ids of the only items that can be returned; None allows the whole catalog.
+            user_features: Raw values of user features by name.
+            context: Raw values of context features of the request by name.
+            candidate_features: Event features by name, with one value for all candidates.
+            now_ms: Time of the request in Unix milliseconds; default: the time of the server.
+            on_unknown: Handling of ids that the model does not know.
+            deadline_s: Deadline of the call in seconds, including all retries; None uses that of the client.
+
+        Returns:
+            Source ids of the items, best first, and their scores by output of the model.
+
+        Raises:
+            RequestError: The server rejected the request.
+            ServerBusyError: The request did not succeed before the deadline.
+        """
+        request = compute_request(
             "/v1/recommend",
             user,
             history=history_of(history, items, times_ms, actions, features),
-            prefer_kept=prefer_kept,
+            prefer_stored_history=prefer_stored_history,
             k=k,
             exclude_seen=exclude_seen,
             exclude=exclude,
@@ -261,9 +351,9 @@ class AsyncClient:
             context=context,
             candidate_features=candidate_features,
             now_ms=now_ms,
-            unknown=unknown,
+            on_unknown=on_unknown,
         )
-        return cast(RecommendResponse, await self._answer(question, deadline_s))
+        return cast(RecommendResponse, await self._call(request, deadline_s))
 
     async def events(
         self,
@@ -277,25 +367,42 @@ class AsyncClient:
         at_least_once: bool = False,
         deadline_s: float | None = None,
     ) -> EventsResponse:
-        """Events for the server to keep. at_least_once: also sent again where nobody knows whether they were kept, in
-        which case they may be there twice; else that is an error."""
-        given = history_of(history, items, times_ms, actions, features)
-        return cast(EventsResponse, await self._answer(told(user, given, at_least_once=at_least_once), deadline_s))
+        """Append events to the history of a user that the server stores.
+
+        Args:
+            user: User id.
+            history: Events as one mapping, instead of `items`, `times_ms`, `actions` and `features`.
+            items: Source ids of the events' items, oldest event first.
+            times_ms: Times of the events in Unix milliseconds.
+            actions: Actions of the events.
+            features: Event features: a column of values per feature name.
+            at_least_once: Whether to retry if an attempt may have been processed: the events may then be stored twice.
+                By default that case raises `ServerBusyError`.
+            deadline_s: Deadline of the call in seconds, including all retries; None uses that of the client.
+
+        Raises:
+            RequestError: The server rejected the events.
+            ServerBusyError: The request did not succeed before the deadline, or it is not known whether it did.
+        """
+        columns = history_of(history, items, times_ms, actions, features)
+        return cast(
+            EventsResponse, await self._call(events_request(user, columns, at_least_once=at_least_once), deadline_s)
+        )
 
     async def forget_events(self, id: Id, *, deadline_s: float | None = None) -> None:
-        """Erase the events that are kept of a user, everywhere."""
-        await self._answer(forgotten(id, "events"), deadline_s)
+        """Delete the stored events of a user on all instances."""
+        await self._call(delete_request(id, "events"), deadline_s)
 
     async def forget_cache(self, id: Id, *, deadline_s: float | None = None) -> None:
-        """Drop the prefixes that were computed for a user, everywhere."""
-        await self._answer(forgotten(id, "cache"), deadline_s)
+        """Evict the cached keys and values of a user from the prefix caches of all instances."""
+        await self._call(delete_request(id, "cache"), deadline_s)
 
     async def models(self, *, deadline_s: float | None = None) -> ModelsResponse:
-        """What the models read and give."""
-        return cast(ModelsResponse, await self._answer(ClientRequest("GET", "/v1/models"), deadline_s))
+        """Return the inputs and outputs of the models in service."""
+        return cast(ModelsResponse, await self._call(ClientRequest("GET", "/v1/models"), deadline_s))
 
     async def aclose(self) -> None:
-        """End the connections that are kept."""
+        """Close the connections of the client."""
         await self._transport.close()
 
     async def __aenter__(self) -> Self:
@@ -306,31 +413,32 @@ class AsyncClient:
     ) -> None:
         await self.aclose()
 
-    async def _answer(self, question: ClientRequest, deadline_s: float | None) -> Any:
+    async def _call(self, request: ClientRequest, deadline_s: float | None) -> Any:
+        """Send a request until it succeeds and return the decoded JSON body of the response."""
         deadline_s = self._deadline_s if deadline_s is None else deadline_s
-        attempts = RetryState(deadline_s, is_repeatable=question.is_repeatable, now_s=time.monotonic)
+        retries = RetryState(deadline_s, is_repeatable=request.is_repeatable, now_s=time.monotonic)
         while True:
-            left_s = attempts.left_s()
-            request = question.request(self._url, self._headers, left_s)
+            remaining_s = retries.remaining_s()
+            http_request = request.to_http_request(self._url, self._headers, remaining_s)
             try:
-                response = await self._transport.send(request, timeout_s=left_s)
+                response = await self._transport.send(http_request, timeout_s=remaining_s)
             except TimeoutError as error:
                 raise ServerBusyError("the deadline has passed") from error
             except (OSError, EOFError) as error:
-                wait_s = attempts.failed(error, was_sent=not isinstance(error, NotSentError))
+                wait_s = retries.handle_error(error, was_sent=not isinstance(error, NotSentError))
             else:
-                body = _read(response)
-                wait = attempts.answered(response.status, response.headers, body)
-                if wait is None:
+                body = _decode_body(response)
+                delay_s = retries.handle_response(response.status, response.headers, body)
+                if delay_s is None:
                     return body
-                wait_s = wait
+                wait_s = delay_s
             await self._transport.sleep(wait_s)
 
 
 def _blocking(
     method: Callable[Concatenate[AsyncClient, _P], Coroutine[Any, Any, _T]],
 ) -> "Callable[Concatenate[Client, _P], _T]":
-    """Return the method of `Client` that does the same as this one of `AsyncClient`."""
+    """Return the blocking method of `Client` for a method of `AsyncClient`."""
 
     @functools.wraps(method)
     def call(self: "Client", /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -341,11 +449,18 @@ def _blocking(
 
 
 class Client:
-    """Asks a server of nestrec; safe to share between threads.
+    """HTTP client of a nestrec server. Thread-safe: threads can share a client.
 
-        with Client("http://127.0.0.1:8000") as client: client.recommend("ann", k=5)
+    The methods are those of `AsyncClient`, but block until the response has arrived. Each call has one deadline. If the
+    server rejects a request because of load (429, 503) or is not reachable, the client retries it until the deadline.
 
-    Refusals (429, 503) are asked again after the time that the server names, where the deadline allows it.
+    All methods raise `RequestError` if the server rejects the request or fails, and its subclass `ServerBusyError` if
+    the request did not succeed before the deadline.
+
+    Example:
+        >>> with Client("http://127.0.0.1:8000") as client:
+        ...     response = client.recommend("ann", items=["12", "7"], times_ms=[1642271351894, 1642271387634])
+        ...     print(response["items"])
     """
 
     def __init__(
@@ -356,13 +471,13 @@ class Client:
         deadline_s: float = 5.0,
         transport: "httpx.BaseTransport | None" = None,
     ):
-        """Prepare a client; connections are opened by its calls.
+        """Create a client; connections are opened by the first calls.
 
         Args:
-            url: Address of a server or a front.
-            key: API key, sent as a bearer token.
-            deadline_s: Deadline of calls that do not name one.
-            transport: Transport of httpx over which requests are sent.
+            url: Base URL of a server or a load balancer, for example `http://127.0.0.1:8000`.
+            key: API key, sent as a bearer token; None if the server needs no key.
+            deadline_s: Default deadline of a call in seconds, including all retries.
+            transport: Transport of httpx; None uses the default one.
         """
         from nestrec.client.httpx_transports import BlockingHttpx
 
@@ -377,7 +492,7 @@ class Client:
     models = _blocking(AsyncClient.models)
 
     def close(self) -> None:
-        """End the connections that are kept."""
+        """Close the connections of the client."""
         run_blocking(self._client.aclose())
 
     def __enter__(self) -> Self:
@@ -389,7 +504,7 @@ class Client:
         self.close()
 
 
-def _read(response: Response) -> Any:
+def _decode_body(response: Response) -> Any:
     try:
         return json.loads(response.body) if response.body else None
     except ValueError:

@@ -1,7 +1,7 @@
-"""Transports of the clients over httpx, for programs with an event loop and for those without.
+"""Transports of the client over httpx: `AsyncHttpx` for asyncio and `BlockingHttpx` for blocking calls.
 
-They are imported when a client is made: not with `nestrec.client`, which programs import that never make one, and not
-with the first call, whose deadline would include the import.
+The module is imported when a client is created. It is not imported with `nestrec.client`, because programs may import
+that without creating a client, and not by the first call, because its deadline would include the time of the import.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from nestrec.serving.core.http_client import Request, Response
 
 
 class AsyncHttpx:
-    """Sends requests by httpx in the running event loop."""
+    """Transport that sends requests with httpx in the running event loop."""
 
     def __init__(self, transport: httpx.AsyncBaseTransport | None = None):
         self._http = httpx.AsyncClient(transport=transport)
@@ -24,7 +24,7 @@ class AsyncHttpx:
         try:
             return _response(await self._http.request(**_arguments(request, timeout_s)))
         except httpx.TransportError as error:
-            raise _plain(error) from error
+            raise _builtin_error(error) from error
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
@@ -34,7 +34,7 @@ class AsyncHttpx:
 
 
 class BlockingHttpx:
-    """Sends requests by httpx in the calling thread; several threads may do so at the same time."""
+    """Blocking transport that sends requests with httpx in the calling thread. Thread-safe."""
 
     def __init__(self, transport: httpx.BaseTransport | None = None):
         self._http = httpx.Client(transport=transport)
@@ -43,7 +43,7 @@ class BlockingHttpx:
         try:
             return _response(self._http.request(**_arguments(request, timeout_s)))
         except httpx.TransportError as error:
-            raise _plain(error) from error
+            raise _builtin_error(error) from error
 
     async def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
@@ -67,8 +67,8 @@ def _response(response: httpx.Response) -> Response:
     return Response(response.status_code, headers, response.content)
 
 
-def _plain(error: httpx.TransportError) -> OSError:
-    """Return the same error as one that needs no httpx to be understood."""
+def _builtin_error(error: httpx.TransportError) -> OSError:
+    """Return the built-in exception that corresponds to an error of httpx, as the `Transport` interface requires."""
     match error:
         case httpx.TimeoutException():
             return TimeoutError(str(error))

@@ -1,7 +1,8 @@
-"""`nestrec export`: a trained run as a folder that can be served.
+"""Exports a trained run as a servable folder (`nestrec export`).
 
-Weights, tables and the retrieval index as safetensors, everything else as JSON, one manifest with the digest of each
-file. Nothing in it is executable. The folder appears whole or not at all.
+A servable contains the dense weights, the embedding tables and the retrieval index as safetensors, everything else as
+JSON, and a manifest with the SHA-256 digest of each file. It contains no executable code. The folder is written
+atomically. Weights and tables can be quantized on export.
 """
 
 import contextlib
@@ -21,21 +22,21 @@ from nestrec.artifacts.manifest import FileDigest
 from nestrec.artifacts.writer_group import CheckpointGroup
 from nestrec.base.config import config, dumps, to_plain
 from nestrec.base.config_values import from_plain
-from nestrec.base.cuda import DeviceChoice, chosen_device
+from nestrec.base.cuda import DeviceChoice, resolve_device
 from nestrec.base.errors import DataError, UserError, require
 from nestrec.base.files import check_folder, fsync_path, replaced_folder
 from nestrec.data.dataset_schema import EVENT_PREFIX, ITEM_PREFIX
 from nestrec.data.samples.feature_inputs import Column, item_column
 from nestrec.data.samples.retrieval_inputs import CONTEXT_PREFIX
 from nestrec.distributed import Topology
-from nestrec.distributed.collectives import raise_together
+from nestrec.distributed.collectives import raise_on_all_ranks
 from nestrec.distributed.topology import check_device
-from nestrec.exporters.export_checks import check_defaults, measured_cost, with_search
+from nestrec.exporters.export_checks import add_search_index, check_defaults, measure_quantization
 from nestrec.exporters.table_export import CHUNK_ROWS, TableExporter
-from nestrec.models.encoder_parts import computed_in
-from nestrec.ops.embedding.stochastic_rounding import whole
-from nestrec.serving.engine.golden_request import recorded_probe
-from nestrec.serving.kv_cache.kv_page_pool import PrefixDtype
+from nestrec.models.encoder_parts import convert_model
+from nestrec.ops.embedding.stochastic_rounding import to_float32
+from nestrec.serving.engine.golden_request import record_golden_request
+from nestrec.serving.kv_cache.kv_page_pool import KVCacheDtype
 from nestrec.serving.model.item_id_map import KeyedTable
 from nestrec.serving.model.item_search import SearchConfig
 from nestrec.serving.model.servable import Servable
@@ -44,8 +45,8 @@ from nestrec.serving.model.servable_spec import (
     INDEX_FILE,
     ITEMS_FILE,
     KEYS_FILE,
-    LONGEST_LIST,
     MANIFEST_FILE,
+    MAX_LIST_LENGTH,
     PROBE_FILE,
     SEARCH_FILE,
     SPEC_FILE,
@@ -58,15 +59,15 @@ from nestrec.serving.model.servable_spec import (
     table_file,
 )
 from nestrec.serving.model.served_tables import (
-    PACKED_KINDS,
+    QUANTIZATION_KINDS,
     DeviceTable,
     QuantizedTable,
     ServedTable,
-    mapped,
-    packed_rows,
-    packed_width,
+    allocate_mapped,
+    quantize_rows,
+    quantized_width,
 )
-from nestrec.serving.model.serving_spec import serving_form_of
+from nestrec.serving.model.serving_spec import serving_spec_of
 from nestrec.training.run_checkpointer import RunWeights
 from nestrec.training.run_folder import RunFolder
 from nestrec.training.run_identity import Identity, check_restored, identity_of
@@ -79,19 +80,23 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @config
 class ExportConfig:
+    """Options of `nestrec export`."""
+
     defaults: InputDefaults = InputDefaults()
-    """what stands in for something that the model reads and a request does not tell"""
+    """Default values of model inputs that a request does not contain."""
     search: SearchConfig = SearchConfig()
-    """of the index of a retrieval model"""
+    """Search options of the index of a retrieval model (exact or approximate nearest neighbor search)."""
     dtype: Dtype = "run"
-    """of the dense weights and of all computation; run: that of training"""
-    tables: TablesDtype = "run"
-    """of the rows of tables; int8 and fp8 have a scale for each row"""
-    prefixes: PrefixDtype = "model"
-    """of the kept keys and values that the cost of fewer bits is measured with; a server takes those of its
-    --service.engine.prefix_dtype"""
+    """Data type of the dense weights and of all computation; `run` keeps that of training."""
+    table_dtype: TablesDtype = "run"
+    """Data type of the embedding tables; `int8` and `fp8` quantize each row with its own scale, `run` keeps that of
+    training."""
+    kv_cache_dtype: KVCacheDtype = "model"
+    """Data type of the KV cache while the quality loss of quantization is measured. It does not configure the server,
+    which uses its own `--service.engine.kv_cache_dtype`."""
     device: DeviceChoice = "auto"
-    """where that cost is measured; auto: on a GPU where there is one that has room for the tables"""
+    """Device on which the quality loss is measured; `auto` uses a GPU if one is available with enough memory for the
+    tables."""
 
 
 def export_run(
@@ -102,53 +107,83 @@ def export_run(
     defaults: InputDefaults | None = None,
     search: SearchConfig | None = None,
     dtype: Dtype = "run",
-    tables: TablesDtype = "run",
-    prefixes: PrefixDtype = "model",
+    table_dtype: TablesDtype = "run",
+    kv_cache_dtype: KVCacheDtype = "model",
     device: DeviceChoice = "auto",
 ) -> ServableManifest:
-    """Write the best (or last) weights of a run as a servable folder. defaults: of inputs that requests leave out.
+    """Write the best (or last) weights of a run as a servable folder. Collective if several ranks are started.
 
-    dtype, tables: in fewer bits; what that costs is measured on a device, on the run's validation part, with prefixes
-    kept so.
+    If weights, tables or KV cache are quantized, the quality loss is measured on the validation split of the run and
+    stored in the manifest.
+
+    Args:
+        run: Folder of the run.
+        output: Folder to write, which must not exist.
+        best: Export the weights with the best validation score instead of the last ones.
+        defaults: Default values of inputs that requests leave out.
+        search: Search options of a retrieval model.
+        dtype: Data type of the dense weights.
+        table_dtype: Data type of the embedding tables.
+        kv_cache_dtype: Data type of the KV cache for the measurement.
+        device: Device of the measurement.
+
+    Returns:
+        The manifest of the servable.
+
+    Raises:
+        UserError: The task cannot be served, the output exists, or an option does not fit the model.
     """
-    check_device(chosen_device(device))
-    serving_form_of(RunFolder(run).config().task)  # refuses what cannot be served before anything is read
+    check_device(resolve_device(device))
+    serving_spec_of(RunFolder(run).config().task)  # rejects a task that cannot be served before any data is read
     check_folder(output.parent, "OUT")
     _check_new(output)
     output.parent.mkdir(parents=True, exist_ok=True)
     with restored_session(run, best=best) as (session, step):
-        exported = servable_of_session(session, step, output.parent)
+        exported = servable_from_session(session, step, output.parent)
 
         def write() -> ServableManifest:
             servable = exported
-            if (dtype, tables, prefixes) != ("run", "run", "model"):
-                _check_fewer_bits(servable)
-                chosen = in_fewer_bits(servable, dtype, tables, output.parent)
-                cost = measured_cost(session, servable, chosen, tables=tables, prefixes=prefixes, device=device)
-                servable = replace(chosen, precision=cost)
-            servable = _with_defaults(servable, defaults)
+            if (dtype, table_dtype, kv_cache_dtype) != ("run", "run", "model"):
+                _check_quantizable(servable)
+                converted = quantize_servable(servable, dtype, table_dtype, output.parent)
+                cost = measure_quantization(
+                    session,
+                    servable,
+                    converted,
+                    table_dtype=table_dtype,
+                    kv_cache_dtype=kv_cache_dtype,
+                    device=device,
+                )
+                servable = replace(converted, precision=cost)
+            servable = _apply_defaults(servable, defaults)
             if search is not None and search.kind != "exact":
-                servable = with_search(servable, search, Path(session.cfg.data.folder))
+                servable = add_search_index(servable, search, Path(session.cfg.data.folder))
             return write_servable(servable, output)
 
-        return _by_first(session.topology, write)
+        return _run_on_first_rank(session.topology, write)
 
 
-def servable_of_run(run: Path, scratch: Path, *, best: bool = True) -> Servable:
-    """The best (or last) weights of a run, on the CPU. scratch: a folder on a disk with room for its tables."""
+def servable_from_run(run: Path, scratch: Path, *, best: bool = True) -> Servable:
+    """Load the best (or last) weights of a run as a servable on the CPU, without writing a servable folder.
+
+    Args:
+        run: Folder of the run.
+        scratch: Folder on a disk with enough free space for the tables.
+        best: Load the weights with the best validation score instead of the last ones.
+    """
     with restored_session(run, best=best) as (session, step):
-        return servable_of_session(session, step, scratch)
+        return servable_from_session(session, step, scratch)
 
 
 @contextlib.contextmanager
 def restored_session(run: Path, *, best: bool) -> Iterator[tuple[Session, int]]:
-    """A run on the CPU with its best (or last) weights, and their step."""
-    with contextlib.ExitStack() as held:
-        topology = held.enter_context(Topology.lent(lambda: Topology.from_environment("cpu")))
+    """Open a run on the CPU with its best (or last) weights; yield its session and the step of the weights."""
+    with contextlib.ExitStack() as stack:
+        topology = stack.enter_context(Topology.scoped(lambda: Topology.from_environment("cpu")))
         folder = RunFolder(run)
-        with folder.naming_config():
+        with folder.naming_config_file():
             session = Session.open(folder.config(), topology)
-        held.enter_context(contextlib.closing(session.engine))
+        stack.enter_context(contextlib.closing(session.engine))
         restored, _ = RunWeights(session.cfg, folder, topology).restore(best=best)
         check_restored(restored, Identity.of(session.cfg, folder.identity() or identity_of(restored.state)))
         session.restore(restored)
@@ -156,34 +191,37 @@ def restored_session(run: Path, *, best: bool) -> Iterator[tuple[Session, int]]:
             yield session, restored.step
 
 
-def _by_first(topology: Topology, write: Callable[[], ServableManifest]) -> ServableManifest:
-    """What the first rank has written, or its error, on all ranks; these wait for it as long as for a checkpoint."""
+def _run_on_first_rank(topology: Topology, write: Callable[[], ServableManifest]) -> ServableManifest:
+    """Call `write` on the first rank and return its manifest, or raise its error, on all ranks.
+
+    The other ranks wait with the timeout of a checkpoint, because an export can take longer than a collective.
+    """
     peers = CheckpointGroup.of_topology(topology)
     manifest = None
     error = None
     try:
         manifest = write() if peers.is_first else None
-    except UserError as refused:
-        error = refused
+    except UserError as raised:
+        error = raised
     plain = peers.gather(None if manifest is None else to_plain(manifest))[0]
     if topology.world > 1:
-        raise_together(topology.control, error)
+        raise_on_all_ranks(topology.control, error)
     elif error is not None:
         raise error
     return manifest or from_plain(ServableManifest, plain)
 
 
-def _check_fewer_bits(servable: Servable) -> None:
+def _check_quantizable(servable: Servable) -> None:
     require(
         servable.reads_items,
-        "reads no histories, by which the cost of fewer bits is measured",
+        "the model does not read histories, which are required to measure the quality loss of quantization",
         option="task.kind",
         value=servable.spec.task.kind,
-        remedy="leave out --dtype, --tables and --prefixes",
+        remedy="remove --dtype, --table_dtype and --kv_cache_dtype",
     )
 
 
-def _with_defaults(servable: Servable, defaults: InputDefaults | None) -> Servable:
+def _apply_defaults(servable: Servable, defaults: InputDefaults | None) -> Servable:
     if defaults is None:
         return servable
     check_defaults(defaults, servable)
@@ -191,22 +229,24 @@ def _with_defaults(servable: Servable, defaults: InputDefaults | None) -> Servab
 
 
 def write_servable(servable: Servable, output: Path) -> ServableManifest:
-    """Write a model as a servable folder, which must not exist yet."""
+    """Write a model as a servable folder, atomically; the folder must not exist yet."""
     _check_new(output)
-    remove_folder(output.with_name(output.name + ".partial"))  # the temporary name that earlier versions used
+    remove_folder(output.with_name(output.name + ".partial"))  # the temporary name in earlier versions of nestrec
     with replaced_folder(output, marker=MANIFEST_FILE, field="OUT") as partial:
         return _write(partial, servable)
 
 
 def _check_new(output: Path) -> None:
-    require(not output.exists(), "exists already", option="OUT", value=str(output), remedy="name a new folder")
+    require(
+        not output.exists(), "the folder already exists", option="OUT", value=str(output), remedy="use a new folder"
+    )
 
 
-def servable_of_session(session: Session, step: int, scratch: Path) -> Servable:
-    """The model of a session as it is now, on the CPU. Collective."""
-    if (exported := serving_form_of(session.cfg.task).exported) is not None:
+def servable_from_session(session: Session, step: int, scratch: Path) -> Servable:
+    """Build a servable on the CPU from the current weights and tables of a session. Collective."""
+    if (exported := serving_spec_of(session.cfg.task).export) is not None:
         return cast(Servable, exported(session, step))
-    servable = described(session, step)
+    servable = describe_model(session, step)
     tables = TableExporter(session, scratch)
     with_table = [c for c in servable.spec.columns if c.has_table]
     served = {"items": tables.items()} | {c.name: tables.rows(c.table_name) for c in with_table}
@@ -217,13 +257,13 @@ def servable_of_session(session: Session, step: int, scratch: Path) -> Servable:
     return replace(servable, tables=served, index=index)
 
 
-def described(session: Session, step: int) -> Servable:
-    """The model of a session without its tables and index."""
+def describe_model(session: Session, step: int) -> Servable:
+    """Return the servable of a session without its tables and index."""
     task = session.cfg.task
     dataset = session.dataset
-    serving = serving_form_of(task)
+    serving = serving_spec_of(task)
     tables = TableExporter(session, Path())
-    columns = tuple(_column(session, tables, c) for c in serving.columns(task, dataset.card))
+    columns = tuple(_column_spec(session, tables, c) for c in serving.columns(task, dataset.card))
     spec = ServableSpec(
         name=session.cfg.name,
         step=step,
@@ -238,7 +278,7 @@ def described(session: Session, step: int) -> Servable:
     return Servable(
         spec=spec,
         version="",
-        model=served_model(session),
+        model=copy_dense_model(session),
         tables={},
         item_keys=tuple(dataset.items().column("item_key").to_pylist()),
         item_titles=tuple(dataset.item_texts()),
@@ -247,16 +287,16 @@ def described(session: Session, step: int) -> Servable:
     )
 
 
-def served_model(session: Session) -> nn.Module:
-    """A copy of the dense part, without the matrices whose products are in the exported rows."""
+def copy_dense_model(session: Session) -> nn.Module:
+    """Return a CPU copy of the dense model, without the projections that are already applied to the exported rows."""
     model: Any = deepcopy(session.task.model)
     if hasattr(model, "to_width"):
         model.to_width = model.to_width.without_tables()
     return cast(nn.Module, model.to("cpu").eval().requires_grad_(False))
 
 
-def _column(session: Session, tables: TableExporter, column: Column) -> ColumnSpec:
-    """How a server reads a column of the task."""
+def _column_spec(session: Session, tables: TableExporter, column: Column) -> ColumnSpec:
+    """Return how a server reads a column of the task."""
     of_event = column.name.removeprefix(CONTEXT_PREFIX)
     stored = column.name if of_event == column.name else EVENT_PREFIX + of_event
     feature = next((f for f in session.dataset.card.features if f.column == stored), None)
@@ -266,7 +306,7 @@ def _column(session: Session, tables: TableExporter, column: Column) -> ColumnSp
     if not column.vocabulary_size:
         return spec
     table = tables.table_of(column.name)
-    most_ids = {"categories": LONGEST_LIST, "bag": spec.transform.max_ids}.get(spec.kind, 0)
+    most_ids = {"categories": MAX_LIST_LENGTH, "bag": spec.transform.max_ids}.get(spec.kind, 0)
     return replace(
         spec,
         most_ids=most_ids,
@@ -286,17 +326,17 @@ def _vocabulary(session: Session, column: str) -> tuple[str, ...] | None:
 
 def _write(folder: Path, servable: Servable) -> ServableManifest:
     files = [
-        _write_json(folder, PROBE_FILE, dumps(recorded_probe(servable))),
+        _write_json(folder, PROBE_FILE, dumps(record_golden_request(servable))),
         _write_tensors(folder, WEIGHTS_FILE, dict(servable.model.state_dict())),
     ]
-    for name, content in descriptions(servable).items():
+    for name, content in description_files(servable).items():
         if name.endswith(".json"):
             files.append(_write_json(folder, name, json.dumps(content, indent=2 if name == SPEC_FILE else None)))
         else:
             files.append(_write_tensors(folder, name, content))
     file_of = {"items": "items"} | {c.name: c.table_name for c in servable.spec.columns if c.has_table}
     tables = {file_of[column]: table for column, table in servable.tables.items()}
-    files += [_write_tensors(folder, table_file(name), _content(table)) for name, table in tables.items()]
+    files += [_write_tensors(folder, table_file(name), _table_tensors(table)) for name, table in tables.items()]
     if servable.index is not None:
         ids = torch.arange(1, servable.spec.num_items + 1)
         files.append(_write_tensors(folder, INDEX_FILE, {"vectors": _weight(servable.index), "ids": ids}))
@@ -308,66 +348,74 @@ def _write(folder: Path, servable: Servable) -> ServableManifest:
     return manifest
 
 
-def descriptions(servable: Servable) -> dict[str, Any]:
-    """What a folder holds beside numbers that are learnt, by file: JSON, or tensors by name."""
-    found: dict[str, Any] = {SPEC_FILE: to_plain(servable.spec), ITEMS_FILE: list(servable.item_keys)}
+def description_files(servable: Servable) -> dict[str, Any]:
+    """Return the contents of all files without trained parameters, by file name: JSON values, or tensors by name."""
+    result: dict[str, Any] = {SPEC_FILE: to_plain(servable.spec), ITEMS_FILE: list(servable.item_keys)}
     if servable.item_titles:
-        found[TITLES_FILE] = list(servable.item_titles)
+        result[TITLES_FILE] = list(servable.item_titles)
     if servable.serving.index is None:
-        found[COLUMNS_FILE] = dict(servable.item_columns)
+        result[COLUMNS_FILE] = dict(servable.item_columns)
     keyed = {servable.columns[name].table_name: t for name, t in servable.tables.items() if isinstance(t, KeyedTable)}
     if keyed:
-        found[KEYS_FILE] = {name: torch.from_numpy(table.keys) for name, table in keyed.items()}
-    return found
+        result[KEYS_FILE] = {name: torch.from_numpy(table.keys) for name, table in keyed.items()}
+    return result
 
 
-def in_fewer_bits(servable: Servable, dtype: Dtype, tables: TablesDtype, scratch: Path) -> Servable:
-    """The same model. scratch: a folder on a disk with room for its tables."""
-    model = deepcopy(servable.model) if dtype == "run" else computed_in(deepcopy(servable.model), _DTYPES[dtype])
+def quantize_servable(servable: Servable, dtype: Dtype, tables: TablesDtype, scratch: Path) -> Servable:
+    """Return a copy of the model with other data types for its weights and tables.
+
+    Args:
+        servable: Model to convert.
+        dtype: Data type of the dense weights.
+        tables: Data type of the tables; a retrieval index is stored in bfloat16 instead of int8 or fp8.
+        scratch: Folder on a disk with enough free space for the tables.
+    """
+    model = deepcopy(servable.model) if dtype == "run" else convert_model(deepcopy(servable.model), _DTYPES[dtype])
     if tables == "run":
         return replace(servable, model=model)
-    chosen: dict[int, ServedTable] = {}
+    converted: dict[int, ServedTable] = {}
     for table in servable.tables.values():
-        if id(table) not in chosen:  # columns may share one
-            chosen[id(table)] = _converted(_weight(table), tables, scratch)
-    index = None if servable.index is None else _converted(_weight(servable.index), _of_index(tables), scratch)
-    return replace(servable, model=model, tables={n: chosen[id(t)] for n, t in servable.tables.items()}, index=index)
+        if id(table) not in converted:  # columns may share one
+            converted[id(table)] = _convert_table(_weight(table), tables, scratch)
+    index = None if servable.index is None else _convert_table(_weight(servable.index), _index_dtype(tables), scratch)
+    return replace(servable, model=model, tables={n: converted[id(t)] for n, t in servable.tables.items()}, index=index)
 
 
-def _of_index(tables: TablesDtype) -> TablesDtype:
-    """Its rows are searched as they lie, without a scale."""
-    return "bfloat16" if tables in PACKED_KINDS else tables
+def _index_dtype(tables: TablesDtype) -> TablesDtype:
+    """Return the data type of a retrieval index: the search multiplies stored rows directly, without a scale."""
+    return "bfloat16" if tables in QUANTIZATION_KINDS else tables
 
 
-def _converted(weight: torch.Tensor, tables: TablesDtype, scratch: Path) -> ServedTable:
-    kind = next((kind for kind in PACKED_KINDS if kind == tables), None)
+def _convert_table(weight: torch.Tensor, tables: TablesDtype, scratch: Path) -> ServedTable:
+    kind = next((kind for kind in QUANTIZATION_KINDS if kind == tables), None)
     if kind is None:
-        own = _DTYPES[tables]
-        return DeviceTable(_by_chunks(weight, weight.shape[1], own, lambda rows: rows.to(own), scratch))
-    width = packed_width(weight.shape[1])
+        dtype = _DTYPES[tables]
+        return DeviceTable(_convert_in_chunks(weight, weight.shape[1], dtype, lambda rows: rows.to(dtype), scratch))
+    width = quantized_width(weight.shape[1])
     return QuantizedTable(
-        DeviceTable(_by_chunks(weight, width, torch.uint8, lambda rows: packed_rows(rows, kind), scratch)), kind
+        DeviceTable(_convert_in_chunks(weight, width, torch.uint8, lambda rows: quantize_rows(rows, kind), scratch)),
+        kind,
     )
 
 
-def _by_chunks(
+def _convert_in_chunks(
     weight: torch.Tensor,
     width: int,
     dtype: torch.dtype,
-    of_rows: Callable[[torch.Tensor], torch.Tensor],
+    convert: Callable[[torch.Tensor], torch.Tensor],
     scratch: Path,
 ) -> torch.Tensor:
-    found = mapped(scratch, len(weight), width, dtype)
+    result = allocate_mapped(scratch, len(weight), width, dtype)
     for start in range(0, len(weight), CHUNK_ROWS):
-        found[start : start + CHUNK_ROWS] = of_rows(weight[start : start + CHUNK_ROWS])
-    return found
+        result[start : start + CHUNK_ROWS] = convert(weight[start : start + CHUNK_ROWS])
+    return result
 
 
-def _content(table: ServedTable) -> dict[str, torch.Tensor]:
+def _table_tensors(table: ServedTable) -> dict[str, torch.Tensor]:
     if isinstance(table, KeyedTable):
-        return _content(table.by_row)
+        return _table_tensors(table.row_table)
     if isinstance(table, QuantizedTable):
-        return {table.kind: _weight(table.packed)}
+        return {table.kind: _weight(table.byte_table)}
     return {"weight": _weight(table)}
 
 
@@ -377,11 +425,11 @@ def _weight(table: ServedTable) -> torch.Tensor:
 
 
 def _index(vectors_of: Callable[[torch.Tensor], torch.Tensor], items_ND: torch.Tensor, scratch: Path) -> DeviceTable:
-    """What queries meet, in the type that the model computes in, so that scores are those of evaluation."""
-    vectors = mapped(scratch, len(items_ND) - 1, items_ND.shape[1], whole(items_ND[:0]).dtype)
+    """Compute the vectors of the retrieval index in the compute data type, so that scores equal those of evaluation."""
+    vectors = allocate_mapped(scratch, len(items_ND) - 1, items_ND.shape[1], to_float32(items_ND[:0]).dtype)
     for start in range(0, len(vectors), CHUNK_ROWS):
         end = min(start + CHUNK_ROWS, len(vectors))
-        vectors[start:end] = vectors_of(whole(items_ND[start + 1 : end + 1]))
+        vectors[start:end] = vectors_of(to_float32(items_ND[start + 1 : end + 1]))
     return DeviceTable(vectors)
 
 

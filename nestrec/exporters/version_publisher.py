@@ -1,13 +1,11 @@
-"""Publishes versions of a model, during training or from a finished run.
+"""Publishes versions of a model, during training or from a finished run (`nestrec publish`).
 
-`nestrec publish`: a run that is not under way, as the newest version at an address.
+During training, everything that has changed since the last version is copied after a step and written in the background
+while training continues.
 
-A run's side of publishing: what has changed since the last version is copied after a step and written beside the
-next ones.
-
-A run that is started again goes on with deltas where the newest version at the address is that of the very step it
-starts from; what changed since any other is not known any more, and a full version comes first. A version that could
-not be written costs nothing but time: the next one holds what has changed since the last that was.
+A resumed run continues with deltas if the newest version at the address belongs to the step from which the run resumes.
+Changes since any other step are unknown, so that a full version is published first. If a version cannot be written, the
+run continues, and the next version contains all changes since the last version that was written.
 """
 
 import logging
@@ -19,35 +17,49 @@ from typing import Any
 
 import torch
 
-from nestrec.artifacts.manifest import digest_of_plain
 from nestrec.artifacts.storage import storage_of
 from nestrec.artifacts.writer_group import BackgroundWorker, CheckpointGroup, CheckpointSaveError
 from nestrec.base.config import config, to_plain
 from nestrec.base.config_values import Count, from_plain
 from nestrec.base.errors import CorruptFileError, UserError
 from nestrec.exporters.servable_writer import restored_session
-from nestrec.exporters.version_content import ModelDescription, RankVersionData, changes_of, everything_of, weights_of
-from nestrec.exporters.version_writer import VersionInfo, VersionWriter, can_merge, merged, prune
-from nestrec.serving.model.serving_spec import check_published
+from nestrec.exporters.version_content import (
+    ModelDescription,
+    RankVersionData,
+    copy_dense_weights,
+    delta_content,
+    full_content,
+)
+from nestrec.exporters.version_writer import VersionInfo, VersionWriter, can_merge, merge_chain, prune
+from nestrec.serving.model.serving_spec import check_publishable
 from nestrec.serving.versions.version_manifest import Parent, Times, VersionManifest
 from nestrec.serving.versions.version_store import VersionStep, VersionStore
 from nestrec.training.run_config import PublishConfig
 from nestrec.training.run_folder import RunFolder
 from nestrec.training.run_identity import Identity
-from nestrec.training.training_session import Session, WindowEnd, on_first
+from nestrec.training.training_session import Session, WindowEnd, run_on_first_rank
 
 _LOG = logging.getLogger(__name__)
-_TIMES = {
+_WINDOW_TIMES = {
     "first_event_s": "first_at_s",
     "mean_event_s": "mean_at_s",
     "last_event_s": "read_at_s",
     "closed_s": "closed_at_s",
 }
-"""what a version calls the times of a window's end"""
+"""Names of the times in a version manifest, and of the corresponding attributes of `WindowEnd`."""
 
 
 class Publisher:
-    """Publishes the versions of one run. All ranks make the same calls in the same order."""
+    """Publishes the versions of one run. Collective: every rank must make the same calls in the same order.
+
+    Args:
+        cfg: Where versions are published and how often.
+        session: The run's session.
+        identity: Identity of the run, on the first rank.
+        step: Step from which the run continues.
+        warn: Called with the text of each failure that does not end the run.
+        note: Called on the first rank with one line for each published version.
+    """
 
     def __init__(
         self,
@@ -57,217 +69,227 @@ class Publisher:
         step: int = 0,
         *,
         warn: Callable[[str], None] = _LOG.warning,
-        tell: Callable[[str], None] = lambda _: None,
+        note: Callable[[str], None] = lambda _: None,
     ):
-        """identity: of the run, on the first rank. step: from which it goes on. warn: told what went wrong and does not
-        end the run. tell: called with a line per published version, on the first rank. Collective."""
-        on_first(session.topology, lambda: check_published(session.cfg.task))
+
+        run_on_first_rank(session.topology, lambda: check_publishable(session.cfg.task))
         self._cfg = cfg
         self._identity = identity
         self._warn = warn
-        self._tell = tell
+        self._note = note
         self._versions = VersionStore(storage_of(cfg.address))
         self._peers = CheckpointGroup.of_topology(session.topology)
         self._writer = VersionWriter(self._versions.storage, self._peers)
         self._background = BackgroundWorker()
-        self._described: tuple[object, ModelDescription] | None = None
+        self._cached_description: tuple[object, ModelDescription] | None = None
         self._base: VersionStep | None = None
-        """the version that the next one builds on; none where the next one is told in full"""
+        """Version that the next delta builds on; None if the next version is a full one."""
         self._newest: VersionStep | None = None
-        self._base_described: ModelDescription | None = None
-        """what that says beside what is learnt; none where it was said before this start"""
-        self._compared: Mapping[str, torch.Tensor] = {}
-        """this rank's rows of tables that are compared, as that version holds them"""
+        self._base_description: ModelDescription | None = None
+        """Description of the base version; None if an earlier process wrote it."""
+        self._derived_rows: Mapping[str, torch.Tensor] = {}
+        """This rank's derived rows by table, as in the base version."""
         self._chain: list[VersionStep] = []
-        """the versions from the last full one to that"""
+        """Delta chain: the versions from the last full one to the base."""
         self._number = 0
-        self._seen: str | None = None
-        """folder of the version that was the newest when this publisher last looked, on the first rank"""
-        on_first(session.topology, lambda: self._find(step) if self._peers.is_first else None)
-        self._agree_on_beginning()
+        self._newest_seen: str | None = None
+        """Folder of the newest version when this publisher last checked, on the first rank."""
+        run_on_first_rank(session.topology, lambda: self._find_base(step) if self._peers.is_first else None)
+        self._share_start()
         self._next_step = None if cfg.every_s is None else step + 1
         self._last = (step, time.monotonic())
-        session.tables.hold_from(None if self._base is None else step)
+        session.tables.retain_evictions_from(None if self._base is None else step)
 
     def is_due(self, step: int) -> bool:
-        """Whether a version of this step is to be published."""
+        """Return whether a version must be published after this step."""
         every = self._cfg.every_steps
         return (every is not None and step % every == 0) or (self._next_step is not None and step >= self._next_step)
 
     def publish(self, session: Session, step: int, times: Times | None = None) -> None:
-        """What has changed is copied, and written in the background. Nothing where this step is published already."""
+        """Copy all changes since the last version and write them in the background.
+
+        The first version is full and is written before this method returns. Does nothing if this step is already
+        published.
+
+        Args:
+            session: Session of the run, after the step.
+            step: Number of training steps done.
+            times: Event and window times, for freshness metrics.
+        """
         self._background.join()
         if self._base is not None and self._base.manifest.step == step:
             return
-        self._look_for_others()
-        session.tables.hold_from(None if self._base is None else self._base.manifest.step)
-        now = self._describe(session, step)
-        about = VersionInfo(
+        self._check_other_publishers()
+        session.tables.retain_evictions_from(None if self._base is None else self._base.manifest.step)
+        description = self._description(session, step)
+        info = VersionInfo(
             number=self._number + 1,
             step=step,
-            run=self._run_at(step),
+            run=self._run_digests(step)[0],
             parent=None,
-            tables=now.tables,
+            tables=description.tables,
             times=replace(times or Times(), trained_s=time.time()),
-            weights=weights_of(session),
-            descriptions=self._changed_descriptions(now),
+            weights=copy_dense_weights(session),
+            descriptions=self._changed_descriptions(description),
         )
         if self._base is None:
-            # Rows are read as they are written, so the next step waits for it.
-            self._attempt(lambda: self._write_everything(about, everything_of(session, now), now))
-            session.tables.hold_from(None if self._base is None else step)
+            # Rows are read while they are written, so this must finish before the next training step.
+            self._try_write(lambda: self._write_first_full(info, full_content(session, description), description))
+            session.tables.retain_evictions_from(None if self._base is None else step)
         else:
             base = self._base
-            about = replace(about, parent=Parent(folder=base.folder, version=base.manifest.version))
-            changes = changes_of(session, now, base.manifest, self._compared)
+            info = replace(info, parent=Parent(folder=base.folder, version=base.manifest.version))
+            changes = delta_content(session, description, base.manifest, self._derived_rows)
             owns_copy = session.topology.replica == 0
             self._background.start(
-                lambda: self._attempt(lambda: self._write_changes(about, changes, now, owns_copy=owns_copy))
+                lambda: self._try_write(lambda: self._write_delta(info, changes, description, owns_copy=owns_copy))
             )
-        self._agree_on_next(step)
+        self._schedule_next(step)
 
     def on_window(self, end: WindowEnd) -> None:
-        """After a window of a run."""
-        times = {name: getattr(end, at, None) for name, at in _TIMES.items()}
+        """Publish a version at the end of a training window."""
+        times = {name: getattr(end, at, None) for name, at in _WINDOW_TIMES.items()}
         self.publish(end.session, end.state.step, Times(**times))
 
     def close(self) -> None:
-        """Wait until everything is written."""
+        """Wait for the background write to finish."""
         self._background.join()
 
     @property
     def newest(self) -> VersionStep | None:
-        """The last version of this run that is at the address; after `close`."""
+        """Last version that this run has published; valid after `close`."""
         return self._newest
 
-    def _find(self, step: int) -> None:
-        """The newest version, where this run can go on from it."""
+    def _find_base(self, step: int) -> None:
+        """Set the base to the newest version if it belongs to the step from which this run resumes."""
         try:
             newest = self._versions.newest()
             if newest is None:
                 return
             self._number = newest.number
-            self._seen = newest.folder
-            told = self._versions.told(newest.folder, newest.version)
-            if told is not None and told.step == step and told.run == self._run_at(step):
-                self._chain = self._versions.way_from_full((newest.folder, newest.version))
-                self._base = VersionStep(newest.folder, told)
-        except (CorruptFileError, OSError) as error:  # training does not wait for a store that is away
-            self._warn(f"what was published before cannot be gone on from, so a full version follows: {error}")
+            self._newest_seen = newest.folder
+            manifest = self._versions.read_description(newest.folder, newest.version)
+            if manifest is not None and manifest.step == step and manifest.run in self._run_digests(step):
+                self._chain = self._versions.chain_from_full((newest.folder, newest.version))
+                self._base = VersionStep(newest.folder, manifest)
+        except (CorruptFileError, OSError) as error:  # training must start even if the storage is unavailable
+            self._warn(f"cannot continue from the published versions, the next version will be a full one: {error}")
 
-    def _look_for_others(self) -> None:
-        """Where another publisher has named a newer version, or taken ours away, servers have no way to what builds on
-        ours: a full version follows, behind theirs. Collective."""
-        found = self._peers.gather(self._others() if self._peers.is_first else None)[0]
-        if found is not None:
-            self._number, self._base, self._newest, self._chain = max(self._number, found), None, None, []
+    def _check_other_publishers(self) -> None:
+        """Switch to a full version if another publisher has published to the address or deleted our versions.
 
-    def _others(self) -> int | None:
-        """The number of the newest version where it is not that which this publisher knows; 0 where it is gone."""
+        Servers that follow the address cannot apply a delta that builds on our last version any more. Collective.
+        """
+        number = self._peers.gather(self._newest_of_others() if self._peers.is_first else None)[0]
+        if number is not None:
+            self._number, self._base, self._newest, self._chain = max(self._number, number), None, None, []
+
+    def _newest_of_others(self) -> int | None:
+        """Return the number of the newest version if another publisher wrote it, 0 if it was deleted, or else None."""
         try:
             newest = self._versions.newest()
         except (CorruptFileError, OSError):
-            return None  # the next version will name itself the newest
+            return None  # the next version overwrites the pointer to the newest one
         folder = None if newest is None else newest.folder
-        if folder in (self._seen, self._writer.last_folder):
-            self._seen = folder
+        if folder in (self._newest_seen, self._writer.last_folder):
+            self._newest_seen = folder
             return None
-        known, self._seen = self._seen, folder
-        what = "nothing any more" if newest is None else f"version {newest.folder} of another publisher"
+        known, self._newest_seen = self._newest_seen, folder
+        what = "no version" if newest is None else f"version {newest.folder} of another publisher"
         self._warn(
-            f"{self._cfg.address} names {what} as the newest, where {known or 'nothing'} was: a full version follows. "
-            "Give each run an address of its own: those who follow this one go to and fro between their models"
+            f"the newest version at {self._cfg.address} is {what}, expected {known or 'no version'}; the next version "
+            "will be a full one. Use a separate address per run: servers that follow this one alternate between models"
         )
         return 0 if newest is None else newest.number
 
-    def _agree_on_beginning(self) -> None:
-        told = [(at.folder, to_plain(at.manifest)) for at in ([self._base] if self._base else []) + self._chain]
-        self._number, told = self._peers.gather((self._number, told))[0]
-        steps = [VersionStep(folder, from_plain(VersionManifest, plain)) for folder, plain in told]
+    def _share_start(self) -> None:
+        manifests = [(v.folder, to_plain(v.manifest)) for v in ([self._base] if self._base else []) + self._chain]
+        self._number, manifests = self._peers.gather((self._number, manifests))[0]
+        steps = [VersionStep(folder, from_plain(VersionManifest, plain)) for folder, plain in manifests]
         if steps:
             self._base, *self._chain = steps
             self._newest = self._base
 
-    def _describe(self, session: Session, step: int) -> ModelDescription:
-        """Made anew where the dataset is another one: a catalogue is long."""
-        if self._described is None or self._described[0] is not session.dataset:
-            self._described = (session.dataset, ModelDescription.of(session, step))
-        return self._described[1].at(step)
+    def _description(self, session: Session, step: int) -> ModelDescription:
+        """Return the description of the model; it is cached per dataset, because a catalog can be large."""
+        if self._cached_description is None or self._cached_description[0] is not session.dataset:
+            self._cached_description = (session.dataset, ModelDescription.of(session, step))
+        return self._cached_description[1].at_step(step)
 
-    def _changed_descriptions(self, now: ModelDescription) -> Any:
-        old = None if self._base is None else self._base_described
-        return now.since(old) if self._peers.is_first else ({}, {})
+    def _changed_descriptions(self, description: ModelDescription) -> Any:
+        old = None if self._base is None else self._base_description
+        return description.diff_since(old) if self._peers.is_first else ({}, {})
 
-    def _attempt(self, write: Callable[[], None]) -> None:
-        """What cannot be written is told, on all ranks alike; the run goes on."""
+    def _try_write(self, write: Callable[[], None]) -> None:
+        """Call `write`; if it fails, which it does on all ranks alike, warn and let the run continue."""
         try:
             write()
         except CheckpointSaveError as error:
             if self._peers.is_first:
-                self._warn(f"{error.problem}; the next version will hold it as well")
+                self._warn(f"{error.problem}; the next version will include its changes")
 
-    def _write_everything(self, about: VersionInfo, content: RankVersionData, now: ModelDescription) -> None:
-        written = self._writer.write("full", about, content)
+    def _write_first_full(self, info: VersionInfo, content: RankVersionData, description: ModelDescription) -> None:
+        written = self._writer.write("full", info, content)
         self._base = self._newest = written
-        self._base_described = now
-        self._compared = content.compared
-        self._number = about.number
+        self._base_description = description
+        self._derived_rows = content.derived_rows
+        self._number = info.number
         self._chain = [self._base]
-        self._tell_of(written)
+        self._log_version(written)
         self._prune()
 
-    def _write_changes(
-        self, about: VersionInfo, changes: RankVersionData, now: ModelDescription, *, owns_copy: bool
+    def _write_delta(
+        self, info: VersionInfo, changes: RankVersionData, description: ModelDescription, *, owns_copy: bool
     ) -> None:
-        written = self._writer.write("delta", about, changes)
+        written = self._writer.write("delta", info, changes)
         self._base = self._newest = written
-        self._base_described = now
-        self._compared = changes.compared
-        self._number = about.number
+        self._base_description = description
+        self._derived_rows = changes.derived_rows
+        self._number = info.number
         self._chain = [*self._chain, self._base]
-        self._tell_of(written)
-        if len(self._chain) > self._cfg.snapshot_every:
-            self._write_full(about, now, changes.shard, owns_copy=owns_copy)
+        self._log_version(written)
+        if len(self._chain) > self._cfg.full_every_versions:
+            self._rewrite_as_full(info, description, changes.shard, owns_copy=owns_copy)
         self._prune()
 
-    def _write_full(
-        self, about: VersionInfo, now: ModelDescription, shard: tuple[int, int], *, owns_copy: bool
+    def _rewrite_as_full(
+        self, info: VersionInfo, description: ModelDescription, shard: tuple[int, int], *, owns_copy: bool
     ) -> None:
-        """The last version once more, told in full, out of the files of those before it."""
+        """Rewrite the last version as a full one by merging the files of its delta chain."""
         assert self._base is not None
         if not can_merge(self._chain, shard[1]):
-            self._base = None  # other ranks wrote them: the next version is read from the tables
+            self._base = None  # written with other shards: the next version is full and read from the tables
             return
-        about = replace(about, descriptions=now.since(None) if self._peers.is_first else ({}, {}))
-        content = merged(self._versions, self._chain, shard, owns_copy=owns_copy)
+        info = replace(info, descriptions=description.diff_since(None) if self._peers.is_first else ({}, {}))
+        content = merge_chain(self._versions, self._chain, shard, owns_copy=owns_copy)
         try:
-            written = self._writer.write_full(self._base, about, content)
+            written = self._writer.write_full(self._base, info, content)
         except CheckpointSaveError as error:
             if any(self._peers.gather(isinstance(error.__cause__, CorruptFileError))):
-                self._base = None  # they were damaged: likewise
+                self._base = None  # files of the chain are corrupt: the next version is full, too
             raise
         self._chain = [written]
 
-    def _tell_of(self, written: VersionStep) -> None:
+    def _log_version(self, written: VersionStep) -> None:
         if self._peers.is_first:
             manifest = written.manifest
             size = f"{manifest.num_bytes / 1e6:.1f} MB"
-            self._tell(f"published version {written.folder} of step {manifest.step} to {self._cfg.address}: {size}")
+            self._note(f"published version {written.folder} of step {manifest.step} to {self._cfg.address}: {size}")
 
     def _prune(self) -> None:
         if not self._peers.is_first:
             return
         try:
-            prune(self._versions, self._cfg.keep)
+            prune(self._versions, self._cfg.max_versions)
         except (OSError, CorruptFileError) as error:
             self._warn(f"old versions could not be deleted: {error}")
 
-    def _run_at(self, step: int) -> str:
-        """The same text for the same run on the same course up to a step; only the first rank's counts."""
-        return "" if self._identity is None else digest_of_plain(self._identity.at(step).to_plain())[:16]
+    def _run_digests(self, step: int) -> list[str]:
+        """Return the digests of the run's identity up to a step, the present one first; used on the first rank only."""
+        return [""] if self._identity is None else self._identity.digests_at(step)
 
-    def _agree_on_next(self, step: int) -> None:
-        """The step of the next version, one value for all ranks."""
+    def _schedule_next(self, step: int) -> None:
+        """Estimate the step at which `every_s` will have passed; the first rank decides for all ranks."""
         if self._cfg.every_s is None:
             return
         (last_step, last_s) = self._last
@@ -279,16 +301,32 @@ class Publisher:
 
 @config
 class PublishRunConfig:
-    keep: Count = PublishConfig().keep
-    """newest versions that stay when one is added, and what they build on; a server can be pinned to any of them"""
+    """Options of `nestrec publish`."""
+
+    max_versions: Count = PublishConfig().max_versions
+    """Number of versions to retain when one is added, in addition to those they build on; a server can be pinned to any
+    of them."""
 
 
 def publish_run(run: Path, address: str, cfg: PublishRunConfig | None = None, *, best: bool = True) -> VersionStep:
-    """The best (or last) weights of a run, in full, unless the newest version is that already."""
+    """Publish the best (or last) weights of a run as a full version, unless the newest version already contains them.
+
+    Args:
+        run: Folder of the run.
+        address: Folder or fsspec URL to publish to.
+        cfg: Retention options.
+        best: Publish the weights with the best validation score instead of the last ones.
+
+    Returns:
+        The newest version at the address.
+
+    Raises:
+        UserError: The version could not be written.
+    """
     problems: list[str] = []
     with restored_session(run, best=best) as (session, step):
         publisher = Publisher(
-            PublishConfig(address=address, keep=(cfg or PublishRunConfig()).keep),
+            PublishConfig(address=address, max_versions=(cfg or PublishRunConfig()).max_versions),
             session,
             RunFolder(run).identity(),
             step,
@@ -297,7 +335,7 @@ def publish_run(run: Path, address: str, cfg: PublishRunConfig | None = None, *,
         publisher.publish(session, step)
         publisher.close()
     if publisher.newest is None:
-        remedy = "mend the cause, and publish again"
+        remedy = "fix the cause and publish again"
         raise UserError("; ".join(problems), option="ADDRESS", value=address, remedy=remedy)
     return publisher.newest
 
@@ -309,9 +347,9 @@ def open_publishing(
     step: int,
     *,
     warn: Callable[[str], None],
-    tell: Callable[[str], None],
+    note: Callable[[str], None],
 ) -> Publisher | None:
-    """Returns the publisher of a run, or None if the run publishes nothing. Collective.
+    """Return the publisher of a run, or None if the run publishes nothing. Collective.
 
     Args:
         cfg: Where versions are published and how often.
@@ -319,6 +357,6 @@ def open_publishing(
         identity: Identity of the run, on the first rank.
         step: Step from which the run continues.
         warn: Called with the text of each failure that does not end the run.
-        tell: Called with one line for each published version.
+        note: Called with one line for each published version.
     """
-    return Publisher(cfg, session, identity, step, warn=warn, tell=tell) if cfg.address else None
+    return Publisher(cfg, session, identity, step, warn=warn, note=note) if cfg.address else None

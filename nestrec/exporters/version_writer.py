@@ -1,12 +1,11 @@
-"""Writes published versions: each rank its own files, the first one the manifests and the name of the newest version.
+"""Writes published model versions: each rank writes its own files, the first rank writes manifests and `newest.json`.
 
-A version is there when its manifest is, and is served when `newest.json` names it. The files of a version that could
-not be written are removed; what a kill leaves, files that no manifest names in a folder of their own, goes with old
-versions.
+A version is committed when its manifest exists and is served when `newest.json` names it. If writing a version fails,
+its files are removed; files without a manifest that a killed process leaves are removed together with old versions.
 
-A version that is written as a delta can be written in full once more, from files already written: the last full version
-and what has changed since. That reads nothing from the tables in training, and no more than a file is in memory at a
-time, so a full version costs a training run no pause, however large its tables are.
+A version that was written as a delta can be rewritten as a full version by merging files that are already written: the
+last full version and the deltas since then. This does not read the tables in training and has at most one file in
+memory, so that a full version does not pause the training run, regardless of the size of its tables.
 """
 
 import contextlib
@@ -49,14 +48,23 @@ from nestrec.serving.versions.version_store import VersionStep, VersionStore
 
 
 def can_merge(chain: Sequence[VersionStep], num_shards: int) -> bool:
-    """Whether the files of a chain belong to the same shards as now."""
-    return all(entry.num_shards == num_shards for step in chain for entry in step.manifest.files if _is_of_rows(entry))
+    """Return whether the files of a chain were written with the current number of shards."""
+    return all(
+        entry.num_shards == num_shards for step in chain for entry in step.manifest.files if _contains_rows(entry)
+    )
 
 
-def merged(
+def merge_chain(
     versions: VersionStore, chain: Sequence[VersionStep], shard: tuple[int, int], *, owns_copy: bool
 ) -> RankVersionData:
-    """This shard's rows after the last of the chain, which begins with a full version, oldest first."""
+    """Merge a chain of versions into the full content of its last version, for one shard.
+
+    Args:
+        versions: Store that contains the chain.
+        chain: A full version and the deltas that build on it, oldest first.
+        shard: Index of this rank's shard and number of shards.
+        owns_copy: Whether this rank writes the rows of its shard; False on all replicas but the first.
+    """
     if not owns_copy:
         return RankVersionData(rows={}, shard=shard)
     names = [table.name for table in chain[-1].manifest.tables]
@@ -70,7 +78,7 @@ def merged(
 def _newest_rows(
     versions: VersionStore, chain: Sequence[VersionStep], shard: tuple[int, int], kind: str, table: str | None
 ) -> Iterator[Chunk]:
-    """Each key once, with its last row; a key that was removed later than written is left out."""
+    """Yield the newest row of each key; keys that were deleted after their last write are left out."""
 
     def chunks(step: VersionStep, kind: str) -> Iterator[Chunk]:
         for entry in step.manifest.files:
@@ -81,19 +89,23 @@ def _newest_rows(
     return newest_rows(layers)
 
 
-def _is_of_rows(entry: FileEntry) -> bool:
+def _contains_rows(entry: FileEntry) -> bool:
     return entry.kind in {"rows", "removed", "index"}
 
 
-def prune(versions: VersionStore, keep: int) -> list[str]:
-    """Delete all but the last `keep` versions, what they build on down to a full one, and what lies at the address by
-    chance; the names of the folders that went.
+def prune(versions: VersionStore, max_versions: int) -> list[str]:
+    """Delete old versions (retention policy).
 
-    Manifests go first: what is half deleted is not there.
+    The last `max_versions` versions are retained, together with the versions that they build on down to a full one.
+    Folders without a manifest are deleted, too. Manifests are deleted first, so that a partly deleted version is
+    ignored by readers.
+
+    Returns:
+        Names of the deleted folders.
     """
-    newest = list(itertools.islice(versions.published(), keep))
-    if len(newest) < keep:
-        return []  # a damaged one may hide those before it
+    newest = list(itertools.islice(versions.published(), max_versions))
+    if len(newest) < max_versions:
+        return []  # a corrupt manifest can hide the versions before it
     digests = dict(newest)
 
     def base_of(folder: str) -> str | None:
@@ -103,21 +115,21 @@ def prune(versions: VersionStore, keep: int) -> list[str]:
         digests[base.parent.folder] = base.parent.version
         return base.parent.folder
 
-    gone = to_delete(versions.storage.list_folders(VERSIONS), [folder for folder, _ in newest], base_of)
-    for folder in gone:
+    deleted = to_delete(versions.storage.list_folders(VERSIONS), [folder for folder, _ in newest], base_of)
+    for folder in deleted:
         versions.storage.remove(manifest_file(folder, "delta"))
         versions.storage.remove(manifest_file(folder, "full"))
         fail_point("publish.during_pruning")
         versions.storage.remove(f"{VERSIONS}/{folder}")
-    return gone
+    return deleted
 
 
-Pieces = Mapping[str, torch.Tensor]
+NamedTensors = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionInfo:
-    """A version that is to be written."""
+    """Metadata and dense content of a version to write."""
 
     number: int
     step: int
@@ -125,84 +137,86 @@ class VersionInfo:
     parent: Parent | None
     tables: tuple[PublishedTable, ...]
     times: Times
-    weights: Pieces
-    """dense weights; those of the first rank are written"""
-    descriptions: tuple[Mapping[str, Any], Pieces]
-    """what is not learnt, or has changed of it: JSON and tensors; likewise"""
+    weights: NamedTensors
+    """Dense weights; those of the first rank are written."""
+    descriptions: tuple[Mapping[str, Any], NamedTensors]
+    """Content without trained parameters, or its changes, as JSON and tensors; that of the first rank is written."""
 
 
 class VersionWriter:
-    """All ranks make the same calls in the same order; `CheckpointSaveError` on all of them where one could not
-    write."""
+    """Writes versions to a storage backend. Collective: every rank must make the same calls in the same order.
+
+    If one rank cannot write, `CheckpointSaveError` is raised on all ranks.
+    """
 
     def __init__(self, storage: Storage, peers: CheckpointGroup):
         self._storage = storage
         self._peers = peers
         self.last_folder: str | None = None
-        """of the version that was written last, or was to be"""
-        self._begun: list[str] = []
-        """files of this rank"""
+        """Folder of the last version that was written or attempted."""
+        self._started_files: list[str] = []
+        """Files of the current version that this rank has started to write."""
 
-    def write(self, kind: Kind, about: VersionInfo, content: RankVersionData) -> VersionStep:
-        """A new version, which is the newest when this returns."""
+    def write(self, kind: Kind, info: VersionInfo, content: RankVersionData) -> VersionStep:
+        """Write a new version and make it the newest one."""
         token = self._peers.gather(secrets.token_hex(4))[0]
-        self.last_folder = folder = f"{about.number:08d}-{token}"
-        manifest = self._write(folder, kind, about, content, None)
+        self.last_folder = folder = f"{info.number:08d}-{token}"
+        manifest = self._write(folder, kind, info, content, None)
         newest = NewestPointer(folder=folder, version=manifest.version, number=manifest.number)
-        self._peers.on_first(lambda: self._point(newest), _problem(folder, self._storage))
+        self._peers.run_on_first_rank(lambda: self._set_newest(newest), _write_problem(folder, self._storage))
         return VersionStep(folder, manifest)
 
-    def write_full(self, written: VersionStep, about: VersionInfo, content: RankVersionData) -> VersionStep:
-        """The same version once more, told in full."""
-        return VersionStep(
-            written.folder, self._write(written.folder, "full", about, content, written.manifest.version)
-        )
+    def write_full(self, written: VersionStep, info: VersionInfo, content: RankVersionData) -> VersionStep:
+        """Write an existing version again, with its full content instead of a delta."""
+        return VersionStep(written.folder, self._write(written.folder, "full", info, content, written.manifest.version))
 
     def _write(
-        self, folder: str, kind: Kind, about: VersionInfo, content: RankVersionData, version: str | None
+        self, folder: str, kind: Kind, info: VersionInfo, content: RankVersionData, version: str | None
     ) -> VersionManifest:
-        self._begun = []
+        self._started_files = []
         try:
-            files_of = self._files(folder, kind, about, content)
-            parts = self._peers.agree(lambda: to_plain(list(files_of)), _problem(folder, self._storage))
+            files_of = self._files(folder, kind, info, content)
+            parts = self._peers.run_on_all_ranks(
+                lambda: to_plain(list(files_of)), _write_problem(folder, self._storage)
+            )
         except UserError:
-            self._remove_begun(folder, is_new=version is None)
+            self._remove_started_files(folder, is_new=version is None)
             raise
-        run, times, published_s = self._peers.gather((about.run, to_plain(about.times), time.time()))[0]
+        run, times, published_s = self._peers.gather((info.run, to_plain(info.times), time.time()))[0]
         entries = sorted((from_plain(FileEntry, entry) for part in parts for entry in part), key=lambda e: e.name)
         files = tuple(entries)
         manifest = VersionManifest(
             kind=kind,
-            version=version or version_of(about.parent, about.number, about.step, files),
-            number=about.number,
-            step=about.step,
+            version=version or version_of(info.parent, info.number, info.step, files),
+            number=info.number,
+            step=info.step,
             run=run,
-            parent=about.parent,
+            parent=info.parent,
             files=files,
-            tables=about.tables,
+            tables=info.tables,
             times=from_plain(Times, times),
             published_s=published_s,
         )
-        self._peers.on_first(lambda: self._commit(folder, manifest), _problem(folder, self._storage))
+        self._peers.run_on_first_rank(lambda: self._commit(folder, manifest), _write_problem(folder, self._storage))
         return manifest
 
-    def _files(self, folder: str, kind: Kind, about: VersionInfo, content: RankVersionData) -> Iterator[FileEntry]:
+    def _files(self, folder: str, kind: Kind, info: VersionInfo, content: RankVersionData) -> Iterator[FileEntry]:
         fail_point(f"publish.{kind}.before_files")
-        for entry in self._all_files(folder, kind, about, content):
+        for entry in self._all_files(folder, kind, info, content):
             yield entry
             fail_point(f"publish.{kind}.between_files")
 
-    def _all_files(self, folder: str, kind: Kind, about: VersionInfo, content: RankVersionData) -> Iterator[FileEntry]:
+    def _all_files(self, folder: str, kind: Kind, info: VersionInfo, content: RankVersionData) -> Iterator[FileEntry]:
         rank = self._peers.rank
 
-        def put(name: str, tensors: Pieces, kind: FileKind, table: str | None = None) -> FileEntry:
+        def put(name: str, tensors: NamedTensors, kind: FileKind, table: str | None = None) -> FileEntry:
             written = self._put(f"{VERSIONS}/{folder}/{name}", safetensors_content(tensors))
             return entry_of(name, written, kind, table=table, shard=content.shard)
 
         if self._peers.is_first:
-            check_finite("the dense weights", about.weights)
-            yield put(f"{kind}-weights.safetensors", about.weights, "weights")
-            plain, tensors = about.descriptions
+            check_finite("the dense weights", info.weights)
+            yield put(f"{kind}-weights.safetensors", info.weights, "weights")
+            plain, tensors = info.descriptions
             text = memoryview(json.dumps(plain).encode())
             name = f"{kind}-descriptions.json"
             yield entry_of(name, self._put(f"{VERSIONS}/{folder}/{name}", iter([text])), "descriptions")
@@ -212,19 +226,19 @@ class VersionWriter:
             if len(keys):
                 yield put(f"{kind}-removed-{safe_name(table)}-{rank:05d}.safetensors", {"keys": keys}, "removed", table)
         for table, chunks in content.rows.items():
-            for part, chunk in enumerate(_checked(chunks, f"table {table!r}")):
+            for part, chunk in enumerate(_check_chunks(chunks, f"table {table!r}")):
                 yield put(f"{kind}-rows-{safe_name(table)}-{rank:05d}-{part:05d}.safetensors", chunk, "rows", table)
-        for part, chunk in enumerate(_checked(content.index, "the retrieval index")):
+        for part, chunk in enumerate(_check_chunks(content.index, "the retrieval index")):
             yield put(f"{kind}-index-{rank:05d}-{part:05d}.safetensors", chunk, "index")
 
     def _put(self, name: str, content: Iterator[memoryview]) -> tuple[int, str]:
-        self._begun.append(name)
+        self._started_files.append(name)
         return self._storage.write(name, content)
 
-    def _remove_begun(self, folder: str, *, is_new: bool) -> None:
-        """What was written of a version that could not be: where there is no room, it would take what there is left."""
+    def _remove_started_files(self, folder: str, *, is_new: bool) -> None:
+        """Remove the files of a failed version, because on a full disk they would occupy the remaining space."""
         with contextlib.suppress(OSError):
-            for name in self._begun:
+            for name in self._started_files:
                 self._storage.remove(name)
             if is_new and self._peers.is_first:
                 self._storage.remove(f"{VERSIONS}/{folder}")
@@ -234,16 +248,16 @@ class VersionWriter:
         self._storage.replace(manifest_file(folder, manifest.kind), encode(manifest))
         fail_point(f"publish.{manifest.kind}.after_manifest")
 
-    def _point(self, newest: NewestPointer) -> None:
+    def _set_newest(self, newest: NewestPointer) -> None:
         self._storage.replace(NEWEST_FILE, encode(newest))
         fail_point("publish.after_newest")
 
 
-def _checked(chunks: Iterable[Chunk], what: str) -> Iterator[Pieces]:
+def _check_chunks(chunks: Iterable[Chunk], what: str) -> Iterator[NamedTensors]:
     for chunk in chunks:
         check_finite(what, chunk)
         yield chunk
 
 
-def _problem(folder: str, storage: Storage) -> str:
+def _write_problem(folder: str, storage: Storage) -> str:
     return f"the version {folder} could not be written to {storage.address}"

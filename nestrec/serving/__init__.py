@@ -1,1 +1,2 @@
-"""Export, and the relay: ranking of candidates against a user's prefix that was computed early and kept."""
+"""Online inference server with relay-race ranking (RelayGR): candidates are scored against the KV cache of a user's
+history, which is prefilled ahead of the ranking request."""

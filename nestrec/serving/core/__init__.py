@@ -1,1 +1,1 @@
-"""What every part of the server uses: limits, rejections, cost model, routing, tracing."""
+"""Building blocks shared by all parts of the server: limits, rejections, cost model, routing, tracing."""

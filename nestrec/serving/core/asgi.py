@@ -1,15 +1,14 @@
-"""HTTP values of the server: requests, responses, headers, allowed hosts.
+"""ASGI helpers of the server: request bodies, JSON responses, headers and allowed hosts.
 
-Under which names a server may be asked.
+Allowed hosts protect against DNS rebinding: a web page can resolve its own domain to a loopback address and then send
+requests to a local server. The browser still sends the page's domain in the Host header, so a server that listens on
+loopback only rejects any Host that is not a name of this machine.
 
-A page of any web site can make its own name point to a loopback address, and then ask a server there as if it were its
-own. A browser still tells the name that it was given: where nobody but this machine is served, a name is refused unless
-it is this machine's.
+Request bodies are read within limits of size and time. Nothing from a request is written to a log.
 
-The ASGI side: bodies within their limits, answers as JSON, and nothing of a request in a log.
-
-A frontend on this machine names its client in the header X-Nestrec-Client. For any other peer the address counts, which
-it cannot make up. A request keeps the id of its header X-Request-Id if that is sound, and gets a new one otherwise.
+A frontend on the same machine forwards the client's address in the header X-Nestrec-Client. For all other peers the
+address of the connection is used, which they cannot forge. The request id is taken from the header X-Request-Id if it
+is well formed, and generated otherwise.
 """
 
 import asyncio
@@ -25,27 +24,33 @@ import orjson
 
 from nestrec.serving.core.request_limits import BadRequestError, LimitsConfig
 
-_MOST_REMEMBERED = 1024
+_MAX_CACHED_HOSTS = 1024
 
 
 class AllowedHosts:
-    """Names that may stand in the header Host. Addresses may always: nobody can make them point elsewhere."""
+    """Host names accepted in the Host header. IP addresses are always accepted: they cannot be rebound by DNS."""
 
     def __init__(self, listens_on: str, names: Sequence[str] = ()):
-        """names: of this server, or `*`; none of them: any name, unless it listens on a loopback address."""
+        """Collect the accepted names.
+
+        Args:
+            listens_on: Host name or address that the server listens on.
+            names: Host names of this server; `*` accepts any name. If empty, any name is accepted unless the server
+                listens on a loopback address.
+        """
         self._names = {name.lower().rstrip(".") for name in (*names, listens_on, "localhost")}
-        self._takes_any = "*" in names if names else not is_loopback(listens_on)
+        self._accepts_any = "*" in names if names else not is_loopback(listens_on)
         self._known: dict[bytes, bool] = {}
 
     def __contains__(self, header: bytes) -> bool:
         is_known = self._known.get(header)
         if is_known is None:
-            if len(self._known) >= _MOST_REMEMBERED:
+            if len(self._known) >= _MAX_CACHED_HOSTS:
                 self._known.clear()
-            is_known = self._known[header] = self._takes_any or self._is_ours(header.decode("latin-1"))
+            is_known = self._known[header] = self._accepts_any or self._is_own_name(header.decode("latin-1"))
         return is_known
 
-    def _is_ours(self, header: str) -> bool:
+    def _is_own_name(self, header: str) -> bool:
         name = _without_port(header.strip()).lower().rstrip(".")
         return name in self._names or name.endswith(".localhost") or _is_address(name)
 
@@ -77,16 +82,16 @@ Result = TypeVar("Result")
 Header = tuple[bytes, bytes]
 JSON = b"application/json"
 _LONGEST_RETRY_S = 86_400.0
-"""Longest time after which a client is asked to try again; a rate that is close to 0 would make it infinite."""
+"""Upper bound of the Retry-After header, in seconds; a rate limit close to 0 would make it infinite."""
 _STATUS_LINES = {s.value: f"HTTP/1.1 {s.value} {s.phrase}\r\n".encode() for s in http.HTTPStatus}
 
 
 class ClientDisconnectedError(Exception):
-    """The client has gone; nobody waits for the answer."""
+    """The client closed the connection before it received the response."""
 
 
 class HttpResponse:
-    """Status, body and headers of an answer."""
+    """Status, body and headers of a response."""
 
     __slots__ = ("body", "headers", "is_counted", "status")
 
@@ -94,11 +99,16 @@ class HttpResponse:
         self.status = status
         self.body = body
         self.is_counted = False
-        """it has been, where it comes from"""
+        """Whether the process that produced the response has already counted it in its metrics."""
         self.headers = [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *headers]
 
     def as_http(self, more_headers: Iterable[Header] = (), *, is_last: bool = False) -> bytes:
-        """The whole answer as HTTP/1.1. is_last: the connection is closed after it."""
+        """Encode the response as HTTP/1.1.
+
+        Args:
+            more_headers: Headers sent before those of the response.
+            is_last: Whether the server closes the connection after this response.
+        """
         parts = [_STATUS_LINES[self.status]]
         for name, value in (*more_headers, *self.headers):
             parts += (name, b": ", value, b"\r\n")
@@ -114,7 +124,7 @@ class HttpResponse:
 def parse_json(body: bytes, loads: Callable[[bytes], Any] = orjson.loads) -> dict[str, Any]:
     try:
         data = loads(body)
-    except Exception as error:  # Any other exception is caused by the body too: a client must not fill the log with it.
+    except Exception as error:  # Every exception is caused by the body: a client must not fill the log with tracebacks.
         raise BadRequestError("the body is not valid JSON") from error
     if not isinstance(data, dict):
         raise BadRequestError("the body must be a JSON object")
@@ -139,7 +149,7 @@ def retry_after(seconds: float) -> Header:
 
 
 def head_bytes(target: bytes, headers: Iterable[Header]) -> int:
-    """What counts of a head."""
+    """Return the number of bytes of path and headers that count toward `limits.max_header_bytes`."""
     size = len(target)
     for name, value in headers:
         size += len(name) + len(value) + 4
@@ -151,13 +161,16 @@ def too_long_head(limits: LimitsConfig) -> BadRequestError:
 
 
 def check_head(scope: Scope, limits: LimitsConfig) -> None:
-    """The protocol bounds what is buffered; a longer head that arrives in one piece is found here."""
+    """Reject a request whose path and headers are too long.
+
+    The HTTP parser bounds only what it buffers, so a longer head that arrives in one read passes it.
+    """
     if head_bytes(scope["raw_path"] + scope["query_string"], scope["headers"]) > limits.max_header_bytes:
         raise too_long_head(limits)
 
 
 class Body:
-    """The body of a request, declared or chunked, within its limits of size and time."""
+    """Body of a request, with a content length or chunked, read within limits of size and time."""
 
     def __init__(self, scope: Scope, receive: Receive, limits: LimitsConfig):
         self._headers = dict(scope["headers"])
@@ -167,31 +180,36 @@ class Body:
 
     @property
     def is_unread(self) -> bool:
-        """Some of it may still come: the connection is of no use for another request."""
+        """Whether unread bytes may still arrive, so that the connection cannot carry another request."""
         is_sent = b"transfer-encoding" in self._headers or self._headers.get(b"content-length", b"0") != b"0"
         return is_sent and not self._is_read
 
     async def read(self) -> bytes:
-        """All of it."""
+        """Read and return the complete body.
+
+        Raises:
+            BadRequestError: The content type is not JSON, the body is compressed or too long, or it arrived too late.
+            ClientDisconnectedError: The client closed the connection.
+        """
         content_type = self._headers.get(b"content-type", b"").split(b";")[0].strip().lower()
         if content_type != JSON:
             raise BadRequestError("the content type must be application/json", status=415)
         if self._headers.get(b"content-encoding", b"identity").strip().lower() != b"identity":
             raise BadRequestError("the body must not be compressed", "content-encoding", status=415)
         declared = self._headers.get(b"content-length", b"0")
-        most = self._limits.max_body_bytes
-        if declared.isdigit() and int(declared[:20]) > most:
-            raise BadRequestError(f"the body must have at most {most} bytes", status=413)
+        max_bytes = self._limits.max_body_bytes
+        if declared.isdigit() and int(declared[:20]) > max_bytes:
+            raise BadRequestError(f"the body must have at most {max_bytes} bytes", status=413)
         try:
             async with asyncio.timeout(self._limits.body_timeout_s):
-                body = await _read(self._receive, most)
+                body = await _read(self._receive, max_bytes)
         except TimeoutError:
             raise BadRequestError("the body did not arrive in time", status=408) from None
         self._is_read = True
         return body
 
 
-async def _read(receive: Receive, most: int) -> bytes:
+async def _read(receive: Receive, max_bytes: int) -> bytes:
     parts = []
     size = 0
     while True:
@@ -200,30 +218,30 @@ async def _read(receive: Receive, most: int) -> bytes:
             raise ClientDisconnectedError
         parts.append(message.get("body", b""))
         size += len(parts[-1])
-        if size > most:
-            raise BadRequestError(f"the body must have at most {most} bytes", status=413)
+        if size > max_bytes:
+            raise BadRequestError(f"the body must have at most {max_bytes} bytes", status=413)
         if not message.get("more_body", False):
             return b"".join(parts)
 
 
 async def unless_disconnected(work: Coroutine[Any, Any, Result], receive: Receive) -> Result:
-    """The result of `work`, which is cancelled when the client goes away."""
+    """Return the result of `work`; cancel it and raise `ClientDisconnectedError` if the client disconnects first."""
     task = asyncio.current_task()
-    is_gone = False
+    is_disconnected = False
     assert task is not None
 
     async def watch() -> None:
-        nonlocal is_gone
+        nonlocal is_disconnected
         while (await receive())["type"] != "http.disconnect":
             pass
-        is_gone = True
+        is_disconnected = True
         task.cancel()
 
     watcher = asyncio.create_task(watch())
     try:
         return await work
     except asyncio.CancelledError:
-        if is_gone and task.uncancel() == 0:
+        if is_disconnected and task.uncancel() == 0:
             raise ClientDisconnectedError from None
         raise
     finally:
@@ -231,25 +249,25 @@ async def unless_disconnected(work: Coroutine[Any, Any, Result], receive: Receiv
 
 
 CLIENT_HEADER = b"x-nestrec-client"
-_MOST_CHARACTERS = 64
+_MAX_CLIENT_CHARACTERS = 64
 
 
 def client_of(address: str, headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """The client of a request that came from an address."""
+    """Return the client of a request: the forwarded header if `address` is loopback, otherwise the address."""
     if address == "127.0.0.1" or address.startswith("::"):
         for name, value in headers:
             if name == CLIENT_HEADER:
-                return value[:_MOST_CHARACTERS].decode("latin-1")
+                return value[:_MAX_CLIENT_CHARACTERS].decode("latin-1")
     return address
 
 
 REQUEST_ID_HEADER = b"x-request-id"
-_SOUND = re.compile(rb"[A-Za-z0-9._:+=-]{1,128}")
-"""nothing that could end a line of a log or of a head, or be markup"""
+_VALID_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:+=-]{1,128}")
+"""Valid request ids: no characters that could end a log line or a header, or act as markup."""
 
 
-def request_id_of(given: bytes | None) -> str:
-    """What is too long or holds other characters is not taken over, and not repeated either."""
-    if given is not None and _SOUND.fullmatch(given):
-        return given.decode("ascii")
+def request_id_of(header: bytes | None) -> str:
+    """Return the request id of the X-Request-Id header, or a new random one if it is missing or malformed."""
+    if header is not None and _VALID_REQUEST_ID.fullmatch(header):
+        return header.decode("ascii")
     return secrets.token_hex(8)

@@ -1,8 +1,8 @@
-"""Background threads of a server, which continue after an exception.
+"""Background threads of a server that continue after an exception.
 
-A thread that an exception ends is not missed: the server answers requests, but keys are no longer read or a dead
-instance is no longer restarted. Each exception is counted for `/metrics`, logged with its traceback the first time that
-it occurs, and the thread continues.
+If an exception ended such a thread, the server would still answer requests, but would no longer reload keys or restart
+a failed instance, for example. Each exception is therefore counted for `/metrics` and logged with its traceback when it
+first occurs, and the thread continues.
 """
 
 import asyncio
@@ -17,13 +17,13 @@ from nestrec.base.errors import UserError
 
 _LOG = logging.getLogger(__name__)
 _PAUSE_S = 0.1
-"""Seconds before a thread continues after an exception, so that one that repeats does not take a whole core."""
-_MOST_REMEMBERED = 1000
-"""Largest number of different exceptions that are remembered as logged."""
+"""Seconds before a thread continues after an exception, so that a repeating one does not occupy a CPU core."""
+_MAX_LOGGED = 1000
+"""Maximum number of different exceptions remembered as already logged."""
 
 
 class Failures:
-    """Counts of exceptions by task, of this process. Thread safe."""
+    """Counts of exceptions by task in this process. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -31,7 +31,7 @@ class Failures:
         self._logged: set[Hashable] = set()
 
     def register(self, task: str) -> None:
-        """Count a task from 0 on: an alert on an increase needs a value from before the first failure."""
+        """Start the count of a task at 0: an alert on an increase needs a value before the first failure."""
         with self._lock:
             self._counts.setdefault(task, 0)
 
@@ -39,21 +39,21 @@ class Failures:
         """Count an exception, and log it unless the same one has been logged before.
 
         Args:
-            task: what has failed; a label of the metric.
-            error: what it raised. A mistake of a user and an error of the system are logged without a traceback.
-            consequence: what happens now, for the log.
-            about: the state of the world that caused it; the same exception in another state is logged again.
+            task: Task that failed; a label of the metric.
+            error: Exception raised by the task. A `UserError` or `OSError` is logged without a traceback.
+            consequence: What happens next, for the log.
+            about: State that caused the exception; the same exception in another state is logged again.
         """
         is_expected = isinstance(error, UserError | OSError)
         raised_at = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)[-1:]]
-        one = (task, type(error), str(error) if is_expected else "", tuple(raised_at), about)
+        identity = (task, type(error), str(error) if is_expected else "", tuple(raised_at), about)
         with self._lock:
             self._counts[task] = self._counts.get(task, 0) + 1
-            if one in self._logged:
+            if identity in self._logged:
                 return
-            if len(self._logged) >= _MOST_REMEMBERED:
+            if len(self._logged) >= _MAX_LOGGED:
                 self._logged.clear()
-            self._logged.add(one)
+            self._logged.add(identity)
         text = f"{task} failed; {consequence}"
         if is_expected:
             _LOG.error("%s: %s", text, error)
@@ -61,7 +61,7 @@ class Failures:
             _LOG.error("%s: %s", text, type(error).__name__, exc_info=error)
 
     def merge(self, counts: Mapping[str, int]) -> None:
-        """Add what another process of this server has counted."""
+        """Add the counts of another process of this server."""
         with self._lock:
             for task, count in counts.items():
                 self._counts[task] = self._counts.get(task, 0) + count
@@ -76,7 +76,7 @@ FAILURES = Failures()
 
 
 def guarded(task: str, act: Callable[[], object]) -> None:
-    """Run `act`; an exception of it is counted and logged, and does not leave this function."""
+    """Run `act`; count and log an exception instead of raising it."""
     try:
         act()
     except Exception as error:
@@ -84,7 +84,7 @@ def guarded(task: str, act: Callable[[], object]) -> None:
 
 
 def reported(name: str) -> Callable[["asyncio.Task[Any]"], None]:
-    """Return a callback for tasks of asyncio that nothing awaits: their exceptions are counted and logged."""
+    """Return a done callback that counts and logs the exception of an asyncio task that is never awaited."""
     FAILURES.register(name)
 
     def report(task: "asyncio.Task[Any]") -> None:
@@ -96,12 +96,17 @@ def reported(name: str) -> Callable[["asyncio.Task[Any]"], None]:
 
 
 class BackgroundThread:
-    """A daemon thread that repeats one turn until that returns False, whatever the turn raises meanwhile."""
+    """Daemon thread that repeats a step until the step returns False, and continues after exceptions."""
 
-    def __init__(self, name: str, turn: Callable[[], bool]):
-        """turn: waits for work and does it. Returns whether there is another turn."""
+    def __init__(self, name: str, step: Callable[[], bool]):
+        """Create the thread without starting it.
+
+        Args:
+            name: Name of the thread and of its task in the failure counts.
+            step: Waits for work and does it. Returns whether to run another step.
+        """
         self._name = name
-        self._turn = turn
+        self._step = step
         FAILURES.register(name)
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
 
@@ -118,10 +123,10 @@ class BackgroundThread:
         return self._thread.is_alive()
 
     def _loop(self) -> None:
-        goes_on = True
-        while goes_on:
+        continues = True
+        while continues:
             try:
-                goes_on = self._turn()
+                continues = self._step()
             except Exception as error:
                 FAILURES.add(self._name, error)
                 time.sleep(_PAUSE_S)

@@ -1,13 +1,14 @@
-"""Seconds of a batch of work, learned while serving.
+"""Cost model of the engine: predicts the device time of a batch and learns from measured batches.
 
-    seconds = a + b * tokens + c * pairs          pairs: (query token, key token) that attention multiplies
+    seconds = a + b * tokens + c * pairs          pairs: (query token, key token) pairs that attention multiplies
 
-Least squares over the batches of late (older ones count for less) with a, b, c >= 0, held weakly to what is expected
-before anything is known: requests that are all alike say nothing about how their cost divides over tokens and pairs,
-and without either condition such a division drifts until it predicts nonsense. The tail is the 99th percentile of
-measured over predicted of late.
+The coefficients are fitted by least squares over recent batches, with exponentially decaying weights, under
+a, b, c >= 0 and a weak prior. Both conditions are needed: requests that are all alike do not determine how their cost
+is split between tokens and pairs, and without the conditions the split drifts until predictions for other requests are
+wrong. The tail factor accounts for the tail latency: it is the 99th percentile of measured over predicted time of
+recent batches.
 
-Counts of seconds between fixed bounds, for Prometheus.
+`Histogram` is a duration histogram with fixed bucket bounds, for Prometheus.
 """
 
 import itertools
@@ -19,30 +20,43 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-_FORGET = 0.995
+_DECAY = 0.995
 _PRIOR = 1e-3
-"""batches that the expectation counts for"""
+"""Weight of the prior, in batches."""
 _SWEEPS = 4
 _WINDOW = 512
 _REFRESH_EVERY = 32
-_MOST_SURPRISE = 4.0
+_MAX_OUTLIER = 4.0
 _SMOOTH = 0.05
 _LONGEST_S = 1e12
-"""finite stand-in for a batch without a time limit"""
+"""Finite substitute for the time limit of a batch without one, in seconds."""
 _SCALE = (1.0, 1e-3, 1e-6)
-"""work is measured in batches, thousands of tokens and millions of pairs"""
+"""Units of the three coefficients: batches, thousands of tokens, millions of pairs."""
 
 Costs = tuple[float, float, float]
 
 
 class EngineCostModel:
-    """Safe to ask from any thread; one thread observes."""
+    """Learned device time of a batch. Predictions are thread-safe; only one thread may call `observe`."""
 
     def __init__(
-        self, *, step_s: float = 1e-3, token_s: float = 1e-5, pair_s: float = 1e-9, most_seen: Sequence[int] = ()
+        self,
+        *,
+        step_s: float = 1e-3,
+        token_s: float = 1e-5,
+        pair_s: float = 1e-9,
+        max_keys_per_layer: Sequence[int] = (),
     ):
-        """most_seen: keys that a token meets at most in each layer; none: all of them in every layer."""
-        self._most_seen = tuple(most_seen)
+        """Start from the given coefficients.
+
+        Args:
+            step_s: Initial estimate of the fixed seconds per batch.
+            token_s: Initial estimate of the seconds per token.
+            pair_s: Initial estimate of the seconds per (query, key) pair.
+            max_keys_per_layer: Maximum number of keys that a token attends to, per layer. If empty, every token attends
+                to all earlier tokens in every layer.
+        """
+        self._max_keys_per_layer = tuple(max_keys_per_layer)
         self._expected: Costs = (step_s / _SCALE[0], token_s / _SCALE[1], pair_s / _SCALE[2])
         self._costs = self._expected
         # The normal equations, G costs = m: the diagonal of G, then G01, G02, G12.
@@ -55,68 +69,88 @@ class EngineCostModel:
         self.num_observed = 0
 
     def work(self, prefix: int, history: int, candidates: int) -> tuple[int, int]:
-        """(tokens, pairs) of new tokens against a prefix; pairs are a mean over the layers."""
+        """Return the number of tokens and of attention pairs of a request, with the pairs averaged over the layers.
+
+        Args:
+            prefix: Number of cached tokens.
+            history: Number of history tokens to prefill.
+            candidates: Number of candidate tokens to score.
+        """
         tokens, pairs = work_of(prefix, history, candidates)
-        if self._most_seen:
-            limited = (_pairs(prefix, history, candidates, most) for most in self._most_seen)
-            pairs = sum(limited) // len(self._most_seen)
+        if self._max_keys_per_layer:
+            limited = (_pairs(prefix, history, candidates, max_keys) for max_keys in self._max_keys_per_layer)
+            pairs = sum(limited) // len(self._max_keys_per_layer)
         return tokens, pairs
 
     def predict_s(self, tokens: int, pairs: int, steps: float = 1.0) -> float:
-        """Expected seconds of work that takes `steps` batches."""
+        """Return the expected device seconds of work that takes `steps` batches."""
         a, b, c = self._costs
         return max(a * steps + b * _SCALE[1] * tokens + c * _SCALE[2] * pairs, 1e-6)
 
     def share_s(self, tokens: int, pairs: int) -> float:
-        """Expected seconds of a request in a batch with as many others as of late."""
+        """Return the expected device seconds of a request that shares a batch of the recent average size."""
         return self.predict_s(tokens, pairs, steps=1.0 / self._batch_size)
 
     def tokens_within(self, seconds: float, prefix: int) -> int:
-        """Return how many new history tokens after a prefix add at most `seconds` to a batch; `seconds` may be
-        infinite or negative."""
+        """Return how many history tokens after a prefix can be prefilled within `seconds`.
+
+        Args:
+            seconds: Device seconds to add to a batch; may be infinite or negative.
+            prefix: Number of cached tokens before the new ones.
+        """
         seconds = min(max(0.0, seconds), _LONGEST_S)  # inf / inf below would be NaN, and NaN has no integer
         _, b, c = self._costs
         token_s, pair_s = max(b * _SCALE[1], 1e-18), max(c * _SCALE[2], 1e-18)
-        if self._most_seen:
-            mean = sum(self._most_seen) / len(self._most_seen)
-            prefix = round(sum(min(prefix, most) for most in self._most_seen) / len(self._most_seen))
-        first_s = token_s + pair_s * prefix  # of one token; each of the next has one pair more
+        if self._max_keys_per_layer:
+            mean = sum(self._max_keys_per_layer) / len(self._max_keys_per_layer)
+            prefix = round(
+                sum(min(prefix, max_keys) for max_keys in self._max_keys_per_layer) / len(self._max_keys_per_layer)
+            )
+        first_s = token_s + pair_s * prefix  # for one token; each following token has one more pair
         growing = int(2 * seconds / (first_s + math.sqrt(first_s**2 + 2 * pair_s * seconds)))
-        return max(growing, int(seconds / (token_s + pair_s * mean))) if self._most_seen else growing
+        return max(growing, int(seconds / (token_s + pair_s * mean))) if self._max_keys_per_layer else growing
 
     @property
     def tail(self) -> float:
-        """What a prediction is multiplied by for its 99th percentile."""
+        """Factor from a predicted time to its 99th percentile."""
         return self._tail
 
     def observe(self, tokens: int, pairs: int, seconds: float, batch_size: int = 1) -> None:
-        """A batch of so many requests took so long."""
+        """Learn from a measured batch.
+
+        Args:
+            tokens: Number of computed tokens.
+            pairs: Number of attention pairs.
+            seconds: Measured device seconds.
+            batch_size: Number of requests in the batch.
+        """
         self._batch_size += _SMOOTH * (batch_size - self._batch_size)
         with self._lock:
             if self.num_observed >= 8:
                 predicted_s = self.predict_s(tokens, pairs)
                 self._ratios.append(seconds / predicted_s)
-                seconds = min(seconds, _MOST_SURPRISE * predicted_s)  # a hiccup of the machine is not the work's cost
+                seconds = min(seconds, _MAX_OUTLIER * predicted_s)  # an outlier is caused by the machine, not the work
             self._learn((_SCALE[0], _SCALE[1] * tokens, _SCALE[2] * pairs), seconds)
             self.num_observed += 1
             if self.num_observed % _REFRESH_EVERY == 0 and self._ratios:
                 self._tail = float(np.clip(np.quantile(self._ratios, 0.99), 1.0, 10.0))
 
     def _learn(self, work: Costs, seconds: float) -> None:
-        """One more equation, then a few sweeps of coordinate descent from the costs of before.
+        """Add one equation, then run a few sweeps of coordinate descent from the previous costs.
 
-        Written out, since it runs with every batch: loops over three unknowns, or arrays of three, take twice as long.
+        The arithmetic is unrolled because it runs for every batch: loops over three unknowns, or arrays of three, take
+        twice as long.
         """
         (w0, w1, w2) = work
         (e0, e1, e2) = self._expected
-        keep = _FORGET
+        decay = _DECAY
         g00, g11, g22, g01, g02, g12 = self._gram
         m0, m1, m2 = self._moment
-        back = (1.0 - _FORGET) * _PRIOR  # what is forgotten of the expectation comes back
-        g00, g11, g22 = keep * g00 + w0 * w0 + back, keep * g11 + w1 * w1 + back, keep * g22 + w2 * w2 + back
-        g01, g02, g12 = keep * g01 + w0 * w1, keep * g02 + w0 * w2, keep * g12 + w1 * w2
-        m0, m1 = keep * m0 + back * e0 + w0 * seconds, keep * m1 + back * e1 + w1 * seconds
-        m2 = keep * m2 + back * e2 + w2 * seconds
+        prior = (1.0 - _DECAY) * _PRIOR  # keeps the weight of the prior constant under the decay
+        g00, g11, g22 = decay * g00 + w0 * w0 + prior, decay * g11 + w1 * w1 + prior, decay * g22 + w2 * w2 + prior
+        g01, g02, g12 = decay * g01 + w0 * w1, decay * g02 + w0 * w2, decay * g12 + w1 * w2
+        m0, m1 = decay * m0 + prior * e0 + w0 * seconds, decay * m1 + prior * e1 + w1 * seconds
+        m2 = decay * m2 + prior * e2 + w2 * seconds
         self._gram, self._moment = (g00, g11, g22, g01, g02, g12), (m0, m1, m2)
         c0, c1, c2 = self._costs
         for _ in range(_SWEEPS):
@@ -127,31 +161,31 @@ class EngineCostModel:
 
 
 def work_of(prefix: int, history: int, candidates: int) -> tuple[int, int]:
-    """(tokens, pairs) of new tokens against a prefix."""
+    """Return the number of tokens and of attention pairs of new tokens that attend to a cached prefix."""
     pairs = history * prefix + history * (history + 1) // 2 + candidates * (prefix + history + 1)
     return history + candidates, pairs
 
 
-def _pairs(prefix: int, history: int, candidates: int, most: int) -> int:
-    """The same where a token meets at most so many keys."""
-    before, end = (_sum_of_least(count, most) for count in (prefix, prefix + history))
-    return end - before + candidates * min(prefix + history + 1, most)
+def _pairs(prefix: int, history: int, candidates: int, max_keys: int) -> int:
+    """Return the number of attention pairs if a token attends to at most `max_keys` keys."""
+    before, end = (_sum_of_keys(count, max_keys) for count in (prefix, prefix + history))
+    return end - before + candidates * min(prefix + history + 1, max_keys)
 
 
-def _sum_of_least(count: int, most: int) -> int:
-    """min(1, most) + min(2, most) + ... up to `count`."""
-    rising = min(count, most)
-    return rising * (rising + 1) // 2 + (count - rising) * most
+def _sum_of_keys(count: int, max_keys: int) -> int:
+    """Return min(1, max_keys) + min(2, max_keys) + ... + min(count, max_keys)."""
+    rising = min(count, max_keys)
+    return rising * (rising + 1) // 2 + (count - rising) * max_keys
 
 
 BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
-"""of what a user waits for"""
+"""Bucket bounds in seconds for durations that a user waits for."""
 LONG_BOUNDS_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0, 3600.0, 14400.0, 86400.0)
-"""of what goes by between an event and what is learnt from it: windows may be seconds or a day"""
+"""Bucket bounds in seconds for the delay between an event and the model that learned from it: seconds to a day."""
 
 
 class Histogram:
-    """One thread observes, any may read."""
+    """Histogram of durations with fixed buckets. One thread may call `observe`; any thread may read."""
 
     __slots__ = ("bounds_s", "counts", "seconds")
 
@@ -165,7 +199,7 @@ class Histogram:
         self.seconds += seconds
 
     def buckets(self) -> list[tuple[str, float]]:
-        """(bound, how many were at most that)"""
+        """Return the cumulative buckets of Prometheus: each bound and the number of durations up to it."""
         names = (*map(str, self.bounds_s), "+Inf")
         return list(zip(names, map(float, itertools.accumulate(self.counts)), strict=True))
 

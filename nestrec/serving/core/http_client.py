@@ -1,8 +1,8 @@
-"""The HTTP client core: plain requests and responses, a pool of asyncio connections, and one blocking call.
+"""HTTP client core: plain requests and responses, an asyncio connection pool, and one blocking call.
 
-The gateway sends requests by a `Pool`; commands and health checks use `send_blocking`; the clients of `nestrec.client`
-exchange the same `Request` and `Response` with httpx. Nothing here follows redirects or sends a request again, except
-that a `Pool` replaces a kept connection that the server has closed.
+The gateway sends requests through a `Pool`; commands and health checks use `send_blocking`; the clients of
+`nestrec.client` exchange the same `Request` and `Response` with httpx. Nothing here follows redirects or retries a
+request, except that a `Pool` replaces a keep-alive connection that the server has closed.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ class Origin(NamedTuple):
 def _origin(scheme: str, authority: str) -> Origin:
     parts = urlsplit(f"{scheme}//{authority}")
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.netloc != authority:
-        raise ValueError(f"{scheme}//{authority} is not a URL of a server: give http://HOST:PORT or https://HOST:PORT")
+        raise ValueError(f"{scheme}//{authority} is not a server URL: use http://HOST:PORT or https://HOST:PORT")
     is_tls = parts.scheme == "https"
     port = parts.port  # raises a ValueError if it is not a number
     return Origin(parts.hostname, port or (443 if is_tls else 80), is_tls, authority.encode("latin-1"))
@@ -66,33 +66,33 @@ def split_url(url: str) -> tuple[Origin, str]:
     """Return the origin and the target (path and query) of an absolute URL."""
     scheme, separator, rest = url.partition("//")
     if not separator:
-        raise ValueError(f"{url} is not a URL: give http://HOST:PORT or https://HOST:PORT")
+        raise ValueError(f"{url} is not a URL: use http://HOST:PORT or https://HOST:PORT")
     authority, _, target = rest.partition("/")
     return _origin(scheme, authority), f"/{target}"
 
 
 def encode_request(request: Request, origin: Origin, target: str) -> bytes:
-    """Return the bytes of a request as HTTP/1.1."""
+    """Encode a request as HTTP/1.1."""
     headers = b"".join([b"%b: %b\r\n" % pair for pair in request.headers.items()])
     start = f"{request.method} {target} HTTP/1.1\r\n".encode("latin-1")
     head = b"%bhost: %b\r\n%bcontent-length: %d\r\n\r\n" % (start, origin.authority, headers, len(request.body))
     num_lines = len(request.headers) + 4
-    if head.count(b"\r") != num_lines or head.count(b"\n") != num_lines:  # else a value could add a whole request
+    if head.count(b"\r") != num_lines or head.count(b"\n") != num_lines:  # otherwise a value could inject a request
         raise ValueError("a header or the URL contains a line break")
     return head + request.body
 
 
 def parse_head(head: bytes) -> tuple[int, dict[bytes, bytes]]:
-    """Return status and headers of a response; raises ValueError or IndexError if `head` is not a valid head."""
+    """Return status and headers of a response; raise ValueError or IndexError if `head` is malformed."""
     lines = head.split(b"\r\n")
     headers = {name.lower(): value.strip() for name, _, value in (line.partition(b":") for line in lines[1:] if line)}
-    if b"transfer-encoding" in headers:  # no nestrec server does this; its chunks must not become the next response
+    if b"transfer-encoding" in headers:  # nestrec servers never send it; its chunks would be read as the next response
         raise ValueError("the body has no content-length")
     return int(lines[0].split(b" ", 2)[1]), headers
 
 
 class Connection:
-    """One keep-alive connection, which carries one request at a time."""
+    """Keep-alive connection that carries one request at a time."""
 
     def __init__(self, origin: Origin, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self._origin = origin
@@ -107,17 +107,17 @@ class Connection:
         self._writer.write(data)
         try:
             status, headers = parse_head(await self._reader.readuntil(b"\r\n\r\n"))
-            # A content-length without a body is that of the response to GET, or of the cached one.
+            # These responses may have the content-length of the GET response, but no body.
             has_body = method != "HEAD" and status not in _WITHOUT_BODY
             num_bytes = int(headers.get(b"content-length", b"0")) if has_body else 0
             body = await self._reader.readexactly(num_bytes)
         except (ValueError, IndexError, asyncio.LimitOverrunError) as error:
-            raise NotHttpError(f"port {self._origin.port} does not answer in HTTP") from error
+            raise NotHttpError(f"the server at port {self._origin.port} did not send a valid HTTP response") from error
         self.is_reusable = headers.get(b"connection") != b"close"
         return Response(status, headers, body)
 
     def close(self) -> None:
-        """Close the connection without waiting for it."""
+        """Close the connection without waiting until it is closed."""
         self._writer.close()
 
     async def wait_closed(self) -> None:
@@ -126,14 +126,19 @@ class Connection:
 
 
 class Pool:
-    """Keep-alive connections to any number of servers. It belongs to one event loop.
+    """Connection pool: keep-alive connections to any number of servers, for one event loop.
 
-    A connection carries one request at a time; any number of connections may be in use, and at most `max_idle` per
-    server are kept for later.
+    A connection carries one request at a time. The number of connections in use is unbounded; at most `max_idle` idle
+    connections per server stay open.
     """
 
     def __init__(self, *, max_idle: int = _MAX_IDLE, tls: ssl.SSLContext | None = None):
-        """tls: context for https URLs; the default one verifies certificates."""
+        """Create an empty pool.
+
+        Args:
+            max_idle: Maximum number of idle connections per server.
+            tls: Context for https URLs; the default one verifies certificates.
+        """
         self._max_idle = max_idle
         self._tls = tls
         self._idle: dict[Origin, list[Connection]] = {}
@@ -141,17 +146,17 @@ class Pool:
     async def send(self, request: Request, *, timeout_s: float, is_repeatable: bool = True) -> Response:
         """Send a request and return its response, whatever its status.
 
-        A kept connection may turn out to be closed, and it is unknown whether the server has read the request.
-        A request that must not be repeated therefore gets a new connection.
+        An idle connection may turn out to be closed, and then it is unknown whether the server has read the request.
+        A request that is not idempotent therefore gets a new connection.
 
         Args:
             request: The request.
-            timeout_s: Longest time for connecting, sending and reading together.
-            is_repeatable: Whether the server may receive the request twice.
+            timeout_s: Maximum time for connecting, sending and reading together, in seconds.
+            is_repeatable: Whether the request is idempotent: the server may receive it twice.
 
         Raises:
             TimeoutError: The response did not arrive in time.
-            ConnectionRefusedError: No process listens there, so no server has received the request.
+            ConnectionRefusedError: No process listens at the address, so no server has received the request.
             OSError: The connection failed; a `NotHttpError` if the response is not HTTP.
             EOFError: The server closed the connection before the end of its response.
             ValueError: The request cannot be sent as HTTP.
@@ -161,12 +166,12 @@ class Pool:
         async with asyncio.timeout(timeout_s):  # wait_for could swallow a cancellation that meets an error
             idle = self._idle.setdefault(origin, [])
             while True:
-                is_kept = is_repeatable and bool(idle)
-                connection = idle.pop() if is_kept else await self._connect(origin)
+                is_reused = is_repeatable and bool(idle)
+                connection = idle.pop() if is_reused else await self._connect(origin)
                 try:
                     return await connection.send(request.method, data)
                 except (OSError, EOFError):
-                    if not is_kept:  # else the server has closed it since then, which says nothing about the server
+                    if not is_reused:  # a server may close an idle connection at any time: try the next one
                         raise
                 finally:
                     if connection.is_reusable and len(idle) < self._max_idle:
@@ -190,7 +195,7 @@ class Pool:
         return dropped
 
     async def close(self) -> None:
-        """Close all connections that are not in use and wait for the end of each."""
+        """Close all connections that are not in use and wait until they are closed."""
         for connection in self.drop_idle():
             await connection.wait_closed()
 
@@ -198,20 +203,19 @@ class Pool:
 def send_blocking(
     request: Request, *, timeout_s: float, tls: ssl.SSLContext | None = None, uses_proxy: bool = False
 ) -> Response:
-    """Send a request on a connection of its own and return its response, whatever its status.
+    """Send a request on a new connection and return its response, whatever its status.
 
     Args:
         request: The request.
-        timeout_s: Longest wait for each step: connecting, sending, and each part of the response.
+        timeout_s: Maximum wait for each step (connecting, sending, each read of the response), in seconds.
         tls: Context for https URLs; the default one verifies certificates.
-        uses_proxy: Whether to send through the proxies that the environment names (`http_proxy`, `https_proxy`,
-            `no_proxy`).
+        uses_proxy: Whether to use the proxies of the environment (`http_proxy`, `https_proxy`, `no_proxy`).
 
     Raises:
         TimeoutError: A step took too long.
         OSError: The connection failed; a `NotHttpError` if the response is not HTTP.
         EOFError: The server closed the connection before the end of its response.
-        ValueError: The URL is not one of a server.
+        ValueError: The URL is not a server URL.
     """
     # Imported here because `nestrec.client` and the gateway do not need them.
     import http.client

@@ -1,5 +1,5 @@
 class RequestRejectedError(Exception):
-    """A request that is not served now; the caller may come back after a while."""
+    """A request was rejected by admission control; the client may retry after `retry_after_s` seconds."""
 
     def __init__(self, reason: str, retry_after_s: float):
         super().__init__(reason)
@@ -8,8 +8,8 @@ class RequestRejectedError(Exception):
 
 
 class OverloadedError(RequestRejectedError):
-    """More work waits than can be done in time."""
+    """The queued work cannot be finished in time (load shedding)."""
 
 
 class UnavailableError(RequestRejectedError):
-    """The engine is stopping or has failed, or the deadline passed before the work began."""
+    """The engine is stopping or has failed, or the deadline passed before the request was scheduled."""

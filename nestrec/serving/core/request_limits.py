@@ -1,6 +1,6 @@
-"""Limits and errors of requests, and the sender and id of the request that a task serves.
+"""Request limits, errors of bad requests, and the source and id of the request that an asyncio task serves.
 
-The device's time is shared among the senders of requests.
+The source identifies the client, because the engine shares device time fairly among clients.
 """
 
 from contextvars import ContextVar
@@ -14,56 +14,63 @@ from nestrec.base.errors import UserError
 @config
 class LimitsConfig:
     max_body_bytes: Count = 1 << 20
-    """largest body of a request, declared or sent; a larger one is refused"""
+    """Maximum size of a request body in bytes; larger requests are rejected with status 413."""
     max_header_bytes: Count = 1 << 14
-    """largest request line and headers together; more is refused"""
-    max_history: Count = 20_000
-    """most events that a request may bring; a longer history is refused, not cut"""
+    """Maximum size of request line and headers together in bytes; larger requests are rejected with status 431."""
+    max_history_events: Count = 20_000
+    """Maximum number of history events in a request; longer histories are rejected, not truncated."""
     max_candidates: Count = 2048
-    """most items that a ranking request may ask about"""
+    """Maximum number of candidate items in a ranking request."""
     max_k: Count = 1000
-    """most items that a recommendation may ask for"""
-    max_listed: Count = 20_000
-    """items that a recommendation excludes, or is bound to"""
-    max_user_characters: Count = 256
-    """longest user id"""
-    max_id_characters: Count = 256
-    """longest item id"""
-    max_text_characters: Count = 4096
-    """longest value of a feature: a category's name, or a text"""
+    """Maximum number of items that a recommendation request may ask for (`k`)."""
+    max_list_items: Count = 20_000
+    """Maximum number of items in the exclude list or allow list of a recommendation request."""
+    max_user_id_length: Count = 256
+    """Maximum number of characters of a user id."""
+    max_item_id_length: Count = 256
+    """Maximum number of characters of an item id."""
+    max_text_length: Count = 4096
+    """Maximum number of characters of a feature value: a category name or a text."""
     max_timeout_ms: Count = 10_000
-    """longest deadline a request may ask for"""
+    """Maximum deadline that a request may set, in milliseconds."""
     default_timeout_ms: Count = 1_000
-    """deadline of a request that names none"""
-    tells_prefix: bool = False
-    """answers tell whether the history was known, and where it was kept: for measurements, since whoever asks can so
-    find out whether a guess of a user's history is right"""
-    head_timeout_s: Positive = 10.0
-    """request line and headers must have arrived by then"""
+    """Deadline of requests that set none, in milliseconds."""
+    expose_cache_source: bool = False
+    """Whether responses contain the cache source: whether the history was cached and in which tier. For measurements
+    only, because it allows a client to check a guess of another user's history."""
+    header_timeout_s: Positive = 10.0
+    """Seconds within which request line and headers must arrive."""
     body_timeout_s: Positive = 5.0
-    """a body must have arrived by then"""
-    answer_timeout_s: Positive = 10.0
-    """a client must go on reading its answers by then"""
+    """Seconds within which a request body must arrive."""
+    write_timeout_s: Positive = 10.0
+    """Seconds after which a connection is closed if the client does not read its responses."""
     max_connections: Count = 2048
-    """open at a time; those that ask nothing give way to new ones"""
-    max_connections_an_address: Count = 1024
-    """open at a time from one address (for IPv6, from one network of 64 bits)"""
+    """Maximum number of open connections; new connections replace idle ones."""
+    max_connections_per_address: Count = 1024
+    """Maximum number of open connections from one address (for IPv6, from one /64 network)."""
 
     def __post_init__(self) -> None:
         if self.default_timeout_ms > self.max_timeout_ms:
             raise UserError(
-                "is longer than a request may ask for",
+                "must not exceed --limits.max_timeout_ms",
                 option="limits.default_timeout_ms",
                 value=self.default_timeout_ms,
-                remedy=f"give --limits.max_timeout_ms {self.default_timeout_ms} as well",
+                remedy=f"set --limits.max_timeout_ms {self.default_timeout_ms} as well",
             )
 
 
 class BadRequestError(Exception):
-    """What is wrong with a request, for the one who sent it."""
+    """Error of a malformed or unsupported request, reported to the client."""
 
     def __init__(self, message: str, field: str = "", status: int = 400, *, remedy: str = ""):
-        """remedy: what the sender can do, if that is not part of the message."""
+        """Create the error.
+
+        Args:
+            message: Description of the problem.
+            field: Field of the request body that has the problem, or empty.
+            status: HTTP status of the response.
+            remedy: What the client can do about it, if the message does not include it.
+        """
         super().__init__(message)
         self.message = message
         self.field = field
@@ -72,27 +79,28 @@ class BadRequestError(Exception):
 
 
 class MissingInputError(BadRequestError):
-    """The model reads something that nobody told, and its export names no default."""
+    """The request lacks an input that the model reads, and the exported model defines no default value for it."""
 
     def __init__(self, field: str):
-        super().__init__("is needed: the model reads it, and its export names no default", field)
+        super().__init__("is required: the model reads it, and the exported model defines no default value", field)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestSource:
-    """Of one request."""
+    """Client that sent a request, with the request's size and transit times."""
 
     client: str = ""
     num_bytes: int = 0
-    """of its body; 0 where nobody knows"""
-    began_s: float = 0.0
-    """`perf_counter` when all of it had come, which all processes share; 0 where nobody knows"""
-    back_s: float = 0.0
-    """for which the last answer that its front has got was on its way back from an engine"""
+    """Size of the request body in bytes; 0 if unknown."""
+    received_s: float = 0.0
+    """Time at which the request was completely received, on the `perf_counter` clock that all processes share; 0 if
+    unknown."""
+    return_transit_s: float = 0.0
+    """Transit time from the engine to the frontend of the last response that the frontend received, in seconds."""
 
 
-NOBODY = RequestSource()
-current_sender: ContextVar[RequestSource] = ContextVar("nestrec_sender", default=NOBODY)
-"""of the request that this task serves"""
+UNKNOWN_SOURCE = RequestSource()
+current_sender: ContextVar[RequestSource] = ContextVar("nestrec_sender", default=UNKNOWN_SOURCE)
+"""Source of the request that the current task serves."""
 current_request_id: ContextVar[str] = ContextVar("nestrec_request_id", default="")
-"""of the request that this task serves"""
+"""Id of the request that the current task serves."""

@@ -1,13 +1,12 @@
-"""Routes users to slots by consistent hashing with bounded loads and keyed hashes.
+"""Session affinity: routes users to slots by consistent hashing with bounded loads.
 
-Keyed hashes over tagged fields: nobody outside can aim at a slot, and no two lists of fields read the same.
+`slot_for` is the complete policy, a pure function: the first healthy slot clockwise of the user's position on the hash
+ring whose load is below `bound` times the mean. Slots are stable numbers: a restarted instance gets the slot, and with
+it the users, of the instance that it replaces, and no other user moves. `Router` adds the state: the pre-infer request
+and the ranking request of a user go to the same slot even if loads change between them.
 
-Which instance serves a user: consistent hashing with bounded loads over stable slots.
-
-`slot_for` is the whole policy, a pure function: the first living slot clockwise of the user's place on the ring whose
-load is below `bound` times the mean. Slots are numbers that outlive the instances in them, so a replaced instance takes
-the users of its slot back and no others move. `Router` adds what must be remembered: the pre-infer signal and the
-ranking request of a user take the same way even when loads change in between.
+Hashes are keyed, so that clients cannot target a slot. Fields are encoded with type and length, so that different lists
+of fields never have the same encoding.
 """
 
 import math
@@ -24,13 +23,13 @@ Field = str | bytes | int
 
 
 class KeyedHash:
-    """BLAKE2b under a secret; a new secret for each process unless one is given."""
+    """Keyed BLAKE2b hash; the secret is random per process unless one is passed."""
 
     def __init__(self, secret: bytes | None = None):
         self._secret = secret or secrets.token_bytes(32)
 
     def digest(self, purpose: str, *fields: Field) -> bytes:
-        """16 bytes of (purpose, fields); type and length of each field take part."""
+        """Return the 16-byte digest of purpose and fields, including type and length of each field."""
         state = blake2b(digest_size=16, key=self._secret, person=purpose.encode()[:16])
         for field in fields:
             tag, content = _encoded(field)
@@ -39,7 +38,7 @@ class KeyedHash:
         return state.digest()
 
     def number(self, purpose: str, *fields: Field) -> int:
-        """64 bits of the digest."""
+        """Return the first 64 bits of the digest as an integer."""
         return int.from_bytes(self.digest(purpose, *fields)[:8], "little")
 
 
@@ -53,58 +52,68 @@ def _encoded(field: Field) -> tuple[bytes, bytes]:
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """Places of the slots on the circle of 64-bit numbers, in order."""
+    """Consistent-hashing ring: positions of the slots among the 64-bit integers, sorted, several per slot."""
 
-    places: tuple[int, ...]
+    positions: tuple[int, ...]
     slots: tuple[int, ...]
 
     @staticmethod
-    def make(num_slots: int, keyed: KeyedHash, places_a_slot: int = 64) -> "Ring":
+    def make(num_slots: int, keyed: KeyedHash, positions_per_slot: int = 64) -> "Ring":
         pairs = sorted(
-            (keyed.number("ring", slot, place), slot) for slot in range(num_slots) for place in range(places_a_slot)
+            (keyed.number("ring", slot, index), slot)
+            for slot in range(num_slots)
+            for index in range(positions_per_slot)
         )
-        return Ring(tuple(place for place, _ in pairs), tuple(slot for _, slot in pairs))
+        return Ring(tuple(position for position, _ in pairs), tuple(slot for _, slot in pairs))
 
-    def home(self, place: int) -> int:
-        """The slot of a user at `place` where all are alive and none is at its bound."""
-        return self.slots[bisect_right(self.places, place) % len(self.slots)]
+    def home(self, position: int) -> int:
+        """Return the home slot of a user: the one that serves the user if all slots are healthy and below the bound."""
+        return self.slots[bisect_right(self.positions, position) % len(self.slots)]
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
+    """Slot chosen for a request."""
+
     slot: int
     is_diverted: bool
-    """not the user's first living slot: that one was at its bound"""
+    """Whether the user's first healthy slot was at its load bound, so that the request goes to another slot."""
 
 
 def slot_for(
-    ring: Ring, place: int, loads: Sequence[int], is_alive: Sequence[bool], *, bound: float, free_load: int = 1
+    ring: Ring, position: int, loads: Sequence[int], is_alive: Sequence[bool], *, bound: float, free_load: int = 1
 ) -> Route | None:
-    """The slot of a user at `place`; none where no slot is alive.
+    """Return the slot of a user, or None if no slot is healthy.
 
-    loads: requests under way at each slot. With `bound` > 1 some living slot is always below it. free_load: requests
-    that a slot takes whatever the others do: a few at once are no sign of load, and a user's cache is worth more.
+    Args:
+        ring: Ring of all slots.
+        position: Position of the user on the ring.
+        loads: Number of requests in flight per slot.
+        is_alive: Whether each slot is healthy.
+        bound: Maximum load of a slot relative to the mean; above 1, at least one healthy slot is below its bound.
+        free_load: Number of requests that a slot accepts regardless of the mean: a few concurrent requests do not
+            indicate high load, and a hit in the prefix cache is worth more than balance.
     """
     num_alive = sum(is_alive)
     if num_alive == 0:
         return None
     total = sum(load for load, alive in zip(loads, is_alive, strict=True) if alive)
-    most = max(free_load, math.ceil(bound * (total + 1) / num_alive))
-    start = bisect_right(ring.places, place)
+    max_load = max(free_load, math.ceil(bound * (total + 1) / num_alive))
+    start = bisect_right(ring.positions, position)
     first = None
     for step in range(len(ring.slots)):
         slot = ring.slots[(start + step) % len(ring.slots)]
         if not is_alive[slot]:
             continue
         first = slot if first is None else first
-        if loads[slot] + 1 <= most:
+        if loads[slot] + 1 <= max_load:
             return Route(slot, slot != first)
     assert first is not None
     return Route(first, False)
 
 
 class Router:
-    """Routes of users over time, under one lock of the caller."""
+    """Router with session affinity. Not thread-safe: the caller holds a lock."""
 
     def __init__(
         self,
@@ -126,30 +135,32 @@ class Router:
         self.loads = [0] * num_slots
         self.is_alive = [True] * num_slots
         self.versions = [""] * num_slots
-        """what each slot serves: where they differ, a user meets no other version than that of its own slot"""
+        """Model version of each slot; while they differ, users are only routed to slots that match their home slot."""
         self._chosen: OrderedDict[bytes, tuple[Route, float]] = OrderedDict()
         self.num_diverted = 0
-        self.num_leaked = 0
-        """ranking requests whose pre-infer went to a slot that has died since"""
+        self.num_spilled = 0
+        """Number of ranking requests whose pre-infer request went to a slot that has failed since."""
 
-    def begin(self, user: str, *, at_home: bool = False) -> Route | None:
-        """The way of a request of this user, counted as under way until `end`; none where nothing is alive.
+    def begin(self, user: str, *, home_only: bool = False) -> Route | None:
+        """Route a request of a user and count it as in flight until `end`; return None if no slot is healthy.
 
-        at_home: only the user's own slot will do, whatever its load; none where that is not alive.
+        Args:
+            user: User id.
+            home_only: Whether only the user's home slot is acceptable, whatever its load.
         """
         if self._num_slots == 1:
-            return self._begin_at_the_only_one()
+            return self._begin_at_single_slot()
         now_s = self._clock.now_s()
-        self._forget(now_s)
+        self._drop_expired(now_s)
         hashed = self._keyed.digest("user", user)
-        if at_home:
-            return self._begin_at_home(int.from_bytes(hashed[:8], "little"))
+        if home_only:
+            return self._begin_home_only(int.from_bytes(hashed[:8], "little"))
         route, _ = self._chosen.get(hashed, (None, 0.0))
-        place = int.from_bytes(hashed[:8], "little")
-        is_open = self._open_to(place)
+        position = int.from_bytes(hashed[:8], "little")
+        is_open = self._open_to(position)
         if route is None or not is_open[route.slot]:
-            self.num_leaked += route is not None
-            route = slot_for(self._ring, place, self.loads, is_open, bound=self._bound, free_load=self._free_load)
+            self.num_spilled += route is not None
+            route = slot_for(self._ring, position, self.loads, is_open, bound=self._bound, free_load=self._free_load)
             if route is None:
                 return None
             self.num_diverted += route.is_diverted
@@ -158,23 +169,22 @@ class Router:
         self.loads[route.slot] += 1
         return route
 
-    def _begin_at_the_only_one(self) -> Route | None:
-        """There is nothing to choose, and nothing to remember."""
+    def _begin_at_single_slot(self) -> Route | None:
         if not self.is_alive[0]:
             return None
         self.loads[0] += 1
         return Route(0, False)
 
-    def _begin_at_home(self, place: int) -> Route | None:
-        slot = self._ring.home(place)
+    def _begin_home_only(self, position: int) -> Route | None:
+        slot = self._ring.home(position)
         if not self.is_alive[slot]:
             return None
         self.loads[slot] += 1
         return Route(slot, False)
 
-    def _open_to(self, place: int) -> Sequence[bool]:
-        """Living slots with the version of the user's own; any living one where there is none of them."""
-        version = self.versions[self._ring.home(place)]
+    def _open_to(self, position: int) -> Sequence[bool]:
+        """Return the healthy slots with the model version of the user's home slot, or else all healthy slots."""
+        version = self.versions[self._ring.home(position)]
         if self.versions.count(version) == len(self.versions):
             return self.is_alive
         same = [is_alive and v == version for is_alive, v in zip(self.is_alive, self.versions, strict=True)]
@@ -182,29 +192,32 @@ class Router:
 
     @property
     def num_slots(self) -> int:
-        """Slots that users are sent to; `loads` and `is_alive` also have those that were removed."""
+        """Number of slots that users are routed to; `loads` and `is_alive` also contain removed slots."""
         return self._num_slots
 
     def resize(self, num_slots: int) -> None:
-        """More slots, or fewer: users of the new ones come from all others, and those of the last ones go to all
-        others; nobody else moves. Requests under way in slots that are gone end as they began."""
+        """Add slots at the end or remove the last ones.
+
+        Users of a new slot come evenly from all others, users of a removed slot go evenly to all others, and no other
+        user moves. Requests in flight in removed slots finish normally.
+        """
         self._ring = Ring.make(num_slots, self._keyed)
         self._num_slots = num_slots
-        more = num_slots - len(self.loads)
-        if more > 0:
-            self.loads += [0] * more
-            self.is_alive += [False] * more
-            self.versions += [""] * more
+        num_new = num_slots - len(self.loads)
+        if num_new > 0:
+            self.loads += [0] * num_new
+            self.is_alive += [False] * num_new
+            self.versions += [""] * num_new
         self.is_alive[num_slots:] = [False] * (len(self.is_alive) - num_slots)
 
     def end(self, slot: int) -> None:
         self.loads[slot] -= 1
 
     def set_alive(self, slot: int, is_alive: bool) -> None:
-        """A slot that was taken away stays so, whatever its instance says while it ends."""
+        """Set the health of a slot; a removed slot stays unhealthy, whatever its instance reports while it stops."""
         self.is_alive[slot] = is_alive and slot < self._num_slots
 
-    def _forget(self, now_s: float) -> None:
+    def _drop_expired(self, now_s: float) -> None:
         while self._chosen:
             hashed, (_, until_s) = next(iter(self._chosen.items()))
             if until_s > now_s:

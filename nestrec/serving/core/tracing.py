@@ -1,7 +1,7 @@
-"""Spans of requests for OpenTelemetry, from a front to the engine; where nobody asked for them they cost a comparison.
+"""OpenTelemetry tracing of requests, from the gateway to the engine; if it is off, it costs one comparison.
 
-Whoever asks names the trace in the header traceparent (W3C), and a front hands it on to its instance. Spans hold
-routes, statuses, sizes and where a prefix was; never who asked or for what.
+Clients pass the trace context in the W3C header traceparent, and gateways and frontends forward it to their instance.
+Spans contain routes, statuses, sizes and the cache source, but no user ids and no request contents.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nestrec.base.config import config
-from nestrec.base.config_values import Share
+from nestrec.base.config_values import Fraction
 from nestrec.base.lazy import import_extra
 
 if TYPE_CHECKING:
@@ -25,45 +25,45 @@ _NAME = "nestrec"
 
 @config
 class TracingConfig:
-    otlp: str = ""
-    """address of a collector that takes OTLP over HTTP, such as http://127.0.0.1:4318/v1/traces; empty: no spans"""
-    sampled: Share = 0.01
-    """share of requests that begin a trace here; one that brings a trace is followed as that trace says"""
+    otlp_endpoint: str = ""
+    """URL of a collector for OTLP over HTTP, such as http://127.0.0.1:4318/v1/traces; empty disables tracing."""
+    sample_rate: Fraction = 0.01
+    """Fraction of requests without a trace context that start a trace; for all others, the context decides."""
 
 
 class _Tracing:
-    """Of this process."""
+    """Tracing state of this process."""
 
     tracer: "Tracer | None" = None
     provider: "TracerProvider | None" = None
 
 
 def start(cfg: TracingConfig) -> None:
-    """Send spans from now on, where that is asked for."""
-    if not cfg.otlp:
+    """Start to export spans if an endpoint is configured."""
+    if not cfg.otlp_endpoint:
         return
     for module in ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter"):
-        import_extra(module, "otel", "is needed for spans")
+        import_extra(module, "otel", "required for tracing but not installed")
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
     from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 
-    sampler = ParentBased(TraceIdRatioBased(cfg.sampled))
+    sampler = ParentBased(TraceIdRatioBased(cfg.sample_rate))
     provider = TracerProvider(sampler=sampler, resource=Resource.create({"service.name": _NAME}))
-    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=cfg.otlp)))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=cfg.otlp_endpoint)))
     use(provider)
 
 
 def use(provider: "TracerProvider | None") -> None:
-    """Make spans with this one; none: make none."""
+    """Create spans with this provider; None disables tracing."""
     _Tracing.provider = provider
     _Tracing.tracer = None if provider is None else provider.get_tracer(_NAME)
 
 
 def stop() -> None:
-    """Send what waits."""
+    """Flush pending spans and disable tracing."""
     if _Tracing.provider is not None:
         _Tracing.provider.shutdown()
     use(None)
@@ -74,22 +74,29 @@ def is_on() -> bool:
 
 
 async def traced(work: Awaitable[None], parent: bytes, name: str, request_id: str) -> None:
-    """Serve a request inside of a span. parent: the traceparent that it brought, or nothing."""
+    """Serve a request inside a span.
+
+    Args:
+        work: Serves the request.
+        parent: Value of the request's traceparent header, or empty.
+        name: Route of the request.
+        request_id: Id of the request.
+    """
     from opentelemetry.trace import SpanKind
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
     assert _Tracing.tracer is not None
-    given = TraceContextTextMapPropagator().extract({HEADER.decode(): parent.decode("latin-1")})
+    context = TraceContextTextMapPropagator().extract({HEADER.decode(): parent.decode("latin-1")})
     attributes = {"http.route": name, "nestrec.request_id": request_id}
     span = _Tracing.tracer.start_as_current_span(
-        "serve.request", context=given, kind=SpanKind.SERVER, attributes=attributes, record_exception=False
+        "serve.request", context=context, kind=SpanKind.SERVER, attributes=attributes, record_exception=False
     )
     with span:
         await work
 
 
-def note(**attributes: str | int | float) -> None:
-    """Of the span that is under way."""
+def set_span_attributes(**attributes: str | int | float) -> None:
+    """Set attributes of the current span; `__` in a name becomes a dot."""
     if _Tracing.tracer is not None:
         from opentelemetry.trace import get_current_span
 
@@ -97,10 +104,11 @@ def note(**attributes: str | int | float) -> None:
 
 
 @contextlib.contextmanager
-def sending(slot_port: int) -> Iterator[bytes]:
-    """Open a span around a request that a front sends for another one; yield the value of its `HEADER`.
+def client_span(slot_port: int) -> Iterator[bytes]:
+    """Open a client span around a forwarded request and yield the value of its `HEADER`.
 
-    The value is empty if there is no trace: requests that a front sends of its own accord belong to none."""
+    The value is empty if there is no current trace: requests that a gateway sends on its own behalf are not traced.
+    """
     if _Tracing.tracer is None:
         yield b""
         return
@@ -112,7 +120,7 @@ def sending(slot_port: int) -> Iterator[bytes]:
         return
     attributes = {"server.port": slot_port}
     with _Tracing.tracer.start_as_current_span(
-        "serve.front.send", kind=SpanKind.CLIENT, attributes=attributes, record_exception=False
+        "serve.gateway.request", kind=SpanKind.CLIENT, attributes=attributes, record_exception=False
     ):
         carrier: dict[str, str] = {}
         TraceContextTextMapPropagator().inject(carrier)
@@ -121,35 +129,35 @@ def sending(slot_port: int) -> Iterator[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class EngineTimes:
-    """What an engine has taken down of a request; moments are of `perf_counter`, which all processes share."""
+    """Times of a request in an engine, on the `perf_counter` clock that all processes of a machine share."""
 
     arrived_s: float
     planned_s: float
     computed_s: float
-    """device seconds of the batches that it had a part in"""
+    """Device seconds of all batches that contained a part of the request."""
     ended_s: float
     num_tokens: int
 
 
-def note_engine(
+def record_engine_spans(
     times: EngineTimes, *, prefix_source: str, num_cached: int, model_version: str, num_candidates: int
 ) -> None:
-    """Spans of what an engine has done for a request, made afterwards from the times that it took down."""
+    """Record the engine's spans of a request after the fact, from the times that the engine measured."""
     if _Tracing.tracer is None:
         return
     now_ns, offset_ns = time.time_ns(), time.time_ns() - time.perf_counter_ns()
     arrived_ns, planned_ns = (int(moment_s * 1e9) + offset_ns for moment_s in (times.arrived_s, times.planned_s))
-    facts: dict[str, Any] = {
-        "nestrec.prefix": prefix_source,
+    compute_attributes: dict[str, Any] = {
+        "nestrec.cache_source": prefix_source,
         "nestrec.cached_tokens": num_cached,
-        "nestrec.tokens": times.num_tokens,
-        "nestrec.candidates": num_candidates,
+        "nestrec.num_tokens": times.num_tokens,
+        "nestrec.num_candidates": num_candidates,
         "nestrec.model_version": model_version,
         "nestrec.device_seconds": times.computed_s,
     }
     for name, start_ns, end_ns, attributes in (
         ("serve.engine.queue", arrived_ns, planned_ns, {}),
-        ("serve.engine.compute", planned_ns, now_ns, facts),
+        ("serve.engine.compute", planned_ns, now_ns, compute_attributes),
     ):
         span = _Tracing.tracer.start_span(name, start_time=start_ns, attributes=attributes)
         span.end(end_time=max(start_ns, end_ns))

@@ -1,4 +1,4 @@
-"""A list of a request, all of whose values are of one simple kind, as an array."""
+"""Lists of requests whose values all have one simple type, stored as a NumPy array."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, overload
@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 Ids = NDArray[np.int64]
 Kind = Literal["numbers", "texts", "words"]
 KINDS: tuple[Kind, ...] = ("numbers", "texts", "words")
-"""whole numbers; texts of whole numbers, as `str` writes them; a few words, and null, repeated"""
+"""Kinds of lists: integers; strings of integers, as `str` writes them; few distinct strings (or null), repeated."""
 
 
 class TypedList(Sequence[Any]):
-    """Reads as the list that JSON has there; `values` are its numbers, or for words their places among `words`."""
+    """Sequence equal to the JSON list; `values` contains its integers, or for words their indices in `words`."""
 
     __slots__ = ("kind", "values", "words")
 
@@ -24,7 +24,7 @@ class TypedList(Sequence[Any]):
 
     @property
     def types(self) -> set[type]:
-        """Of its values."""
+        """Types of the values."""
         match self.kind:
             case "numbers":
                 return {int}
@@ -35,18 +35,20 @@ class TypedList(Sequence[Any]):
 
     @property
     def extremes(self) -> tuple[Any, ...]:
-        """Values of which all lie within bounds, of a number or of the length of a text, if every value does: each text
-        of a number has a character, and the longest is that of the least or the largest."""
+        """Values that satisfy bounds of magnitude or text length if and only if all values do.
+
+        The minimum and the maximum are enough: the longest text of an integer is that of one of the two.
+        """
         if self.kind == "words":
             return self.words
         ends = int(self.values.min()), int(self.values.max())
         return ends if self.kind == "numbers" else tuple(map(str, ends))
 
-    def where(self, is_kept: NDArray[np.bool_]) -> "TypedList":
-        return TypedList(self.kind, self.values[is_kept], self.words)
+    def where(self, is_selected: NDArray[np.bool_]) -> "TypedList":
+        return TypedList(self.kind, self.values[is_selected], self.words)
 
     def numbered(self, of: Callable[[Any], int]) -> Ids:
-        """A number of each value; asked once for each word."""
+        """Return the number that `of` assigns to each value; `of` is called once per word."""
         if self.kind == "words":
             return np.array([of(word) for word in self.words], np.int64)[self.values]
         return np.array([of(value) for value in self], np.int64)
@@ -55,13 +57,13 @@ class TypedList(Sequence[Any]):
         return len(self.values)
 
     @overload
-    def __getitem__(self, place: int) -> Any: ...
+    def __getitem__(self, index: int) -> Any: ...
     @overload
-    def __getitem__(self, place: slice) -> "TypedList": ...
-    def __getitem__(self, place: int | slice) -> Any:
-        if isinstance(place, slice):
-            return TypedList(self.kind, self.values[place], self.words)
-        return next(iter(TypedList(self.kind, self.values[place : place + 1], self.words)))
+    def __getitem__(self, index: slice) -> "TypedList": ...
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return TypedList(self.kind, self.values[index], self.words)
+        return next(iter(TypedList(self.kind, self.values[index : index + 1], self.words)))
 
     def __iter__(self) -> Iterator[Any]:
         values = self.values.tolist()

@@ -1,1 +1,1 @@
-"""The engine: plan, launch, complete, on one thread that owns the device."""
+"""The serving engine: schedules, launches and completes batches on one thread that owns the device."""

@@ -1,21 +1,14 @@
-"""The batch scheduler: which requests form the next batch, with the engine's options.
+"""Batch scheduler of the engine: continuous batching with chunked prefill, and the options of an engine.
 
-Options of an engine.
+Each engine step forms one batch. Ranking requests are scheduled first, by `RankScheduler` in the order of `fair_queue`;
+pre-infer requests, which prefill a user's history ahead of the ranking request, fill the rest of the batch in chunks,
+so that no ranking request waits for a long one. A request with a prefix in the KV cache computes only the missing
+tokens; without one, it computes everything, with the same scores.
 
-A work's share of a batch.
-
-The ranking requests of a batch, in the order of `fair_queue`, long ones in pieces.
-
-A request that would take longer than a batch may is cut: its history, as far as it can be cached, then its candidates.
-What is computed lies in the user's entry of the cache between two pieces, held for it. Where the cache has no room the
-rest is computed at once. At most one request of a user is in a batch, and none begins before one that has begun is
-done.
-
-Which work makes up the next batch.
-
-Ranking requests go first, as `rank_planner` chooses them; signals to compute a prefix ahead fill what is left of a
-batch, in chunks, so that no request waits behind a long one. A request whose user has a prefix in the cache computes
-only what is missing; any other computes everything, and the scores are the same.
+A ranking request that would take longer than the time limit of a batch is split into chunks (chunked prefill): first
+its history, as far as it can be cached, then its candidates. Between two chunks the results are in the user's cache
+entry, which is reserved for the request. If the cache has no capacity, the rest is computed at once. A batch contains
+at most one request per user, and no other request of a user starts until a started one is completed.
 """
 
 import math
@@ -32,7 +25,7 @@ from nestrec.serving.core.rejections import UnavailableError
 from nestrec.serving.engine.fair_queue import FairQueue
 from nestrec.serving.engine.reference_runner import BatchItem
 from nestrec.serving.inputs.engine_request import CacheKey, EngineRequest, RankResult
-from nestrec.serving.kv_cache.kv_page_pool import PrefixDtype
+from nestrec.serving.kv_cache.kv_page_pool import KVCacheDtype
 from nestrec.serving.kv_cache.prefix_cache import Entry
 from nestrec.serving.kv_cache.preinfer_trigger import TriggerConfig
 from nestrec.serving.kv_cache.tiered_prefix_cache import PrefixCacheConfig, TieredPrefixCache
@@ -41,94 +34,104 @@ from nestrec.serving.model.request_inputs import Candidates
 
 @config
 class EngineConfig:
-    tiers: PrefixCacheConfig = PrefixCacheConfig()
-    """where prefixes are kept"""
-    prefix_dtype: PrefixDtype = "model"
-    """of the keys and values of prefixes: that of the model, bfloat16, or fp8 (half of that: twice the users in as many
-    bytes); what 8 bits cost is measured by `nestrec export`"""
-    captured: bool = True
-    """on a GPU, batches are captured graphs over pages of prefixes; false: sequence by sequence, in plain operators"""
+    prefix_cache: PrefixCacheConfig = PrefixCacheConfig()
+    """Options of the prefix cache."""
+    kv_cache_dtype: KVCacheDtype = "model"
+    """Data type of the KV cache: that of the model, bfloat16, or fp8, which takes half the memory of bfloat16 and so
+    caches twice as many users; `nestrec export` measures its quality loss."""
+    cuda_graphs: bool = True
+    """Whether to run batches as captured CUDA graphs over the paged KV cache on a GPU; if false, sequences are computed
+    one by one with plain operators."""
     max_batch_tokens: Count = 4096
-    """new tokens of requests in a batch, candidates included; signals may add as many"""
+    """Maximum number of new tokens of ranking requests in a batch, including candidates; pre-infer requests may add as
+    many again."""
     max_batch_requests: Count = 32
-    """requests and signals of a batch"""
-    chunk_ms: NonNegative | None = None
-    """device milliseconds of a batch up to which signals fill it, by the learned costs (beside many requests a quarter
-    of that all the same); none: a quarter of `trigger.budget_ms`, since a request waits for the rest of one batch and
-    then for its own; 0: the tokens alone bound them"""
-    max_queue_s: NonNegative = 0.25
-    """device seconds of work that may wait; beyond it requests are refused, but for one behind the batch that is
-    computed whose deadline allows it: without it the device would be idle at the end of that batch"""
-    trigger: TriggerConfig = TriggerConfig()
-    """what is computed ahead"""
+    """Maximum number of ranking and pre-infer requests in a batch."""
+    preinfer_chunk_ms: NonNegative | None = None
+    """Predicted device milliseconds up to which pre-infer requests fill a batch; with many ranking requests they still
+    get a quarter of it. Unset, it is a quarter of `preinfer.latency_budget_ms`, because a request waits for the rest of
+    one batch and then for its own; 0 limits them by the number of tokens only."""
+    max_queue_delay_s: NonNegative = 0.25
+    """Maximum queue delay in device seconds; requests beyond it are rejected (load shedding). If no other request is
+    queued, one is admitted whenever its deadline allows, so that the device is not idle after the current batch."""
+    preinfer: TriggerConfig = TriggerConfig()
+    """Options of pre-infer requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledChunk:
-    """Its entry is pinned until the batch has ended."""
+    """Share of a request in a batch; its cache entry is pinned until the batch has ended."""
 
-    work: EngineRequest
-    part: BatchItem
+    request: EngineRequest
+    item: BatchItem
     entry: Entry | None
     is_last: bool
-    """nothing is left of the work after this step"""
+    """Whether this chunk completes the request."""
 
     @staticmethod
     def make(
         tiers: TieredPrefixCache,
-        work: EngineRequest,
+        request: EngineRequest,
         entry: Entry | None,
         *,
         end: int,
         candidates: Candidates | None,
         is_last: bool,
     ) -> "ScheduledChunk":
-        """Pin or make the user's entry, with room for what can be kept of the tokens before `end`."""
+        """Pin or create the user's cache entry, with capacity for the cacheable tokens before `end`."""
         first = entry.length if entry is not None else 0
-        entry, store_until = tiers.reserve(work, entry, min(work.tokens.num_cacheable, end))
+        entry, store_until = tiers.reserve(request, entry, min(request.tokens.num_cacheable, end))
         pages = list(entry.pages) if entry is not None else []
-        part = BatchItem(
-            tokens=work.tokens, first=first, end=end, pages=pages, store_until=store_until, candidates=candidates
+        item = BatchItem(
+            tokens=request.tokens, first=first, end=end, pages=pages, store_until=store_until, candidates=candidates
         )
-        return ScheduledChunk(work, part, entry, is_last)
+        return ScheduledChunk(request, item, entry, is_last)
 
     @property
-    def is_kept(self) -> bool:
-        """What can be cached of it will be there for the next step."""
-        return self.part.store_until >= min(self.part.end, self.work.tokens.num_cacheable)
+    def will_be_cached(self) -> bool:
+        """Whether all cacheable tokens of the chunk will be in the cache for the next chunk."""
+        return self.item.store_until >= min(self.item.end, self.request.tokens.num_cacheable)
 
 
-FEWEST_TOKENS = 256
-"""of a piece that time alone would make smaller: less keeps no device busy"""
-LEAST_SHARE = 0.25
-"""of the time of a batch that pieces get beside any number of requests, lest they starve"""
-_FEWEST_CANDIDATES = 64
-"""of a piece after its history"""
+MIN_CHUNK_TOKENS = 256
+"""Minimum tokens of a chunk, even if it exceeds its time: smaller chunks do not keep a device busy."""
+MIN_CHUNK_FRACTION = 0.25
+"""Minimum fraction of the batch time for chunks, regardless of the number of other requests; prevents starvation."""
+_MIN_CANDIDATES = 64
+"""Minimum number of candidates in a chunk."""
 
 
 @dataclass(slots=True)
 class _Batch:
     budget: int
-    """tokens"""
+    """Remaining tokens."""
     left_s: float
-    """until it is as long as a batch may be"""
-    steps: list[ScheduledChunk] = field(default_factory=list)
+    """Remaining device seconds."""
+    chunks: list[ScheduledChunk] = field(default_factory=list)
     keys: set[CacheKey] = field(default_factory=set)
-    has_piece: bool = False
+    has_partial: bool = False
 
-    def add(self, step: ScheduledChunk, seconds: float) -> None:
-        self.steps.append(step)
-        self.keys.add(step.work.key)
-        self.budget -= step.part.num_new
+    def add(self, chunk: ScheduledChunk, seconds: float) -> None:
+        self.chunks.append(chunk)
+        self.keys.add(chunk.request.key)
+        self.budget -= chunk.item.num_new
         self.left_s -= seconds
-        self.has_piece |= not step.is_last
+        self.has_partial |= not chunk.is_last
 
 
 class RankScheduler:
-    """Used on the engine's thread.
+    """Scheduler of ranking requests with chunked prefill; used on the engine's thread only.
 
-    chunk_s, cut_s: of a piece, and of the longest request that is not cut. is_wanted: False for a work that was given
-    up, and so has ended. resume: called with a work whose copy is made.
+    Args:
+        cfg: Options of the engine.
+        tiers: Prefix cache.
+        costs: Cost model of the engine.
+        chunk_s: Device seconds of a chunk.
+        max_unsplit_s: Device seconds of the longest request that is not split.
+        tokens_per_event: Tokens per history event.
+        appends_candidates: Whether candidates are tokens of the model.
+        is_needed: Returns whether a request is still needed; if not, it has been ended.
+        resume: Called with a request when the cache copy that it waits for has ended.
     """
 
     def __init__(
@@ -138,152 +141,180 @@ class RankScheduler:
         *,
         costs: EngineCostModel,
         chunk_s: float,
-        cut_s: float,
-        tokens_an_event: int,
+        max_unsplit_s: float,
+        tokens_per_event: int,
         appends_candidates: bool,
-        is_wanted: Callable[[EngineRequest], bool],
+        is_needed: Callable[[EngineRequest], bool],
         resume: Callable[[EngineRequest], None],
     ):
         self._cfg = cfg
         self._tiers = tiers
         self._costs = costs
         self._chunk_s = chunk_s
-        self._cut_s = cut_s
-        self._tokens_an_event = tokens_an_event
+        self._max_unsplit_s = max_unsplit_s
+        self._tokens_per_event = tokens_per_event
         self._appends_candidates = appends_candidates
-        self._is_wanted = is_wanted
+        self._is_needed = is_needed
         self._resume = resume
-        self._begun: dict[CacheKey, EngineRequest] = {}
+        self._started: dict[CacheKey, EngineRequest] = {}
         self.clear()
 
-    def plan(self) -> tuple[list[ScheduledChunk], bool]:
-        """The steps, and whether requests are left that there was no room for."""
+    def schedule(self) -> tuple[list[ScheduledChunk], bool]:
+        """Return the chunks of the next batch, and whether ranking requests remain that did not fit."""
         batch = _Batch(self._cfg.max_batch_tokens, self._chunk_s)
-        taken: list[tuple[EngineRequest, bool]] = []
-        while self.queue and batch.budget > 0 and len(batch.steps) < self._cfg.max_batch_requests:
-            work = self.queue.pop()
-            is_left, seconds = self._take(work, batch)
-            self.queue.charge(work, seconds)
-            taken.append((work, is_left))
+        chosen: list[tuple[EngineRequest, bool]] = []
+        while self.queue and batch.budget > 0 and len(batch.chunks) < self._cfg.max_batch_requests:
+            request = self.queue.pop()
+            is_unfinished, seconds = self._take(request, batch)
+            self.queue.charge(request, seconds)
+            chosen.append((request, is_unfinished))
         is_full = bool(self.queue)
-        for work, is_left in taken:
-            self.queue.settle(work, is_left=is_left)
-        return batch.steps, is_full
+        for request, is_unfinished in chosen:
+            self.queue.requeue(request, is_unfinished=is_unfinished)
+        return batch.chunks, is_full
 
     def clear(self) -> None:
-        """Forget all works, and what users have had of the device so far."""
-        self.queue = FairQueue(lambda work: min(work.estimate_s, self._chunk_s), lambda work: work.estimate_s)
-        self._begun.clear()
+        """Remove all requests and reset the virtual time of all users."""
+        self.queue = FairQueue(
+            lambda request: min(request.estimate_s, self._chunk_s), lambda request: request.estimate_s
+        )
+        self._started.clear()
 
-    def begin_again(self, version: str) -> None:
-        """The model is that of another version now."""
-        self._begun.clear()
-        for work in self.queue:
-            work.begin_again(version)
+    def restart_requests(self, version: str) -> None:
+        """Restart all requests, because the model has changed to another version."""
+        self._started.clear()
+        for request in self.queue:
+            request.restart(version)
 
-    def forget(self, work: EngineRequest) -> None:
-        """It has ended, however."""
-        if self._begun.get(work.key) is work:
-            del self._begun[work.key]
+    def remove(self, request: EngineRequest) -> None:
+        """Remove the state of a request that has ended."""
+        if self._started.get(request.key) is request:
+            del self._started[request.key]
 
-    def _take(self, work: EngineRequest, batch: _Batch) -> tuple[bool, float]:
-        """Add a request, or a piece of it; whether something of it is left here, and the device seconds it gets."""
-        if not self._is_wanted(work):
-            self._give_up(work)
+    def _take(self, request: EngineRequest, batch: _Batch) -> tuple[bool, float]:
+        """Add a request, or a chunk of it, to the batch.
+
+        Returns:
+            Whether the request stays in the queue, and the device seconds that it gets in this batch.
+        """
+        if not self._is_needed(request):
+            self._give_up(request)
             return False, 0.0
-        if work.key in batch.keys or self._begun.get(work.key, work) is not work:
+        if request.key in batch.keys or self._started.get(request.key, request) is not request:
             return True, 0.0
-        source = work.source
-        entry = self._tiers.find(work)
-        if work.is_begun:  # what is found now it has computed itself
-            work.source = source
-        behind = len(self.queue)
-        if entry is None and self._tiers.reload(work, ahead_s=0.0, behind=behind, resume=self._resume):
-            self.forget(work)
+        source = request.source
+        entry = self._tiers.find(request)
+        if request.is_started:  # the cached tokens are from its own earlier chunks
+            request.source = source
+        num_waiting = len(self.queue)
+        if entry is None and self._tiers.reload(request, ahead_s=0.0, num_behind=num_waiting, resume=self._resume):
+            self.remove(request)
             return False, 0.0
-        if self._seconds(work, entry) <= self._cut_s:
-            step = self._rest(work, entry)
-        elif batch.has_piece and batch.left_s <= 0:
+        if self._seconds(request, entry) <= self._max_unsplit_s:
+            chunk = self._last_chunk(request, entry)
+        elif batch.has_partial and batch.left_s <= 0:
             return True, 0.0
         else:
-            step = self._piece(work, entry, batch.budget, max(batch.left_s, LEAST_SHARE * self._chunk_s))
-        self._begins(step)
-        seconds = self._costs.predict_s(*self._costs.work(*step.part.extent), steps=0.0)
-        batch.add(step, seconds)
-        return not step.is_last, seconds
+            chunk = self._next_chunk(
+                request, entry, batch.budget, max(batch.left_s, MIN_CHUNK_FRACTION * self._chunk_s)
+            )
+        self._record_chunk(chunk)
+        seconds = self._costs.predict_s(*self._costs.work(*chunk.item.extent), steps=0.0)
+        batch.add(chunk, seconds)
+        return not chunk.is_last, seconds
 
-    def _begins(self, step: ScheduledChunk) -> None:
-        work = step.work
-        if not work.is_begun:
-            work.is_begun = True
-            work.num_cached = step.part.first
-        work.num_planned += step.part.num_candidates
-        if step.is_last:
-            self.forget(work)
+    def _record_chunk(self, chunk: ScheduledChunk) -> None:
+        request = chunk.request
+        if not request.is_started:
+            request.is_started = True
+            request.num_cached = chunk.item.first
+        request.num_planned += chunk.item.num_candidates
+        if chunk.is_last:
+            self.remove(request)
             return
-        self._begun[work.key] = work
-        if step.entry is not None:
-            self._tiers.device.hold(step.entry, work.deadline_s)
+        self._started[request.key] = request
+        if chunk.entry is not None:
+            self._tiers.device.reserve_until(chunk.entry, request.deadline_s)
 
-    def _give_up(self, work: EngineRequest) -> None:
-        self.forget(work)
-        self._tiers.let_go(work)
+    def _give_up(self, request: EngineRequest) -> None:
+        self.remove(request)
+        self._tiers.release(request)
 
-    def _seconds(self, work: EngineRequest, entry: Entry | None) -> float:
-        """Of all that is left of a request."""
+    def _seconds(self, request: EngineRequest, entry: Entry | None) -> float:
+        """Return the device seconds of everything that remains of a request."""
         first = entry.length if entry is not None else 0
-        candidates = work.candidates_left
+        candidates = request.remaining_candidates
         num_candidates = 0 if candidates is None else len(candidates)
-        return self._costs.predict_s(*self._costs.work(first, work.tokens.length - first, num_candidates), steps=0.0)
+        return self._costs.predict_s(*self._costs.work(first, request.tokens.length - first, num_candidates), steps=0.0)
 
-    def _rest(self, work: EngineRequest, entry: Entry | None) -> ScheduledChunk:
+    def _last_chunk(self, request: EngineRequest, entry: Entry | None) -> ScheduledChunk:
         return ScheduledChunk.make(
-            self._tiers, work, entry, end=work.tokens.length, candidates=work.candidates_left, is_last=True
+            self._tiers,
+            request,
+            entry,
+            end=request.tokens.length,
+            candidates=request.remaining_candidates,
+            is_last=True,
         )
 
-    def _piece(self, work: EngineRequest, entry: Entry | None, budget: int, left_s: float) -> ScheduledChunk:
-        """As much of a long request as is done in so many seconds."""
+    def _next_chunk(self, request: EngineRequest, entry: Entry | None, budget: int, left_s: float) -> ScheduledChunk:
+        """Schedule as much of a long request as can be computed in `left_s` seconds."""
         first = entry.length if entry is not None else 0
-        in_time = self._costs.tokens_within(left_s, first) // FEWEST_TOKENS * FEWEST_TOKENS
-        chunk = max(FEWEST_TOKENS, min(in_time, budget)) // self._tokens_an_event * self._tokens_an_event
-        if work.tokens.num_cacheable - first > chunk:
-            end = work.tokens.uncut(first + chunk)
-            step = ScheduledChunk.make(self._tiers, work, entry, end=end, candidates=None, is_last=False)
-            return step if step.is_kept else self._whole(step)
-        history_s = self._costs.predict_s(*self._costs.work(first, work.tokens.length - first, 0), steps=0.0)
-        candidates = work.candidates_left
+        in_time = self._costs.tokens_within(left_s, first) // MIN_CHUNK_TOKENS * MIN_CHUNK_TOKENS
+        num_tokens = max(MIN_CHUNK_TOKENS, min(in_time, budget)) // self._tokens_per_event * self._tokens_per_event
+        if request.tokens.num_cacheable - first > num_tokens:
+            end = request.tokens.event_boundary(first + num_tokens)
+            chunk = ScheduledChunk.make(self._tiers, request, entry, end=end, candidates=None, is_last=False)
+            return chunk if chunk.will_be_cached else self._extend_to_end(chunk)
+        history_s = self._costs.predict_s(*self._costs.work(first, request.tokens.length - first, 0), steps=0.0)
+        candidates = request.remaining_candidates
         assert candidates is not None
-        count = self._candidates_within(work, left_s - history_s)
+        count = self._candidates_within(request, left_s - history_s)
         if not self._appends_candidates or count >= len(candidates):
-            return self._rest(work, entry)
-        some = candidates.part(0, count)
-        step = ScheduledChunk.make(self._tiers, work, entry, end=work.tokens.length, candidates=some, is_last=False)
-        return step if step.is_kept else self._whole(step)
+            return self._last_chunk(request, entry)
+        chunk_candidates = candidates.part(0, count)
+        chunk = ScheduledChunk.make(
+            self._tiers, request, entry, end=request.tokens.length, candidates=chunk_candidates, is_last=False
+        )
+        return chunk if chunk.will_be_cached else self._extend_to_end(chunk)
 
-    def _candidates_within(self, work: EngineRequest, seconds: float) -> int:
-        each_s = self._costs.predict_s(*self._costs.work(work.tokens.length, 0, 1), steps=0.0)
-        return max(_FEWEST_CANDIDATES, int(seconds / each_s))
+    def _candidates_within(self, request: EngineRequest, seconds: float) -> int:
+        each_s = self._costs.predict_s(*self._costs.work(request.tokens.length, 0, 1), steps=0.0)
+        return max(_MIN_CANDIDATES, int(seconds / each_s))
 
-    def _whole(self, step: ScheduledChunk) -> ScheduledChunk:
-        """Without room to keep a piece: all that is left, with the entry that is pinned already."""
-        part = replace(step.part, end=step.work.tokens.length, candidates=step.work.candidates_left)
-        return replace(step, part=part, is_last=True)
+    def _extend_to_end(self, chunk: ScheduledChunk) -> ScheduledChunk:
+        """Extend a chunk that cannot be cached to everything that remains, with the entry that is already pinned."""
+        item = replace(chunk.item, end=chunk.request.tokens.length, candidates=chunk.request.remaining_candidates)
+        return replace(chunk, item=item, is_last=True)
 
 
-_CHUNK_SHARE = 0.25
-"""of the budget of ranking: what a batch may take until signals no longer fill it"""
+_CHUNK_FRACTION = 0.25
+"""Fraction of the latency budget up to which pre-infer requests fill a batch."""
 
-_CUT_SHARE = 0.5
-"""of the budget of ranking: a longer request is computed in pieces, lest others wait too long behind it. Pieces cost
-more than the whole, so what is shorter is not cut: then requests take no longer than where nothing is kept"""
+_SPLIT_FRACTION = 0.5
+"""Fraction of the latency budget above which a request is split into chunks, so that others do not wait too long.
+
+Chunks cost more than the unsplit request. Shorter requests are therefore not split, and take no longer than without a
+prefix cache."""
 
 End = Callable[[EngineRequest, RankResult | None, Exception | None], None]
 
 
 class BatchScheduler:
-    """The queues of an engine, used on its thread.
+    """Forms the batches of an engine from its queues; used on the engine's thread only.
 
-    end: answers a work. queued_s: device seconds of everything that waits or runs.
+    Args:
+        cfg: Options of the engine.
+        tiers: Prefix cache.
+        clock: Source of time.
+        costs: Cost model of the engine.
+        tokens_per_event: Tokens per history event.
+        appends_candidates: Whether candidates are tokens of the model.
+        row_step: Rows to whose multiples a batch should be filled, see `BatchRunner.row_step`.
+        end: Completes a request with a result or an exception.
+        preinfer_done: Completes a pre-infer request.
+        count: Counts an event for the metrics.
+        queued_s: Returns the device seconds of all queued and running requests.
     """
 
     def __init__(
@@ -293,25 +324,27 @@ class BatchScheduler:
         clock: Clock,
         *,
         costs: EngineCostModel,
-        tokens_an_event: int,
+        tokens_per_event: int,
         appends_candidates: bool,
         row_step: int,
         end: End,
-        signal_done: Callable[[EngineRequest, Entry], None],
+        preinfer_done: Callable[[EngineRequest, Entry], None],
         count: Callable[[str], None],
         queued_s: Callable[[], float],
     ):
         self._cfg = cfg
         self._tiers = tiers
         self._clock = clock
-        self._tokens_an_event = tokens_an_event
+        self._tokens_per_event = tokens_per_event
         self._costs = costs
         self._row_step = row_step
-        chunk_ms = cfg.trigger.budget_ms * _CHUNK_SHARE if cfg.chunk_ms is None else cfg.chunk_ms
+        chunk_ms = (
+            cfg.preinfer.latency_budget_ms * _CHUNK_FRACTION if cfg.preinfer_chunk_ms is None else cfg.preinfer_chunk_ms
+        )
         self.chunk_s = chunk_ms / 1e3 or math.inf
-        """of a batch, up to which signals fill it"""
+        """Device seconds up to which pre-infer requests fill a batch."""
         self._end = end
-        self._signal_done = signal_done
+        self._preinfer_done = preinfer_done
         self._count = count
         self._queued_s = queued_s
         self._ranks = RankScheduler(
@@ -319,152 +352,161 @@ class BatchScheduler:
             tiers,
             costs=costs,
             chunk_s=self.chunk_s,
-            cut_s=(cfg.trigger.budget_ms * _CUT_SHARE / 1e3 or math.inf) if cfg.chunk_ms is None else self.chunk_s,
-            tokens_an_event=tokens_an_event,
+            max_unsplit_s=(cfg.preinfer.latency_budget_ms * _SPLIT_FRACTION / 1e3 or math.inf)
+            if cfg.preinfer_chunk_ms is None
+            else self.chunk_s,
+            tokens_per_event=tokens_per_event,
             appends_candidates=appends_candidates,
-            is_wanted=self._is_wanted,
+            is_needed=self._is_needed,
             resume=self._resume,
         )
-        self._signals: OrderedDict[CacheKey, EngineRequest] = OrderedDict()
+        self._preinfer: OrderedDict[CacheKey, EngineRequest] = OrderedDict()
         self._handled: list[EngineRequest] = []
 
     @property
     def has_work(self) -> bool:
-        return bool(self._ranks.queue or self._signals)
+        return bool(self._ranks.queue or self._preinfer)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that no batch has all of; any thread asks."""
+        """Number of ranking requests that are not completely scheduled. Callable from any thread."""
         return len(self._ranks.queue)
 
-    def add(self, work: EngineRequest) -> None:
-        """A signal is of no use once a later request of the user is here; what it has computed so far stays."""
-        self.drop_signal(work.key)
-        if work.is_rank:
-            self._ranks.queue.push(work)
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request. It replaces a queued pre-infer request of the user, whose cached tokens remain."""
+        self.drop_preinfer(request.key)
+        if request.is_rank:
+            self._ranks.queue.push(request)
         else:
-            self._signals[work.key] = work
+            self._preinfer[request.key] = request
 
-    def drop_signal(self, key: CacheKey) -> None:
-        """The request that it was for is here, or was refused."""
-        signal = self._signals.pop(key, None)
-        if signal is not None:
-            self._count("signal_superseded")
-            self._end(signal, None, UnavailableError("a later request took over", 0.0))
+    def drop_preinfer(self, key: CacheKey) -> None:
+        """End the queued pre-infer request of a user, because its ranking request arrived or was rejected."""
+        preinfer = self._preinfer.pop(key, None)
+        if preinfer is not None:
+            self._count("preinfer_superseded")
+            self._end(preinfer, None, UnavailableError("a later request took over", 0.0))
 
-    def plan(self, handled: list[EngineRequest]) -> list[ScheduledChunk]:
-        """Return the next batch, which is empty if all that is left waits for copies.
+    def schedule(self, handled: list[EngineRequest]) -> list[ScheduledChunk]:
+        """Return the chunks of the next batch; empty if all remaining requests wait for cache copies.
 
-        Every work that is considered for it is added to `handled`, also if an exception ends the call.
+        Every request that is considered is added to `handled`, even if an exception ends the call.
         """
         self._handled = handled
         fail_point("serving.plan")
-        ranked, is_full = self._ranks.plan()
-        return ranked if is_full else ranked + self._plan_signals(ranked)
+        ranked, is_full = self._ranks.schedule()
+        return ranked if is_full else ranked + self._schedule_preinfer(ranked)
 
-    def launched(self, step: ScheduledChunk) -> None:
-        """The batch is on its way: a signal whose last chunk it holds needs no further one."""
-        if not step.work.is_rank and step.is_last:
-            self._signals.pop(step.work.key, None)
+    def on_launch(self, chunk: ScheduledChunk) -> None:
+        """Remove a pre-infer request from the queue if the batch of its last chunk was launched."""
+        if not chunk.request.is_rank and chunk.is_last:
+            self._preinfer.pop(chunk.request.key, None)
 
-    def drop(self, work: EngineRequest) -> None:
-        """Forget a work that failed."""
-        self._ranks.forget(work)
-        if self._signals.get(work.key) is work:
-            del self._signals[work.key]
+    def remove(self, request: EngineRequest) -> None:
+        """Remove a request that failed."""
+        self._ranks.remove(request)
+        if self._preinfer.get(request.key) is request:
+            del self._preinfer[request.key]
 
-    def begin_again(self, version: str) -> None:
-        """The model is that of another version now."""
-        self._ranks.begin_again(version)
-        signals, self._signals = list(self._signals.values()), OrderedDict()
-        for work in signals:
-            work.begin_again(version)
-            self._signals[work.key] = work
+    def restart_requests(self, version: str) -> None:
+        """Restart all requests, because the model has changed to another version."""
+        self._ranks.restart_requests(version)
+        preinfer_requests, self._preinfer = list(self._preinfer.values()), OrderedDict()
+        for request in preinfer_requests:
+            request.restart(version)
+            self._preinfer[request.key] = request
 
     def clear(self) -> None:
-        """Forget all works."""
+        """Remove all requests."""
         self._ranks.clear()
-        self._signals.clear()
+        self._preinfer.clear()
 
-    def _is_wanted(self, work: EngineRequest) -> bool:
-        self._handled.append(work)
-        if work.is_finished:  # a piece of it failed
+    def _is_needed(self, request: EngineRequest) -> bool:
+        self._handled.append(request)
+        if request.is_finished:  # an earlier chunk of it failed
             return False
-        if work.future.cancelled():
+        if request.future.cancelled():
             self._count("cancelled")
-            self._end(work, None, None)
+            self._end(request, None, None)
             return False
-        if self._clock.now_s() > work.deadline_s:
-            self._count("refused_deadline")
-            self._end(work, None, UnavailableError("its deadline passed in the queue", 0.05))
+        if self._clock.now_s() > request.deadline_s:
+            self._count("shed_deadline")
+            self._end(request, None, UnavailableError("the deadline of the request passed in the queue", 0.05))
             return False
         return True
 
-    def _plan_signals(self, ranked: list[ScheduledChunk]) -> list[ScheduledChunk]:
-        """Chunks that fill a batch up: the more requests it ranks, the less, so that all batches are about as long."""
-        busy = {step.work.key for step in ranked}
-        steps: list[ScheduledChunk] = []
+    def _schedule_preinfer(self, ranked: list[ScheduledChunk]) -> list[ScheduledChunk]:
+        """Fill the batch with chunks of pre-infer requests.
+
+        The more ranking requests it contains, the fewer chunks are added, so that batches take about equally long.
+        """
+        busy = {chunk.request.key for chunk in ranked}
+        chunks: list[ScheduledChunk] = []
         budget = self._cfg.max_batch_tokens
-        rows = sum(step.part.num_new for step in ranked)
-        ranked_s = sum(self._costs.predict_s(*self._costs.work(*step.part.extent), steps=0.0) for step in ranked)
-        left_s = max(self.chunk_s - ranked_s, LEAST_SHARE * self.chunk_s)
-        for work in [w for w in self._signals.values() if w.key not in busy]:
-            if min(budget, left_s) <= 0 or len(ranked) + len(steps) >= self._cfg.max_batch_requests:
+        rows = sum(chunk.item.num_new for chunk in ranked)
+        ranked_s = sum(self._costs.predict_s(*self._costs.work(*chunk.item.extent), steps=0.0) for chunk in ranked)
+        left_s = max(self.chunk_s - ranked_s, MIN_CHUNK_FRACTION * self.chunk_s)
+        for request in [w for w in self._preinfer.values() if w.key not in busy]:
+            if min(budget, left_s) <= 0 or len(ranked) + len(chunks) >= self._cfg.max_batch_requests:
                 break
-            if steps and not self._has_time(work, left_s, rows):
+            if chunks and not self._has_time(request, left_s, rows):
                 break
-            step = self._plan_signal(work, budget, left_s, rows)
-            if step is None:
-                del self._signals[work.key]
+            chunk = self._schedule_preinfer_chunk(request, budget, left_s, rows)
+            if chunk is None:
+                del self._preinfer[request.key]
             else:
-                steps.append(step)
-                budget, rows = budget - step.part.num_new, rows + step.part.num_new
-                left_s -= self._costs.predict_s(*self._costs.work(*step.part.extent), steps=0.0)
-        return steps
+                chunks.append(chunk)
+                budget, rows = budget - chunk.item.num_new, rows + chunk.item.num_new
+                left_s -= self._costs.predict_s(*self._costs.work(*chunk.item.extent), steps=0.0)
+        return chunks
 
-    def _has_time(self, work: EngineRequest, left_s: float, rows: int) -> bool:
-        """Whether another chunk is worth beginning: all of it, or as much as keeps the device busy."""
-        missing = work.tokens.num_cacheable - self._tiers.device.length_of(work.key)
+    def _has_time(self, request: EngineRequest, left_s: float, rows: int) -> bool:
+        """Return whether there is time for all missing tokens, or for enough of them to keep the device busy."""
+        missing = request.tokens.num_cacheable - self._tiers.device.length_of(request.key)
         in_time = self._costs.tokens_within(left_s, 0)
-        least = self._row_step if rows % self._row_step == 0 else 1
-        return in_time >= max(least, min(FEWEST_TOKENS, missing))
+        minimum = self._row_step if rows % self._row_step == 0 else 1
+        return in_time >= max(minimum, min(MIN_CHUNK_TOKENS, missing))
 
-    def _plan_signal(self, work: EngineRequest, budget: int, left_s: float, rows: int) -> ScheduledChunk | None:
-        """The next chunk of a signal in a batch of so many rows; none where there is nothing to compute."""
-        if not self._is_wanted(work):
-            self._tiers.let_go(work)
+    def _schedule_preinfer_chunk(
+        self, request: EngineRequest, budget: int, left_s: float, rows: int
+    ) -> ScheduledChunk | None:
+        """Return the next chunk of a pre-infer request in a batch of `rows` rows, or None if none is needed."""
+        if not self._is_needed(request):
+            self._tiers.release(request)
             return None
-        entry = self._tiers.find(work)
-        if entry is None and self._tiers.reload(work, ahead_s=self._queued_s(), behind=0, resume=self._resume):
+        entry = self._tiers.find(request)
+        if entry is None and self._tiers.reload(request, ahead_s=self._queued_s(), num_behind=0, resume=self._resume):
             return None
-        if entry is not None and entry.length >= work.tokens.num_cacheable:
-            self._signal_done(work, entry)
+        if entry is not None and entry.length >= request.tokens.num_cacheable:
+            self._preinfer_done(request, entry)
             return None
         first = entry.length if entry is not None else 0
-        in_time = self._costs.tokens_within(left_s, first) // FEWEST_TOKENS * FEWEST_TOKENS
-        budget = min(budget, max(FEWEST_TOKENS, in_time))
-        chunk = max(1, budget // self._tokens_an_event) * self._tokens_an_event
-        end = self._cut(first, min(work.tokens.num_cacheable, work.tokens.uncut(first + chunk)), rows)
-        is_last = end >= work.tokens.num_cacheable
-        step = ScheduledChunk.make(self._tiers, work, entry, end=end, candidates=None, is_last=is_last)
-        if not step.is_kept:  # no room to keep it: nothing to compute ahead
-            if step.entry is not None:
-                self._tiers.device.unpin(step.entry)
-            self._tiers.let_go(work)
-            self._end(work, None, UnavailableError("no room in the cache", 0.0))
+        in_time = self._costs.tokens_within(left_s, first) // MIN_CHUNK_TOKENS * MIN_CHUNK_TOKENS
+        budget = min(budget, max(MIN_CHUNK_TOKENS, in_time))
+        num_tokens = max(1, budget // self._tokens_per_event) * self._tokens_per_event
+        end = self._cut(
+            first, min(request.tokens.num_cacheable, request.tokens.event_boundary(first + num_tokens)), rows
+        )
+        is_last = end >= request.tokens.num_cacheable
+        chunk = ScheduledChunk.make(self._tiers, request, entry, end=end, candidates=None, is_last=is_last)
+        if not chunk.will_be_cached:  # prefill ahead of the request is useless if the cache has no capacity
+            if chunk.entry is not None:
+                self._tiers.device.unpin(chunk.entry)
+            self._tiers.release(request)
+            self._end(request, None, UnavailableError("the KV cache is full", 0.0))
             return None
-        return step
+        return chunk
 
     def _cut(self, first: int, end: int, rows: int) -> int:
-        """Where a chunk best ends: the rows beyond the last whole step would cost as much as a step."""
-        beyond = (rows + end - first) % self._row_step // self._tokens_an_event * self._tokens_an_event
-        return end - beyond if end - first - beyond >= FEWEST_TOKENS else end
+        """Round the end of a chunk down to a multiple of `row_step` rows, since the rest would cost a full step."""
+        beyond = (rows + end - first) % self._row_step // self._tokens_per_event * self._tokens_per_event
+        return end - beyond if end - first - beyond >= MIN_CHUNK_TOKENS else end
 
-    def _resume(self, work: EngineRequest) -> None:
-        """The copy that a work waited for has ended."""
-        if work.is_rank:
-            self._ranks.queue.push_first(work)
-        elif work.key not in self._signals:
-            self._signals[work.key] = work
+    def _resume(self, request: EngineRequest) -> None:
+        """Queue a request again after the cache copy that it waited for has ended."""
+        if request.is_rank:
+            self._ranks.queue.push_first(request)
+        elif request.key not in self._preinfer:
+            self._preinfer[request.key] = request
         else:
-            self._end(work, None, UnavailableError("a later request took over", 0.0))
+            self._end(request, None, UnavailableError("a later request took over", 0.0))

@@ -1,14 +1,14 @@
-"""The reference runner: plain operators, sequence by sequence, and warm-up.
+"""Reference implementation of the batch runner, the runner protocol, retrieval queries, and warm-up.
 
-A runner that keeps nothing: batches of whole histories.
+A batch contains new tokens of many users, which attend to their cached prefixes. `ReferenceRunner` computes it sequence
+by sequence with plain operators, and defines the results of the faster runners.
 
-One batch of serving work on the device: new tokens of many users against their prefixes.
+`user_queries` computes the queries of a retrieval model for many users in one full forward pass, without a KV cache.
 
-What users are multiplied with items by: the queries of a retrieval model, for many users in one whole pass.
+`warm_up` runs synthetic batches before the first request, so that memory is allocated, threads exist and costs are
+known.
 
-Legend: B users, T events of all of them, D model width.
-
-A few batches of made-up work before the first request: allocations and threads exist, and costs are known.
+Legend: B users, T events of all users, D model width.
 """
 
 import itertools
@@ -25,7 +25,7 @@ from nestrec.base.cuda import to_device
 from nestrec.models.sequence import Forward, KeysAndValues, NewTokenSegment, SequenceInfo
 from nestrec.serving.core.cost_model import EngineCostModel
 from nestrec.serving.kv_cache.kv_page_pool import PagePool
-from nestrec.serving.model.model_adapter import HistoryTokens, ModelAdapter, make_form
+from nestrec.serving.model.model_adapter import HistoryTokens, ModelAdapter, make_adapter
 from nestrec.serving.model.request_inputs import Candidates, History
 from nestrec.serving.model.retrieval_adapter import RetrievalAdapter
 from nestrec.serving.model.servable import Servable
@@ -33,17 +33,17 @@ from nestrec.serving.model.servable import Servable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchItem:
-    """What is computed for one user in a batch."""
+    """Work of one user in a batch."""
 
     tokens: HistoryTokens
     first: int
-    """tokens that the pages hold already"""
+    """Number of tokens that are already in the pages; the first token to compute."""
     end: int
-    """tokens that will have been computed"""
+    """End of the history tokens to compute."""
     pages: list[int]
-    """of the user's entry"""
+    """Pages of the user's cache entry."""
     store_until: int
-    """new tokens before this one are written to the pages"""
+    """End of the tokens whose keys and values are written to the pages."""
     candidates: Candidates | None = None
 
     @property
@@ -52,198 +52,222 @@ class BatchItem:
 
     @property
     def num_new(self) -> int:
-        """Tokens that are computed, candidates included."""
+        """Number of tokens to compute, including candidates."""
         return self.end - self.first + self.num_candidates
 
     @property
     def extent(self) -> tuple[int, int, int]:
-        """(prefix, new history, candidates) for the cost model"""
+        """Number of prefix, new history and candidate tokens, for the cost model."""
         return self.first, self.end - self.first, self.num_candidates
 
 
 @dataclass(frozen=True, slots=True)
 class BatchItemScores:
-    """Scores of a part's candidates, on the host."""
+    """Scores of the candidates of a batch item, in host memory."""
 
     items: NDArray[np.int64]
     scores: NDArray[np.float32]
-    """(items, outputs)"""
+    """Scores with shape (items, outputs)."""
 
 
 @dataclass(frozen=True, slots=True)
 class InFlightBatch:
-    """A batch on its way."""
+    """Batch that is running on the device."""
 
     wait: Callable[[], tuple[list[BatchItemScores | None], float]]
-    """its results, once the device is done with it, and the seconds that it took there"""
+    """Blocks until the batch is computed; returns the scores of each item and the device seconds."""
     is_done: Callable[[], bool] = lambda: True
-    """whether `wait` would return at once"""
+    """Returns whether `wait` would return at once."""
 
 
 class BatchRunner(Protocol):
-    """Runs batches one after the other."""
+    """Protocol of runners, which compute batches sequentially."""
 
     @property
-    def form(self) -> ModelAdapter: ...
+    def adapter(self) -> ModelAdapter: ...
 
     @property
     def pool(self) -> PagePool: ...
 
     depth: int
-    """batches that may be on their way at once"""
+    """Maximum number of batches in flight."""
     warm_events: int
-    """longest history to warm up with"""
+    """Maximum number of history events in warm-up batches."""
     row_step: int
-    """rows of a batch that cost no more than fewer: whole multiples of it are best"""
+    """Granularity of the cost in rows: a batch costs as much as one with the next multiple of it."""
     spins: bool
-    """whether a thread that waits for batches keeps its core busy"""
+    """Whether the thread that waits for batches busy-waits."""
 
-    def launch(self, parts: Sequence[BatchItem]) -> InFlightBatch: ...
+    def launch(self, items: Sequence[BatchItem]) -> InFlightBatch: ...
 
     def weights_changed(self) -> None:
-        """The dense weights have other values, in the same places."""
+        """Refresh derived values after the dense weights were changed in place."""
         ...
 
 
 class ReferenceRunner:
-    """Runs any model anywhere, sequence by sequence inside a batch: the twin of the faster runners."""
+    """Reference implementation: runs any model on any device, sequence by sequence."""
 
     depth: int = 1
     warm_events: int = 256
     row_step: int = 1
     spins: bool = False
 
-    def __init__(self, form: ModelAdapter, pool: PagePool, forward: Forward | None = None):
-        """forward: instead of the backbone's cached forward."""
-        self.form = form
-        self.pool = pool
-        self._forward = forward or form.servable.cached.forward
+    def __init__(self, adapter: ModelAdapter, pool: PagePool, forward: Forward | None = None):
+        """Create a runner.
 
-    def launch(self, parts: Sequence[BatchItem]) -> InFlightBatch:
+        Args:
+            adapter: Adapter of the model.
+            pool: Pages of the KV cache.
+            forward: Replaces the backbone's cached forward pass.
+        """
+        self.adapter = adapter
+        self.pool = pool
+        self._forward = forward or adapter.servable.cached_forward.forward
+
+    def launch(self, items: Sequence[BatchItem]) -> InFlightBatch:
         start_s = time.perf_counter()
-        results = self.run(parts)
-        if self.form.servable.device.type == "cuda":  # a batch of signals returns before the device is done
+        results = self.run(items)
+        if self.adapter.servable.device.type == "cuda":  # `run` returns early if it copies no results
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start_s
         return InFlightBatch(lambda: (results, seconds))
 
     def weights_changed(self) -> None:
-        """It holds nothing that was made of them."""
+        """Do nothing: this runner has no values derived from the weights."""
 
     @torch.inference_mode()
-    def run(self, parts: Sequence[BatchItem]) -> list[BatchItemScores | None]:
-        """Scores of each part with candidates; none for the others."""
-        states = self.states(parts)
-        counts = [part.end - part.first for part in parts]
+    def run(self, items: Sequence[BatchItem]) -> list[BatchItemScores | None]:
+        """Return the scores of each item with candidates, and None for the others."""
+        states = self.states(items)
+        counts = [item.end - item.first for item in items]
         last = [state[count - 1] if count else None for state, count in zip(states, counts, strict=True)]
-        behind = [state[count:] for state, count in zip(states, counts, strict=True)]
-        return found_by_states(self.form, parts, last, behind)
+        candidates = [state[count:] for state, count in zip(states, counts, strict=True)]
+        return score_by_states(self.adapter, items, last, candidates)
 
     @torch.inference_mode()
-    def states(self, parts: Sequence[BatchItem]) -> list[torch.Tensor]:
-        """(new tokens, D) of each part: of its history, then of its candidates where they are tokens."""
-        appended = int(self.form.appends_candidates)
-        counts = [part.end - part.first + appended * part.num_candidates for part in parts]
-        bounds, made = list(itertools.accumulate(counts, initial=0)), list[KeysAndValues]()
-        servable = self.form.servable
+    def states(self, items: Sequence[BatchItem]) -> list[torch.Tensor]:
+        """Return the (new tokens, D) states of each item: of its history, then of its candidates if they are tokens."""
+        appended = int(self.adapter.appends_candidates)
+        counts = [item.end - item.first + appended * item.num_candidates for item in items]
+        bounds, keys_and_values = list(itertools.accumulate(counts, initial=0)), list[KeysAndValues]()
+        servable = self.adapter.servable
         state_TD = torch.zeros(0, servable.encoder_config.dim, dtype=servable.dtype, device=servable.device)
         if bounds[-1]:
-            segments = [self._segment(part, count) for part, count in zip(parts, counts, strict=True)]
-            state_TD, made = self._forward(
-                self.form.encoder,
-                torch.cat([self._vectors(part) for part in parts]),
+            segments = [self._segment(item, count) for item, count in zip(items, counts, strict=True)]
+            state_TD, keys_and_values = self._forward(
+                self.adapter.encoder,
+                torch.cat([self._vectors(item) for item in items]),
                 segments,
-                lambda layer, b: self.pool.read(layer, parts[b].pages if parts[b].first else [], parts[b].first),
+                lambda layer, b: self.pool.read(layer, items[b].pages if items[b].first else [], items[b].first),
             )
-        for part, start in zip(parts, bounds[:-1], strict=True):
-            self._store(part, start, made)
+        for item, start in zip(items, bounds[:-1], strict=True):
+            self._store(item, start, keys_and_values)
         return [state_TD[start:end] for start, end in itertools.pairwise(bounds)]
 
-    def _vectors(self, part: BatchItem) -> torch.Tensor:
-        history = self.form.vectors(part.tokens, part.first, part.end)
-        if part.candidates is None:
+    def _vectors(self, item: BatchItem) -> torch.Tensor:
+        history = self.adapter.vectors(item.tokens, item.first, item.end)
+        if item.candidates is None:
             return history
-        return torch.cat([history, self.form.candidate_tokens(part.candidates)])
+        return torch.cat([history, self.adapter.candidate_tokens(item.candidates)])
 
-    def _segment(self, part: BatchItem, num_tokens: int) -> NewTokenSegment:
-        device = self.form.servable.device
-        num_history = part.end - part.first
+    def _segment(self, item: BatchItem, num_tokens: int) -> NewTokenSegment:
+        device = self.adapter.servable.device
+        num_history = item.end - item.first
         return NewTokenSegment(
-            prefix_length=part.first,
+            prefix_length=item.first,
             num_history=num_history,
             num_candidates=num_tokens - num_history,
-            time_K=part.tokens.time_T[: part.end].to(device),
-            query_time_S=part.tokens.query_time_T[part.first : part.end].to(device),
-            candidate_time_s=part.candidates.now_ms / 1000.0 if part.candidates is not None else 0.0,
-            cut=part.tokens.cut,
+            time_K=item.tokens.time_T[: item.end].to(device),
+            query_time_S=item.tokens.query_time_T[item.first : item.end].to(device),
+            candidate_time_s=item.candidates.now_ms / 1000.0 if item.candidates is not None else 0.0,
+            cut=item.tokens.cut,
         )
 
-    def _store(self, part: BatchItem, start: int, made: list[KeysAndValues]) -> None:
-        count = min(part.store_until, part.end) - part.first
+    def _store(self, item: BatchItem, start: int, keys_and_values: list[KeysAndValues]) -> None:
+        count = min(item.store_until, item.end) - item.first
         if count > 0:
-            for layer, (keys, values) in enumerate(made):
+            for layer, (keys, values) in enumerate(keys_and_values):
                 self.pool.write(
-                    layer, part.pages, part.first, keys[start : start + count], values[start : start + count]
+                    layer, item.pages, item.first, keys[start : start + count], values[start : start + count]
                 )
 
 
-def found_by_states(
-    form: ModelAdapter,
-    parts: Sequence[BatchItem],
+def score_by_states(
+    adapter: ModelAdapter,
+    items: Sequence[BatchItem],
     last: Sequence[torch.Tensor | None],
     candidates: Sequence[torch.Tensor] | None = None,
 ) -> list[BatchItemScores | None]:
-    """Scores of each part with candidates, and the best of the catalogue for all who ask for them at once.
+    """Score the candidates of each item, and search the catalog once for all items that request the best items.
 
-    last: (D,) state of a user's last token. candidates: (C, D) of those that are tokens of their own.
+    Args:
+        adapter: Adapter of the model.
+        items: Items of the batch.
+        last: (D,) state of the last token of each item, or None if it has none.
+        candidates: (C, D) states of the candidates of each item, if candidates are tokens.
+
+    Returns:
+        The scores of each item, or None for items without candidates.
     """
-    asking = [b for b, part in enumerate(parts) if part.candidates is not None and part.candidates.num_best]
-    wanted = [asked for b in asking if (asked := parts[b].candidates) is not None]
-    best = dict(zip(asking, form.best(wanted, [last[b] for b in asking]) if asking else [], strict=True))
+    searching = [b for b, item in enumerate(items) if item.candidates is not None and item.candidates.num_best]
+    searches = [search for b in searching if (search := items[b].candidates) is not None]
+    best = dict(zip(searching, adapter.best(searches, [last[b] for b in searching]) if searching else [], strict=True))
     results = list[BatchItemScores | None]()
-    for b, part in enumerate(parts):
-        if part.candidates is None:
+    for b, item in enumerate(items):
+        if item.candidates is None:
             results.append(None)
         elif b in best:
             results.append(BatchItemScores(*best[b]))
         else:
             state_CD = torch.zeros(0) if candidates is None else candidates[b]
-            scores = form.scores(part.candidates, last[b], state_CD)
-            results.append(BatchItemScores(part.candidates.items, scores.cpu().numpy()))
+            scores = adapter.scores(item.candidates, last[b], state_CD)
+            results.append(BatchItemScores(item.candidates.items, scores.cpu().numpy()))
     return results
 
 
 def plain_runner(servable: Servable, slide_events: int | None = None) -> ReferenceRunner:
-    """slide_events: events by which a full history slides; none takes what the model was measured with."""
-    pool = PagePool(servable.kept, num_pages=1, page_tokens=1, device=servable.device, dtype=servable.dtype)
-    return ReferenceRunner(make_form(servable, slide_events), pool)
+    """Return a reference runner without a usable KV cache, for batches of complete histories.
+
+    Args:
+        servable: Model to run.
+        slide_events: Stride in events by which a full history slides; None uses the stride of the model's evaluation.
+    """
+    pool = PagePool(servable.cache_spec, num_pages=1, page_tokens=1, device=servable.device, dtype=servable.dtype)
+    return ReferenceRunner(make_adapter(servable, slide_events), pool)
 
 
 @torch.inference_mode()
-def user_queries(form: RetrievalAdapter, users: Sequence[tuple[History, int]]) -> torch.Tensor:
-    """(B, D) for each (history, moment): its product with an item's vector is the item's score. Zeros for those
-    without events."""
-    device = form.servable.device
-    tokens = [form.tokens(history, now_ms) for history, now_ms in users]
+def user_queries(adapter: RetrievalAdapter, users: Sequence[tuple[History, int]]) -> torch.Tensor:
+    """Return the (B, D) query of each user: its dot product with an item's embedding is the item's score.
+
+    Args:
+        adapter: Adapter of the model.
+        users: History and current time in Unix milliseconds of each user; users without events get zeros.
+    """
+    device = adapter.servable.device
+    tokens = [adapter.tokens(history, now_ms) for history, now_ms in users]
     lengths = np.array([one.length for one in tokens], np.int64)
-    queries_BD = torch.zeros(len(users), form.servable.encoder_config.dim, dtype=form.servable.dtype, device=device)
-    there = np.flatnonzero(lengths)
-    if len(there):
-        known = [tokens[b] for b in there]
-        # All at once: a look-up a user would take the device's time many times over in launches.
-        fields = range(form.num_fields)
+    queries_BD = torch.zeros(
+        len(users), adapter.servable.encoder_config.dim, dtype=adapter.servable.dtype, device=device
+    )
+    nonempty = np.flatnonzero(lengths)
+    if len(nonempty):
+        known = [tokens[b] for b in nonempty]
+        # One lookup for all users: with one per user, kernel launches would dominate.
+        fields = range(adapter.num_fields)
         records = [np.concatenate([_field(one, field) for one in known]) for field in fields]
-        x_TD = form.content(form.records(np.stack(records, axis=1)))
-        state_TD = form.encoder(x_TD, _info(known, lengths[there], device))
-        last = to_device(np.cumsum(lengths[there]) - 1, device)
-        queries_BD[to_device(there, device)] = form.query(state_TD[last])
+        x_TD = adapter.content(adapter.records(np.stack(records, axis=1)))
+        state_TD = adapter.encoder(x_TD, _info(known, lengths[nonempty], device))
+        last = to_device(np.cumsum(lengths[nonempty]) - 1, device)
+        queries_BD[to_device(nonempty, device)] = adapter.query(state_TD[last])
     return queries_BD
 
 
 def _field(tokens: HistoryTokens, field: int) -> NDArray[np.int64]:
-    """Of what stands before a history, and of its events."""
+    """Return one field of the user-feature records followed by those of the events."""
     own = tokens.columns[field]
-    return np.concatenate([tokens.before[:, field], own]) if len(tokens.before) else own
+    return np.concatenate([tokens.prefix_records[:, field], own]) if len(tokens.prefix_records) else own
 
 
 def _info(tokens: Sequence[HistoryTokens], lengths: NDArray[np.int64], device: torch.device) -> SequenceInfo:
@@ -255,40 +279,42 @@ def _info(tokens: Sequence[HistoryTokens], lengths: NDArray[np.int64], device: t
         position_T=position_T,
         token_key_T=torch.zeros_like(position_T),
         time_T=to_device(np.concatenate([one.token_times_ms(0, one.length) for one in tokens]) / 1000.0, device),
-        query_time_T=to_device(np.concatenate([one.token_asked_ms(0, one.length) for one in tokens]) / 1000.0, device),
+        query_time_T=to_device(
+            np.concatenate([one.token_query_times_ms(0, one.length) for one in tokens]) / 1000.0, device
+        ),
         cut_B=to_device(np.array([one.cut for one in tokens], np.int64), device),
     )
 
 
 _ROUNDS = 3
 _SIZES = ((1, 1), (8, 16), (64, 32), (256, 16), (16, 256), (1024, 64), (4096, 256))
-"""(events, candidates)"""
+"""Numbers of events and of candidates of the warm-up batches."""
 
 
 def warm_up(runner: BatchRunner, costs: EngineCostModel) -> None:
-    """Run batches of several sizes; those of the first round are not counted."""
+    """Run synthetic batches of several sizes; the cost model does not observe those of the first round."""
     for number in range(_ROUNDS):
         for num_events, num_candidates in _SIZES:
             if num_events > runner.warm_events:
                 continue
-            part = _part(runner.form, min(num_events, runner.form.max_events), num_candidates)
-            _, seconds = runner.launch([part]).wait()
+            item = _make_item(runner.adapter, min(num_events, runner.adapter.max_events), num_candidates)
+            _, seconds = runner.launch([item]).wait()
             if number > 0:
-                costs.observe(*costs.work(*part.extent), seconds)
+                costs.observe(*costs.work(*item.extent), seconds)
 
 
 def compute_one(runner: BatchRunner) -> None:
-    """Run the smallest batch, and raise whatever it raises."""
-    runner.launch([_part(runner.form, 1, 1)]).wait()
+    """Run the smallest batch and raise its exception, if any."""
+    runner.launch([_make_item(runner.adapter, 1, 1)]).wait()
 
 
-def _part(form: ModelAdapter, num_events: int, num_candidates: int) -> BatchItem:
-    zeros, asked = np.zeros(num_events, np.int64), np.zeros(num_candidates, np.int64)
-    servable = form.servable
-    fields = servable.given_fields
+def _make_item(adapter: ModelAdapter, num_events: int, num_candidates: int) -> BatchItem:
+    zeros, candidate_zeros = np.zeros(num_events, np.int64), np.zeros(num_candidates, np.int64)
+    servable = adapter.servable
+    fields = servable.request_fields
     history = History(items=zeros, times_ms=zeros, actions=zeros, features=dict.fromkeys(fields, zeros))
-    tokens = form.tokens(history, 0)
-    candidates = Candidates(items=asked, now_ms=0, features=dict.fromkeys(fields, asked))
-    if servable.index is not None and servable.device.type == "cuda":  # what it costs to find items is in their graph
-        candidates = Candidates(items=asked[:0], now_ms=0, num_best=num_candidates)
+    tokens = adapter.tokens(history, 0)
+    candidates = Candidates(items=candidate_zeros, now_ms=0, features=dict.fromkeys(fields, candidate_zeros))
+    if servable.index is not None and servable.device.type == "cuda":  # the captured graphs include the search
+        candidates = Candidates(items=candidate_zeros[:0], now_ms=0, num_best=num_candidates)
     return BatchItem(tokens=tokens, first=0, end=tokens.length, pages=[], store_until=0, candidates=candidates)

@@ -1,1 +1,1 @@
-"""Several instances on one machine behind one address: a gateway of our own, or Ray Serve."""
+"""Fleet of server instances on one machine behind one load balancer: our own gateway or Ray Serve."""

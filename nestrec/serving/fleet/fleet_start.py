@@ -1,4 +1,4 @@
-"""`nestrec serve --instances N --front ...`: instances and their front, started and stopped together."""
+"""Starts and stops a fleet: `nestrec serve --num_instances N --load_balancer ...`."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -10,77 +10,94 @@ from nestrec.serving.core.asgi import is_loopback
 from nestrec.serving.fleet.gateway import Gateway
 from nestrec.serving.fleet.instance_supervisor import LocalSupervisor
 from nestrec.serving.fleet.rolling_update import FleetVersionFollower
-from nestrec.serving.http.serve_config import ServeConfig, safety_of, uvicorn_config
-from nestrec.serving.http.server_logging import log_without_waiting, wait_for_log
+from nestrec.serving.http.serve_config import ServeConfig, create_security, uvicorn_config
+from nestrec.serving.http.server_logging import install_nonblocking_log, wait_for_log
 from nestrec.serving.http.signals import SignalHandler
-from nestrec.serving.http.sockets import allow_open_files, bound_sockets, close_all, port_of, run_server, url_of
+from nestrec.serving.http.sockets import allow_open_files, bind_sockets, close_all, port_of, run_server, url_of
 from nestrec.serving.security.security_config import check_exposure
 from nestrec.serving.security.server_security import ServerSecurity
 
 _LOG = logging.getLogger(__name__)
-_OF_FRONT = (
-    "host", "port", "health_port", "instances", "front", "insecure", "safety.behind", "safety.keys",
-    "safety.certificate", "safety.private_key", "safety.admin_on_health_port",
+_GATEWAY_OPTIONS = (
+    "host", "port", "health_port", "num_instances", "load_balancer", "insecure", "security.behind", "security.api_keys",
+    "security.tls_certificate", "security.tls_private_key", "security.admin_on_health_port",
 )  # fmt: skip
-"""Options that are not for instances."""
+"""Options of the gateway that are not passed to the instances."""
 
 
-def serve_many(
+def serve_fleet(
     folders: Sequence[str],
     cfg: ServeConfig,
     overrides: dict[str, str],
     signals: SignalHandler,
     announce: Callable[[str], None],
 ) -> None:
-    """Serve until SIGTERM or SIGINT; SIGHUP lets every instance load its models anew, one after the other.
+    """Start the instances and their load balancer, and serve until SIGTERM or SIGINT.
 
-    overrides: the options as they were typed. announce: told the address when somebody listens there.
+    SIGHUP reloads the models of all instances, one instance at a time.
+
+    Args:
+        folders: Folders or addresses of the models.
+        cfg: Configuration of the fleet.
+        overrides: Options as the user typed them, by name; they are passed to the instances.
+        signals: Signal handler of the process.
+        announce: Called with the URL when the load balancer accepts connections.
+
+    Raises:
+        UserError: An option is not supported by the load balancer, the port is not available, or an instance did not
+            start.
     """
-    log_without_waiting(cfg.log, "gateway")
+    install_nonblocking_log(cfg.log, "gateway")
     tracing.start(cfg.tracing)
     allow_open_files(cfg.limits.max_connections)
-    _check_offered(cfg)
-    if cfg.front == "ray":
+    _check_ray_options(cfg)
+    if cfg.load_balancer == "ray":
         if cfg.health_port is not None:
-            remedy = "ask Ray Serve's own health routes, or use --front gateway"
-            raise UserError("is not offered before Ray", option="health_port", value=cfg.health_port, remedy=remedy)
+            remedy = "use the health routes of Ray Serve, or --load_balancer gateway"
+            raise UserError("not supported with Ray", option="health_port", value=cfg.health_port, remedy=remedy)
         from nestrec.serving.fleet.ray_serve import serve_on_ray
 
         serve_on_ray(folders, cfg, signals, announce)
         return
-    safety = safety_of(cfg)
-    sockets = bound_sockets(cfg.host, cfg.port)
-    url = url_of(cfg.host, port_of(sockets), is_tls=safety.certificates is not None)
+    security = create_security(cfg)
+    sockets = bind_sockets(cfg.host, cfg.port)
+    url = url_of(cfg.host, port_of(sockets), is_tls=security.certificates is not None)
     arguments = instance_arguments(cfg, overrides)
     models = [str(folder) for folder in folders]
     try:
-        with LocalSupervisor(models, arguments, cfg.instances, stop_timeout_s=cfg.service.drain_s + 5.0) as instances:
+        with LocalSupervisor(
+            models, arguments, cfg.num_instances, stop_timeout_s=cfg.service.drain_timeout_s + 5.0
+        ) as instances:
             if instances.wait_until_up(lambda: signals.is_stopping):
-                _serve_gateway(instances, cfg, safety, sockets=sockets, signals=signals, announce=lambda: announce(url))
+                _serve_gateway(
+                    instances, cfg, security, sockets=sockets, signals=signals, announce=lambda: announce(url)
+                )
     finally:
-        safety.close()
+        security.close()
         tracing.stop()
         close_all(sockets)
-    _LOG.info("stopped, and all instances with it")
+    _LOG.info("stopped the gateway and all instances")
     wait_for_log()
 
 
-def _check_offered(cfg: ServeConfig) -> None:
-    """What a front of others' does not do for us is refused, rather than left out."""
-    check_exposure(cfg.host, cfg.safety, is_insecure=cfg.insecure, health_port=cfg.health_port)
-    if cfg.front == "ray" and cfg.safety.certificate:
-        remedy = "use --front gateway, or put a proxy that has the certificate before it"
-        given = cfg.safety.certificate
-        raise UserError("is not used by ray", option="safety.certificate", value=given, remedy=remedy)
-    if cfg.front == "ray" and cfg.safety.keys:
-        remedy = "use --front gateway, or put a proxy that checks them before it and give --insecure"
-        raise UserError("is not used by ray", option="safety.keys", value=cfg.safety.keys, remedy=remedy)
+def _check_ray_options(cfg: ServeConfig) -> None:
+    """Raise a UserError for options that Ray Serve would ignore, and for a server exposed without protection."""
+    check_exposure(cfg.host, cfg.security, is_insecure=cfg.insecure, health_port=cfg.health_port)
+    if cfg.load_balancer == "ray" and cfg.security.tls_certificate:
+        remedy = "use --load_balancer gateway, or terminate TLS in a proxy in front of Ray"
+        certificate = cfg.security.tls_certificate
+        raise UserError("not supported with Ray", option="security.tls_certificate", value=certificate, remedy=remedy)
+    if cfg.load_balancer == "ray" and cfg.security.api_keys:
+        remedy = "use --load_balancer gateway, or check the keys in a proxy in front of Ray and set --insecure"
+        raise UserError(
+            "not supported with Ray", option="security.api_keys", value=cfg.security.api_keys, remedy=remedy
+        )
 
 
 def _serve_gateway(
     instances: LocalSupervisor,
     cfg: ServeConfig,
-    safety: ServerSecurity,
+    security: ServerSecurity,
     *,
     sockets: list[socket],
     signals: SignalHandler,
@@ -89,27 +106,32 @@ def _serve_gateway(
     gateway = Gateway(
         instances.ports,
         cfg.limits,
-        shares_histories=cfg.histories.is_shared,
+        shares_histories=cfg.history_store.is_shared,
         supervisor=instances,
         folders=instances.slots[0].models,
-        drain_s=cfg.service.drain_s,
+        drain_s=cfg.service.drain_timeout_s,
     )
-    signals.when_reloaded(gateway.ask_reload)
+    signals.on_reload(gateway.request_reload)
     models = list(instances.slots[0].models)
-    follower = FleetVersionFollower(models, cfg.follow.poll_s, gateway.moved, gateway.rollout.followed)
-    if cfg.follow.on and cfg.follow.moves == "together":
+    follower = FleetVersionFollower(
+        models, cfg.follow.poll_interval_s, gateway.on_new_version, gateway.rollout.models_to_follow
+    )
+    if cfg.follow.enabled and cfg.follow.mode == "coordinated":
         follower.start()
-    run_server(uvicorn_config(gateway, cfg, gateway, safety), sockets, signals, announce)
+    run_server(uvicorn_config(gateway, cfg, gateway, security), sockets, signals, announce)
     follower.close()
 
 
 def instance_arguments(cfg: ServeConfig, overrides: dict[str, str]) -> list[str]:
-    """Options of one instance: those of the whole without what concerns the front, which is its only client."""
+    """Return the command-line options of an instance: those of the fleet without the options of the gateway.
+
+    The gateway is the only client of an instance, so the per-address connection limit becomes the total limit.
+    """
     arguments: list[str] = []
-    overrides = {**overrides, "limits.max_connections_an_address": str(cfg.limits.max_connections)}
-    if not cfg.hosts and not is_loopback(cfg.host):
-        overrides["hosts"] = '["*"]'
+    overrides = {**overrides, "limits.max_connections_per_address": str(cfg.limits.max_connections)}
+    if not cfg.allowed_hosts and not is_loopback(cfg.host):
+        overrides["allowed_hosts"] = '["*"]'
     for name, value in overrides.items():
-        if name not in _OF_FRONT:
+        if name not in _GATEWAY_OPTIONS:
             arguments += [f"--{name}", value]
-    return [*arguments, "--safety.behind", cfg.front]
+    return [*arguments, "--security.behind", cfg.load_balancer]

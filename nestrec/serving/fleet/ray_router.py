@@ -13,32 +13,36 @@ from nestrec.serving.core.slot_router import KeyedHash, Ring, slot_for
 
 SLOT = "nestrec_slot"
 _ADDRESS = "\0slot "
-"""no user's id is read as this: `user_of` hands on none that begins so"""
+"""Prefix of a slot address; the ingress strips leading NUL characters from user ids, so that none starts with it."""
 
 
 def slot_address(slot: int) -> str:
-    """Whatever stands for a user where one slot and no other is meant."""
+    """Return the value to pass instead of a user id to address a specific slot."""
     return f"{_ADDRESS}{slot}"
 
 
 def ring_of(secret: bytes, num_slots: int) -> tuple[KeyedHash, Ring]:
+    """Return the keyed hash and the consistent-hashing ring that all routers and replicas share."""
     keyed = KeyedHash(secret)
     return keyed, Ring.make(num_slots, keyed)
 
 
 def ranked_slots(keyed: KeyedHash, ring: Ring, user: str, is_alive: Sequence[bool]) -> list[int]:
-    """The user's slot and, in order, those it would be with that one gone."""
-    place = keyed.number("user", user)
+    """Return the user's slot, followed by its fallback slots in order."""
+    position = keyed.number("user", user)
     alive = list(is_alive)
     slots = list[int]()
-    while (route := slot_for(ring, place, [0] * len(alive), alive, bound=2.0)) is not None:
+    while (route := slot_for(ring, position, [0] * len(alive), alive, bound=2.0)) is not None:
         slots.append(route.slot)
         alive[route.slot] = False
     return slots
 
 
 class SlotRouter(RequestRouter):  # type: ignore[misc]
-    """The first argument of a call is the user, or `slot_address` of the slot that is meant."""
+    """Ray Serve request router with session affinity.
+
+    The first argument of each call is the user id, or `slot_address` of a specific slot.
+    """
 
     def initialize_state(self, *, secret: str, num_slots: int) -> None:
         self._keyed, self._ring = ring_of(bytes.fromhex(secret), num_slots)
@@ -47,7 +51,10 @@ class SlotRouter(RequestRouter):  # type: ignore[misc]
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """The user's replica; the next one where that refuses because it is full, which is then counted as a leak."""
+        """Return the user's replica, followed by its fallbacks in case it rejects the request because it is full.
+
+        A fallback counts such a request as misrouted.
+        """
         by_slot: dict[int, Any] = {replica.replica_metadata[SLOT]: replica for replica in candidate_replicas}
         if pending_request is None or not by_slot:
             return [candidate_replicas]

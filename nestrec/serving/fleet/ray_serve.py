@@ -1,7 +1,7 @@
-"""The same engine as a Ray Serve application: instances as replicas, a slot router between, HAProxy before it.
+"""Ray Serve deployment: instances run as replicas behind a slot router and HAProxy.
 
-HTTP comes in through HAProxy, never through Ray's Python proxy, which costs several milliseconds. Ray's own ports
-listen on every interface: run it in a network namespace or behind a firewall.
+HTTP enters through HAProxy, never through Ray's Python proxy, which adds several milliseconds. Ray's own ports listen
+on every interface: run it in a network namespace or behind a firewall.
 """
 
 import asyncio
@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from nestrec.base.clock import RealClock
-from nestrec.base.cuda import chosen_device
+from nestrec.base.cuda import resolve_device
 from nestrec.base.lazy import import_extra
 from nestrec.serving.core.asgi import HttpResponse, Receive, Scope, Send, is_loopback, problem, problem_of, retry_after
 from nestrec.serving.core.http_client import Response
 from nestrec.serving.core.request_limits import BadRequestError
 from nestrec.serving.core.slot_router import KeyedHash, Ring, Router
 from nestrec.serving.fleet.gateway import user_of
-from nestrec.serving.fleet.rolling_update import FleetVersionFollower, Operations, RollingUpdate, whole_name
+from nestrec.serving.fleet.rolling_update import FleetVersionFollower, Operations, RollingUpdate, resolve_model_path
 from nestrec.serving.history_store.memory_store import make_store
 from nestrec.serving.http.http_app import App
 from nestrec.serving.http.serve_config import ServeConfig
@@ -38,7 +38,7 @@ _SLOT_ROUTER = "nestrec.serving.fleet.ray_router:SlotRouter"
 
 
 class RayInstance:
-    """A replica: service and routes of one instance, without a socket."""
+    """Ray Serve replica: the service and the HTTP routes of one instance, without a socket."""
 
     def __init__(self, folders: list[str], cfg: ServeConfig, secret: str):
         import torch
@@ -47,28 +47,32 @@ class RayInstance:
 
         from nestrec.serving.fleet.ray_router import ring_of
 
-        torch.set_num_threads(cfg.threads)
-        device = chosen_device(cfg.device)
-        folders = current_folders() or folders  # those of a swap, where this replica replaces another
+        torch.set_num_threads(cfg.num_threads)
+        device = resolve_device(cfg.device)
+        folders = current_folders() or folders  # a replacement replica serves the swapped models
         loss = EngineLoss(lambda: None)  # Ray replaces a replica whose process has ended
         service = Service.load(folders, cfg.service, device, cfg.tables, on_engine_lost=loss)
         reloader = Reloader(service, device, cfg.tables, cfg.follow)
-        self._app = App(service, cfg.limits, make_store(cfg.histories), reloader=reloader)
+        self._app = App(service, cfg.limits, make_store(cfg.history_store), reloader=reloader)
         self._slot = int(serve.get_replica_context().rank.rank)
-        self._keyed, self._ring = ring_of(bytes.fromhex(secret), cfg.instances)
-        self._num_slots = cfg.instances
-        self._num_leaked = 0
-        self._leaks = Counter("nestrec_leaked_requests", "Requests that came to another slot than their user's")
+        self._keyed, self._ring = ring_of(bytes.fromhex(secret), cfg.num_instances)
+        self._num_slots = cfg.num_instances
+        self._num_misrouted = 0
+        self._misrouted = Counter(
+            "nestrec_ray_misrouted_requests", "Requests received by a slot other than their user's"
+        )
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """Read by the router when this replica is ready."""
+        """Return the metadata that the router reads when this replica is ready: its slot."""
 
         from nestrec.serving.fleet.ray_router import SLOT
 
         return {SLOT: self._slot}
 
-    async def answer(self, user: str, scope: Scope, body: bytes) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
-        """One request through the routes; status, headers and body of its answer."""
+    async def handle_request(
+        self, user: str, scope: Scope, body: bytes
+    ) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
+        """Process one request and return the status, headers and body of the response."""
 
         from nestrec.serving.fleet.ray_router import ranked_slots
 
@@ -77,14 +81,14 @@ class RayInstance:
             and not user.startswith("\0")
             and ranked_slots(self._keyed, self._ring, user, [True] * self._num_slots)[0] != self._slot
         ):
-            self._num_leaked += 1
-            self._leaks.inc()
+            self._num_misrouted += 1
+            self._misrouted.inc()
         sent: list[dict[str, Any]] = []
 
         unread = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive() -> dict[str, Any]:
-            while not unread:  # the application waits for a disconnection, which ends with its answer
+            while not unread:  # the application waits for a disconnect until it has responded
                 await asyncio.sleep(3600.0)
             return unread.pop()
 
@@ -92,12 +96,15 @@ class RayInstance:
             sent.append(message)
 
         await self._app(scope, receive, send)
-        shown = (b"x-nestrec-slot", str(self._slot).encode()), (b"x-nestrec-leaked", str(self._num_leaked).encode())
-        return sent[0]["status"], [*sent[0]["headers"], *shown], sent[1]["body"]
+        slot_headers = (
+            (b"x-nestrec-slot", str(self._slot).encode()),
+            (b"x-nestrec-misrouted", str(self._num_misrouted).encode()),
+        )
+        return sent[0]["status"], [*sent[0]["headers"], *slot_headers], sent[1]["body"]
 
 
 class RayIngress:
-    """The deployment behind HAProxy."""
+    """Ray Serve ingress deployment behind HAProxy."""
 
     def __init__(self, instances: Any, cfg: ServeConfig):
         self._app = RayIngressApp(instances, cfg)
@@ -106,30 +113,33 @@ class RayIngress:
         return self._app
 
     async def swap(self, folders: list[str]) -> int:
-        """As POST /v1/admin/swap; the status."""
+        """Swap the models like POST /v1/admin/swap and return the HTTP status."""
         return (await self._app.rollout.swap(folders)).status
 
     async def follow(self, addresses: list[str]) -> int:
-        """To newer versions, unless the replicas were told to stay; the status."""
+        """Update to newer versions, unless the replicas are pinned to a version; return the HTTP status."""
         return (await self._app.rollout.follow(addresses)).status
 
-    async def followed(self, models: list[str]) -> list[str]:
-        """What is to be followed by now."""
-        return self._app.rollout.followed(models)
+    async def models_to_follow(self, models: list[str]) -> list[str]:
+        """Return the models whose newer versions must be followed now."""
+        return self._app.rollout.models_to_follow(models)
 
 
 class RayIngressApp:
-    """Finds out whom a request is about and hands it on. What concerns all replicas is asked of one after the other."""
+    """ASGI application of the ingress: passes each request to the replica of its user.
+
+    Operations on all replicas are sent to them sequentially.
+    """
 
     def __init__(self, instances: Any, cfg: ServeConfig):
         self._instances = instances
-        self._takes_admin = is_loopback(cfg.host)
-        self._replicas = [RayUpstream(instances, slot) for slot in range(cfg.instances)]
+        self._allows_admin = is_loopback(cfg.host)
+        self._replicas = [RayUpstream(instances, slot) for slot in range(cfg.num_instances)]
         replicas: Any = self._replicas
         keyed = KeyedHash()
-        router = Router(Ring.make(cfg.instances, keyed), keyed, RealClock())  # Ray has its own: this one is not asked
+        router = Router(Ring.make(cfg.num_instances, keyed), keyed, RealClock())  # unused: Ray routes
         self.rollout = RollingUpdate(replicas, router, RaySupervisor(), lambda _: _is_ready())
-        self._operations = Operations(self.rollout, cfg.limits, cfg.service.drain_s)
+        self._operations = Operations(self.rollout, cfg.limits, cfg.service.drain_timeout_s)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -142,38 +152,38 @@ class RayIngressApp:
             more = message.get("more_body", False)
         body = b"".join(parts)
         if scope["path"].startswith("/v1/admin/"):
-            await (await self._operated(scope["method"], scope["path"], body)).send(send)
+            await (await self._run_operation(scope["method"], scope["path"], body)).send(send)
             return
         if scope["method"] == "DELETE" and scope["path"].startswith("/v1/users/"):
-            await (await self._everywhere(scope["raw_path"])).send(send)
+            await (await self._broadcast_delete(scope["raw_path"])).send(send)
             return
         names = ("type", "method", "path", "raw_path", "query_string", "headers")
         plain = {name: scope[name] for name in names}
         user = user_of(body).lstrip("\0")
-        status, headers, content = await self._instances.answer.remote(user, plain, body)
+        status, headers, content = await self._instances.handle_request.remote(user, plain, body)
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": content})
 
-    async def _everywhere(self, target: bytes) -> HttpResponse:
-        """The user may have been served by any of them: all must say that it is done."""
-        try:  # one after the other: calls that one request makes at a time are one call to Ray
-            heard = [await replica.send("DELETE", target, timeout_s=5.0) for replica in self._replicas]
+    async def _broadcast_delete(self, target: bytes) -> HttpResponse:
+        """Delete a user's data on all replicas: any of them may have served the user, so all must confirm."""
+        try:  # sequentially: Ray treats concurrent calls of one request as one call
+            responses = [await replica.send("DELETE", target, timeout_s=5.0) for replica in self._replicas]
         except OSError:
-            return problem(503, "not every replica has answered; send it again", "", retry_after(1.0))
-        worst = max(heard, key=lambda response: response.status)
+            return problem(503, "not all replicas have confirmed the deletion; send it again", "", retry_after(1.0))
+        worst = max(responses, key=lambda response: response.status)
         return HttpResponse(worst.status, worst.body)
 
-    async def _operated(self, method: str, path: str, body: bytes) -> HttpResponse:
-        if not self._takes_admin:  # no keys are known here
-            return problem(403, "admin endpoints are not answered here; send SIGHUP to the front")
+    async def _run_operation(self, method: str, path: str, body: bytes) -> HttpResponse:
+        if not self._allows_admin:  # API keys are not checked here
+            return problem(403, "admin endpoints are disabled on this address; send SIGHUP to the server to reload")
         try:
-            return await self._operations.answer(method, path, body)
+            return await self._operations.handle(method, path, body)
         except BadRequestError as error:
             return problem_of(error)
 
 
 class RayUpstream:
-    """One replica, as a front asks an instance."""
+    """Adapter that sends requests to one replica with the interface of `Upstream`."""
 
     def __init__(self, instances: Any, slot: int):
         self._instances = instances
@@ -182,7 +192,11 @@ class RayUpstream:
     async def send(
         self, method: str, target: bytes, body: bytes = b"", *, is_repeatable: bool = True, timeout_s: float = 30.0
     ) -> Response:
-        """Raises OSError where there is no replica, or it is lost."""
+        """Send a request to the replica.
+
+        Raises:
+            OSError: The replica does not exist, was lost, or did not respond in time.
+        """
 
         from nestrec.serving.fleet.ray_router import slot_address
 
@@ -190,16 +204,16 @@ class RayUpstream:
         scope = {"type": "http", "method": method, "path": target.decode(), "raw_path": target}
         try:
             async with asyncio.timeout(timeout_s):
-                status, found, content = await self._instances.answer.remote(
+                status, headers_sent, content = await self._instances.handle_request.remote(
                     slot_address(self._slot), {**scope, "query_string": b"", "headers": headers}, body
                 )
-        except Exception as error:  # Ray has many, and each means that nobody has answered
+        except Exception as error:  # Ray raises many types; each means that there is no response
             raise ConnectionError(f"replica {self._slot}: {type(error).__name__}") from error
-        return Response(status, dict(found), content)
+        return Response(status, dict(headers_sent), content)
 
 
 class RaySupervisor:
-    """Ray starts replicas again, and says how many; the models of a swap are remembered for them."""
+    """Supervisor for Ray Serve, which restarts and counts replicas itself; stores the swapped models for new ones."""
 
     def set_models(self, slot: int, folders: list[str]) -> None:
         from ray.experimental.internal_kv import _internal_kv_put
@@ -208,11 +222,11 @@ class RaySupervisor:
 
 
 def current_folders() -> list[str]:
-    """Of the models that a swap has brought; none where there was none."""
+    """Return the model folders of the last swap; an empty list if there was none."""
     from ray.experimental.internal_kv import _internal_kv_get
 
-    found = _internal_kv_get(_FOLDERS)
-    return list(json.loads(found)) if found else []
+    encoded = _internal_kv_get(_FOLDERS)
+    return list(json.loads(encoded)) if encoded else []
 
 
 async def _is_ready() -> bool:
@@ -222,27 +236,34 @@ async def _is_ready() -> bool:
 def serve_on_ray(
     folders: Sequence[str], cfg: ServeConfig, signals: SignalHandler, announce: Callable[[str], None]
 ) -> None:
-    """Serve until SIGTERM or SIGINT; SIGHUP lets every replica load its models anew, one after the other."""
+    """Serve with Ray until SIGTERM or SIGINT; SIGHUP reloads the models, one replica at a time.
+
+    Args:
+        folders: Folders or addresses of the models.
+        cfg: Configuration of the server.
+        signals: Signal handler of the process.
+        announce: Called with the URL when the server accepts connections.
+    """
     gate = start_on_ray(folders, cfg)
-    signals.take_over()  # Ray has set its own meanwhile
+    signals.take_over()  # Ray has installed its own handlers
     announce(url_of(cfg.host, cfg.port))
 
-    def roll_all() -> None:
-        _roll(lambda: gate.swap.remote(list(folders)))
+    def update_all() -> None:
+        _request_update(lambda: gate.swap.remote(list(folders)))
 
-    rolls = CoalescingWorker("nestrec-roll", roll_all)
-    signals.when_reloaded(rolls.ask)
+    updates = CoalescingWorker("nestrec-rolling-update", update_all)
+    signals.on_reload(updates.request_run)
     follower = FleetVersionFollower(
         folders,
-        cfg.follow.poll_s,
-        lambda models: _roll(lambda: gate.follow.remote(models)),
-        lambda models: list(gate.followed.remote(list(models)).result()),
+        cfg.follow.poll_interval_s,
+        lambda models: _request_update(lambda: gate.follow.remote(models)),
+        lambda models: list(gate.models_to_follow.remote(list(models)).result()),
     )
-    if cfg.follow.on and cfg.follow.moves == "together":
+    if cfg.follow.enabled and cfg.follow.mode == "coordinated":
         follower.start()
     signals.wait_for_stop()
     follower.close()
-    rolls.close()
+    updates.close()
     import ray
     from ray import serve
 
@@ -251,29 +272,29 @@ def serve_on_ray(
 
 
 def num_gpus(cfg: ServeConfig) -> float:
-    """That each replica asks Ray for."""
-    if cfg.ray_gpus is not None:
-        return cfg.ray_gpus
-    return 1.0 if chosen_device(cfg.device).startswith("cuda") else 0.0
+    """Return the number of GPUs that each replica requests from Ray."""
+    if cfg.gpus_per_instance is not None:
+        return cfg.gpus_per_instance
+    return 1.0 if resolve_device(cfg.device).startswith("cuda") else 0.0
 
 
-def _roll(ask: Callable[[], Any]) -> bool:
+def _request_update(call: Callable[[], Any]) -> bool:
     try:
-        status = ask().result()
-    except Exception as error:  # whatever Ray says, the replicas serve on
-        _LOG.error("the models stay as they are: %s", type(error).__name__)
+        status = call().result()
+    except Exception as error:  # the replicas keep serving after any error of Ray
+        _LOG.error("the models were not updated: %s", type(error).__name__)
         return False
     if status != 200:
-        _LOG.error("the models stay as they are: a replica has not taken the new ones")
+        _LOG.error("the models were not updated: a replica rejected the new ones")
     else:
-        _LOG.info("all replicas have loaded their models anew")
+        _LOG.info("all replicas have reloaded their models")
     return bool(status == 200)
 
 
 def start_on_ray(folders: Sequence[str | Path], cfg: ServeConfig) -> Any:
-    """Start the application on a Ray of this machine, or the one that RAY_ADDRESS names; its handle."""
+    """Deploy the application on a local Ray cluster, or on the one in RAY_ADDRESS, and return its handle."""
     os.environ.setdefault("RAY_SERVE_ENABLE_HA_PROXY", "1")  # read when Ray is imported
-    import_extra("ray.serve", "ray", "is needed for this front")
+    import_extra("ray.serve", "ray", "is required for --load_balancer ray")
     import ray
     from ray import serve
     from ray.serve.config import RequestRouterConfig
@@ -282,16 +303,16 @@ def start_on_ray(folders: Sequence[str | Path], cfg: ServeConfig) -> Any:
     serve.start(http_options={"host": cfg.host, "port": cfg.port})
     secret = secrets.token_hex(32)
     router = RequestRouterConfig(
-        request_router_class=_SLOT_ROUTER, request_router_kwargs={"secret": secret, "num_slots": cfg.instances}
+        request_router_class=_SLOT_ROUTER, request_router_kwargs={"secret": secret, "num_slots": cfg.num_instances}
     )
     light = {"num_cpus": 0.1}  # several instances may share a core
     instances = serve.deployment(
         RayInstance,
-        num_replicas=cfg.instances,
+        num_replicas=cfg.num_instances,
         request_router_config=router,
         max_ongoing_requests=1000,
         ray_actor_options={**light, "num_gpus": num_gpus(cfg)},
-    ).bind([whole_name(str(folder)) for folder in folders], cfg, secret)
+    ).bind([resolve_model_path(str(folder)) for folder in folders], cfg, secret)
     gate = serve.deployment(serve.ingress()(RayIngress), max_ongoing_requests=1000, ray_actor_options=light).bind(
         instances, cfg
     )

@@ -1,20 +1,18 @@
-"""Rolling updates and operations over all instances of a fleet.
+"""Rolling updates and other operations on all instances of a fleet.
 
-Changes that count when every instance has made them, since each remembers and knows things by itself.
+`FleetBroadcast` sends changes that every instance must apply, because each one has its own state.
 
-A fleet that moves together: its front looks for newer versions, and takes all instances there, or none.
+`FleetVersionFollower` polls for newer model versions and updates all instances or none. Instances are updated to a
+version by name, like `nestrec swap GATEWAY ADDRESS@VERSION`. If one rejects it, the instances updated before are rolled
+back, and the follower tries again with the next version.
 
-Instances are taken to a version by name, one after the other, as by `nestrec swap FRONT ADDRESS@VERSION`. Where one
-does not take it, those before it get back what they had, and the front tries again with the next version.
+`RollingUpdate` changes the fleet while it serves: it swaps models one instance at a time (the first one is the canary),
+drains an instance, and scales the number of instances. During a model swap, instances serve different versions. The
+router treats the instance being updated as having a version of its own, so that only its own users are sent to it and
+they are not sent elsewhere. A user gets the new version as soon as the user's instance has it and never goes back to
+the old one. If an instance rejects the new models, the instances updated before get their old models back.
 
-Changes of a whole fleet while it serves: other models, instance by instance; an instance set aside; more or fewer.
-
-While models roll, instances serve different versions. The one whose turn it is has a version of its own for the router,
-so that nobody is sent to it who is not its own user, nor from it elsewhere: a user meets the new version when its
-instance has it, and never again the old one. Where an instance does not take the new models, those before it get their
-old ones back.
-
-What a front is asked by whoever runs it: the endpoints under /v1/admin/, for all instances together.
+`Operations` implements the admin endpoints (/v1/admin/) of the gateway for the whole fleet.
 """
 
 import asyncio
@@ -38,84 +36,108 @@ from nestrec.serving.core.slot_router import Router
 from nestrec.serving.fleet.readiness_probes import Probes, Turn, version_of
 from nestrec.serving.fleet.upstream_connection import Upstream
 from nestrec.serving.inputs.request_schema import AtLeast, RollbackRequest, SwapRequest, reader
-from nestrec.serving.versions.live_version import ModelAddress, source_of
+from nestrec.serving.versions.live_version import ModelAddress, parse_model_address
 from nestrec.serving.versions.version_store import VersionStore
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What is to be done, and when an instance has done it."""
+    """Kind of a change that every instance must apply."""
 
     timeout_s: float
-    """that an instance may take"""
-    is_done_by_end: bool
-    """a process that has ended has done it: what is to be forgotten ended with it. Not what is to be known: the next
-    process of the instance begins without it"""
+    """Time for an instance to apply the change, in seconds."""
+    is_done_if_down: bool
+    """Whether an instance without a process counts as done. True for deletions, as the data ended with the process;
+    False for insertions, as the next process of the instance starts without them."""
 
 
 class FleetBroadcast:
-    """All instances of a front."""
+    """Broadcasts requests to all instances of a gateway.
+
+    Args:
+        upstreams: Connections to the instances, by slot; the list may change later.
+        probes: Notified of instances that do not respond.
+    """
 
     def __init__(self, upstreams: Sequence[Upstream], probes: Probes):
-        """upstreams: of the slots, as they are at any time."""
         self._upstreams = upstreams
         self._probes = probes
 
-    async def make(self, change: Change, method: str, target: bytes, body: bytes = b"") -> Response | None:
-        """The answer of the one that likes it least; none where an instance may not have done it."""
-        slots = range(len(self._upstreams))
-        responses = await asyncio.gather(*(self._made(change, slot, method, target, body) for slot in slots))
-        heard = [response for response in responses if response is not None]
-        return max(heard, key=lambda response: response.status) if len(heard) == len(slots) else None
+    async def broadcast(self, change: Change, method: str, target: bytes, body: bytes = b"") -> Response | None:
+        """Send a change to all instances concurrently.
 
-    async def _made(self, change: Change, slot: int, method: str, target: bytes, body: bytes) -> Response | None:
+        Args:
+            change: Kind of the change.
+            method: HTTP method.
+            target: Path and query.
+            body: Body of the request.
+
+        Returns:
+            The response with the highest status; None if an instance may not have applied the change.
+        """
+        slots = range(len(self._upstreams))
+        responses = await asyncio.gather(*(self._send_to(change, slot, method, target, body) for slot in slots))
+        received = [response for response in responses if response is not None]
+        return max(received, key=lambda response: response.status) if len(received) == len(slots) else None
+
+    async def _send_to(self, change: Change, slot: int, method: str, target: bytes, body: bytes) -> Response | None:
         try:
             return await self._upstreams[slot].send(method, target, body, timeout_s=change.timeout_s)
         except ConnectionRefusedError:  # there is no process
-            self._probes.lost(slot)
-            return Response(204, {}, b"") if change.is_done_by_end else None
-        except (OSError, EOFError):  # it may have done it, and only not have said so
+            self._probes.mark_lost(slot)
+            return Response(204, {}, b"") if change.is_done_if_down else None
+        except (OSError, EOFError):  # it may have applied the change, but did not confirm it
             self._probes.begin(slot)
             return None
 
 
 class FleetVersionFollower:
-    """Looks on a thread of its own."""
+    """Polls for newer versions of the models on its own thread and updates all instances to them."""
 
     def __init__(
         self,
         models: Sequence[str],
         poll_s: float,
         swap: Callable[[list[str]], bool],
-        followed: Callable[[Sequence[str]], Sequence[str]] = lambda models: models,
+        models_to_follow: Callable[[Sequence[str]], Sequence[str]] = lambda models: models,
     ):
-        """models: those of the instances; the ones that come from addresses are followed. swap: has all instances serve
-        these, or none; whether they do. followed: what is to be followed by now, instead of those models."""
+        """Create the follower; `start` starts its thread.
+
+        Args:
+            models: Folders and addresses that the instances were started with; only addresses have newer versions.
+            poll_s: Interval of polls in seconds.
+            swap: Makes all instances serve these models, or none; returns whether they do.
+            models_to_follow: Returns the models to follow now, given `models`; they change with swaps.
+        """
         self._models = list(models)
-        self._followed = followed
+        self._models_to_follow = models_to_follow
         self._swap = swap
         self._poll_s = poll_s
         self._tried: dict[str, str] = {}
         self._versions: dict[str, VersionStore] = {}
-        """by address: kept, since a read that never returns keeps a thread"""
+        """Version stores by address; reused, because a read that never returns blocks a thread of its store."""
         self._is_closed = threading.Event()
-        self._thread = BackgroundThread("nestrec-front-follow", self._turn)
+        self._thread = BackgroundThread("nestrec-fleet-follow", self._turn)
 
     def start(self) -> None:
         self._thread.start()
 
     def close(self) -> None:
-        """No further look. One that is under way is left alone: the process is ending."""
+        """Stop polling. A poll in progress is not waited for, because the process is shutting down."""
         self._is_closed.set()
 
-    def look(self) -> bool:
-        """Take the instances to the newest versions; whether all of them took what is new."""
+    def poll(self) -> bool:
+        """Update the instances to the newest versions.
+
+        Returns:
+            False if reading the versions failed or an instance rejected one.
+        """
         newer: list[str] = []
         for source in self._sources():
             try:
                 newest = self._versions.setdefault(source.address, VersionStore(source.storage)).newest()
             except (OSError, CorruptFileError) as error:
-                FAILURES.add("nestrec-front-follow", error, "the instances stay at their version")
+                FAILURES.add("nestrec-fleet-follow", error, "the instances keep their current version")
                 return False
             if newest is not None and self._tried.get(source.address) != newest.version:
                 self._tried[source.address] = newest.version
@@ -123,64 +145,65 @@ class FleetVersionFollower:
         return not newer or self._swap(newer)
 
     def _sources(self) -> list[ModelAddress]:
-        found = (source_of(model) for model in self._followed(self._models))
-        return [source for source in found if source is not None and source.version is None]
+        sources = (parse_model_address(model) for model in self._models_to_follow(self._models))
+        return [source for source in sources if source is not None and source.version is None]
 
     def _turn(self) -> bool:
         if self._is_closed.wait(self._poll_s):
             return False
-        self.look()
+        self.poll()
         return True
 
 
 _LOG = logging.getLogger(__name__)
 _OK, _CONFLICT = 200, 409
-_LOAD_S = 3600.0
-"""that an instance may take to load and warm up its models"""
-_BACK_S = 120.0
-"""that a lost instance may take to come back"""
+_LOAD_TIMEOUT_S = 3600.0
+"""Time for an instance to load and warm up its models, in seconds."""
+_RECOVERY_TIMEOUT_S = 120.0
+"""Time to wait for a lost instance to come back, in seconds."""
 _POLL_S = 0.05
 _ATTEMPTS = 3
 
 
 class Supervisor(Protocol):
-    """Whoever starts the processes of instances, and starts them again."""
+    """Starts and restarts the processes of instances."""
 
     def set_models(self, slot: int, folders: list[str]) -> None:
-        """What a process that is started in the slot from now on is to serve."""
+        """Set the models that the next process of a slot will serve."""
         ...
 
 
 @runtime_checkable
 class Scaler(Supervisor, Protocol):
-    """One that starts more of them, or fewer."""
+    """Supervisor that can change the number of instances."""
 
     def add(self) -> int:
-        """Start one more instance, in the slot after the last one; its port."""
+        """Start one more instance in the slot after the last one and return its port."""
         ...
 
     def has_failed(self, slot: int) -> bool:
-        """The last process of a slot did not come to serve, or not for long."""
+        """Return whether the last process of a slot ended before or shortly after it accepted connections."""
         ...
 
     def remove(self) -> None:
-        """Stop the instance of the last slot; returns when its process has ended."""
+        """Stop the instance of the last slot and wait until its process has ended."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class InstanceState:
-    """What an instance says of itself after a change."""
+    """Models that an instance serves."""
 
     folders: list[str]
+    """Folders and addresses of the models."""
     exact: list[str]
-    """the same, with the versions of those that come from addresses"""
+    """Same as `folders`, but addresses include the served version."""
     version: str
-    """of all its models"""
+    """Versions of all models, see `version_of`."""
 
 
 class InstanceRejectedError(Exception):
-    """Why an instance does not do what it is asked."""
+    """An instance rejected a request."""
 
     def __init__(self, message: str, remedy: str = ""):
         super().__init__(message)
@@ -188,7 +211,10 @@ class InstanceRejectedError(Exception):
 
 
 class RollingUpdate:
-    """One change after the other, inside of the front's event loop."""
+    """Rolling updates, rollback, drain and scaling of a fleet.
+
+    Changes are serialized by a lock. Use it from the event loop of the gateway.
+    """
 
     def __init__(
         self,
@@ -197,109 +223,137 @@ class RollingUpdate:
         supervisor: Supervisor | None,
         probe: Callable[[int], Awaitable[bool]],
     ):
-        """upstreams: of the slots, kept up to date here. probe: asks anew whether a slot is ready, and with what."""
+        """Create it for a fleet.
+
+        Args:
+            upstreams: Connections to the instances, by slot; scaling changes this list.
+            router: Router of the gateway; receives the versions and the number of slots.
+            supervisor: Starts the instances; None if they are started by other means.
+            probe: Runs a new readiness probe of a slot, which also updates the router.
+        """
         self._upstreams = upstreams
         self._router = router
         self._supervisor = supervisor
         self._probe = probe
         self._lock = asyncio.Lock()
         self._previous: list[str] | None = None
-        self._stays_at: dict[str, str | None] = {}
-        """by address: the version at which the instances stay, as they were told; none: they go on from there"""
+        self._pinned_versions: dict[str, str | None] = {}
+        """Version to which the instances are pinned, by address; None if they follow newer versions."""
         self._served: list[str] | None = None
-        """folders and addresses of all models since the last change; none: those of the start"""
+        """Folders and addresses of all models since the last change; None if the initial models are served."""
         self.rolling: int | None = None
-        """the slot whose turn it is"""
+        """Slot being updated; None if there is none."""
         self._num_turns = 0
 
     @property
     def turn(self) -> Turn:
+        """State of the rolling update."""
         return self._num_turns, self.rolling
 
     async def swap(self, folders: list[str], *, cause: str = "swap") -> HttpResponse:
-        """Every instance serves the models of these folders, or none does. cause: as the log names it."""
+        """Make all instances serve these models, one instance at a time; if one rejects them, restore all.
+
+        Args:
+            folders: Folders or addresses of the models; an address with a version pins the instances to it.
+            cause: Name of the operation in the log.
+
+        Returns:
+            The response of `fleet`, or status 409 if an instance rejected the models.
+        """
         async with self._lock:
-            return await self._told_to([whole_name(folder) for folder in folders], cause)
+            return await self._update_to([resolve_model_path(folder) for folder in folders], cause)
 
     async def follow(self, addresses: list[str]) -> HttpResponse:
-        """The same for newer versions that nobody has asked for: those of addresses that are served, unless the
-        instances were told to stay at a version."""
+        """Same as `swap`, but for automatic updates: addresses that are not served or are pinned are skipped."""
         async with self._lock:
-            wanted = [address for address in addresses if self._goes_on(_address_of(address))]
-            return await self._rolled(wanted, "follow") if wanted else await self.fleet()
+            to_update = [address for address in addresses if self._is_followed(_address_of(address))]
+            return await self._roll(to_update, "follow") if to_update else await self.fleet()
 
-    def followed(self, models: Sequence[str]) -> list[str]:
-        """Of these models, which the instances began with, or of those that they were told to serve since: the ones
-        whose newer versions they are to be taken to."""
+    def models_to_follow(self, models: Sequence[str]) -> list[str]:
+        """Return the served models whose newer versions must be followed.
+
+        Args:
+            models: Models that the instances were started with; they count if the instances have not been updated.
+        """
         served = models if self._served is None else [_address_of(model) for model in self._served]
-        return [model for model in served if self._goes_on(_address_of(model))]
+        return [model for model in served if self._is_followed(_address_of(model))]
 
-    def _goes_on(self, address: str) -> bool:
+    def _is_followed(self, address: str) -> bool:
         is_served = self._served is None or address in map(_address_of, self._served)
-        return is_served and self._stays_at.get(address) is None
+        return is_served and self._pinned_versions.get(address) is None
 
-    async def _told_to(self, folders: list[str], cause: str) -> HttpResponse:
-        answer = await self._rolled(folders, cause)
-        if answer.status == _OK:
-            for source in filter(None, map(source_of, folders)):
-                self._stays_at[source.address] = source.version
-        return answer
+    async def _update_to(self, folders: list[str], cause: str) -> HttpResponse:
+        response = await self._roll(folders, cause)
+        if response.status == _OK:
+            for source in filter(None, map(parse_model_address, folders)):
+                self._pinned_versions[source.address] = source.version
+        return response
 
     async def rollback(self) -> HttpResponse:
-        """Every instance serves what all of them served before the last swap."""
+        """Make all instances serve the models from before the last swap."""
         async with self._lock:
             if self._previous is None:
-                return problem(_CONFLICT, "the instances have had no other models yet")
-            return await self._told_to(self._previous, "rollback")
+                message = "no model has been swapped since the gateway started"
+                remedy = "use nestrec swap SERVER MODEL, or ADDRESS@VERSION for an earlier version"
+                return problem(_CONFLICT, message, remedy=remedy)
+            return await self._update_to(self._previous, "rollback")
 
     async def drain(self, slot: int, drain: bool) -> HttpResponse:
-        """An instance is left out, or taken in again; what it has accepted is answered."""
+        """Drain an instance or take it in again. Requests that it has accepted are completed."""
         if not 0 <= slot < len(self._upstreams):
-            return problem(400, f"must be one of {len(self._upstreams)} slots", "slot")
+            return problem(400, f"must be a slot of the fleet, which has {len(self._upstreams)} slots", "slot")
         try:
-            answer = await self._asked(slot, "POST", b"/v1/admin/drain", {"drain": drain})
+            payload = await self._call_instance(slot, "POST", b"/v1/admin/drain", {"drain": drain})
         except (OSError, EOFError, InstanceRejectedError) as error:
             return problem(_CONFLICT, f"instance {slot}: {error}")
         await self._probe(slot)
-        return as_json({"slot": slot, **answer})
+        return as_json({"slot": slot, **payload})
 
     async def scale(self, count: int, drain_s: float) -> HttpResponse:
-        """So many instances. Users of those that stay keep their slots, but for the share of new ones."""
+        """Change the number of instances. Users keep their slots, except for the share that moves to new instances.
+
+        Args:
+            count: Number of instances.
+            drain_s: Time to drain an instance before it is removed, in seconds.
+        """
         scaler = self._supervisor
         if not isinstance(scaler, Scaler):
-            return problem(_CONFLICT, "this front does not start its instances")
+            return problem(_CONFLICT, "cannot scale: this gateway does not start its instances")
         async with self._lock:
             while len(self._upstreams) < count:
-                if not await self._grown(scaler):
+                if not await self._add_instance(scaler):
                     return problem(_CONFLICT, f"instance {len(self._upstreams)} did not start")
             while len(self._upstreams) > count:
-                await self._shrunk(scaler, drain_s)
+                await self._remove_instance(scaler, drain_s)
             return as_json({"instances": len(self._upstreams)})
 
     async def fleet(self) -> HttpResponse:
-        """What each instance serves; none where it does not answer."""
-        told = [await self._told(slot) for slot in range(len(self._upstreams))]
-        return as_json({"instances": told, "ready": self._router.is_alive[: len(told)], "rolling": self.rolling})
+        """Return the state of each instance (null without a response), whether it is ready, and the slot in turn."""
+        states = [await self._query_instance(slot) for slot in range(len(self._upstreams))]
+        return as_json({"instances": states, "ready": self._router.is_alive[: len(states)], "rolling": self.rolling})
 
-    async def _told(self, slot: int) -> dict[str, Any] | None:
-        """One after the other: to Ray, calls that one request makes at a time are one call."""
+    async def _query_instance(self, slot: int) -> dict[str, Any] | None:
+        """Return the state of an instance; None if it does not respond.
+
+        Call it sequentially: Ray treats concurrent calls of one request as one call.
+        """
         try:
-            return await self._asked(slot, "GET", b"/v1/admin/fleet")
+            return await self._call_instance(slot, "GET", b"/v1/admin/fleet")
         except (OSError, EOFError, InstanceRejectedError):
             return None
 
-    async def _rolled(self, folders: list[str], cause: str) -> HttpResponse:
+    async def _roll(self, folders: list[str], cause: str) -> HttpResponse:
         done: list[tuple[int, InstanceState]] = []
         now: InstanceState | None = None
         for slot in range(len(self._upstreams)):
             try:
-                before, now = await self._changed(slot, folders)
+                before, now = await self._update_instance(slot, folders)
             except InstanceRejectedError as error:
-                told = "%s: instance %d does not take the models, so all instances keep those they had: %s"
-                _LOG.error(told, cause, slot, error)
-                for earlier, had in done:
-                    await self._restored(earlier, had.folders)
-                return problem(_CONFLICT, f"instance {slot} does not take the models: {error}", remedy=error.remedy)
+                template = "%s: instance %d rejected the models, so all instances keep their previous models: %s"
+                _LOG.error(template, cause, slot, error)
+                for earlier, state in done:
+                    await self._restore(earlier, state.folders)
+                return problem(_CONFLICT, f"instance {slot} rejected the models: {error}", remedy=error.remedy)
             done.append((slot, before))
         if now is not None:
             before = done[0][1]
@@ -311,41 +365,48 @@ class RollingUpdate:
             _LOG.info("%s: all %d instances serve %s", cause, len(done), now.version)
         return await self.fleet()
 
-    async def _restored(self, slot: int, folders: list[str]) -> None:
+    async def _restore(self, slot: int, folders: list[str]) -> None:
         try:
-            await self._changed(slot, folders)
+            await self._update_instance(slot, folders)
         except InstanceRejectedError as error:
-            _LOG.error("instance %d has not taken its old model back: %s", slot, error)
+            _LOG.error("instance %d could not be rolled back to its previous models: %s", slot, error)
 
-    async def _changed(self, slot: int, folders: list[str]) -> tuple[InstanceState, InstanceState]:
-        """What an instance served before, and what it serves now. One that is lost meanwhile is asked again."""
+    async def _update_instance(self, slot: int, folders: list[str]) -> tuple[InstanceState, InstanceState]:
+        """Swap the models of one instance; retry if it is lost during the swap.
+
+        Returns:
+            Its state before and after.
+
+        Raises:
+            InstanceRejectedError: The instance rejected the models or did not come back.
+        """
         self._begin_turn(slot)
         try:
             for _ in range(_ATTEMPTS):
-                if not await self._is_back(slot):
+                if not await self._wait_until_back(slot):
                     break
                 try:
-                    before = _taken(await self._asked(slot, "GET", b"/v1/admin/fleet"))
+                    before = _parse_state(await self._call_instance(slot, "GET", b"/v1/admin/fleet"))
                     self._router.versions[slot] = f"rolling {slot}"
-                    answer = await self._asked(slot, "POST", b"/v1/admin/swap", {"models": folders})
+                    payload = await self._call_instance(slot, "POST", b"/v1/admin/swap", {"models": folders})
                 except (OSError, EOFError):
                     continue
-                now = _taken(answer)
+                now = _parse_state(payload)
                 if self._supervisor is not None:
                     self._supervisor.set_models(slot, now.folders)
                 return before, now
-            raise InstanceRejectedError("it is away")
+            raise InstanceRejectedError("it is not responding")
         finally:
             self._begin_turn(None)
-            await self._probe(slot)  # which tells the router its version
+            await self._probe(slot)  # which sets its version in the router
 
     def _begin_turn(self, slot: int | None) -> None:
         self.rolling = slot
         self._num_turns += 1
 
-    async def _is_back(self, slot: int) -> bool:
-        """One that was set aside is left aside, and changed like the others."""
-        end_s = time.monotonic() + _BACK_S
+    async def _wait_until_back(self, slot: int) -> bool:
+        """Wait until an instance is alive; return False on timeout. Drained instances are updated too."""
+        end_s = time.monotonic() + _RECOVERY_TIMEOUT_S
         while time.monotonic() < end_s:
             try:
                 await self._upstreams[slot].send("GET", b"/health/live", timeout_s=2.0)
@@ -354,22 +415,22 @@ class RollingUpdate:
                 await asyncio.sleep(_POLL_S)
         return False
 
-    async def _asked(self, slot: int, method: str, path: bytes, body: Any = None) -> dict[str, Any]:
+    async def _call_instance(self, slot: int, method: str, path: bytes, body: Any = None) -> dict[str, Any]:
         content = b"" if body is None else orjson.dumps(body)
-        timeout_s = _LOAD_S if method == "POST" else 5.0
+        timeout_s = _LOAD_TIMEOUT_S if method == "POST" else 5.0
         response = await self._upstreams[slot].send(method, path, content, is_repeatable=False, timeout_s=timeout_s)
-        answer = orjson.loads(response.body)
+        payload = orjson.loads(response.body)
         if response.status != 200:
-            error = answer.get("error", {})
-            message = error.get("message", f"it answers with status {response.status}")
+            error = payload.get("error", {})
+            message = error.get("message", f"it responded with status {response.status}")
             raise InstanceRejectedError(message, error.get("remedy", ""))
-        return dict(answer)
+        return dict(payload)
 
-    async def _grown(self, scaler: Scaler) -> bool:
+    async def _add_instance(self, scaler: Scaler) -> bool:
         slot = len(self._upstreams)
         port = await asyncio.to_thread(scaler.add)
         self._upstreams.append(Upstream(port))
-        end_s = time.monotonic() + _LOAD_S
+        end_s = time.monotonic() + _LOAD_TIMEOUT_S
         while not await self._is_up(slot):
             if scaler.has_failed(slot) or time.monotonic() > end_s:
                 self._upstreams.pop()
@@ -381,14 +442,14 @@ class RollingUpdate:
         return True
 
     async def _is_up(self, slot: int) -> bool:
-        """Warmed up; no user is sent to it yet."""
+        """Return whether a new instance is warmed up; it receives no requests yet."""
         try:
             response = await self._upstreams[slot].send("GET", b"/health/ready", timeout_s=2.0)
         except (OSError, EOFError):
             return False
         return response.status == 200
 
-    async def _shrunk(self, scaler: Scaler, drain_s: float) -> None:
+    async def _remove_instance(self, scaler: Scaler, drain_s: float) -> None:
         slot = len(self._upstreams) - 1
         self._router.resize(slot)
         end_s = time.monotonic() + drain_s
@@ -398,24 +459,27 @@ class RollingUpdate:
         await asyncio.to_thread(scaler.remove)
 
 
-def whole_name(folder: str) -> str:
-    """Of a folder or an address. Links are followed here: all instances get what they point to now."""
+def resolve_model_path(folder: str) -> str:
+    """Return an address unchanged, or the resolved path of a folder.
+
+    Links are resolved here, so that all instances load the same folder even if a link changes during the update.
+    """
     return folder if "://" in folder else str(Path(folder).resolve())
 
 
 def _address_of(model: str) -> str:
-    """Without the version that is named with it; a folder as it is."""
-    source = source_of(model)
+    """Return an address without its version, or a folder unchanged."""
+    source = parse_model_address(model)
     return model if source is None else source.address
 
 
 def _at_version(model: str, version: str) -> str:
-    source = source_of(model)
+    source = parse_model_address(model)
     return model if source is None or source.version is not None else str(source.at(version))
 
 
-def _taken(answer: dict[str, Any]) -> InstanceState:
-    models = answer["models"]
+def _parse_state(payload: dict[str, Any]) -> InstanceState:
+    models = payload["models"]
     return InstanceState(
         [model["folder"] for model in models.values()],
         [_at_version(model["folder"], model["version"]) for model in models.values()],
@@ -423,40 +487,46 @@ def _taken(answer: dict[str, Any]) -> InstanceState:
     )
 
 
-_MOST_INSTANCES = 1024
-"""Largest number of instances of a front: a mistyped number must not use up the machine's memory."""
+_MAX_INSTANCES = 1024
+"""Maximum number of instances of a gateway: a mistyped number must not exhaust the memory of the machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotDrainRequest:
-    """An instance is to be left out, or taken in again."""
+    """Request to drain an instance or to take it in again."""
 
     slot: Annotated[int, AtLeast(0)]
-    """which"""
+    """Slot of the instance."""
     drain: bool | None = None
-    """false takes it in again; true where it is left out"""
+    """Whether to drain the instance (default) or to take it in again (false)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleRequest:
-    """More or fewer instances."""
+    """Request to change the number of instances."""
 
-    instances: Annotated[int, NumberRange(1, _MOST_INSTANCES)]
-    """that are to serve"""
+    instances: Annotated[int, NumberRange(1, _MAX_INSTANCES)]
+    """Number of instances to run."""
 
 
 class Operations:
-    """Reads requests and has them done; what was begun goes on where the client does not wait for it."""
+    """Admin endpoints of a fleet. An operation that has started continues even if its client disconnects.
+
+    Args:
+        rollout: Executes the operations.
+        limits: Limits of requests.
+        drain_s: Time to drain an instance that is removed, in seconds.
+    """
 
     def __init__(self, rollout: RollingUpdate, limits: LimitsConfig, drain_s: float):
         self._rollout = rollout
         self._drain_s = drain_s
         self._read_swap, self._read_rollback = reader(SwapRequest, limits), reader(RollbackRequest, limits)
         self._read_drain, self._read_scale = reader(SlotDrainRequest, limits), reader(ScaleRequest, limits)
-        self.under_way: set[asyncio.Task[HttpResponse]] = set()
+        self.active_tasks: set[asyncio.Task[HttpResponse]] = set()
 
-    async def answer(self, method: str, path: str, body: bytes) -> HttpResponse:
-        """Of a request to /v1/admin/."""
+    async def handle(self, method: str, path: str, body: bytes) -> HttpResponse:
+        """Execute a request to /v1/admin/ and return its response."""
         if (method, path) == ("GET", "/v1/admin/fleet"):
             return await self._rollout.fleet()
         if method != "POST":
@@ -469,13 +539,13 @@ class Operations:
                 self._read_rollback(data)
                 change = self._rollout.rollback()
             case "/v1/admin/drain":
-                wanted = self._read_drain(data)
-                change = self._rollout.drain(wanted.slot, wanted.drain is not False)
+                request = self._read_drain(data)
+                change = self._rollout.drain(request.slot, request.drain is not False)
             case "/v1/admin/scale":
                 change = self._rollout.scale(self._read_scale(data).instances, self._drain_s)
             case _:
-                return problem(404, "there is nothing here")
+                return problem(404, "no such path")
         task = asyncio.create_task(change)
-        self.under_way.add(task)
-        task.add_done_callback(self.under_way.discard)
+        self.active_tasks.add(task)
+        task.add_done_callback(self.active_tasks.discard)
         return await asyncio.shield(task)

@@ -10,7 +10,7 @@ _LONGEST_S = 30.0
 
 
 class Upstream:
-    """One instance. Used inside one event loop."""
+    """Connection pool to one instance. Use it from one event loop."""
 
     def __init__(self, port: int):
         self.port = port
@@ -36,10 +36,10 @@ class Upstream:
             is_repeatable: Whether the instance may receive the request twice.
             timeout_s: Longest time until the whole response has arrived.
         """
-        with tracing.sending(self.port) as trace:
+        with tracing.client_span(self.port) as trace:
             headers = {
                 b"content-type": b"application/json",
-                security_config.HEADER: security_config.front_secret().encode(),
+                security_config.GATEWAY_SECRET_HEADER: security_config.gateway_secret().encode(),
             }
             if trace:
                 headers[tracing.HEADER] = trace
@@ -53,9 +53,9 @@ class Upstream:
             return await self._pool.send(request, timeout_s=timeout_s, is_repeatable=is_repeatable)
 
     def drop(self) -> None:
-        """Close the kept connections to an instance that is gone."""
+        """Close the idle connections to an instance that is gone."""
         self._pool.drop_idle()
 
     async def close(self) -> None:
-        """Close the kept connections and wait for their end."""
+        """Close the idle connections and wait until they are closed."""
         await self._pool.close()

@@ -1,1 +1,1 @@
-"""The front of one instance in processes of its own: they read requests and write answers, one process computes."""
+"""Frontend workers: separate processes that parse HTTP requests and write responses for one engine process."""

@@ -1,8 +1,9 @@
-"""The side of the process that computes: what its fronts ask goes to the engines, and answers go back.
+"""Engine-process side of the frontend workers: passes their requests to the engines and sends back the results.
 
-Of a ranking request this process has the arrays alone: nothing is parsed, looked up or written as JSON here, so that
-the interpreter is free for the thread that launches batches. The event loop has no part in it either (`wires`). A front
-that dies is replaced (`processes`), and costs the requests that it was answering.
+Ranking requests arrive as arrays. Parsing, id lookup and JSON encoding happen in the workers, so that the interpreter
+of this process is free for the thread that launches batches. The event loop is not involved either: a separate thread
+reads the requests (`EngineSocketLoop`). A worker process that dies is replaced (`FrontendWorkerPool`); only the
+requests that it was processing are lost.
 """
 
 import asyncio
@@ -42,25 +43,25 @@ from nestrec.serving.security.auth import AccessRules
 from nestrec.serving.service.inference_service import ModelDeployment, ModelSwappedError, Service
 
 _LOG = logging.getLogger(__name__)
-_TELL_S = 1.0
+_COUNTERS_TIMEOUT_S = 1.0
 _HANG_S = 15.0
-"""without a word: an interpreter may be busy for seconds, but not for so long"""
+"""A worker that has not replied for this long is killed; a busy interpreter can be unresponsive for a few seconds."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Ended:
-    """A ranking request whose work has ended."""
+class _RankCompletion:
+    """Context of a ranking request, needed to send its reply when the engine has completed it."""
 
-    front: FrontendWorker
+    worker: FrontendWorker
     number: int
     slot: int
-    fleet: ModelDeployment
+    deployment: ModelDeployment
     sender: RequestSource
-    work: EngineRequest
+    request: EngineRequest
 
 
 class FrontendHub:
-    """An ASGI application whose requests come through fronts, from its start to its end."""
+    """ASGI application of the engine process; its requests come from frontend workers, which it starts and stops."""
 
     def __init__(
         self,
@@ -71,182 +72,211 @@ class FrontendHub:
         count: int,
         config: bytes,
         drain_s: float,
-        refusals: dict[str, int],
+        auth_failures: dict[str, int],
         awake_s: float = 0.0,
     ):
-        """sockets: that one more front is to listen on. config: what a front is told first. refusals: counts of the
-        gates are added to them. awake_s: see `EngineSocketLoop`."""
+        """Create the hub; the workers are started by `run`.
+
+        Args:
+            app: Application that answers all requests except ranking and pre-infer requests.
+            spawner: Starts worker processes.
+            sockets: Returns the listening sockets for one more worker.
+            count: Number of workers.
+            config: Pickled configuration, the first message to each worker.
+            drain_s: Time for workers to complete their requests at shutdown, in seconds.
+            auth_failures: Rejected requests by reason; the counts of the workers are added to it.
+            awake_s: See `EngineSocketLoop`.
+        """
         self._app = app
-        self._service = app.front.service
-        self._refusals = refusals
-        self._access = AccessRules(app.front.endpoints.values())
-        self._processes = FrontendWorkerPool(
+        self._service = app.context.service
+        self._auth_failures = auth_failures
+        self._access = AccessRules(app.context.endpoints.values())
+        self._pool = FrontendWorkerPool(
             spawner, sockets, self, count=count, config=config, drain_s=drain_s, awake_s=awake_s
         )
         self._numbers = DeploymentNumbers()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._tell_number = 0
-        app.metrics.gather = self._gather
+        self._counters_number = 0
+        app.metrics.before_collect = self._gather_counters
 
     def run(
         self, config: uvicorn.Config, sockets: list[socket.socket], signals: SignalHandler, announce: Callable[[], None]
     ) -> None:
-        """Serve until a signal. config: of this application. sockets: hold the port, and nobody listens on them.
-        announce: called when all fronts listen."""
+        """Serve until a termination signal.
+
+        Args:
+            config: uvicorn configuration of this application.
+            sockets: Bound sockets that reserve the port; this process does not listen on them.
+            signals: Signal handler of the process.
+            announce: Called when all workers accept connections.
+
+        Raises:
+            UserError: The workers did not start.
+        """
         server = Server(config, lambda: None)
-        processes = self._processes
-        processes.announce = announce
-        processes.end = server.end
-        signals.when_stopped(processes.stop)
+        pool = self._pool
+        pool.announce = announce
+        pool.end = server.end
+        signals.on_stop(pool.stop)
         try:
             server.run([])
         finally:
-            processes.close()
+            pool.close()
             close_all(sockets)
-        if processes.failure is not None:
-            raise processes.failure
+        if pool.failure is not None:
+            raise pool.failure
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "lifespan":
             await self._app(scope, receive, send)
             return
 
-        async def told(message: Message) -> None:
+        async def send_and_start(message: Message) -> None:
             if message["type"] == "lifespan.startup.complete":
                 self._loop = asyncio.get_running_loop()
-                self._processes.start()
+                self._pool.start()
             await send(message)
 
-        await self._app(scope, receive, told)
+        await self._app(scope, receive, send_and_start)
 
-    # What fronts say.
+    # `WorkerListener`: frames of the control channel, on the event loop.
 
-    def names(self) -> NameSender:
+    def new_name_sender(self) -> NameSender:
         return NameSender(self._numbers)
 
-    def opened(self, front: FrontendWorker) -> None:
-        self._tell_names(front)
+    def on_worker_ready(self, worker: FrontendWorker) -> None:
+        self._send_names(worker)
 
-    def received(self, front: FrontendWorker, kind: int, number: int, payload: bytes) -> None:
+    def on_frame(self, worker: FrontendWorker, kind: int, number: int, payload: bytes) -> None:
         match kind:
             case FrameKind.CANCEL:
-                if (gone := front.forwarded.get(number)) is not None:
-                    gone.set()
+                if (disconnected := worker.forwarded.get(number)) is not None:
+                    disconnected.set()
             case FrameKind.FORWARD:
-                self._processes.run(self._forwarded(front, number, payload))
-            case FrameKind.TELL:
-                self._told(front, number, payload)
+                self._pool.run_in_background(self._serve_forwarded(worker, number, payload))
+            case FrameKind.COUNTERS:
+                self._on_counters(worker, number, payload)
             case FrameKind.LISTENING:
-                self._processes.listens(front, number)
+                self._pool.on_listening(worker, number)
 
-    # What fronts ask of engines: the thread of `EngineSocketLoop`.
+    # `WorkerListener`: requests for engines, on the thread of `EngineSocketLoop`.
 
-    def asked(self, front: FrontendWorker, kind: int, number: int, payload: bytes) -> None:
+    def on_engine_frame(self, worker: FrontendWorker, kind: int, number: int, payload: bytes) -> None:
         if kind == FrameKind.CANCEL:
-            if (work := front.works.get(number)) is not None:
-                work.future.cancel()
+            if (request := worker.engine_requests.get(number)) is not None:
+                request.future.cancel()
             return
         try:
-            asking = RankFrame.unpacked(payload)
-            fleet = self._fleet_of(asking, is_signal=kind == FrameKind.SIGNAL)
-            if kind == FrameKind.SIGNAL:
-                self._reply(front, number, self._decided(fleet, asking))
+            frame = RankFrame.decode(payload)
+            deployment = self._resolve_deployment(frame, is_preinfer=kind == FrameKind.PREINFER)
+            if kind == FrameKind.PREINFER:
+                self._send_reply(worker, number, self._preinfer_reply(deployment, frame))
             else:
-                self._begin(front, number, fleet, asking)
-        except _OtherFleetError as other:
-            self._reply(front, number, self._swapped(front, other.fleet))
+                self._begin_rank(worker, number, deployment, frame)
+        except _DeploymentChangedError as change:
+            self._send_reply(worker, number, self._swapped_reply(worker, change.deployment))
         except Exception as error:
-            self._reply(front, number, _refused(error))
+            self._send_reply(worker, number, _rejection_reply(error))
 
-    def _fleet_of(self, asking: RankFrame, *, is_signal: bool) -> ModelDeployment:
-        """The one that it was read with, which is the one that is to answer it."""
+    def _resolve_deployment(self, frame: RankFrame, *, is_preinfer: bool) -> ModelDeployment:
+        """Return the deployment that must answer a request.
+
+        Raises:
+            _DeploymentChangedError: It is not the deployment whose names the worker used to decode the request.
+        """
         service = self._service
-        named = self._numbers.find(asking.fleet)
-        if asking.by == "session":
-            right = service.announced_fleet(asking.user) if is_signal else service.ranking_fleet(asking.user)
+        used = self._numbers.find(frame.deployment)
+        if frame.resolved_by == "session":
+            current = service.session_deployment(frame.user) if is_preinfer else service.ranking_deployment(frame.user)
         else:
-            right = named if named in service.fleets.values() and named is not None else _newest(service, self._numbers)
-        if right is not named:
-            raise _OtherFleetError(right)
-        return right
+            current = (
+                used
+                if used in service.deployments.values() and used is not None
+                else _newest_deployment(service, self._numbers)
+            )
+        if current is not used:
+            raise _DeploymentChangedError(current)
+        return current
 
-    def _begin(self, front: FrontendWorker, number: int, fleet: ModelDeployment, asking: RankFrame) -> None:
-        sender = asking.sender
+    def _begin_rank(self, worker: FrontendWorker, number: int, deployment: ModelDeployment, frame: RankFrame) -> None:
+        sender = frame.sender
         try:
-            slot, work = self._service.begin_rank(
-                fleet, asking.user, asking.history, asking.candidates, timeout_s=asking.timeout_s, sender=sender
+            slot, request = self._service.submit_rank(
+                deployment, frame.user, frame.history, frame.candidates, timeout_s=frame.timeout_s, sender=sender
             )
         except ModelSwappedError:
-            raise _OtherFleetError(_newest(self._service, self._numbers)) from None
+            raise _DeploymentChangedError(_newest_deployment(self._service, self._numbers)) from None
         except OverloadedError as error:
-            self._reply(front, number, _refused(error, is_full=self._service.is_full(fleet, sender)))
+            self._send_reply(
+                worker, number, _rejection_reply(error, is_full=self._service.is_overloaded(deployment, sender))
+            )
             return
-        front.works[number] = work
-        ended = _Ended(front, number, slot, fleet, sender, work)
-        work.future.add_done_callback(lambda _: self._has_ended(ended))
+        worker.engine_requests[number] = request
+        completion = _RankCompletion(worker, number, slot, deployment, sender, request)
+        request.future.add_done_callback(lambda _: self._on_rank_done(completion))
 
-    def _decided(self, fleet: ModelDeployment, asking: RankFrame) -> RankReply:
+    def _preinfer_reply(self, deployment: ModelDeployment, frame: RankFrame) -> RankReply:
         try:
-            decision = self._service.signal(
-                fleet,
-                asking.user,
-                asking.history,
-                asking.candidates.now_ms,
-                asking.candidates.num_best,
-                timeout_s=asking.timeout_s,
-                sender=asking.sender,
+            decision = self._service.submit_preinfer(
+                deployment,
+                frame.user,
+                frame.history,
+                frame.candidates.now_ms,
+                frame.candidates.num_best,
+                timeout_s=frame.timeout_s,
+                sender=frame.sender,
             )
         except ModelSwappedError:
-            raise _OtherFleetError(_newest(self._service, self._numbers)) from None
+            raise _DeploymentChangedError(_newest_deployment(self._service, self._numbers)) from None
         return RankReply(outcome=OK, reason=decision.reason)
 
-    # What has been computed: the thread of an engine, or of whoever gives a request up.
+    # Replies: on the thread of an engine, or on the thread that cancels a request.
 
-    def _has_ended(self, ended: _Ended) -> None:
-        self._service.end_rank(ended.slot)
-        ended.front.works.pop(ended.number, None)
-        if not ended.work.future.cancelled():
-            self._reply(ended.front, ended.number, self._outcome(ended))
+    def _on_rank_done(self, completion: _RankCompletion) -> None:
+        self._service.release_slot(completion.slot)
+        completion.worker.engine_requests.pop(completion.number, None)
+        if not completion.request.future.cancelled():
+            self._send_reply(completion.worker, completion.number, self._rank_reply(completion))
 
-    def _outcome(self, ended: _Ended) -> RankReply:
-        error = ended.work.future.exception()
+    def _rank_reply(self, completion: _RankCompletion) -> RankReply:
+        error = completion.request.future.exception()
         if error is not None:
-            return _refused(error)
-        answer: RankResult = ended.work.future.result()
+            return _rejection_reply(error)
+        result: RankResult = completion.request.future.result()
         try:
-            self._service.check_names(ended.fleet, answer)
+            self._service.check_vocabulary(completion.deployment, result)
         except ModelSwappedError:
-            return self._swapped(ended.front, _newest(self._service, self._numbers))
+            return self._swapped_reply(completion.worker, _newest_deployment(self._service, self._numbers))
         return RankReply(
             outcome=OK,
-            is_full=self._service.is_full(ended.fleet, ended.sender),
-            queued_s=ended.fleet.engines[ended.slot].queued_s,
-            answer=answer,
-            times=ended.work.times(),
+            is_full=self._service.is_overloaded(completion.deployment, completion.sender),
+            queued_s=completion.deployment.engines[completion.slot].queued_s,
+            result=result,
+            times=completion.request.times(),
         )
 
-    def _swapped(self, front: FrontendWorker, fleet: ModelDeployment) -> RankReply:
-        """Read it again, by the names of this fleet; they are on their way."""
+    def _swapped_reply(self, worker: FrontendWorker, deployment: ModelDeployment) -> RankReply:
+        """Ask the worker to decode the request again with the names of this deployment, which are sent to it."""
         assert self._loop is not None
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            self._loop.call_soon_threadsafe(self._tell_names, front, fleet)
-        return RankReply(outcome=SWAPPED, fleet=self._numbers.of(fleet))
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the process is shutting down
+            self._loop.call_soon_threadsafe(self._send_names, worker, deployment)
+        return RankReply(outcome=SWAPPED, deployment=self._numbers.number_of(deployment))
 
-    def _reply(self, front: FrontendWorker, number: int, replied: RankReply) -> None:
-        front.wire.send(FrameKind.ANSWER, number, replied.packed())
+    def _send_reply(self, worker: FrontendWorker, number: int, reply: RankReply) -> None:
+        worker.engine_socket.send(FrameKind.REPLY, number, reply.encode())
 
-    def _tell_names(self, front: FrontendWorker, *others: ModelDeployment) -> None:
-        front.channel.send(FrameKind.NAMES, 0, front.names.message(self._service.fleets, others))
+    def _send_names(self, worker: FrontendWorker, *others: ModelDeployment) -> None:
+        worker.channel.send(FrameKind.NAMES, 0, worker.names.message(self._service.deployments, others))
 
-    # Everything else.
+    # Forwarded requests and counters.
 
-    async def _forwarded(self, front: FrontendWorker, number: int, payload: bytes) -> None:
-        """A request that the application answers as if it had come here."""
+    async def _serve_forwarded(self, worker: FrontendWorker, number: int, payload: bytes) -> None:
+        """Answer a forwarded request with the application, as if this process had received it."""
         size = int.from_bytes(payload[:4], "little")
         head = orjson.loads(payload[4 : 4 + size])
         body = payload[4 + size :]
-        gone = front.forwarded[number] = asyncio.Event()
-        answer = _Collected()
+        disconnected = worker.forwarded[number] = asyncio.Event()
+        response = _ResponseCollector()
         current_request_id.set(head["id"])
         incoming = RequestHead(
             head["id"],
@@ -256,58 +286,58 @@ class FrontendHub:
             traceparent=head["trace"].encode(),
             is_forwarded=True,
         )
-        served = self._app(_scope(head, body, incoming), _receiver(body, gone), answer.send)
+        served = self._app(_scope(head, body, incoming), _receiver(body, disconnected), response.send)
         try:
             await (incoming.traced(served) if incoming.is_traced else served)
         finally:
-            del front.forwarded[number]
-        if not gone.is_set():
-            about = orjson.dumps({"status": answer.status, "headers": answer.headers})
-            parts = len(about).to_bytes(4, "little"), about, b"".join(answer.body)
-            front.channel.send(FrameKind.FORWARD, number, *parts)
+            del worker.forwarded[number]
+        if not disconnected.is_set():
+            head_json = orjson.dumps({"status": response.status, "headers": response.headers})
+            parts = len(head_json).to_bytes(4, "little"), head_json, b"".join(response.body)
+            worker.channel.send(FrameKind.FORWARD, number, *parts)
 
-    async def _gather(self) -> None:
-        """Have all fronts tell what they have counted, and end those that say nothing any more."""
+    async def _gather_counters(self) -> None:
+        """Collect the counters of all workers; kill the workers that have not replied for a long time."""
         waiting = {}
-        for front in self._processes.listening:
-            self._tell_number += 1
-            waiting[front] = front.tells[self._tell_number] = asyncio.get_running_loop().create_future()
-            front.channel.send(FrameKind.TELL, self._tell_number)
+        for worker in self._pool.listening:
+            self._counters_number += 1
+            waiting[worker] = worker.counter_waiters[self._counters_number] = asyncio.get_running_loop().create_future()
+            worker.channel.send(FrameKind.COUNTERS, self._counters_number)
         if waiting:
-            await asyncio.wait(waiting.values(), timeout=_TELL_S)
-        for front, waiter in waiting.items():
-            if not waiter.done() and time.monotonic() - front.heard_s > _HANG_S:
-                _LOG.error("front process %d does not answer", front.slot)
-                front.kill()
+            await asyncio.wait(waiting.values(), timeout=_COUNTERS_TIMEOUT_S)
+        for worker, waiter in waiting.items():
+            if not waiter.done() and time.monotonic() - worker.last_reply_s > _HANG_S:
+                _LOG.error("frontend worker %d is not responding", worker.slot)
+                worker.kill()
 
-    def _told(self, front: FrontendWorker, number: int, payload: bytes) -> None:
-        """What a front has counted since it told it last; taken also where nobody waits for it any more."""
-        front.heard_s = time.monotonic()
-        waiter = front.tells.pop(number, None)
+    def _on_counters(self, worker: FrontendWorker, number: int, payload: bytes) -> None:
+        """Add the counters of a worker, even if `_gather_counters` stopped waiting: they are sent only once."""
+        worker.last_reply_s = time.monotonic()
+        waiter = worker.counter_waiters.pop(number, None)
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
-        told = orjson.loads(payload)
-        for route, status, times in told["answers"]:
+        counts = orjson.loads(payload)
+        for route, status, times in counts["responses"]:
             for seconds in times:
                 self._app.metrics.observe(route, status, seconds)
-        for reason, count in told["refusals"].items():
-            self._refusals[reason] = self._refusals.get(reason, 0) + count
-        FAILURES.merge(told["failures"])
-        for role, count in told["unread"].items():
-            if (fleet := self._service.fleets.get(role)) is not None:
-                fleet.engines[0].refused_unread(count)
+        for reason, count in counts["auth_failures"].items():
+            self._auth_failures[reason] = self._auth_failures.get(reason, 0) + count
+        FAILURES.merge(counts["failures"])
+        for role, count in counts["unread_rejections"].items():
+            if (deployment := self._service.deployments.get(role)) is not None:
+                deployment.engines[0].count_unread_rejections(count)
 
 
-class _OtherFleetError(Exception):
-    """A request was read with other names than those of the fleet that is to answer it."""
+class _DeploymentChangedError(Exception):
+    """A request was decoded with the names of a different deployment than the one that must answer it."""
 
-    def __init__(self, fleet: ModelDeployment):
+    def __init__(self, deployment: ModelDeployment):
         super().__init__()
-        self.fleet = fleet
+        self.deployment = deployment
 
 
-class _Collected:
-    """An answer as an application sends it."""
+class _ResponseCollector:
+    """Collects the response that an ASGI application sends."""
 
     def __init__(self) -> None:
         self.status = 500
@@ -317,14 +347,14 @@ class _Collected:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            tracing.note(http__response__status_code=self.status)
+            tracing.set_span_attributes(http__response__status_code=self.status)
             self.headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in message["headers"]]
         else:
             self.body.append(message.get("body", b""))
 
 
 def _scope(head: Mapping[str, str], body: bytes, incoming: RequestHead) -> Scope:
-    """A request that a front has let in, with its body already read."""
+    """Return the ASGI scope of a forwarded request, whose body has been read and which passed access control."""
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     scope: Scope = {
         "type": "http",
@@ -334,11 +364,11 @@ def _scope(head: Mapping[str, str], body: bytes, incoming: RequestHead) -> Scope
         "query_string": head["query"].encode("latin-1"),
         "headers": headers,
     }
-    incoming.put_into(scope)
+    incoming.store_in(scope)
     return scope
 
 
-def _receiver(body: bytes, gone: asyncio.Event) -> Receive:
+def _receiver(body: bytes, disconnected: asyncio.Event) -> Receive:
     is_read = False
 
     async def receive() -> Message:
@@ -346,21 +376,21 @@ def _receiver(body: bytes, gone: asyncio.Event) -> Receive:
         if not is_read:
             is_read = True
             return {"type": "http.request", "body": body, "more_body": False}
-        await gone.wait()
+        await disconnected.wait()
         return {"type": "http.disconnect"}
 
     return receive
 
 
-def _newest(service: Service, numbers: DeploymentNumbers) -> ModelDeployment:
-    """Of the fleets in service, the one that came last: who knows it knows all of them."""
-    return max(service.fleets.values(), key=numbers.of)
+def _newest_deployment(service: Service, numbers: DeploymentNumbers) -> ModelDeployment:
+    """Return the newest deployment in service: a worker that knows its names knows those of all older ones."""
+    return max(service.deployments.values(), key=numbers.number_of)
 
 
-def _refused(error: BaseException, *, is_full: bool = False) -> RankReply:
+def _rejection_reply(error: BaseException, *, is_full: bool = False) -> RankReply:
     if not isinstance(error, RequestRejectedError):
         _LOG.error("a request failed", exc_info=error)
-        return RankReply(outcome=FAILED, reason="the request failed here")
+        return RankReply(outcome=FAILED, reason="the request failed in the engine process; see its log")
     outcome = UNAVAILABLE if isinstance(error, UnavailableError) else OVERLOADED
     return RankReply(
         outcome=outcome,

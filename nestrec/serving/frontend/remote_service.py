@@ -1,4 +1,4 @@
-"""The service, for a front: asked over a pair of sockets."""
+"""Client of the engine process for a frontend worker: the scoring service over two socket pairs."""
 
 import asyncio
 import time
@@ -28,106 +28,125 @@ from nestrec.serving.frontend.wire_format import (
 from nestrec.serving.inputs.engine_request import RankResult
 from nestrec.serving.kv_cache.preinfer_trigger import Decision
 from nestrec.serving.model.request_inputs import Candidates, History
-from nestrec.serving.model.servable_spec import shown_version
+from nestrec.serving.model.servable_spec import short_version
 from nestrec.serving.service.inference_service import ModelDeployment, ModelSwappedError, ServiceConfig
 
-_PATIENCE_S = 30.0
-"""for what is answered without computing"""
+_REPLY_TIMEOUT_S = 30.0
+"""Timeout in seconds for replies that need no computation on the device."""
 _FULL_S = 0.005
-"""how long a full queue is taken to be full: then somebody is let through to see"""
-_REFUSED = {OVERLOADED: OverloadedError, UNAVAILABLE: UnavailableError}
+"""Seconds for which a queue reported as full counts as full; after that, the next request probes it again."""
+_REJECTIONS = {OVERLOADED: OverloadedError, UNAVAILABLE: UnavailableError}
 _NO_ITEMS = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
-class _Full:
+class _FullQueue:
+    """The last overload reply for a client: requests of at least this size are rejected unread until `until_s`."""
+
     num_bytes: int
     queued_s: float
     until_s: float
 
 
 class RemoteScoringService:
-    """What the endpoints of hot routes ask (`ScoringService`). Used inside one event loop."""
+    """Implementation of `ScoringService` that calls the engine process. Use it from one event loop."""
 
-    def __init__(self, cfg: ServiceConfig, tell: Callable[[], Mapping[str, Any]], stop: Callable[[], None]):
-        """tell: what has been counted since it was called last. stop: called when this front is to end."""
+    def __init__(self, cfg: ServiceConfig, drain_counters: Callable[[], Mapping[str, Any]], stop: Callable[[], None]):
+        """Create the client; its two channels are connected by the caller.
+
+        Args:
+            cfg: Configuration of the service.
+            drain_counters: Returns the counters since its last call; called when the engine process requests them.
+            stop: Called when this worker must shut down.
+        """
         self.cfg = cfg
-        self._tell = tell
+        self._drain_counters = drain_counters
         self._stop = stop
-        self.control, self.quick = (Channel(self._received, self._lost) for _ in range(2))
-        self.known = DeploymentNameCache()
-        self._are_known = asyncio.Condition()
-        self.unread: dict[str, int] = {}
-        """by role: requests that were refused without being read"""
+        self.control, self.quick = (Channel(self._on_frame, self._on_engine_lost) for _ in range(2))
+        self.names = DeploymentNameCache()
+        self._names_changed = asyncio.Condition()
+        self.unread_rejections: dict[str, int] = {}
+        """Number of requests that were rejected without being read, by role."""
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
         self._number = 0
         self._sessions: dict[str, int] = {}
-        self._full: dict[tuple[str, str], _Full] = {}
-        self._taking: asyncio.Task[None] | None = None
-        self._untaken: list[bytes] = []
-        self._back_s = 0.0
+        self._full: dict[tuple[str, str], _FullQueue] = {}
+        self._apply_task: asyncio.Task[None] | None = None
+        self._unapplied: list[bytes] = []
+        self._return_transit_s = 0.0
 
-    # What `Service` has.
+    # Methods of `ScoringService`.
 
     @property
-    def fleets(self) -> Mapping[str, ModelDeployment]:
-        return self.known.in_service
+    def deployments(self) -> Mapping[str, ModelDeployment]:
+        return self.names.in_service
 
     @property
     def ranker(self) -> str:
-        return "ranking" if "ranking" in self.known.in_service else "retrieval"
+        return "ranking" if "ranking" in self.names.in_service else "retrieval"
 
-    def announced_fleet(self, user: str) -> ModelDeployment:
-        return self.ranking_fleet(user)
+    def session_deployment(self, user: str) -> ModelDeployment:
+        return self.ranking_deployment(user)
 
-    def ranking_fleet(self, user: str) -> ModelDeployment:
-        """The one in service, unless the engine has just said that another one is told of this user."""
-        told = self.known.find(self._sessions.pop(user, 0))
-        return replace(told or self.known.in_service[self.ranker], by="session")
+    def ranking_deployment(self, user: str) -> ModelDeployment:
+        """Return the ranking deployment in service, or the one to which the engine process has pinned the user."""
+        pinned = self.names.find(self._sessions.pop(user, 0))
+        return replace(pinned or self.names.in_service[self.ranker], resolved_by="session")
 
-    def refusal(self, role: str, sender: RequestSource) -> OverloadedError | None:
+    def overload_error(self, role: str, sender: RequestSource) -> OverloadedError | None:
         full = self._full.get((role, sender.client))
         if full is None or sender.num_bytes < full.num_bytes or time.monotonic() > full.until_s:
             return None
-        self.unread[role] = self.unread.get(role, 0) + 1
-        return OverloadedError("more work waits than can be done in time", max(0.05, full.queued_s))
+        self.unread_rejections[role] = self.unread_rejections.get(role, 0) + 1
+        return OverloadedError("the queue is too long to answer this request in time", max(0.05, full.queued_s))
 
     async def rank(
-        self, fleet: ModelDeployment, user: str, history: History, candidates: Candidates, *, timeout_s: float
+        self, deployment: ModelDeployment, user: str, history: History, candidates: Candidates, *, timeout_s: float
     ) -> RankResult:
-        replied = await self._asked(FrameKind.RANK, fleet, user, history, candidates, timeout_s=timeout_s)
-        assert replied.answer is not None
-        assert replied.times is not None
-        self._back_s = time.perf_counter() - replied.times.ended_s
-        tracing.note_engine(
-            replied.times,
-            prefix_source=replied.answer.source,
-            num_cached=replied.answer.num_cached,
-            model_version=shown_version(replied.answer.version),
+        reply = await self._send_rank_frame(FrameKind.RANK, deployment, user, history, candidates, timeout_s=timeout_s)
+        assert reply.result is not None
+        assert reply.times is not None
+        self._return_transit_s = time.perf_counter() - reply.times.ended_s
+        tracing.record_engine_spans(
+            reply.times,
+            prefix_source=reply.result.source,
+            num_cached=reply.result.num_cached,
+            model_version=short_version(reply.result.version),
             num_candidates=len(candidates),
         )
-        return replied.answer
+        return reply.result
 
     async def preinfer(
-        self, fleet: ModelDeployment, user: str, history: History, now_ms: int, num_candidates: int, *, timeout_s: float
+        self,
+        deployment: ModelDeployment,
+        user: str,
+        history: History,
+        now_ms: int,
+        num_candidates: int,
+        *,
+        timeout_s: float,
     ) -> Decision:
         expected = Candidates(items=_NO_ITEMS, now_ms=now_ms, num_best=num_candidates)
-        replied = await self._asked(FrameKind.SIGNAL, fleet, user, history, expected, timeout_s=timeout_s)
-        return Decision(replied.reason == "admitted", replied.reason)
+        reply = await self._send_rank_frame(
+            FrameKind.PREINFER, deployment, user, history, expected, timeout_s=timeout_s
+        )
+        return Decision(reply.reason == "admitted", reply.reason)
 
-    async def foresee(self, user: str, num_events: int, num_candidates: int) -> tuple[ModelDeployment, Decision]:
-        body = orjson.dumps({"user": user, "events": num_events, "num_candidates": num_candidates})
-        answered = await self.forward("POST", "/v1/preinfer", body, client=current_sender.get().client)
-        reason = orjson.loads(answered.body).get("reason", "never")
-        return self.known.in_service[self.ranker], Decision(False, reason)
+    async def would_admit_preinfer(
+        self, user: str, num_events: int, num_candidates: int
+    ) -> tuple[ModelDeployment, Decision]:
+        body = orjson.dumps({"user": user, "num_events": num_events, "num_candidates": num_candidates})
+        response = await self.forward("POST", "/v1/preinfer", body, client=current_sender.get().client)
+        reason = orjson.loads(response.body).get("reason", "never")
+        return self.names.in_service[self.ranker], Decision(False, reason)
 
-    # What it asks with.
+    # Requests to the engine process.
 
     async def forward(
         self, method: str, path: str, body: bytes = b"", *, raw_path: str = "", query: str = "", client: str = ""
     ) -> HttpResponse:
-        """The answer of the process that computes to a request, as it came."""
-        with tracing.sending(0) as trace:
+        """Forward an HTTP request to the engine process unchanged and return its response."""
+        with tracing.client_span(0) as trace:
             head = {
                 "method": method,
                 "path": path,
@@ -137,16 +156,20 @@ class RemoteScoringService:
                 "id": current_request_id.get(),
                 "trace": trace.decode(),
             }
-            told = orjson.dumps(head)
-            payload = await self._exchange(FrameKind.FORWARD, len(told).to_bytes(4, "little") + told + body, None)
+            head_json = orjson.dumps(head)
+            payload = await self._exchange(
+                FrameKind.FORWARD, len(head_json).to_bytes(4, "little") + head_json + body, None
+            )
         size = int.from_bytes(payload[:4], "little")
-        about = orjson.loads(payload[4 : 4 + size])
-        answered = HttpResponse(about["status"], payload[4 + size :])
-        answered.is_counted = True
-        answered.headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in about["headers"]]
-        return answered
+        response_head = orjson.loads(payload[4 : 4 + size])
+        response = HttpResponse(response_head["status"], payload[4 + size :])
+        response.is_counted = True
+        response.headers = [
+            (name.encode("latin-1"), value.encode("latin-1")) for name, value in response_head["headers"]
+        ]
+        return response
 
-    async def _asked(
+    async def _send_rank_frame(
         self,
         kind: FrameKind,
         fleet: ModelDeployment,
@@ -158,42 +181,42 @@ class RemoteScoringService:
     ) -> RankReply:
         assert isinstance(fleet, RemoteDeployment)
         sender = current_sender.get()
-        asking = RankFrame(
-            fleet=fleet.number,
-            by=fleet.by,
+        frame = RankFrame(
+            deployment=fleet.number,
+            resolved_by=fleet.resolved_by,
             user=user,
-            sender=replace(sender, back_s=self._back_s),
+            sender=replace(sender, return_transit_s=self._return_transit_s),
             timeout_s=timeout_s,
             history=history,
             candidates=candidates,
         )
-        patience_s = timeout_s if kind == FrameKind.RANK else _PATIENCE_S
-        replied = RankReply.unpacked(await self._exchange(kind, asking.packed(), patience_s))
-        self._note_load(fleet.role, sender, replied)
-        if replied.outcome == SWAPPED:
-            await self._until_known(replied.fleet)
-            if fleet.by == "session":
-                self._sessions[user] = replied.fleet
+        reply_timeout_s = timeout_s if kind == FrameKind.RANK else _REPLY_TIMEOUT_S
+        reply = RankReply.decode(await self._exchange(kind, frame.encode(), reply_timeout_s))
+        self._note_load(fleet.role, sender, reply)
+        if reply.outcome == SWAPPED:
+            await self._wait_for_deployment(reply.deployment)
+            if fleet.resolved_by == "session":
+                self._sessions[user] = reply.deployment
             raise ModelSwappedError
-        if replied.outcome in _REFUSED:
-            raise _REFUSED[replied.outcome](replied.reason, replied.retry_after_s)
-        if replied.outcome != OK:
-            raise RuntimeError(replied.reason)
-        return replied
+        if reply.outcome in _REJECTIONS:
+            raise _REJECTIONS[reply.outcome](reply.reason, reply.retry_after_s)
+        if reply.outcome != OK:
+            raise RuntimeError(reply.reason)
+        return reply
 
-    def _note_load(self, role: str, sender: RequestSource, replied: RankReply) -> None:
-        if replied.is_full:
+    def _note_load(self, role: str, sender: RequestSource, reply: RankReply) -> None:
+        if reply.is_full:
             until_s = time.monotonic() + _FULL_S
-            self._full[role, sender.client] = _Full(sender.num_bytes, replied.queued_s, until_s)
+            self._full[role, sender.client] = _FullQueue(sender.num_bytes, reply.queued_s, until_s)
         else:
             self._full.pop((role, sender.client), None)
 
-    async def _exchange(self, kind: FrameKind, payload: bytes, patience_s: float | None) -> bytes:
+    async def _exchange(self, kind: FrameKind, payload: bytes, reply_timeout_s: float | None) -> bytes:
         loop = asyncio.get_running_loop()
         self._number = number = (self._number + 1) & 0xFFFFFFFF
         waiter: asyncio.Future[bytes] = loop.create_future()
         self._waiting[number] = waiter
-        timer = None if patience_s is None else loop.call_later(patience_s, _give_up, waiter)
+        timer = None if reply_timeout_s is None else loop.call_later(reply_timeout_s, _expire, waiter)
         channel = self.control if kind == FrameKind.FORWARD else self.quick
         channel.send(kind, number, payload)
         try:
@@ -206,48 +229,48 @@ class RemoteScoringService:
             if timer is not None:
                 timer.cancel()
 
-    async def _until_known(self, number: int) -> None:
-        async with self._are_known:
-            await self._are_known.wait_for(lambda: self.known.last >= number)
+    async def _wait_for_deployment(self, number: int) -> None:
+        async with self._names_changed:
+            await self._names_changed.wait_for(lambda: self.names.last_number >= number)
 
-    async def until_told(self) -> None:
-        """Until it knows what is in service."""
-        async with self._are_known:
-            await self._are_known.wait_for(lambda: self.known.in_service)
+    async def wait_until_ready(self) -> None:
+        """Wait until the names of the deployments in service have been received."""
+        async with self._names_changed:
+            await self._names_changed.wait_for(lambda: self.names.in_service)
 
-    # What it is told.
+    # Frames from the engine process.
 
-    def _received(self, kind: int, number: int, payload: bytes) -> None:
+    def _on_frame(self, kind: int, number: int, payload: bytes) -> None:
         match kind:
-            case FrameKind.ANSWER | FrameKind.FORWARD:
+            case FrameKind.REPLY | FrameKind.FORWARD:
                 waiter = self._waiting.get(number)
                 if waiter is not None and not waiter.done():
                     waiter.set_result(payload)
-            case FrameKind.TELL:
-                self.control.send(FrameKind.TELL, number, orjson.dumps(self._tell()))
+            case FrameKind.COUNTERS:
+                self.control.send(FrameKind.COUNTERS, number, orjson.dumps(self._drain_counters()))
             case FrameKind.NAMES:
-                self._untaken.append(payload)
-                if self._taking is None or self._taking.done():
-                    self._taking = asyncio.create_task(self._take_names())
-                    self._taking.add_done_callback(reported("nestrec-names"))
+                self._unapplied.append(payload)
+                if self._apply_task is None or self._apply_task.done():
+                    self._apply_task = asyncio.create_task(self._apply_names())
+                    self._apply_task.add_done_callback(reported("nestrec-names"))
             case FrameKind.STOP:
                 self._stop()
 
-    async def _take_names(self) -> None:
-        """Beside requests: many names take a while to be ordered."""
-        while self._untaken:
-            await asyncio.to_thread(self.known.take, self._untaken.pop(0))
-            async with self._are_known:
-                self._are_known.notify_all()
+    async def _apply_names(self) -> None:
+        """Apply received names on another thread: a large catalog takes a while, and requests must not wait."""
+        while self._unapplied:
+            await asyncio.to_thread(self.names.apply, self._unapplied.pop(0))
+            async with self._names_changed:
+                self._names_changed.notify_all()
 
-    def _lost(self) -> None:
-        """Whoever computes is gone."""
+    def _on_engine_lost(self) -> None:
+        """Fail all pending requests and stop the worker: the engine process has ended."""
         for waiter in self._waiting.values():
             if not waiter.done():
-                waiter.set_exception(UnavailableError("the engine has ended", 1.0))
+                waiter.set_exception(UnavailableError("the engine process has ended", 1.0))
         self._stop()
 
 
-def _give_up(waiter: "asyncio.Future[bytes]") -> None:
+def _expire(waiter: "asyncio.Future[bytes]") -> None:
     if not waiter.done():
         waiter.set_exception(UnavailableError("the deadline passed", 0.05))

@@ -1,1 +1,1 @@
-"""Events that the server keeps, for requests that bring no history."""
+"""History store: the events of users, which the server stores for requests without a history."""

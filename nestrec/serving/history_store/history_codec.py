@@ -1,8 +1,9 @@
-"""Events of a user as bytes: parts that can be put one after the other, in whatever order they came.
+"""Binary encoding of the events of a user: a sequence of parts, one per append, concatenated in any order.
 
-A part says how long it is and has a checksum over the user and itself, so that a history that was damaged, or is
-another user's, is never read. Its columns are arrays of the narrowest whole numbers that hold them: times as steps, ids
-that are numbers as such, words that repeat as places in a list. What fits none of these is JSON.
+Each part starts with its length and a CRC-32 checksum over the user id and the content, so that a corrupt history, or
+the history of another user, is detected. A part stores columns as arrays of the narrowest integer type: times are
+delta-encoded, numeric ids are stored as integers, and repeated strings are dictionary-encoded. All other values are
+JSON.
 """
 
 import struct
@@ -18,22 +19,23 @@ from nestrec.serving.history_store.history_store import RawHistory
 
 _VERSION = 1
 _HEAD = struct.Struct("<BII")
-"""version, bytes of the body, checksum"""
+"""Header of a part: format version, length of the content in bytes, checksum."""
 _COUNT, _NAME, _BASE, _LENGTH = struct.Struct("<I"), struct.Struct("<H"), struct.Struct("<qB"), struct.Struct("<I")
-_MISSING, _NUMBERS, _NUMBER_WORDS, _LISTED, _JSON = range(5)
+_MISSING, _NUMBERS, _NUMBER_WORDS, _DICTIONARY, _JSON = range(5)
 _WIDTHS = {0: np.uint8, 1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _LONGEST_NUMBER = 18
-"""digits of a word that is kept as a number"""
-_SPARE = 0.875
+"""Maximum number of digits of a string that is stored as an integer."""
+_FILL_FRACTION = 0.875
+"""Fraction of the size limit that remains filled after a cut, so that not every append causes one."""
 HEAD_BYTES = _HEAD.size
 
 
 class CorruptHistoryError(ValueError):
-    """Bytes that are no history of this user."""
+    """The bytes are not a valid history of this user."""
 
 
-def packed(user: str, events: RawHistory) -> bytes:
-    """One part, of events in the order of their times."""
+def encode_events(user: str, events: RawHistory) -> bytes:
+    """Encode events, which must be sorted by time, as one part."""
     items = events["items"]
     features = events.get("features") or {}
     times = np.array(events["times_ms"], np.int64)
@@ -51,46 +53,59 @@ def packed(user: str, events: RawHistory) -> bytes:
     return _HEAD.pack(_VERSION, len(content), _checksum(user, content)) + content
 
 
-def unpacked(user: str, parts: bytes) -> list[RawHistory]:
-    """The parts in the order in which they came. `CorruptHistoryError` where they were not packed for this user."""
-    found = []
-    place = 0
-    while place < len(parts):
-        if place + _HEAD.size > len(parts):
-            raise CorruptHistoryError("a history ends in the middle of a part")
-        version, length, checksum = _HEAD.unpack_from(parts, place)
-        content = parts[place + _HEAD.size : place + _HEAD.size + length]
+def decode_parts(user: str, parts: bytes) -> list[RawHistory]:
+    """Decode concatenated parts in the order in which they were appended.
+
+    Raises:
+        CorruptHistoryError: The parts are corrupt, or were encoded for another user or by another format version.
+    """
+    histories = []
+    position = 0
+    while position < len(parts):
+        if position + _HEAD.size > len(parts):
+            raise CorruptHistoryError("a stored history is truncated")
+        version, length, checksum = _HEAD.unpack_from(parts, position)
+        content = parts[position + _HEAD.size : position + _HEAD.size + length]
         if version != _VERSION or len(content) != length or checksum != _checksum(user, content):
-            raise CorruptHistoryError("a history is damaged, or was written by another version")
-        found.append(_Reading(content).events())
-        place += _HEAD.size + length
-    return found
+            raise CorruptHistoryError("a stored history is corrupt, or was written by another version of nestrec")
+        histories.append(_PartReader(content).events())
+        position += _HEAD.size + length
+    return histories
 
 
-def merged(parts: Sequence[RawHistory], most: int) -> RawHistory:
-    """The newest events of all parts, oldest first; those of one time in the order in which they came."""
-    history = joined_history(parts)
+def merge_parts(parts: Sequence[RawHistory], max_events: int) -> RawHistory:
+    """Merge parts by time and return the newest events, oldest first.
+
+    Events with equal times stay in the order in which they were appended.
+    """
+    history = concatenate_histories(parts)
     times = np.array(history["times_ms"], np.int64)
     if (times[1:] < times[:-1]).any():
         order: list[int] = np.argsort(times, kind="stable").tolist()
         plain = {name: [history[name][i] for i in order] for name in ("items", "times_ms", "actions")}
         features = {name: [values[i] for i in order] for name, values in history["features"].items()}
         history = {**plain, "features": features}
-    return newest(history, most)
+    return newest_events(history, max_events)
 
 
-def cut(user: str, history: RawHistory, most_bytes: int) -> tuple[bytes, int]:
-    """One part, and its number of events: all, or where they are too many, some below the most, to last a while."""
-    part = packed(user, history)
-    while len(part) > most_bytes and history["items"]:
+def encode_newest(user: str, history: RawHistory, max_bytes: int) -> tuple[bytes, int]:
+    """Encode the newest events that fit into `max_bytes` as one part.
+
+    If not all events fit, more are dropped than necessary, so that the next appends do not cause a cut again.
+
+    Returns:
+        The part and its number of events.
+    """
+    part = encode_events(user, history)
+    while len(part) > max_bytes and history["items"]:
         count = len(history["items"])
-        history = newest(history, max(count // 2, int(_SPARE * most_bytes / len(part) * count)))
-        part = packed(user, history)
+        history = newest_events(history, max(count // 2, int(_FILL_FRACTION * max_bytes / len(part) * count)))
+        part = encode_events(user, history)
     return part, len(history["items"])
 
 
-def joined_history(parts: Sequence[RawHistory]) -> RawHistory:
-    """Events one part after the other."""
+def concatenate_histories(parts: Sequence[RawHistory]) -> RawHistory:
+    """Concatenate histories without sorting; columns that a part does not have are filled with a missing value."""
     counts = [len(part["items"]) for part in parts]
 
     def column(columns: Iterable[list[Any] | None], missing: Any) -> list[Any]:
@@ -105,15 +120,15 @@ def joined_history(parts: Sequence[RawHistory]) -> RawHistory:
         "times_ms": column((part["times_ms"] for part in parts), 0),
         "actions": column((part.get("actions") for part in parts), None),
         "features": {
-            name: column((of_part.get(name) for of_part in features), None)
-            for name in dict.fromkeys(name for of_part in features for name in of_part)
+            name: column((part_features.get(name) for part_features in features), None)
+            for name in dict.fromkeys(name for part_features in features for name in part_features)
         },
     }
 
 
-def newest(history: RawHistory, most: int) -> RawHistory:
-    """The last events, at most so many."""
-    first = max(0, len(history["items"]) - most)
+def newest_events(history: RawHistory, max_events: int) -> RawHistory:
+    """Return the last `max_events` events."""
+    first = max(0, len(history["items"]) - max_events)
     if first == 0:
         return history
     plain = {name: values[first:] for name, values in history.items() if name != "features"}
@@ -125,7 +140,7 @@ def _checksum(user: str, content: bytes) -> int:
 
 
 def _column(values: Sequence[Any] | None) -> bytes:
-    """A value an event, in the first form that holds all of them."""
+    """Encode a column (one value per event) in the first encoding that can represent all values."""
     kinds = set() if values is None else set(map(type, values))
     if values is None or kinds <= {type(None)}:
         return bytes([_MISSING])
@@ -135,15 +150,15 @@ def _column(values: Sequence[Any] | None) -> bytes:
             return bytes([_NUMBERS]) + _numbers(numbers)
     if kinds == {str} and all(map(_is_number_word, values)):
         return bytes([_NUMBER_WORDS]) + _numbers(np.array(list(map(int, values)), np.int64))
-    # Not by the values: 1 and True are one key, and lists are none.
+    # The dictionary is keyed by JSON texts: as values, 1 and True would be one key, and lists are not hashable.
     words = [orjson.dumps(value) for value in values]
-    places = {word: place for place, word in enumerate(dict.fromkeys(words))}
-    if 2 * len(places) <= len(words):
-        listed = b"[" + b",".join(places) + b"]"
-        codes = np.array([places[word] for word in words], np.int64)
-        return bytes([_LISTED]) + _LENGTH.pack(len(listed)) + listed + _numbers(codes)
-    written = b"[" + b",".join(words) + b"]"
-    return bytes([_JSON]) + _LENGTH.pack(len(written)) + written
+    codes_by_word = {word: code for code, word in enumerate(dict.fromkeys(words))}
+    if 2 * len(codes_by_word) <= len(words):
+        vocabulary = b"[" + b",".join(codes_by_word) + b"]"
+        codes = np.array([codes_by_word[word] for word in words], np.int64)
+        return bytes([_DICTIONARY]) + _LENGTH.pack(len(vocabulary)) + vocabulary + _numbers(codes)
+    json_text = b"[" + b",".join(words) + b"]"
+    return bytes([_JSON]) + _LENGTH.pack(len(json_text)) + json_text
 
 
 def _as_numbers(values: Sequence[int]) -> NDArray[np.int64] | None:
@@ -154,52 +169,52 @@ def _as_numbers(values: Sequence[int]) -> NDArray[np.int64] | None:
 
 
 def _is_number_word(word: str) -> bool:
-    """Written as str writes a whole number."""
+    """Return whether converting the string to int and back gives the same string."""
     return len(word) <= _LONGEST_NUMBER and word.isascii() and word.isdecimal() and (word[0] != "0" or word == "0")
 
 
 def _numbers(values: NDArray[np.int64]) -> bytes:
-    """The least of them, and what the others are above it."""
+    """Encode integers as their minimum and the distances from it (frame of reference), in the narrowest type."""
     if not len(values):
         return _BASE.pack(0, 0)
-    least = values.min()
-    above = values.view(np.uint64) - least.view(np.uint64)  # wraps to the distance, whatever the signs
-    most = int(above.max())
-    width = next(width for width in _WIDTHS if most < 1 << 8 * width)
-    return _BASE.pack(int(least), width) + (above.astype(_WIDTHS[width]).tobytes() if width else b"")
+    minimum = values.min()
+    distances = values.view(np.uint64) - minimum.view(np.uint64)  # unsigned wraparound handles all signs
+    max_distance = int(distances.max())
+    width = next(width for width in _WIDTHS if max_distance < 1 << 8 * width)
+    return _BASE.pack(int(minimum), width) + (distances.astype(_WIDTHS[width]).tobytes() if width else b"")
 
 
-class _Reading:
-    """Of one body, from its beginning to its end."""
+class _PartReader:
+    """Sequential decoder of the content of one part."""
 
     def __init__(self, content: bytes):
         self._content = content
-        self._place = 0
+        self._position = 0
         self._count = 0
 
     def events(self) -> RawHistory:
-        (self._count,) = self._taken(_COUNT)
+        (self._count,) = self._unpack(_COUNT)
         times: list[int] = []
         if self._count:
             steps = self._numbers()
-            (first,) = self._taken(struct.Struct("<q"))
+            (first,) = self._unpack(struct.Struct("<q"))
             times = (np.cumsum(steps) + first).tolist()
         items, actions = self._column(), self._column()
         features = {}
-        for _ in range(self._taken(_NAME)[0]):
-            name = self._bytes(self._taken(_NAME)[0]).decode()
+        for _ in range(self._unpack(_NAME)[0]):
+            name = self._bytes(self._unpack(_NAME)[0]).decode()
             features[name] = self._column()
         return {"items": items or [], "times_ms": times, "actions": actions, "features": features}
 
-    def _taken(self, form: struct.Struct) -> tuple[Any, ...]:
-        found = form.unpack_from(self._content, self._place)
-        self._place += form.size
-        return found
+    def _unpack(self, layout: struct.Struct) -> tuple[Any, ...]:
+        fields = layout.unpack_from(self._content, self._position)
+        self._position += layout.size
+        return fields
 
     def _bytes(self, count: int) -> bytes:
-        found = self._content[self._place : self._place + count]
-        self._place += count
-        return found
+        content = self._content[self._position : self._position + count]
+        self._position += count
+        return content
 
     def _column(self) -> list[Any] | None:
         kind = self._bytes(1)[0]
@@ -211,15 +226,15 @@ class _Reading:
             case 2:
                 return list(map(str, self._numbers().tolist()))
             case 3:
-                listed = orjson.loads(self._bytes(self._taken(_LENGTH)[0]))
-                return [listed[code] for code in self._numbers().tolist()]
+                vocabulary = orjson.loads(self._bytes(self._unpack(_LENGTH)[0]))
+                return [vocabulary[code] for code in self._numbers().tolist()]
             case 4:
-                return list(orjson.loads(self._bytes(self._taken(_LENGTH)[0])))
-        raise CorruptHistoryError("a column has a form that is not known here")
+                return list(orjson.loads(self._bytes(self._unpack(_LENGTH)[0])))
+        raise CorruptHistoryError("a stored history has a column with an unknown encoding")
 
     def _numbers(self) -> NDArray[np.int64]:
-        least, width = self._taken(_BASE)
+        minimum, width = self._unpack(_BASE)
         if width == 0:
-            return np.full(self._count, least, np.int64)
-        above = np.frombuffer(self._bytes(width * self._count), _WIDTHS[width]).astype(np.uint64)
-        return (above + np.int64(least).view(np.uint64)).view(np.int64)
+            return np.full(self._count, minimum, np.int64)
+        distances = np.frombuffer(self._bytes(width * self._count), _WIDTHS[width]).astype(np.uint64)
+        return (distances + np.int64(minimum).view(np.uint64)).view(np.int64)

@@ -1,1 +1,1 @@
-"""The HTTP front: raw ASGI over the engines."""
+"""HTTP server: endpoints, limits, metrics and logs of an ASGI application on uvicorn."""

@@ -1,12 +1,11 @@
-"""Specs of endpoints (plugins), and the context that their handlers get.
+"""Specs of HTTP endpoints (plugins), and the context that is passed to their handlers.
 
-What the endpoints of the hot routes need of a server: the service itself, or one in another process.
+An `EndpointSpec` declares one route: method, path, handler, and the schemas of its request and response. Other packages
+add endpoints as entry points of the group `nestrec.endpoints` (see `routes`). A request is validated against its schema
+before the handler is called, and the OpenAPI description is generated from the same schema.
 
-One route of the front: what it is asked, what it answers, and who answers.
-
-A package of its own can add one without a change here: it names an `EndpointSpec` under the entry-point group
-`nestrec.endpoints` (see `routes`). Requests are checked against the declared class before the handler sees them, and
-the description in OpenAPI is made from the same class.
+Handlers of hot routes (rank, recommend, pre-infer) use only `HotRouteContext`. Its `ScoringService` is the service of
+this process, or a remote one if the handler runs in a frontend worker.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -31,28 +30,37 @@ Ids = NDArray[np.int64]
 
 
 class ScoringService(Protocol):
-    """As `Service` has it; the sender of a request is the one of the task that asks."""
+    """Methods of `Service` that hot routes call; the source of a request is taken from the current task."""
 
     @property
     def cfg(self) -> ServiceConfig: ...
     @property
-    def fleets(self) -> Mapping[str, ModelDeployment]: ...
+    def deployments(self) -> Mapping[str, ModelDeployment]: ...
     @property
     def ranker(self) -> str: ...
-    def announced_fleet(self, user: str) -> ModelDeployment: ...
-    def ranking_fleet(self, user: str) -> ModelDeployment: ...
-    def refusal(self, role: str, sender: RequestSource) -> OverloadedError | None: ...
+    def session_deployment(self, user: str) -> ModelDeployment: ...
+    def ranking_deployment(self, user: str) -> ModelDeployment: ...
+    def overload_error(self, role: str, sender: RequestSource) -> OverloadedError | None: ...
     async def rank(
-        self, fleet: ModelDeployment, user: str, history: History, candidates: Candidates, *, timeout_s: float
+        self, deployment: ModelDeployment, user: str, history: History, candidates: Candidates, *, timeout_s: float
     ) -> RankResult: ...
     async def preinfer(
-        self, fleet: ModelDeployment, user: str, history: History, now_ms: int, num_candidates: int, *, timeout_s: float
+        self,
+        deployment: ModelDeployment,
+        user: str,
+        history: History,
+        now_ms: int,
+        num_candidates: int,
+        *,
+        timeout_s: float,
     ) -> Decision: ...
-    async def foresee(self, user: str, num_events: int, num_candidates: int) -> tuple[ModelDeployment, Decision]: ...
+    async def would_admit_preinfer(
+        self, user: str, num_events: int, num_candidates: int
+    ) -> tuple[ModelDeployment, Decision]: ...
 
 
 class HotRouteContext(Protocol):
-    """What handlers of hot routes work with."""
+    """Context of handlers of hot routes."""
 
     @property
     def service(self) -> ScoringService: ...
@@ -65,49 +73,53 @@ JSON_TYPE = "application/json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointSpec:
-    """A handler with the classes of its request and answer."""
+    """Spec of one endpoint: a route, its handler, and the schemas of its request and response."""
 
     method: Literal["GET", "POST", "DELETE"]
     path: str
-    """such as /v1/rank; a part in braces is what the handler gets instead of a request"""
+    """Path, for example /v1/rank; a segment in braces is a path parameter, which the handler gets instead of a
+    request."""
     summary: str
-    """in a line, for people"""
+    """Summary of one line without a period, for the documentation."""
     handle: Callable[["HandlerContext", Any], Awaitable[Any]]
-    """gets the front and a request of the declared class; gives an answer of the declared one, or `HttpResponse`"""
+    """Handler: an async function of the context and the request, which returns the declared response or an
+    `HttpResponse`."""
     request: type | None = None
-    """a dataclass; none: nothing is read from the body"""
-    answer: Any = None
-    """a typed dictionary or dataclass; none: an answer without a description"""
+    """Dataclass of the request body; None ignores the body."""
+    response: Any = None
+    """Typed dictionary or dataclass of the response body; None leaves it undocumented."""
     status: int = 200
-    """of an answer"""
+    """HTTP status of a successful response."""
     content_type: str = JSON_TYPE
-    """of an answer"""
-    takes_kept_history: bool = False
-    """a request without `history` gets the events that the server keeps of its user"""
-    takes_plain_lists: bool = False
-    """its handler reads long lists of a request as `TypedList` too"""
-    runs_in_fronts: bool = False
-    """its handler needs no more than `HotRouteContext` has, so that a front in a process of its own answers it; others
-    are answered by the process that computes"""
+    """Content type of a successful response."""
+    uses_stored_history: bool = False
+    """Whether the stored events of the user are added to a request without `history`."""
+    accepts_typed_lists: bool = False
+    """Whether the handler accepts a `TypedList` for a long list of the request."""
+    runs_in_frontend_workers: bool = False
+    """Whether frontend workers run the handler, which then must use only `HotRouteContext`; other requests are
+    forwarded to the engine process."""
     computed_by: Literal["retrieval", "ranker"] | None = None
-    """the model whose full queue has requests refused before they are read"""
+    """Model that computes the response: while its queue is full, requests are rejected before they are parsed
+    (admission control). None disables this."""
     admin: bool = False
-    """it changes what is served, for all users: for whoever runs the server, and not for its clients"""
+    """Whether the endpoint changes what the server serves to all users; it then requires the role admin."""
     audience: Audience = "clients"
-    """who may ask it where keys are asked for; anyone: it tells nothing of users, models or load"""
+    """Callers that are authorized if the server requires API keys; `anyone` is for responses that reveal nothing about
+    users, models or load."""
     example: Mapping[str, Any] = field(default_factory=dict)
-    """a request, for the description"""
+    """Example request for the documentation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandlerContext:
-    """What handlers work with."""
+    """Context of handlers that run in the engine process."""
 
     service: Service
     limits: LimitsConfig
     store: HistoryStore
     metrics: Metrics
     endpoints: Mapping[str, EndpointSpec]
-    """by name"""
+    """Endpoints of the server by name."""
     reloader: Reloader | None = None
-    """exchanges the models; none: they stay"""
+    """Reloads and swaps the models; None if the server cannot change them."""

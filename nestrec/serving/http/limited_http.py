@@ -1,13 +1,11 @@
-"""HTTP under limits: connections, heads, bodies, and the short way of a whole request.
+"""uvicorn's HTTP protocol with limits: open connections, size and duration of request heads, and pipelined requests.
 
-uvicorn's HTTP protocol with limits on open connections, on what waits in one, and on the size and time of a request.
+uvicorn closes idle keep-alive connections, but it waits indefinitely for a head that is sent slowly (slowloris) and for
+a client that does not read its responses. Its parser limits neither the size of a head nor of the trailers after a
+chunked body. It also parses everything that has arrived, so a client can fill the memory with pipelined requests. Here,
+more bytes are read and parsed only when the previous request has been answered (backpressure).
 
-uvicorn ends idle connections after a request, but waits without end for a head that trickles in and for a client that
-does not read its answers; nor does its parser bound the bytes of a head or of what follows a chunked body. It parses
-whatever has arrived, and so keeps as many requests of one connection as somebody sends: here the next bytes are given
-to the parser, and read from the socket, when a request before them has been answered.
-
-Ranking requests that arrive whole take the short way of `plain_cycle`.
+Ranking requests without unusual headers take the fast path of `fast_request`, which bypasses ASGI.
 """
 
 import asyncio
@@ -37,26 +35,26 @@ from nestrec.serving.http.fast_request import (
     Connections,
     DirectApp,
     FastRequestCycle,
+    OnResponse,
     RequestHead,
-    Tell,
     address_of,
-    incoming_of,
+    request_head_of,
 )
 from nestrec.serving.security.server_security import RequestAuthorizer
 
 _SPARE_HEAD_BYTES = 256
-"""of method, version and ends of lines, which are not counted as head"""
+"""Bytes for method, version and line ends, which `LimitsConfig.max_header_bytes` does not include."""
 _SPARE_CONNECTIONS = 64
-"""beyond the most that are told to come back; those beyond them are cut off"""
-_PIECE_BYTES = 512
-"""given to the parser at a time: it cannot be stopped, and all requests that it finds in them wait in memory"""
-_LONGEST_NUMBER = 19
-"""digits of a declared length"""
-_UNUSUAL = frozenset((b"transfer-encoding", b"content-encoding", b"expect", b"upgrade"))
+"""Number of connections above the limit whose requests get 503 with Retry-After; further ones are closed."""
+_BLOCK_BYTES = 512
+"""Bytes that are passed to the parser at a time: it cannot be paused, so all requests in them are held in memory."""
+_MAX_LENGTH_DIGITS = 19
+"""Maximum number of digits of the header Content-Length."""
+_UNUSUAL_HEADERS = frozenset((b"transfer-encoding", b"content-encoding", b"expect", b"upgrade"))
 
 
 class _HeldFlow(FlowControl):
-    """Reading stays off while anything of a connection waits, whoever asks for more."""
+    """Flow control with backpressure: reading stays paused while received requests wait, even if uvicorn resumes it."""
 
     def __init__(self, transport: asyncio.Transport, protocol: "LimitedProtocol"):
         super().__init__(transport)
@@ -68,171 +66,178 @@ class _HeldFlow(FlowControl):
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """Closes a connection whose request does not come, or whose answer is not read, in time; refuses what is beyond
-    the most."""
+    """HTTP protocol of one connection.
+
+    Closes the connection if a request head is not received, or a response not read, in time; rejects requests if too
+    many connections are open or if the host or the API key is invalid. `protocol_with` creates a subclass that has the
+    class attributes.
+    """
 
     limits: LimitsConfig
-    door: DirectApp | None
+    direct_app: DirectApp | None
     hosts: AllowedHosts
-    gate: RequestAuthorizer
-    tell: Tell | None
-    """called at each answer"""
-    room: "Connections[LimitedProtocol]"
+    authorizer: RequestAuthorizer
+    on_response: OnResponse | None
+    """Called for each response."""
+    open_connections: "Connections[LimitedProtocol]"
     address = ""
-    """whom it comes from"""
+    """Address that identifies the client; see `address_of`."""
     _head_timer: asyncio.TimerHandle | None = None
-    _answer_timer: asyncio.TimerHandle | None = None
+    _write_timer: asyncio.TimerHandle | None = None
     _awaits_head = True
-    _is_beyond = False
-    """the most were open already"""
+    _is_over_limit = False
+    """Whether the maximum number of connections was already open."""
     _is_upgrade = False
-    """the head offers to go on in another protocol"""
+    """Whether the head offers to switch to another protocol."""
     _is_feeding = False
-    _unplaced_bytes = 0
-    """that have come since the last whole head, piece of a body or whole request"""
+    _head_bytes = 0
+    """Bytes that were parsed since the last complete head, body fragment or request."""
     _body_left = 0
-    """bytes of the declared body that are still to come"""
-    _unfed = b""
-    """that have come and that the parser has not seen, from `_first_unfed` on"""
-    _first_unfed = 0
+    """Bytes of the declared body that have not been received."""
+    _unparsed = b""
+    """Received bytes; those from `_parse_position` on have not been parsed."""
+    _parse_position = 0
 
     def __init__(self, *arguments: Any, **named: Any):
         super().__init__(*arguments, **named)
-        self._served, self.app = self.app, self._within_limit
+        self._inner_app, self.app = self.app, self._serve_or_reject
 
-    async def _within_limit(self, scope: Scope, receive: Receive, send: Send) -> None:
-        incoming = incoming_of(scope)
-        assert incoming is not None
-        current_request_id.set(incoming.id)  # this task serves nothing else
-        if incoming.refused is None:
-            served = self._served(scope, receive, incoming.naming(send, self.tell))
-            await (incoming.traced(served) if incoming.is_traced else served)
+    async def _serve_or_reject(self, scope: Scope, receive: Receive, send: Send) -> None:
+        head = request_head_of(scope)
+        assert head is not None
+        current_request_id.set(head.id)  # this task serves nothing else
+        if head.rejection is None:
+            work = self._inner_app(scope, receive, head.with_request_id(send, self.on_response))
+            await (head.traced(work) if head.is_traced else work)
         else:
-            self._count_malformed(incoming.refused.status)
-            await incoming.refused.send(incoming.naming(send, self.tell), is_last=True)
+            self._count_malformed(head.rejection.status)
+            await head.rejection.send(head.with_request_id(send, self.on_response), is_last=True)
 
-    def _incoming(self) -> RequestHead:
-        """What the head says, and what the gate says to it."""
+    def _read_head(self) -> RequestHead:
+        """Check and authorize the received head."""
         request_id = request_id_of(next((value for name, value in self.headers if name == REQUEST_ID_HEADER), None))
-        refused = self._refused(self.headers, self.parser.get_http_version())
-        if refused is not None:
-            return RequestHead(request_id, "", refused)
+        rejection = self._reject_head(self.headers, self.parser.get_http_version())
+        if rejection is not None:
+            return RequestHead(request_id, "", rejection)
         raw_path = (httptools.parse_url(self.url).path or b"").decode("ascii")
         path = unquote(raw_path) if "%" in raw_path else raw_path
-        admission = self.gate.admit(path, raw_path, self.headers, self.address)
-        if self.tell is None and not tracing.is_on():
-            return RequestHead(request_id, admission.client, admission.refused, admission.key)
-        route = self.gate.route_of(path, raw_path)
+        admission = self.authorizer.authorize(path, raw_path, self.headers, self.address)
+        if self.on_response is None and not tracing.is_on():
+            return RequestHead(request_id, admission.client, admission.rejection, admission.key)
+        route = self.authorizer.route_of(path, raw_path)
         parent = next((value for name, value in self.headers if name == tracing.HEADER), b"")
-        return RequestHead(request_id, admission.client, admission.refused, admission.key, route, parent)
+        return RequestHead(request_id, admission.client, admission.rejection, admission.key, route, parent)
 
-    def _refused(self, headers: list[tuple[bytes, bytes]], version: str) -> HttpResponse | None:
-        """The answer to a request that is not looked into."""
-        if self._is_beyond:
-            return problem(503, "too many connections are open", "", retry_after(1.0))
-        named = [value for name, value in headers if name == b"host"]
-        if len(named) > 1 or (not named and version == "1.1"):
-            return problem(400, "the header Host must be there once")
-        if named and named[0] not in self.hosts:
-            return problem(421, "this server does not answer to that name; give its names as --hosts", "host")
+    def _reject_head(self, headers: list[tuple[bytes, bytes]], version: str) -> HttpResponse | None:
+        """Return the response to a request whose connection or host is not acceptable; None if it is."""
+        if self._is_over_limit:
+            return problem(503, "the server has too many open connections", "", retry_after(1.0))
+        hosts = [value for name, value in headers if name == b"host"]
+        if len(hosts) > 1 or (not hosts and version == "1.1"):
+            return problem(400, "the request must have exactly one header Host")
+        if hosts and hosts[0] not in self.hosts:
+            return problem(421, "the header Host is not a name of this server; add it to --allowed_hosts", "host")
         return None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow = _HeldFlow(transport, self)
         self.address = address_of(self.client)
-        gives_way = self.room.opened(self, self.address)
-        self._is_beyond = gives_way is self
-        if len(self.room) > self.room.most + _SPARE_CONNECTIONS:
+        evicted = self.open_connections.opened(self, self.address)
+        self._is_over_limit = evicted is self
+        if len(self.open_connections) > self.open_connections.max_connections + _SPARE_CONNECTIONS:
             transport.abort()
-        elif gives_way is not None and gives_way is not self:
-            gives_way.transport.abort()
-        self._watch_head()
+        elif evicted is not None and evicted is not self:
+            evicted.transport.abort()
+        self._update_head_timer()
 
     def data_received(self, data: bytes) -> None:
-        self._unfed = self._unfed[self._first_unfed :] + data if self._unfed else data
-        self._first_unfed = 0
+        self._unparsed = self._unparsed[self._parse_position :] + data if self._unparsed else data
+        self._parse_position = 0
         self._feed()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Whoever has asked and says no more may still listen; the answer shows whether somebody does."""
+        """Keep a half-closed connection open while a request is served, because the client may still read."""
         cycle = self.cycle
         if cycle is None or cycle.response_complete or cycle.more_body or self.scheme == "https":
-            return False  # TLS knows no half of a connection
+            return False  # TLS does not support half-closed connections
         cycle.keep_alive = False
         return True
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         self.resume_writing()
-        self.room.closed(self)
-        self._unfed = b""
+        self.open_connections.closed(self)
+        self._unparsed = b""
         self.pipeline.clear()
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
-        self._unfed = b""
+        self._unparsed = b""
         if not self.transport.is_closing():  # a second close of asyncio's TLS transport makes it ignore an abort
             super().shutdown()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        if self._answer_timer is None:
-            self._answer_timer = self.loop.call_later(self.limits.answer_timeout_s, self.transport.abort)
+        if self._write_timer is None:
+            self._write_timer = self.loop.call_later(self.limits.write_timeout_s, self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if self._answer_timer is not None:
-            self._answer_timer.cancel()
-            self._answer_timer = None
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
 
-    # What has come, and the parser.
+    # Received bytes and the parser.
 
     @property
     def has_waiting(self) -> bool:
-        """Something has come that is behind a request which is not answered yet."""
-        return bool(self._unfed or self.pipeline)
+        """Whether received bytes or pipelined requests wait for the response to the current request."""
+        return bool(self._unparsed or self.pipeline)
 
     def _feed(self) -> None:
-        """Give the parser what has come, up to a request that has to wait for the one before it."""
+        """Pass received bytes to the parser, until it finds a request that must wait for the current one."""
         stop_keep_alive_timer(self)
         self._is_feeding = True
-        while self._unfed and not self.pipeline and not self.transport.is_closing():
-            end = self._first_unfed + max(_PIECE_BYTES, self._body_left)
-            piece, self._first_unfed = self._unfed[self._first_unfed : end], end
-            if end >= len(self._unfed):
-                self._unfed = b""
-                self._first_unfed = 0
-            self._parse(piece)
+        while self._unparsed and not self.pipeline and not self.transport.is_closing():
+            end = self._parse_position + max(_BLOCK_BYTES, self._body_left)
+            block, self._parse_position = self._unparsed[self._parse_position : end], end
+            if end >= len(self._unparsed):
+                self._unparsed = b""
+                self._parse_position = 0
+            self._parse(block)
         self._is_feeding = False
         if self.transport.is_closing():
             return
         cycle: object = self.cycle
         if isinstance(cycle, FastRequestCycle) and cycle.more_body:
-            # The rest of the body is still to come, within limits that the application keeps.
+            # The body did not arrive at once: switch to ASGI, where the application limits its size and duration.
             self.cycle = None  # type: ignore[assignment]
-            self._take_usual_way(cycle.incoming)
+            self._start_asgi_cycle(cycle.head)
             super().on_body(bytes(cycle.body))
         if self.has_waiting:
             self.flow.pause_reading()
         elif self._awaits_head:
             self.flow.resume_reading()
-        self._watch_head()
+        self._update_head_timer()
 
-    def _parse(self, piece: bytes) -> None:
-        self._unplaced_bytes += len(piece)
+    def _parse(self, block: bytes) -> None:
+        self._head_bytes += len(block)
         try:
-            self.parser.feed_data(piece)
+            self.parser.feed_data(block)
         except httptools.HttpParserUpgrade as upgrade:
-            self._decline_upgrade(piece[upgrade.args[0] :])
+            self._decline_upgrade(block[upgrade.args[0] :])
         except httptools.HttpParserError:
             self.send_400_response("Invalid HTTP request received.")
-        if self._unplaced_bytes > self.limits.max_header_bytes + _SPARE_HEAD_BYTES:
-            self._refuse_head()
+        if self._head_bytes > self.limits.max_header_bytes + _SPARE_HEAD_BYTES:
+            self._reject_long_head()
 
     def _decline_upgrade(self, rest: bytes) -> None:
-        """The request as if it had not offered another protocol: the parser takes what follows its head for that
-        protocol, and so a body for the next request."""
+        """Parse the request again without its header Upgrade.
+
+        After a head with this header, the parser leaves the remaining bytes, which can be a request body, to the other
+        protocol.
+        """
         self._is_upgrade = False
         method = self.parser.get_method()
         if method == b"CONNECT":
@@ -243,10 +248,10 @@ class LimitedProtocol(HttpToolsProtocol):
         lines += [b"connection: close"] if not self.parser.should_keep_alive() else []
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
-        self._unplaced_bytes = 0
+        self._head_bytes = 0
         self._parse(b"\r\n".join(lines) + b"\r\n\r\n" + rest)
 
-    # What the parser calls.
+    # Callbacks of the parser.
 
     def on_message_begin(self) -> None:
         self.url = b""
@@ -254,7 +259,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self.expect_100_continue = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._awaits_head:  # it came after a chunked body, where nobody looks for it
+        if not self._awaits_head:  # a trailer of a chunked body, which is ignored
             return
         name = name.lower()
         if name == b"expect" and value.lower() == b"100-continue":
@@ -266,18 +271,20 @@ class LimitedProtocol(HttpToolsProtocol):
             self._is_upgrade = True
             return
         self._awaits_head = False
-        self._unplaced_bytes = 0
+        self._head_bytes = 0
         length = next((value for name, value in self.headers if name == b"content-length"), b"")
-        self._body_left = int(length) if length.isdigit() and len(length) <= _LONGEST_NUMBER else 0
-        incoming = self._incoming()
-        route = self._plain_route() if incoming.refused is None else None
-        if route is None or self.door is None:
-            self._take_usual_way(incoming)
+        self._body_left = int(length) if length.isdigit() and len(length) <= _MAX_LENGTH_DIGITS else 0
+        head = self._read_head()
+        route = self._fast_route() if head.rejection is None else None
+        if route is None or self.direct_app is None:
+            self._start_asgi_cycle(head)
         else:
-            self.cycle = FastRequestCycle(self, self.door, route, incoming, self.tell)  # type: ignore[assignment]
+            self.cycle = FastRequestCycle(  # type: ignore[assignment]
+                self, self.direct_app, route, head, self.on_response
+            )
 
     def on_body(self, body: bytes) -> None:
-        self._unplaced_bytes = 0
+        self._head_bytes = 0
         self._body_left = max(0, self._body_left - len(body))
         super().on_body(body)
 
@@ -285,80 +292,84 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._is_upgrade:
             return
         self._awaits_head = True
-        self._unplaced_bytes = 0
+        self._head_bytes = 0
         self._body_left = 0
-        self.room.began(self)
+        self.open_connections.mark_busy(self)
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        if not self.pipeline and self.cycle.more_body:  # nobody reads the rest of it
+        if not self.pipeline and self.cycle.more_body:  # the rest of the body will not be read
             self.transport.close()
         super().on_response_complete()
         if self.cycle.response_complete and not self.transport.is_closing():
-            self.room.ended(self)
-        if self._unfed and not self._is_feeding:
+            self.open_connections.mark_idle(self)
+        if self._unparsed and not self._is_feeding:
             self.loop.call_soon(self._feed)
 
-    def _plain_route(self) -> str | None:
-        """Where the request goes if nothing is special about it and nothing is before it; else none."""
-        route = None if self.door is None else self.door.plain_routes.get(self.url)
+    def _fast_route(self) -> str | None:
+        """Return the route of a request if it qualifies for the fast path, otherwise None."""
+        route = None if self.direct_app is None else self.direct_app.fast_routes.get(self.url)
         if route is None or self.parser.get_method() != b"POST" or self.parser.get_http_version() != "1.1":
             return None
         if (self.cycle is not None and not self.cycle.response_complete) or self.flow.write_paused:
             return None
         headers = dict(self.headers)
-        if len(headers) < len(self.headers) or not _UNUSUAL.isdisjoint(headers) or headers.get(b"content-type") != JSON:
+        if (
+            len(headers) < len(self.headers)
+            or not _UNUSUAL_HEADERS.isdisjoint(headers)
+            or headers.get(b"content-type") != JSON
+        ):
             return None
         length = headers.get(b"content-length", b"")
-        if not length.isdigit() or len(length) > _LONGEST_NUMBER or int(length) > self.limits.max_body_bytes:
+        if not length.isdigit() or len(length) > _MAX_LENGTH_DIGITS or int(length) > self.limits.max_body_bytes:
             return None
         if head_bytes(self.url, self.headers) > self.limits.max_header_bytes:
             return None
         return route
 
-    def _take_usual_way(self, incoming: RequestHead) -> None:
+    def _start_asgi_cycle(self, head: RequestHead) -> None:
         url = self.url
         headers = self.headers
         expects = self.expect_100_continue
         super().on_message_begin()
-        incoming.put_into(self.scope)
+        head.store_in(self.scope)
         self.url = url
         self.expect_100_continue = expects
         self.headers += headers
         super().on_headers_complete()
 
     def send_400_response(self, msg: str) -> None:
-        self._answer_at_once(problem(400, msg))
+        self._reject_malformed(problem(400, msg))
 
-    def _refuse_head(self) -> None:
+    def _reject_long_head(self) -> None:
         if not self.transport.is_closing():
-            refused = too_long_head(self.limits)
-            self._answer_at_once(problem(refused.status, refused.message))
+            error = too_long_head(self.limits)
+            self._reject_malformed(problem(error.status, error.message))
 
-    def _answer_at_once(self, answered: HttpResponse) -> None:
-        """What came was no request that could be looked into."""
-        self._count_malformed(answered.status)
+    def _reject_malformed(self, response: HttpResponse) -> None:
+        """Respond to a request that could not be parsed, and close the connection."""
+        self._count_malformed(response.status)
         headers = (*self.server_state.default_headers, (REQUEST_ID_HEADER, request_id_of(None).encode()))
-        self.transport.write(answered.as_http(headers, is_last=True))
+        self.transport.write(response.as_http(headers, is_last=True))
         self.transport.close()
 
     def _count_malformed(self, status: int) -> None:
-        if self.door is not None:
-            self.door.count_malformed(status)
+        if self.direct_app is not None:
+            self.direct_app.count_malformed(status)
 
-    def _watch_head(self) -> None:
-        """The timer runs from the first byte that is waited for to the last one of the head."""
-        if not self._awaits_head or (self.cycle is not None and not self._unplaced_bytes):
+    def _update_head_timer(self) -> None:
+        """Run the timer while a head is incomplete: on a new connection from its start, then from the first byte."""
+        if not self._awaits_head or (self.cycle is not None and not self._head_bytes):
             self._stop_timer()
         elif self._head_timer is None:
-            self._head_timer = self.loop.call_later(self.limits.head_timeout_s, self._expire)
+            self._head_timer = self.loop.call_later(self.limits.header_timeout_s, self._expire)
 
     def _expire(self) -> None:
         self._head_timer = None
         if self.cycle is None or self.cycle.response_complete:
             self.transport.close()
-        else:  # the answer to the request before it comes first
-            self._watch_head()
+        else:  # the previous request must be answered first
+            self._update_head_timer()
 
     def _stop_timer(self) -> None:
         if self._head_timer is not None:
@@ -369,13 +380,28 @@ class LimitedProtocol(HttpToolsProtocol):
 def protocol_with(
     limits: LimitsConfig,
     hosts: AllowedHosts,
-    gate: RequestAuthorizer,
-    door: DirectApp | None = None,
+    authorizer: RequestAuthorizer,
+    direct_app: DirectApp | None = None,
     *,
-    tell: Tell | None = None,
+    on_response: OnResponse | None = None,
 ) -> type[LimitedProtocol]:
-    """The protocol with its limits, as uvicorn wants it: a class."""
-    room: Connections[LimitedProtocol] = Connections(limits.max_connections, limits.max_connections_an_address)
-    called = None if tell is None else staticmethod(tell)
-    named = {"limits": limits, "hosts": hosts, "gate": gate, "door": door, "room": room, "tell": called}
-    return type("Limited", (LimitedProtocol,), named)
+    """Return a protocol class for uvicorn, which creates one instance per connection.
+
+    Args:
+        limits: Limits of requests and connections.
+        hosts: Host names that clients can use.
+        authorizer: Authenticates and authorizes requests.
+        direct_app: Application of the fast path; None disables the fast path.
+        on_response: Called for each response, for the access log.
+    """
+    connections: Connections[LimitedProtocol] = Connections(limits.max_connections, limits.max_connections_per_address)
+    callback = None if on_response is None else staticmethod(on_response)
+    attributes = {
+        "limits": limits,
+        "hosts": hosts,
+        "authorizer": authorizer,
+        "direct_app": direct_app,
+        "open_connections": connections,
+        "on_response": callback,
+    }
+    return type("Limited", (LimitedProtocol,), attributes)

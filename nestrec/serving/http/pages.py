@@ -1,12 +1,9 @@
-"""The live page, the page at /docs, and the OpenAPI description.
+"""OpenAPI description of the server, API documentation at /docs, and the live page.
 
-The page at /docs: the OpenAPI description for people, in one file that needs nothing else.
-
-The OpenAPI description of the front, made from its endpoints.
-
-The live page: charts, the relay's last requests and a place to try requests, in one file that needs nothing else.
-
-What runs and what styles is named by digest in its policy, so that nothing that a request brings could ever run there.
+The OpenAPI description is generated from the specs of the endpoints, and the page at /docs from that description. The
+live page shows charts, the latest requests and a form to try requests. Each page is one file without external
+resources. The Content-Security-Policy of the live page allows only its own script and style, by their SHA-256, so that
+the content of a response can never be executed.
 """
 
 import base64
@@ -37,16 +34,16 @@ _REFERENCE = "#/components/schemas/"
 
 
 def docs_page(described: dict[str, Any]) -> bytes:
-    """HTML of an OpenAPI description."""
+    """Return the HTML page of an OpenAPI description."""
     return "".join(_page(described)).encode()
 
 
 def _page(described: dict[str, Any]) -> Iterator[str]:
     title = escape(described["info"]["title"])
-    yield f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}: requests and answers</title>'
+    yield f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}: HTTP API</title>'
     yield f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{_DOCS_STYLE}</style>'
-    yield f'<h1>{title}: requests and answers</h1><p>For programs: <a href="/openapi.json">/openapi.json</a>. '
-    yield 'What this server runs: <a href="/v1/models">/v1/models</a>; how it fares: <a href="/">the live page</a>.</p>'
+    yield f'<h1>{title}: HTTP API</h1><p>OpenAPI description: <a href="/openapi.json">/openapi.json</a>. '
+    yield 'Served models: <a href="/v1/models">/v1/models</a>. Status: <a href="/">live page</a>.</p>'
     operations = [
         (path, method, operation)
         for path, methods in described["paths"].items()
@@ -59,7 +56,7 @@ def _page(described: dict[str, Any]) -> Iterator[str]:
     yield "</ul>"
     for path, method, operation in operations:
         yield from _operation_html(path, method, operation, described["components"]["schemas"])
-    yield "<h2>Values with fields</h2>"
+    yield "<h2>Schemas</h2>"
     for name, schema in described["components"]["schemas"].items():
         yield f'<h3 id="schema-{escape(name)}">{escape(name)}</h3>{_fields(schema)}'
     yield "</html>"
@@ -73,23 +70,23 @@ def _operation_html(path: str, method: str, operation: dict[str, Any], schemas: 
         if "example" in body:
             yield f"<pre>{escape(_curl(path, body['example']))}</pre>"
         yield f"<h3>Request</h3>{_fields(_resolved(body['schema'], schemas))}"
-    (status, answer), *refusals = operation["responses"].items()
-    content = "; ".join(f"{_type(media['schema'])}, {kind}" for kind, media in answer.get("content", {}).items())
-    yield f"<h3>Answer</h3><p><code>{escape(status)}</code> {content or 'without a body'}</p>"
-    for media in answer.get("content", {}).values():
+    (status, response), *errors = operation["responses"].items()
+    content = "; ".join(f"{_type(media['schema'])}, {kind}" for kind, media in response.get("content", {}).items())
+    yield f"<h3>Response</h3><p><code>{escape(status)}</code> {content or 'without a body'}</p>"
+    for media in response.get("content", {}).values():
         schema = _resolved(media["schema"], schemas)
         yield _fields(schema) if "properties" in schema else ""
-    if refusals:
-        yield "<h3>Refusals</h3><table>"
-        for status, refusal in refusals:
-            headers = "".join(f"; header {escape(name)}" for name in refusal.get("headers", {}))
-            yield f"<tr><td><code>{escape(status)}</code></td><td>{escape(refusal['description'])}{headers}</td></tr>"
+    if errors:
+        yield "<h3>Errors</h3><table>"
+        for status, error in errors:
+            headers = "".join(f"; header {escape(name)}" for name in error.get("headers", {}))
+            yield f"<tr><td><code>{escape(status)}</code></td><td>{escape(error['description'])}{headers}</td></tr>"
         yield "</table>"
 
 
 def _resolved(schema: dict[str, Any], schemas: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = schemas[schema["$ref"].removeprefix(_REFERENCE)] if "$ref" in schema else schema
-    return found
+    resolved: dict[str, Any] = schemas[schema["$ref"].removeprefix(_REFERENCE)] if "$ref" in schema else schema
+    return resolved
 
 
 def _curl(path: str, example: Any) -> str:
@@ -101,15 +98,15 @@ def _fields(schema: dict[str, Any]) -> str:
     required = schema.get("required", ())
     rows = []
     for name, field in schema.get("properties", {}).items():
-        needed = "yes" if name in required else ""
-        meaning = escape(field.get("description", ""))
-        rows.append(f"<tr><td><code>{escape(name)}</code></td><td>{_type(field)}</td><td>{needed}</td>")
-        rows.append(f"<td>{meaning}</td></tr>")
-    return f"<table><tr><th>Field</th><th>Holds</th><th>Always</th><th>Meaning</th></tr>{''.join(rows)}</table>"
+        is_required = "yes" if name in required else ""
+        description = escape(field.get("description", ""))
+        rows.append(f"<tr><td><code>{escape(name)}</code></td><td>{_type(field)}</td><td>{is_required}</td>")
+        rows.append(f"<td>{description}</td></tr>")
+    return f"<table><tr><th>Field</th><th>Type</th><th>Required</th><th>Description</th></tr>{''.join(rows)}</table>"
 
 
 def _type(schema: dict[str, Any]) -> str:
-    """A schema in a few words, as HTML."""
+    """Return a short description of a schema as HTML."""
     if "$ref" in schema:
         name = escape(schema["$ref"].removeprefix(_REFERENCE))
         return f'<a href="#schema-{name}">{name}</a>'
@@ -126,7 +123,7 @@ def _plain_type(kind: str, schema: dict[str, Any]) -> str:
         case "array":
             return f"list of {_type(schema['items'])}{_bounds(schema, 'minItems', 'maxItems')}"
         case "object" if isinstance(schema.get("additionalProperties"), dict):
-            return f"named values, each {_type(schema['additionalProperties'])}"
+            return f"mapping from names to {_type(schema['additionalProperties'])}"
         case "string":
             return f"string{_bounds(schema, 'minLength', 'maxLength')}"
         case _:
@@ -139,34 +136,34 @@ def _bounds(schema: dict[str, Any], low: str, high: str) -> str:
     return f" ({schema[low]:,} or more)" if low in schema else ""
 
 
-_WRONG = {
-    "400": "the request is wrong: the field that is named, or the body as a whole",
-    "401": "the server asks for a key, and none was given that it takes",
-    "403": "the key is of a role that may not ask this",
-    "408": "the body did not arrive in time",
-    "413": "the body is too long",
-    "415": "the content type is not application/json, or the body is compressed",
-    "429": "more work waits than can be done in time",
-    "503": "the server stops or starts, or the deadline has passed",
+_ERRORS = {
+    "400": "The request is invalid; the response names the field, unless the whole body is invalid.",
+    "401": "The server requires an API key, and the request has no valid one.",
+    "403": "The role of the API key is not authorized for this endpoint.",
+    "408": "The request body did not arrive in time.",
+    "413": "The request body is too large.",
+    "415": "The content type is not application/json, or the body is compressed.",
+    "429": "The server is overloaded, or the client exceeds its rate limit; retry later.",
+    "503": "The server is starting or shutting down, or the deadline of the request passed; retry later.",
 }
-_COMES_BACK = ("429", "503")
-_BY_KEY = ("401", "403")
+_RETRYABLE = ("429", "503")
+_AUTH_ERRORS = ("401", "403")
 _SCHEMES = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "key": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
 }
-_EITHER_OR_NONE: list[dict[str, list[str]]] = [{"bearer": []}, {"key": []}, {}]
-"""none where the server asks for no keys"""
+_SECURITY: list[dict[str, list[str]]] = [{"bearer": []}, {"key": []}, {}]
+"""Alternatives to authenticate; the last one is for a server that does not require API keys."""
 
 
 def openapi(endpoints: Mapping[str, EndpointSpec], limits: LimitsConfig) -> dict[str, Any]:
-    """OpenAPI 3.1 of all routes."""
+    """Return the OpenAPI 3.1 description of all endpoints."""
     named: dict[str, Schema] = {}
     problem = json_schema(ErrorResponse, limits, named)
     paths: dict[str, dict[str, Any]] = {}
     for name, endpoint in endpoints.items():
-        described = _operation(name, endpoint, limits, named, problem)
-        paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = described
+        operation = _operation(name, endpoint, limits, named, problem)
+        paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = operation
     return {
         "openapi": "3.1.0",
         "info": {"title": "nestrec", "version": "1"},
@@ -178,15 +175,15 @@ def openapi(endpoints: Mapping[str, EndpointSpec], limits: LimitsConfig) -> dict
 def _operation(
     name: str, endpoint: EndpointSpec, limits: LimitsConfig, named: dict[str, Schema], problem: Schema
 ) -> dict[str, Any]:
-    answer: dict[str, Any] = {"description": endpoint.summary}
+    response: dict[str, Any] = {"description": endpoint.summary}
     if endpoint.status != 204:
-        schema = {"type": "string"} if endpoint.answer is None else json_schema(endpoint.answer, limits, named)
-        answer["content"] = {endpoint.content_type: {"schema": schema}}
-    found: dict[str, Any] = {"operationId": name, "summary": endpoint.summary}
+        schema = {"type": "string"} if endpoint.response is None else json_schema(endpoint.response, limits, named)
+        response["content"] = {endpoint.content_type: {"schema": schema}}
+    operation: dict[str, Any] = {"operationId": name, "summary": endpoint.summary}
     if endpoint.audience != "anyone":
-        found["security"] = _EITHER_OR_NONE
+        operation["security"] = _SECURITY
     if parameters := re.findall(r"{(\w+)}", endpoint.path):
-        found["parameters"] = [
+        operation["parameters"] = [
             {"name": parameter, "in": "path", "required": True, "schema": {"type": "string"}}
             for parameter in parameters
         ]
@@ -194,25 +191,25 @@ def _operation(
         body: dict[str, Any] = {"schema": json_schema(endpoint.request, limits, named)}
         if endpoint.example:
             body["example"] = dict(endpoint.example)
-        found["requestBody"] = {"required": True, "content": {JSON_TYPE: body}}
-    return {**found, "responses": {str(endpoint.status): answer, **_problems(endpoint, problem)}}
+        operation["requestBody"] = {"required": True, "content": {JSON_TYPE: body}}
+    return {**operation, "responses": {str(endpoint.status): response, **_problems(endpoint, problem)}}
 
 
 def _problems(endpoint: EndpointSpec, problem: Schema) -> dict[str, Any]:
     if endpoint.request is not None:
-        statuses = tuple(_WRONG)
+        statuses = tuple(_ERRORS)
     else:
         statuses = ("400",) if "{" in endpoint.path else ()
-        statuses += _BY_KEY if endpoint.audience != "anyone" else ()
+        statuses += _AUTH_ERRORS if endpoint.audience != "anyone" else ()
     return {status: _problem(status, problem) for status in statuses}
 
 
 def _problem(status: str, schema: Schema) -> dict[str, Any]:
-    found: dict[str, Any] = {"description": _WRONG[status], "content": {JSON_TYPE: {"schema": schema}}}
-    if status in _COMES_BACK:
-        seconds = {"description": "seconds after which to come back", "schema": {"type": "integer", "minimum": 1}}
-        found["headers"] = {"Retry-After": seconds}
-    return found
+    response: dict[str, Any] = {"description": _ERRORS[status], "content": {JSON_TYPE: {"schema": schema}}}
+    if status in _RETRYABLE:
+        seconds = {"description": "Seconds after which to retry.", "schema": {"type": "integer", "minimum": 1}}
+        response["headers"] = {"Retry-After": seconds}
+    return response
 
 
 _FILES = resources.files("nestrec.serving.http") / "static"
@@ -222,7 +219,7 @@ def _read(name: str) -> str:
     return (_FILES / name).read_text(encoding="utf-8")
 
 
-def _named(content: str) -> str:
+def _csp_hash(content: str) -> str:
     return "'sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode() + "'"
 
 
@@ -230,6 +227,6 @@ _STYLE, _SCRIPT = _read("live.css"), _read("live.js")
 PAGE = _read("live.html").replace("/*STYLE*/", _STYLE).replace("/*SCRIPT*/", _SCRIPT).encode()
 PAGE_POLICY: Header = (
     b"content-security-policy",
-    f"default-src 'none'; style-src {_named(_STYLE)}; script-src {_named(_SCRIPT)}; connect-src 'self'; "
+    f"default-src 'none'; style-src {_csp_hash(_STYLE)}; script-src {_csp_hash(_SCRIPT)}; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'".encode(),
 )

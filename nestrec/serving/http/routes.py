@@ -1,4 +1,4 @@
-"""The endpoints of the front: ours, and those that other packages add by the entry-point group `nestrec.endpoints`."""
+"""Registry of HTTP endpoints: the built-in ones, and plugins from the entry-point group `nestrec.endpoints`."""
 
 from nestrec.base.errors import UserError
 from nestrec.base.plugins import PluginRegistry
@@ -33,7 +33,7 @@ _BUILT_IN: dict[str, EndpointSpec | str] = {
 
 
 def endpoint_seam() -> PluginRegistry[EndpointSpec]:
-    """The endpoints that are installed now."""
+    """Return a registry of the built-in endpoints and of the plugins that are currently installed."""
     return PluginRegistry("nestrec.endpoints", "endpoint", _BUILT_IN, of=EndpointSpec)
 
 
@@ -41,34 +41,40 @@ ENDPOINTS = endpoint_seam()
 
 
 def all_endpoints(seam: PluginRegistry[EndpointSpec] = ENDPOINTS) -> dict[str, EndpointSpec]:
-    """By name; each route belongs to one of them."""
-    found = {name: seam.find(name) for name in seam}
-    for name, endpoint in found.items():
-        if name not in seam.own:
+    """Return the endpoints of a registry by name.
+
+    Raises:
+        UserError: Two endpoints have the same path, or the spec of a plugin is invalid.
+    """
+    endpoints = {name: seam.find(name) for name in seam}
+    for name, endpoint in endpoints.items():
+        if name not in seam.built_in_names:
             _check_described(seam, name, endpoint)
     routes: dict[str, str] = {}
-    for name, endpoint in found.items():
+    for name, endpoint in endpoints.items():
         first = routes.setdefault(endpoint.path, name)
         if first != name:
-            remedy = f"give it another path than that of {first!r}, or uninstall {seam.package_of(name)!r}"
+            remedy = f"change the path of one of them, or uninstall {seam.package_of(name)!r}"
             raise UserError(
-                "is the path of two endpoints", option=f"{seam.group}: {name}", value=endpoint.path, remedy=remedy
+                f"the endpoint {first!r} has the same path",
+                option=f"{seam.group}: {name}",
+                value=endpoint.path,
+                remedy=remedy,
             )
-    return found
+    return endpoints
 
 
 def _check_described(seam: PluginRegistry[EndpointSpec], name: str, endpoint: EndpointSpec) -> None:
-    """Requests are read and all is described by what the endpoint says of itself: told when a server starts, and not
-    when somebody asks for the description."""
+    """Check that the schemas of a plugin can be parsed and documented, so that errors appear when the server starts."""
     if not endpoint.path.startswith("/"):
-        raise seam.unanswered(name, "path", f"its path {endpoint.path!r} does not begin with '/'")
+        raise seam.missing_field_error(name, "path", f"its path {endpoint.path!r} does not start with '/'")
     limits = LimitsConfig()
-    for what, shape in (("request", endpoint.request), ("answer", endpoint.answer)):
+    for field, shape in (("request", endpoint.request), ("response", endpoint.response)):
         try:
             if shape is not None:
                 json_schema(shape, limits, {})
-            if what == "request" and endpoint.request is not None:
+            if field == "request" and endpoint.request is not None:
                 reader(endpoint.request, limits)
         except Exception as error:
-            problem = f"its {what} {shape!r} is not what JSON can hold ({type(error).__name__}: {error})"
-            raise seam.unanswered(name, what, problem, see="; examples/plugin shows one") from error
+            problem = f"its {field} {shape!r} cannot be represented in JSON ({type(error).__name__}: {error})"
+            raise seam.missing_field_error(name, field, problem, hint="; see examples/plugin") from error

@@ -1,12 +1,8 @@
-"""State and counts of the engines: for Prometheus, by conventional names, and for the live page.
+"""Metrics of the server: collectors for Prometheus, and the status and time series of the live page.
 
-Labels are bounded: roles, versions in service, kinds of events and tables of a model. None is the id of a user or item.
-
-How models follow their addresses: for Prometheus and for the live page.
-
-The last ten minutes of a server, a sample a second: what the charts of the live page are made of.
-
-Counters and latencies for Prometheus and for the live page. No id of a user or an item enters them.
+Names follow the Prometheus conventions. The number of label values is bounded (routes, statuses, roles, model versions,
+event types, tables); user ids and item ids are never labels. `ServingTimeline` keeps one sample per second of the last
+ten minutes.
 """
 
 import asyncio
@@ -29,88 +25,103 @@ from prometheus_client.registry import Collector
 from nestrec.base.config import to_plain
 from nestrec.serving.core.background_tasks import FAILURES
 from nestrec.serving.core.cost_model import Histogram
-from nestrec.serving.model.servable_spec import shown_version
+from nestrec.serving.model.servable_spec import short_version
 from nestrec.serving.security.server_security import ServerSecurity
 from nestrec.serving.service.inference_service import Service
 from nestrec.serving.service.version_follower import VersionFollower
 
 _GAUGES = {
-    "queued_s": ("nestrec_queued_seconds", "Device seconds of the work that waits"),
-    "way_s": ("nestrec_way_seconds", "From a request's arrival to its engine, and back (90th percentile)"),
-    "host_s": ("nestrec_batch_host_seconds", "The host's part of a batch"),
-    "device_pages_used": ("nestrec_device_cache_used_pages", "Pages of the prefix cache that hold something"),
-    "device_pages": ("nestrec_device_cache_pages", "Pages of the prefix cache"),
-    "dram_bytes_used": ("nestrec_dram_cache_used_bytes", "Bytes of prefixes in host memory"),
-    "dram_bytes": ("nestrec_dram_cache_bytes", "Bytes that prefixes may take in host memory"),
-    "loaded_at_s": ("nestrec_model_loaded_timestamp_seconds", "When the model came into service here"),
-    "exported_at_s": ("nestrec_model_exported_timestamp_seconds", "When the model was exported"),
+    "queued_s": ("nestrec_engine_queue_seconds", "Estimated device time of queued work"),
+    "transit_s": ("nestrec_engine_transit_seconds", "90th percentile of the time between HTTP and engine, both ways"),
+    "host_s": ("nestrec_engine_batch_host_seconds", "Host time per batch"),
+    "loaded_at_s": ("nestrec_model_loaded_timestamp_seconds", "Time at which this process loaded the model"),
+    "exported_at_s": ("nestrec_model_exported_timestamp_seconds", "Time at which the model was exported"),
 }
+_KV_CACHE_GAUGES = {
+    "device_pages_used": ("nestrec_kv_cache_used_pages", "device", "Pages of the KV cache in use"),
+    "device_pages": ("nestrec_kv_cache_pages", "device", "Pages of the KV cache"),
+    "host_bytes_used": ("nestrec_kv_cache_used_bytes", "host", "Bytes of the KV cache in use"),
+    "host_bytes": ("nestrec_kv_cache_bytes", "host", "Capacity of the KV cache in bytes"),
+}
+"""Field of `engine_status` to the name of the gauge, its label `tier`, and its help text."""
 
 
 def engine_status(service: Service, role: str) -> dict[str, Any]:
-    """Sums over the instances of a model."""
-    fleet = service.fleet(role)
+    """Return the version, counters and cache fill of a model, summed over its engines."""
+    deployment = service.deployment(role)
     counts: dict[str, int] = {}
-    for engine in fleet.engines:
+    for engine in deployment.engines:
         for name, count in dict(engine.counts).items():
             counts[name] = counts.get(name, 0) + count
-    tiers = [engine.tiers for engine in fleet.engines]
+    tiers = [engine.tiers for engine in deployment.engines]
     return {
-        "version": shown_version(fleet.servable.version),
-        "loaded_at_s": fleet.loaded_at_s,
-        "exported_at_s": fleet.servable.exported_at_s,
+        "version": short_version(deployment.servable.version),
+        "loaded_at_s": deployment.loaded_at_s,
+        "exported_at_s": deployment.servable.exported_at_s,
         "counts": counts,
-        "queued_s": sum(engine.queued_s for engine in fleet.engines),
-        "way_s": max(engine.trigger.way_s for engine in fleet.engines),
-        "host_s": max(engine.pace.host_s for engine in fleet.engines),
-        "device_s": sum(engine.device_s for engine in fleet.engines),
+        "queued_s": sum(engine.queued_s for engine in deployment.engines),
+        "transit_s": max(engine.trigger.transit_s for engine in deployment.engines),
+        "host_s": max(engine.pacer.host_s for engine in deployment.engines),
+        "device_s": sum(engine.device_s for engine in deployment.engines),
         "device_pages_used": sum(t.device.num_pages - t.device.num_free_pages for t in tiers),
         "device_pages": sum(t.device.num_pages for t in tiers),
-        "dram_bytes_used": sum(t.dram.num_bytes for t in tiers),
-        "dram_bytes": sum(t.dram.max_bytes for t in tiers),
+        "host_bytes_used": sum(t.host_cache.num_bytes for t in tiers),
+        "host_bytes": sum(t.host_cache.max_bytes for t in tiers),
         "break_even_tokens": tiers[0].break_even_tokens(),
-        "precision": to_plain(fleet.servable.precision),
-        "tables": {name: table.statistics() for name, table in fleet.servable.tables.items()},
+        "precision": to_plain(deployment.servable.precision),
+        "tables": {name: table.statistics() for name, table in deployment.servable.tables.items()},
     }
 
 
 class EngineCollector(Collector):
-    """Of all engines of a service, put together when they are asked for."""
+    """Prometheus collector of the engines of a service; reads their counters when it is scraped."""
 
     def __init__(self, service: Service):
         self._service = service
 
     def collect(self) -> Iterable[Metric]:
-        states = {role: engine_status(self._service, role) for role in self._service.fleets}
+        states = {role: engine_status(self._service, role) for role in self._service.deployments}
         yield from _gauges(states)
         yield from _counts(states)
         yield from self._about_models()
         yield from self._times()
-        router = CounterMetricFamily("nestrec_router_events", "Routes off a user's own instance", labels=["event"])
+        router = CounterMetricFamily(
+            "nestrec_engine_router_events",
+            "Requests routed to a different engine than the preferred one",
+            labels=["event"],
+        )
         router.add_metric(["diverted"], self._service.router.num_diverted)
-        router.add_metric(["leaked"], self._service.router.num_leaked)
+        router.add_metric(["spilled"], self._service.router.num_spilled)
         yield router
         yield GaugeMetricFamily("nestrec_ready", "Whether requests can be served", float(self._service.is_ready))
-        refused = float(self._service.reloads.is_refused)
-        yield GaugeMetricFamily("nestrec_reload_refused", "Whether the last load left a model as it was", refused)
+        has_failed = float(self._service.reloads.has_failed)
+        yield GaugeMetricFamily(
+            "nestrec_model_last_reload_failed",
+            "1 if the last reload failed and the previous model still serves",
+            has_failed,
+        )
 
     def _about_models(self) -> Iterable[Metric]:
         info = InfoMetricFamily("nestrec_model", "Model in service", labels=["model"])
-        for role, fleet in self._service.fleets.items():
-            servable = fleet.servable
-            info.add_metric([role], {"version": shown_version(servable.version), "name": servable.spec.name})
+        for role, deployment in self._service.deployments.items():
+            servable = deployment.servable
+            info.add_metric([role], {"version": short_version(servable.version), "name": servable.spec.name})
         yield info
 
     def _times(self) -> Iterable[Metric]:
-        """Of ranking requests that were answered."""
+        """Yield the histograms of the queue time and device time of completed ranking requests."""
         queued = HistogramMetricFamily(
-            "nestrec_queue_duration_seconds", "Time in the queue of an engine", labels=["model"]
+            "nestrec_engine_queue_duration_seconds", "Queue time of ranking requests", labels=["model"]
         )
-        computed = HistogramMetricFamily("nestrec_compute_duration_seconds", "Time of the batches", labels=["model"])
-        for role, fleet in self._service.fleets.items():
+        computed = HistogramMetricFamily(
+            "nestrec_engine_compute_duration_seconds",
+            "Device time of the batches of ranking requests",
+            labels=["model"],
+        )
+        for role, deployment in self._service.deployments.items():
             for family, times in (
-                (queued, Histogram.sum_of(engine.queue_times for engine in fleet.engines)),
-                (computed, Histogram.sum_of(engine.compute_times for engine in fleet.engines)),
+                (queued, Histogram.sum_of(engine.queue_times for engine in deployment.engines)),
+                (computed, Histogram.sum_of(engine.compute_times for engine in deployment.engines)),
             ):
                 family.add_metric([role], times.buckets(), times.seconds)
         yield queued
@@ -118,7 +129,7 @@ class EngineCollector(Collector):
 
 
 class BackgroundCollector(Collector):
-    """Failures of background threads and tasks of this process."""
+    """Prometheus collector of failures of background threads and tasks in this process."""
 
     def collect(self) -> Iterable[Metric]:
         family = CounterMetricFamily(
@@ -130,174 +141,212 @@ class BackgroundCollector(Collector):
 
 
 class FilesCollector(Collector):
-    """Files that a server reads again when they change."""
+    """Prometheus collector of the age of key and certificate files, which the server reads again when they change.
 
-    def __init__(self, safety: Callable[[], ServerSecurity | None]):
-        self._safety = safety
+    Args:
+        security: Returns the security of the server; None if it is not known yet.
+    """
+
+    def __init__(self, security: Callable[[], ServerSecurity | None]):
+        self._security = security
 
     def collect(self) -> Iterable[Metric]:
         ages = GaugeMetricFamily(
             "nestrec_file_age_seconds",
-            "Seconds since the keys or the certificate in use were last the same as in their files",
+            "Time since the keys or the certificate in use were last known to match their files",
             labels=["file"],
         )
         expiry = GaugeMetricFamily(
-            "nestrec_certificate_expiry_timestamp_seconds", "When the certificate in use expires (Unix seconds)"
+            "nestrec_certificate_expiry_timestamp_seconds", "Expiry time of the certificate in use (Unix seconds)"
         )
-        safety = self._safety()
-        for name, age_s in (safety.file_ages_s if safety is not None else {}).items():
+        security = self._security()
+        for name, age_s in (security.file_ages_s if security is not None else {}).items():
             ages.add_metric([name], age_s)
-        if safety is not None and safety.certificate_expiry_s is not None:
-            expiry.add_metric([], safety.certificate_expiry_s)
+        if security is not None and security.certificate_expiry_s is not None:
+            expiry.add_metric([], security.certificate_expiry_s)
         yield from (ages, expiry)
 
 
-class RefusalCollector(Collector):
-    """Requests that were let in by no key."""
+class AuthFailureCollector(Collector):
+    """Prometheus collector of failed authentications.
 
-    def __init__(self, refusals: Callable[[], Mapping[str, int]]):
-        self._refusals = refusals
+    Args:
+        auth_failures: Returns the number of rejected requests by reason.
+    """
+
+    def __init__(self, auth_failures: Callable[[], Mapping[str, int]]):
+        self._auth_failures = auth_failures
 
     def collect(self) -> Iterable[Metric]:
-        family = CounterMetricFamily("nestrec_refused_credentials", "Requests not let in, by reason", labels=["reason"])
-        for reason, count in sorted(self._refusals().items()):
+        family = CounterMetricFamily(
+            "nestrec_auth_failures",
+            "Requests that authentication or rate limits rejected, by reason",
+            labels=["reason"],
+        )
+        for reason, count in sorted(self._auth_failures().items()):
             family.add_metric([reason], count)
         yield family
 
 
 def _gauges(states: Mapping[str, Mapping[str, Any]]) -> Iterable[Metric]:
-    for field, (name, meaning) in _GAUGES.items():
-        family = GaugeMetricFamily(name, meaning, labels=["model"])
+    for field, (name, description) in _GAUGES.items():
+        family = GaugeMetricFamily(name, description, labels=["model"])
         for role, state in states.items():
             if state[field] is not None:
                 family.add_metric([role], state[field])
         yield family
+    for field, (name, tier, description) in _KV_CACHE_GAUGES.items():
+        family = GaugeMetricFamily(name, description, labels=["model", "tier"])
+        for role, state in states.items():
+            family.add_metric([role, tier], state[field])
+        yield family
 
 
 def _counts(states: Mapping[str, Mapping[str, Any]]) -> Iterable[Metric]:
-    """Counts of an engine are named rank_SOURCE, signal_OUTCOME, or as they are."""
+    """Yield the counters of the engines: rank_SOURCE and preinfer_OUTCOME become labels, other names are events."""
     rankings = CounterMetricFamily(
-        "nestrec_rankings", "Requests ranked, by place of prefix", labels=["model", "prefix"]
+        "nestrec_rank_requests", "Ranking requests by prefix-cache result", labels=["model", "cache_source"]
     )
-    signals = CounterMetricFamily(
-        "nestrec_signals", "Pre-infer signals, by what became of them", labels=["model", "outcome"]
+    preinfers = CounterMetricFamily(
+        "nestrec_preinfer_requests", "Pre-infer requests by outcome", labels=["model", "outcome"]
     )
     events = CounterMetricFamily("nestrec_engine_events", "Other events of the engines", labels=["model", "event"])
-    busy = CounterMetricFamily("nestrec_device_busy_seconds", "Seconds of batches on the device", labels=["model"])
-    rows = CounterMetricFamily(
-        "nestrec_table_rows",
-        "Rows of cached tables asked for and not on the device",
-        labels=["model", "table", "event"],
+    busy = CounterMetricFamily("nestrec_engine_device_busy_seconds", "Device time of batches", labels=["model"])
+    lookups = CounterMetricFamily(
+        "nestrec_table_row_lookups", "Rows looked up in cached tables", labels=["model", "table"]
+    )
+    misses = CounterMetricFamily(
+        "nestrec_table_row_misses", "Looked-up rows that were not in the device cache", labels=["model", "table"]
     )
     for role, state in states.items():
         busy.add_metric([role], state["device_s"])
         for name, count in state["counts"].items():
-            kind, _, what = name.partition("_")
-            family = {"rank": rankings, "signal": signals}.get(kind, events)
-            family.add_metric([role, name if family is events else what], count)
+            kind, _, label = name.partition("_")
+            family = {"rank": rankings, "preinfer": preinfers}.get(kind, events)
+            family.add_metric([role, name if family is events else label], count)
         for name, counts in state["tables"].items():
-            for event in ("asked", "missed"):
-                rows.add_metric([role, name, event], counts[event])
-    yield from (rankings, signals, events, busy, rows)
+            lookups.add_metric([role, name], counts["lookups"])
+            misses.add_metric([role, name], counts["misses"])
+    yield from (rankings, preinfers, events, busy, lookups, misses)
 
 
 Followers = Callable[[], Mapping[str, VersionFollower]]
+"""Function that returns the version followers by role."""
 
 
 class FollowCollector(Collector):
-    """Of all models of a server that come from addresses, put together when they are asked for."""
+    """Prometheus collector of models that follow the published versions of an address."""
 
     def __init__(self, followers: Followers):
         self._followers = followers
 
     def collect(self) -> Iterable[Metric]:
         events = CounterMetricFamily(
-            "nestrec_versions", "Versions taken: applied, or loaded as a whole", labels=["model", "event"]
+            "nestrec_model_versions_applied",
+            "Model versions applied, as a delta or in full",
+            labels=["model", "method"],
         )
         failures = CounterMetricFamily(
-            "nestrec_follow_failures", "Looks for a newer version that failed", labels=["model", "reason"]
+            "nestrec_model_poll_failures", "Failed polls for a newer model version", labels=["model", "reason"]
         )
-        number = GaugeMetricFamily("nestrec_version_number", "Number of the version in service", labels=["model"])
-        behind = GaugeMetricFamily("nestrec_versions_behind", "Newer versions at the address", labels=["model"])
+        number = GaugeMetricFamily(
+            "nestrec_model_version_number", "Number of the model version in service", labels=["model"]
+        )
+        behind = GaugeMetricFamily(
+            "nestrec_model_versions_behind",
+            "Newer model versions that are published, also while a version is pinned",
+            labels=["model"],
+        )
         parts = GaugeMetricFamily(
-            "nestrec_freshness_part_seconds", "From an event to an answer, by part", labels=["model", "part"]
+            "nestrec_model_freshness_part_seconds",
+            "Time from an event to a response, by part",
+            labels=["model", "part"],
         )
         total = HistogramMetricFamily(
-            "nestrec_freshness_seconds", "From an event to the first answer that has learnt from it", labels=["model"]
+            "nestrec_model_freshness_seconds",
+            "Time from an event to the first response of a model that was trained on it",
+            labels=["model"],
         )
         for role, follower in dict(self._followers()).items():
             counts = follower.counts
-            freshness = follower.told_freshness()
-            events.add_metric([role, "applied"], counts.applied)
-            events.add_metric([role, "loaded"], counts.loaded)
+            freshness = follower.current_freshness()
+            events.add_metric([role, "delta"], counts.applied)
+            events.add_metric([role, "full"], counts.loaded)
             for reason, count in sorted(counts.failures.items()):
                 failures.add_metric([role, reason], count)
-            number.add_metric([role], follower.number)
-            behind.add_metric([role], counts.behind)
+            number.add_metric([role], follower.version_number)
+            behind.add_metric([role], counts.versions_behind)
             total.add_metric([role], freshness.times.buckets(), freshness.times.seconds)
-            for part, seconds in (freshness.last.told() if freshness.last is not None else {}).items():
+            for part, seconds in (freshness.last.to_json() if freshness.last is not None else {}).items():
                 if seconds is not None:
                     parts.add_metric([role, part], seconds)
         yield from (events, failures, number, behind, parts, total)
 
 
 def follow_status(followers: Mapping[str, VersionFollower]) -> dict[str, Any]:
-    """What the live page shows, by model."""
-    found = {}
+    """Return the version, lag and freshness of each following model, by role, for the live page."""
+    status = {}
     for role, follower in dict(followers).items():
         counts = follower.counts
-        last = follower.told_freshness().last
-        found[role] = {
+        last = follower.current_freshness().last
+        status[role] = {
             "address": str(follower.source),
-            "number": follower.number,
-            "behind": counts.behind,
+            "number": follower.version_number,
+            "behind": counts.versions_behind,
             "problem": counts.problem,
             "applied": counts.applied,
             "loaded": counts.loaded,
-            "fresh_s": None if last is None else last.seconds,
-            "parts_s": {} if last is None else last.told(),
+            "freshness_s": None if last is None else last.seconds,
+            "parts_s": {} if last is None else last.to_json(),
         }
-    return found
+    return status
 
 
 STEP_S = 1.0
-_MOST_SAMPLES = 600
-_MOST_TIMES = 20_000
-"""answers a sample whose times are kept"""
-_SOURCES = ("none", "device", "dram")
+"""Interval between two samples of the timeline in seconds."""
+_MAX_SAMPLES = 600
+"""Maximum number of samples in the timeline."""
+_MAX_DURATIONS = 20_000
+"""Maximum number of responses per sample whose durations enter the percentiles."""
+_SOURCES = ("none", "device", "host")
 
 
 class ServingTimeline:
-    """Used inside one event loop."""
+    """Time series of the live page, one sample per second. Not thread-safe; use from one event loop."""
 
     def __init__(self, service: Service):
         self._service = service
-        self._samples: deque[dict[str, Any]] = deque(maxlen=_MOST_SAMPLES)
+        self._samples: deque[dict[str, Any]] = deque(maxlen=_MAX_SAMPLES)
         self._outcomes: dict[str, int] = {}
         self._times: list[float] = []
         self._before: dict[str, int] = {}
         self._device_s = 0.0
 
     def observe(self, outcome: str, seconds: float) -> None:
-        """An answer."""
+        """Record a response."""
         self._outcomes[outcome] = self._outcomes.get(outcome, 0) + 1
-        if outcome == "answered" and len(self._times) < _MOST_TIMES:
+        if outcome == "ok" and len(self._times) < _MAX_DURATIONS:
             self._times.append(seconds)
 
     def sample(self, now_s: float) -> None:
-        """What has happened since the last one, and how things stand. now_s: Unix seconds."""
+        """Add a sample: counts since the previous sample, and the current state.
+
+        Args:
+            now_s: Current time in Unix seconds.
+        """
         outcomes, self._outcomes = self._outcomes, {}
         times, self._times = np.array(self._times), []
-        states = [engine_status(self._service, role) for role in self._service.fleets]
+        states = [engine_status(self._service, role) for role in self._service.deployments]
         ranked = {source: sum(s["counts"].get(f"rank_{source}", 0) for s in states) for source in _SOURCES}
         busy_s = sum(state["device_s"] for state in states)
         quantiles = np.quantile(times, (0.5, 0.99)) * 1e3 if times.size else (None, None)
         exported = [state["exported_at_s"] for state in states if state["exported_at_s"] is not None]
-        since = {f"from_{s}": max(0, n - self._before.get(s, 0)) for s, n in ranked.items()}  # a swap begins anew
+        # A model swap resets the counters, hence the maximum with 0.
+        since = {f"from_{s}": max(0, n - self._before.get(s, 0)) for s, n in ranked.items()}
         sample = {
             "at_s": now_s,
-            "answered": outcomes.pop("answered", 0),
-            "refused": outcomes.pop("refused", 0),
+            "ok": outcomes.pop("ok", 0),
+            "shed": outcomes.pop("shed", 0),
             "failed": sum(outcomes.values()),
             "p50_ms": quantiles[0],
             "p99_ms": quantiles[1],
@@ -305,7 +354,7 @@ class ServingTimeline:
             "queued_ms": 1e3 * sum(state["queued_s"] for state in states),
             "device_busy": min(1.0, max(0.0, busy_s - self._device_s) / STEP_S),
             "device_cache": _share(states, "device_pages_used", "device_pages"),
-            "dram_cache": _share(states, "dram_bytes_used", "dram_bytes"),
+            "host_cache": _share(states, "host_bytes_used", "host_bytes"),
             "age_s": None if not exported else now_s - min(exported),
             "versions": "+".join(state["version"] for state in states),
         }
@@ -314,7 +363,7 @@ class ServingTimeline:
         self._device_s = busy_s
 
     def columns(self) -> dict[str, list[Any]]:
-        """Of all samples, oldest first."""
+        """Return the values of all samples by name, oldest first."""
         samples = list(self._samples)
         return {name: [sample[name] for sample in samples] for name in (samples[0] if samples else ())}
 
@@ -327,48 +376,52 @@ _WINDOW = 4096
 
 
 class Metrics:
-    """Observed by the front, on the thread of its event loop."""
+    """Metrics of a server. Not thread-safe; use from the event loop of the HTTP server.
+
+    Args:
+        service: Service whose engines are monitored.
+        followers: Version followers of models from an address, by role.
+    """
 
     def __init__(self, service: Service, followers: Mapping[str, VersionFollower] | None = None):
-        """followers: of models that come from addresses, by role."""
         self._service = service
         self._followers = {} if followers is None else followers
-        self._answers = _Answers()
+        self._responses = _ResponseCollector()
         self._registry = CollectorRegistry()
-        self._registry.register(self._answers)
+        self._registry.register(self._responses)
         self._registry.register(EngineCollector(service))
-        self.refusals: Mapping[str, int] = {}
-        """requests that the gate let not in, by reason"""
-        self._registry.register(RefusalCollector(lambda: self.refusals))
-        self.safety: ServerSecurity | None = None
-        """Keys and certificates of the server; None until `report_files_of` sets them."""
-        self._registry.register(FilesCollector(lambda: self.safety))
+        self.auth_failures: Mapping[str, int] = {}
+        """Number of requests that failed authentication, by reason."""
+        self._registry.register(AuthFailureCollector(lambda: self.auth_failures))
+        self.security: ServerSecurity | None = None
+        """Keys and certificates of the server; None until `set_security` sets them."""
+        self._registry.register(FilesCollector(lambda: self.security))
         self._registry.register(BackgroundCollector())
         self._registry.register(FollowCollector(lambda: self._followers))
         ProcessCollector(registry=self._registry)
         self._recent: deque[float] = deque(maxlen=_WINDOW)
         self.timeline = ServingTimeline(service)
-        self.gather: Callable[[], Awaitable[None]] | None = None
-        """has everybody who answers requests of this service tell what they have observed"""
+        self.before_collect: Callable[[], Awaitable[None]] | None = None
+        """Function that makes all frontend workers report their counters; None without frontend workers."""
 
-    async def gathered(self) -> "Metrics":
-        """With what is known elsewhere."""
-        if self.gather is not None:
-            await self.gather()
+    async def collect_from_workers(self) -> "Metrics":
+        """Return these metrics after the frontend workers have reported their counters."""
+        if self.before_collect is not None:
+            await self.before_collect()
         return self
 
     async def sample(self) -> None:
-        """For the timeline, until it is cancelled."""
+        """Add a sample to the timeline every `STEP_S` seconds until the task is cancelled."""
         while True:
             await asyncio.sleep(STEP_S)
             try:
-                await self.gathered()
+                await self.collect_from_workers()
                 self.timeline.sample(time.time())
             except Exception as error:
                 FAILURES.add("nestrec-timeline", error)
 
     def observe(self, route: str, status: int, seconds: float) -> None:
-        self._answers.observe(route, status, seconds)
+        self._responses.observe(route, status, seconds)
         if route.startswith("/v1"):
             self.timeline.observe(outcome_of(status), seconds)
             if status == 200:
@@ -378,7 +431,7 @@ class Metrics:
         return generate_latest(self._registry)
 
     def status(self) -> dict[str, Any]:
-        """What the live page shows."""
+        """Return the current status of the server for the live page."""
         recent = np.array(self._recent)
         percentiles = (
             {f"p{q}_ms": float(np.quantile(recent, q / 100) * 1e3) for q in (50, 90, 99)} if recent.size else {}
@@ -386,17 +439,20 @@ class Metrics:
         router = self._service.router
         reloads = self._service.reloads
         return {
-            "reloads": {"asked": reloads.asked, "done": reloads.done, "refused": reloads.is_refused},
-            "latency": {"answers": int(recent.size), **percentiles},
-            "models": {role: engine_status(self._service, role) for role in self._service.fleets},
+            "reloads": {"requested": reloads.num_requested, "done": reloads.num_done, "failed": reloads.has_failed},
+            "latency": {"responses": int(recent.size), **percentiles},
+            "models": {role: engine_status(self._service, role) for role in self._service.deployments},
             "follow": follow_status(self._followers),
-            "router": {"loads": list(router.loads), "diverted": router.num_diverted, "leaked": router.num_leaked},
+            "router": {"loads": list(router.loads), "diverted": router.num_diverted, "spilled": router.num_spilled},
         }
 
 
-class _Answers(Collector):
-    """Counts and times of answers, put together when they are asked for: counting a request with the objects of
-    prometheus_client takes as long as parsing it."""
+class _ResponseCollector(Collector):
+    """Prometheus collector of the number and duration of HTTP responses.
+
+    It creates the objects of prometheus_client only when it is scraped, because updating them for each request takes as
+    long as parsing the request.
+    """
 
     def __init__(self) -> None:
         self._counts: dict[tuple[str, int], int] = {}
@@ -411,26 +467,28 @@ class _Answers(Collector):
         times.observe(seconds)
 
     def collect(self) -> Iterable[Metric]:
-        answers = CounterMetricFamily("nestrec_requests", "Answers by route and status", labels=["route", "status"])
+        responses = CounterMetricFamily(
+            "nestrec_http_requests", "HTTP responses by route and status", labels=["route", "status"]
+        )
         for (route, status), count in self._counts.items():
-            answers.add_metric([route, str(status)], count)
-        yield answers
-        seconds = HistogramMetricFamily(
-            "nestrec_request_duration_seconds", "Time to answer", labels=["route", "outcome"]
+            responses.add_metric([route, str(status)], count)
+        yield responses
+        durations = HistogramMetricFamily(
+            "nestrec_http_request_duration_seconds", "Time from first byte to response", labels=["route", "outcome"]
         )
         for labels, times in self._times.items():
-            seconds.add_metric(labels, times.buckets(), times.seconds)
-        yield seconds
+            durations.add_metric(labels, times.buckets(), times.seconds)
+        yield durations
 
 
 def outcome_of(status: int) -> str:
-    """How a request ended, for those who look at times: a refusal takes none, and says nothing about the others."""
+    """Return the outcome of a request, by which durations are reported separately: rejections take almost no time."""
     match status:
         case 429 | 503:
-            return "refused"
+            return "shed"
         case 499:
-            return "gone"
+            return "client_disconnected"
         case _ if status >= 500:
             return "failed"
         case _:
-            return "answered" if status < 400 else "rejected"
+            return "ok" if status < 400 else "rejected"

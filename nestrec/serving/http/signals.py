@@ -1,12 +1,13 @@
-"""What a serving process is asked by signals: to stop (SIGTERM, SIGINT), and to load its models anew (SIGHUP).
+"""Unix signals of a server process (graceful shutdown, reload), and shutdown of an instance when its parent dies.
 
-A handler may run in the middle of anything that the main thread does, so it only puts a number into a queue that is
-made for that; a thread acts on it. What comes while the process is still starting is remembered for whoever asks later,
-so this stands before everything slow and imports nothing of weight.
+SIGTERM and SIGINT shut down gracefully, SIGHUP reloads the models. A Python signal handler can interrupt the main
+thread at any point, so it only puts the signal into a reentrant queue, and a thread acts on it. Signals that arrive
+while the process starts are remembered until callbacks are registered. Therefore the handlers are installed before
+anything slow, and this module has no expensive imports.
 
-Instances end with their front, however that ends: each has one end of a pipe, and the front alone has the other.
-
-Nothing is ever written. When the front is gone, even by SIGKILL, the system closes its end, and whoever reads is told.
+`ParentDeathPipe`: every instance inherits the read end of a pipe whose write end only the parent (the gateway) holds.
+Nothing is written. If the parent dies, even by SIGKILL, the kernel closes the write end, and the instances read
+end-of-file and stop.
 """
 
 import contextlib
@@ -21,59 +22,63 @@ from nestrec.serving.core.background_tasks import BackgroundThread, guarded
 
 
 class SignalHandler:
-    """Of this process, from `installed` on."""
+    """Handler of SIGTERM, SIGINT and SIGHUP for this process; create it with `installed`."""
 
     def __init__(self) -> None:
-        self._came: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._received: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._is_reload_due = False
-        self._when_stopped: list[Callable[[bool], None]] = []
-        self._when_reloaded: Callable[[], None] | None = None
+        self._stop_callbacks: list[Callable[[bool], None]] = []
+        self._reload_callback: Callable[[], None] | None = None
 
     @staticmethod
     def installed() -> "SignalHandler":
-        """Called on the main thread."""
+        """Install the handlers and start the thread that acts on signals; call this on the main thread."""
         signals = SignalHandler()
         signals.take_over()
         BackgroundThread("nestrec-signals", signals._turn).start()
         return signals
 
     def take_over(self) -> None:
-        """Install the handlers, again where a library has set its own meanwhile."""
+        """Install the signal handlers; call it again if a library may have replaced them."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, lambda came, _: self._came.put(came))
+            signal.signal(number, lambda received, _: self._received.put(received))
 
     @property
     def is_stopping(self) -> bool:
         return self._stop.is_set()
 
     def wait_for_stop(self, timeout_s: float | None = None) -> bool:
-        """Whether the process is to stop."""
+        """Wait for a request to stop; return whether it was received before the timeout."""
         return self._stop.wait(timeout_s)
 
     def stop(self) -> None:
-        """As SIGTERM does."""
-        self._came.put(signal.SIGTERM)
+        """Stop the process as SIGTERM does."""
+        self._received.put(signal.SIGTERM)
 
-    def when_stopped(self, act: Callable[[bool], None]) -> None:
-        """Call `act`, at once where the process is stopping already; with True at a second SIGINT: without patience."""
+    def on_stop(self, act: Callable[[bool], None]) -> None:
+        """Register a callback for the request to stop; it is called immediately if the process is already stopping.
+
+        Args:
+            act: Called with False, and called with True on a second SIGINT, which asks to stop without draining.
+        """
         with self._lock:
-            self._when_stopped.append(act)
+            self._stop_callbacks.append(act)
             is_stopping = self.is_stopping
         if is_stopping:
             act(False)
 
-    def when_reloaded(self, act: Callable[[], None]) -> None:
-        """Call `act` whenever models are to be loaded anew, at once where that was asked before."""
+    def on_reload(self, act: Callable[[], None]) -> None:
+        """Set the callback that reloads the models; it is called immediately if a SIGHUP was received before."""
         with self._lock:
-            self._when_reloaded = act
+            self._reload_callback = act
             is_due, self._is_reload_due = self._is_reload_due, False
         if is_due:
             act()
 
     def _turn(self) -> bool:
-        number = self._came.get()
+        number = self._received.get()
         if number == signal.SIGHUP:
             self._reload()
         else:
@@ -82,7 +87,7 @@ class SignalHandler:
 
     def _reload(self) -> None:
         with self._lock:
-            act = self._when_reloaded
+            act = self._reload_callback
             self._is_reload_due = act is None
         if act is not None:
             act()
@@ -91,45 +96,45 @@ class SignalHandler:
         with self._lock:
             is_impatient = self._stop.is_set() and number == signal.SIGINT
             self._stop.set()
-            listeners = list(self._when_stopped)
-        for act in listeners:
+            callbacks = list(self._stop_callbacks)
+        for act in callbacks:
             guarded("nestrec-signals", lambda: act(is_impatient))  # noqa: B023 (called at once)
 
 
-_FRONT = "NESTREC_FRONT_PIPE"
+_PIPE_VARIABLE = "NESTREC_PARENT_PIPE"
 
 
 class ParentDeathPipe:
-    """The front's side."""
+    """Parent's side of the pipe."""
 
     def __init__(self) -> None:
-        self.descriptor, self._held = os.pipe()
-        """the end that instances inherit"""
+        self.descriptor, self._write_end = os.pipe()
+        """File descriptor of the read end, which instances inherit."""
 
     @property
     def environment(self) -> dict[str, str]:
-        """What an instance finds its end by."""
-        return {_FRONT: str(self.descriptor)}
+        """Environment variable that passes the read end to an instance."""
+        return {_PIPE_VARIABLE: str(self.descriptor)}
 
     def close(self) -> None:
         os.close(self.descriptor)
-        os.close(self._held)
+        os.close(self._write_end)
 
 
-def end_with_front(signals: SignalHandler, patience_s: float) -> None:
-    """The instance's side: stop as by SIGTERM when the front is gone, and without more ado after `patience_s`."""
-    given = os.environ.pop(_FRONT, None)
-    if given is None:
+def exit_with_parent(signals: SignalHandler, patience_s: float) -> None:
+    """Stop this instance when its parent dies: gracefully as on SIGTERM, and by exiting `patience_s` seconds later."""
+    pipe = os.environ.pop(_PIPE_VARIABLE, None)
+    if pipe is None:
         return
-    descriptor = int(given)
+    descriptor = int(pipe)
     os.set_inheritable(descriptor, False)
 
     def watch() -> bool:
-        with contextlib.suppress(OSError):  # a pipe that cannot be read does not show whether the front is alive
+        with contextlib.suppress(OSError):  # a pipe that cannot be read does not show whether the parent is alive
             while os.read(descriptor, 1):
                 pass
-        guarded("nestrec-front", signals.stop)
+        guarded("nestrec-parent-watch", signals.stop)
         time.sleep(patience_s)
         os._exit(1)
 
-    BackgroundThread("nestrec-front", watch).start()
+    BackgroundThread("nestrec-parent-watch", watch).start()

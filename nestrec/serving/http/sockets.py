@@ -1,17 +1,13 @@
-"""A serving process: its sockets, signals, log and open files.
+"""Sockets of the server, uvicorn with graceful shutdown, the separate health port, and the limit of open files.
 
-Sockets of a server, and uvicorn over them.
+A port is bound before the models are loaded, so that a port in use is reported immediately. The socket does not listen
+until the models are ready, so that clients are refused instead of waiting.
 
-A port is taken before the models are loaded, so that one in use is told at once, but nobody can connect until there is
-something to answer: a socket that is bound and does not listen refuses.
+`HealthPortMiddleware` serves health checks and metrics on a second port with its own connection limits, so that they
+respond even if clients exhaust the main port. It uses the same event loop, because a server whose event loop is blocked
+is not alive. Admin endpoints can be restricted to this port, which a firewall can close to clients.
 
-Health on a port of its own: whoever watches a server gets an answer whatever its clients do to the other port.
-
-The application is wrapped: while it lives, the routes of health and metrics are answered on a second socket too, with
-connections and limits of its own, in the same event loop (one that is stuck is not alive). Admin endpoints can be had
-here alone, so that a network need not let clients near them.
-
-Room for the connections that a server may have open: each is a file, and the usual limit of a shell is 1,024.
+Every connection is an open file; `allow_open_files` raises the limit, which is usually 1,024.
 """
 
 import asyncio
@@ -40,53 +36,64 @@ from nestrec.serving.http.signals import SignalHandler
 from nestrec.serving.security.auth import AccessRules, ProtectedRoute
 from nestrec.serving.security.server_security import ServerSecurity
 
-_PORT_REMEDY = "stop what listens there, or name another port (--port 0 takes a free one)"
-_MOST_ACCEPTING_S = 10.0
-"""where more connect than are accepted: event loops accept one at a turn"""
-_TURNS_TO_READ = 10
-"""of the event loop, in which it reads what has come on a connection that it has just accepted"""
+_PORT_REMEDY = "stop the process that listens on it, or choose another port (--port 0 selects a free one)"
+_MAX_ACCEPT_S = 10.0
+"""Maximum time to accept pending connections at shutdown, in seconds; an event loop accepts one per iteration."""
+_NUM_READ_ITERATIONS = 10
+"""Iterations of the event loop in which it reads the requests of connections that it has just accepted."""
 _TLS_HANDSHAKE_S = 10.0
 """Seconds after which a TLS connection without a complete handshake is closed."""
 _TLS_SHUTDOWN_S = 10.0
 """Seconds that a client has to read its last response and to confirm the end of a TLS connection."""
 _LAST_TLS_SHUTDOWN_S = 0.25
-"""The same while the server shuts down, for clients that have received their last response."""
+"""Same as `_TLS_SHUTDOWN_S`, but during server shutdown, for clients that have received their last response."""
 
 
-def bound_sockets(host: str, port: int, *, is_shared: bool = False) -> list[socket.socket]:
-    """One for each address of the host, all on one port; 0 takes a free one. is_shared: others of this kind may listen
-    there too, and the system deals connections out to them."""
+def bind_sockets(host: str, port: int, *, is_shared: bool = False) -> list[socket.socket]:
+    """Bind one socket per address of a host, all to the same port.
+
+    Args:
+        host: Host name or address; empty for all addresses of the machine.
+        port: Port; 0 selects a free one.
+        is_shared: Whether other sockets can be bound to the same port (SO_REUSEPORT); the kernel then distributes new
+            connections over them.
+
+    Raises:
+        UserError: The host is not an address of this machine, or the port is in use or not permitted.
+    """
     try:
-        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        addresses = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
-        remedy = "name an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all of them"
-        raise UserError(f"is no address: {error.strerror}", option="host", value=host, remedy=remedy) from error
+        remedy = "use an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all of its addresses"
+        raise UserError(
+            f"cannot be resolved to an address: {error.strerror}", option="host", value=host, remedy=remedy
+        ) from error
     sockets: list[socket.socket] = []
     try:
-        for family, kind, protocol, _, address in dict.fromkeys(found):
+        for family, kind, protocol, _, address in dict.fromkeys(addresses):
             sockets.append(socket.socket(family, kind, protocol))
             sockets[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if is_shared:
                 sockets[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             if family == socket.AF_INET6:
                 sockets[-1].setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            taken = sockets[0].getsockname()[1] if len(sockets) > 1 else port
-            sockets[-1].bind((address[0], taken, *address[2:]))
+            common_port = sockets[0].getsockname()[1] if len(sockets) > 1 else port
+            sockets[-1].bind((address[0], common_port, *address[2:]))
     except OSError as error:
         close_all(sockets)
-        raise not_bound(error, host, port) from error
+        raise bind_error(error, host, port) from error
     return sockets
 
 
-def not_bound(error: OSError, host: str, port: int) -> UserError:
-    """What it means that an address could not be taken."""
+def bind_error(error: OSError, host: str, port: int) -> UserError:
+    """Return the error to raise if a socket could not be bound."""
     if error.errno == errno.EADDRINUSE:
-        return UserError("is in use", option="port", value=port, remedy=_PORT_REMEDY)
+        return UserError("the port is in use", option="port", value=port, remedy=_PORT_REMEDY)
     if error.errno == errno.EACCES:
-        remedy = "name a port above 1023, or put a proxy before it"
-        return UserError("is not permitted to this user", option="port", value=port, remedy=remedy)
-    remedy = "name an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all of them"
-    return UserError(f"cannot be listened on: {error.strerror}", option="host", value=host, remedy=remedy)
+        remedy = "choose a port above 1023, or use a reverse proxy for this port"
+        return UserError("this user is not permitted to listen on the port", option="port", value=port, remedy=remedy)
+    remedy = "use an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all of its addresses"
+    return UserError(f"cannot listen on this address: {error.strerror}", option="host", value=host, remedy=remedy)
 
 
 def close_all(sockets: Sequence[socket.socket]) -> None:
@@ -115,7 +122,12 @@ async def listen(
 
 
 class Server(uvicorn.Server):
-    """Says when it listens, and leaves signals to `SignalHandler`."""
+    """uvicorn server that reports when it listens, and leaves signals to `SignalHandler`.
+
+    Args:
+        config: Configuration of uvicorn.
+        announce: Called when the server listens.
+    """
 
     def __init__(self, config: uvicorn.Config, announce: Callable[[], None]):
         super().__init__(config)
@@ -123,7 +135,7 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         for one in sockets or ():
-            one.listen(self.config.backlog)  # uvloop does not tell where this fails
+            one.listen(self.config.backlog)  # uvloop does not report it if this fails
         await self.lifespan.startup()
         if self.lifespan.should_exit:
             sys.exit(STARTUP_FAILURE)
@@ -135,18 +147,21 @@ class Server(uvicorn.Server):
 
     def _connection(self) -> asyncio.Protocol:
         protocol: Any = self.config.http_protocol_class
-        made: asyncio.Protocol = protocol(
+        connection: asyncio.Protocol = protocol(
             config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
-        return made
+        return connection
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Who has connected is accepted first, and what they have sent is read: a socket that is closed resets all who
-        wait in its queue, and a connection that has read nothing is closed."""
-        until_s = time.monotonic() + _MOST_ACCEPTING_S
-        while _does_any_wait(sockets or ()) and not self.force_exit and time.monotonic() < until_s:
+        """Shut down gracefully: accept pending connections, answer their requests, and close all connections.
+
+        Pending connections are accepted first, because closing a listening socket resets them; their requests are read
+        first, because uvicorn closes connections without a request.
+        """
+        until_s = time.monotonic() + _MAX_ACCEPT_S
+        while _has_pending(sockets or ()) and not self.force_exit and time.monotonic() < until_s:
             await asyncio.sleep(0)
-        for _ in range(_TURNS_TO_READ):
+        for _ in range(_NUM_READ_ITERATIONS):
             await asyncio.sleep(0)
         aborting = asyncio.create_task(self._abort_closed_connections())
         try:
@@ -157,12 +172,12 @@ class Server(uvicorn.Server):
                 await aborting
 
     async def _abort_closed_connections(self) -> None:
-        """End TLS connections that are closed here but not yet by the client, which an idle one never does."""
+        """Abort TLS connections that only the server has closed, because an idle client never closes its side."""
         before: set[Any] = set()
         while True:
             await asyncio.sleep(_LAST_TLS_SHUTDOWN_S)
             closed = {one for one in self.server_state.connections if one.transport.is_closing()}
-            for connection in closed & before:  # a response may still wait to be sent if it was closed just now
+            for connection in closed & before:  # a connection that was just closed may still have a response to send
                 if _is_delivered(connection.transport):
                     connection.transport.abort()
             before = closed
@@ -172,44 +187,58 @@ class Server(uvicorn.Server):
         yield
 
     def end(self, is_impatient: bool) -> None:
-        """Answer what was accepted, then return from `run`; at once where nobody waits for it any longer."""
+        """Answer accepted requests and return from `run`; return immediately if `is_impatient`."""
         self.should_exit, self.force_exit = True, self.force_exit or is_impatient
 
 
 def _is_delivered(transport: asyncio.Transport) -> bool:
-    """The client's system has confirmed all bytes that were sent to it."""
+    """Return whether the client's system has acknowledged all bytes that were sent."""
     descriptor = transport.get_extra_info("socket").fileno()
     return descriptor < 0 or not any(fcntl.ioctl(descriptor, termios.TIOCOUTQ, bytes(4)))
 
 
-def _does_any_wait(sockets: Sequence[socket.socket]) -> bool:
-    """For being accepted."""
-    waiting = select.poll()
+def _has_pending(sockets: Sequence[socket.socket]) -> bool:
+    """Return whether connections wait to be accepted."""
+    poll = select.poll()
     for one in sockets:
-        waiting.register(one, select.POLLIN)
-    return bool(waiting.poll(0))
+        poll.register(one, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def run_server(
     config: uvicorn.Config, sockets: list[socket.socket], signals: SignalHandler, announce: Callable[[], None]
 ) -> None:
-    """Serve on bound sockets until a signal; `announce` is called when they listen."""
+    """Serve on bound sockets until a signal stops the process; `announce` is called when they listen."""
     server = Server(config, announce)
-    signals.when_stopped(server.end)
+    signals.on_stop(server.end)
     try:
         server.run(sockets)
     except OSError as error:  # another process has bound the port as well, and listened first
-        raise not_bound(error, config.host, port_of(sockets)) from error
+        raise bind_error(error, config.host, port_of(sockets)) from error
     finally:
         close_all(sockets)
 
 
 _ROUTES = ("/health/live", "/health/ready", "/metrics")
-_LIMITS = LimitsConfig(max_connections=128, max_connections_an_address=64, head_timeout_s=5.0, answer_timeout_s=5.0)
+_LIMITS = LimitsConfig(max_connections=128, max_connections_per_address=64, header_timeout_s=5.0, write_timeout_s=5.0)
 
 
 class HealthPortMiddleware:
-    """An ASGI application that also listens for those who watch it, from its start to its end."""
+    """ASGI middleware that also serves health checks, metrics and, if configured, admin endpoints on a separate port.
+
+    It listens from the start of the application to its shutdown.
+
+    Args:
+        app: Application that serves the requests.
+        host: Address on which to listen.
+        port: Port on which to listen; 0 selects a free one.
+        hosts: Host names that clients can use.
+        security: Authentication and TLS.
+        endpoints: Endpoints of the application, with their roles.
+
+    Raises:
+        UserError: The port cannot be bound.
+    """
 
     def __init__(
         self,
@@ -218,16 +247,16 @@ class HealthPortMiddleware:
         port: int,
         hosts: AllowedHosts,
         *,
-        safety: ServerSecurity,
+        security: ServerSecurity,
         endpoints: Collection[ProtectedRoute],
     ):
         self._app = app
         self._state = ServerState()
-        self._certificates = safety.certificates
-        self._admins = AccessRules(endpoints) if safety.cfg.admin_on_health_port else None
-        protocol = protocol_with(_LIMITS, hosts, safety.gate(endpoints, of_health=True))
+        self._certificates = security.certificates
+        self._admins = AccessRules(endpoints) if security.cfg.admin_on_health_port else None
+        protocol = protocol_with(_LIMITS, hosts, security.make_authorizer(endpoints, of_health=True))
         self._config = uvicorn.Config(
-            self._watched,
+            self._serve_health,
             http=protocol,
             ws="none",
             interface="asgi3",
@@ -249,22 +278,22 @@ class HealthPortMiddleware:
             return
         await self._listen()
 
-        async def told(message: Message) -> None:
+        async def close_after_shutdown(message: Message) -> None:
             if message["type"] == "lifespan.shutdown.complete":
                 await self._close()
             await send(message)
 
         try:
-            await self._app(scope, receive, told)
+            await self._app(scope, receive, close_after_shutdown)
         finally:
             await self._close()
 
-    async def _watched(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_watched = scope["path"] in _ROUTES and scope["method"] in ("GET", "HEAD")
-        if is_watched or self._is_for_admins(scope):
+    async def _serve_health(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_health_check = scope["path"] in _ROUTES and scope["method"] in ("GET", "HEAD")
+        if is_health_check or self._is_for_admins(scope):
             await self._app(scope, receive, send)
         else:
-            await problem(404, f"this port has {', '.join(_ROUTES)}").send(send, is_last=True)
+            await problem(404, f"this port serves only {', '.join(_ROUTES)}").send(send, is_last=True)
 
     def _is_for_admins(self, scope: Scope) -> bool:
         path, raw_path = scope["path"], scope["raw_path"].decode("latin-1")
@@ -290,23 +319,27 @@ def _bound(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=_LIMITS.max_connections)
     except OSError as error:
-        remedy = "give another port, or end who listens there"
-        raise UserError(f"cannot be listened on: {error}", option="health_port", value=port, remedy=remedy) from error
+        remedy = "choose another port, or stop the process that listens on it"
+        raise UserError(
+            f"cannot listen on this port: {error}", option="health_port", value=port, remedy=remedy
+        ) from error
 
 
 _LOG = logging.getLogger(__name__)
 _SPARE = 512
-"""files beside connections: models, logs, pipes, those who are told to come back"""
+"""Open files in addition to connections: models, logs, pipes, and connections above the limit, which get 503."""
 
 
 def allow_open_files(max_connections: int) -> bool:
-    """Raise this process's limit to what its connections need; whether it is enough."""
+    """Raise the limit of open files of this process for its connections; return whether it is sufficient."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = max_connections + _SPARE
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
+    required = max_connections + _SPARE
+    if soft == resource.RLIM_INFINITY or soft >= required:
         return True
-    reachable = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (reachable, hard))
-    if reachable < wanted:
-        _LOG.warning("only %d files may be open, too few for limits.max_connections: raise `ulimit -Hn`", reachable)
-    return reachable >= wanted
+    limit = required if hard == resource.RLIM_INFINITY else min(required, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    if limit < required:
+        _LOG.warning(
+            "the limit of %d open files is too low for --limits.max_connections; raise it with `ulimit -Hn`", limit
+        )
+    return limit >= required

@@ -1,1 +1,1 @@
-"""Request schemas, and the way from a request to what the engine computes."""
+"""Request and response schemas, and the conversion of request bodies into model inputs and engine requests."""

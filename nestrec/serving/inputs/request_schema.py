@@ -1,11 +1,11 @@
-"""Requests that clients may send, and the table of types that checks them and describes them in OpenAPI.
+"""Request schemas: the bodies that clients can send, their validation, and their JSON Schema for OpenAPI.
 
-Requests are dataclasses, responses are typed dictionaries (`responses`). Each type of a field has one entry, `_Type`:
-its words in error messages, its JSON Schema, and the functions that read its values. So checks, messages and OpenAPI
-cannot differ. docs/decisions/request-schemas.md explains why msgspec does not do this.
+Requests are dataclasses, responses are typed dictionaries (`responses`). Each field type has one entry, `_Type`: its
+description in error messages, its JSON Schema, and the functions that validate its values. Therefore validation, error
+messages and OpenAPI cannot differ. docs/decisions/request-schemas.md explains why msgspec is not used.
 
 A field is text, a number, a boolean, one of several choices, a list, a mapping by name, or another such class;
-`X | None` may be left out or null. Bounds that an operator may set are given by name: `AtMost("max_candidates")` is
+`X | None` can be omitted or null. Limits that an operator can set are referenced by name: `AtMost("max_candidates")` is
 that field of `LimitsConfig`.
 """
 
@@ -18,59 +18,63 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, replace
 from typing import Annotated, Any, Literal, NotRequired, Union, get_args, get_origin
 
-from nestrec.base.config_overrides import docs_of
+from nestrec.base.config_overrides import field_docs
 from nestrec.base.config_values import NumberRange
 from nestrec.serving.core.request_limits import BadRequestError, LimitsConfig
 from nestrec.serving.core.typed_list import TypedList, types_of
 
 Read = Callable[[Any, str], Any]
-"""Returns a JSON value with dataclasses in place of objects; raises `BadRequestError` with the name of the field."""
+"""Function (value, field name) that validates a JSON value and converts objects to dataclasses, or raises
+`BadRequestError`."""
 Schema = dict[str, Any]
 Number = int | float
+_RENAMED_FIELDS = {"prefer_kept": "prefer_stored_history", "unknown": "on_unknown", "events": "num_events"}
+"""Present names of renamed request fields, for the errors about unknown fields; former names are not accepted."""
 _NO_CONTROLS = re.compile("^[^\\x00-\\x1f\\x7f]*$")
 
 
 @dataclass(frozen=True, slots=True)
 class AtMost:
-    """The largest length of a list or text, or the largest number, as the name of a field of `LimitsConfig`."""
+    """Maximum length of a list or text, or maximum number, as the name of a field of `LimitsConfig`."""
 
     limit: str
 
 
 @dataclass(frozen=True, slots=True)
 class AtLeast:
-    """The smallest length of a list or text, or the smallest number."""
+    """Minimum length of a list or text, or minimum number."""
 
     value: int
 
 
 @dataclass(frozen=True, slots=True)
 class NoControls:
-    """A text without control characters: the file system rejects NUL, and a line break would end a line of a log."""
+    """Text without control characters: the file system rejects NUL, and a line break would end a line of a log."""
 
 
 def reader(shape: type, limits: LimitsConfig) -> Callable[[Mapping[str, Any]], Any]:
-    """Returns a function that checks the fields of a request and makes the dataclass that declares them."""
+    """Return a function that validates the fields of a request and creates its dataclass `shape`."""
     read = _Types(limits, None).object(shape)
     return lambda data: read(data, "")
 
 
 def json_schema(shape: Any, limits: LimitsConfig, named: dict[str, Schema]) -> Schema:
-    """Returns the JSON Schema of a type, for OpenAPI 3.1. Classes are added to `named` and referred to."""
+    """Return the JSON Schema of a type for OpenAPI 3.1; schemas of classes are added to `named` and referenced."""
     return _Types(limits, named).of(shape).schema
 
 
 @dataclass(frozen=True, slots=True)
 class _Type:
-    """The table's entry of a type."""
+    """Description and validation of one field type."""
 
     words: str
-    """What a value must be, in error messages."""
+    """Description of a valid value in error messages."""
     schema: Schema
     reads: Mapping[type, Read | None]
-    """By the Python type of a JSON value; None if all its values are valid as they are."""
+    """Validation function by Python type of a JSON value; None if every value of the type is valid."""
     each: frozenset[type] = frozenset()
-    """Python types of which a list's values must all be read. For others its smallest and largest value suffice."""
+    """Python types for which every element of a list must be validated; for other types, validating the smallest and
+    the largest element suffices."""
 
     def read(self, value: Any, field: str) -> Any:
         try:
@@ -88,44 +92,49 @@ _PLAIN: Mapping[Any, _Type] = {
 
 
 class _Types:
-    """Makes the entries of types for the limits of one server."""
+    """Creates the `_Type` of type hints for the limits of one server.
+
+    Args:
+        limits: Limits of the server.
+        named: Collects the JSON Schemas of classes; None creates no schemas, which does not require source code.
+    """
 
     def __init__(self, limits: LimitsConfig, named: dict[str, Schema] | None):
-        """named: collects the JSON Schema of classes; None: nothing is described, which needs no source code."""
         self._limits = limits
         self._named = named
 
     def of(self, hint: Any) -> _Type:
+        """Return the entry of a type hint."""
         hint, notes = (hint.__origin__, hint.__metadata__) if get_origin(hint) is Annotated else (hint, ())
         origin = get_origin(hint)
         arguments = get_args(hint)
-        least, most = self._bounds(notes)
+        minimum, maximum = self._bounds(notes)
         if hint is str:
-            found = _text(least, most, is_printable=NoControls() in notes)
+            entry = _text(minimum, maximum, is_printable=NoControls() in notes)
         elif hint is int:
-            found = _number("a whole number", "integer", (int,), least, most)
+            entry = _number("an integer", "integer", (int,), minimum, maximum)
         elif hint is float:
-            found = _number("a number", "number", (float, int), least, most)
+            entry = _number("a number", "number", (float, int), minimum, maximum)
         elif typing.is_typeddict(hint) or (dataclasses.is_dataclass(hint) and isinstance(hint, type)):
             reference = {"$ref": f"#/components/schemas/{hint.__name__}"}
-            found = _Type("an object", reference, {dict: self.object(hint)}, frozenset({dict}))
+            entry = _Type("an object", reference, {dict: self.object(hint)}, frozenset({dict}))
         elif origin is None:
-            found = _PLAIN[hint]
+            entry = _PLAIN[hint]
         elif origin is Literal:
-            found = _choice(arguments)
+            entry = _choice(arguments)
         elif origin in (Union, types.UnionType):
-            found = _union([self.of(argument) for argument in arguments])
+            entry = _union([self.of(argument) for argument in arguments])
         elif origin is list:
-            found = _list(self.of(arguments[0]), least, most)
+            entry = _list(self.of(arguments[0]), minimum, maximum)
         else:
-            found = _mapping(self.of(arguments[1]))
+            entry = _mapping(self.of(arguments[1]))
         for note in notes:
             if isinstance(note, str):
-                found = replace(found, schema={"description": note, **found.schema})
-        return found
+                entry = replace(entry, schema={"description": note, **entry.schema})
+        return entry
 
     def object(self, shape: Any) -> Read:
-        """Returns the function that reads a class, and describes the class."""
+        """Return the function that validates a class, and add the JSON Schema of the class."""
         required = _required(shape)
         fields = self._fields(shape, required)
         if self._named is not None and shape.__name__ not in self._named:
@@ -140,52 +149,54 @@ class _Types:
         known = ", ".join(fields)
 
         def read(value: Mapping[str, Any], field: str) -> Any:
-            where = f"{field}." if field else ""
-            found = {}
+            prefix = f"{field}." if field else ""
+            arguments = {}
             for name, inner in value.items():
                 if name not in reads:
-                    raise BadRequestError(f"unknown field; known: {known}", where + name[:64])
-                found[name] = reads[name](inner, where + name)
+                    renamed = _RENAMED_FIELDS.get(name)
+                    suggestion = f"did you mean {renamed}? Known" if renamed in reads else "known"
+                    raise BadRequestError(f"unknown field; {suggestion} fields: {known}", prefix + name[:64])
+                arguments[name] = reads[name](inner, prefix + name)
             for name in required:
-                if name not in found:
-                    raise BadRequestError("is needed", where + name)
-            return shape(**found)
+                if name not in arguments:
+                    raise BadRequestError("is required", prefix + name)
+            return shape(**arguments)
 
         return read
 
     def _fields(self, shape: Any, required: list[str]) -> dict[str, _Type]:
-        """Required fields come first, since a class that extends another one declares its own last."""
+        """Return the types of all fields, required ones first, because a subclass declares its own fields last."""
         hints = typing.get_type_hints(shape, include_extras=True)
         names = sorted(hints, key=lambda name: name not in required)
         return {name: self.of(_field_hint(hints[name])) for name in names}
 
     def _bounds(self, notes: tuple[Any, ...]) -> tuple[Number | None, Number | None]:
-        least: Number | None = None
-        most: Number | None = None
+        minimum: Number | None = None
+        maximum: Number | None = None
         for note in notes:
             match note:
                 case AtLeast(value):
-                    least = value
+                    minimum = value
                 case AtMost(limit):
-                    most = getattr(self._limits, limit)
+                    maximum = getattr(self._limits, limit)
                 case NumberRange(low, high):
-                    least, most = _integral(low), _integral(high) if high < math.inf else None
-        return least, most
+                    minimum, maximum = _integral(low), _integral(high) if high < math.inf else None
+        return minimum, maximum
 
 
-def _text(least: Number | None, most: Number | None, *, is_printable: bool) -> _Type:
+def _text(minimum: Number | None, maximum: Number | None, *, is_printable: bool) -> _Type:
     words = "text"
-    if most is not None:
-        words += f" of {least or 0} to {most} characters"
-    elif least is not None:
-        words += f" of at least {least} character{'s' if least > 1 else ''}"
+    if maximum is not None:
+        words += f" of {minimum or 0} to {maximum} characters"
+    elif minimum is not None:
+        words += f" of at least {minimum} character{'s' if minimum > 1 else ''}"
     if is_printable:
         words += " without control characters"
     pattern = _NO_CONTROLS.pattern if is_printable else None
-    schema = _schema("string", minLength=least, maxLength=most, pattern=pattern)
+    schema = _schema("string", minLength=minimum, maxLength=maximum, pattern=pattern)
     if words == "text":
         return _Type(words, schema, {str: None})
-    low, high = _range(least, most)
+    low, high = _range(minimum, maximum)
 
     def read(value: str, field: str) -> str:
         if not low <= len(value) <= high or (is_printable and not _NO_CONTROLS.fullmatch(value)):
@@ -195,13 +206,13 @@ def _text(least: Number | None, most: Number | None, *, is_printable: bool) -> _
     return _Type(words, schema, {str: read}, frozenset({str}) if is_printable else frozenset())
 
 
-def _number(noun: str, name: str, kinds: tuple[type, ...], least: Number | None, most: Number | None) -> _Type:
-    """noun: in messages. name: in JSON Schema. kinds: Python types of the values."""
-    words = f"{noun}{'' if least is None else f' from {least}'}{'' if most is None else f' to {most}'}"
-    schema = _schema(name, minimum=least, maximum=most)
-    if least is None and most is None:
+def _number(noun: str, name: str, kinds: tuple[type, ...], minimum: Number | None, maximum: Number | None) -> _Type:
+    """Create a number type; `noun` is used in messages, `name` in JSON Schema, `kinds` are Python types of values."""
+    words = f"{noun}{'' if minimum is None else f' from {minimum}'}{'' if maximum is None else f' to {maximum}'}"
+    schema = _schema(name, minimum=minimum, maximum=maximum)
+    if minimum is None and maximum is None:
         return _Type(words, schema, dict.fromkeys(kinds))
-    low, high = _range(least, most)
+    low, high = _range(minimum, maximum)
 
     def read(value: Number, field: str) -> Number:
         if not low <= value <= high:
@@ -234,15 +245,15 @@ def _union(parts: list[_Type]) -> _Type:
     return _Type(words, schema, reads, frozenset().union(*(part.each for part in parts)))
 
 
-def _list(of: _Type, least: Number | None, most: Number | None) -> _Type:
-    low, high = _range(least, most)
+def _list(of: _Type, minimum: Number | None, maximum: Number | None) -> _Type:
+    low, high = _range(minimum, maximum)
     checked = {kind for kind, read in of.reads.items() if read is not None}
 
     def read(value: list[Any] | TypedList, field: str) -> list[Any] | TypedList:
         if len(value) > high:
-            raise BadRequestError(f"must have at most {most} values", field)
+            raise BadRequestError(f"must have at most {maximum} values", field)
         if len(value) < low:
-            raise BadRequestError(f"must have at least {least} value{'s' if low > 1 else ''}", field)
+            raise BadRequestError(f"must have at least {minimum} value{'s' if low > 1 else ''}", field)
         kinds = types_of(value)
         if not kinds <= of.reads.keys():
             raise BadRequestError(f"must be a list of values, each {of.words}", field)
@@ -254,12 +265,12 @@ def _list(of: _Type, least: Number | None, most: Number | None) -> _Type:
             of.read(inner, field)
         return value
 
-    schema = {"type": "array", "items": of.schema, **_schema("array", minItems=least, maxItems=most)}
+    schema = {"type": "array", "items": of.schema, **_schema("array", minItems=minimum, maxItems=maximum)}
     return _Type("a list", schema, {list: read, TypedList: read}, frozenset({list, TypedList}))
 
 
 def _extremes(values: list[Any] | TypedList, kinds: set[type]) -> Sequence[Any]:
-    """Returns values of a list that are valid only if all of them are: two to read instead of thousands."""
+    """Return elements of a list that are valid only if all elements are, so that two are validated, not thousands."""
     if isinstance(values, TypedList):
         return values.extremes
     if kinds == {int}:
@@ -282,12 +293,12 @@ def _schema(name: str, **bounds: Any) -> Schema:
     return {"type": name, **{bound: value for bound, value in bounds.items() if value is not None}}
 
 
-def _range(least: Number | None, most: Number | None) -> tuple[Number, Number]:
-    return -math.inf if least is None else least, math.inf if most is None else most
+def _range(minimum: Number | None, maximum: Number | None) -> tuple[Number, Number]:
+    return -math.inf if minimum is None else minimum, math.inf if maximum is None else maximum
 
 
 def _integral(bound: float) -> Number:
-    """Messages show 4096 and not 4096.0."""
+    """Convert an integral float to int, so that messages show 4096 and not 4096.0."""
     return int(bound) if float(bound).is_integer() else bound
 
 
@@ -303,166 +314,167 @@ def _required(shape: Any) -> list[str]:
 
 def _docs(shape: type) -> dict[str, str]:
     try:
-        return docs_of(shape)
-    except (OSError, TypeError):  # made by a call: there is no class in the source
+        return field_docs(shape)
+    except (OSError, TypeError):  # the class was created by a function call, so it has no source code
         return {}
 
 
 LATEST_MS = 7_258_118_400_000
-"""the year 2200"""
-ItemId = Annotated[str, AtMost("max_id_characters")] | int
-Category = Annotated[str, AtMost("max_text_characters")] | int | float | bool | None
-"""a category by its name or number, true and false where the log has those, or the value of a number"""
+"""Largest valid time in Unix milliseconds, the year 2200."""
+ItemId = Annotated[str, AtMost("max_item_id_length")] | int
+Category = Annotated[str, AtMost("max_text_length")] | int | float | bool | None
+"""Category by name, number or boolean, as in the log, or the value of a numeric feature."""
 Value = Category | list[Category]
-"""the same, a text, a list of categories, or the numbers of a vector: what the log has of the feature"""
+"""Feature value as in the log: a category, a number, a text, a list of categories, or the elements of a vector."""
 Moment = Annotated[int, NumberRange(0, LATEST_MS)]
 Action = int | str | list[str] | None
-UserId = Annotated[str, AtLeast(1), AtMost("max_user_characters")] | int
+UserId = Annotated[str, AtLeast(1), AtMost("max_user_id_length")] | int
 Timeout = Annotated[int, AtLeast(1), AtMost("max_timeout_ms")]
 ModelAddress = Annotated[str, NumberRange(1, 4096), NoControls()]
-"""a folder or an address; Linux takes paths of 4,096 bytes"""
-Unknown = Literal["last", "score", "drop", "refuse"]
+"""Folder or address of a model; Linux limits paths to 4,096 bytes."""
+Unknown = Literal["last", "score", "drop", "reject"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryFields:
     """Events of a user, oldest first."""
 
-    items: Annotated[list[ItemId], AtMost("max_history")] | None = None
-    """source ids"""
+    items: Annotated[list[ItemId], AtMost("max_history_events")] | None = None
+    """Source ids of the items."""
     times_ms: list[Moment] | None = None
-    """Unix milliseconds of each event"""
+    """Time of each event in Unix milliseconds."""
     actions: list[Action] | None = None
-    """what the user did at each event: the name of an action, a list of names, or the sum of their bits (GET /v1/models
-    lists both); null where nobody knows"""
+    """Actions of the user at each event: the name of an action, a list of names, or the sum of their bits (GET
+    /v1/models lists names and bits); null if unknown."""
     features: Mapping[str, list[Value] | None] | None = None
-    """by name of a feature, a value an event; null is a value that nobody knows"""
+    """Feature values by feature name, one value per event; null if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserRequest:
-    """The fields of every request that is computed for a user."""
+    """Fields of all requests that a model processes for a user."""
 
     user: UserId
-    """whose events they are; 7 and "7" are one user"""
+    """User id; 7 and "7" are the same user."""
     history: HistoryFields | None = None
-    """where it is left out, the events that the server keeps"""
-    prefer_kept: bool | None = None
-    """the events that the server keeps are read even so; `history` stands in where it has none or cannot reach them"""
+    """Events of the user; the stored events if omitted."""
+    prefer_stored_history: bool | None = None
+    """Whether to prefer the stored events to `history`, which is then the fallback if the store has no events or is
+    unavailable."""
     user_features: Mapping[str, Value] | None = None
-    """by name of a feature of the user"""
+    """Values of user features by feature name."""
     now_ms: Moment | None = None
-    """when it is asked, in Unix milliseconds; the time of the server where it is left out"""
+    """Time of the request in Unix milliseconds; the time of the server if omitted."""
     timeout_ms: Timeout | None = None
-    """an answer is of no use later"""
-    unknown: Unknown | None = None
-    """what to do with ids that the model does not know: candidates get the last place (last, the default), a score all
-    the same (score), are left out (drop), or the request is refused (refuse); events are left out unless it says
-    score or refuse"""
+    """Timeout in milliseconds; the server rejects or abandons the request after it."""
+    on_unknown: Unknown | None = None
+    """Handling of ids that the model does not know: candidates are ranked last (last, the default), scored (score) or
+    omitted (drop), or the request is rejected (reject); events are dropped, except with score or reject."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreinferRequest(UserRequest):
-    """A ranking request of this user is on its way."""
+    """Announcement of a ranking request of this user, so that the server can prefill the history ahead of time."""
 
     num_candidates: Annotated[int, AtLeast(1), AtMost("max_candidates")] | None = None
-    """that will be ranked"""
-    events: Annotated[int, AtLeast(0)] | None = None
-    """how many events the history has, instead of the history: the answer says whether it is wanted"""
+    """Number of candidates of the ranking request."""
+    num_events: Annotated[int, AtLeast(0)] | None = None
+    """Number of events in the history, sent instead of the history; the response reports whether it is needed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRequest(UserRequest):
-    """Scores of candidates are wanted."""
+    """Request to score candidates."""
 
     candidates: Annotated[list[ItemId], AtLeast(1), AtMost("max_candidates")]
-    """source ids of the items to be scored"""
+    """Source ids of the items to score."""
     context: Mapping[str, Value] | None = None
     """by name of a feature of an event: its value for every candidate, such as the device of this request"""
     candidate_features: Mapping[str, list[Value] | Category] | None = None
-    """by name of a feature of an event: a value a candidate, or one for all of them; a list for all is `context`"""
+    """Event features by feature name: one value per candidate, or one value for all candidates; a list that is one
+    value for all candidates belongs in `context`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecommendRequest(UserRequest):
-    """The best items of the catalogue are wanted."""
+    """Request for the best items of the catalog."""
 
     k: Annotated[int, AtLeast(1), AtMost("max_k")] | None = None
-    """how many items; 10 where it is left out"""
+    """Number of items; 10 if omitted."""
     exclude_seen: bool | None = None
-    """items of the history are not recommended, which is the default"""
-    exclude: Annotated[list[ItemId], AtMost("max_listed")] | None = None
-    """items that are not recommended"""
-    allow: Annotated[list[ItemId], AtMost("max_listed")] | None = None
-    """only these are recommended"""
+    """Whether items of the history are excluded; true if omitted."""
+    exclude: Annotated[list[ItemId], AtMost("max_list_items")] | None = None
+    """Source ids of items that are not recommended."""
+    allow: Annotated[list[ItemId], AtMost("max_list_items")] | None = None
+    """Source ids of the only items that can be recommended; the complete catalog if omitted."""
     context: Mapping[str, Value] | None = None
     """by name of a feature of an event: its value for every candidate, such as the device of this request"""
     candidate_features: Mapping[str, Value] | None = None
-    """the same as `context`: a request cannot know its candidates"""
-    unknown: Unknown | None = None
-    """what to do with ids that the model does not know: items that only retrieval knows get the last place (last, the
-    default), a score all the same (score) or are left out (drop); a request with unknown ids is refused (refuse);
-    events are left out unless it says score or refuse"""
+    """Same as `context`, because the candidates of a recommendation are not known in advance."""
+    on_unknown: Unknown | None = None
+    """Handling of ids that the model does not know: items that only the retrieval model knows are ranked last (last,
+    the default), scored (score) or omitted (drop), or a request with unknown ids is rejected (reject); events are
+    dropped, except with score or reject."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapRequest:
-    """Other models are to be served."""
+    """Request to swap models."""
 
     models: Annotated[list[ModelAddress], AtLeast(1)]
-    """folders of exported models, on the machine of the server, or addresses of versions (ADDRESS, ADDRESS@VERSION);
-    one of each role that is to change"""
+    """Folders of exported models on the machine of the server, or addresses of published versions (ADDRESS,
+    ADDRESS@VERSION); one per role to replace."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RollbackRequest:
-    """What was served before the last swap is to be served again."""
+    """Request to roll back to the models before the last swap."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainRequest:
-    """Users are to go elsewhere, or may come back."""
+    """Request to start or stop draining an instance, so that its users are routed to other instances."""
 
     drain: bool | None = None
-    """false ends it; true where it is left out"""
+    """Whether to drain; true if omitted, false stops draining."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewItemFields:
-    """An item that the models are to know."""
+    """New (cold-start) item."""
 
-    id: Annotated[str, AtLeast(1), AtMost("max_id_characters")] | int
-    """as requests will name it"""
+    id: Annotated[str, AtLeast(1), AtMost("max_item_id_length")] | int
+    """Source id of the item in requests."""
     features: Mapping[str, Value] | None = None
-    """by name of a feature of items: a category, a list of them, a number, a text, or the numbers of a vector; what is
-    left out nobody knows"""
-    title: Annotated[str, AtMost("max_text_characters")] | None = None
-    """what people call it"""
+    """Item features by feature name: a category, a list of categories, a number, a text, or the elements of a vector;
+    omitted features are unknown."""
+    title: Annotated[str, AtMost("max_text_length")] | None = None
+    """Title of the item."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemsRequest:
-    """Items are to be served that no training has met."""
+    """Request to add cold-start items to the catalog."""
 
-    items: Annotated[list[NewItemFields], AtLeast(1), AtMost("max_listed")]
-    """those that are known already stay as they are"""
+    items: Annotated[list[NewItemFields], AtLeast(1), AtMost("max_list_items")]
+    """Items to add; items that are already in the catalog are unchanged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TitlesRequest:
-    """What people call items, where the model knows it."""
+    """Request for the titles of items."""
 
-    items: Annotated[list[ItemId], AtMost("max_listed")]
-    """source ids; may be empty"""
-    search: Annotated[str, AtLeast(1), AtMost("max_id_characters")] | None = None
-    """words of a title, in any case: the first items whose title has it"""
+    items: Annotated[list[ItemId], AtMost("max_list_items")]
+    """Source ids of items; can be empty."""
+    search: Annotated[str, AtLeast(1), AtMost("max_item_id_length")] | None = None
+    """Case-insensitive text to search for in titles; the response has the first items whose title contains it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventsRequest:
-    """Events to be kept for requests without a history."""
+    """Request to store events for later requests without a history."""
 
     user: UserId
-    """whose events they are; 7 and "7" are one user"""
+    """User id; 7 and "7" are the same user."""
     history: HistoryFields
-    """events in the order of their times; those that are older than some that are kept take their place among them"""
+    """Events in the order of their times; they can be older than stored events, among which they are sorted in."""

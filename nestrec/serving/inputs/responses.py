@@ -1,9 +1,9 @@
-"""Responses of the endpoints, as typed dictionaries from which the OpenAPI description is made."""
+"""Response schemas: typed dictionaries of all endpoints, from which the OpenAPI description is generated."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
-Source = Literal["none", "device", "dram"]
+Source = Literal["none", "device", "host"]
 Done = Literal["placed_last", "scored", "dropped"]
 
 
@@ -11,36 +11,39 @@ class UnknownIds(TypedDict):
     """Ids that the model does not know."""
 
     field: str
-    """of the request; `items` is that of the answer"""
+    """Field of the request that contains the ids; `items` refers to the field of the response."""
     ids: list[str | int]
-    """each once"""
-    done: Done
-    """placed_last: below every known one; scored: read as an unknown one; dropped: as if they had not been named"""
+    """Unknown ids without duplicates."""
+    action: Done
+    """Handling of the ids: placed_last (ranked below all known items), scored (scored as the unknown item), or dropped
+    (ignored)."""
 
 
 class AppliedDefault(TypedDict):
-    """Something that the model reads and the request did not tell."""
+    """Input of the model that the request omitted."""
 
     field: str
-    """of the request"""
+    """Omitted field of the request."""
     value: Any
-    """what was taken instead"""
+    """Default value that was used instead."""
 
 
-Prefix = TypedDict(  # `from` is no name of Python's
+Prefix = TypedDict(  # functional syntax, because `from` is a Python keyword
     "Prefix",
     {
-        "from": Annotated[Source, "where keys and values of the history came from; none: all of it was computed"],
-        "tokens": Annotated[int, "tokens that were not computed again"],
+        "from": Annotated[
+            Source, "Tier of the prefix cache from which the cached keys and values were read; none: no cache hit"
+        ],
+        "tokens": Annotated[int, "Number of history tokens read from the KV cache."],
     },
 )
 
 
-ModelVersion = Annotated[str, "version of the model that computed all of them"]
-Unknowns = Annotated[list[UnknownIds], "ids that the model does not know, and what was done with them"]
-Defaults = Annotated[list[AppliedDefault], "what the model reads and the request did not tell"]
+ModelVersion = Annotated[str, "Version of the model that computed all scores."]
+Unknowns = Annotated[list[UnknownIds], "Ids that the model does not know, and how they were handled."]
+Defaults = Annotated[list[AppliedDefault], "Default values of inputs that the request omitted."]
 KnownPrefix = Annotated[
-    Prefix, "what was known of the history before the request came; only with `--limits.tells_prefix true`"
+    Prefix, "Part of the history that was in the prefix cache; only with `--limits.expose_cache_source true`"
 ]
 
 
@@ -48,185 +51,184 @@ class RankResponse(TypedDict):
     """Scores of candidates."""
 
     scores: Mapping[str, list[float]]
-    """by output of the model, a number a candidate in the order of the request; larger is better. One in the last place
-    has the least number of float32"""
+    """Scores by output of the model, one per candidate in the order of the request; larger is better. Candidates that
+    are ranked last have the smallest float32 number."""
     items: NotRequired[list[str | int]]
-    """where unknown ones were to be left out: the candidates that the scores belong to"""
+    """Candidates to which the scores belong; present only if the request asks to drop unknown candidates."""
     model: ModelVersion
-    prefix: NotRequired[KnownPrefix]
-    unknown: Unknowns
-    defaults: Defaults
+    cache_source: NotRequired[KnownPrefix]
+    unknown_ids: Unknowns
+    defaults_used: Defaults
 
 
 class RecommendResponse(TypedDict):
-    """The best items, best first."""
+    """Recommended items, best first."""
 
     items: list[str]
-    """source ids"""
+    """Source ids of the items."""
     scores: Mapping[str, list[float]]
-    """by output of the model, a number an item; one in the last place has the least number of float32"""
+    """Scores by output of the model, one per item; items that are ranked last have the smallest float32 number."""
     model: ModelVersion
-    prefix: NotRequired[KnownPrefix]
-    unknown: Unknowns
-    defaults: Defaults
+    cache_source: NotRequired[KnownPrefix]
+    unknown_ids: Unknowns
+    defaults_used: Defaults
 
 
 class PreinferResponse(TypedDict):
-    """Whether the history is computed ahead."""
+    """Decision about a pre-infer request: whether the history is prefilled ahead of the ranking request."""
 
     admitted: bool
-    """it is"""
+    """Whether the history is prefilled."""
     reason: str
-    """why, or why not; short or safe: ranking will be in time without; wanted: send it again with the history"""
+    """Reason of the decision. short, safe: the ranking request will meet its latency budget without prefill;
+    history_required: send the pre-infer request again with the history."""
     model: str
-    """version of the model; the ranking request of this user that follows soon is answered by the same. Empty where the
-    front of a fleet saw by itself that a signal is of no use"""
-    unknown: Unknowns
-    defaults: Defaults
+    """Version of the model, which will also serve the following ranking request of this user. Empty if the gateway of a
+    fleet rejected the pre-infer request itself, because prefill does not pay off."""
+    unknown_ids: Unknowns
+    defaults_used: Defaults
 
 
 class EventsResponse(TypedDict):
-    """What is kept now."""
+    """State of the history store after an append."""
 
     events: NotRequired[int]
-    """of this user; not told by a store that does not count them"""
+    """Number of stored events of the user; absent if the store does not count them."""
 
 
 class ModelInfo(TypedDict):
-    """What a model reads and gives."""
+    """Inputs and outputs of a served model."""
 
     version: str
-    """of the weights"""
+    """Version of the model."""
     name: str
-    """recipe that was trained"""
+    """Name of the trained recipe."""
     outputs: list[str]
-    """names of a candidate's scores, the one that orders recommendations first"""
+    """Names of the scores of a candidate; recommendations are sorted by the first one."""
     items: int
-    """that it knows"""
+    """Number of items in the catalog."""
     max_events: int
-    """of a history; older ones are not read"""
-    reads: list[str]
-    """fields of a request that must be there, unless `defaults` has them"""
+    """Maximum number of history events that the model reads; older ones are ignored."""
+    required_fields: list[str]
+    """Request fields that the model needs, unless they have a default."""
     actions: Mapping[str, int]
-    """name to bit"""
+    """Bit of each action, by name."""
     features: list[str]
-    """categories of events and candidates"""
+    """Names of the features of events and candidates."""
     user_features: list[str]
-    """categories of users"""
+    """Names of the features of users."""
     defaults: Mapping[str, Any]
-    """what its export takes for a field that is left out"""
+    """Default values of the export for omitted request fields."""
     precision: NotRequired[Mapping[str, Any]]
-    """of a model that was exported in fewer bits than it was trained in: which, and what that cost on events that
-    validate"""
+    """Precision of a quantized export and its quality loss on validation events; absent if it was not quantized."""
     search: NotRequired[Mapping[str, Any]]
-    """of a retrieval model: how its index is searched, and where not every row is looked at the recall that its export
-    measured"""
+    """Search method of the index of a retrieval model and, for ANN search, the recall measured by the export."""
 
 
 class ModelsResponse(TypedDict):
-    """The models that are served."""
+    """Served models."""
 
     models: Mapping[str, ModelInfo]
-    """by role: retrieval, ranking"""
+    """Models by role: retrieval, ranking."""
 
 
 class StatusResponse(TypedDict):
-    """What the live page shows."""
+    """Server status on the live page."""
 
     reloads: Mapping[str, Any]
-    """how often models were asked to be loaded anew, how often that was done, and whether the last one was refused"""
+    """Number of requested and of completed model reloads, and whether the last one was rejected."""
     latency: Mapping[str, float]
-    """of recent answers, in milliseconds, and their number"""
+    """Latency of recent responses in milliseconds, and their number."""
     models: Mapping[str, Any]
-    """by role: version, counts, fill of the caches"""
+    """Version, counters and cache fill of each model, by role."""
     follow: Mapping[str, Any]
-    """by role, of models that come from an address: version, how far behind and why, and how fresh it is"""
+    """Version, lag with its reason, and freshness of models that follow an address, by role."""
     router: Mapping[str, Any]
-    """loads of the instances, and requests that went elsewhere"""
+    """Load of the instances, and number of requests routed to a different instance than the preferred one."""
 
 
 class LivePageResponse(TypedDict):
-    """What the live page draws."""
+    """Data of the live page."""
 
     status: StatusResponse
-    """now"""
+    """Current status of the server."""
     timeline: Mapping[str, list[Any]]
-    """by name, a value a second of the last ten minutes, oldest first"""
+    """Time series by name, one value per second of the last ten minutes, oldest first."""
     relay: Mapping[str, list[Mapping[str, Any]]]
-    """by role, the last requests: when they came and ended, in seconds before now, and where their prefix was"""
+    """Latest requests by role: arrival and end in seconds before now, and the cache tier of their prefix."""
 
 
 class TitlesResponse(TypedDict):
-    """What people call items."""
+    """Titles of items."""
 
     titles: Mapping[str, str]
-    """by source id"""
+    """Titles by source id."""
 
 
 class ItemsResponse(TypedDict):
-    """New items are served."""
+    """Result of adding cold-start items."""
 
     added: int
-    """that were not known yet"""
+    """Number of items that were not in the catalog before."""
     items: Mapping[str, int]
-    """by role: how many the model knows now"""
+    """Number of items in the catalog of each model, by role."""
     models: Mapping[str, str]
-    """by role: its version, which new items change"""
+    """Version of each model, by role; adding items changes it."""
 
 
-class ItemsSampleAnswer(TypedDict):
-    """Some of the items that the model knows."""
+class ItemsSampleResponse(TypedDict):
+    """Sample of the items in the catalog."""
 
     items: list[str]
-    """at most 1,000 ids, at equal distances over the catalog"""
+    """At most 1,000 source ids, evenly spaced over the catalog."""
     known: int
     """Number of items in the catalog."""
 
 
 class HealthResponse(TypedDict):
-    """Alive, or ready."""
+    """Result of a liveness or readiness probe."""
 
     status: str
-    """live, dead or ready"""
+    """Status: live, dead or ready."""
     models: NotRequired[Mapping[str, str]]
-    """of one that is ready: version by role"""
-    signals_from: NotRequired[int]
-    """of one that is ready: events of the shortest history that is worth computing ahead now"""
+    """Version of each model by role, if the server is ready."""
+    min_preinfer_events: NotRequired[int]
+    """Minimum number of history events for which prefill ahead of time currently pays off, if the server is ready."""
 
 
 class LoadedModelInfo(TypedDict):
-    """A model and where it lies."""
+    """Version and folder of a loaded model."""
 
     version: str
-    """of the weights"""
+    """Version of the model."""
     folder: str
-    """on the machine of the server, with no link in it"""
+    """Folder on the machine of the server, with symbolic links resolved."""
 
 
 class DeploymentResponse(TypedDict):
-    """What an instance serves."""
+    """Models that an instance serves."""
 
     models: Mapping[str, LoadedModelInfo]
-    """in service, by role"""
+    """Served models by role."""
     previous: Mapping[str, LoadedModelInfo]
-    """what the last swap has replaced, and a rollback brings back, by role"""
+    """Models before the last swap by role, which a rollback restores."""
     draining: bool
-    """it says that it is not ready, so that whoever routes requests sends them elsewhere"""
+    """Whether the instance is draining: its readiness probe fails, so that load balancers send requests elsewhere."""
 
 
 class ErrorDetail(TypedDict):
-    """What is wrong."""
+    """Description of an error."""
 
     message: str
-    """for people"""
+    """Human-readable description."""
     field: NotRequired[str]
-    """of the request, where one of them is wrong"""
+    """Field of the request that is invalid, if the error refers to one."""
     remedy: NotRequired[str]
     """Proposed way to solve the problem."""
 
 
 class ErrorResponse(TypedDict):
-    """The answer to a request that was not served."""
+    """Response to a request that failed."""
 
     error: ErrorDetail
-    """what is wrong"""
+    """Description of the error."""

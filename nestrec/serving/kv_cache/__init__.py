@@ -1,1 +1,1 @@
-"""Prefixes kept for a later request: pages, tiers, trigger and expander."""
+"""The KV cache: page pool, prefix cache with device and host tiers, and the trigger of pre-infer requests."""

@@ -1,9 +1,9 @@
-"""Book-keeping of the prefixes kept on the device: which pages hold whose keys and values.
+"""Prefix cache, device tier: the index from user and model version to pages of the KV cache.
 
-Pure: no tensor is touched here, and time comes from the clock given. A prefix lives in pages of `page_tokens` tokens.
-An entry is found by a hash, but read only where its whole identity matches, so that a collision is a miss and never
-another user's prefix. Pinned entries keep their pages; so do entries held for a ranking request that is on its way,
-until the hold ends. Everything else may be evicted, least recently used first.
+Bookkeeping only: no tensor is accessed here, and the clock is injected. A prefix is stored in pages of `page_tokens`
+tokens. An entry is found by a hash, but used only if its complete identity matches, so a hash collision is a cache miss
+and never returns another user's prefix. Pinned entries are not evicted, and neither are entries reserved for an
+expected ranking request until the reservation ends. All others are evicted in LRU order.
 """
 
 from collections import OrderedDict
@@ -16,30 +16,30 @@ from nestrec.serving.inputs.engine_request import CacheKey
 
 @dataclass(eq=False, slots=True)
 class Entry:
-    """A prefix, or the beginning of one."""
+    """Cached prefix of a user, or the first tokens of one."""
 
     key: CacheKey
     length: int = 0
-    """tokens whose keys and values are in the pages"""
+    """Number of tokens whose keys and values are in the pages."""
     content: bytes = b""
-    """everything about those tokens that enters the model"""
+    """All model inputs of those tokens, for comparison with a request."""
     pages: list[int] = field(default_factory=list)
     pins: int = 0
-    held_until_s: float = float("-inf")
+    reserved_until_s: float = float("-inf")
     expires_s: float = float("inf")
     is_dropped: bool = False
-    """no longer to be found; its pages are free once nobody pins it"""
+    """Whether it was removed from the index; its pages are released when it is unpinned."""
     is_reloaded: bool = False
-    """came back from DRAM, and no request has read it since"""
+    """Whether it was reloaded from host memory and no ranking request has used it since."""
 
 
 ContentOf = Callable[[int], bytes | None]
-"""Content of a request's first tokens, or none where it has fewer. It is compared and not hashed: comparing takes a
-twentieth of the time, and nothing collides."""
+"""Returns the content of a request's first N tokens, or None if it has fewer. The content is compared, not hashed:
+comparing takes a twentieth of the time and has no collisions."""
 
 
 class PrefixCache:
-    """Entries over a fixed number of pages. One thread uses it."""
+    """Device tier of the prefix cache, over a fixed number of pages, with LRU eviction. Not thread-safe."""
 
     def __init__(
         self, *, num_pages: int, page_tokens: int, bucket_of: Callable[[CacheKey], bytes], clock: Clock, ttl_s: float
@@ -51,12 +51,14 @@ class PrefixCache:
         self._ttl_s = ttl_s
         self._free = list(range(num_pages - 1, -1, -1))
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()  # least recently used first
-        self._lingering: set[Entry] = set()
+        self._dropped_pinned: set[Entry] = set()
         self.num_evicted = 0
 
     def find(self, key: CacheKey, content_of: ContentOf) -> Entry | None:
-        """The entry whose tokens are the first ones of the request; one that no longer matches is dropped. One that
-        there was no room for has none."""
+        """Return the entry whose tokens are the first tokens of the request; drop an entry that no longer matches.
+
+        An entry without tokens, because it got no pages, is not returned.
+        """
         entry = self._entries.get(self._bucket_of(key))
         if entry is None or entry.key != key or entry.length == 0:
             return None
@@ -68,12 +70,16 @@ class PrefixCache:
         return entry
 
     def length_of(self, key: CacheKey) -> int:
-        """Tokens that are kept of a user, matching or not. Any thread may ask."""
+        """Return the number of cached tokens of a user, without checking their content. Callable from any thread."""
         entry = self._entries.get(self._bucket_of(key))
         return entry.length if entry is not None and entry.key == key else 0
 
     def create(self, key: CacheKey) -> Entry | None:
-        """A new, empty, pinned entry in place of any older one of this key; none where a pinned one is in the way."""
+        """Create an empty, pinned entry that replaces an older one of the key.
+
+        Returns:
+            The entry, or None if a pinned entry of another key occupies the bucket.
+        """
         bucket = self._bucket_of(key)
         old = self._entries.get(bucket)
         if old is not None:
@@ -85,23 +91,23 @@ class PrefixCache:
         return entry
 
     def grow(self, entry: Entry, num_tokens: int) -> bool:
-        """Give the entry pages for so many tokens; False, and nothing changed for it, where there is no room."""
+        """Allocate pages for `num_tokens` tokens of the entry; return False and change nothing if there are too few."""
         missing = -(-num_tokens // self.page_tokens) - len(entry.pages)
-        if missing > 0 and not self._make_room(missing, entry):
+        if missing > 0 and not self._evict_for(missing, entry):
             return False
         entry.pages += [self._free.pop() for _ in range(missing)]
         return True
 
     def commit(self, entry: Entry, length: int, content: bytes) -> None:
-        """The first `length` tokens are in the pages now."""
+        """Set the number of tokens whose keys and values are in the pages, and the content of these tokens."""
         assert length <= len(entry.pages) * self.page_tokens
         entry.length = length
         entry.content = content
         entry.expires_s = self._clock.now_s() + self._ttl_s
 
-    def hold(self, entry: Entry, until_s: float) -> None:
-        """Do not evict before `until_s`: a ranking request is on its way."""
-        entry.held_until_s = until_s
+    def reserve_until(self, entry: Entry, until_s: float) -> None:
+        """Protect the entry from eviction until `until_s`, because a ranking request is expected."""
+        entry.reserved_until_s = until_s
 
     def pin(self, entry: Entry) -> None:
         entry.pins += 1
@@ -112,8 +118,8 @@ class PrefixCache:
         if entry.pins == 0 and entry.is_dropped:
             self._release(entry)
 
-    def drop(self, key: CacheKey) -> bool:
-        """Forget a key; whether there was something to forget."""
+    def evict(self, key: CacheKey) -> bool:
+        """Drop the entry of a key; return whether there was one."""
         bucket = self._bucket_of(key)
         entry = self._entries.get(bucket)
         if entry is None or entry.key != key:
@@ -122,54 +128,54 @@ class PrefixCache:
         return True
 
     def clear(self) -> None:
-        """Forget every entry, also the pinned ones, whatever state they are in; all pages are free afterwards."""
-        for entry in (*self._entries.values(), *self._lingering):
+        """Drop all entries, including pinned and inconsistent ones, and release all pages."""
+        for entry in (*self._entries.values(), *self._dropped_pinned):
             entry.is_dropped = True
             entry.length = 0
             entry.pages = []
         self._entries.clear()
-        self._lingering.clear()
+        self._dropped_pinned.clear()
         self._free = list(range(self.num_pages - 1, -1, -1))
 
-    def drop_all(self, is_doomed: Callable[[CacheKey], bool]) -> int:
-        """Forget every key that `is_doomed` names, such as those of an old model; how many."""
-        buckets = [bucket for bucket, entry in self._entries.items() if is_doomed(entry.key)]
+    def drop_all(self, is_stale: Callable[[CacheKey], bool]) -> int:
+        """Drop all stale entries, such as those of an old model; return their number."""
+        buckets = [bucket for bucket, entry in self._entries.items() if is_stale(entry.key)]
         for bucket in buckets:
             self._remove(bucket)
         return len(buckets)
 
-    def drop_oldest(self, is_doomed: Callable[[CacheKey], bool], most: int) -> int:
-        """Forget keys that `is_doomed` names, the longest unused first, up to one that it does not name; how many."""
-        slots: list[bytes] = []
-        for slot, entry in self._entries.items():
-            if len(slots) == most or not is_doomed(entry.key):
+    def drop_oldest(self, is_stale: Callable[[CacheKey], bool], limit: int) -> int:
+        """Drop at most `limit` stale entries in LRU order, up to the first that is not stale; return their number."""
+        buckets: list[bytes] = []
+        for bucket, entry in self._entries.items():
+            if len(buckets) == limit or not is_stale(entry.key):
                 break
-            slots.append(slot)
-        for slot in slots:
-            self._remove(slot)
-        return len(slots)
+            buckets.append(bucket)
+        for bucket in buckets:
+            self._remove(bucket)
+        return len(buckets)
 
     @property
     def num_free_pages(self) -> int:
         return len(self._free)
 
     def entries(self) -> list[Entry]:
-        """Those that can be found, least recently used first."""
+        """Return all entries of the index, least recently used first."""
         return list(self._entries.values())
 
-    def _make_room(self, num_pages: int, for_entry: Entry) -> bool:
+    def _evict_for(self, num_pages: int, for_entry: Entry) -> bool:
         if len(self._free) >= num_pages:
             return True
         now_s = self._clock.now_s()
         victims = []
-        gained = len(self._free)
+        available = len(self._free)
         for bucket, entry in self._entries.items():
-            if gained >= num_pages:
+            if available >= num_pages:
                 break
-            if entry is not for_entry and entry.pins == 0 and entry.held_until_s <= now_s:
+            if entry is not for_entry and entry.pins == 0 and entry.reserved_until_s <= now_s:
                 victims.append(bucket)
-                gained += len(entry.pages)
-        if gained < num_pages:
+                available += len(entry.pages)
+        if available < num_pages:
             return False
         for bucket in victims:
             self._remove(bucket)
@@ -182,16 +188,16 @@ class PrefixCache:
         if entry.pins == 0:
             self._release(entry)
         else:
-            self._lingering.add(entry)
+            self._dropped_pinned.add(entry)
 
     def _release(self, entry: Entry) -> None:
-        self._lingering.discard(entry)
+        self._dropped_pinned.discard(entry)
         self._free += entry.pages
         entry.pages = []
         entry.length = 0
         entry.content = b""
 
     def check(self) -> None:
-        """Every page is free or belongs to exactly one entry."""
-        used = [page for entry in (*self._entries.values(), *self._lingering) for page in entry.pages]
+        """Assert that every page is free or belongs to exactly one entry."""
+        used = [page for entry in (*self._entries.values(), *self._dropped_pinned) for page in entry.pages]
         assert sorted([*used, *self._free]) == list(range(self.num_pages))

@@ -1,1 +1,1 @@
-"""A servable model: export, folder, tables, inputs, and how each kind reads them."""
+"""Servable models (exported model folders): loading, embedding tables, item search, and model adapters."""

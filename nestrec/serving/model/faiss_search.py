@@ -1,8 +1,8 @@
-"""A search that does not look at every row, for indexes on a CPU: graphs (HNSW) or lists (IVF) of faiss.
+"""Approximate nearest neighbor (ANN) search of an index on a CPU: HNSW graphs or IVF lists of faiss.
 
-What faiss has built is kept as plain tensors, checked before they are handed back to it: its own files would have to be
-trusted. Rows that it finds are put into the exact order like those of any first choice; rows that it misses are what
-`recall` counts.
+An export stores the structure that faiss built as plain tensors, which are validated when they are loaded; faiss' own
+file format cannot be validated. Results are reranked exactly, like those of every search; the rows that the search
+misses reduce `SearchRecall.recall`.
 
 Legend: B queries, D elements, N rows of the index, K best, L lists.
 """
@@ -17,7 +17,14 @@ from numpy.typing import NDArray
 
 from nestrec.base.errors import CorruptFileError
 from nestrec.base.lazy import import_extra
-from nestrec.serving.model.item_search import SPARE, ExactSearch, Excluded, SearchConfig, SearchRecall, exactly_ordered
+from nestrec.serving.model.item_search import (
+    NUM_SPARE_ROWS,
+    ExactSearch,
+    ExcludedRows,
+    SearchConfig,
+    SearchRecall,
+    order_exactly,
+)
 from nestrec.serving.model.served_tables import DeviceTable
 
 Tensors = Mapping[str, torch.Tensor]
@@ -25,7 +32,16 @@ _RECALL_K, _SEED = 100, 0
 
 
 class FaissSearch:
-    """Rows by the structure that `built` gave."""
+    """ANN search with the structure that `build_index` returned.
+
+    Args:
+        rows_ND: Rows of the index.
+        cfg: Search options.
+        tensors: The structure, validated before use.
+
+    Raises:
+        CorruptFileError: The structure is invalid.
+    """
 
     def __init__(self, rows_ND: torch.Tensor, cfg: SearchConfig, tensors: Tensors):
         self._table = DeviceTable(rows_ND)
@@ -34,44 +50,44 @@ class FaissSearch:
         faiss = _faiss()
         vectors = _vectors(rows_ND)
         if cfg.kind == "faiss_hnsw":
-            self._index = _restored_graph(faiss, vectors, cfg, tensors)
-            self._how = faiss.SearchParametersHNSW(efSearch=cfg.width)
+            self._index = _restore_hnsw(faiss, vectors, cfg, tensors)
+            self._parameters = faiss.SearchParametersHNSW(efSearch=cfg.hnsw_ef_search)
         else:
-            self._index = _restored_lists(faiss, vectors, tensors)
-            self._how = faiss.SearchParametersIVF(nprobe=cfg.probes)
+            self._index = _restore_ivf(faiss, vectors, tensors)
+            self._parameters = faiss.SearchParametersIVF(nprobe=cfg.ivf_nprobe)
 
     def best(
-        self, queries_BD: torch.Tensor, k: int, excluded: Excluded
+        self, queries_BD: torch.Tensor, k: int, excluded: ExcludedRows
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Whoever has too much excluded to be left with k rows gets those of the exact search."""
+        """Search as `ItemSearch.best`; queries for which the exclusions leave fewer than k results use exact search."""
         counts = np.bincount(excluded.query_P, minlength=len(queries_BD))
-        count = min(k + SPARE + int(counts.max(initial=0)), self._table.num_rows)
-        rows_BK = self._index.search(_vectors(queries_BD), count, params=self._how)[1]
+        count = min(k + NUM_SPARE_ROWS + int(counts.max(initial=0)), self._table.num_rows)
+        rows_BK = self._index.search(_vectors(queries_BD), count, params=self._parameters)[1]
         pairs = np.unique(excluded.query_P * self._table.num_rows + excluded.row_P)
         numbers = np.arange(len(rows_BK))[:, None] * self._table.num_rows + rows_BK
         rows_BK = np.where(np.isin(numbers, pairs), -1, rows_BK)
-        rows, scores = exactly_ordered(self._table, queries_BD, torch.from_numpy(rows_BK), k)
+        rows, scores = order_exactly(self._table, queries_BD, torch.from_numpy(rows_BK), k)
         short = np.flatnonzero((rows >= 0).sum(1) < np.minimum(rows.shape[1], self._table.num_rows - counts))
         for b in short.tolist():
-            own = Excluded(np.zeros(counts[b], np.int64), excluded.row_P[excluded.query_P == b])
-            found = self._exact.best(queries_BD[b : b + 1], k, own)
+            query_excluded = ExcludedRows(np.zeros(counts[b], np.int64), excluded.row_P[excluded.query_P == b])
+            exact = self._exact.best(queries_BD[b : b + 1], k, query_excluded)
             rows[b] = -1
             scores[b] = -np.inf
-            rows[b, : found[0].shape[1]], scores[b, : found[0].shape[1]] = found[0][0], found[1][0]
+            rows[b, : exact[0].shape[1]], scores[b, : exact[0].shape[1]] = exact[0][0], exact[1][0]
         return rows, scores
 
 
-def built(rows_ND: torch.Tensor, cfg: SearchConfig) -> dict[str, torch.Tensor]:
-    """The structure of an index, to be written."""
+def build_index(rows_ND: torch.Tensor, cfg: SearchConfig) -> dict[str, torch.Tensor]:
+    """Build the ANN structure of an index and return it as tensors, which an export stores."""
     faiss = _faiss()
     vectors = _vectors(rows_ND)
     if cfg.kind == "faiss_hnsw":
-        graph = faiss.IndexHNSWFlat(vectors.shape[1], cfg.links, faiss.METRIC_INNER_PRODUCT)
-        graph.hnsw.efConstruction = cfg.build_width
+        graph = faiss.IndexHNSWFlat(vectors.shape[1], cfg.hnsw_m, faiss.METRIC_INNER_PRODUCT)
+        graph.hnsw.efConstruction = cfg.hnsw_ef_construction
         graph.add(vectors)
         arrays = {name: faiss.vector_to_array(getattr(graph.hnsw, name)) for name in ("neighbors", "levels")}
         return {name: torch.from_numpy(array.astype(np.int32)) for name, array in arrays.items()}
-    num_lists = min(len(vectors), cfg.lists or max(1, 4 * math.isqrt(len(vectors))))
+    num_lists = min(len(vectors), cfg.ivf_nlist or max(1, 4 * math.isqrt(len(vectors))))
     clusters = faiss.Kmeans(vectors.shape[1], num_lists, niter=10, spherical=True, seed=_SEED, verbose=False)
     clusters.cp.min_points_per_centroid = 1
     clusters.train(vectors)
@@ -79,19 +95,26 @@ def built(rows_ND: torch.Tensor, cfg: SearchConfig) -> dict[str, torch.Tensor]:
     return {"centroids": torch.from_numpy(clusters.centroids.copy()), "lists": torch.from_numpy(list_N)}
 
 
-def measured_recall(search: FaissSearch, rows_ND: torch.Tensor, queries_BD: torch.Tensor, of: str) -> SearchRecall:
-    """of: whose queries they are"""
+def measure_recall(search: FaissSearch, rows_ND: torch.Tensor, queries_BD: torch.Tensor, source: str) -> SearchRecall:
+    """Measure the recall of an ANN search relative to exact search.
+
+    Args:
+        search: The ANN search.
+        rows_ND: Rows of the index.
+        queries_BD: Query vectors.
+        source: Origin of the queries, for the report.
+    """
     k = min(_RECALL_K, len(rows_ND))
-    nothing = Excluded.of([])
-    found = search.best(queries_BD, k, nothing)[0]
-    wanted = ExactSearch(DeviceTable(rows_ND)).best(queries_BD, k, nothing)[0]
-    shares = [len(np.intersect1d(a, b)) / k for a, b in zip(found, wanted, strict=True)]
-    mean = float(np.mean(shares)) if shares else 0.0
-    return SearchRecall(kind=search.cfg.kind, recall=round(mean, 5), k=k, queries=len(queries_BD), of=of)
+    no_exclusions = ExcludedRows.of([])
+    approximate = search.best(queries_BD, k, no_exclusions)[0]
+    exact = ExactSearch(DeviceTable(rows_ND)).best(queries_BD, k, no_exclusions)[0]
+    recalls = [len(np.intersect1d(a, b)) / k for a, b in zip(approximate, exact, strict=True)]
+    mean = float(np.mean(recalls)) if recalls else 0.0
+    return SearchRecall(kind=search.cfg.kind, recall=round(mean, 5), k=k, queries=len(queries_BD), of=source)
 
 
-def _restored_graph(faiss: Any, vectors: NDArray[np.float32], cfg: SearchConfig, tensors: Tensors) -> Any:
-    graph = faiss.IndexHNSWFlat(vectors.shape[1], cfg.links, faiss.METRIC_INNER_PRODUCT)
+def _restore_hnsw(faiss: Any, vectors: NDArray[np.float32], cfg: SearchConfig, tensors: Tensors) -> Any:
+    graph = faiss.IndexHNSWFlat(vectors.shape[1], cfg.hnsw_m, faiss.METRIC_INNER_PRODUCT)
     levels, neighbors = (tensors[name].numpy().astype(np.int32) for name in ("levels", "neighbors"))
     table = faiss.vector_to_array(graph.hnsw.cum_nneighbor_per_level)
     _check(len(levels) == len(vectors), "levels")
@@ -99,12 +122,12 @@ def _restored_graph(faiss: Any, vectors: NDArray[np.float32], cfg: SearchConfig,
     offsets = np.concatenate([[0], np.cumsum(table[levels])]).astype(np.uint64)
     _check(len(neighbors) == int(offsets[-1]), "neighbors")
     _check(bool((neighbors >= -1).all() and (neighbors < len(vectors)).all()), "neighbors")
-    # A link of some level leads to rows that have that level, or a search would read beyond what they have.
+    # Neighbors at a level must have that level themselves; otherwise a search would read out of bounds.
     for level in range(1, int(levels.max(initial=1))):
         owners = np.flatnonzero(levels > level)
-        places = offsets[owners].astype(np.int64)[:, None] + np.arange(table[level], table[level + 1])
-        there = neighbors[places]
-        _check(bool((levels[there[there >= 0]] > level).all()), "neighbors")
+        positions = offsets[owners].astype(np.int64)[:, None] + np.arange(table[level], table[level + 1])
+        level_neighbors = neighbors[positions]
+        _check(bool((levels[level_neighbors[level_neighbors >= 0]] > level).all()), "neighbors")
     graph.storage.add(vectors)
     graph.ntotal = len(vectors)
     for name, array in (("neighbors", neighbors), ("levels", levels), ("offsets", offsets)):
@@ -114,7 +137,7 @@ def _restored_graph(faiss: Any, vectors: NDArray[np.float32], cfg: SearchConfig,
     return graph
 
 
-def _restored_lists(faiss: Any, vectors: NDArray[np.float32], tensors: Tensors) -> Any:
+def _restore_ivf(faiss: Any, vectors: NDArray[np.float32], tensors: Tensors) -> Any:
     centroids = _vectors(tensors["centroids"])
     lists = tensors["lists"].numpy().astype(np.int64)
     _check(len(lists) == len(vectors) and centroids.shape[1] == vectors.shape[1], "lists")
@@ -133,16 +156,21 @@ def _vectors(rows_ND: torch.Tensor) -> NDArray[np.float32]:
     return np.ascontiguousarray(rows_ND.float().cpu().numpy())
 
 
-def _check(holds: bool, name: str) -> None:
-    if not holds:
-        raise CorruptFileError("is no such structure of the index", option="search", value=name, remedy="export again")
+def _check(is_valid: bool, name: str) -> None:
+    if not is_valid:
+        raise CorruptFileError(
+            "the tensor is not a valid search structure of this index",
+            option="search",
+            value=name,
+            remedy="export the run again",
+        )
 
 
 def _faiss() -> Any:
     faiss = import_extra(
         "faiss",
         "faiss",
-        "needs faiss, which is not installed",
+        "requires faiss, which is not installed",
         field="search.kind",
         value="faiss",
         instead=", or export with --search.kind exact",

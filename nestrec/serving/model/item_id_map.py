@@ -1,13 +1,10 @@
-"""Ids of items by what their source calls them, for many at once.
+"""Id mappings of served models: source ids of items to item ids, and 64-bit keys to rows of an embedding table.
 
-Sources mostly count their items. Then a table answers for all items of a request with a few operations on arrays; a
-dictionary, which takes text and anything sparse, is asked item by item.
+`ItemIds` looks up batches of source ids. If most source ids are small integers, an array lookup resolves all items of a
+request at once; a dictionary handles text and sparse ids, one item at a time.
 
-Models of labelled rows, which know neither histories nor a catalogue.
-
-A table of a model that is served whose rows are found by keys of any size, as dynamic tables have them in training.
-
-A key without a row has the vector that it would begin with, as in evaluation.
+`KeyedTable` is a table whose rows are addressed by keys, like the dynamic embedding tables of training. A key without a
+row gets the initial vector that training would give it, as in evaluation.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,127 +20,143 @@ from nestrec.embedding.table_config import InitConfig, TableConfig
 from nestrec.serving.core.typed_list import TypedList, types_of
 from nestrec.serving.model.served_tables import ServedTable
 
-_SPARSE = 8
-"""entries of the table an item, at most"""
-_LONGEST = 19
-"""characters of a whole number; a longer one is text"""
+_MAX_ENTRIES_PER_ITEM = 8
+"""Maximum size of the lookup array relative to the number of integer ids; sparser ids use the dictionary."""
+_MAX_DIGITS = 19
+"""Maximum number of characters of an integer id; a longer id is text."""
 
 
 class ItemIds:
-    """Item i + 1 is called keys[i]; a request may write a whole number as such or as text. Unknown ones get id 0."""
+    """Mapping of source ids to item ids: `keys[i]` has item id i + 1, and unknown source ids have item id 0.
+
+    Requests can write an integer source id as a number or as text.
+    """
 
     def __init__(self, keys: Sequence[str]):
         numbers = {int(key): i + 1 for i, key in enumerate(keys) if _is_number(key)}
         self._ids: dict[str | int, int] = {key: i + 1 for i, key in enumerate(keys)}
         self._ids.update(numbers.items())
         self._table = np.zeros(0, np.int64)
-        if numbers and min(numbers) >= 0 and max(numbers) < _SPARSE * len(numbers):
-            self._table = np.zeros(max(numbers) + 2, np.int64)  # the last entry is nobody's
+        if numbers and min(numbers) >= 0 and max(numbers) < _MAX_ENTRIES_PER_ITEM * len(numbers):
+            self._table = np.zeros(max(numbers) + 2, np.int64)  # the last entry is 0, for ids out of range
             self._table[list(numbers)] = list(numbers.values())
 
-    def grow(self, keys: Sequence[str], known: int) -> None:
-        """Names of the items after the `known` first ones. Whoever asks meanwhile finds them, or does not yet."""
-        numbers = {int(key): known + i + 1 for i, key in enumerate(keys) if _is_number(key)}
+    def grow(self, keys: Sequence[str], num_known: int) -> None:
+        """Add items after the first `num_known` ones.
+
+        Concurrent lookups are safe: they either see the new items or do not see them yet.
+        """
+        numbers = {int(key): num_known + i + 1 for i, key in enumerate(keys) if _is_number(key)}
         table = self._table
         if numbers and len(table):
             low = min(numbers)
             high = max(numbers)
-            if low >= 0 and high < _SPARSE * (known + len(keys)):
-                if high + 2 > len(table):  # with room for those to come: requests wait for a copy
+            if low >= 0 and high < _MAX_ENTRIES_PER_ITEM * (num_known + len(keys)):
+                if high + 2 > len(table):  # with spare capacity, because requests wait while the array is copied
                     table = np.zeros((high + 2) * 9 // 8, np.int64)
                     table[: len(self._table) - 1] = self._table[:-1]
                 table[list(numbers)] = list(numbers.values())
             else:
                 table = np.zeros(0, np.int64)
-        self._ids.update({key: known + i + 1 for i, key in enumerate(keys)})
+        self._ids.update({key: num_known + i + 1 for i, key in enumerate(keys)})
         self._ids.update(numbers.items())
         self._table = table
 
     def of(self, keys: Sequence[str | int]) -> NDArray[np.int64]:
-        """`TypeError` where a key is neither text nor a whole number."""
+        """Return the item ids of source ids; unknown ones get 0.
+
+        Raises:
+            TypeError: A key is neither text nor an integer.
+        """
         types = types_of(keys)
         if not types <= {str, int}:
             raise TypeError
-        table = self._table  # another one may take its place meanwhile
+        table = self._table  # read once: `grow` can replace the array concurrently
         if len(table) and isinstance(keys, TypedList) and keys.kind != "words":
-            return _taken(table, keys.values)
+            return _look_up(table, keys.values)
         if types == {int} and len(table):
             try:
-                places = np.array(keys, np.int64)
-            except OverflowError:  # more than 64 bits, so nobody's
+                numbers = np.array(keys, np.int64)
+            except OverflowError:  # an id of more than 64 bits is unknown; the dictionary handles it
                 pass
             else:
-                return _taken(table, places)
+                return _look_up(table, numbers)
         return np.fromiter(map(self._ids.get, keys, repeat(0)), np.int64, len(keys))
 
 
-def _taken(table: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.int64]:
-    """What is negative is large without its sign, and nobody's."""
-    return table.take(np.minimum(places.view(np.uint64), len(table) - 1).view(np.int64))
+def _look_up(table: NDArray[np.int64], numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Look up ids with one bounds check: viewed as unsigned, negative ids are large and map to the last entry, 0."""
+    return table.take(np.minimum(numbers.view(np.uint64), len(table) - 1).view(np.int64))
 
 
 def _is_number(key: str) -> bool:
-    """Written as str writes a whole number."""
+    """Return whether converting the key to int and back gives the same text."""
     digits = key.removeprefix("-")
-    return len(key) <= _LONGEST and digits.isascii() and digits.isdecimal() and str(int(key)) == key
+    return len(key) <= _MAX_DIGITS and digits.isascii() and digits.isdecimal() and str(int(key)) == key
 
 
 @config
 class KeyedTableSpec:
-    """What is known of a table by key beside its rows."""
+    """Spec of a table whose rows are addressed by keys: how keys are hashed and how missing rows are initialized."""
 
     table: str
-    """its name in training"""
+    """Name of the table in training."""
     dim: int
-    """elements of a row"""
+    """Number of elements of a row."""
     seed: int
-    """rows begin as functions of it and their keys"""
+    """Seed of the initial rows, which are a function of the seed and the key."""
     init: InitConfig
-    """how"""
+    """Distribution of the initial rows."""
     hash_key: int | None = None
-    """texts of the column are hashed under it; none: requests tell keys"""
+    """Key of the hash function that maps texts of the column to keys; none if requests contain the keys."""
 
-    def initial(self, keys: NDArray[np.int64]) -> torch.Tensor:
-        """(keys, dim) float32"""
+    def initial_rows(self, keys: NDArray[np.int64]) -> torch.Tensor:
+        """Return the initial rows of keys, float32 of shape (keys, dim)."""
         return initial_vectors(keys, TableConfig(name=self.table, dim=self.dim, seed=self.seed, init=self.init))
 
 
 class KeyedTable:
-    """Ids are keys."""
+    """Embedding table of a served model whose ids are 64-bit keys.
 
-    def __init__(self, rows: ServedTable, keys: NDArray[np.int64], begins: KeyedTableSpec):
-        """keys: of the rows, ascending"""
-        self.by_row = rows
+    Args:
+        rows: Table that stores the rows.
+        keys: Key of each row, in ascending order.
+        spec: Spec of the table, which defines the rows of other keys.
+    """
+
+    def __init__(self, rows: ServedTable, keys: NDArray[np.int64], spec: KeyedTableSpec):
+
+        self.row_table = rows
         self.keys = keys
-        self.begins = begins
+        self.spec = spec
         self.num_rows = rows.num_rows
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        asked = ids.cpu().numpy()
-        place = np.minimum(np.searchsorted(self.keys, asked), max(0, len(self.keys) - 1))
-        is_there = self.keys[place] == asked if len(self.keys) else np.zeros(len(asked), np.bool_)
-        found = self.by_row.rows(torch.from_numpy(place[is_there]))
-        if is_there.all():
-            return found
-        out = torch.empty(len(asked), found.shape[1], dtype=found.dtype, device=found.device)
-        out[torch.from_numpy(is_there).to(found.device)] = found
-        out[torch.from_numpy(~is_there).to(found.device)] = self.begins.initial(asked[~is_there]).to(found)
+        keys = ids.cpu().numpy()
+        index = np.minimum(np.searchsorted(self.keys, keys), max(0, len(self.keys) - 1))
+        is_stored = self.keys[index] == keys if len(self.keys) else np.zeros(len(keys), np.bool_)
+        stored = self.row_table.rows(torch.from_numpy(index[is_stored]))
+        if is_stored.all():
+            return stored
+        out = torch.empty(len(keys), stored.shape[1], dtype=stored.dtype, device=stored.device)
+        out[torch.from_numpy(is_stored).to(stored.device)] = stored
+        out[torch.from_numpy(~is_stored).to(stored.device)] = self.spec.initial_rows(keys[~is_stored]).to(stored)
         return out
 
     def parts(self) -> Iterator[tuple[int, torch.Tensor]]:
-        yield from self.by_row.parts()
+        yield from self.row_table.parts()
 
     def statistics(self) -> dict[str, int]:
-        return self.by_row.statistics()
+        return self.row_table.statistics()
 
     @property
-    def room(self) -> int:
-        return self.by_row.room
+    def capacity(self) -> int:
+        return self.row_table.capacity
 
     @property
     def row_device(self) -> torch.device:
-        return self.by_row.row_device
+        return self.row_table.row_device
 
     def put(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """Keys stay those that they are."""
-        self.by_row.put(torch.from_numpy(np.searchsorted(self.keys, ids.cpu().numpy())), rows)
+        """Overwrite rows of stored keys; the set of keys does not change."""
+        self.row_table.put(torch.from_numpy(np.searchsorted(self.keys, ids.cpu().numpy())), rows)

@@ -1,4 +1,4 @@
-"""The rows of an exported table outside the device: in host memory, or in the exported file itself. Read only."""
+"""Host-side storage of embedding tables: rows in host memory (DRAM), or read from the exported file on disk."""
 
 import json
 import os
@@ -14,36 +14,36 @@ from numpy.typing import NDArray
 
 from nestrec.artifacts.atomic_files import DTYPE_NAMES
 from nestrec.base.errors import CorruptFileError
-from nestrec.base.thread_team import for_parts
+from nestrec.base.thread_team import parallel_for
 from nestrec.embedding.stores.disk_store import pread
 
 _READ_THREADS = 4
-_COPIES_A_READ = 4
-"""a row read from a file counts as this many copied in memory, where rows are divided over threads"""
+_READ_COST = 4
+"""Cost of reading a row from a file, in rows copied in memory; it decides over how many threads reads are divided."""
 
 
 class RowSource(Protocol):
-    """A matrix that is read by rows, from any thread."""
+    """Matrix that is read by rows. Reads are thread-safe."""
 
     num_rows: int
     dim: int
     dtype: torch.dtype
 
     def read(self, ids: NDArray[np.int64]) -> torch.Tensor:
-        """(ids, D) on the host"""
+        """Return rows by id, of shape (ids, D) on the host."""
         ...
 
     def read_range(self, first: int, end: int) -> torch.Tensor:
-        """(end - first, D) on the host; not to be changed"""
+        """Return a read-only range of rows, of shape (end - first, D) on the host."""
         ...
 
     def put(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """Rows of distinct ids, while nobody reads."""
+        """Overwrite rows of unique ids; no other thread may read during the call."""
         ...
 
 
 class DramRows:
-    """All rows in host memory."""
+    """Row source with all rows in host memory."""
 
     def __init__(self, weight: torch.Tensor):
         self._weight = weight
@@ -61,30 +61,30 @@ class DramRows:
 
 
 class DiskRows:
-    """Rows in a safetensors file; what the system keeps of it in its page cache is the system's affair."""
+    """Row source that reads a safetensors file with `pread`; caching is left to the page cache of the system."""
 
     def __init__(self, path: Path, tensor: str):
-        place = place_of(path, tensor)
-        self._start = place.start
-        self.num_rows = place.num_rows
-        self.dim = place.dim
-        self.dtype = place.dtype
+        location = locate_matrix(path, tensor)
+        self._start = location.start
+        self.num_rows = location.num_rows
+        self.dim = location.dim
+        self.dtype = location.dtype
         self._name = path.name
-        self._row_bytes = place.row_bytes
+        self._row_bytes = location.row_bytes
         self._descriptor = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._descriptor)
 
     def read(self, ids: NDArray[np.int64]) -> torch.Tensor:
         rows = torch.empty(len(ids), self.dim, dtype=self.dtype)
-        words = rows.view(torch.uint8).numpy()
-        are_read = list[bool]()
+        row_bytes = rows.view(torch.uint8).numpy()
+        successes = list[bool]()
 
-        def work(low: int, high: int) -> None:
-            are_read.append(_read_rows(self._descriptor, self._start, ids[low:high], words[low:high]))
+        def read_part(low: int, high: int) -> None:
+            successes.append(_read_rows(self._descriptor, self._start, ids[low:high], row_bytes[low:high]))
 
-        for_parts(len(ids), _COPIES_A_READ * len(ids), work, _READ_THREADS)
-        if not all(are_read):
-            raise self._damaged()
+        parallel_for(len(ids), _READ_COST * len(ids), read_part, _READ_THREADS)
+        if not all(successes):
+            raise self._read_error()
         return rows
 
     def read_range(self, first: int, end: int) -> torch.Tensor:
@@ -94,24 +94,24 @@ class DiskRows:
         while done < len(view):
             count = os.preadv(self._descriptor, [view[done:]], self._start + first * self._row_bytes + done)
             if count == 0:
-                raise self._damaged()
+                raise self._read_error()
             done += count
         return rows
 
     def put(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        raise AssertionError("an exported file is never changed: a model that follows a run has files of its own")
+        raise AssertionError("exported files are read-only: a model that follows published versions has its own copies")
 
-    def _damaged(self) -> CorruptFileError:
+    def _read_error(self) -> CorruptFileError:
         remedy = "check the disk and export the run again"
         return CorruptFileError("a row could not be read", option="servable file", value=self._name, remedy=remedy)
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixLocation:
-    """Where a matrix lies in a file."""
+    """Location and shape of a matrix in a file."""
 
     start: int
-    """byte of its first row"""
+    """Byte offset of the first row."""
     num_rows: int
     dim: int
     dtype: torch.dtype
@@ -121,8 +121,8 @@ class MatrixLocation:
         return self.dim * self.dtype.itemsize
 
 
-def place_of(path: Path, tensor: str) -> MatrixLocation:
-    """Of a matrix in a safetensors file."""
+def locate_matrix(path: Path, tensor: str) -> MatrixLocation:
+    """Return the location of a matrix in a safetensors file, from the header of the file."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         entry = json.loads(file.read(size))[tensor]
@@ -131,8 +131,8 @@ def place_of(path: Path, tensor: str) -> MatrixLocation:
     return MatrixLocation(8 + size + entry["data_offsets"][0], num_rows, dim, dtype)
 
 
-def tensors_in(path: Path) -> tuple[str, ...]:
-    """Names of what a safetensors file holds."""
+def tensor_names(path: Path) -> tuple[str, ...]:
+    """Return the names of the tensors in a safetensors file."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         return tuple(json.loads(file.read(size)))

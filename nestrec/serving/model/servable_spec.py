@@ -1,4 +1,4 @@
-"""What a servable folder says of itself: the model, its inputs, and its files with their digests."""
+"""Metadata of a servable folder: spec of the model and its inputs, golden request, and manifest with file digests."""
 
 import hashlib
 import json
@@ -20,12 +20,12 @@ WEIGHTS_FILE, INDEX_FILE = "weights.safetensors", "index.safetensors"
 ITEMS_FILE, COLUMNS_FILE = "item_keys.json", "item_columns.safetensors"
 PROBE_FILE, TITLES_FILE = "probe.json", "item_titles.json"
 SEARCH_FILE, KEYS_FILE = "search.safetensors", "row_keys.safetensors"
-LONGEST_LIST = 32
-"""categories of one event or user that a request may tell"""
+MAX_LIST_LENGTH = 32
+"""Maximum number of categories that a request can list per event or user."""
 
 
-def shown_version(version: str) -> str:
-    """Shorten the version of a servable to the name that answers, logs, metrics and commands show.
+def short_version(version: str) -> str:
+    """Shorten the version of a servable to the name shown in responses, logs, metrics and commands.
 
     That is the name of a published version (`00000012-9f2c41d0`), or the first 12 digits of the digest of an export.
     """
@@ -35,39 +35,42 @@ def shown_version(version: str) -> str:
 
 @config
 class ColumnSpec:
+    """Feature column that a model reads in addition to the item id."""
+
     name: str
-    """feature and table name, such as `event_tab`"""
+    """Name of the feature and of its table, such as `event_tab`."""
     keys: tuple[str, ...] | None
-    """key of each category from 1; none where the dataset has numbers only, which are then given as they are"""
+    """Vocabulary: the source key of each category, starting with id 1; none if the dataset has integer categories,
+    which requests then contain directly."""
     num_rows: int
-    """rows of its table, row 0 for unknown"""
+    """Number of rows of the embedding table; row 0 is the row of unknown categories."""
     table: str = ""
-    """table that it reads, which another column may read too; '': one of its own name"""
+    """Name of the embedding table, which several columns can share; empty uses the name of the column."""
     kind: Literal["category", "categories", "bag", "number", "vector"] = "category"
-    """what a value of it is; numbers and vectors have no table, but a matrix among the weights"""
+    """Type of a value; numbers and vectors have a projection matrix among the weights instead of a table."""
     transform: Transform = Transform()
-    """from a raw value to what the model reads"""
+    """Transformation of a raw value into the value that the model reads."""
     width: int = 0
-    """of the matrix of numbers and vectors"""
+    """Input width of the projection matrix of a number or vector column."""
     pooling: str = ""
-    """how several values become one vector"""
+    """Pooling of several values into one vector (`sum` or `mean`)."""
     most_ids: int = 0
-    """of a list or a text, the most that a request may tell of one place"""
+    """Maximum number of ids per event or candidate in a list or text column."""
     by_key: KeyedTableSpec | None = None
-    """of a table whose rows are found by keys of any size; none: by ids from 1"""
+    """Spec of a table whose rows are addressed by 64-bit keys; none for a table addressed by ids from 1."""
 
     @property
     def has_several(self) -> bool:
-        """A place has a list, a text or a vector of it."""
+        """Whether one value is a list, a text or a vector."""
         return self.kind in ("categories", "bag", "vector")
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Names under which histories and candidates hold it: its own, or one for each id or number of a place."""
+        """Names of the integer fields of the column in a `History`: one, or one per id or vector element."""
         if not self.has_several:
             return (self.name,)
         count = self.width if self.kind == "vector" else self.most_ids
-        return tuple(f"{self.name}/{place}" for place in range(count))
+        return tuple(f"{self.name}/{index}" for index in range(count))
 
     @property
     def table_name(self) -> str:
@@ -80,60 +83,62 @@ class ColumnSpec:
 
 @config
 class InputDefaults:
-    """What stands in for something that the model reads and a request does not tell; without one it is refused."""
+    """Default values of inputs that the model reads; a request without an input that has no default is rejected."""
 
     history: tuple[str, ...] | None = None
-    """items of the events that a user without any is taken to have"""
+    """Item ids of the default history, which is used for users without events."""
     times: Literal["now"] | None = None
-    """now: events happened when the request came"""
+    """Default time of events; `now` is the time of the request."""
     actions: tuple[str, ...] | None = None
-    """what the user did at each event; an empty list: nothing"""
+    """Names of the default actions of each event; an empty list means no action."""
     features: Mapping[str, str | None] = field(default_factory=dict)
-    """category of events and candidates, by name; none: an unknown one"""
+    """Default category of events and candidates by feature name; none is the unknown category."""
     user_features: Mapping[str, str | None] = field(default_factory=dict)
-    """category of users, by name; none: an unknown one"""
+    """Default category of users by feature name; none is the unknown category."""
 
-    def typed(self) -> dict[str, str]:
-        """Returns the defaults other than the history by option (`times`, `features.NAME`), as `export` reads them."""
-        found: dict[str, str] = {}
+    def to_options(self) -> dict[str, str]:
+        """Return the defaults other than the history by option (`times`, `features.NAME`), as `export` reads them."""
+        options: dict[str, str] = {}
         if self.times is not None:
-            found["times"] = self.times
+            options["times"] = self.times
         if self.actions is not None:
-            found["actions"] = ",".join(self.actions) or "[]"
+            options["actions"] = ",".join(self.actions) or "[]"
         for field_name, values in (("features", self.features), ("user_features", self.user_features)):
-            found |= {f"{field_name}.{name}": "none" if value is None else value for name, value in values.items()}
-        return found
+            options |= {f"{field_name}.{name}": "none" if value is None else value for name, value in values.items()}
+        return options
 
 
 @config
 class ServableSpec:
+    """Spec of an exported model: task config, catalog size, feature columns and default values."""
+
     name: str
-    """recipe that was trained"""
+    """Name of the trained recipe."""
     step: int
-    """training step of the weights"""
+    """Training step of the weights."""
     task: TaskConfig
-    """the model and its inputs"""
+    """Config of the task, which defines the model and its inputs."""
     num_items: int
-    """item ids run from 1 to it; 0 is an unknown item"""
+    """Number of items in the catalog; item ids are 1 to `num_items`, and 0 is the unknown item."""
     action_bits: Mapping[str, int]
-    """action name to its bit value"""
+    """Bit value of each action, by name."""
     columns: tuple[ColumnSpec, ...] = ()
-    """features beside the item's id"""
+    """Feature columns that the model reads in addition to the item id."""
     folds_items: bool = False
-    """rows of items hold their features, too: columns of items are then for new items alone"""
+    """Whether the item rows already include the item features; item columns are then used for cold-start items only."""
     item_vectors: int = 1
-    """in a row of an item: more than one where they are its id's and, apart, those of its features"""
+    """Number of vectors per item row: more than one if the item id and each item feature have separate vectors."""
     defaults: InputDefaults = InputDefaults()
-    """of inputs that a request leaves out"""
+    """Default values of inputs that a request omits."""
     search: SearchConfig = SearchConfig()
-    """of the index (retrieval)"""
+    """Search options of the retrieval index."""
     recall: SearchRecall | None = None
-    """of a search that does not look at every row, as the export measured it"""
+    """Recall of the ANN search, measured by the export; none for exact search."""
     format: int = FORMAT
-    """version of this layout"""
+    """Format version of the servable folder."""
 
     def to_width(self, dim: int) -> FeatureProjections:
-        """The matrices of columns of numbers, with any weights."""
+        """Create the projections of number and vector columns to the model width, with arbitrary weights."""
         return FeatureProjections(
             dim, {}, {column.name: column.width for column in self.columns if not column.has_table}
         )
@@ -141,65 +146,68 @@ class ServableSpec:
 
 @config
 class GoldenRequest:
-    """A request and its scores, in the keys of the source."""
+    """Recorded request and its expected scores, in source ids; the server checks it before a model goes live."""
 
     items: tuple[str, ...]
-    """of the events"""
+    """Item ids of the events."""
     times_ms: tuple[int, ...]
-    """of the events"""
+    """Times of the events in Unix milliseconds."""
     actions: tuple[int, ...]
-    """action bits of the events"""
+    """Action bits of the events."""
     candidates: tuple[str, ...]
-    """items that are scored"""
+    """Ids of the scored items."""
     now_ms: int
-    """when it was asked"""
+    """Time of the request in Unix milliseconds."""
     scores: tuple[tuple[float, ...], ...]
-    """of each candidate, one value an output"""
+    """Scores of each candidate, one value per output of the model."""
 
 
 @config
 class QuantizationReport:
-    """What an export in fewer bits costs, on events that validate."""
+    """Quality loss of a quantized or lower-precision export, measured on held-out validation events."""
 
     dtype: str
-    """of the dense weights and of all computation"""
+    """Data type of the dense weights and of the computation."""
     tables: str
-    """of the rows of tables"""
+    """Data type of the embedding tables."""
     prefixes: str
-    """of the keys and values that are kept, in this measurement"""
+    """Data type of the KV cache in this measurement."""
     num_requests: int
-    """that were asked of both models, each the history of a user before a held-out event"""
+    """Number of requests scored by both models; each is the history of a user before a held-out event."""
     largest_difference: float
-    """of scores from those of the run"""
+    """Largest absolute difference between scores of the export and of the run."""
     mean_difference: float
-    """the same, a mean over all scores"""
+    """Mean absolute difference between scores of the export and of the run."""
     mean_score: float
-    """of the run, without signs: what the differences are to be compared with"""
+    """Mean absolute score of the run, as the scale of the differences."""
     overlap: float
-    """share of the ten best that are among the ten best of the run"""
+    """Fraction of the top 10 items that are also in the top 10 of the run."""
     metric: str
-    """ndcg@10 of held-out items among the catalogue, or auc of the first label"""
+    """Name of the quality metric: ndcg@10 of held-out items in the catalog, or auc of the first label."""
     before: float | None
-    """of the run; none where nothing could be measured: no event of a label, or none without it"""
+    """Metric of the run; none if it is undefined because all events have the same label."""
     after: float | None
-    """of the export"""
+    """Metric of the export; none if it is undefined."""
 
 
 @config
 class ServableManifest:
+    """Manifest of a servable folder, with the SHA-256 digest of every file."""
+
     files: tuple[FileDigest, ...]
-    """every other file of the folder, by name"""
+    """Digests of all other files of the folder, sorted by name."""
     precision: QuantizationReport | None = None
-    """what fewer bits cost; none where the export has those of the run"""
+    """Quality loss of a quantized export; none if the export has the precision of the run."""
     format: int = FORMAT
-    """version of this layout"""
+    """Format version of the servable folder."""
 
     @property
     def version(self) -> str:
-        """Identity of the model: two folders with the same version give the same scores."""
-        told = {name: value for name, value in to_plain(self).items() if name != "precision" or value is not None}
-        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+        """Version of the model, a SHA-256 digest; two folders with the same version return the same scores."""
+        content = {name: value for name, value in to_plain(self).items() if name != "precision" or value is not None}
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def table_file(table: str) -> str:
+    """Return the file name of an embedding table in a servable folder."""
     return f"table-{table}.safetensors"

@@ -1,1 +1,1 @@
-"""Who may ask a server for what: keys, roles, rates, certificates, and where a server may listen without them."""
+"""Server security: API keys, roles, rate limits, TLS certificates, and checks of the listening address."""

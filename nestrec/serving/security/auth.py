@@ -1,24 +1,23 @@
-"""API keys and roles: authentication, authorization, and files that are watched.
+"""API keys and roles (authentication and authorization), and files that are reloaded when they change.
 
-Whom each route is for: anyone, clients, those who watch a server, or those who change it.
+Authorization: each route has an audience (anyone, clients, watchers, admins), and each role of a key includes some of
+them.
 
-Digests of keys, and how they are compared: in a time that tells nothing of what is right about a guess.
+Authentication: the server stores SHA-256 digests of the keys and compares them in constant time, so that response times
+do not reveal how much of a guessed key is correct.
 
-Files that are read again when they change, by a thread that looks once in a while.
+Files are polled by a thread rather than watched with inotify: secrets that Kubernetes mounts are replaced by changing a
+symbolic link several folders up, which a watch on the file does not notice.
 
-Not by a notification of the system: secrets that an orchestrator mounts are replaced by a symbolic link several folders
-up, which a watch on the file does not see.
-
-API keys in a file: names, roles, ends and rates, with a digest in place of each key.
-
-The file is TOML. It is read again when it changes; where it cannot be read any more the keys that were known stay, and
-the log contains the reason. A file without keys is valid: every request that needs a key is rejected.
+API keys are stored in a TOML file with names, roles, expiry times and rate limits. It is reloaded when it changes; if
+it cannot be read any more, the known keys stay valid and the reason is logged. A file without keys is valid: every
+request that needs a key is then rejected.
 
     [[key]]
     name = "shop"
     role = "public"
     sha256 = "..."
-    expires = 2027-01-01T00:00:00Z
+    expires_at = 2027-01-01T00:00:00Z
     requests_per_s = 200
 """
 
@@ -31,7 +30,7 @@ import secrets
 import stat
 import threading
 import tomllib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -47,36 +46,43 @@ _PREFIX = "nr_"
 _RANDOM_BYTES = 32
 
 
-def new_key() -> str:
-    """256 random bits as text; the prefix lets scanners of code find one that was committed."""
+def generate_key() -> str:
+    """Generate an API key of 256 random bits; its prefix lets secret scanners find keys that were committed to code."""
     return _PREFIX + secrets.token_urlsafe(_RANDOM_BYTES)
 
 
 def digest_of(key: bytes) -> bytes:
-    """A fast hash will do: what it hides is random, so no list of likely keys can be tried."""
+    """Return the SHA-256 digest of a key. A fast hash is sufficient because keys are random, not passwords."""
     return hashlib.sha256(key).digest()
 
 
-def place_of(key: bytes, digests: Sequence[bytes]) -> int | None:
-    """Which of the digests is the key's; all of them are compared whole, whichever it is."""
-    own = digest_of(key)
-    found = -1
-    for place, digest in enumerate(digests):
-        if hmac.compare_digest(own, digest):
-            found = place
-    return None if found < 0 else found
+def find_key(key: bytes, digests: Sequence[bytes]) -> int | None:
+    """Return the index of a key's digest, or None. Compares with all digests in constant time."""
+    key_digest = digest_of(key)
+    match = -1
+    for index, digest in enumerate(digests):
+        if hmac.compare_digest(key_digest, digest):
+            match = index
+    return None if match < 0 else match
 
 
-_EVERY_S = 0.5
+_POLL_INTERVAL_S = 0.5
 Mark = tuple[int, int, int]
 
 
 class WatchedFiles:
-    """Files that are read now, and again whenever they are different. If that fails, it is tried at each look."""
+    """Files that are read at construction and reloaded when they change; a failed reload is retried at each poll."""
 
     def __init__(self, name: str, paths: Sequence[Path], read: Callable[[], None], clock: Clock | None = None):
-        """name: of their content, for the log and a metric. read: takes the files over, or raises an exception and
-        keeps what was read before; what it raises here is for the caller."""
+        """Read the files.
+
+        Args:
+            name: Name of the content, for the log and a metric.
+            paths: Files to poll; a change of any of them reloads all.
+            read: Reads the files and replaces the previous content, or raises an exception and keeps it. The exception
+                of this first read propagates to the caller.
+            clock: Clock for the age; None uses the real one.
+        """
         self.name = name
         self._paths = list(paths)
         self._read = read
@@ -88,18 +94,18 @@ class WatchedFiles:
 
     @property
     def age_s(self) -> float:
-        """Seconds since the last look that found the files as they were last read, or read them again."""
+        """Seconds since the last poll after which the content was up to date."""
         return self._clock.now_s() - self._current_s
 
-    def look(self) -> bool:
-        """Read the files again if they have changed; whether that was done. Raises nothing."""
+    def reload_if_changed(self) -> bool:
+        """Read the files again if they have changed and return whether they were read; log errors and never raise."""
         marks = self._marks_now()
         has_changed = marks != self._marks
         if has_changed:
             try:
                 self._read()
             except Exception as error:
-                FAILURES.add(self.name, error, "what was read before stays in use", about=tuple(marks))
+                FAILURES.add(self.name, error, "the content that was read before stays in use", about=tuple(marks))
                 return False
         self._marks = marks
         self._current_s = self._clock.now_s()
@@ -110,40 +116,40 @@ class WatchedFiles:
 
 
 class Watcher:
-    """A thread that looks at files, until it is closed."""
+    """Thread that polls files and reloads those that have changed, until it is closed."""
 
-    def __init__(self, files: Sequence[WatchedFiles], every_s: float = _EVERY_S):
+    def __init__(self, files: Sequence[WatchedFiles], every_s: float = _POLL_INTERVAL_S):
         self._files = list(files)
         self._every_s = every_s
         self._is_closed = threading.Event()
         if self._files:
-            BackgroundThread("nestrec-files", self._turn).start()
+            BackgroundThread("nestrec-files", self._poll).start()
 
     def close(self) -> None:
         self._is_closed.set()
 
-    def _turn(self) -> bool:
+    def _poll(self) -> bool:
         if self._is_closed.wait(self._every_s):
             return False
         for files in self._files:
-            guarded(files.name, files.look)
+            guarded(files.name, files.reload_if_changed)
         return True
 
 
 def _mark_of(path: Path) -> Mark | None:
-    """None where there is no such file now."""
+    """Return a value that changes if the file changes; None if the file does not exist."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 _LOG = logging.getLogger(__name__)
 Role = Literal["public", "monitor", "admin"]
-_MOST_KEYS = 256
-"""each is compared for each request"""
-_LEAST_RATE = 1e-5
+_MAX_KEYS = 256
+"""Maximum number of keys in a file; every request is compared with all of them."""
+_MIN_RATE = 1e-5
 """Smallest number of requests per second, about one per day; 1 / 1e-320 is infinite."""
 _DIGEST_CHARACTERS = 64
 _NAME = "must be 1 to 64 letters, digits, dots, dashes and underscores"
@@ -152,117 +158,150 @@ _NAME = "must be 1 to 64 letters, digits, dots, dashes and underscores"
 @config
 class ApiKeyOptions:
     role: Role = "public"
-    """public: what clients ask; monitor: what operators look at; admin: everything"""
-    expires: str | None = None
-    """from this moment (ISO 8601, with its zone) it is not taken any more"""
+    """Role of the key: public (inference endpoints), monitor (metrics and status), or admin (all endpoints)."""
+    expires_at: str | None = None
+    """Expiry time of the key in ISO 8601 with a time zone; none: the key never expires."""
     requests_per_s: float | None = None
-    """most requests a second in the long run; none: no limit"""
+    """Rate limit: sustained number of requests per second (token bucket); none: no limit."""
     burst: float | None = None
-    """requests that may come at once; none: those of a second"""
+    """Capacity of the token bucket: number of requests that are allowed at once; none: those of one second."""
 
 
 @config
 class ApiKeyEntry(ApiKeyOptions):
-    """A key as the file has it."""
+    """Entry of a key in the file."""
 
     name: str
-    """for logs and limits; never secret"""
+    """Name of the key, shown in logs and used for rate limits; not secret."""
     sha256: str
-    """digest of the key, in hexadecimal"""
+    """SHA-256 digest of the key in hexadecimal."""
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """A key that the server knows."""
+    """API key that the server accepts."""
 
     name: str
     role: Role
     digest: bytes
     expires_s: float
-    """Unix seconds"""
+    """Expiry time in Unix seconds; infinite if the key never expires."""
     requests_per_s: float
-    """infinite where there is no limit"""
+    """Rate limit in requests per second; infinite if there is none."""
     burst: float
+    """Capacity of the token bucket in requests."""
 
 
 class ApiKeyStore:
-    """The keys of a file, as it is now. `find` may be called from any thread while another one reads the file again."""
+    """API keys of a file, reloaded when the file changes. Thread-safe: `find` can run during a reload."""
 
     def __init__(self, path: Path):
         self._path = path
         self.file = WatchedFiles("keys", [path], self._read)
 
     def find(self, presented: bytes) -> ApiKey | None:
-        """The key that was presented, whether it has ended or not."""
+        """Return the entry of a presented key, even if it has expired; None if the key is unknown."""
         keys, digests = self._known
-        place = place_of(presented, digests)
-        return None if place is None else keys[place]
+        index = find_key(presented, digests)
+        return None if index is None else keys[index]
 
     def reload_if_changed(self) -> bool:
-        """Whether the file was read again; where that is not possible, the keys that are known stay."""
-        return self.file.look()
+        """Reload the file if it has changed and return whether it was reloaded; if that fails, the known keys stay."""
+        return self.file.reload_if_changed()
 
     def _read(self) -> None:
         self._known = _indexed(read_keys(self._path))
         count = len(self._known[0])
         if count:
-            _LOG.info("%d keys are known from now on", count)
+            _LOG.info("loaded %d API keys", count)
         else:
-            _LOG.warning("%s contains no key: every request that needs one is rejected", self._path)
+            _LOG.warning("%s contains no API keys: every request that needs one is rejected", self._path)
 
 
 def read_keys(path: Path) -> tuple[ApiKey, ...]:
-    """All keys of a file; `UserError` names what is wrong with it."""
+    """Read and validate the keys of a file; raise `UserError` if it is not readable, world-writable or invalid."""
     try:
         mode = path.stat().st_mode
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        remedy = "make one with: nestrec key NAME --file FILE"
-        raise UserError(f"cannot be read: {error}", option="safety.keys", value=str(path), remedy=remedy) from error
+        remedy = "create it with: nestrec create-key NAME --file FILE"
+        raise UserError(
+            f"cannot be read: {error}", option="security.api_keys", value=str(path), remedy=remedy
+        ) from error
     if stat.S_IMODE(mode) & stat.S_IWOTH:
-        remedy = f"chmod o-w {path}"
-        raise UserError("may be written by anybody", option="safety.keys", value=str(path), remedy=remedy)
+        remedy = f"run chmod o-w {path}"
+        raise UserError("the file is writable by all users", option="security.api_keys", value=str(path), remedy=remedy)
+    return parse_keys(_parse_toml(text, path), str(path))
+
+
+def _parse_toml(text: str, path: Path) -> dict[str, Any]:
     try:
-        plain = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # also of numbers that are too long, and of tables nested too deeply
-        remedy = "fix it, or write a new one with: nestrec key NAME --file FILE"
-        raise UserError(f"is not TOML: {error}", option="safety.keys", value=str(path), remedy=remedy) from error
-    return keys_from(plain, str(path))
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # RecursionError: tables that are nested too deeply
+        remedy = "fix the file, or create a new one with: nestrec create-key NAME --file FILE"
+        raise UserError(
+            f"the key file is not TOML: {error}", option="security.api_keys", value=str(path), remedy=remedy
+        ) from error
 
 
-def keys_from(plain: dict[str, Any], where: str) -> tuple[ApiKey, ...]:
-    """Keys of what a file holds. where: its name, for errors."""
+def parse_keys(plain: dict[str, Any], where: str) -> tuple[ApiKey, ...]:
+    """Validate the keys of a parsed file.
+
+    Args:
+        plain: Parsed TOML.
+        where: Name of the file, for errors.
+
+    Raises:
+        UserError: An entry is invalid, there are too many keys, or a name or digest occurs twice.
+    """
     entries = plain.get("key", [])
     if set(plain) - {"key"} or not isinstance(entries, list) or not all(isinstance(e, dict) for e in entries):
-        raise UserError("must hold [[key]] tables alone", option="safety.keys", value=where, remedy="see `nestrec key`")
-    if len(entries) > _MOST_KEYS:
-        remedy = f"keep at most {_MOST_KEYS} of them: each is compared for each request"
-        raise UserError(f"holds {len(entries)} keys", option="safety.keys", value=where, remedy=remedy)
+        raise UserError(
+            "must contain only [[key]] tables",
+            option="security.api_keys",
+            value=where,
+            remedy="write them with nestrec create-key",
+        )
+    if len(entries) > _MAX_KEYS:
+        remedy = f"remove keys: every request is compared with each of them, so at most {_MAX_KEYS} are allowed"
+        raise UserError(f"contains {len(entries)} keys", option="security.api_keys", value=where, remedy=remedy)
     keys = tuple(_key(from_plain(ApiKeyEntry, _plain_dates(entry), f"key[{i}]")) for i, entry in enumerate(entries))
-    for what, values in (("name", [key.name for key in keys]), ("sha256", [key.digest for key in keys])):
+    for field, values in (("name", [key.name for key in keys]), ("sha256", [key.digest for key in keys])):
         if len(set(values)) < len(values):
-            raise UserError(f"has a {what} twice", option="safety.keys", value=where, remedy="give each key its own")
+            raise UserError(
+                f"two keys have the same {field}",
+                option="security.api_keys",
+                value=where,
+                remedy="make names and digests unique",
+            )
     return keys
 
 
 def _key(entry: ApiKeyEntry) -> ApiKey:
     field = f"key {entry.name[:64]!r}"
     if not 1 <= len(entry.name) <= 64 or not all(c.isascii() and (c.isalnum() or c in "._-") for c in entry.name):
-        raise UserError(_NAME, option="key.name", value=entry.name[:80], remedy="give it such a name")
+        raise UserError(_NAME, option="key.name", value=entry.name[:80], remedy="choose another name")
     digest = entry.sha256.lower()
     if len(digest) != _DIGEST_CHARACTERS or not all(c in "0123456789abcdef" for c in digest):
-        remedy = "give the SHA-256 of the key in hexadecimal; the key itself does not belong into the file"
-        raise UserError("is no digest", option=f"{field}: sha256", value="(not shown)", remedy=remedy)
+        remedy = "write the SHA-256 digest of the key in hexadecimal, not the key itself"
+        raise UserError(
+            "must have 64 hexadecimal digits", option=f"{field}: sha256", value="(not shown)", remedy=remedy
+        )
     rate = float("inf") if entry.requests_per_s is None else entry.requests_per_s
     burst = max(1.0, rate) if entry.burst is None else entry.burst
-    if not rate >= _LEAST_RATE or not burst >= 1.0:
-        remedy = f"give a rate of {_LEAST_RATE} or more and a burst of 1 or more, or leave them out"
-        raise UserError("lets nothing through", option=field, value=(entry.requests_per_s, entry.burst), remedy=remedy)
-    return ApiKey(entry.name, entry.role, bytes.fromhex(digest), expiry_s(entry.expires, field), rate, burst)
+    if not rate >= _MIN_RATE or not burst >= 1.0:
+        remedy = f"set requests_per_s to at least {_MIN_RATE} and burst to at least 1, or remove them"
+        raise UserError(
+            "the rate limit rejects all requests",
+            option=field,
+            value=(entry.requests_per_s, entry.burst),
+            remedy=remedy,
+        )
+    return ApiKey(entry.name, entry.role, bytes.fromhex(digest), expiry_s(entry.expires_at, field), rate, burst)
 
 
 def expiry_s(text: str | None, field: str) -> float:
-    """Unix seconds of a moment in ISO 8601; infinite where there is none."""
+    """Convert an expiry time in ISO 8601 to Unix seconds; None becomes infinity."""
     if text is None:
         return float("inf")
     try:
@@ -270,31 +309,33 @@ def expiry_s(text: str | None, field: str) -> float:
     except ValueError:
         moment = None
     if moment is None or moment.tzinfo is None:
-        remedy = "write it with its zone, such as 2027-01-01T00:00:00Z"
-        raise UserError("is no moment", option=f"{field}: expires", value=text[:80], remedy=remedy)
+        remedy = "write it as 2027-01-01T00:00:00Z, for example"
+        raise UserError(
+            "must be a time in ISO 8601 with a time zone", option=f"{field}: expires_at", value=text[:80], remedy=remedy
+        )
     return moment.timestamp()
 
 
-def new_entry(entry: ApiKeyEntry) -> str:
-    """An entry as text that can be added to a file."""
+def format_entry(entry: ApiKeyEntry) -> str:
+    """Validate an entry and return it as TOML, ready to be appended to the file."""
     _key(entry)
     lines = ["[[key]]", f'name = "{entry.name}"', f'role = "{entry.role}"', f'sha256 = "{entry.sha256}"']
-    lines += [f'expires = "{entry.expires}"'] if entry.expires is not None else []
+    lines += [f'expires_at = "{entry.expires_at}"'] if entry.expires_at is not None else []
     lines += [f"requests_per_s = {entry.requests_per_s}"] if entry.requests_per_s is not None else []
     lines += [f"burst = {entry.burst}"] if entry.burst is not None else []
     return "\n".join(lines) + "\n"
 
 
 def add_entry(path: Path, entry: ApiKeyEntry) -> None:
-    """Add a key to a file, which nobody but its owner may read; whoever reads it sees the old one or the new one."""
+    """Add a key to a file that only its owner can read. The file is replaced atomically."""
     before = path.read_text(encoding="utf-8") if path.exists() else ""
-    text = (before.rstrip() + "\n\n" if before.strip() else "") + new_entry(entry)
-    keys_from(tomllib.loads(text), str(path))
+    text = (before.rstrip() + "\n\n" if before.strip() else "") + format_entry(entry)
+    parse_keys(_parse_toml(text, path), str(path))
     write_atomic(path, text, mode=0o600)
 
 
 def _plain_dates(entry: dict[str, Any]) -> dict[str, Any]:
-    """TOML has moments of its own."""
+    """Convert the dates and times that TOML parses to ISO 8601 text, which the entries contain."""
     return {name: v.isoformat() if isinstance(v, datetime.date) else v for name, v in entry.items()}
 
 
@@ -304,7 +345,7 @@ def _indexed(keys: tuple[ApiKey, ...]) -> tuple[tuple[ApiKey, ...], tuple[bytes,
 
 Audience = Literal["anyone", "clients", "watchers", "admins"]
 _ADMIN = "/v1/admin/"
-"""whatever stands below it is for admins, whoever added it"""
+"""Path prefix of admin routes, including those of plugins."""
 _MAY: dict[Role, frozenset[Audience]] = {
     "public": frozenset({"anyone", "clients"}),
     "monitor": frozenset({"anyone", "watchers"}),
@@ -313,7 +354,7 @@ _MAY: dict[Role, frozenset[Audience]] = {
 
 
 class ProtectedRoute(Protocol):
-    """What an endpoint says of itself."""
+    """Properties of an endpoint that determine its audience (see `EndpointSpec`)."""
 
     @property
     def path(self) -> str: ...
@@ -324,11 +365,16 @@ class ProtectedRoute(Protocol):
 
 
 class AccessRules:
-    """The audience of each path; one that no endpoint has is for clients, who are then told that nothing is there."""
+    """Audience of each path. Unknown paths have the audience `clients`, so only authorized callers get a 404."""
 
-    def __init__(self, endpoints: Iterable[ProtectedRoute], watched: Iterable[str] = ()):
-        """watched: further paths that are for those who watch."""
-        self._exact: dict[str, Audience] = dict.fromkeys(watched, "watchers")
+    def __init__(self, endpoints: Iterable[ProtectedRoute], other_paths: Mapping[str, Audience] | None = None):
+        """Collect the audiences of the routes.
+
+        Args:
+            endpoints: Endpoints of the server.
+            other_paths: Audiences of additional paths.
+        """
+        self._exact: dict[str, Audience] = dict(other_paths or {})
         self._patterns: list[tuple[re.Pattern[str], str, Audience]] = []
         for endpoint in endpoints:
             audience: Audience = "admins" if endpoint.admin else endpoint.audience
@@ -339,7 +385,12 @@ class AccessRules:
                 self._exact[endpoint.path] = audience
 
     def audience_of(self, path: str, raw_path: str) -> Audience:
-        """path: decoded. raw_path: in percent encoding, in which an id may hold any character."""
+        """Return the audience of a path.
+
+        Args:
+            path: Decoded path.
+            raw_path: Percent-encoded path, in which an id can contain any character.
+        """
         if path.startswith(_ADMIN):
             return "admins"
         if (audience := self._exact.get(path)) is not None:
@@ -347,11 +398,11 @@ class AccessRules:
         return next((audience for pattern, _, audience in self._patterns if pattern.fullmatch(raw_path)), "clients")
 
     def route_of(self, path: str, raw_path: str) -> str:
-        """The route as it is declared, which holds no id; `other` for what is no route."""
+        """Return the declared route of a path, which contains no ids; `other` for unknown paths."""
         if path in self._exact:
             return path
         return next((route for pattern, route, _ in self._patterns if pattern.fullmatch(raw_path)), "other")
 
 
-def may(role: Role, audience: Audience) -> bool:
+def is_allowed(role: Role, audience: Audience) -> bool:
     return audience in _MAY[role]

@@ -1,9 +1,9 @@
-"""How often a key may ask: a bucket of tokens for each, filled at its rate.
+"""Rate limits of API keys: one token bucket per key, refilled at the key's rate.
 
-How often a key may ask several processes together: their buckets lie in memory that they share.
-
-Each process reads keys for itself and sees changes of the file at another moment, so buckets are found by the names of
-keys. The lock is one of the system's for files: whoever dies has given it back.
+`LocalRateLimiter` limits the requests of one process. `SharedRateLimiter` limits the requests of several processes
+together: the buckets are in shared memory. Each process reloads the key file on its own, at a different moment, so
+buckets are found by the names of the keys. They are protected by a file lock, which the operating system releases if
+the process that holds it dies.
 """
 
 import fcntl
@@ -18,20 +18,24 @@ from nestrec.serving.security.auth import ApiKey
 
 
 class RateLimiter(Protocol):
-    """Of all keys of a server."""
+    """Rate limits of all API keys of a server."""
 
     def wait_s(self, key: ApiKey) -> float:
-        """Take a token for a request; 0 where there is one, else the seconds after which there will be."""
+        """Take a token for a request and return 0, or return the seconds until a token will be available."""
         ...
 
 
 @dataclass(slots=True)
 class TokenBucket:
+    """Token bucket of one key."""
+
     tokens: float
+    """Number of available tokens at `filled_s`."""
     filled_s: float
+    """Time of the last refill, in seconds of the clock."""
 
     def wait_s(self, key: ApiKey, now_s: float) -> float:
-        """See `RateLimiter`."""
+        """Refill the bucket, then take a token and return 0, or return the seconds until one will be available."""
         gained = (now_s - self.filled_s) * key.requests_per_s
         self.tokens, self.filled_s = min(key.burst, self.tokens + gained), now_s
         if self.tokens >= 1.0:
@@ -41,7 +45,7 @@ class TokenBucket:
 
 
 class LocalRateLimiter:
-    """Of one process. Used inside one event loop."""
+    """Rate limits of one process. Not thread-safe; use it from one event loop."""
 
     def __init__(self, clock: Clock):
         self._clock = clock
@@ -55,32 +59,35 @@ class LocalRateLimiter:
 
 
 _ENTRY = struct.Struct("<64sdd")
-"""name, tokens, and the moment that they are of"""
+"""Layout of an entry: name, number of tokens, time of the last refill in seconds."""
 _NUM_ENTRIES = 1024
-"""more than there are keys at a time: those that are gone have one until it is needed"""
+"""Number of entries: more than the maximum number of keys, because removed keys keep theirs until it is reused."""
 
 
 class SharedRateLimiter:
-    """Made by one process, and shared with all that are forked from it. In each, used inside one event loop."""
+    """Rate limits of a process and of those that are forked from it. Use it from one event loop per process."""
 
     def __init__(self, clock: Clock | None = None):
-        """clock: one that the processes share, as the real one is."""
+        """Allocate the shared memory.
+
+        Args:
+            clock: Clock that has the same time in all processes; None uses the real one.
+        """
         self._clock = clock or RealClock()
         self._file = tempfile.TemporaryFile(prefix="nestrec-rates-")  # noqa: SIM115 (`close`)
         self._file.truncate(_ENTRY.size * _NUM_ENTRIES)
         self._memory = mmap.mmap(self._file.fileno(), 0)
-        self._places: dict[str, int] = {}
+        self._offsets: dict[str, int] = {}
 
     def wait_s(self, key: ApiKey) -> float:
-        """See `RateLimiter`."""
         if key.requests_per_s == float("inf"):
             return 0.0
         fcntl.lockf(self._file, fcntl.LOCK_EX)
         try:
             now_s = self._clock.now_s()
-            place, bucket = self._found(key, now_s)
+            offset, bucket = self._read_bucket(key, now_s)
             wait_s = bucket.wait_s(key, now_s)
-            _ENTRY.pack_into(self._memory, place, key.name.encode(), bucket.tokens, bucket.filled_s)
+            _ENTRY.pack_into(self._memory, offset, key.name.encode(), bucket.tokens, bucket.filled_s)
         finally:
             fcntl.lockf(self._file, fcntl.LOCK_UN)
         return wait_s
@@ -89,18 +96,18 @@ class SharedRateLimiter:
         self._memory.close()
         self._file.close()
 
-    def _found(self, key: ApiKey, now_s: float) -> tuple[int, TokenBucket]:
-        """The place of its entry, and what is in it; a full one where it has none."""
+    def _read_bucket(self, key: ApiKey, now_s: float) -> tuple[int, TokenBucket]:
+        """Return the offset of a key's entry and its bucket; a full bucket if the key has no entry yet."""
         name = key.name.encode().ljust(64, b"\0")
-        place = self._places.get(key.name)
-        if place is None or self._memory[place : place + 64] != name:
-            place = self._places[key.name] = self._place_of(name)
-        found, tokens, filled_s = _ENTRY.unpack_from(self._memory, place)
-        return place, TokenBucket(tokens, filled_s) if found == name else TokenBucket(key.burst, now_s)
+        offset = self._offsets.get(key.name)
+        if offset is None or self._memory[offset : offset + 64] != name:
+            offset = self._offsets[key.name] = self._find_offset(name)
+        entry_name, tokens, filled_s = _ENTRY.unpack_from(self._memory, offset)
+        return offset, TokenBucket(tokens, filled_s) if entry_name == name else TokenBucket(key.burst, now_s)
 
-    def _place_of(self, name: bytes) -> int:
-        """Its own, or that which nobody has asked with for longest: an unused one, or one that is full again."""
-        entries = [_ENTRY.unpack_from(self._memory, place) for place in range(0, len(self._memory), _ENTRY.size)]
-        own = (number for number, (other, _, _) in enumerate(entries) if other == name)
-        oldest = min(range(len(entries)), key=lambda number: entries[number][2])
-        return next(own, oldest) * _ENTRY.size
+    def _find_offset(self, name: bytes) -> int:
+        """Return the offset of the entry with this name, or of the least recently used entry, whose bucket is full."""
+        entries = [_ENTRY.unpack_from(self._memory, offset) for offset in range(0, len(self._memory), _ENTRY.size)]
+        matches = (index for index, (entry_name, _, _) in enumerate(entries) if entry_name == name)
+        oldest = min(range(len(entries)), key=lambda index: entries[index][2])
+        return next(matches, oldest) * _ENTRY.size

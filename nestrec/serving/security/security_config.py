@@ -1,8 +1,9 @@
-"""Options of `nestrec serve` about who may ask it.
+"""Security options of `nestrec serve`, the check of the listening address, and the secret of a gateway.
 
-Where a server may listen: on this machine as it is, elsewhere with keys or TLS, or where its operator says so.
+A server may listen on loopback without further options. On other addresses it requires API keys, TLS, or `--insecure`.
 
-What an instance knows its front by: a secret of the start, which no other process of the machine has.
+Instances recognize requests of their gateway by a random secret, which the gateway passes to them in the environment
+and which no other process of the machine knows.
 """
 
 import functools
@@ -19,59 +20,70 @@ from nestrec.serving.core.asgi import is_loopback
 
 @config
 class SecurityConfig:
-    keys: str = ""
-    """file of API keys, as `nestrec key` writes it, read again whenever it changes; empty: whoever reaches the server
-    may ask"""
-    certificate: str = ""
-    """file of the TLS certificate and of those that vouch for it (PEM), read again whenever it changes; empty: plain
-    HTTP"""
-    private_key: str = ""
-    """file of the certificate's private key (PEM), without a password"""
+    api_keys: str = ""
+    """File of API keys written by `nestrec create-key`, reloaded when it changes; empty: requests need no key."""
+    tls_certificate: str = ""
+    """File of the TLS certificate and its intermediate certificates (PEM), reloaded when it changes; empty: plain
+    HTTP."""
+    tls_private_key: str = ""
+    """File of the certificate's private key (PEM), without a password."""
     admin_on_health_port: bool = False
-    """admin endpoints are answered on `health_port` alone"""
+    """Serve admin endpoints on `health_port` only."""
     behind: Literal["", "gateway"] = ""
-    """the front that started this process, set by it: requests of anything else are rejected"""
+    """Kind of load balancer that started this process and that is the only one whose requests are accepted; set
+    automatically."""
 
     def __post_init__(self) -> None:
-        if bool(self.certificate) != bool(self.private_key):
-            missing = "private_key" if self.certificate else "certificate"
-            remedy = f"give --safety.{missing} FILE as well"
-            given = self.certificate or self.private_key
-            raise UserError("is one half of a pair", option="safety", value=given, remedy=remedy)
+        if bool(self.tls_certificate) != bool(self.tls_private_key):
+            missing = "tls_private_key" if self.tls_certificate else "tls_certificate"
+            remedy = f"set --security.{missing} FILE too"
+            path = self.tls_certificate or self.tls_private_key
+            raise UserError(
+                "TLS needs both a certificate and a private key", option="security", value=path, remedy=remedy
+            )
 
 
 def check_exposure(host: str, cfg: SecurityConfig, *, is_insecure: bool, health_port: int | None) -> None:
-    """Refuse what would let anybody of the network in, unless that is meant."""
+    """Raise `UserError` if other machines could send requests without authentication or TLS.
+
+    Args:
+        host: Address on which the server listens.
+        cfg: Security options.
+        is_insecure: Whether the user allows such requests (`--insecure`).
+        health_port: Port of the health endpoints; None if they share the main port.
+    """
     if cfg.admin_on_health_port and health_port is None:
-        remedy = "give --health_port as well"
-        raise UserError("has no port to go to", option="safety.admin_on_health_port", value=True, remedy=remedy)
-    if is_loopback(host) or cfg.keys or cfg.certificate or is_insecure:
+        remedy = "set --health_port too"
+        raise UserError("requires a health port", option="security.admin_on_health_port", value=True, remedy=remedy)
+    if is_loopback(host) or cfg.api_keys or cfg.tls_certificate or is_insecure:
         return
     remedy = (
-        "give --safety.keys FILE (see `nestrec key`) or --safety.certificate and --safety.private_key; listen on "
-        "127.0.0.1; or say --insecure where something before the server decides who may ask"
+        "set --security.api_keys FILE (see `nestrec create-key`) or --security.tls_certificate and "
+        "--security.tls_private_key; listen on 127.0.0.1; or set --insecure if a proxy authenticates requests"
     )
-    raise UserError("lets other machines ask without keys or TLS", option="host", value=host, remedy=remedy)
+    raise UserError("other machines could connect without API keys or TLS", option="host", value=host, remedy=remedy)
 
 
-HEADER = b"x-nestrec-front"
-VARIABLE = "NESTREC_FRONT_SECRET"
+GATEWAY_SECRET_HEADER = b"x-nestrec-gateway-secret"
+GATEWAY_SECRET_VARIABLE = "NESTREC_FRONT_SECRET"
 
 
 _LOCK = threading.Lock()
-"""instances are started by a thread each: a cache alone lets all of them make one, and the front keeps only the last"""
+"""Guards the creation of the secret: a gateway starts its instances on several threads, and `functools.cache` alone
+could call the function once per thread, so that instances would get different secrets."""
 
 
-def front_secret() -> str:
-    """Of this process: its front's, which is taken out of the environment, or a new one where it is the front."""
+def gateway_secret() -> str:
+    """Return the gateway's secret: taken out of the environment in an instance, created once in a gateway."""
     with _LOCK:
-        return _made_once()
+        return _secret_once()
 
 
 @functools.cache
-def _made_once() -> str:
-    return os.environ.pop(VARIABLE, None) or secrets.token_hex(32)
+def _secret_once() -> str:
+    return os.environ.pop(GATEWAY_SECRET_VARIABLE, None) or secrets.token_hex(32)
 
 
-def is_front(given: bytes) -> bool:
-    return hmac.compare_digest(given, front_secret().encode())
+def is_gateway(secret: bytes) -> bool:
+    """Return whether the secret of a request is that of this instance's gateway (constant-time comparison)."""
+    return hmac.compare_digest(secret, gateway_secret().encode())

@@ -1,1 +1,1 @@
-"""Engines behind a router, version swaps, reloads, cold-start items."""
+"""Inference service: engines and their router, model swaps and reloads, following of versions, cold-start items."""

@@ -1,12 +1,12 @@
-"""Reloads and swaps models while the server runs.
+"""Hot reload, hot swap and rollback of models while the server runs.
 
-Something slow that is asked for from outside: done one time after another, and the last request is never missed.
+A new model is loaded, validated and warmed up while the old one serves; if that fails, the old one stays in service.
+Changes run one at a time. `Reloader` remembers the models before the last swap, so that a rollback needs no name. If
+following is enabled, a model that was loaded from an address of published versions follows that address, or stays at
+the version that was named with it (ADDRESS@VERSION).
 
-Other models while the old ones serve: one load after another, and the last one asked for wins.
-
-A model is looked through and warmed up beside the one in service; where it will not do, that one stays. What was in
-service before is remembered, so that a rollback needs no name. A model of an address of versions follows that from then
-on, where the server is to follow, or stays at the version that is named with it (ADDRESS@VERSION).
+`CoalescingWorker` runs a slow action on a background thread: requests that arrive while it runs are merged into one
+further run, and the last request is never missed.
 """
 
 import asyncio
@@ -22,99 +22,102 @@ from typing import TypeVar
 from nestrec.base.errors import UserError, require
 from nestrec.serving.core.background_tasks import BackgroundThread
 from nestrec.serving.model.servable import Servable
-from nestrec.serving.model.servable_spec import shown_version
+from nestrec.serving.model.servable_spec import short_version
 from nestrec.serving.model.served_tables import TablesConfig
 from nestrec.serving.service.inference_service import Service, role_of
 from nestrec.serving.service.version_follower import VersionFollowConfig, VersionFollower
-from nestrec.serving.versions.live_version import LiveModelVersion, ModelAddress, open_source, source_of
+from nestrec.serving.versions.live_version import LiveModelVersion, ModelAddress, open_model, parse_model_address
 
 Result = TypeVar("Result")
 
 
 async def on_daemon_thread(act: Callable[[], Result]) -> Result:
-    """Run `act` as `asyncio.to_thread` does, but on a thread that the end of the process does not wait for.
+    """Run `act` on a daemon thread and return its result.
 
-    Storage may never answer, and the executor's threads are joined when a loop is closed and when the process ends.
+    Same as `asyncio.to_thread`, but the process does not wait for the thread at its end. Storage may never respond, and
+    threads of the executor are joined when the event loop is closed and when the process ends.
     """
     loop = asyncio.get_running_loop()
-    ended: asyncio.Future[Result] = loop.create_future()
+    future: asyncio.Future[Result] = loop.create_future()
 
-    def finish(settle: Callable[[], None]) -> None:
-        def settle_if_wanted() -> None:
-            if not ended.done():  # else the request was cancelled
-                settle()
+    def finish(resolve: Callable[[], None]) -> None:
+        def resolve_if_pending() -> None:
+            if not future.done():  # otherwise the request was cancelled
+                resolve()
 
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
-            loop.call_soon_threadsafe(settle_if_wanted)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has shut down
+            loop.call_soon_threadsafe(resolve_if_pending)
 
     def run() -> None:
         try:
             result = act()
         except BaseException as raised:
             error = raised
-            finish(lambda: ended.set_exception(error))
+            finish(lambda: future.set_exception(error))
         else:
-            finish(lambda: ended.set_result(result))
+            finish(lambda: future.set_result(result))
 
     context = contextvars.copy_context()
     threading.Thread(target=context.run, args=(run,), name="nestrec-slow", daemon=True).start()
-    return await ended
+    return await future
 
 
 class CoalescingWorker:
-    """A thread that acts when it is asked.
+    """Background thread that runs an action on request and coalesces requests.
 
-    Whoever asks while it acts gets one more turn after that one, however many ask: each turn sees the world as it is
-    when the turn begins, so the last one sees what was there at the last request.
+    All requests that arrive during a run are served by one further run. A run starts after the last request that it
+    serves, so it always sees the state at the time of that request.
     """
 
     def __init__(self, name: str, act: Callable[[], None]):
         self._act = act
         self._condition = threading.Condition()
         self._is_closed = False
-        self.num_asked = self.num_done = 0
-        """requests, and those that have been seen to: equal where nothing is under way"""
-        BackgroundThread(name, self._turn).start()
+        self.num_requested = self.num_done = 0
+        """Number of requests, and number of those that have been served; equal if no run is pending."""
+        BackgroundThread(name, self._run_once).start()
 
-    def ask(self) -> None:
+    def request_run(self) -> None:
         with self._condition:
-            self.num_asked += 1
+            self.num_requested += 1
             self._condition.notify_all()
 
     def close(self) -> None:
-        """No further turn. One that is under way is left alone: the process is ending, and nothing waits for it."""
+        """Start no further runs. A current run is not awaited, because the process is shutting down."""
         with self._condition:
             self._is_closed = True
             self._condition.notify_all()
 
-    def _turn(self) -> bool:
+    def _run_once(self) -> bool:
         with self._condition:
-            self._condition.wait_for(lambda: self._is_closed or self.num_done < self.num_asked)
+            self._condition.wait_for(lambda: self._is_closed or self.num_done < self.num_requested)
             if self._is_closed:
                 return False
-            asked = self.num_asked
+            num_requested = self.num_requested
         try:
             self._act()
         finally:
-            self.num_done = asked
+            self.num_done = num_requested
         return True
 
 
 _LOG = logging.getLogger(__name__)
-_TURN_S = 600.0
+_LOCK_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model that is or was in service."""
+    """Model that is or was in service."""
 
     folder: str
-    """with no link in it: what a link points to may change; or an address, with the version that stays"""
+    """Folder with symbolic links resolved, because their targets may change; or address of published versions, with the
+    pinned version if there is one."""
     version: str
+    """Version of the model."""
 
 
 class Reloader:
-    """Thread safe; what is asked by a signal is done on a thread of its own."""
+    """Reloads, swaps and rolls back the models of a service. Thread-safe; reloads run on a background thread."""
 
     def __init__(self, service: Service, device: str, tables: TablesConfig, follow: VersionFollowConfig | None = None):
         self._service = service
@@ -122,199 +125,221 @@ class Reloader:
         self._tables = tables
         self._follow = follow or VersionFollowConfig()
         self._lock = threading.Lock()
-        self._folders = {role: _whole(text) for role, text in service.sources.items()}
+        self._folders = {role: _canonical(text) for role, text in service.sources.items()}
         self.followers: dict[str, VersionFollower] = {}
-        """by role: models of addresses"""
-        for role, followed in service.followed.items():
-            self._begin_to_follow(role, followed, service.sources[role])
-        if self._follow.on and not self.followers:
-            told = ", ".join(str(source) for source in self._folders.values())
-            _LOG.warning("nothing is followed until an address is swapped in: no versions are published to %s", told)
+        """Followers of the models that were loaded from addresses of published versions, by role."""
+        for role, live in service.live_versions.items():
+            self._start_following(role, live, service.sources[role])
+        if self._follow.enabled and not self.followers:
+            folders = ", ".join(str(source) for source in self._folders.values())
+            _LOG.warning(
+                "--follow has no effect until an address is swapped in: no versions are published to %s", folders
+            )
         self.previous: Mapping[str, LoadedModel] = {}
-        """what the last swap has replaced, by role"""
-        self._turns = CoalescingWorker("nestrec-reload", self._reload_all)
+        """Models that the last swap replaced, by role."""
+        self._worker = CoalescingWorker("nestrec-reload", self._reload_all)
 
-    def ask(self) -> None:
-        """Load the folders that the server was started with anew, soon."""
-        self._service.reloads.asked += 1
-        self._turns.ask()
+    def request_reload(self) -> None:
+        """Reload the folders that the server was started with, on the background thread."""
+        self._service.reloads.num_requested += 1
+        self._worker.request_run()
 
     def close(self) -> None:
-        self._turns.close()
+        self._worker.close()
         for follower in self.followers.values():
             follower.close()
 
     @property
     def current(self) -> dict[str, LoadedModel]:
-        """What is in service, by role."""
-        found = {}
+        """Models in service, by role."""
+        models = {}
         for role, folder in self._folders.items():
             follower = self.followers.get(role)
-            told = folder if follower is None else str(follower.source)
-            found[role] = LoadedModel(told, self._service.fleet(role).servable.version)
-        return found
+            source = folder if follower is None else str(follower.source)
+            models[role] = LoadedModel(source, self._service.deployment(role).servable.version)
+        return models
 
-    def _begin_to_follow(self, role: str, followed: LiveModelVersion, text: str) -> None:
-        source = source_of(text)
-        assert source is not None, "a version comes from an address"
+    def _start_following(self, role: str, live: LiveModelVersion, text: str) -> None:
+        source = parse_model_address(text)
+        assert source is not None, "versions are loaded from addresses"
         if source.version is not None:
-            source = source.at(followed.step.folder)
+            source = source.at(live.step.folder)
         follower = VersionFollower(
-            self._service, role, followed, source, self._follow, device=self._device, tables=self._tables
+            self._service, role, live, source, self._follow, device=self._device, tables=self._tables
         )
         self.followers[role] = follower
-        if self._follow.on:
-            follower.rehearse()
-        if self._follow.on and self._follow.moves == "itself":
+        if self._follow.enabled:
+            follower.warm_up()
+        if self._follow.enabled and self._follow.mode == "independent":
             follower.start()
 
     def swap(self, folders: Sequence[Path | str]) -> None:
-        """Serve the models of these folders or addresses, one of each role that is served, or fewer. `UserError` where
-        one will not do, and all stay as they are."""
-        with self._turn():
+        """Serve the models of these folders or addresses instead of the current ones; either all are swapped, or none.
+
+        Args:
+            folders: Folders of exported models or addresses of published versions (ADDRESS, ADDRESS@VERSION), at most
+                one per role.
+
+        Raises:
+            UserError: A model cannot be loaded, or its role is not served or occurs twice.
+        """
+        with self._locked():
             self._swap([(str(folder), None) for folder in folders])
 
     def rollback(self) -> None:
-        """Serve what was served before the last swap."""
-        with self._turn():
-            remedy = "name what to go to: nestrec swap SERVER MODEL, or ADDRESS@VERSION for an earlier version"
-            require(self.previous, "has had no other model yet", option="server", value="rollback", remedy=remedy)
-            self._swap([self._as_it_was(role, one) for role, one in self.previous.items()], cause="rollback: ")
+        """Serve the models before the last swap again; raise `UserError` if there was none."""
+        with self._locked():
+            remedy = "use nestrec swap SERVER MODEL, or ADDRESS@VERSION for an earlier version"
+            require(self.previous, "no model has been swapped since the server started", remedy=remedy)
+            self._swap([self._previous_target(role, one) for role, one in self.previous.items()], cause="rollback: ")
 
     @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Hold the lock for one change. The one before it may read from storage that never answers."""
-        if not self._lock.acquire(timeout=_TURN_S):
-            remedy = "try again later, or restart the server if the storage of its models does not answer"
-            problem = f"an earlier change has been under way for more than {_TURN_S:g} s"
+    def _locked(self) -> Iterator[None]:
+        """Hold the lock for one change. It has a timeout, because another change may wait for storage that is down."""
+        if not self._lock.acquire(timeout=_LOCK_TIMEOUT_S):
+            remedy = "try again later, or restart the server if the storage of its models does not respond"
+            problem = f"an earlier swap or reload has been running for more than {_LOCK_TIMEOUT_S:g} s"
             raise UserError(problem, option="models", value=list(self._folders.values()), remedy=remedy)
         try:
             yield
         finally:
             self._lock.release()
 
-    def _as_it_was(self, role: str, was: LoadedModel) -> tuple[str, str | None]:
-        """What leads back to a model, and the version that a folder must hold."""
-        source = source_of(was.folder)
+    def _previous_target(self, role: str, was: LoadedModel) -> tuple[str, str | None]:
+        """Return the folder or address to roll back to, and the version that a folder must contain."""
+        source = parse_model_address(was.folder)
         if source is None:
             return was.folder, was.version
-        goes_on = self._follow.on and self._follow.moves == "itself" and self.current[role].folder != was.folder
+        keeps_following = (
+            self._follow.enabled and self._follow.mode == "independent" and self.current[role].folder != was.folder
+        )
         return (
-            was.folder if source.version is not None or goes_on else str(source.at(shown_version(was.version)))
+            was.folder if source.version is not None or keeps_following else str(source.at(short_version(was.version)))
         ), None
 
     def _reload_all(self) -> None:
         reloads = self._service.reloads
-        asked = reloads.asked
+        num_requested = reloads.num_requested
         try:
             self.swap(list(self._service.sources.values()))
-            reloads.is_refused = False
-        except Exception as error:  # whatever is wrong with them, the old models serve on
-            is_told = isinstance(error, UserError | OSError)
-            _LOG.error("the model stays as it is: %s", error, exc_info=None if is_told else error)
-            reloads.is_refused = True
-        reloads.done = asked
+            reloads.has_failed = False
+        except Exception as error:  # the old models stay in service, whatever the error is
+            is_expected = isinstance(error, UserError | OSError)
+            _LOG.error(
+                "reload failed, the current models stay in service: %s", error, exc_info=None if is_expected else error
+            )
+            reloads.has_failed = True
+        reloads.num_done = num_requested
 
-    def _swap(self, wanted: Sequence[tuple[str, str | None]], *, cause: str = "") -> None:
-        """wanted: folders or addresses, and the versions that folders must hold. cause: prefix of the logged line."""
+    def _swap(self, targets: Sequence[tuple[str, str | None]], *, cause: str = "") -> None:
+        """Swap models.
+
+        Args:
+            targets: Folders or addresses, and the version that each folder must contain (None: any).
+            cause: Prefix of the log message.
+        """
         before = self.current
         seen = set[str]()
         moves: list[tuple[VersionFollower, str | None]] = []
         fresh: dict[str, tuple[str, Servable, LiveModelVersion | None]] = {}
-        for text, version in wanted:
-            if (found := self._follower_at(text)) is not None:
-                role, follower, at = found
+        for text, version in targets:
+            if (match := self._find_follower(text)) is not None:
+                role, follower, at = match
                 if role in seen:
-                    raise _other_role(role, list(self._service.fleets), text)
+                    raise _role_error(role, list(self._service.deployments), text)
                 seen.add(role)
                 moves.append((follower, at))
                 continue
-            # Where the folder is a link, all files come from what it points to now, wherever it points meanwhile.
-            whole = _whole(text)
-            source = source_of(text)
-            followed = None if source is None else self._opened(source)
-            servable = Servable.load(Path(whole), self._device, self._tables) if followed is None else followed.servable
+            # If the folder is a symbolic link, all files must come from its present target, even if it changes.
+            canonical = _canonical(text)
+            source = parse_model_address(text)
+            live = None if source is None else self._open(source)
+            servable = Servable.load(Path(canonical), self._device, self._tables) if live is None else live.servable
             role = role_of(servable)
-            if role not in self._service.fleets or role in seen:
-                raise _other_role(role, list(self._service.fleets), text)
+            if role not in self._service.deployments or role in seen:
+                raise _role_error(role, list(self._service.deployments), text)
             seen.add(role)
             if version is not None and servable.version != version:
-                remedy = "name the model to swap to"
-                raise UserError("does not hold the model of that time", option="model", value=text, remedy=remedy)
+                remedy = "name the model with nestrec swap SERVER MODEL"
+                raise UserError(
+                    "the folder no longer contains the previous model", option="model", value=text, remedy=remedy
+                )
             if servable.version == before[role].version:
-                _LOG.info("the %s model is %s already", role, shown_version(servable.version))
+                _LOG.info("the %s model already has version %s", role, short_version(servable.version))
                 continue
-            fresh[role] = (text if source is not None else whole, servable, followed)
-        with contextlib.ExitStack() as held:
-            held.enter_context(self._service.adding)  # items are added to what is in service, before or after the swap
+            fresh[role] = (text if source is not None else canonical, servable, live)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(
+                self._service.add_items_lock
+            )  # items are added before or after the swap, never during it
             replaced = [self.followers[role] for role in fresh if role in self.followers]
             for follower in replaced:
-                held.enter_context(follower.halted())
+                stack.enter_context(follower.paused())
             self._move_all(moves, [servable for _, servable, _ in fresh.values()])
             for follower in replaced:
-                follower.end()
-            for role, (text, _, followed) in fresh.items():
-                self._follow_or_not(role, text, followed)
+                follower.stop()
+            for role, (text, _, live) in fresh.items():
+                self._set_in_service(role, text, live)
         for follower in replaced:
             follower.close()
-        self._tell(before, cause)
+        self._record_changes(before, cause)
 
-    def _opened(self, source: ModelAddress) -> LiveModelVersion:
-        return open_source(source, self._device, self._tables, read_timeout_s=self._follow.read_timeout_s)
+    def _open(self, source: ModelAddress) -> LiveModelVersion:
+        return open_model(source, self._device, self._tables, read_timeout_s=self._follow.read_timeout_s)
 
     def _move_all(self, moves: Sequence[tuple[VersionFollower, str | None]], fresh: Sequence[Servable]) -> None:
-        """All of it, or nothing."""
+        """Move followers to versions and swap models; undo the moves if one of the steps fails."""
         moved: list[tuple[VersionFollower, str, ModelAddress]] = []
         try:
             for follower, at in moves:
                 was = follower.version, follower.source
-                follower.move(at)
+                follower.move_to(at)
                 moved.append((follower, *was))
             if fresh:
                 self._service.swap(*fresh)
         except BaseException:
             for follower, version, source in moved:
-                follower.move(version)
+                follower.move_to(version)
                 follower.source = source
             raise
 
-    def _follow_or_not(self, role: str, text: str, followed: LiveModelVersion | None) -> None:
-        """What has come into service goes on from here, where it is a version; nobody else moves it."""
+    def _set_in_service(self, role: str, text: str, live: LiveModelVersion | None) -> None:
+        """Record the source of a model that is now in service; if it is a published version, start to follow it."""
         self._folders[role] = text
-        self._service.followed.pop(role, None)
+        self._service.live_versions.pop(role, None)
         self.followers.pop(role, None)
-        if followed is not None:
-            self._service.followed[role] = followed
-            self._begin_to_follow(role, followed, text)
+        if live is not None:
+            self._service.live_versions[role] = live
+            self._start_following(role, live, text)
 
-    def _follower_at(self, text: str) -> tuple[str, VersionFollower, str | None] | None:
-        """Role and follower of the model that comes from this address already, and the version that is named now."""
-        source = source_of(text)
+    def _find_follower(self, text: str) -> tuple[str, VersionFollower, str | None] | None:
+        """Return role and follower of the model that was loaded from this address, and the version named in `text`."""
+        source = parse_model_address(text)
         for role, follower in self.followers.items():
             if source is not None and follower.source.address == source.address:
                 return role, follower, source.version
         return None
 
-    def _tell(self, before: Mapping[str, LoadedModel], cause: str) -> None:
+    def _record_changes(self, before: Mapping[str, LoadedModel], cause: str) -> None:
         now = self.current
         changed = {role: loaded for role, loaded in before.items() if now[role] != loaded}
         if changed:
             self.previous = changed
         for role, loaded in changed.items():
             _LOG.info(
-                "%sthe %s model %s has taken over from %s",
+                "%s%s model: version %s replaced %s",
                 cause,
                 role,
-                shown_version(now[role].version),
-                shown_version(loaded.version),
+                short_version(now[role].version),
+                short_version(loaded.version),
             )
 
 
-def _whole(text: str) -> str:
-    source = source_of(text)
+def _canonical(text: str) -> str:
+    source = parse_model_address(text)
     return str(Path(text).resolve()) if source is None else str(source)
 
 
-def _other_role(found: str, roles: Sequence[str], folder: str) -> UserError:
-    remedy = f"put a {' and a '.join(roles)} model there, or start a server of the {found} model"
-    return UserError(f"holds a {found} model now", option="--model", value=folder, remedy=remedy)
+def _role_error(role: str, served_roles: Sequence[str], folder: str) -> UserError:
+    remedy = f"swap to one {' and one '.join(served_roles)} model, or start a server with the {role} model"
+    return UserError(f"cannot swap in this {role} model", option="--model", value=folder, remedy=remedy)

@@ -1,8 +1,9 @@
-"""A server's side of following: what is new at an address is fetched, verified and brought into service.
+"""Following of published versions: polls an address for newer versions, verifies them and brings them into service.
 
-A delta is copied into the tables in service between two batches, where it is small; the model is loaded beside the old
-one, and swapped for it, where it is not, or where deltas do not lead there. Whatever is missing or damaged leaves the
-version in service as it is, and is tried again with the next look: the next full version heals it.
+A small delta is copied into the tables in service between two batches. If the delta is too large, or no chain of deltas
+leads to the new version, the new model is loaded in full while the old one serves, and then swapped in. If files are
+missing or corrupt, the version in service stays, and the follower tries again at the next poll; at the latest the next
+full version can be loaded.
 """
 
 import contextlib
@@ -28,46 +29,49 @@ from nestrec.serving.versions.version_manifest import NEWEST_FILE, FreshnessTrac
 from nestrec.serving.versions.version_store import READ_TIMEOUT_S, VersionStep, VersionStore
 
 _LOG = logging.getLogger(__name__)
-_LONGEST_PAUSE_S = 30.0
-_CLOSE_S = 2.0
+_MAX_BACKOFF_S = 30.0
+_CLOSE_TIMEOUT_S = 2.0
 
 At = tuple[str, str]
-"""(folder, version)"""
+"""Folder and digest of a version."""
 
 
 @config
 class VersionFollowConfig:
-    on: bool = False
-    """models of an address go on to its newer versions"""
-    poll_s: Positive = 1.0
-    """how often a server looks for a newer version"""
-    moves: Literal["itself", "together", "told"] = "itself"
-    """each server goes to a newer version by itself; all instances of a front go together, or none; or when they are
-    told to (`nestrec swap SERVER ADDRESS`)"""
+    enabled: bool = False
+    """Follow newer versions of models that are loaded from an address of published versions; `--follow` is short for
+    `--follow.enabled true`."""
+    poll_interval_s: Positive = 1.0
+    """Interval in seconds at which a server polls for a newer version."""
+    mode: Literal["independent", "coordinated", "manual"] = "independent"
+    """When servers switch to a newer version: `independent` (each server as soon as it finds it), `coordinated` (all
+    instances of a gateway, or none), or `manual` (by `nestrec swap SERVER ADDRESS`)."""
     read_timeout_s: Positive = READ_TIMEOUT_S
-    """seconds after which a file that is not read yet counts as away, since its storage may never answer"""
-    most_bytes: Natural = 1 << 30
-    """rows of a delta that are brought beside the tables at once; what is larger is loaded as a whole"""
+    """Timeout in seconds for reading a file; the storage then counts as unavailable."""
+    max_delta_bytes: Natural = 1 << 30
+    """Maximum size in bytes of the rows of a delta that is staged next to the tables; with a larger delta, the model is
+    loaded in full."""
 
 
 @dataclass(slots=True)
 class FollowCounts:
-    """What came of it so far."""
+    """Counters and state of a follower."""
 
     applied: int = 0
-    """deltas that were copied into the model in service"""
+    """Number of deltas that were applied to the model in service."""
     loaded: int = 0
-    """versions that were loaded beside it, in full"""
+    """Number of versions that were loaded in full and swapped in."""
     failures: dict[str, int] = field(default_factory=dict)
-    """looks that left the version as it was although there is another, by reason: damaged, away, refused"""
-    behind: int = 0
-    """versions that are newer than the one in service"""
+    """Number of failed polls by reason: corrupt (corrupt or missing files), unavailable (storage not reachable), or
+    rejected (the version cannot be served)."""
+    versions_behind: int = 0
+    """Number of versions that are newer than the one in service, also while a version is pinned."""
     problem: str = ""
-    """why it is behind; empty where it is not"""
+    """Error of the last poll; empty if the newest version is in service."""
 
 
 class VersionFollower:
-    """Moves one model of a service. Thread safe."""
+    """Moves one model of a service to newer versions. Thread-safe."""
 
     def __init__(
         self,
@@ -81,10 +85,21 @@ class VersionFollower:
         tables: TablesConfig | None = None,
         scratch: Path | None = None,
     ):
-        """followed: the version in service. source: where from, and whether one version of it is to stay."""
+        """Create a follower; `start` starts polling.
+
+        Args:
+            service: The service whose model is updated.
+            role: Role of the model.
+            followed: The version in service.
+            source: Address of the versions; if it names a version, the follower stays at it.
+            cfg: Options of following.
+            device: Device of the model.
+            tables: Options of the embedding tables.
+            scratch: Folder for memory-mapped tables; None keeps all tables in memory.
+        """
         self._service = service
         self._role = role
-        self._followed = followed
+        self._live = followed
         self.source = source
         self._cfg = cfg
         self._device = device
@@ -101,116 +116,139 @@ class VersionFollower:
     @property
     def version(self) -> str:
         """Name of the version in service."""
-        return self._followed.step.folder
+        return self._live.step.folder
 
     @property
     def digest(self) -> str:
         """Digest of the version in service."""
-        return self._followed.step.manifest.version
+        return self._live.step.manifest.version
 
     @property
-    def number(self) -> int:
-        """Of the version in service."""
-        return self._followed.step.manifest.number
+    def version_number(self) -> int:
+        """Number of the version in service; versions count from 1."""
+        return self._live.step.manifest.number
 
     def start(self) -> None:
-        """Look for newer versions from now on, on a thread of its own."""
+        """Poll for newer versions on a background thread."""
         self._thread = threading.Thread(target=self._loop, name=f"nestrec-follow-{self._role}", daemon=True)
         self._thread.start()
 
-    def rehearse(self) -> None:
-        """Go to the version in service, so that the first newer one finds all that it needs loaded."""
+    def warm_up(self) -> None:
+        """Apply the version in service to itself, so that the first delta does not wait for lazily loaded kernels."""
         with self._lock:
-            self._service.advance(self._role, self._followed.servable, self._followed.rehearse)
+            self._service.apply_version(self._role, self._live.servable, self._live.warm_up)
 
     @contextlib.contextmanager
-    def halted(self) -> Iterator[None]:
-        """Nothing is looked for and taken while the block lasts; a look that is under way is finished before."""
+    def paused(self) -> Iterator[None]:
+        """Pause polling during the block; a poll in progress is completed first."""
         with self._lock:
             yield
 
-    def end(self) -> None:
-        """No further look."""
+    def stop(self) -> None:
+        """Start no further polls."""
         self._is_closed.set()
 
     def close(self) -> None:
-        """End looking for newer versions. A look that does not finish soon is left to its daemon thread, since the
-        storage that it reads from may never answer."""
-        self.end()
+        """Stop polling. A poll that does not finish soon is abandoned on its daemon thread, because storage may never
+        respond."""
+        self.stop()
         if self._thread is not None:
-            self._thread.join(_CLOSE_S)
+            self._thread.join(_CLOSE_TIMEOUT_S)
 
-    def look(self) -> bool:
-        """Go to the newest version where there is a newer one, unless one is to stay; whether it is there now. Nothing
-        is raised: the version in service stays where that fails."""
+    def poll(self) -> bool:
+        """Move to the newest version; if the follower is pinned to a version, only count the newer versions.
+
+        Errors are logged and counted; the version in service then stays.
+
+        Returns:
+            Whether the follower is now at its target version.
+        """
         with self._lock:
-            if self.source.version is not None or self._is_closed.is_set():
+            if self._is_closed.is_set():
                 return True
             try:
                 newest = self._versions.newest()
-                if newest is None:  # it was there when the version in service was
-                    raise OSError(f"{self.source.address} names no version any more: it was emptied, or is elsewhere")
-                self.counts.behind = max(0, newest.number - self.number)
-                self._go((newest.folder, newest.version), is_asked=False)
+                if newest is None:  # the version in service was loaded from there, so there was one
+                    raise OSError(
+                        f"{self.source.address} contains no versions any more: it was deleted, or is not mounted"
+                    )
+                self.counts.versions_behind = max(0, newest.number - self.version_number)
+                if self.source.version is None:
+                    self._move((newest.folder, newest.version), is_explicit=False)
+                    self.counts.versions_behind = 0
             except Exception as error:
-                self._failed(error)
+                self._record_failure(error)
                 return False
-            self.counts.behind = 0
             self.counts.problem = ""
             return True
 
-    def move(self, version: str | None) -> None:
-        """Go to the version that `VersionStore.find` finds, which then stays; none: to the newest, and on from there.
-        An error leaves all as it is."""
+    def move_to(self, version: str | None) -> None:
+        """Move to a version; if that fails, the version in service and the follower stay unchanged.
+
+        Args:
+            version: Name, number or prefix of a version (see `VersionStore.find`), to which the follower is then
+                pinned; None moves to the newest version and follows newer ones.
+
+        Raises:
+            UserError: No version, or more than one, matches.
+            CorruptFileError: The version cannot be read.
+        """
         with self._lock:
-            found = self._versions.find(version) if version is not None else self._newest()
-            self._go(found, is_asked=True)
-            self.source = self.source.at(None if version is None else found[0])
+            target = self._versions.find(version) if version is not None else self._newest()
+            self._move(target, is_explicit=True)
+            self.source = self.source.at(None if version is None else target[0])
+            if version is None:
+                self.counts.versions_behind = 0
 
     def _newest(self) -> At:
         newest = self._versions.newest()
         if newest is None:
             remedy = f"its {NEWEST_FILE} is missing: publish a version, or name one as ADDRESS@VERSION"
-            raise UserError("names no version", option="address", value=self.source.address, remedy=remedy)
+            raise UserError(
+                "the address contains no versions", option="address", value=self.source.address, remedy=remedy
+            )
         return newest.folder, newest.version
 
-    def _go(self, target: At, *, is_asked: bool) -> None:
+    def _move(self, target: At, *, is_explicit: bool) -> None:
         if target[1] == self.digest:
             return
         try:
-            for step in self._versions.way(target, self.digest):
+            for step in self._versions.delta_chain(target, self.digest):
                 self._apply(step)
             return
         except (CorruptFileError, FileNotFoundError, TableFullError, _TooLargeError) as error:
-            way = self._versions.way_from_full(target)
-            # A full version from before this one would lead the same way, unless all was deleted and published anew.
-            is_ahead = way[0].manifest.number > self.number or self._versions.is_gone(self._followed.step.folder)
-            if not (is_ahead or is_asked or isinstance(error, TableFullError | _TooLargeError)):
+            chain = self._versions.chain_from_full(target)
+            # A full version before the one in service leads through the same broken delta, unless the address was
+            # emptied and published again.
+            is_ahead = chain[0].manifest.number > self.version_number or self._versions.is_removed(
+                self._live.step.folder
+            )
+            if not (is_ahead or is_explicit or isinstance(error, TableFullError | _TooLargeError)):
                 raise
-        self._load(way)
+        self._load(chain)
 
     def _apply(self, step: VersionStep) -> None:
-        """One delta, between two batches."""
+        """Apply one delta between two batches."""
         staged = self.stage(step)
-        if staged.num_bytes > self._cfg.most_bytes:
+        if staged.num_bytes > self._cfg.max_delta_bytes:
             raise _TooLargeError
         fetched_s = time.time()
         fail_point("follow.before_apply")
-        self._end_freshness()
-        self._service.advance(self._role, staged.after.servable, staged.apply)
+        self._record_first_response()
+        self._service.apply_version(self._role, staged.after.servable, staged.apply)
         fail_point("follow.after_apply")
-        self._in_service(staged, fetched_s)
+        self._record_applied(staged, fetched_s)
         self.counts.applied += 1
 
     def stage(self, step: VersionStep) -> StagedVersion:
-        """The version after the one in service, verified and beside it."""
-        with self._beside():
-            return self._followed.staged(self._versions, step)
+        """Fetch and verify a delta of the version in service, and copy its rows to the device, without applying it."""
+        with self._side_stream():
+            return self._live.stage(self._versions, step)
 
     @contextlib.contextmanager
-    def _beside(self) -> Iterator[None]:
-        """What this thread brings to the device goes past the batches: on the stream that they run on, they would wait
-        for it. All of it is there at the end, before another thread reads it."""
+    def _side_stream(self) -> Iterator[None]:
+        """Run host-to-device copies on a separate CUDA stream, so that batches do not wait for them. The copies are
+        complete at the end of the block, before another thread reads them."""
         if self._stream is None:
             yield
             return
@@ -218,54 +256,58 @@ class VersionFollower:
             yield
         self._stream.synchronize()
 
-    def _in_service(self, staged: StagedVersion, fetched_s: float) -> None:
-        self._followed = staged.after
-        self.freshness.began(staged.after.step.manifest, fetched_s=fetched_s, applied_s=time.time())
-        self._log_version("changed rows were copied")
+    def _record_applied(self, staged: StagedVersion, fetched_s: float) -> None:
+        self._live = staged.after
+        self.freshness.record_applied(staged.after.step.manifest, fetched_s=fetched_s, applied_s=time.time())
+        self._log_version("applied a delta")
 
-    def _load(self, way: list[VersionStep]) -> None:
-        """The last version of a way, beside the one in service."""
-        with self._beside():
-            fresh = LiveModelVersion.open(self._versions, way, self._device, self._tables, self._scratch)
+    def _load(self, chain: list[VersionStep]) -> None:
+        """Load the last version of a chain in full while the old one serves, and swap it in."""
+        with self._side_stream():
+            new = LiveModelVersion.open(self._versions, chain, self._device, self._tables, self._scratch)
         fetched_s = time.time()
         fail_point("follow.before_swap")
-        self._end_freshness()
-        self._service.swap(fresh.servable)
-        self._followed = fresh
-        self.freshness.began(fresh.step.manifest, fetched_s=fetched_s, applied_s=time.time())
+        self._record_first_response()
+        self._service.swap(new.servable)
+        self._live = new
+        self.freshness.record_applied(new.step.manifest, fetched_s=fetched_s, applied_s=time.time())
         self.counts.loaded += 1
         self._log_version("loaded in full")
 
     def _log_version(self, how: str) -> None:
-        now = self._followed.step
-        _LOG.info("the %s model serves version %s of step %d now: %s", self._role, now.folder, now.manifest.step, how)
+        step = self._live.step
+        _LOG.info("%s model: now serving version %s of step %d: %s", self._role, step.folder, step.manifest.step, how)
 
-    def _end_freshness(self) -> None:
-        """What is known of the version in service before another takes its place."""
-        answered = [engine.answered_s for engine in self._service.fleet(self._role).engines]
-        self.freshness.answered(min((at_s for at_s in answered if at_s is not None), default=None))
+    def _record_first_response(self) -> None:
+        """Record when the version in service sent its first response; called before another version replaces it."""
+        times = [engine.first_response_s for engine in self._service.deployment(self._role).engines]
+        self.freshness.record_response(min((at_s for at_s in times if at_s is not None), default=None))
 
-    def told_freshness(self) -> FreshnessTracker:
-        """With the first answer of the version in service, where there was one."""
-        self._end_freshness()
+    def current_freshness(self) -> FreshnessTracker:
+        """Return the freshness, including the first response of the version in service if there was one."""
+        self._record_first_response()
         return self.freshness
 
-    def _failed(self, error: Exception) -> None:
-        reason = "damaged" if isinstance(error, CorruptFileError | FileNotFoundError) else "refused"
-        reason = "away" if isinstance(error, OSError) and not isinstance(error, FileNotFoundError) else reason
+    def _record_failure(self, error: Exception) -> None:
+        reason = "corrupt" if isinstance(error, CorruptFileError | FileNotFoundError) else "rejected"
+        reason = "unavailable" if isinstance(error, OSError) and not isinstance(error, FileNotFoundError) else reason
         self.counts.failures[reason] = self.counts.failures.get(reason, 0) + 1
         problem = str(error) or type(error).__name__
-        if problem != self.counts.problem:  # said once
-            is_told = isinstance(error, UserError | OSError)
-            text = "the %s model stays at version %s: %s"
-            _LOG.error(text, self._role, self.version, problem, exc_info=None if is_told else error)
+        if problem != self.counts.problem:  # log repeated failures once
+            is_expected = isinstance(error, UserError | OSError)
+            text = "%s model: staying at version %s: %s"
+            _LOG.error(text, self._role, self.version, problem, exc_info=None if is_expected else error)
         self.counts.problem = problem
 
     def _loop(self) -> None:
-        pause_s = self._cfg.poll_s
+        pause_s = self._cfg.poll_interval_s
         while not self._is_closed.wait(pause_s):
-            pause_s = self._cfg.poll_s if self.look() else min(max(_LONGEST_PAUSE_S, self._cfg.poll_s), 2 * pause_s)
+            pause_s = (
+                self._cfg.poll_interval_s
+                if self.poll()
+                else min(max(_MAX_BACKOFF_S, self._cfg.poll_interval_s), 2 * pause_s)
+            )
 
 
 class _TooLargeError(Exception):
-    """A delta that is not worth staging."""
+    """A delta is larger than `max_delta_bytes`."""

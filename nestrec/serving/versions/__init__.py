@@ -1,1 +1,1 @@
-"""Versions of a model that follow each other: written by a run as it goes on, read by servers that follow it."""
+"""Published model versions: full versions and deltas that a training run publishes and that servers follow."""

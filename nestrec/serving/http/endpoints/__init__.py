@@ -1,1 +1,1 @@
-"""The routes of this package, one file a kind; `built_in` lists them."""
+"""Built-in HTTP endpoints by topic; `nestrec.serving.http.routes` lists them."""

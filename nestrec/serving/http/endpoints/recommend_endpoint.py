@@ -1,4 +1,7 @@
-"""POST /v1/recommend: the best items of the catalogue, by retrieval alone or by the cascade."""
+"""Endpoint `POST /v1/recommend`: the best items of the catalog, by retrieval or by a retrieval and ranking cascade.
+
+In the cascade, the retrieval model selects candidates, and the ranking model scores and sorts them.
+"""
 
 from collections.abc import Sequence
 
@@ -8,114 +11,124 @@ from numpy.typing import NDArray
 from nestrec.serving.core.request_limits import BadRequestError
 from nestrec.serving.http.endpoint_spec import EndpointSpec, HotRouteContext
 from nestrec.serving.http.endpoints.rank_endpoints import RequestedItems, columns, prefix_of, score
-from nestrec.serving.inputs.request_resolver import RequestNotes, RequestResolver, check_feature_names, unknown_of
+from nestrec.serving.inputs.request_resolver import RequestNotes, RequestResolver, check_feature_names, unknown_keys
 from nestrec.serving.inputs.request_schema import ItemId, RecommendRequest
 from nestrec.serving.inputs.responses import Prefix, RecommendResponse
-from nestrec.serving.model.request_inputs import Candidates, distinct
-from nestrec.serving.model.servable_spec import shown_version
+from nestrec.serving.model.request_inputs import Candidates, sorted_unique
+from nestrec.serving.model.servable_spec import short_version
 from nestrec.serving.service.inference_service import ModelDeployment
 
 _USUAL_K = 10
 
 
-async def recommend(front: HotRouteContext, request: RecommendRequest) -> RecommendResponse:
-    """Where a ranking model is served too, its signal goes out first, then retrieval, then ranking of what it found."""
-    service = front.service
-    if "retrieval" not in service.fleets:
-        raise BadRequestError("no retrieval model is served; give candidates to /v1/rank", status=404)
-    check_feature_names(request, *(fleet.servable for fleet in service.fleets.values()))
-    fleets = service.fleets  # one look: a swap of both models lies before or after it
-    retrieval = fleets["retrieval"]
-    ranking = fleets.get("ranking")
-    recommending = _Recommending(front, request, retrieval)
-    return await recommending.found() if ranking is None else await recommending.ranked_by(ranking)
+async def recommend(context: HotRouteContext, request: RecommendRequest) -> RecommendResponse:
+    """Return the best items for a user.
+
+    If a ranking model is served too, its pre-infer request is sent first, so that the history is prefilled during
+    retrieval; then the retrieved items are ranked.
+    """
+    service = context.service
+    if "retrieval" not in service.deployments:
+        raise BadRequestError(
+            "this server has no retrieval model; send candidates to /v1/rank instead of /v1/recommend", status=404
+        )
+    check_feature_names(request, *(deployment.servable for deployment in service.deployments.values()))
+    # Read once, so that a concurrent swap replaces both models or none for this request.
+    deployments = service.deployments
+    retrieval = deployments["retrieval"]
+    ranking = deployments.get("ranking")
+    cascade = _Cascade(context, request, retrieval)
+    return await cascade.retrieve() if ranking is None else await cascade.rank_with(ranking)
 
 
-class _Recommending:
-    """One request on its way through the models."""
+class _Cascade:
+    """State of one recommendation request while the models process it."""
 
-    def __init__(self, front: HotRouteContext, request: RecommendRequest, retrieval: ModelDeployment):
-        self._front = front
+    def __init__(self, context: HotRouteContext, request: RecommendRequest, retrieval: ModelDeployment):
+        self._context = context
         self._request = request
         self._retrieval = retrieval
-        self._notes = RequestNotes(request.unknown)
+        self._notes = RequestNotes(request.on_unknown)
         self._k = request.k or _USUAL_K
-        self._reader = RequestResolver(retrieval.servable, front.limits, self._notes)
-        self._asked = self._reader.user(request)
+        self._resolver = RequestResolver(retrieval.servable, context.limits, self._notes)
+        self._resolved = self._resolver.user(request)
 
-    async def found(self, least: int = 0) -> RecommendResponse:
-        """What retrieval finds: so many as are wanted, and at least so many."""
-        asked = self._asked
+    async def retrieve(self, min_items: int = 0) -> RecommendResponse:
+        """Return the best items of the retrieval model: as many as requested, and at least `min_items`."""
+        resolved = self._resolved
         request = self._request
         servable = self._retrieval.servable
-        seen = distinct(asked.seen) if request.exclude_seen in (None, True) else np.zeros(0, np.int64)
+        seen = sorted_unique(resolved.seen) if request.exclude_seen in (None, True) else np.zeros(0, np.int64)
         best = Candidates(
             items=np.zeros(0, np.int64),
-            now_ms=asked.now_ms,
-            num_best=max(self._k, least),
-            excluded=np.union1d(seen, self._listed(request.exclude, "exclude")) if request.exclude else seen,
-            allowed=None if request.allow is None else self._listed(request.allow, "allow"),
+            now_ms=resolved.now_ms,
+            num_best=max(self._k, min_items),
+            excluded=np.union1d(seen, self._known_ids(request.exclude, "exclude")) if request.exclude else seen,
+            allowed=None if request.allow is None else self._known_ids(request.allow, "allow"),
         )
-        found = await self._front.service.rank(
-            self._retrieval, asked.user, asked.history, best, timeout_s=asked.timeout_s
+        retrieved = await self._context.service.rank(
+            self._retrieval, resolved.user, resolved.history, best, timeout_s=resolved.timeout_s
         )
-        said = self._notes.said()
-        answer: RecommendResponse = {
-            "items": [servable.item_keys[i - 1] for i in found.items.tolist()],
-            "scores": columns(self._retrieval, found.scores),
-            "model": shown_version(found.version),
-            "unknown": said["unknown"],
-            "defaults": said["defaults"],
+        report = self._notes.to_response()
+        response: RecommendResponse = {
+            "items": [servable.item_keys[i - 1] for i in retrieved.items.tolist()],
+            "scores": columns(self._retrieval, retrieved.scores),
+            "model": short_version(retrieved.version),
+            "unknown_ids": report["unknown_ids"],
+            "defaults_used": report["defaults_used"],
         }
-        return self._with_prefix(answer, prefix_of(found))
+        return self._with_cache_source(response, prefix_of(retrieved))
 
-    async def ranked_by(self, ranking: ModelDeployment) -> RecommendResponse:
-        """The best of what retrieval finds, in the order of the ranking model."""
-        service = self._front.service
+    async def rank_with(self, ranking: ModelDeployment) -> RecommendResponse:
+        """Return the best retrieved items, sorted by the ranking model."""
+        service = self._context.service
         notes = self._notes
-        preranked = self._front.service.cfg.preranked
-        reader = RequestResolver(ranking.servable, self._front.limits, notes)
-        asked = reader.user(self._request)
-        features = reader.candidate_features(self._request, 1)
-        await service.preinfer(ranking, asked.user, asked.history, asked.now_ms, preranked, timeout_s=asked.timeout_s)
-        keys = (await self.found(preranked))["items"]
-        of_all = {name: np.broadcast_to(values, len(keys)) for name, values in features.items()}
-        notes.policy = "last" if notes.policy == "refuse" else notes.policy  # the client has named none of these
-        scored = await score(self._front, ranking, asked, RequestedItems(keys, of_all, "items"), notes)
+        num_retrieved = self._context.service.cfg.num_retrieved
+        resolver = RequestResolver(ranking.servable, self._context.limits, notes)
+        resolved = resolver.user(self._request)
+        features = resolver.candidate_features(self._request, 1)
+        await service.preinfer(
+            ranking, resolved.user, resolved.history, resolved.now_ms, num_retrieved, timeout_s=resolved.timeout_s
+        )
+        keys = (await self.retrieve(num_retrieved))["items"]
+        candidate_features = {name: np.broadcast_to(values, len(keys)) for name, values in features.items()}
+        # The client did not send these items, so it is not rejected if the ranking model does not know some of them.
+        notes.policy = "last" if notes.policy == "reject" else notes.policy
+        scored = await score(self._context, ranking, resolved, RequestedItems(keys, candidate_features, "items"), notes)
         order = np.argsort(-scored.scores[:, 0], kind="stable")[: self._k]
-        said = notes.said()
-        answer: RecommendResponse = {
+        report = notes.to_response()
+        response: RecommendResponse = {
             "items": [str(scored.keys[i]) for i in order],
             "scores": columns(ranking, scored.scores[order]),
-            "model": shown_version(scored.version),
-            "unknown": said["unknown"],
-            "defaults": said["defaults"],
+            "model": short_version(scored.version),
+            "unknown_ids": report["unknown_ids"],
+            "defaults_used": report["defaults_used"],
         }
-        return self._with_prefix(answer, scored.prefix)
+        return self._with_cache_source(response, scored.prefix)
 
-    def _with_prefix(self, answer: RecommendResponse, prefix: Prefix) -> RecommendResponse:
-        if self._front.limits.tells_prefix:
-            answer["prefix"] = prefix
-        return answer
+    def _with_cache_source(self, response: RecommendResponse, prefix: Prefix) -> RecommendResponse:
+        if self._context.limits.expose_cache_source:
+            response["cache_source"] = prefix
+        return response
 
-    def _listed(self, keys: Sequence[ItemId], field: str) -> NDArray[np.int64]:
-        """Ids of the known items of a list."""
-        ids = self._reader.items(keys, field)
+    def _known_ids(self, keys: Sequence[ItemId], field: str) -> NDArray[np.int64]:
+        """Return the sorted item ids of a list without unknown items, which are recorded as dropped."""
+        ids = self._resolver.items(keys, field)
         if not ids.all():
-            self._notes.add_unknown(field, unknown_of(keys, ids), "dropped")
+            self._notes.add_unknown(field, unknown_keys(keys, ids), "dropped")
         return np.unique(ids[ids > 0])
 
 
 RECOMMEND = EndpointSpec(
     method="POST",
     path="/v1/recommend",
-    summary="The best items of the catalogue, best first",
+    summary="Recommend items of the catalog, best first",
     handle=recommend,
     request=RecommendRequest,
-    answer=RecommendResponse,
-    takes_kept_history=True,
-    takes_plain_lists=True,
-    runs_in_fronts=True,
+    response=RecommendResponse,
+    uses_stored_history=True,
+    accepts_typed_lists=True,
+    runs_in_frontend_workers=True,
     computed_by="retrieval",
     example={
         "user": "ann",

@@ -1,4 +1,4 @@
-"""What is kept of a user: POST /v1/events, and what forgets it."""
+"""Endpoints that store the events of a user (POST /v1/events) and delete stored events and cached prefixes."""
 
 import time
 
@@ -10,56 +10,56 @@ from nestrec.serving.inputs.request_schema import EventsRequest
 from nestrec.serving.inputs.responses import EventsResponse
 
 
-async def keep_events(front: HandlerContext, request: EventsRequest) -> EventsResponse:
-    """Events as they came, in the ids of the source; those that the present model could not read are refused."""
-    servable = front.service.fleet(front.service.ranker).servable
-    given = request.history
+async def store_events(context: HandlerContext, request: EventsRequest) -> EventsResponse:
+    """Append events to the history store, with source ids; events that the ranking model cannot read are rejected."""
+    servable = context.service.deployment(context.service.ranker).servable
+    history = request.history
     check_feature_names(request, servable)
-    if not given.items or given.times_ms is None:
-        raise BadRequestError("must hold items and times_ms", "history")
-    RequestResolver(servable, front.limits, RequestNotes()).events(given, int(time.time() * 1000))
-    kept = {name: getattr(given, name) for name in ("items", "times_ms", "actions", "features")}
-    num_events = await front.store.append(parse_user(request.user, front.limits), kept, _patience_s(front))
+    if not history.items or history.times_ms is None:
+        raise BadRequestError("must contain items and times_ms", "history")
+    RequestResolver(servable, context.limits, RequestNotes()).events(history, int(time.time() * 1000))
+    events = {name: getattr(history, name) for name in ("items", "times_ms", "actions", "features")}
+    num_events = await context.store.append(parse_user(request.user, context.limits), events, _store_timeout_s(context))
     return {} if num_events is None else {"events": num_events}
 
 
-async def forget_cache(front: HandlerContext, user: str) -> HttpResponse:
-    """Prefixes that were computed for the user."""
-    front.service.forget(parse_user(user, front.limits))
+async def forget_cache(context: HandlerContext, user: str) -> HttpResponse:
+    """Evict the prefixes of a user from the prefix cache."""
+    context.service.forget(parse_user(user, context.limits))
     return HttpResponse(204, b"")
 
 
-async def forget_events(front: HandlerContext, user: str) -> HttpResponse:
-    """Events that are kept of the user."""
-    await front.store.forget(parse_user(user, front.limits), _patience_s(front))
+async def forget_events(context: HandlerContext, user: str) -> HttpResponse:
+    """Delete the stored events of a user."""
+    await context.store.forget(parse_user(user, context.limits), _store_timeout_s(context))
     return HttpResponse(204, b"")
 
 
-def _patience_s(front: HandlerContext) -> float:
-    return front.limits.default_timeout_ms / 1000.0
+def _store_timeout_s(context: HandlerContext) -> float:
+    return context.limits.default_timeout_ms / 1000.0
 
 
 EVENTS = EndpointSpec(
     method="POST",
     path="/v1/events",
-    summary="Events, kept for requests without a history",
-    handle=keep_events,
+    summary="Store events of a user for later requests without a history",
+    handle=store_events,
     request=EventsRequest,
-    answer=EventsResponse,
+    response=EventsResponse,
     status=202,
     example={"user": "ann", "history": {"items": ["12"], "times_ms": [1642271351894]}},
 )
 FORGET_CACHE = EndpointSpec(
     method="DELETE",
     path="/v1/users/{id}/cache",
-    summary="Forget the prefixes that were computed for a user",
+    summary="Evict the prefixes of a user from the prefix cache",
     handle=forget_cache,
     status=204,
 )
 FORGET_EVENTS = EndpointSpec(
     method="DELETE",
     path="/v1/users/{id}/events",
-    summary="Forget the events that are kept of a user",
+    summary="Delete the stored events of a user",
     handle=forget_events,
     status=204,
 )

@@ -2,16 +2,16 @@
 const byId = id => document.getElementById(id);
 const SVG = 'http://www.w3.org/2000/svg';
 const make = (name, attributes = {}, ...inner) => {
-  const found = document.createElement(name);
-  for (const [key, value] of Object.entries(attributes)) found.setAttribute(key, value);
-  found.append(...inner);
-  return found;
+  const element = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+  element.append(...inner);
+  return element;
 };
 const draw = (name, attributes = {}, text = '') => {
-  const found = document.createElementNS(SVG, name);
-  for (const [key, value] of Object.entries(attributes)) found.setAttribute(key, value);
-  if (text) found.textContent = text;
-  return found;
+  const element = document.createElementNS(SVG, name);
+  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+  if (text) element.textContent = text;
+  return element;
 };
 const number = value => value === null || value === undefined ? '-'
   : Math.abs(value) >= 100 ? Math.round(value).toLocaleString() : value.toLocaleString(undefined, {maximumFractionDigits: 1});
@@ -19,7 +19,7 @@ const share = value => value === null || value === undefined ? '-' : `${(100 * v
 const age = seconds => seconds === null || seconds === undefined ? '-' : seconds < 120 ? `${Math.round(seconds)} s`
   : seconds < 7200 ? `${Math.round(seconds / 60)} min` : seconds < 172800 ? `${Math.round(seconds / 3600)} h`
   : `${Math.round(seconds / 86400)} days`;
-const SOURCES = {device: [0, 'device'], dram: [2, 'DRAM'], none: [1, 'computed in full']};
+const SOURCES = {device: [0, 'device'], host: [2, 'host memory'], none: [1, 'not cached']};
 
 let key = '', slot = '', titles = {};
 
@@ -46,13 +46,13 @@ function chart(title, columns, series, format, top) {
     picture.append(draw('text', {x: left - 4, y: y(part * most) + 4, 'text-anchor': 'end'}, format(part * most)));
   }
   for (const part of [1, 0.5, 0]) {
-    const place = left + (width - left - 8) * (1 - part), anchor = part === 1 ? 'start' : part ? 'middle' : 'end';
-    picture.append(draw('text', {x: place, y: height - 6, 'text-anchor': anchor}, part ? `-${age(part * shown)}` : 'now'));
+    const position = left + (width - left - 8) * (1 - part), anchor = part === 1 ? 'start' : part ? 'middle' : 'end';
+    picture.append(draw('text', {x: position, y: height - 6, 'text-anchor': anchor}, part ? `-${age(part * shown)}` : 'now'));
   }
   for (const one of series) {
     let line = [];
     const flush = () => {
-      if (line.length) picture.append(draw('polyline', {class: `s${one.colour}`, points: line.join(' ')}));
+      if (line.length) picture.append(draw('polyline', {class: `s${one.color}`, points: line.join(' ')}));
       line = [];
     };
     (columns[one.field] || []).forEach((value, index) => {
@@ -64,7 +64,7 @@ function chart(title, columns, series, format, top) {
   const legend = make('p', {class: 'legend'});
   for (const one of series) {
     const last_value = format((columns[one.field] || [])[last]);
-    legend.append(make('span', {}, make('i', {class: `swatch b${one.colour}`}), `${one.name} ${last_value}`));
+    legend.append(make('span', {}, make('i', {class: `swatch b${one.color}`}), `${one.name} ${last_value}`));
   }
   return make('figure', {}, make('figcaption', {}, title), picture, legend);
 }
@@ -74,14 +74,14 @@ function markSwaps(picture, columns, x, base) {
   versions.forEach((version, index) => {
     if (index && version !== versions[index - 1]) {
       const line = draw('line', {class: 's3', 'stroke-dasharray': '2 3', x1: x(index), x2: x(index), y1: 6, y2: base});
-      line.append(draw('title', {}, `${version} from here on`));
+      line.append(draw('title', {}, `model version ${version}`));
       picture.append(line);
     }
   });
 }
 
 function withShares(columns) {
-  const of = ['device', 'dram', 'none'].map(name => columns[`from_${name}`] || []);
+  const of = ['device', 'host', 'none'].map(name => columns[`from_${name}`] || []);
   const sums = (columns.at_s || []).map((_, i) => of[0][i] + of[1][i] + of[2][i]);
   const part = rows => sums.map((sum, i) => sum ? rows.reduce((total, row) => total + row[i], 0) / sum : null);
   return {...columns, hits: part([of[0], of[1]]), hits_device: part([of[0]])};
@@ -90,70 +90,71 @@ function withShares(columns) {
 function showCharts(columns) {
   const all = withShares(columns);
   byId('charts').replaceChildren(
-    chart('Requests a second', all, [{name: 'answered', field: 'answered', colour: 0},
-      {name: 'refused', field: 'refused', colour: 1}, {name: 'failed', field: 'failed', colour: 5}], number),
-    chart('Time to answer, ms', all, [{name: 'P50', field: 'p50_ms', colour: 2},
-      {name: 'P99', field: 'p99_ms', colour: 3}], number),
-    chart('Prefixes found', all, [{name: 'anywhere', field: 'hits', colour: 0},
-      {name: 'on the device', field: 'hits_device', colour: 2}], share, 1),
-    chart('Device and DRAM in use', all, [{name: 'device at work', field: 'device_busy', colour: 1},
-      {name: 'device cache', field: 'device_cache', colour: 0}, {name: 'DRAM', field: 'dram_cache', colour: 2}], share, 1),
-    chart('Work that waits, ms', all, [{name: 'waiting', field: 'queued_ms', colour: 4}], number),
-    chart('Age of the model', all, [{name: 'since its export', field: 'age_s', colour: 3}], age));
+    chart('Requests per second', all, [{name: 'ok', field: 'ok', color: 0},
+      {name: 'shed', field: 'shed', color: 1}, {name: 'failed', field: 'failed', color: 5}], number),
+    chart('Latency, ms', all, [{name: 'P50', field: 'p50_ms', color: 2},
+      {name: 'P99', field: 'p99_ms', color: 3}], number),
+    chart('Prefix cache hits', all, [{name: 'device and host', field: 'hits', color: 0},
+      {name: 'device', field: 'hits_device', color: 2}], share, 1),
+    chart('Utilization', all, [{name: 'device busy', field: 'device_busy', color: 1},
+      {name: 'device cache', field: 'device_cache', color: 0}, {name: 'host cache', field: 'host_cache', color: 2}],
+      share, 1),
+    chart('Queued work, ms', all, [{name: 'queued', field: 'queued_ms', color: 4}], number),
+    chart('Model age', all, [{name: 'since export', field: 'age_s', color: 3}], age));
 }
 
-// The relay.
+// Latest requests.
 
 function showRelay(relay) {
   const all = Object.entries(relay).flatMap(([role, each]) => each.map(one => ({...one, role})));
-  const shown = all.sort((a, b) => a.came_s - b.came_s).slice(-28);
+  const shown = all.sort((a, b) => a.arrived_s - b.arrived_s).slice(-28);
   if (!shown.length) {
-    byId('relay').replaceChildren(make('p', {class: 'quiet'}, 'nothing was asked yet'));
+    byId('relay').replaceChildren(make('p', {class: 'quiet'}, 'no requests yet'));
     return;
   }
   const [left, width, step] = [150, 900, 15];
-  const first = shown[0].came_s, end = Math.max(...shown.map(one => one.ended_s));
-  // Requests lie far apart in time: gaps between them are drawn short, so that the requests themselves can be seen.
+  const first = shown[0].arrived_s, end = Math.max(...shown.map(one => one.ended_s));
+  // Gaps between requests are long compared with the requests, so they are compressed.
   const spans = compressed(shown, first, end);
   const x = seconds => left + (width - left - 60) * spans(seconds);
   const height = shown.length * step + 26;
   const picture = draw('svg', {viewBox: `0 0 ${width} ${height}`, role: 'img',
-    'aria-label': `the last ${shown.length} requests of the relay`});
+    'aria-label': `the latest ${shown.length} requests`});
   const rows = new Map(shown.map((one, row) => [`${one.role} ${one.number}`, row]));
   shown.forEach((one, row) => {
-    const [colour, words] = SOURCES[one.prefix];
-    const y = 4 + row * step, signal = one.kind === 'signal';
-    const took = (1e3 * (one.ended_s - one.came_s)).toFixed(1);
-    picture.append(draw('text', {x: 0, y: y + 10}, signal ? `signal, ${one.tokens} tokens`
+    const [color, words] = SOURCES[one.cache_source];
+    const y = 4 + row * step, isPreinfer = one.kind === 'preinfer';
+    const took = (1e3 * (one.ended_s - one.arrived_s)).toFixed(1);
+    picture.append(draw('text', {x: 0, y: y + 10}, isPreinfer ? `pre-infer, ${one.tokens} tokens`
       : `rank ${one.candidates || 'all'} by ${one.tokens}`));
-    const whole = Math.max(2, x(one.ended_s) - x(one.came_s));
-    const busy = Math.max(1.5, Math.min(whole, whole * one.computed_s / Math.max(1e-9, one.ended_s - one.came_s)));
-    const tone = signal ? 4 : colour;
-    const frame = draw('rect', {class: `outline s${tone}`, x: x(one.came_s), y, width: whole, height: step - 5, rx: 2});
+    const total = Math.max(2, x(one.ended_s) - x(one.arrived_s));
+    const busy = Math.max(1.5, Math.min(total, total * one.computed_s / Math.max(1e-9, one.ended_s - one.arrived_s)));
+    const tone = isPreinfer ? 4 : color;
+    const frame = draw('rect', {class: `outline s${tone}`, x: x(one.arrived_s), y, width: total, height: step - 5, rx: 2});
     const parts = Object.entries(one.parts_ms).map(([name, ms]) => `${name} ${ms.toFixed(2)}`).join(', ');
     frame.append(draw('title', {}, `${took} ms, ${(1e3 * one.computed_s).toFixed(1)} ms on the device, prefix: ${words}`
-      + (parts && `\nparts, ms: ${parts}`)));
-    picture.append(frame, draw('rect', {class: signal ? 'outline s4' : `f${tone}`, x: x(one.ended_s) - busy, y, width: busy,
+      + (parts && `\nbreakdown, ms: ${parts}`)));
+    picture.append(frame, draw('rect', {class: isPreinfer ? 'outline s4' : `f${tone}`, x: x(one.ended_s) - busy, y, width: busy,
       height: step - 5, rx: 2}));
     picture.append(draw('text', {x: x(one.ended_s) + 5, y: y + 9}, `${took} ms`));
-    const from = one.signal === null ? undefined : rows.get(`${one.role} ${one.signal}`);
+    const from = one.preinfer === null ? undefined : rows.get(`${one.role} ${one.preinfer}`);
     if (from !== undefined) {
       const source = shown[from];
-      picture.append(draw('path', {class: 'link', d: `M ${x(source.ended_s)} ${4 + from * step + 10} L ${x(one.came_s)} ${y}`}));
+      picture.append(draw('path', {class: 'link', d: `M ${x(source.ended_s)} ${4 + from * step + 10} L ${x(one.arrived_s)} ${y}`}));
     }
   });
   const legend = make('p', {class: 'legend'});
-  for (const [colour, words] of Object.values(SOURCES)) {
-    legend.append(make('span', {}, make('i', {class: `swatch b${colour}`}), words));
+  for (const [color, words] of Object.values(SOURCES)) {
+    legend.append(make('span', {}, make('i', {class: `swatch b${color}`}), words));
   }
   byId('relay').replaceChildren(picture, legend);
 }
 
 function compressed(shown, first, end) {
-  // Seconds to a share of the width: stretches in which something was under way get nine tenths of it.
-  const edges = [...new Set(shown.flatMap(one => [one.came_s, one.ended_s]))].sort((a, b) => a - b);
+  // Maps seconds to a fraction of the width; periods with a request in progress get 90 % of it.
+  const edges = [...new Set(shown.flatMap(one => [one.arrived_s, one.ended_s]))].sort((a, b) => a - b);
   const pieces = edges.slice(1).map((to, i) => ({from: edges[i], to,
-    busy: shown.some(one => one.came_s <= edges[i] && one.ended_s >= to)}));
+    busy: shown.some(one => one.arrived_s <= edges[i] && one.ended_s >= to)}));
   const total = busy => pieces.filter(piece => piece.busy === busy).reduce((sum, p) => sum + p.to - p.from, 0);
   const [busy, idle] = [total(true), total(false)];
   const weight = piece => piece.busy ? (idle ? 0.9 : 1) * (piece.to - piece.from) / (busy || 1)
@@ -162,30 +163,30 @@ function compressed(shown, first, end) {
     * Math.max(0, Math.min(1, (seconds - piece.from) / (piece.to - piece.from || 1))), 0);
 }
 
-// What stands now.
+// Current status.
 
 function showTiles(status, columns) {
   const last = (columns.at_s || []).length - 1, seconds = Math.min(10, last + 1);
   const recent = name => (columns[name] || []).slice(-seconds).reduce((sum, value) => sum + (value || 0), 0);
-  const ranked = recent('from_device') + recent('from_dram') + recent('from_none');
+  const ranked = recent('from_device') + recent('from_host') + recent('from_none');
   const tile = (words, value) => make('div', {class: 'tile'}, make('b', {}, value), make('span', {}, words));
   byId('tiles').replaceChildren(
-    tile('answers a second', seconds > 0 ? number(recent('answered') / seconds) : '-'),
+    tile('responses per second', seconds > 0 ? number(recent('ok') / seconds) : '-'),
     tile('P50 ms', number(status.latency.p50_ms)), tile('P99 ms', number(status.latency.p99_ms)),
-    tile('prefixes found', ranked ? share((ranked - recent('from_none')) / ranked) : '-'),
-    tile('off their own slot', number(status.router.diverted + status.router.leaked)),
-    tile('age of the model', age(last >= 0 ? columns.age_s[last] : null)));
+    tile('prefix cache hits', ranked ? share((ranked - recent('from_none')) / ranked) : '-'),
+    tile('routed to other instances', number(status.router.diverted + status.router.spilled)),
+    tile('model age', age(last >= 0 ? columns.age_s[last] : null)));
 }
 
 function rowsOfFollowing(follow, row) {
   if (!follow) return;
-  row('follows', follow.address);
+  row('follows address', follow.address);
   row('version number', follow.behind > 0 ? `${follow.number}, ${follow.behind} behind` : follow.number);
-  if (follow.problem) row('why behind', follow.problem);
+  if (follow.problem) row('reason for the lag', follow.problem);
   const seconds = (value) => `${value.toFixed(2)} s`;
-  if (follow.fresh_s !== null) row('from event to answer', seconds(follow.fresh_s));
+  if (follow.freshness_s !== null) row('from event to response', seconds(follow.freshness_s));
   for (const [part, value] of Object.entries(follow.parts_s)) {
-    if (value !== null) row(`of it: ${part}`, seconds(value));
+    if (value !== null) row(`part: ${part}`, seconds(value));
   }
 }
 
@@ -200,17 +201,17 @@ function showModels(models, follow) {
       cell.textContent = value;
     };
     row('version', model.version);
-    row('in service since', new Date(1e3 * model.loaded_at_s).toLocaleString());
+    row('loaded at', new Date(1e3 * model.loaded_at_s).toLocaleString());
     rowsOfFollowing(follow[role], row);
     row('device cache', `${number(model.device_pages_used)} of ${number(model.device_pages)} pages`);
-    row('DRAM', `${number(model.dram_bytes_used / 1e6)} of ${number(model.dram_bytes / 1e6)} MB`);
-    row('reading back beats computing', model.break_even_tokens ? `from ${model.break_even_tokens} tokens on` : 'never');
+    row('host cache', `${number(model.host_bytes_used / 1e6)} of ${number(model.host_bytes / 1e6)} MB`);
+    row('reload from host pays off', model.break_even_tokens ? `from ${model.break_even_tokens} tokens` : 'never');
     if (model.precision) {
       const {dtype, tables, prefixes, overlap, metric, before, after} = model.precision;
-      const told = (value) => value === null ? '-' : value.toFixed(4);
-      row('weights, tables, prefixes in', `${dtype}, ${tables}, ${prefixes}`);
-      row('ten best that stayed', share(overlap));
-      row(`${metric} before and after`, `${told(before)}, ${told(after)}`);
+      const score = (value) => value === null ? '-' : value.toFixed(4);
+      row('dtype of weights, tables, KV cache', `${dtype}, ${tables}, ${prefixes}`);
+      row('top-10 overlap after quantization', share(overlap));
+      row(`${metric} before and after`, `${score(before)}, ${score(after)}`);
     }
     for (const [name, count] of Object.entries(model.counts).sort()) row(name.replaceAll('_', ' '), number(count));
     return make('div', {class: 'card'}, make('h3', {}, role), table);
@@ -222,26 +223,26 @@ async function show() {
     const answer = await ask(slot === '' ? '/v1/live' : `/v1/live?slot=${slot}`);
     if (answer.status === 401 || answer.status === 403) {
       byId('login').hidden = false;
-      byId('state').textContent = key ? 'this key may not look at the server' : 'this server asks for a key';
+      byId('state').textContent = key ? 'this API key is not authorized for the live page' : 'this server requires an API key';
     } else if (!answer.ok) {
       throw new Error(answer.status);
     } else {
-      const told = await answer.json();
+      const data = await answer.json();
       if (slot === '' && answer.headers.has('x-nestrec-slot')) findSlots();
       byId('login').hidden = true;
-      showTiles(told.status, told.timeline);
-      showCharts(told.timeline);
-      showRelay(told.relay);
-      showModels(told.status.models, told.status.follow);
+      showTiles(data.status, data.timeline);
+      showCharts(data.timeline);
+      showRelay(data.relay);
+      showModels(data.status.models, data.status.follow);
       byId('state').textContent = `live, ${new Date().toLocaleTimeString()}`;
     }
   } catch (error) {
-    byId('state').textContent = 'no answer from the server';
+    byId('state').textContent = 'the server is not responding';
   }
   setTimeout(show, 1000);
 }
 
-async function findSlots() {  // behind a front, which has several
+async function findSlots() {  // a gateway has several instances
   const answer = await ask('/v1/gateway').catch(() => null);
   if (!answer || !answer.ok) return;
   const {alive} = await answer.json();
@@ -258,7 +259,7 @@ byId('login').addEventListener('submit', event => {
   prepareTry();
 });
 
-// Requests by hand.
+// Form to try requests.
 
 async function prepareTry() {
   const answer = await ask('/openapi.json').catch(() => null);
@@ -307,7 +308,7 @@ byId('search').addEventListener('input', async event => {
     const chosen = make('button', {type: 'button'}, title);
     chosen.addEventListener('click', () => addItem(item, title));
     return chosen;
-  }) : [make('span', {}, 'no title has it')]));
+  }) : [make('span', {}, 'no matching titles')]));
 });
 
 function addItem(item, title) {
@@ -324,23 +325,23 @@ function addItem(item, title) {
 byId('body').addEventListener('change', showHistory);
 byId('try').addEventListener('submit', async event => {
   event.preventDefault();
-  const start = performance.now(), asked = bodyNow();
+  const start = performance.now(), request = bodyNow();
   const answer = await ask(byId('route').value, byId('body').value).catch(() => null);
   const took = (performance.now() - start).toFixed(1), outcome = byId('outcome');
-  if (!answer) { outcome.textContent = 'no answer from the server'; return; }
-  const told = await answer.json().catch(() => ({}));
+  if (!answer) { outcome.textContent = 'the server is not responding'; return; }
+  const response = await answer.json().catch(() => ({}));
   outcome.className = answer.ok ? '' : 'problem';
   outcome.textContent = `${answer.status} in ${took} ms, request ${answer.headers.get('x-request-id')}`
-    + (told.error ? `: ${told.error.field ? told.error.field + ' ' : ''}${told.error.message}`
-      + (told.error.remedy ? ` (${told.error.remedy})` : '') : '');
-  await showScores(told, asked);
+    + (response.error ? `: ${response.error.field ? response.error.field + ' ' : ''}${response.error.message}`
+      + (response.error.remedy ? ` (${response.error.remedy})` : '') : '');
+  await showScores(response, request);
   byId('raw').hidden = false;
-  byId('raw').textContent = JSON.stringify(told, null, 1);
+  byId('raw').textContent = JSON.stringify(response, null, 1);
 });
 
-async function showScores(told, asked) {
-  const items = (told.items || (told.scores && asked && asked.candidates) || []).map(String);
-  const outputs = Object.entries(told.scores || {});
+async function showScores(response, request) {
+  const items = (response.items || (response.scores && request && request.candidates) || []).map(String);
+  const outputs = Object.entries(response.scores || {});
   await learnTitles(items);
   const named = items.some(item => titles[item]), table = byId('results');
   if (!items.length) { table.replaceChildren(); return; }
