@@ -1,1 +1,1 @@
-"""What a cluster would do: schedules replayed over costs, plans searched, clusters described."""
+"""Planning by simulation: predicts step time and memory of a recipe on a cluster and searches for the best options."""

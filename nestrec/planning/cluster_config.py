@@ -1,6 +1,7 @@
-"""What a cluster is made of: a TOML file, or one that comes with the package. docs/planning.md has the format.
+"""Cluster description for the planner: hosts, devices, links and measured operation costs.
 
-The cluster that this process sees: its own machine, as torchrun has divided it.
+A cluster is read from a TOML file (format: docs/planning.md), from one of the files in the package, or from the machine
+of this process as torchrun has divided it among ranks.
 """
 
 import os
@@ -22,36 +23,36 @@ GIB = 2**30
 
 @config
 class DeviceConfig:
-    """What a rank computes on."""
+    """Compute device of one rank."""
 
     kind: Literal["cuda", "cpu"]
-    """cpu: a rank has no memory but its host's"""
+    """Device type; on `cpu` a rank has only the memory of its host."""
     memory_gib: Positive
-    """of one device; for a CPU the part of the host's memory that a rank may use"""
+    """Memory of one device in GiB; for a CPU the share of the host memory that a rank can use."""
     peak_tflops: Positive
-    """dense products in the training precision; what MFU is a part of"""
+    """Peak throughput of dense matrix products in the training precision in TFLOP/s, the reference for MFU."""
     reserved_gib: NonNegative = 0.0
-    """taken by the runtime: contexts, communication buffers, fragmentation"""
+    """Device memory in GiB that the runtime occupies: CUDA contexts, communication buffers, fragmentation."""
     collective_slowdown: NonNegative = 0.0
-    """by what part kernels take longer beside collectives, which run on the same multiprocessors"""
+    """Relative slowdown of kernels while collectives run on the same multiprocessors, for example 0.1 for 10%."""
 
 
 @config
 class HostConfig:
-    """What ranks share."""
+    """One host, which its ranks share."""
 
     ranks: Count
-    """devices of a host, one rank each"""
+    """Number of devices per host; each is one rank."""
     cores: Count
-    """processor cores of a host, shared by its ranks"""
+    """Number of CPU cores per host, shared by its ranks."""
     memory_gib: Positive
-    """memory of a host, for tables in DRAM and what the ranks keep there"""
+    """Memory of a host in GiB, for tables in DRAM and host buffers of the ranks."""
     disk_gib: NonNegative = 0.0
-    """of a host, for stores on disk"""
-    crowding: NonNegative = 0.0
-    """extra time of work while more lanes work than there are cores"""
-    copy_gb_per_s: NonNegative = 0.0
-    """of a rank, through host memory and a network driven by the host; 0: not to be used"""
+    """Disk space of a host in GiB for disk stores; 0 disables them."""
+    core_contention: NonNegative = 0.0
+    """Relative slowdown of work while more lanes are active than the host has cores."""
+    host_copy_gb_per_s: NonNegative = 0.0
+    """Bandwidth of one rank in GB/s for transfers through host memory; 0 disables this transport."""
 
 
 @config
@@ -59,78 +60,92 @@ class ClusterConfig:
     """A cluster of equal hosts."""
 
     name: str
-    """what plans and pages call it"""
+    """Name of the cluster in plans and reports."""
     hosts: Count
-    """how many equal hosts it has"""
+    """Number of equal hosts."""
     device: DeviceConfig
-    """one rank"""
+    """Device of each rank."""
     host: HostConfig
-    """one host"""
+    """Configuration of each host."""
     links: tuple[Link, ...]
-    """from the innermost level to the outermost"""
+    """Levels of the link hierarchy from the innermost to the outermost."""
     profile: Profile
-    """what operations take"""
+    """Costs of the operations of a step."""
 
     @property
     def world(self) -> int:
+        """Number of ranks."""
         return self.hosts * self.host.ranks
 
     @property
     def shares_cores(self) -> bool:
-        """Whether lanes that compute may outnumber the cores of a host."""
+        """Whether a host can have more active lanes than cores."""
         return self.device.kind == "cpu" and self.host.cores < 2 * self.host.ranks
 
     def link_model(self) -> Links:
+        """Return the cost model of the links."""
         return Links(self.links)
 
 
 def load_cluster(name: str) -> ClusterConfig:
-    """A file, or a name that the package knows."""
+    """Load a cluster description.
+
+    Args:
+        name: Path of a .toml file, or name of a cluster in the package (see `cluster_names`).
+
+    Raises:
+        UserError: The file or name does not exist, or the file is invalid.
+    """
     path = Path(name)
     if path.suffix == ".toml":
-        require(path.exists(), "there is no such file", option="--cluster", value=name, remedy="see docs/planning.md")
+        require(path.exists(), "the file does not exist", option="--cluster", value=name, remedy="see docs/planning.md")
         try:
             text = path.read_text()
         except (OSError, UnicodeDecodeError) as error:
-            remedy = "name a file of text in UTF-8, see docs/planning.md"
-            raise UserError(f"cannot be read: {error}", option="--cluster", value=name, remedy=remedy) from error
+            remedy = "use a UTF-8 text file, see docs/planning.md"
+            raise UserError(
+                f"the file cannot be read: {error}", option="--cluster", value=name, remedy=remedy
+            ) from error
     else:
         known = cluster_names()
         if name not in known:
             remedy = f"{did_you_mean(name, known)}, or the path of a .toml file"
-            raise UserError("is no known cluster", option="--cluster", value=name, remedy=remedy)
+            raise UserError("unknown cluster", option="--cluster", value=name, remedy=remedy)
         text = (resources.files("nestrec.planning") / "clusters" / f"{name}.toml").read_text()
-    return cluster_of(parse(text, name))
+    return cluster_from_dict(parse(text, name))
 
 
 def cluster_names() -> list[str]:
-    """Clusters that come with the package."""
+    """Return the names of the clusters in the package."""
     folder = resources.files("nestrec.planning") / "clusters"
     return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
 
 
 def parse(text: str, name: str) -> dict[str, Any]:
+    """Parse the TOML text of a cluster file; `name` is that of the file, for errors."""
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise UserError(f"is no TOML: {error}", option="--cluster", value=name, remedy="see docs/planning.md") from error
+        raise UserError(
+            f"invalid TOML: {error}", option="--cluster", value=name, remedy="see docs/planning.md"
+        ) from error
 
 
-def cluster_of(plain: dict[str, Any]) -> ClusterConfig:
-    """Checked: every name, type and sign."""
+def cluster_from_dict(plain: dict[str, Any]) -> ClusterConfig:
+    """Build a cluster from the contents of a cluster file; every name, type and range is validated."""
     cluster = from_plain(ClusterConfig, plain)
     if not cluster.links or cluster.links[-1].ranks != 0:
         raise UserError(
             "the outermost level must join all ranks",
             option="links",
             value=len(cluster.links),
-            remedy="give the last of them ranks = 0",
+            remedy="set ranks = 0 in the last [[links]] table",
         )
     return cluster
 
 
 def this_machine(*, uses_cuda: bool) -> ClusterConfig:
-    """Memory and cores as they are; what operations take as the shipped files say. Links are not looked at."""
+    """Describe this machine: its memory and cores, with links and operation costs of the files in the package."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     hosts = max(1, int(os.environ.get("WORLD_SIZE", "1")) // local)
     host_gib = psutil.virtual_memory().total / GIB

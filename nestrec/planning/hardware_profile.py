@@ -1,13 +1,12 @@
-"""Hardware profile: costs of operations and of transfers over a hierarchy of links.
+"""Hardware profile: cost models of operations and of collectives over a hierarchy of links.
 
-How long exchanges take on a hierarchy of links: inside a host, inside a rack, between racks.
+`Links` models collectives on a hierarchy of links: inside a host, inside a rack, between racks. A level connects
+`ranks` neighboring ranks; bytes that leave a level pass through the links of the next one, so that a collective takes
+as long as on its most loaded level. Each further peer adds a latency, and many senders per receiver (incast) reduce the
+bandwidth.
 
-A level joins `ranks` neighbouring ranks. What leaves a level passes through the links of the next, so an exchange is as
-slow as the most loaded level. Each further peer costs a message, and many senders to one receiver slow the bytes down.
-
-What the operations of a step take on a machine: a line for each, measured by `nestrec bench calibrate` or given.
-
-The amounts that an operation is charged for stand beside its name. Time on links is not here (see links).
+`Profile` contains a linear cost of each operation of a training step, measured by `nestrec bench calibrate` or set by
+hand. The field docs name the amount that multiplies `unit_s`. Time on links is not part of a profile.
 """
 
 from dataclasses import dataclass, replace
@@ -24,62 +23,69 @@ class Link:
     """One level of the hierarchy, as one rank sees it."""
 
     name: str
-    """host, rack, fabric"""
+    """Name of the level, for example host, rack or fabric."""
     ranks: Natural
-    """neighbouring ranks that it joins; 0: all"""
+    """Number of neighboring ranks that the level connects; 0 means all ranks."""
     gb_per_s: Positive
-    """bandwidth of a rank, each way"""
+    """Bandwidth of a rank in each direction, in GB/s."""
     latency_us: NonNegative = 0.0
-    """of a transfer"""
-    message_us: NonNegative = 0.0
-    """of each further peer"""
-    fan_in: NonNegative = 0.0
-    """by what part the bytes of an All2All take longer for each peer"""
+    """Latency of a transfer in microseconds."""
+    per_peer_latency_us: NonNegative = 0.0
+    """Additional latency per peer in microseconds."""
+    all_to_all_penalty: NonNegative = 0.0
+    """Relative increase of the transfer time of an all-to-all per peer."""
     burst_bytes: NonNegative = 0.0
-    """bytes that pass at no cost after a pause: the bucket of a link that is limited"""
+    """Bytes that pass without delay after a pause: the token bucket of a rate-limited link."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Ranks that exchange: `size` of them, `stride` apart."""
+    """Ranks of a collective: `size` ranks at a distance of `stride`."""
 
     size: int
     stride: int = 1
 
     def within(self, ranks: int) -> int:
-        """How many of them are among `ranks` neighbours (0: all)."""
+        """Return how many ranks of the group are among `ranks` neighboring ranks (0: all)."""
         return self.size if ranks == 0 else max(1, min(self.size, ranks // self.stride))
 
 
 @dataclass(frozen=True, slots=True)
 class TransferTime:
-    """An exchange on links, in seconds."""
+    """Time of a collective on the links, in seconds."""
 
     wire_s: Any
-    """of the bytes on the most loaded level"""
+    """Transfer time of the bytes on the most loaded level."""
     latency_s: float
-    """of transfers and messages"""
+    """Sum of the latencies."""
     burst_s: float
-    """of the bytes that pass at no cost after a pause, on the outermost level that is crossed"""
+    """Transfer time of the bytes that pass without delay after a pause, on the outermost level in use."""
 
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Levels from the innermost to the outermost."""
+    """Cost model of collectives on a hierarchy of links."""
 
     levels: tuple[Link, ...]
+    """Levels from the innermost to the outermost."""
 
-    def capped(self, gb_per_s: float) -> "Links":
-        """The same with no level quicker than this."""
+    def limited_to(self, gb_per_s: float) -> "Links":
+        """Return the same links with the bandwidth of each level limited to `gb_per_s`."""
         return Links(tuple(replace(link, gb_per_s=min(link.gb_per_s, gb_per_s)) for link in self.levels))
 
     def all_to_all_s(self, group: Group, num_bytes: Any) -> Any:
-        """As `all_to_all`, where the link was busy before."""
-        crossing = self.all_to_all(group, num_bytes)
-        return crossing.wire_s + crossing.latency_s
+        """Return the seconds of an `all_to_all` on a busy link, without the burst allowance."""
+        transfer = self.all_to_all(group, num_bytes)
+        return transfer.wire_s + transfer.latency_s
 
     def all_to_all(self, group: Group, num_bytes: Any) -> "TransferTime":
-        """Each rank sends `num_bytes` (a number, or one a rank) in equal parts to all of the group, itself included."""
+        """Return the time of an all-to-all.
+
+        Args:
+            group: Ranks that take part.
+            num_bytes: Bytes that each rank sends in equal parts to all ranks of the group, itself included; a number,
+                or an array with one value per rank.
+        """
         slowest = 0.0 * num_bytes
         extra = 0.0
         burst = 0.0
@@ -89,19 +95,20 @@ class Links:
             if peers <= 0:
                 continue
             leaving = num_bytes * (group.size - inside) / group.size
-            slowest = np.maximum(slowest, leaving * (1.0 + link.fan_in * peers) / (link.gb_per_s * 1e9))
-            extra += link.latency_us * 1e-6 + peers * link.message_us * 1e-6
+            slowest = np.maximum(slowest, leaving * (1.0 + link.all_to_all_penalty * peers) / (link.gb_per_s * 1e9))
+            extra += link.latency_us * 1e-6 + peers * link.per_peer_latency_us * 1e-6
             burst = link.burst_bytes / (link.gb_per_s * 1e9)
             inside += peers
         return TransferTime(slowest, extra, burst)
 
     def all_reduce_s(self, group: Group, num_bytes: Any) -> Any:
-        """As `all_reduce`, where the link was busy before."""
-        crossing = self.all_reduce(group, num_bytes)
-        return crossing.wire_s + crossing.latency_s
+        """Return the seconds of an `all_reduce` on a busy link, without the burst allowance."""
+        transfer = self.all_reduce(group, num_bytes)
+        return transfer.wire_s + transfer.latency_s
 
     def all_reduce(self, group: Group, num_bytes: Any) -> "TransferTime":
-        """A ring at each level, over what the levels inside it have left: reduce-scatter inwards, gather outwards."""
+        """Return the time of a hierarchical ring all-reduce: reduce-scatter from the innermost level outward, then
+        all-gather back; each level transfers only the shards that the levels inside it have left."""
         wire = 0.0
         extra = 0.0
         burst = 0.0
@@ -111,30 +118,30 @@ class Links:
             if parts <= 1:
                 continue
             wire = wire + 2.0 * (parts - 1) / parts * num_bytes / inside / (link.gb_per_s * 1e9)
-            extra += 2 * (link.latency_us + (parts - 1) * link.message_us) * 1e-6
+            extra += 2 * (link.latency_us + (parts - 1) * link.per_peer_latency_us) * 1e-6
             burst = link.burst_bytes / (link.gb_per_s * 1e9)
             inside *= parts
         return TransferTime(wire, extra, burst)
 
     def bytes_leaving(self, group: Group, num_bytes: float) -> dict[str, float]:
-        """Bytes that a rank sends through each level in an All2All."""
-        found = {}
+        """Return the bytes that a rank sends through each level in an all-to-all."""
+        result = {}
         inside = 1
         for link in self.levels:
             peers = max(0, group.within(link.ranks) - inside)
-            found[link.name] = num_bytes * (group.size - inside) / group.size if peers else 0.0
+            result[link.name] = num_bytes * (group.size - inside) / group.size if peers else 0.0
             inside += peers
-        return found
+        return result
 
     def bytes_reduced(self, group: Group, num_bytes: float) -> dict[str, float]:
-        """Bytes that a rank sends through each level in an all-reduce."""
-        found = {}
+        """Return the bytes that a rank sends through each level in an all-reduce."""
+        result = {}
         inside = 1
         for link in self.levels:
             parts = max(1, group.within(link.ranks) // inside)
-            found[link.name] = 2.0 * (parts - 1) / parts * num_bytes / inside
+            result[link.name] = 2.0 * (parts - 1) / parts * num_bytes / inside
             inside *= parts
-        return found
+        return result
 
 
 StoreKind = Literal["device", "dram", "disk"]
@@ -142,76 +149,78 @@ StoreKind = Literal["device", "dram", "disk"]
 
 @config
 class LinearCost:
-    """Seconds of an operation: `fixed_s + unit_s * amount`."""
+    """Linear cost of an operation in seconds: `fixed_s + unit_s * amount`."""
 
     fixed_s: NonNegative = 0.0
-    """however little there is to do"""
+    """Fixed cost in seconds, independent of the amount."""
     unit_s: NonNegative = 0.0
-    """for each unit of its amount"""
+    """Cost in seconds per unit of the amount."""
 
     def of(self, amount: float) -> float:
+        """Return the seconds for an amount."""
         return self.fixed_s + self.unit_s * amount
 
 
 @config
 class StoreRates:
-    """Rows between a store and the buffers of the device; for each byte of rows."""
+    """Cost of moving rows between a store and the device buffers, per byte of rows."""
 
     fetch: LinearCost = LinearCost()
-    """from the store"""
+    """Cost of reading rows from the store, per byte."""
     write_back: LinearCost = LinearCost()
-    """to the store"""
+    """Cost of writing rows back to the store, per byte."""
 
 
 @config
 class ComputeRates:
-    """Forward and backward of a micro-batch."""
+    """Cost of the forward and backward pass of a micro-batch."""
 
     fixed_s: NonNegative = 0.0
-    """launches and whatever does not depend on tokens"""
+    """Fixed cost in seconds: kernel launches and other work that does not depend on the number of tokens."""
     flop_s: NonNegative = 0.0
-    """for each operation that grows with tokens"""
+    """Seconds per floating-point operation that scales with the number of tokens."""
     attention_flop_s: NonNegative = 0.0
-    """for each operation that grows with the square of a length"""
+    """Seconds per floating-point operation that scales with the square of the sequence length."""
 
 
 @config
 class Profile:
-    """A device and its host."""
+    """Measured costs of the operations of a training step on a device and its host."""
 
     deduplicate: LinearCost = LinearCost()
-    """for each key of the batch"""
+    """Deduplication of keys, per key of the batch."""
     exchange_keys: LinearCost = LinearCost()
-    """work of the host, for each key asked for"""
+    """Host work of the key exchange, per requested key."""
     arrange: LinearCost = LinearCost()
-    """for each key asked for, over all micro-batches"""
+    """Building of the exchange plan, per requested key of all micro-batches."""
     device: StoreRates = StoreRates()
-    """rows kept on the device"""
+    """Access to rows that are stored in device memory."""
     dram: StoreRates = StoreRates()
-    """rows kept in host memory"""
+    """Access to rows that are stored in host memory."""
     disk: StoreRates = StoreRates()
-    """rows kept on disk"""
+    """Access to rows that are stored on disk."""
     exchange_vectors: LinearCost = LinearCost()
-    """putting together, for each byte sent"""
+    """Packing for the all-to-all of embeddings, per byte sent."""
     exchange_gradients: LinearCost = LinearCost()
-    """putting together, for each byte sent"""
+    """Packing for the all-to-all of gradients, per byte sent."""
     add_gradients: LinearCost = LinearCost()
-    """for each byte received"""
+    """Accumulation of received gradients, per byte."""
     peers: LinearCost = LinearCost()
-    """work of the host in an exchange of keys, vectors or gradients, for each rank of the group (`nestrec bench host`
-    says how it grows)"""
+    """Host work of an exchange of keys, embeddings or gradients, per rank of the group (measured by `nestrec bench
+    host`)."""
     update_rows: LinearCost = LinearCost()
-    """for each byte of rows"""
+    """Optimizer update of embedding rows, per byte of rows."""
     intersect: LinearCost = LinearCost()
-    """rows in both of two batches, for each row of a batch"""
+    """Search for the rows that two batches share, per row of a batch."""
     copy: LinearCost = LinearCost()
-    """for each byte of rows in both"""
+    """Copy of the rows that two batches share, per byte."""
     dense_reduce: LinearCost = LinearCost()
-    """work of the device, for each byte of dense gradients"""
+    """Device work of the all-reduce of dense gradients, per byte."""
     dense_apply: LinearCost = LinearCost()
-    """for each byte of dense weights"""
+    """Optimizer update of the dense weights, per byte."""
     compute: ComputeRates = ComputeRates()
-    """the model"""
+    """Forward and backward pass of the model."""
 
     def store(self, kind: StoreKind) -> StoreRates:
+        """Return the access costs of a store."""
         return {"device": self.device, "dram": self.dram, "disk": self.disk}[kind]

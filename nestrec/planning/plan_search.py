@@ -1,7 +1,8 @@
-"""The search for a plan: for each schedule, one option at a time is changed as long as that helps.
+"""Search for the best plan: coordinate descent, one start per schedule.
 
-Most of what options do to a step adds up, so this finds the best or nearly so with a small part of the predictions of
-an exhaustive search, which is here too: the slow twin.
+The effects of options on a step are mostly additive. Changing one option at a time therefore finds the best candidate,
+or one close to it, with a small fraction of the predictions of an exhaustive search, which is the reference
+implementation (`exhaustive`).
 """
 
 import math
@@ -11,22 +12,22 @@ from dataclasses import dataclass, replace
 from nestrec.planning.predictor import Prediction, Predictor
 from nestrec.planning.search_space import FIELDS, Candidate, Space
 
-AS_GOOD = 0.005
-"""Times that differ by less than this part count as the same; then the simpler candidate wins."""
+EQUAL_TOLERANCE = 0.005
+"""Step times with a smaller relative difference count as equal; then the simpler candidate is better."""
 
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """What a search leaves behind."""
+    """Candidates that a search has predicted."""
 
     best: tuple[Prediction, ...]
-    """candidates that fit, the quickest first"""
+    """Candidates that fit into memory, fastest first."""
     others: tuple[Prediction, ...]
-    """those that were looked at and do not fit, the least lacking first"""
+    """Candidates that do not fit, smallest shortage first."""
 
 
 def search(predictor: Predictor, space: Space) -> SearchResult:
-    """Improve from one start a schedule; every candidate that was predicted is in the result."""
+    """Search by coordinate descent from one start per schedule; the result contains every candidate predicted."""
     for schedule in space.schedules:
         parts = [n for n in space.micro_batches if space.is_sensible(Candidate(schedule=schedule, micro_batches=n))]
         if parts:
@@ -45,18 +46,18 @@ def search(predictor: Predictor, space: Space) -> SearchResult:
 
 
 def exhaustive(predictor: Predictor, space: Space) -> SearchResult:
-    """Every candidate."""
-    return _sorted([predictor.predict(candidate) for candidate in space.everything()])
+    """Predict every candidate of the space; reference implementation of `search`."""
+    return _sorted([predictor.predict(candidate) for candidate in space.all_candidates()])
 
 
 def _improve(predictor: Predictor, space: Space, start: Candidate) -> None:
     best = predictor.predict(start)
     while True:
         before = best
-        for field in FIELDS[1:]:  # the schedule stays: which is best depends on the other options, and theirs on it
+        for field in FIELDS[1:]:  # not the schedule: the best values of the other options depend on it
             for value in space.values(field):
                 changed = replace(best.candidate, **{field: value})
-                if changed.micro_batches == 1:  # where that is open, there is nothing to cache
+                if changed.micro_batches == 1:  # with one micro-batch the window cache has no effect
                     changed = replace(changed, window_cache=space.window_cache[0])
                 if space.is_sensible(changed):
                     best = min(best, predictor.predict(changed), key=_badness)
@@ -65,8 +66,12 @@ def _improve(predictor: Predictor, space: Space, start: Candidate) -> None:
 
 
 def _badness(outcome: Prediction) -> tuple[float, int, int]:
-    """First what does not fit, then time, then how much there is to explain."""
-    return outcome.missing_bytes, round(math.log(outcome.step_s) / math.log(1.0 + AS_GOOD)), _complexity(outcome)
+    """Return the sort key of a candidate: missing memory, then step time, then complexity."""
+    return (
+        outcome.missing_bytes,
+        round(math.log(outcome.step_s) / math.log(1.0 + EQUAL_TOLERANCE)),
+        _complexity(outcome),
+    )
 
 
 def _complexity(outcome: Prediction) -> int:

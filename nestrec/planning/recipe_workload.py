@@ -1,9 +1,10 @@
-"""What a recipe asks for, taken from its own parts: the assembled samples of its data, its tables, its model.
+"""Measures the workload of a recipe and computes the expected work of each rank.
 
-Nothing of the tables is allocated, and the model is made without memory.
+`measure_workload` uses the recipe's own data, tables and model: it collates some thousand samples and counts their
+keys. Tables are not allocated, and the model is created on the meta device.
 
-Loads expected from distributions: lengths are drawn and dealt by the real balance policy, distinct keys follow the
-counted curve, and owners of a shard differ as hashing makes them differ.
+`expected_loads` samples sequence lengths, partitions them with the real balance policy, takes the number of unique keys
+from the counted curve, and varies the load of the shard owners as hashing does.
 """
 
 from dataclasses import replace
@@ -16,95 +17,106 @@ from numpy.typing import NDArray
 from nestrec.balance import CostModel, partition
 from nestrec.base.errors import require
 from nestrec.data.batch_loader import MicroBatch
-from nestrec.data.batch_order import contiguous
+from nestrec.data.batch_order import split_contiguous
 from nestrec.distributed import Topology
 from nestrec.embedding import TableConfig
 from nestrec.embedding.table_config import layout_of
 from nestrec.planning.simulator.program_replay import Mesh
 from nestrec.planning.workload import Amounts, Loads, TableLoad, Workload
-from nestrec.tasks.table_overrides import tables_with
+from nestrec.tasks.table_overrides import tables_with_option
 from nestrec.tasks.task import Task, TrainingCost
 from nestrec.tasks.task_registry import TASKS, make_task
 from nestrec.training.run_config import RunConfig
-from nestrec.training.training_session import open_data
+from nestrec.training.training_session import open_dataset
 
 PATTERN_STEPS = 3
 _SLOW_POLICIES_UP_TO = 200_000
-"""Samples of a global batch that the costly policies are asked to deal; of a larger one as many ranks are dealt at a
-time as fit."""
+"""Maximum number of samples that slow policies partition at once; larger batches are split into blocks of ranks."""
 
 
 def expected_loads(
     workload: Workload, mesh: Mesh, *, micro_batches: int, policy: str, window_cache: bool = False, seed: int = 0
 ) -> Loads:
-    """A few steps of all ranks."""
-    steps = [_dealt(workload, mesh.world, micro_batches, policy, (seed, p)) for p in range(PATTERN_STEPS)]
+    """Return the expected work of all ranks for a few steps.
+
+    Args:
+        workload: The recipe.
+        mesh: Device mesh.
+        micro_batches: Number of micro-batches of a rank's batch.
+        policy: Balance policy.
+        window_cache: Whether embeddings are sent once per batch instead of once per micro-batch.
+        seed: Seed of the sampled lengths.
+    """
+    steps = [_partition_batch(workload, mesh.world, micro_batches, policy, (seed, p)) for p in range(PATTERN_STEPS)]
     tokens, squares = (np.stack([step[i] for step in steps]) for i in (0, 1))
     parts = [_table(table, tokens, mesh, window_cache=window_cache, seed=seed) for table in workload.tables]
     summed = {name: sum((part[name] for part in parts), np.zeros(())) for name in parts[0]}
     return Loads(
-        linear_flops=tokens * workload.flops_a_token,
-        attention_flops=squares * workload.flops_a_token_squared,
+        linear_flops=tokens * workload.flops_per_token,
+        attention_flops=squares * workload.flops_per_token_squared,
         dense_bytes=4.0 * workload.dense_parameters,
         **summed,
     )
 
 
-def _dealt(
+def _partition_batch(
     workload: Workload, world: int, micro_batches: int, policy: str, seed: tuple[int, int]
 ) -> tuple[Amounts, Amounts]:
-    """(R, N) tokens and sums of squared lengths."""
-    cost_of = CostModel(token=max(workload.flops_a_token, 1e-9), token_squared=workload.flops_a_token_squared)
+    """Partition one sampled batch; return the (R, N) tokens and sums of squared lengths."""
+    cost_model = CostModel(token=max(workload.flops_per_token, 1e-9), token_squared=workload.flops_per_token_squared)
     lengths = workload.draw_lengths(workload.batch_samples, seed)
     tokens, squares = np.zeros((world, micro_batches)), np.zeros((world, micro_batches))
-    for rank, mine in enumerate(_ranks(lengths, cost_of, world, policy)):
-        for n, part in enumerate(_micro_batches(cost_of.of(lengths[mine]), micro_batches, policy)):
-            tokens[rank, n] = lengths[mine][part].sum()
-            squares[rank, n] = (lengths[mine][part] ** 2).sum()
+    for rank, own in enumerate(_ranks(lengths, cost_model, world, policy)):
+        for n, part in enumerate(_micro_batches(cost_model.sample_costs(lengths[own]), micro_batches, policy)):
+            tokens[rank, n] = lengths[own][part].sum()
+            squares[rank, n] = (lengths[own][part] ** 2).sum()
     return tokens, squares
 
 
-def _ranks(lengths: NDArray[np.float64], cost_of: CostModel, world: int, policy: str) -> list[NDArray[np.int64]]:
+def _ranks(lengths: NDArray[np.float64], cost_model: CostModel, world: int, policy: str) -> list[NDArray[np.int64]]:
     if policy == "fixed":
-        return contiguous(len(lengths), world)
-    pieces = -(-len(lengths) // _SLOW_POLICIES_UP_TO)
-    found = []
-    for samples, ranks in zip(contiguous(len(lengths), pieces), contiguous(world, pieces), strict=True):
-        groups = partition(policy, cost_of.of(lengths[samples]), len(ranks), lengths=lengths[samples])
-        found += [samples[group] for group in groups]
-    return found
+        return split_contiguous(len(lengths), world)
+    num_blocks = -(-len(lengths) // _SLOW_POLICIES_UP_TO)
+    result = []
+    for samples, ranks in zip(
+        split_contiguous(len(lengths), num_blocks), split_contiguous(world, num_blocks), strict=True
+    ):
+        groups = partition(policy, cost_model.sample_costs(lengths[samples]), len(ranks), lengths=lengths[samples])
+        result += [samples[group] for group in groups]
+    return result
 
 
 def _micro_batches(cost: NDArray[np.float64], num_micro_batches: int, policy: str) -> list[NDArray[np.int64]]:
-    """As the dealer cuts: in order without a policy, else of near equal cost, the costliest first."""
+    """Split a rank's batch as the sample partitioner does: in order without a policy, else into micro-batches of nearly
+    equal cost, by dealing samples in descending cost back and forth."""
     if policy == "fixed":
-        return contiguous(len(cost), num_micro_batches)
+        return split_contiguous(len(cost), num_micro_batches)
     order = np.argsort(-cost, kind="stable")
-    place = np.arange(len(cost)) % (2 * num_micro_batches)
-    assignment = np.minimum(place, 2 * num_micro_batches - 1 - place)
+    position = np.arange(len(cost)) % (2 * num_micro_batches)
+    assignment = np.minimum(position, 2 * num_micro_batches - 1 - position)
     return [order[assignment == n] for n in range(num_micro_batches)]
 
 
 def _table(table: TableLoad, tokens: Amounts, mesh: Mesh, *, window_cache: bool, seed: int) -> dict[str, Any]:
-    """Amounts of one table: (P, R) or (P, R, N)."""
-    keys = tokens * table.keys_a_token
-    asked = table.distinct(keys)
-    returned = asked
+    """Return the amounts of one table with shape (P, R) or (P, R, N)."""
+    keys = tokens * table.keys_per_token
+    requested = table.distinct(keys)
+    returned = requested
     if window_cache:
-        asked = _new_keys(table, keys)
+        requested = _new_keys(table, keys)
         returned = _new_keys(table, keys[..., ::-1])[..., ::-1]
-    uneven = _unevenness(table, keys, mesh, seed)
-    served, summed = _served(asked, mesh) * uneven[..., None], _served(returned, mesh) * uneven[..., None]
+    imbalance = _imbalance(table, keys, mesh, seed)
+    served, summed = _served(requested, mesh) * imbalance[..., None], _served(returned, mesh) * imbalance[..., None]
     everyone = np.broadcast_to(keys.sum(axis=(1, 2), keepdims=True)[..., 0], keys.shape[:2])
     distinct = table.distinct(everyone)
-    rows = distinct / mesh.num_shards * uneven
-    shared = np.maximum(0.0, 2 * distinct - table.distinct(2 * everyone)) / mesh.num_shards * uneven
+    rows = distinct / mesh.num_shards * imbalance
+    shared = np.maximum(0.0, 2 * distinct - table.distinct(2 * everyone)) / mesh.num_shards * imbalance
     of_group = np.stack([_group_sum(keys[..., n], mesh) for n in range(keys.shape[2])], axis=2)
     completed = _new_keys(table, of_group[..., ::-1])[..., ::-1] / mesh.num_shards
     return {
         "keys": keys.sum(axis=2),
-        "asked": asked,
-        "received_bytes": asked * table.weight_bytes,
+        "requested_keys": requested,
+        "received_bytes": requested * table.weight_bytes,
         "returned_bytes": returned * table.gradient_bytes,
         "served_bytes": served * table.weight_bytes,
         "summed_bytes": summed * table.gradient_bytes,
@@ -118,7 +130,7 @@ def _table(table: TableLoad, tokens: Amounts, mesh: Mesh, *, window_cache: bool,
 
 
 def _new_keys(table: TableLoad, keys: Amounts) -> Amounts:
-    """Distinct keys that no earlier micro-batch had."""
+    """Return the number of unique keys of each micro-batch that do not occur in an earlier one."""
     total = table.distinct(np.cumsum(keys, axis=2))
     return np.diff(total, axis=2, prepend=0.0)
 
@@ -127,11 +139,11 @@ def _grid(values: Amounts, mesh: Mesh) -> Amounts:
     return values.reshape(values.shape[0], mesh.num_replicas, mesh.num_shards, *values.shape[2:])
 
 
-def _served(asked: Amounts, mesh: Mesh) -> Amounts:
-    """What an owner sends: an equal part of what the sources of its group ask for."""
-    grid = _grid(asked, mesh)
+def _served(requested: Amounts, mesh: Mesh) -> Amounts:
+    """Return what each owner sends: an equal share of the requests of all ranks of its replica group."""
+    grid = _grid(requested, mesh)
     mean = np.broadcast_to(grid.mean(axis=2, keepdims=True), grid.shape)
-    return mean.reshape(asked.shape)
+    return mean.reshape(requested.shape)
 
 
 def _group_sum(values: Amounts, mesh: Mesh) -> Amounts:
@@ -139,11 +151,12 @@ def _group_sum(values: Amounts, mesh: Mesh) -> Amounts:
     return np.broadcast_to(grid.sum(axis=2, keepdims=True), grid.shape).reshape(values.shape)
 
 
-def _unevenness(table: TableLoad, keys: Amounts, mesh: Mesh, seed: int) -> Amounts:
-    """(P, R) how much more than its part an owner has: a hot key is asked for by every source, and lies in one place.
+def _imbalance(table: TableLoad, keys: Amounts, mesh: Mesh, seed: int) -> Amounts:
+    """Return the (P, R) load of each owner relative to an equal share.
 
-    With a distinct keys of a source and u of the group, a key is asked for by about s a / u of s sources; u keys thrown
-    on s owners make their loads differ by about the root of s / u.
+    Loads differ because a hot key is requested by every source but stored on one rank. If `a` is the number of unique
+    keys per source and `u` that of the group, a key is requested by about s a / u of s sources; u keys hashed to s
+    owners make their loads differ by about sqrt(s / u).
     """
     group = _group_sum(keys.sum(axis=2), mesh)
     spread = np.sqrt(mesh.num_shards / np.maximum(table.distinct(group), 1.0)) if mesh.num_shards > 1 else 0.0 * group
@@ -156,18 +169,30 @@ _SAMPLES_COUNTED = 4096
 _POINTS = (8, 32, 128, 512, 2048, 4096)
 
 
-def workload_of(cfg: RunConfig) -> Workload:
-    """Counts the keys of some thousand samples of the recipe's data; a synthetic dataset is generated if missing."""
-    dataset = open_data(cfg.data, Topology.single())
+def measure_workload(cfg: RunConfig) -> Workload:
+    """Measure the workload of a recipe on some thousand samples of its data.
+
+    A synthetic dataset is generated if it is missing.
+
+    Raises:
+        UserError: The dataset is empty, or the task does not declare its cost.
+    """
+    dataset = open_dataset(cfg.data, Topology.single())
     with torch.device("meta"):
-        task = make_task(cfg.task, dataset, seed=cfg.training.seed, dtype=cfg.training.dtype, tables=cfg.tables)
-    tokens = task.assembler.tokens[task.assembler.tokens > 0]
-    require(len(tokens), "has no samples", option="data.folder", value=cfg.data.folder, remedy="prepare it again")
+        task = make_task(cfg.task, dataset, seed=cfg.training.seed, dtype=cfg.training.weight_dtype, tables=cfg.tables)
+    tokens = task.collator.tokens[task.collator.tokens > 0]
+    require(
+        len(tokens),
+        "the dataset has no samples",
+        option="data.folder",
+        value=cfg.data.folder,
+        remedy="prepare it again",
+    )
     lengths = np.quantile(tokens, np.linspace(0, 1, NUM_QUANTILES))
     parameters = sum(p.numel() for p in task.model.parameters())
-    cost = cost_of(cfg, task)
+    cost = training_cost(cfg, task)
     # The backward pass takes twice the forward pass.
-    linear, squared = (3.0 * flops for flops in cost.flops.of_length(lengths))
+    linear, squared = (3.0 * flops for flops in cost.flops.length_coefficients(lengths))
     number_bytes = 2.0 if cfg.training.precision in ("bf16", "fp8") else 4.0
     return Workload(
         name=cfg.name,
@@ -175,23 +200,25 @@ def workload_of(cfg: RunConfig) -> Workload:
         lengths=tuple(map(float, lengths)),
         tables=tuple(_table_loads(cfg, task, len(tokens))),
         dense_parameters=parameters,
-        flops_a_token=linear,
-        flops_a_token_squared=squared,
-        activation_bytes_a_token=cost.activations * number_bytes,
+        flops_per_token=linear,
+        flops_per_token_squared=squared,
+        activation_bytes_per_token=cost.activations * number_bytes,
         may_be_cut=task.couples_samples != "batch",
     )
 
 
-def cost_of(cfg: RunConfig, task: Task) -> TrainingCost:
-    """What a token costs, as the task tells it."""
+def training_cost(cfg: RunConfig, task: Task) -> TrainingCost:
+    """Return the cost per token that the task declares."""
     if (cost := task.cost()) is None:
-        raise TASKS.unanswered(cfg.task.kind, "cost", "what a token costs is not known, so nothing can be planned")
+        raise TASKS.missing_field_error(
+            cfg.task.kind, "cost", "the cost of a token is unknown, so that no plan can be made"
+        )
     return cost
 
 
 def _batch_samples(cfg: RunConfig, mean_tokens: float) -> int:
-    if cfg.batch.batch_samples is not None:
-        return cfg.batch.batch_samples
+    if cfg.batch.batch_size is not None:
+        return cfg.batch.batch_size
     assert cfg.batch.batch_tokens is not None
     return max(1, round(cfg.batch.batch_tokens / mean_tokens))
 
@@ -199,20 +226,22 @@ def _batch_samples(cfg: RunConfig, mean_tokens: float) -> int:
 def _table_loads(cfg: RunConfig, task: Task, num_samples: int) -> list[TableLoad]:
     chosen = np.random.default_rng(cfg.training.seed).permutation(num_samples)[:_SAMPLES_COUNTED]
     points = [n for n in _POINTS if n <= len(chosen)] or [len(chosen)]
-    batches = [_assembled(task, np.sort(chosen[:n])) for n in points]
-    stay, placed = (tables_with(option, task.tables, cfg.tables) for option in ("store", "placement"))
+    batches = [_collate(task, np.sort(chosen[:n])) for n in points]
+    fixed_stores, fixed_placements = (
+        tables_with_option(option, task.tables, cfg.tables) for option in ("store", "placement")
+    )
     return [
         replace(
             _table_load(table, batches),
-            keeps_store=table.name in stay,
-            placement=table.placement if table.name in placed and table.placement != "auto" else None,
+            keeps_store=table.name in fixed_stores,
+            placement=table.placement if table.name in fixed_placements and table.placement != "auto" else None,
         )
         for table in task.tables
     ]
 
 
-def _assembled(task: Task, samples: NDArray[np.int64]) -> MicroBatch:
-    return task.assembler.assemble(samples, task.assembler.read(samples), 0)
+def _collate(task: Task, samples: NDArray[np.int64]) -> MicroBatch:
+    return task.collator.collate(samples, task.collator.read(samples), 0)
 
 
 def _table_load(table: TableConfig, batches: list[MicroBatch]) -> TableLoad:
@@ -229,7 +258,7 @@ def _table_load(table: TableConfig, batches: list[MicroBatch]) -> TableLoad:
         gradient_bytes=table.dim * table.state_dtype.itemsize,
         seen_keys=tuple(seen),
         distinct_keys=tuple(distinct),
-        keys_a_token=seen[-1] / max(1, batches[-1].num_tokens),
+        keys_per_token=seen[-1] / max(1, batches[-1].num_tokens),
         has_fixed_rows=table.num_rows is not None,
         store=table.store.kind,
     )

@@ -1,11 +1,7 @@
 """Search space of the planner: candidates, and the combinations that were tested.
 
-What a planner chooses between.
-
-Which combinations of a plan have been run by us on that kind of device, and which have only been reckoned with.
-
-Tests are the record (tests/gpu/test_ranks_gpu.py), and docs/what-was-run.md. A plan may still name what has not been
-run, and says so.
+A plan can contain combinations that the authors have only simulated and not run on such devices; `describe_untested`
+lists them. The record of what was run is tests/gpu/test_ranks_gpu.py and docs/what-was-run.md.
 """
 
 import itertools
@@ -24,22 +20,22 @@ Transport = Literal["collectives", "host", "copy_engine"]
 
 @config
 class Candidate:
-    """One way to run a recipe."""
+    """One configuration of a recipe that the planner can predict."""
 
     schedule: ScheduleName = "serial"
-    """how stages share the time"""
+    """Pipeline schedule."""
     micro_batches: int = 1
-    """parts of a rank's batch"""
+    """Number of micro-batches of a rank's batch."""
     replicas: int = 1
-    """copies of the tables"""
+    """Number of replica groups, each of which holds all sharded tables."""
     store: StoreKind = "device"
-    """where the rows of the largest table are kept"""
+    """Store of the largest table."""
     policy: str = "fixed"
-    """balance of samples over ranks"""
+    """Policy that balances samples over ranks."""
     window_cache: bool = False
-    """a row crosses once a batch, not once a micro-batch"""
+    """Send each embedding once per batch instead of once per micro-batch."""
     transport: Transport = "collectives"
-    """how exchanges cross: NCCL or Gloo, host memory, peer copies inside one host"""
+    """Transport of the exchanges: NCCL or Gloo collectives, host memory, or peer copies inside one host."""
 
     def __str__(self) -> str:
         replicas = f", {self.replicas} replicas" if self.replicas > 1 else ""
@@ -48,19 +44,19 @@ class Candidate:
         return f"{self.schedule}, N {self.micro_batches}{replicas}, {self.store}, {self.policy}{cache}{transport}"
 
     def overrides(self) -> dict[str, Any]:
-        """Options of `nestrec train` that make it so."""
-        found: dict[str, Any] = {
+        """Return the options of `nestrec train` for this configuration."""
+        options: dict[str, Any] = {
             "pipeline.schedule": self.schedule,
-            "batch.micro_batches": self.micro_batches,
+            "batch.num_micro_batches": self.micro_batches,
             "balance.policy": self.policy,
         }
         if self.window_cache:
-            found["pipeline.window_cache"] = "true"
+            options["pipeline.window_cache"] = "true"
         if self.replicas > 1:
-            found["ranks.replicas"] = self.replicas
+            options["parallel.num_replicas"] = self.replicas
         if self.transport != "collectives":
-            found["ranks.exchange"] = self.transport
-        return found
+            options["parallel.transport"] = self.transport
+        return options
 
 
 FIELDS = ("schedule", "micro_batches", "replicas", "store", "policy", "window_cache", "transport")
@@ -68,25 +64,25 @@ FIELDS = ("schedule", "micro_batches", "replicas", "store", "policy", "window_ca
 
 @config
 class Space:
-    """The values that are tried; a single one is what the user has given."""
+    """Values of each option that a search tries; an option that the user has set has a single value."""
 
     schedules: tuple[ScheduleName, ...] = ()
-    """how stages share the time; none: all whose result equals serial's, those of other packages too"""
+    """Pipeline schedules; empty: all exact schedules, including those of plugins."""
     micro_batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
-    """parts of a rank's batch"""
+    """Numbers of micro-batches of a rank's batch."""
     replicas: tuple[int, ...] = ()
-    """copies of the tables; none: powers of two up to the number of hosts"""
+    """Numbers of replica groups; empty: powers of two up to the number of hosts."""
     stores: tuple[StoreKind, ...] = ()
-    """tiers for rows of the largest table; none: those that the cluster has"""
+    """Stores of the largest table; empty: all that the cluster has."""
     policies: tuple[str, ...] = ("fixed", "zigzag", "karmarkar_karp")
-    """of balance"""
+    """Policies of sample balancing."""
     window_cache: tuple[bool, ...] = (False, True)
-    """without and with"""
+    """Values of the window cache option."""
     transports: tuple[Transport, ...] = ()
-    """of exchanges; none: those that the cluster has"""
+    """Transports of the exchanges; empty: all that the cluster has."""
 
-    def on(self, cluster: ClusterConfig, workload: Workload) -> "Space":
-        """What makes sense on this cluster and for this recipe."""
+    def for_cluster(self, cluster: ClusterConfig, workload: Workload) -> "Space":
+        """Return the space with empty fields filled in, without values that this cluster or recipe does not support."""
         copies = [
             2**k for k in range(cluster.world.bit_length()) if cluster.world % 2**k == 0 and 2**k <= cluster.hosts
         ]
@@ -101,11 +97,11 @@ class Space:
             replicas=self.replicas or tuple(copies),
             stores=self.stores or tuple(stores),
             micro_batches=parts or self.micro_batches,
-            transports=self.transports or transports_of(cluster),
+            transports=self.transports or available_transports(cluster),
         )
 
     def is_sensible(self, candidate: Candidate) -> bool:
-        """Not the same as another candidate, which is in this space, under another name."""
+        """Return whether no other candidate of this space has the same effect."""
         if candidate.micro_batches > 1:
             return True
         if candidate.window_cache and False in self.window_cache:
@@ -114,47 +110,56 @@ class Space:
         return not splits[0] or all(splits)
 
     def values(self, field: str) -> tuple[Any, ...]:
+        """Return the values of a field of `Candidate`."""
         names = {"schedule": "schedules", "store": "stores", "policy": "policies", "transport": "transports"}
-        found: tuple[Any, ...] = getattr(self, names.get(field, field))
-        return found
+        values: tuple[Any, ...] = getattr(self, names.get(field, field))
+        return values
 
-    def everything(self) -> Iterator[Candidate]:
-        """All combinations, once each."""
+    def all_candidates(self) -> Iterator[Candidate]:
+        """Yield every combination once."""
         for values in itertools.product(*(self.values(field) for field in FIELDS)):
             candidate = Candidate(**dict(zip(FIELDS, values, strict=True)))
             if self.is_sensible(candidate):
                 yield candidate
 
 
-def transports_of(cluster: ClusterConfig) -> tuple[Transport, ...]:
-    """Peer copies need one NVLink domain, a way through the host a host that is told of."""
-    found: list[Transport] = ["collectives"]
-    if cluster.device.kind == "cuda" and cluster.host.copy_gb_per_s > 0:
-        found.append("host")
+def available_transports(cluster: ClusterConfig) -> tuple[Transport, ...]:
+    """Return the transports of a cluster.
+
+    Peer copies need a single NVLink domain; the host transport needs its bandwidth in the cluster file.
+    """
+    transports: list[Transport] = ["collectives"]
+    if cluster.device.kind == "cuda" and cluster.host.host_copy_gb_per_s > 0:
+        transports.append("host")
     if cluster.device.kind == "cuda" and cluster.hosts == 1 and cluster.host.ranks > 1:
-        found.append("copy_engine")
-    return tuple(found)
+        transports.append("copy_engine")
+    return tuple(transports)
 
 
-MOST_RANKS = {
+MAX_TESTED_RANKS = {
     "cpu": {"collectives": 4, "host": 4},
     "cuda": {"collectives": 1, "host": 2, "copy_engine": 1},
 }
-"""Device to transport to the most ranks with which every schedule has been compared with `serial`."""
-MOST_HOSTS = {"cpu": 4, "cuda": 1}
-"""Of CPU ranks each host was a network namespace with links of its own."""
+"""Maximum number of ranks, by device and transport, with which tests compare every schedule with `serial`."""
+MAX_TESTED_HOSTS = {"cpu": 4, "cuda": 1}
+"""Maximum number of hosts in tests, by device; for CPU ranks each host was a network namespace with its own links."""
 TESTED_SCHEDULES = {"serial", "stale", "dual_buffer", "frozen_window", "nested", "priority", "semi_async"}
 
 
-def untested(candidate: Candidate, cluster: ClusterConfig) -> str | None:
-    """What of a plan nobody has run yet on such devices; none: all of it was, if on fewer samples."""
+def describe_untested(candidate: Candidate, cluster: ClusterConfig) -> str | None:
+    """Return a description of the parts of a plan that the authors have not run on such devices.
+
+    The result is None if everything was run, possibly with fewer samples.
+    """
     kind = cluster.device.kind
-    found = []
-    most = MOST_RANKS[kind].get(candidate.transport, 0)
-    if cluster.world > most:
-        found.append(f"{candidate.transport} between more than {most} {kind} rank{'s' if most != 1 else ''}")
-    if cluster.hosts > MOST_HOSTS[kind]:
-        found.append(f"{kind} ranks on more than {MOST_HOSTS[kind]} host{'s' if MOST_HOSTS[kind] != 1 else ''}")
+    gaps = []
+    limit = MAX_TESTED_RANKS[kind].get(candidate.transport, 0)
+    if cluster.world > limit:
+        gaps.append(f"{candidate.transport} between more than {limit} {kind} rank{'s' if limit != 1 else ''}")
+    if cluster.hosts > MAX_TESTED_HOSTS[kind]:
+        gaps.append(
+            f"{kind} ranks on more than {MAX_TESTED_HOSTS[kind]} host{'s' if MAX_TESTED_HOSTS[kind] != 1 else ''}"
+        )
     if candidate.schedule not in TESTED_SCHEDULES:
-        found.append(f"schedule {candidate.schedule}, of another package")
-    return ", ".join(found) or None
+        gaps.append(f"schedule {candidate.schedule} of a plugin")
+    return ", ".join(gaps) or None

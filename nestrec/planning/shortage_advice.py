@@ -1,6 +1,7 @@
-"""What to do where a plan does not fit: which tier is short, by how much, and the one change that would help.
+"""Advice for plans that do not fit into memory, and scaling curves.
 
-Scaling curves: the same samples a rank on more and more ranks, for each schedule.
+A shortage names the memory tier that is too small, the missing bytes, and the single changes that would make the plan
+fit. Scaling curves show weak scaling: step time and efficiency with constant samples per rank, for each schedule.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,19 +19,19 @@ _MORE_HOSTS = (2, 4, 8, 16, 32, 64)
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """A tier that is too small."""
+    """A memory tier that is too small for a plan."""
 
     tier: Tier
     memory: Memory
     remedies: tuple[str, ...]
-    """changes, each of which makes the whole plan fit"""
+    """Single changes, each of which makes the whole plan fit."""
 
     def __str__(self) -> str:
         what = ", ".join(f"{name} {getattr(self.memory, name):,.0f}" for name in _PARTS if getattr(self.memory, name))
-        remedy = " or ".join(self.remedies) or "no single option helps; take larger hosts, or smaller tables"
+        remedy = " or ".join(self.remedies) or "no single option helps; use larger hosts or smaller tables"
         return (
             f"the {self.tier} tier of a rank is short by {self.memory.missing:,.0f} bytes: it needs "
-            f"{self.memory.needed:,.0f} ({what}) and has {self.memory.limit:,.0f}; this would fix it: {remedy}"
+            f"{self.memory.needed:,.0f} ({what}) and has {self.memory.limit:,.0f}; possible changes: {remedy}"
         )
 
 
@@ -38,7 +39,7 @@ _PARTS = ("tables", "state", "buffers", "activations", "dense")
 
 
 def shortages(predictor: Predictor, candidate: Candidate, space: Space) -> list[Shortage]:
-    """Tiers in which a candidate does not fit; none where it does."""
+    """Return the memory tiers into which a candidate does not fit; empty if it fits."""
     memory = predictor.memory(candidate)
     short = {tier: m for tier, m in memory.items() if m.missing > 0}
     if not short:
@@ -67,8 +68,8 @@ def _fits(predictor: Predictor, candidate: Candidate) -> bool:
     return all(memory.missing == 0 for memory in predictor.memory(candidate).values())
 
 
-def hosts_of(cluster: ClusterConfig, world: int) -> ClusterConfig:
-    """The same kind of cluster with `world` ranks."""
+def resize_cluster(cluster: ClusterConfig, world: int) -> ClusterConfig:
+    """Return a cluster of the same kind with `world` ranks."""
     ranks = min(world, cluster.host.ranks)
     return replace(cluster, hosts=max(1, world // ranks), host=replace(cluster.host, ranks=ranks))
 
@@ -78,38 +79,48 @@ WORLDS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One schedule."""
+    """Scaling curve of one schedule."""
 
     schedule: str
     worlds: tuple[int, ...]
+    """Numbers of ranks, increasing."""
     step_s: tuple[float, ...]
+    """Step time in seconds for each number of ranks."""
 
     @property
     def efficiency(self) -> tuple[float, ...]:
-        """Samples a second of a rank, as a part of those on the fewest ranks."""
+        """Throughput per rank relative to that on the smallest number of ranks."""
         return tuple(self.step_s[0] / step for step in self.step_s)
 
 
 def scaling_curves(
     workload: Workload,
     cluster: ClusterConfig,
-    chosen: Candidate,
+    base: Candidate,
     schedules: Sequence[ScheduleName],
     worlds: Sequence[int] = WORLDS,
 ) -> list[Curve]:
-    """`chosen` with each schedule; schedules without micro-batches run at N = 1."""
+    """Predict weak scaling curves.
+
+    Args:
+        workload: The recipe; its samples per rank stay constant.
+        cluster: The cluster, which is resized.
+        base: Configuration to vary; only the schedule changes. Schedules without micro-batches use one micro-batch.
+        schedules: Schedules to compare.
+        worlds: Numbers of ranks.
+    """
     samples = max(1, workload.batch_samples // cluster.world)
     times: dict[str, list[float]] = {schedule: [] for schedule in schedules}
     for world in worlds:
-        predictor = Predictor(replace(workload, batch_samples=samples * world), hosts_of(cluster, world))
+        predictor = Predictor(replace(workload, batch_samples=samples * world), resize_cluster(cluster, world))
         for schedule in schedules:
-            parts = max(2, chosen.micro_batches) if SCHEDULES.find(schedule).splits else 1
+            parts = max(2, base.micro_batches) if SCHEDULES.find(schedule).splits else 1
             candidate = replace(
-                chosen,
+                base,
                 schedule=schedule,
                 micro_batches=min(parts, samples),
                 window_cache=False,
-                replicas=min(chosen.replicas, world),
+                replicas=min(base.replicas, world),
             )
             times[schedule].append(predictor.predict(candidate).step_s)
     return [Curve(schedule, tuple(worlds), tuple(steps)) for schedule, steps in times.items()]

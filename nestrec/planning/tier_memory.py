@@ -1,7 +1,4 @@
-"""Bytes that a plan needs of each tier, and what to do where a tier is short.
-
-Which tables a plan shards over its ranks and which every rank holds whole, and why.
-"""
+"""Memory of a plan by tier (device, host, disk), and the placement of tables: sharded or replicated."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from nestrec.embedding.table_config import Placement, TrafficEstimate, bytes_crossed
+from nestrec.embedding.table_config import Placement, TrafficEstimate, estimate_traffic
 from nestrec.planning.cluster_config import GIB, ClusterConfig
 from nestrec.planning.hardware_profile import StoreKind
 from nestrec.planning.search_space import Candidate
@@ -18,38 +15,40 @@ from nestrec.planning.workload import Loads, TableLoad, Workload
 
 Tier = Literal["device", "host", "disk"]
 DENSE_COPIES = 4
-"""weights, gradients, two moments of AdamW"""
+"""Number of float32 copies of the dense weights: weights, gradients and the two moments of AdamW."""
 DISK_CACHE_PART = 0.05
-"""of the rows of a shard that the disk store keeps in host memory"""
+"""Fraction of the rows of a shard that the disk store caches in host memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
-    """Bytes of one rank in one tier, on the rank that needs most."""
+    """Bytes of one memory tier, on the rank that needs most."""
 
     tables: float = 0.0
-    """weights of rows"""
+    """Bytes of the embedding weights."""
     state: float = 0.0
-    """optimiser state of rows"""
+    """Bytes of the optimizer state of rows."""
     buffers: float = 0.0
-    """working sets, gradients of rows, vectors on their way"""
+    """Bytes of working sets, row gradients, and embeddings in transfer."""
     activations: float = 0.0
-    """kept from forward to backward"""
+    """Bytes of the activations that are saved for the backward pass."""
     dense: float = 0.0
-    """dense weights, gradients and moments"""
+    """Bytes of dense weights, gradients and moments."""
     limit: float = 0.0
-    """what there is"""
+    """Available bytes."""
 
     @property
     def needed(self) -> float:
+        """Required bytes."""
         return self.tables + self.state + self.buffers + self.activations + self.dense
 
     @property
     def missing(self) -> float:
+        """Required bytes beyond the limit."""
         return max(0.0, self.needed - self.limit)
 
 
-def memory_of(
+def estimate_memory(
     workload: Workload,
     loads: Loads,
     mesh: Mesh,
@@ -59,22 +58,32 @@ def memory_of(
     window_cache: bool,
     buffers: int,
 ) -> dict[Tier, Memory]:
-    """store: of the tables that do not stay where they are. buffers: working sets that a schedule holds at a time."""
-    longest = float(loads.linear_flops.max()) / max(workload.flops_a_token, 1e-9)
-    crossing = (loads.received_bytes + loads.returned_bytes).sum(axis=2) if window_cache else _two_parts(loads)
-    working = buffers * loads.row_bytes + loads.gradient_bytes + crossing
+    """Estimate the memory of a plan by tier.
+
+    Args:
+        workload: The recipe.
+        loads: Work of each rank.
+        mesh: Device mesh.
+        cluster: The cluster.
+        store: Store of the tables whose store the plan can choose.
+        window_cache: Whether the embeddings of a whole batch are buffered.
+        buffers: Maximum number of working sets that the schedule holds at once.
+    """
+    longest = float(loads.linear_flops.max()) / max(workload.flops_per_token, 1e-9)
+    in_transfer = (loads.received_bytes + loads.returned_bytes).sum(axis=2) if window_cache else _two_parts(loads)
+    working = buffers * loads.row_bytes + loads.gradient_bytes + in_transfer
     device = {
-        "activations": longest * workload.activation_bytes_a_token,
+        "activations": longest * workload.activation_bytes_per_token,
         "dense": DENSE_COPIES * 4.0 * workload.dense_parameters,
         "buffers": float(working.max()),
     }
     host = {"buffers": float(loads.row_bytes.max())}
     disk = dict[str, float]()
     for table in workload.tables:
-        kept_in = table.store if table.keeps_store else store
+        tier = table.store if table.keeps_store else store
         rows = table.rows * (1.0 if table.placement == "replicated" else 1.0 / mesh.num_shards)
-        _add_rows({"device": device, "dram": host, "disk": disk}[kept_in], table, rows)
-        if kept_in == "disk":
+        _add_rows({"device": device, "dram": host, "disk": disk}[tier], table, rows)
+        if tier == "disk":
             _add_rows(host, table, rows * DISK_CACHE_PART)
     return _tiers(cluster, device, host, disk)
 
@@ -90,92 +99,102 @@ def _tiers(
     own = (cluster.device.memory_gib - cluster.device.reserved_gib) * GIB
     shared = cluster.host.memory_gib * GIB / cluster.host.ranks
     on_disk = Memory(**disk, limit=cluster.host.disk_gib * GIB / cluster.host.ranks)
-    if cluster.device.kind == "cpu":  # one memory for both
+    if cluster.device.kind == "cpu":  # device and host share one memory
         both = {name: device.get(name, 0.0) + host.get(name, 0.0) for name in {*device, *host}}
         return {"host": Memory(**both, limit=min(own, shared)), "disk": on_disk}
     return {"device": Memory(**device, limit=own), "host": Memory(**host, limit=shared), "disk": on_disk}
 
 
 def _two_parts(loads: Loads) -> float:
-    """Vectors of two micro-batches and gradients of two."""
+    """Return the bytes of the embeddings and gradients of two micro-batches, which are in transfer at once."""
     return float(2 * (loads.received_bytes + loads.returned_bytes).max())
 
 
 @dataclass(frozen=True, slots=True)
 class TablePlacement:
-    """What becomes of a table."""
+    """Placement of one table, with the reason."""
 
     table: str
     placement: Placement
-    crossed: TrafficEstimate
+    traffic: TrafficEstimate
+    """Bytes per step if the table is sharded, and if it is replicated."""
     why: str
-    is_given: bool = False
-    """not chosen by the plan"""
+    is_fixed: bool = False
+    """Whether the user has set the placement."""
 
     @property
     def row(self) -> dict[str, Any]:
-        """For people."""
+        """Row of the printed table, in KB per rank and step."""
         return {
             "table": self.table,
             "placement": self.placement,
-            "sharded": round(self.crossed.sharded / 1e3, 2),
-            "replicated": round(self.crossed.replicated / 1e3, 2),
+            "sharded": round(self.traffic.sharded / 1e3, 2),
+            "replicated": round(self.traffic.replicated / 1e3, 2),
             "why": self.why,
         }
 
 
-def placements_of(
+def choose_placements(
     workload: Workload, cluster: ClusterConfig, candidate: Candidate, memory: Mapping[Tier, Memory]
 ) -> list[TablePlacement]:
-    """Of every table under one plan. memory: what it needs of each tier."""
+    """Choose the placement of every table under one plan.
+
+    A table is replicated if that transfers fewer bytes and fits into memory.
+
+    Args:
+        workload: The recipe.
+        cluster: The cluster.
+        candidate: The plan.
+        memory: Memory by tier that the plan needs with sharded tables.
+    """
     tier = memory["host" if candidate.store == "dram" or "device" not in memory else "device"]
     free = tier.limit - tier.needed
-    found = []
+    result = []
     for table in workload.tables:
-        crossed = _crossed(workload, table, cluster.world, 1 if candidate.window_cache else candidate.micro_batches)
+        traffic = _traffic(workload, table, cluster.world, 1 if candidate.window_cache else candidate.micro_batches)
         if table.placement is not None:
-            found.append(TablePlacement(table.name, table.placement, crossed, "given", is_given=True))
+            result.append(TablePlacement(table.name, table.placement, traffic, "set by the user", is_fixed=True))
             continue
         more = table.rows * table.row_bytes * (1 - 1 / cluster.world)
-        why = _why_sharded(table, cluster, candidate, crossed, more - free)
+        why = _why_sharded(table, cluster, candidate, traffic, more - free)
         if why is None:
             free -= more
-        told = why or f"fewer bytes cross; {more / 1e6:,.2f} MB more memory a rank"
-        found.append(TablePlacement(table.name, "sharded" if why else "replicated", crossed, told))
-    return found
+        reason = why or f"transfers fewer bytes; {more / 1e6:,.2f} MB more memory per rank"
+        result.append(TablePlacement(table.name, "sharded" if why else "replicated", traffic, reason))
+    return result
 
 
-def options_of(placements: Sequence[TablePlacement]) -> dict[str, str]:
-    """Options of `nestrec train` that make it so."""
-    chosen = [p.table for p in placements if p.placement == "replicated" and not p.is_given]
-    return {f"tables.{table}.placement": "replicated" for table in chosen}
+def placement_options(placements: Sequence[TablePlacement]) -> dict[str, str]:
+    """Return the options of `nestrec train` for placements that the plan has chosen."""
+    replicated = [p.table for p in placements if p.placement == "replicated" and not p.is_fixed]
+    return {f"tables.{table}.placement": "replicated" for table in replicated}
 
 
-def _crossed(workload: Workload, table: TableLoad, ranks: int, micro_batches: int) -> TrafficEstimate:
-    keys = workload.batch_samples * workload.mean_length * table.keys_a_token
-    used, asked = table.distinct(np.array([keys, keys / (ranks * micro_batches)])).tolist()
-    return bytes_crossed(
+def _traffic(workload: Workload, table: TableLoad, ranks: int, micro_batches: int) -> TrafficEstimate:
+    keys = workload.batch_samples * workload.mean_length * table.keys_per_token
+    used, requested = table.distinct(np.array([keys, keys / (ranks * micro_batches)])).tolist()
+    return estimate_traffic(
         vector_bytes=table.weight_bytes,
         gradient_bytes=table.gradient_bytes,
         ranks=ranks,
-        used=used,
-        asked=asked,
+        used_rows=used,
+        requested_rows=requested,
         micro_batches=micro_batches,
     )
 
 
 def _why_sharded(
-    table: TableLoad, cluster: ClusterConfig, candidate: Candidate, crossed: TrafficEstimate, missing: float
+    table: TableLoad, cluster: ClusterConfig, candidate: Candidate, traffic: TrafficEstimate, missing: float
 ) -> str | None:
-    """None where it had better be replicated."""
+    """Return why a table should be sharded; None if it should be replicated."""
     if cluster.world == 1:
-        return "there is one rank"
+        return "only one rank"
     if candidate.replicas > 1:
-        return "replica groups hold copies of shards"
+        return "replica groups already hold copies of shards"
     if not table.has_fixed_rows:
-        return "it has no fixed number of rows"
+        return "no fixed number of rows"
     if (table.store if table.keeps_store else candidate.store) == "disk":
-        return "it is kept on disk"
-    if crossed.fewer == "sharded":
-        return "fewer bytes cross"
+        return "stored on disk"
+    if traffic.cheaper_placement == "sharded":
+        return "transfers fewer bytes"
     return f"the memory of a rank is short by {missing:,.0f} bytes" if missing > 0 else None

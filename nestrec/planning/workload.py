@@ -1,8 +1,9 @@
-"""What a recipe asks of a cluster: samples and their lengths, keys and how often they repeat, tables, the model.
+"""Workload of a recipe, and the work of each rank per step: the inputs of the cost model.
 
-What each rank has to do in each step: tokens, keys, bytes. Arrays over (steps of a pattern, ranks, micro-batches).
+`Workload` describes a recipe: sequence lengths, lookups and unique keys, tables, model. `Loads` contains the amounts of
+each rank (tokens, keys, bytes), either counted on batches or computed from distributions (see `expected_loads`).
 
-Counted from batches, or expected from distributions (see expected_loads); costs are made of them, and of nothing else.
+Legend: P steps of a repeating pattern, R ranks, N micro-batches.
 """
 
 import dataclasses
@@ -24,135 +25,142 @@ KEY_BYTES = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loads:
-    """Amounts of some steps, which repeat."""
+    """Work of all ranks for some steps, which repeat as a pattern."""
 
     linear_flops: Amounts
-    """(P, R, N) operations that grow with tokens"""
+    """(P, R, N) floating-point operations that scale with the number of tokens."""
     attention_flops: Amounts
-    """(P, R, N) operations that grow with squares of lengths"""
+    """(P, R, N) floating-point operations that scale with squared sequence lengths."""
     keys: Amounts
-    """(P, R) keys of a batch, repeats included"""
-    asked: Amounts
-    """(P, R, N) distinct keys that are asked for with each micro-batch"""
+    """(P, R) keys of a batch, including duplicates."""
+    requested_keys: Amounts
+    """(P, R, N) unique keys whose embeddings each micro-batch requests."""
     received_bytes: Amounts
-    """(P, R, N) vectors that the source receives; as many bytes of gradients leave it with or after the micro-batch"""
+    """(P, R, N) bytes of embeddings that the requesting rank receives."""
     served_bytes: Amounts
-    """(P, R, N) vectors that the owner sends"""
+    """(P, R, N) bytes of embeddings that the owner sends."""
     returned_bytes: Amounts
-    """(P, R, N) gradients that the source sends"""
+    """(P, R, N) bytes of gradients that the requesting rank sends."""
     summed_bytes: Amounts
-    """(P, R, N) gradients that the owner receives"""
+    """(P, R, N) bytes of gradients that the owner receives."""
     rows: Amounts
-    """(P, R) rows that the owner fetches"""
+    """(P, R) rows that the owner fetches."""
     row_bytes: Amounts
-    """(P, R) their bytes, state included"""
+    """(P, R) bytes of these rows, including optimizer state."""
     gradient_bytes: Amounts
-    """(P, R) bytes of the sums of their gradients"""
+    """(P, R) bytes of the gradient sums of these rows."""
     completed_bytes: Amounts
-    """(P, R, N) of those of its own group, what each micro-batch completes: that crosses to the other holders"""
+    """(P, R, N) bytes of gradient sums that are complete after a micro-batch and are sent to the other replicas."""
     shared_rows: Amounts
-    """(P, R) of them also in the next batch"""
+    """(P, R) rows that the next batch uses, too."""
     shared_bytes: Amounts
-    """(P, R) their bytes, state included"""
+    """(P, R) bytes of the shared rows, including optimizer state."""
     dense_bytes: float
-    """of dense gradients"""
+    """Bytes of the dense gradients."""
 
     @property
     def num_micro_batches(self) -> int:
+        """Number of micro-batches of a rank's batch."""
         return int(self.linear_flops.shape[2])
 
     @property
     def world(self) -> int:
+        """Number of ranks."""
         return int(self.linear_flops.shape[1])
 
-    def place(self, step: int) -> int:
-        """Where a step stands in the pattern."""
+    def pattern_index(self, step: int) -> int:
+        """Return the index of a step in the pattern."""
         return step % len(self.keys)
 
     def starting_at(self, step: int) -> "Loads":
-        """The same steps from another one on: its step 1 is step `step` + 1 of this."""
-        turned: dict[str, Any] = {
+        """Return the same pattern, starting `step` steps later: its step 1 is step `step` + 1 of this one."""
+        shifted: dict[str, Any] = {
             field.name: np.roll(getattr(self, field.name), -step, axis=0)
             for field in dataclasses.fields(self)
             if field.name != "dense_bytes"
         }
-        return dataclasses.replace(self, **turned)
+        return dataclasses.replace(self, **shifted)
 
 
 @config
 class TableLoad:
-    """A table, and how a batch reads it."""
+    """Size of a table and how batches read it."""
 
     name: str
-    """of the table"""
+    """Name of the table."""
     rows: int
-    """keys that may be asked for; of a dynamic table those that were seen"""
+    """Number of keys that can occur; for a dynamic table the number of keys seen."""
     row_bytes: int
-    """weight and optimiser state"""
+    """Bytes of a row: weight and optimizer state."""
     weight_bytes: int
-    """a vector on the wire"""
+    """Bytes of an embedding in a transfer."""
     gradient_bytes: int
-    """the gradient of a row on the wire"""
-    keys_a_token: float
-    """keys looked up for each token that the model computes"""
+    """Bytes of the gradient of a row in a transfer."""
+    keys_per_token: float
+    """Number of keys looked up per token of the model."""
     seen_keys: tuple[float, ...]
-    """numbers of keys for which distinct ones were counted, increasing"""
+    """Numbers of keys at which unique keys were counted, increasing."""
     distinct_keys: tuple[float, ...]
-    """how many of them were distinct"""
+    """Number of unique keys among each of `seen_keys`."""
     has_fixed_rows: bool = False
-    """it could be held whole by every rank"""
+    """Whether the table has a fixed number of rows, so that it can be replicated on every rank."""
     store: StoreKind = "device"
-    """where the recipe keeps its rows"""
+    """Store of the table in the recipe."""
     keeps_store: bool = False
-    """its rows stay there, whatever a plan would choose"""
+    """Whether the plan must keep this store."""
     placement: Placement | None = None
-    """sharded or replicated, where that was said of it; none: a plan may choose"""
+    """Placement that the user has set (sharded or replicated); none if the plan can choose."""
 
     @property
     def state_bytes(self) -> int:
+        """Bytes of the optimizer state of a row."""
         return self.row_bytes - self.weight_bytes
 
     def distinct(self, keys: Amounts) -> Amounts:
-        """Expected distinct keys among so many: between and beyond the counted points as a power law, up to `rows`."""
+        """Return the expected number of unique keys among `keys` keys, at most `rows`.
+
+        The counted points are interpolated and extrapolated as a power law.
+        """
         x, y = np.log(np.array(self.seen_keys)), np.log(np.array(self.distinct_keys))
-        asked = np.log(np.maximum(keys, 1e-9))
-        inside = np.interp(asked, x, y)
+        requested = np.log(np.maximum(keys, 1e-9))
+        inside = np.interp(requested, x, y)
         slope = (y[-1] - y[-2]) / (x[-1] - x[-2]) if len(x) > 1 else 0.0
-        grown = np.where(asked > x[-1], y[-1] + slope * (asked - x[-1]), inside)
-        few = np.where(asked < x[0], np.minimum(asked, y[0]), grown)
-        found: Amounts = np.minimum(np.minimum(np.exp(few), self.rows), keys)
-        return found
+        grown = np.where(requested > x[-1], y[-1] + slope * (requested - x[-1]), inside)
+        few = np.where(requested < x[0], np.minimum(requested, y[0]), grown)
+        unique: Amounts = np.minimum(np.minimum(np.exp(few), self.rows), keys)
+        return unique
 
 
 @config
 class Workload:
-    """A recipe as the planner sees it."""
+    """Measured properties of a recipe: the input of the planner."""
 
     name: str
-    """of the recipe"""
+    """Name of the recipe."""
     batch_samples: int
-    """of a global batch"""
+    """Number of samples of a global batch."""
     lengths: tuple[float, ...]
-    """quantiles of the tokens of a sample, evenly spaced from the shortest to the longest"""
+    """Quantiles of the number of tokens per sample, evenly spaced from minimum to maximum."""
     tables: tuple[TableLoad, ...]
-    """what is looked up"""
+    """Embedding tables."""
     dense_parameters: int
-    """weights of the model outside the tables"""
-    flops_a_token: float
-    """operations of forward and backward that grow with tokens"""
-    flops_a_token_squared: float
-    """operations that grow with the square of a length"""
-    activation_bytes_a_token: float
-    """kept from forward to backward"""
+    """Number of dense parameters of the model."""
+    flops_per_token: float
+    """Floating-point operations per token of the forward and backward pass."""
+    flops_per_token_squared: float
+    """Floating-point operations per squared sequence length."""
+    activation_bytes_per_token: float
+    """Bytes of activations per token that are saved for the backward pass."""
     may_be_cut: bool = True
-    """whether a rank's batch may be computed in several micro-batches"""
+    """Whether a rank's batch can be split into several micro-batches."""
 
     def draw_lengths(self, num_samples: int, seed: Sequence[int]) -> NDArray[np.float64]:
-        """Lengths of some samples."""
-        places = np.random.default_rng(list(seed)).random(num_samples) * (len(self.lengths) - 1)
-        drawn: NDArray[np.float64] = np.rint(np.interp(places, np.arange(len(self.lengths)), np.array(self.lengths)))
+        """Sample the lengths of `num_samples` samples from the quantiles."""
+        positions = np.random.default_rng(list(seed)).random(num_samples) * (len(self.lengths) - 1)
+        drawn: NDArray[np.float64] = np.rint(np.interp(positions, np.arange(len(self.lengths)), np.array(self.lengths)))
         return drawn
 
     @property
     def mean_length(self) -> float:
+        """Mean number of tokens per sample."""
         return float(np.mean(self.lengths))

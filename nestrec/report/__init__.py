@@ -1,4 +1,4 @@
-"""Pages, plots, tables and progress for people; tensorboard, quality and doctor are heavier and imported by name."""
+"""Reports, charts, console tables and progress bars. TensorBoard and doctor are separate imports, as they are slow."""
 
 from nestrec.report.console_tables import bench_table, evaluation_table, print_rows
 from nestrec.report.live import LiveProgress

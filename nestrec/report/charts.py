@@ -1,8 +1,6 @@
-"""Charts as small inline SVG. Colours are classes of the page's style, so that they follow its light and dark form.
+"""Charts as inline SVG: axes, line charts, histograms and stacked bars; smoothing and downsampling of curves.
 
-Axes of a chart: where a value lies and where the ticks stand. Pure arithmetic.
-
-Curves made fit to be drawn: smoothed, and thinned to what a screen can show. Pure functions on lists.
+Colors are CSS classes of the page, so that they follow its light and dark mode. All functions are pure.
 """
 
 import itertools
@@ -11,28 +9,28 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nestrec.report.formatting import compact, significant
-from nestrec.report.markup import GREY, Child, Markup, element, leaf, number
+from nestrec.report.markup import GRAY, Child, Markup, element, leaf, number
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Maps values from [low, high] to places from `start` to `end`."""
+    """Axis that maps values from [low, high] to coordinates from `start` to `end`."""
 
     low: float
     high: float
     start: float
     end: float
     is_log: bool = False
-    is_whole: bool = False
-    """ticks at whole numbers only"""
+    has_integer_ticks: bool = False
+    """Restricts the ticks to integers."""
 
-    def place(self, value: float) -> float:
+    def position(self, value: float) -> float:
         low, high = self._scaled(self.low), self._scaled(self.high)
         return self.start + (self._scaled(value) - low) / (high - low) * (self.end - self.start)
 
     def ticks(self) -> list[tuple[float, str]]:
-        """(value, label) of each tick inside the axis."""
-        smallest = 1.0 if self.is_whole else 0.0
+        """Return (value, label) of each tick on the axis."""
+        smallest = 1.0 if self.has_integer_ticks else 0.0
         values = _log_ticks(self.low, self.high) if self.is_log else _linear_ticks(self.low, self.high, smallest)
         return [(value, compact(value)) for value in values]
 
@@ -43,7 +41,7 @@ class Axis:
 def axis_over(
     values: Iterable[float], start: float, end: float, *, is_log: bool = False, from_zero: bool = False
 ) -> Axis:
-    """An axis that holds all finite values; `from_zero` makes it start at 0 where no value is below."""
+    """Return an axis that contains all finite values; with `from_zero` it also contains 0."""
     finite = [value for value in values if math.isfinite(value) and (value > 0 or not is_log)]
     low, high = (min(finite), max(finite)) if finite else (1.0 if is_log else 0.0, 10.0 if is_log else 1.0)
     if is_log:
@@ -54,12 +52,14 @@ def axis_over(
 
 
 def counting_axis(values: Iterable[float], start: float, end: float) -> Axis:
-    """An axis for steps or epochs: from the first to the last, ticks at whole numbers."""
+    """Return an axis for steps or epochs, from the first to the last, with ticks at integers."""
     finite = [value for value in values if math.isfinite(value)] or [0.0]
     low = min(finite)
     high = max(finite)
     return (
-        Axis(low, high, start, end, is_whole=True) if high > low else Axis(low - 1, low + 1, start, end, is_whole=True)
+        Axis(low, high, start, end, has_integer_ticks=True)
+        if high > low
+        else Axis(low - 1, low + 1, start, end, has_integer_ticks=True)
     )
 
 
@@ -82,41 +82,41 @@ def _log_ticks(low: float, high: float) -> list[float]:
     return [value for value in candidates if low * 0.999 <= value <= high * 1.001]
 
 
-def smoothed(values: Sequence[float], half_life: float) -> list[float]:
-    """Exponential moving average that weighs a value half as much `half_life` values later, unbiased at the start.
+def smooth(values: Sequence[float], half_life: float) -> list[float]:
+    """Smooth values by an exponential moving average with bias correction.
 
-    Values that are not finite are carried over.
+    The weight of a value halves after `half_life` further values. Values that are not finite repeat the last average.
     """
-    keep = 0.5 ** (1.0 / max(half_life, 1e-9))
+    decay = 0.5 ** (1.0 / max(half_life, 1e-9))
     average = 0.0
     weight = 0.0
     result = []
     for value in values:
         if math.isfinite(value):
-            average = keep * average + (1 - keep) * value
-            weight = keep * weight + (1 - keep)
+            average = decay * average + (1 - decay) * value
+            weight = decay * weight + (1 - decay)
         result.append(average / weight if weight > 0 else math.nan)
     return result
 
 
-def thinned(x: Sequence[float], y: Sequence[float], most: int = 300) -> tuple[list[float], list[float]]:
-    """At most `most` points: means over equal runs of points. A run with a value that is not finite has none either."""
-    if len(x) <= most:
+def downsample(x: Sequence[float], y: Sequence[float], max_points: int = 300) -> tuple[list[float], list[float]]:
+    """Reduce a curve to at most `max_points` means of equal groups of points; a group with a NaN has the mean NaN."""
+    if len(x) <= max_points:
         return list(x), list(y)
-    bounds = [len(x) * i // most for i in range(most + 1)]
-    runs = list(itertools.pairwise(bounds))
-    return [_mean(x[a:b]) for a, b in runs], [_mean(y[a:b]) for a, b in runs]
+    bounds = [len(x) * i // max_points for i in range(max_points + 1)]
+    groups = list(itertools.pairwise(bounds))
+    return [_mean(x[a:b]) for a, b in groups], [_mean(y[a:b]) for a, b in groups]
 
 
-def unbroken(x: Sequence[float], y: Sequence[float]) -> list[list[tuple[float, float]]]:
-    """The stretches of points between values that are not finite."""
-    stretches: list[list[tuple[float, float]]] = [[]]
+def finite_segments(x: Sequence[float], y: Sequence[float]) -> list[list[tuple[float, float]]]:
+    """Split a curve into segments of consecutive finite points."""
+    segments: list[list[tuple[float, float]]] = [[]]
     for point in zip(x, y, strict=True):
         if math.isfinite(point[0]) and math.isfinite(point[1]):
-            stretches[-1].append(point)
-        elif stretches[-1]:
-            stretches.append([])
-    return [stretch for stretch in stretches if stretch]
+            segments[-1].append(point)
+        elif segments[-1]:
+            segments.append([])
+    return [segment for segment in segments if segment]
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -125,19 +125,19 @@ def _mean(values: Sequence[float]) -> float:
 
 WIDTH, HEIGHT = 380, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 14, 10, 38
-_MOST_HINTS = 120
+_MAX_HINTS = 120
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A curve; `low` and `high`, where given, are drawn as a band around it."""
+    """Curve of a chart; `low` and `high`, if they are set, are drawn as a band around it."""
 
     label: str
     x: Sequence[float]
     y: Sequence[float]
-    colour: int = 0
+    color: int = 0
     style: str = ""
-    """`faint`, `dashed` or nothing"""
+    """CSS class `faint` or `dashed`; empty for a solid line."""
     low: Sequence[float] = field(default_factory=tuple)
     high: Sequence[float] = field(default_factory=tuple)
 
@@ -149,41 +149,41 @@ class Line:
 def line_chart(
     title: str, lines: Sequence[Line], *, x_label: str, from_zero: bool = False, is_log_x: bool = False
 ) -> Markup:
-    """Curves over one x axis, with a legend where there are several; values are shown where the pointer rests."""
+    """Draw curves over one x axis; several curves get a legend, and points show their values on hover."""
     x_values = [x for line in lines for x in line.x]
     right = WIDTH - _RIGHT
     x_axis = axis_over(x_values, _LEFT, right, is_log=True) if is_log_x else counting_axis(x_values, _LEFT, right)
     y_values = [y for line in lines for y in (*line.y, *line.low, *line.high)]
     y_axis = axis_over(y_values, HEIGHT - _BOTTOM, _TOP, from_zero=from_zero)
     drawn = [_curve(line, x_axis, y_axis) for line in lines]
-    legend = _legend({line.label: line.colour for line in lines}) if len(lines) > 1 else None
+    legend = _legend({line.label: line.color for line in lines}) if len(lines) > 1 else None
     return figure(title, [_frame(x_axis, y_axis, x_label), drawn], legend)
 
 
 def histogram(title: str, edges: Sequence[int], counts: Sequence[int], *, x_label: str, y_label: str) -> Markup:
-    """Bars over logarithmic axes; bin i is [edges[i], edges[i + 1])."""
+    """Draw a histogram with logarithmic axes; bin i is [edges[i], edges[i + 1])."""
     x_axis = axis_over(edges, _LEFT, WIDTH - _RIGHT, is_log=True)
     y_axis = Axis(0.7, max([*counts, 1]) * 1.3, HEIGHT - _BOTTOM, _TOP, is_log=True)
     bars = []
     for left, right, count in zip(edges, edges[1:], counts, strict=False):
         if count > 0:
-            start = x_axis.place(left)
-            end = x_axis.place(right)
-            top = y_axis.place(count)
+            start = x_axis.position(left)
+            end = x_axis.position(right)
+            top = y_axis.position(count)
             hint = element("title", f"{left:,} to {right - 1:,}: {count:,} {y_label}")
             width = max(end - start - 0.6, 0.6)
             bars.append(element("rect", hint, class_="f0", x=start, y=top, width=width, height=y_axis.start - top))
     return figure(title, [_frame(x_axis, y_axis, x_label), bars], element("p", f"{y_label} (log)", class_="legend"))
 
 
-def stacked_bar(parts: Mapping[str, float], unit: str, colour_of: Mapping[str, int] | None = None) -> Markup:
-    """A bar of parts with a table of their values and shares; colours in order where none are given."""
+def stacked_bar(parts: Mapping[str, float], unit: str, color_of: Mapping[str, int] | None = None) -> Markup:
+    """Draw a stacked bar with a table of the values and fractions of its parts; colors are assigned by default."""
     total = sum(parts.values())
-    colours = colour_of or colours_of(parts)
-    pieces = [
+    colors = color_of or assign_colors(parts)
+    segments = [
         element(
             "span",
-            class_=f"b{colours[name]}",
+            class_=f"b{colors[name]}",
             style=f"flex:{number(value / total * 1000)}",
             title=f"{name}: {significant(value)} {unit}",
         )
@@ -193,55 +193,55 @@ def stacked_bar(parts: Mapping[str, float], unit: str, colour_of: Mapping[str, i
     rows = [
         element(
             "tr",
-            element("td", swatch(colours[name]), name),
+            element("td", swatch(colors[name]), name),
             element("td", f"{significant(value, 3)} {unit}"),
             element("td", f"{value / total:.1%}"),
         )
         for name, value in parts.items()
     ]
     return element(
-        "div", element("div", pieces, class_="bar", role="img"), element("table", rows, class_="numbers measures")
+        "div", element("div", segments, class_="bar", role="img"), element("table", rows, class_="numbers measures")
     )
 
 
-def colours_of(names: Iterable[str], known: Mapping[str, int] | None = None) -> dict[str, int]:
-    """A colour for each name, none twice: that of `known` names, then those that are left in order, grey at last."""
-    fixed = {"other": GREY, **(known or {})}
+def assign_colors(names: Iterable[str], fixed_colors: Mapping[str, int] | None = None) -> dict[str, int]:
+    """Assign a distinct color to each name: fixed colors first, then the others in order, and gray if none is left."""
+    fixed = {"other": GRAY, **(fixed_colors or {})}
     names = list(names)
-    free = [colour for colour in range(GREY) if colour not in fixed.values()]
+    free = [color for color in range(GRAY) if color not in fixed.values()]
     others = [name for name in names if name not in fixed]
-    given = dict(zip(others, [*free, *[GREY] * len(others)], strict=False))
-    return {name: fixed.get(name, given.get(name, GREY)) for name in names}
+    assigned = dict(zip(others, [*free, *[GRAY] * len(others)], strict=False))
+    return {name: fixed.get(name, assigned.get(name, GRAY)) for name in names}
 
 
 def figure(title: str, content: Child, legend: Markup | None = None) -> Markup:
-    """A titled SVG of the usual size."""
+    """Return a figure with a title, an SVG of the default size and a legend."""
     drawing = element("svg", content, viewBox=f"0 0 {WIDTH} {HEIGHT}", role="img", aria_label=title)
     return element("figure", element("figcaption", title), drawing, legend)
 
 
-def swatch(colour: int) -> Markup:
-    """A small square of a colour, for a legend."""
-    return element("i", class_=f"swatch b{colour}")
+def swatch(color: int) -> Markup:
+    """Return a small colored square for a legend."""
+    return element("i", class_=f"swatch b{color}")
 
 
-def _legend(colour_of: Mapping[str, int]) -> Markup:
-    items = [element("span", swatch(colour), label) for label, colour in colour_of.items()]
+def _legend(color_of: Mapping[str, int]) -> Markup:
+    items = [element("span", swatch(color), label) for label, color in color_of.items()]
     return element("p", items, class_="legend")
 
 
 def _frame(x_axis: Axis, y_axis: Axis, x_label: str) -> list[Markup]:
-    """Grid lines, tick labels and the name of the x axis."""
+    """Draw grid lines, tick labels and the name of the x axis."""
     bottom = HEIGHT - _BOTTOM
     parts = []
     for value, label in y_axis.ticks():
-        y = y_axis.place(value)
+        y = y_axis.position(value)
         parts += [
             leaf("line", class_="grid", x1=_LEFT, x2=WIDTH - _RIGHT, y1=y, y2=y),
             element("text", label, x=_LEFT - 6, y=y + 4, text_anchor="end"),
         ]
     for value, label in x_axis.ticks():
-        x = x_axis.place(value)
+        x = x_axis.position(value)
         parts += [
             leaf("line", class_="grid", x1=x, x2=x, y1=bottom, y2=bottom + 4),
             element("text", label, x=x, y=bottom + 16, text_anchor="middle"),
@@ -252,36 +252,36 @@ def _frame(x_axis: Axis, y_axis: Axis, x_label: str) -> list[Markup]:
 
 
 def _curve(line: Line, x_axis: Axis, y_axis: Axis) -> list[Markup]:
-    colour = line.colour
-    parts = [_band(line, x_axis, y_axis, colour)] if line.low and line.high else []
-    style = f"s{colour} {line.style}".strip()
-    for stretch in unbroken(line.x, line.y):
-        points = [(x_axis.place(x), y_axis.place(y)) for x, y in stretch]
+    color = line.color
+    parts = [_band(line, x_axis, y_axis, color)] if line.low and line.high else []
+    style = f"s{color} {line.style}".strip()
+    for segment in finite_segments(line.x, line.y):
+        points = [(x_axis.position(x), y_axis.position(y)) for x, y in segment]
         parts.append(leaf("polyline", class_=style, points=_points(points)))
-        if len(stretch) == 1:
-            parts.append(leaf("circle", class_=f"f{colour}", cx=points[0][0], cy=points[0][1], r=3))
-    return parts + (_hints(line, x_axis, y_axis, colour) if line.has_hints else [])
+        if len(segment) == 1:
+            parts.append(leaf("circle", class_=f"f{color}", cx=points[0][0], cy=points[0][1], r=3))
+    return parts + (_hints(line, x_axis, y_axis, color) if line.has_hints else [])
 
 
-def _band(line: Line, x_axis: Axis, y_axis: Axis, colour: int) -> Markup:
+def _band(line: Line, x_axis: Axis, y_axis: Axis, color: int) -> Markup:
     bounds = zip(line.x, line.low, line.high, strict=True)
     known = [(x, low, high) for x, low, high in bounds if math.isfinite(low) and math.isfinite(high)]
-    upper = [(x_axis.place(x), y_axis.place(high)) for x, _, high in known]
-    lower = [(x_axis.place(x), y_axis.place(low)) for x, low, _ in reversed(known)]
-    return leaf("polygon", class_=f"f{colour} band", points=_points(upper + lower))
+    upper = [(x_axis.position(x), y_axis.position(high)) for x, _, high in known]
+    lower = [(x_axis.position(x), y_axis.position(low)) for x, low, _ in reversed(known)]
+    return leaf("polygon", class_=f"f{color} band", points=_points(upper + lower))
 
 
-def _hints(line: Line, x_axis: Axis, y_axis: Axis, colour: int) -> list[Markup]:
-    """Circles that show themselves and their value under the pointer."""
-    points = [point for stretch in unbroken(line.x, line.y) for point in stretch]
-    every = max(1, -(-len(points) // _MOST_HINTS))
+def _hints(line: Line, x_axis: Axis, y_axis: Axis, color: int) -> list[Markup]:
+    """Draw invisible circles that show a point and its value on hover."""
+    points = [point for segment in finite_segments(line.x, line.y) for point in segment]
+    every = max(1, -(-len(points) // _MAX_HINTS))
     return [
         element(
             "circle",
             element("title", f"{line.label} {significant(y)} at {significant(x)}"),
-            class_=f"f{colour} hint",
-            cx=x_axis.place(x),
-            cy=y_axis.place(y),
+            class_=f"f{color} hint",
+            cx=x_axis.position(x),
+            cy=y_axis.position(y),
             r=4,
         )
         for x, y in points[::every]

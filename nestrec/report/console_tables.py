@@ -1,4 +1,4 @@
-"""Tables for the terminal."""
+"""Console tables of evaluations and of rows of plain data."""
 
 import json
 import math
@@ -18,25 +18,30 @@ _TABLE_WIDTH = 80
 
 
 def evaluation_table(evaluation: Mapping[str, Any], *, title: str | None = None, max_metrics: int | None = 6) -> Table:
-    """Systems as rows and metrics as columns; beside the headline metric, how many times that of the best baseline.
+    """Return a table with one row per system and one column per metric.
 
-    `evaluation` is plain data: `part`, `headline` and `metrics` of system to metric to [mean, low, high]. As many
-    metrics as fit into 80 columns, six at most; those left out are named below the table.
+    Next to the main metric is its ratio to the best baseline. Metrics that do not fit into 80 columns are left out, and
+    the caption lists them.
+
+    Args:
+        evaluation: Plain data with `part`, `headline` (the main metric) and `metrics`.
+        title: Title of the table.
+        max_metrics: Maximum number of metrics; None shows all, regardless of the width.
     """
     metrics, headline = evaluation["metrics"], evaluation["headline"]
     names = metric_names(metrics, headline)
     with_ratio = has_baseline(metrics, headline)
     if max_metrics is not None:
-        room = (
+        available_width = (
             _TABLE_WIDTH
             - max((len(system) for system in metrics), default=0)
-            - (_least_width(best_baseline(metrics, headline)) if with_ratio else 0)
+            - (_min_column_width(best_baseline(metrics, headline)) if with_ratio else 0)
         )
-        widths = np.cumsum([_least_width(name) for name in names])
-        max_metrics = max(1, min(max_metrics, int(np.searchsorted(widths, room, side="right"))))
+        widths = np.cumsum([_min_column_width(name) for name in names])
+        max_metrics = max(1, min(max_metrics, int(np.searchsorted(widths, available_width, side="right"))))
     names, left_out = names[:max_metrics], names[len(names[:max_metrics]) :]
     table = Table(
-        title=Text(title or f"{evaluation['part']} part (± half of the 95% interval)"),
+        title=Text(title or f"{evaluation['part']} split (± half of the 95% interval)"),
         title_justify="left",
         caption=Text(f"not shown: {', '.join(left_out)}") if left_out else None,
         caption_justify="left",
@@ -54,15 +59,16 @@ def evaluation_table(evaluation: Mapping[str, Any], *, title: str | None = None,
     return table
 
 
-def _least_width(head: str | None) -> int:
-    """Of a column: its head or a figure with its sign, and a blank."""
+def _min_column_width(head: str | None) -> int:
+    """Return the width of a column: its head or a number with a sign, and a space."""
     return max(len(head or ""), len("±0.0000")) + 1
 
 
 def print_rows(rows: Sequence[Mapping[str, Any]], *, title: str | None = None, console: Console | None = None) -> None:
-    """Print a `bench_table` of which nothing is cut off.
+    """Print rows as a `bench_table` without truncation.
 
-    A terminal gets several where one is too wide for it, each with the first column; a file or a pipe gets one.
+    If the table is too wide for the terminal, it is split into several tables that repeat the first column. A file or a
+    pipe gets one wide table.
     """
     console = console or Console()
     widths = {name: _column_width(name, rows) for name in _names(rows)}
@@ -75,7 +81,7 @@ def print_rows(rows: Sequence[Mapping[str, Any]], *, title: str | None = None, c
 
 
 def bench_table(rows: Sequence[Mapping[str, Any]], *, title: str | None = None) -> Table:
-    """Any rows of plain data: a column for each field in the order in which fields first appear."""
+    """Return a table of rows of plain data, with one column per field in the order of first appearance."""
     table = Table(title=Text(title) if title else None, title_justify="left")
     names = _names(rows)
     for name in names:
@@ -83,7 +89,7 @@ def bench_table(rows: Sequence[Mapping[str, Any]], *, title: str | None = None) 
         is_numeric = bool(values) and all(isinstance(v, int | float) and not isinstance(v, bool) for v in values)
         table.add_column(Text(name), justify="right" if is_numeric else "left")
     for row in rows:
-        table.add_row(*(Text(_shown(row.get(name))) for name in names))
+        table.add_row(*(Text(_format(row.get(name))) for name in names))
     return table
 
 
@@ -92,12 +98,12 @@ def _names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _column_width(name: str, rows: Sequence[Mapping[str, Any]]) -> int:
-    """With its padding and border."""
-    return 3 + max(cell_len(name), *(cell_len(_shown(row.get(name))) for row in rows))
+    """Return the width of a column with padding and border."""
+    return 3 + max(cell_len(name), *(cell_len(_format(row.get(name))) for row in rows))
 
 
 def _groups(widths: Mapping[str, int], width: int) -> Iterator[list[str]]:
-    """Names of columns that fit beside each other, the first column in every group."""
+    """Yield groups of columns that fit next to each other; every group starts with the first column."""
     first, *others = widths or {"": 0}
     group = [first]
     used = widths.get(first, 0) + 1
@@ -123,7 +129,7 @@ def _ratio_cell(ratio: float) -> Text:
     return Text(f"{ratio:.2f}x" if math.isfinite(ratio) else "-")
 
 
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
     if value is None:
         return "-"
     if isinstance(value, bool | str):

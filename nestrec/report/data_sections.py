@@ -1,11 +1,4 @@
-"""Sections of the run page about data, model and configuration.
-
-The data: counts, lengths and popularity.
-
-What is needed to repeat the run: versions, config and what happened.
-
-The model: how many parameters it has and where they are.
-"""
+"""Sections of the run page about the dataset, the model, software versions, configuration and events of the run."""
 
 import json
 from typing import Any
@@ -16,13 +9,13 @@ from nestrec.report.markup import Markup, element
 from nestrec.report.run_records import RunRecords
 
 _HISTOGRAMS = {
-    "length_histogram": ("Users by number of events", "events of a user", "users"),
-    "popularity_histogram": ("Items by number of events", "events of an item", "items"),
+    "length_histogram": ("Users by number of events", "events per user", "users"),
+    "popularity_histogram": ("Items by number of events", "events per item", "items"),
 }
 
 
 def dataset(run: RunRecords) -> Markup | None:
-    """From the dataset card."""
+    """Return the section with statistics of the dataset card."""
     card = run.card
     if not card:
         return None
@@ -33,17 +26,17 @@ def dataset(run: RunRecords) -> Markup | None:
     tables = [
         facts_table("Counts", facts),
         facts_table("Events removed by filters", removed),
-        facts_table("Bad rows set aside", bad),
-        facts_table("Events of a user", card.get("lengths", {})),
+        facts_table("Quarantined rows", bad),
+        facts_table("Events per user", card.get("lengths", {})),
         facts_table("Popularity", card.get("popularity", {})),
     ]
     return element("div", element("div", charts, class_="charts"), element("div", tables, class_="tables"))
 
 
 def facts_table(title: str, facts: dict[str, Any]) -> Markup | None:
-    """Names and values; empty values are left out."""
+    """Return a table of names and values, without empty values; None if all are empty."""
     rows = [
-        element("tr", element("td", name.replace("_", " ")), element("td", _shown(value)))
+        element("tr", element("td", name.replace("_", " ")), element("td", _format(value)))
         for name, value in facts.items()
         if value not in (None, "", {}, [])
     ]
@@ -58,16 +51,16 @@ def _histogram(card: dict[str, Any], name: str) -> Markup | None:
     return histogram(title, edges, counts, x_label=x_label, y_label=y_label)
 
 
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name}: {_shown(inner)}" for name, inner in value.items())
+        return ", ".join(f"{name}: {_format(inner)}" for name, inner in value.items())
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
     return significant(as_number(value)) if isinstance(value, float) else str(value)
 
 
 def versions(run: RunRecords) -> Markup | None:
-    """Software, machine and command."""
+    """Return the section with versions of the software, the machine and the command."""
     command = run.versions.get("command")
     table = facts_table("Software and machine", {name: str(v) for name, v in run.versions.items() if name != "command"})
     shown = element("pre", str(command)) if command else None
@@ -75,19 +68,19 @@ def versions(run: RunRecords) -> Markup | None:
 
 
 def configuration(run: RunRecords) -> Markup | None:
-    """The resolved config, folded away."""
+    """Return the section with the resolved config, collapsed by default."""
     text = json.dumps(run.config, indent=2, ensure_ascii=False)
     return element("details", element("summary", "Show"), element("pre", text)) if run.config else None
 
 
 def events(run: RunRecords) -> Markup | None:
-    """Resumptions, warnings and the like."""
+    """Return the section with resumes, warnings and other events of the run."""
     rows = [element("li", element("b", f"step {event['step']:,}"), " ", event["text"]) for event in run.events]
     return element("ul", rows) if rows else None
 
 
 def model(run: RunRecords) -> Markup | None:
-    """From what the run counted when it started."""
+    """Return the section with the numbers of parameters of the model and its tables."""
     parameters: dict[str, Any] = run.parameters
     if not parameters:
         return None
@@ -95,12 +88,14 @@ def model(run: RunRecords) -> Markup | None:
         name: f"{table['rows']:,} rows of {table['dim']:,}" if table.get("rows") else f"rows of {table['dim']:,}"
         for name, table in parameters.get("tables", {}).items()
     }
-    in_tables = sum((table.get("rows") or 0) * table["dim"] for table in parameters.get("tables", {}).values())
+    num_table_parameters = sum(
+        (table.get("rows") or 0) * table["dim"] for table in parameters.get("tables", {}).values()
+    )
     encoder = run.config.get("task", {}).get("encoder", {})
-    of_model = {name: encoder.get(name) for name in ("kind", "dim", "num_layers", "num_heads", "max_length")}
-    counts = {"dense parameters": parameters.get("dense"), "parameters in tables": in_tables or None}
-    facts = [facts_table("Parameters", {**of_model, **counts}), facts_table("Tables", tables)]
-    note = "A table without a number of rows grows with the keys that it meets." if _grows(parameters) else None
+    sizes = {name: encoder.get(name) for name in ("kind", "dim", "num_layers", "num_heads", "max_length")}
+    counts = {"dense parameters": parameters.get("dense"), "parameters in tables": num_table_parameters or None}
+    facts = [facts_table("Parameters", {**sizes, **counts}), facts_table("Tables", tables)]
+    note = "A table without a number of rows grows with its keys." if _grows(parameters) else None
     return element("div", element("div", facts, class_="tables"), element("p", note, class_="quiet") if note else None)
 
 

@@ -1,11 +1,8 @@
-"""What this machine can do: each part of the software tried in earnest, with the remedy where it is absent or broken.
+"""Environment checks of `nestrec doctor`: which packages and devices are installed, and whether they work.
 
-A check returns a finding; whatever it raises becomes the finding that the part is broken. Checks that import foreign
-packages or need privileges run in processes of their own, so that nothing they do can harm this one.
-
-The checks behind `nestrec doctor`: each tries a part of the software or the machine and says what it found.
-
-A probe raises `NotInstalledError` where the part is not there, and anything else where it is there and does not work.
+Each probe uses one component and returns a description of it. A probe that raises `NotInstalledError` reports the
+component as absent; any other exception reports it as broken. Probes that import packages of others or need privileges
+run in subprocesses, so that they cannot affect this process.
 """
 
 import importlib.metadata
@@ -27,11 +24,13 @@ from typing import Literal
 from rich.table import Table
 from rich.text import Text
 
-_IMPORT_LIMIT_S = 10
-_COMMAND_LIMIT_S = 5
+from nestrec.base.lazy import INSTALL_BENCHMARKS, install_extra
+
+_IMPORT_TIMEOUT_S = 10
+_COMMAND_TIMEOUT_S = 5
 _GIB = 1 << 30
 SERVING_PACKAGES = ("uvicorn", "httptools", "uvloop", "orjson", "prometheus_client")
-"""As the extra `serve` of the package names them."""
+"""Packages of the extra `serve`."""
 
 EXTRAS = {
     "redis": ("redis",),
@@ -43,11 +42,11 @@ EXTRAS = {
     "trees": ("scikit-learn",),
     "tune": ("optuna",),
 }
-"""Small extras of the package with their distributions."""
+"""Distributions of the small extras."""
 
 
 class NotInstalledError(Exception):
-    """Not there; the message says what was looked for."""
+    """A component is not installed; the message names it."""
 
 
 def python() -> str:
@@ -128,12 +127,12 @@ def pyarrow() -> str:
     sink = pyarrow.BufferOutputStream()
     pyarrow.parquet.write_table(pyarrow.table({"x": [1, 2]}), sink)
     if pyarrow.parquet.read_table(pyarrow.BufferReader(sink.getvalue())).num_rows != 2:
-        raise RuntimeError("a table did not survive Parquet")
+        raise RuntimeError("a table written to Parquet was read incorrectly")
     return f"{pyarrow.__version__}, Parquet written and read"
 
 
 def gloo() -> str:
-    """Two ranks in two threads sum a tensor; no global process group is touched."""
+    """Sum a tensor over two ranks in two threads, without a global process group."""
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_gloo_available():
@@ -153,7 +152,7 @@ def nccl() -> str:
         raise NotInstalledError("PyTorch was built without NCCL")
     version = ".".join(str(part) for part in torch.cuda.nccl.version())
     if not torch.cuda.is_available():
-        raise NotInstalledError(f"{version} is there, but no GPU")
+        raise NotInstalledError(f"{version} is installed, but there is no GPU")
     return f"{version}, {torch.cuda.device_count()} GPU(s) to connect"
 
 
@@ -169,61 +168,71 @@ def symmetric_memory() -> str:
 
 
 def limited_links() -> str:
-    """A network namespace with a limited link, made and lost within one short process."""
+    """Create a network namespace with a rate-limited link, in a short-lived process."""
     if not hasattr(os, "geteuid") or os.geteuid() != 0:
         raise NotInstalledError("not root")
     missing = [name for name in ("ip", "tc", "unshare") if shutil.which(name) is None]
     if missing:
-        raise NotInstalledError(f"no command {', '.join(missing)}")
+        raise NotInstalledError(f"command not found: {', '.join(missing)}")
     script = (
         "ip link add doctor0 type veth peer name doctor1 && "
         "tc qdisc add dev doctor0 root tbf rate 100mbit burst 1mb latency 50ms"
     )
-    _command(["unshare", "--net", "sh", "-c", script])
-    return "a namespace with a link of 100 Mbit/s was made"
+    _run_command(["unshare", "--net", "sh", "-c", script])
+    return "created a network namespace with a link of 100 Mbit/s"
 
 
 def tensorboard() -> str:
-    return _imported("tensorboard")
+    return _import_version("tensorboard")
 
 
 def torchrec() -> str:
-    return _imported("torchrec")
+    return _import_version("torchrec")
 
 
 def serving() -> str:
-    """Every package of the extra `serve`, in a process of its own."""
-    return ", ".join(f"{package} {_imported(package)}" for package in SERVING_PACKAGES)
+    """Import every package of the extra `serve` in a subprocess."""
+    return ", ".join(f"{package} {_import_version(package)}" for package in SERVING_PACKAGES)
 
 
 def ray() -> str:
-    return _imported("ray")
+    return _import_version("ray")
 
 
 def extra(name: str) -> str:
-    """Return the versions of the distributions of an extra, which are not imported: that takes seconds."""
-    found = []
-    for distribution in EXTRAS[name]:
-        try:
-            found.append(f"{distribution} {importlib.metadata.version(distribution)}")
-        except importlib.metadata.PackageNotFoundError:
-            raise NotInstalledError(f"{distribution} is not installed") from None
-    return ", ".join(found)
+    """Return the versions of the distributions of an extra, without the slow import of the packages."""
+    return ", ".join(f"{distribution} {_installed_version(distribution)}" for distribution in EXTRAS[name])
 
 
-def _imported(package: str) -> str:
-    """Version of a package that another process could import."""
+def benchmarks() -> str:
+    """Return the version of nestrec-bench if `nestrec` can run its commands."""
+    version = _installed_version("nestrec-bench")
+    names = {entry.name for entry in importlib.metadata.entry_points(group="nestrec.commands")}
+    if missing := {"bench", "load-test"} - names:
+        raise RuntimeError(f"{version} does not register {' and '.join(sorted(missing))}; install it again")
+    return version
+
+
+def _installed_version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        raise NotInstalledError(f"{distribution} is not installed") from None
+
+
+def _import_version(package: str) -> str:
+    """Import a package in a subprocess and return its version."""
     if importlib.util.find_spec(package) is None:
         raise NotInstalledError(f"{package} is not installed")
     code = f"import {package}; print(getattr({package}, '__version__', 'of unknown version'))"
-    return _command([sys.executable, "-c", code], limit_s=_IMPORT_LIMIT_S).splitlines()[-1]
+    return _run_command([sys.executable, "-c", code], limit_s=_IMPORT_TIMEOUT_S).splitlines()[-1]
 
 
 def _sum_over_gloo(store_path: str, rank: int) -> float:
     import torch
     from torch.distributed import FileStore, ProcessGroupGloo
 
-    group = ProcessGroupGloo(FileStore(store_path, 2), rank, 2, timedelta(seconds=_COMMAND_LIMIT_S))
+    group = ProcessGroupGloo(FileStore(store_path, 2), rank, 2, timedelta(seconds=_COMMAND_TIMEOUT_S))
     tensor = torch.tensor([rank + 1.0])
     group.allreduce([tensor]).wait()  # type: ignore[attr-defined]
     return tensor.item()
@@ -233,10 +242,10 @@ def _driver() -> str:
     if shutil.which("nvidia-smi") is None:
         return ""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    return next(iter(_command(query).splitlines()), "").strip()
+    return next(iter(_run_command(query).splitlines()), "").strip()
 
 
-def _command(words: list[str], limit_s: float = _COMMAND_LIMIT_S) -> str:
+def _run_command(words: list[str], limit_s: float = _COMMAND_TIMEOUT_S) -> str:
     done = subprocess.run(words, capture_output=True, text=True, timeout=limit_s, check=False)
     if done.returncode != 0:
         last = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
@@ -250,16 +259,16 @@ _STYLE: dict[Status, str] = {"ok": "green", "absent": "yellow", "broken": "bold 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One thing that was looked for."""
+    """Result of one check."""
 
     name: str
-    """What it is."""
+    """Name of the component."""
     status: Status
-    """`absent` things are optional; `broken` ones are there and do not work."""
+    """`ok`, `absent` (an optional component is not installed) or `broken` (it is installed and does not work)."""
     detail: str
-    """What was found."""
+    """Version or error message."""
     remedy: str = ""
-    """What is missing without it, and how to get it; empty where it is ok."""
+    """Features that do not work without it, and how to install it; empty if the status is `ok`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,56 +276,57 @@ class _Check:
     name: str
     probe: Callable[[], str]
     remedy: str
-    runs_apart: bool = False
-    """works in a process of its own, so that it can run beside the others"""
+    uses_subprocess: bool = False
+    """Whether the probe runs a subprocess, so that it can run concurrently with the others."""
 
 
 _CHECKS = (
     _Check("Python", python, "nestrec needs Python 3.11 or newer"),
-    _Check("PyTorch", pytorch, "nothing runs without it: `pip install --force-reinstall torch`"),
+    _Check("PyTorch", pytorch, "required: `pip install --force-reinstall torch`"),
     _Check("CPU", cpu, "cores and memory could not be read; everything else works"),
-    _Check("Disk", disk, "datasets and checkpoints need room: free some, or write to another disk"),
+    _Check("Disk", disk, "datasets and checkpoints need disk space: free some, or write to another disk"),
     _Check("CUDA", cuda, "training and kernels run on the CPU; install a driver and a CUDA build of PyTorch"),
-    _Check("Triton", triton, "no kernels, reference operators are used; needs a GPU and `pip install triton`"),
-    _Check("numba", numba, "host loops need it: `pip install --force-reinstall numba`"),
-    _Check("pyarrow", pyarrow, "datasets cannot be read without it: `pip install --force-reinstall pyarrow`"),
+    _Check("Triton", triton, "reference operators are used instead of kernels; needs a GPU and `pip install triton`"),
+    _Check("numba", numba, "required by host loops: `pip install --force-reinstall numba`"),
+    _Check("pyarrow", pyarrow, "required to read datasets: `pip install --force-reinstall pyarrow`"),
     _Check("Gloo", gloo, "no multi-process runs on CPU; try GLOO_SOCKET_IFNAME=lo"),
     _Check("NCCL", nccl, "no multi-GPU runs; comes with CUDA builds of PyTorch"),
-    _Check("Symmetric memory", symmetric_memory, "no `copy_engine` exchange; needs a CUDA build and a GPU"),
-    _Check("Limited links", limited_links, "no benchmarks over them; needs root, `ip` and `tc`", True),
+    _Check("Symmetric memory", symmetric_memory, "no `copy_engine` transport; needs a CUDA build and a GPU"),
+    _Check("Limited links", limited_links, "no benchmarks with limited bandwidth; needs root, `ip` and `tc`", True),
     _Check("TensorBoard", tensorboard, "no TensorBoard files: `pip install tensorboard`", True),
-    _Check("TorchRec", torchrec, "no conversion to it, no comparison with it: `make torchrec`", True),
-    _Check("Serving", serving, "no `nestrec serve`: `pip install 'nestrec[serve]'`", True),
-    _Check("Ray", ray, "no `nestrec serve --front ray`: `pip install 'nestrec[ray]'`", True),
+    _Check("TorchRec", torchrec, "no conversion to TorchRec and no comparison with it: `make torchrec`", True),
+    _Check("Serving", serving, f"no `nestrec serve`; {install_extra('serve')}", True),
+    _Check("Ray", ray, f"no `nestrec serve --load_balancer ray`; {install_extra('ray')}", True),
     *(
-        _Check(f"Extra {name}", partial(extra, name), f"{without}: `pip install 'nestrec[{name}]'`")
+        _Check(f"Extra {name}", partial(extra, name), f"{without}; {install_extra(name)}")
         for name, without in (
-            ("redis", "no histories in Redis (`nestrec serve --histories redis://...`)"),
-            ("addresses", "no versions in object storage (`--publish.address s3://...`), only in folders"),
-            ("kafka", "no streams from Kafka (`nestrec follow kafka://...`)"),
+            ("redis", "no histories in Redis (`nestrec serve --history_store redis://...`)"),
+            ("addresses", "no published versions in object storage (`--publish.address s3://...`)"),
+            ("kafka", "no streams from Kafka (`nestrec train-stream kafka://...`)"),
             ("faiss", "no approximate search (`nestrec export --search.kind faiss_hnsw`)"),
             ("client", "no Python client of a server (`nestrec.client`)"),
-            ("otel", "no spans of requests (`nestrec serve --tracing.otlp ...`)"),
-            ("trees", "no gradient-boosted trees among the baselines of ranking"),
-            ("tune", "no search for options (`nestrec tune`)"),
+            ("otel", "no traces of requests (`nestrec serve --tracing.otlp_endpoint ...`)"),
+            ("trees", "no baseline of gradient-boosted trees for ranking"),
+            ("tune", "no hyperparameter search (`nestrec tune`)"),
         )
     ),
+    _Check("nestrec-bench", benchmarks, f"no `nestrec bench` and `nestrec load-test`; {INSTALL_BENCHMARKS}"),
 )
 
 
 def examine() -> list[Finding]:
-    """Look at everything; takes a few seconds and never raises."""
+    """Run all checks; takes a few seconds and never raises."""
     with ThreadPoolExecutor(max_workers=len(_CHECKS)) as pool:
-        apart = {check.name: pool.submit(_examine_one, check) for check in _CHECKS if check.runs_apart}
-        # The others import big packages into this process, which threads would only do at each other's expense.
-        here = {check.name: _examine_one(check) for check in _CHECKS if not check.runs_apart}
-        return [here.get(check.name) or apart[check.name].result() for check in _CHECKS]
+        in_subprocess = {check.name: pool.submit(_examine_one, check) for check in _CHECKS if check.uses_subprocess}
+        # The other probes import large packages into this process; threads would not make that faster.
+        in_process = {check.name: _examine_one(check) for check in _CHECKS if not check.uses_subprocess}
+        return [in_process.get(check.name) or in_subprocess[check.name].result() for check in _CHECKS]
 
 
 def doctor_table(findings: Sequence[Finding]) -> Table:
-    """Findings for the terminal."""
-    table = Table(title="What this machine can do", title_justify="left")
-    for head in ("part", "status", "found"):
+    """Return a console table of the findings."""
+    table = Table(title="Environment", title_justify="left")
+    for head in ("component", "status", "details"):
         table.add_column(head, overflow="fold")
     for finding in findings:
         status = Text(finding.status, style=_STYLE[finding.status])
@@ -330,6 +340,6 @@ def _examine_one(check: _Check) -> Finding:
         return Finding(name=check.name, status="ok", detail=check.probe())
     except NotInstalledError as absence:
         return Finding(name=check.name, status="absent", detail=str(absence), remedy=check.remedy)
-    except Exception as error:  # any failure of a part is what is being looked for
+    except Exception as error:  # any failure means that the component is broken
         detail = f"{type(error).__name__}: {error}".splitlines()[0]
         return Finding(name=check.name, status="broken", detail=detail, remedy=check.remedy)

@@ -1,9 +1,4 @@
-"""Formats evaluation records: values, order of metrics, verdict against baselines.
-
-Reading plain evaluation records: values, the order of metrics, and how the model stands beside its best baseline.
-
-Numbers and times as people read them.
-"""
+"""Formats numbers and durations, and reads evaluation records: order of metrics and comparison with baselines."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,7 +7,7 @@ from typing import Any, Literal
 
 
 def significant(value: float, digits: int = 4) -> str:
-    """`value` with so many significant digits and no exponent where it is of a usual size."""
+    """Format a number with `digits` significant digits, without an exponent between 1e-5 and 1e15."""
     if not math.isfinite(value):
         return str(value)
     if value == 0:
@@ -26,7 +21,7 @@ def significant(value: float, digits: int = 4) -> str:
 
 
 def compact(value: float) -> str:
-    """Short, with a unit of thousands: 1.2k, 3.4M; very small values with an exponent: 5e-4."""
+    """Format a number briefly with a unit (1.2k, 3.4M), or with an exponent if it is very small (5e-4)."""
     if 0 < abs(value) < 1e-3:
         digits, exponent = f"{value:.1e}".split("e")
         return f"{float(digits):g}e{int(exponent)}"
@@ -37,49 +32,49 @@ def compact(value: float) -> str:
 
 
 def memory(mib: float) -> str:
+    """Format an amount of memory in MiB as MiB or GiB."""
     return f"{significant(mib / 1024, 3)} GiB" if mib >= 1024 else f"{mib:.0f} MiB"
 
 
 def duration(seconds: float) -> str:
-    """1h 02m, 3m 20s or 45s."""
+    """Format seconds as `1h 02m`, `3m 20s` or `45s`."""
     if not math.isfinite(seconds):
         return "-"
-    whole = max(0, round(seconds))
-    if whole >= 3600:
-        return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
-    return f"{whole // 60}m {whole % 60:02d}s" if whole >= 60 else f"{whole}s"
+    rounded_s = max(0, round(seconds))
+    if rounded_s >= 3600:
+        return f"{rounded_s // 3600}h {rounded_s % 3600 // 60:02d}m"
+    return f"{rounded_s // 60}m {rounded_s % 60:02d}s" if rounded_s >= 60 else f"{rounded_s}s"
 
 
 def as_number(value: Any) -> float:
-    """A JSON value as a number; NaN where it is none."""
+    """Return a JSON value as a float; NaN if it is not a number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
     return float(value)
 
 
 Metrics = Mapping[str, Mapping[str, Any]]
-"""system to metric to [mean, low, high]"""
+"""Maps each system to its metrics, and each metric to `[mean, low, high]`."""
 Outcome = Literal["wins", "unclear", "loses"]
 _SHORT: dict[Outcome, str] = {"unclear": "no clear lead", "loses": "BEHIND"}
 
 
 def as_interval(value: Any) -> tuple[float, float, float]:
-    """(mean, low, high) from `[mean, low, high]`; a lone number has an unknown interval."""
+    """Return (mean, low, high) of `[mean, low, high]`, or of a single number, whose bounds are NaN."""
     if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 3:
         return as_number(value[0]), as_number(value[1]), as_number(value[2])
     return as_number(value), math.nan, math.nan
 
 
 def mean_of_metric(metrics: Metrics, system: str, metric: str) -> float:
-    """NaN where the system or the metric is missing."""
+    """Return the mean of a metric of a system; NaN if the system or the metric is missing."""
     return as_interval(metrics.get(system, {}).get(metric))[0]
 
 
 def best_baseline(metrics: Metrics, metric: str, system: str = "model") -> str | None:
-    """The baseline with the largest mean of a metric, among those that were measured by the protocol of `system`.
+    """Return the baseline with the largest mean of a metric, among those with the evaluation protocol of `system`.
 
-    A system named "model, sampled" was measured by another protocol than "model" and is not compared with its
-    baselines.
+    The protocol is the part of the name after the comma: "model, sampled" is compared only with "..., sampled".
     """
     known = [name for name in metrics if _protocol(name) == _protocol(system) and not name.startswith("model")]
     finite = [name for name in known if math.isfinite(mean_of_metric(metrics, name, metric))]
@@ -87,37 +82,37 @@ def best_baseline(metrics: Metrics, metric: str, system: str = "model") -> str |
 
 
 def ratio_to_best(metrics: Metrics, system: str, metric: str) -> float:
-    """How many times a system's metric is that of the best baseline; NaN where there is none or it is 0."""
+    """Return the ratio of a system's metric to the best baseline's; NaN if there is no baseline or its metric is 0."""
     baseline = best_baseline(metrics, metric, system)
     base = mean_of_metric(metrics, baseline, metric) if baseline is not None else math.nan
     return mean_of_metric(metrics, system, metric) / base if base > 0 else math.nan
 
 
 def has_baseline(metrics: Metrics, metric: str) -> bool:
-    """Whether any system can be compared with a baseline."""
+    """Return whether any system can be compared with a baseline."""
     return any(math.isfinite(ratio_to_best(metrics, system, metric)) for system in metrics)
 
 
 @dataclass(frozen=True, slots=True)
 class BaselineVerdict:
-    """The model beside the best of its baselines."""
+    """Comparison of the model with its best baseline."""
 
     baseline: str
     ratio: float
-    """of the model's mean to the baseline's; NaN where that is 0"""
+    """Ratio of the model's mean to the baseline's; NaN if the baseline's mean is 0."""
     outcome: Outcome
     sentence: str
-    """for people; loud where the model does not win"""
+    """Sentence for the user, in capitals if the model does not win."""
 
     @property
     def short(self) -> str:
-        """A few words for a line that holds the figures already."""
+        """Short form for a line that already shows the metrics."""
         times = f"{self.ratio:.2f}x {self.baseline}" if math.isfinite(self.ratio) else f"over {self.baseline}"
         return times if self.outcome == "wins" else f"{times}: {_SHORT[self.outcome]}"
 
 
 def verdict_on(metrics: Metrics, metric: str) -> BaselineVerdict | None:
-    """Nothing where there is no model or no baseline to compare."""
+    """Compare the model with its best baseline; None if one of them is missing."""
     baseline = best_baseline(metrics, metric)
     mean, low, _ = as_interval(metrics.get("model", {}).get(metric))
     if baseline is None or not math.isfinite(mean):
@@ -133,23 +128,23 @@ def verdict_on(metrics: Metrics, metric: str) -> BaselineVerdict | None:
         return BaselineVerdict(baseline, ratio, "unclear", sentence)
     if not (math.isfinite(low) and math.isfinite(base_high)):
         sentence = (
-            f"NO CLEAR LEAD over the best baseline: {figures}, and no interval is known (one user alone gives none)"
+            f"NO CLEAR LEAD over the best baseline: {figures}, and the intervals are unknown (they need several users)"
         )
         return BaselineVerdict(baseline, ratio, "unclear", sentence)
     return BaselineVerdict(baseline, ratio, "wins", f"the model leads its best baseline: {figures}")
 
 
-OF_SLICES = "by slices of ten members and more"
+SLICES_TITLE = "by slice (at least ten members)"
 
 
 def slice_rows(evaluation: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Slices of an evaluation as rows: name, members, and the headline metric of each system (or the nearest to it)."""
+    """Return the slices of an evaluation as table rows: name, members, and the main metric of each system."""
     rows = []
-    for name, found in evaluation.get("slices", {}).items():
-        metrics = found["metrics"]
+    for name, evaluated_slice in evaluation.get("slices", {}).items():
+        metrics = evaluated_slice["metrics"]
         metric = metric_names(metrics, evaluation["headline"])[0]
         values = {system: mean_of_metric(metrics, system, metric) for system in metrics}
-        rows.append({"slice": name, "members": found["count"], "metric": metric, **values})
+        rows.append({"slice": name, "members": evaluated_slice["count"], "metric": metric, **values})
     return rows
 
 
@@ -158,6 +153,6 @@ def _protocol(system: str) -> str:
 
 
 def metric_names(metrics: Metrics, headline: str) -> list[str]:
-    """All metrics of all systems in their order, the headline first."""
+    """Return the names of all metrics in the order of the records, with the main metric first."""
     names = dict.fromkeys(name for values in metrics.values() for name in values)
     return [*([headline] if headline in names else []), *(name for name in names if name != headline)]

@@ -1,4 +1,4 @@
-"""Training as it goes: a bar and figures on a terminal, a plain line every few seconds elsewhere."""
+"""Live training progress: a progress bar with metrics on a terminal, otherwise a line of text every few seconds."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nestrec.base.clock import Clock, RealClock
-from nestrec.base.config_values import iso_moment
+from nestrec.base.config_values import format_iso_time
 from nestrec.data.samples.time_windows import TimeWindow
 from nestrec.report.formatting import as_number, compact, duration, mean_of_metric, memory, verdict_on
 from nestrec.report.progress_bar import StageProgress, progress_for
@@ -30,7 +30,14 @@ _SHOWN: dict[str, Callable[[float], str]] = {
 
 
 class LiveProgress(TrainingCallback):
-    """Shows the progress of a run while its block lasts; the time left is judged by the steps made since the start."""
+    """Training callback and context manager that shows the progress of a run.
+
+    Args:
+        num_epochs: Total number of epochs, if it is known.
+        console: Console to print to.
+        clock: Source of time.
+        line_every_s: Interval between lines if the console is not a terminal, in seconds.
+    """
 
     def __init__(
         self,
@@ -45,14 +52,14 @@ class LiveProgress(TrainingCallback):
         self._console = console or Console()
         self._clock = clock or RealClock()
         self._total: int | None = 0
-        """steps of the whole run; none: it has no end"""
+        """Total number of steps of the run; None for an unbounded stream, 0 before training starts."""
         self._first = self._step = 0
         self._epoch: int | None = None
         self._values: Mapping[str, Any] = {}
         self._start_s = self._clock.now_s()
         self._next_line_s = -math.inf
         self._is_line_pending = False
-        self._live = Live(get_renderable=self._picture, console=self._console)
+        self._live = Live(get_renderable=self._render, console=self._console)
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
@@ -66,7 +73,7 @@ class LiveProgress(TrainingCallback):
         if self._is_line_pending:
             self._print_line()
 
-    def started(self, total_steps: int | None, first_step: int) -> None:
+    def on_train_start(self, total_steps: int | None, first_step: int) -> None:
         self._total = total_steps
         self._first = first_step
         self._step = first_step
@@ -74,7 +81,7 @@ class LiveProgress(TrainingCallback):
         if first_step:
             self._print(f"resumed from step {first_step}")
 
-    def stepped(self, step: int, epoch: int, values: Mapping[str, Any]) -> None:
+    def on_step_report(self, step: int, epoch: int, values: Mapping[str, Any]) -> None:
         self._step = step
         self._epoch = epoch
         self._values = values
@@ -84,63 +91,63 @@ class LiveProgress(TrainingCallback):
         if self._clock.now_s() >= self._next_line_s:
             self._print_line()
 
-    def evaluated(self, evaluation: Evaluation, step: int, epoch: int) -> None:
+    def on_evaluation(self, evaluation: Evaluation, step: int, epoch: int) -> None:
         plain = evaluation.to_plain()
         headline, metrics = plain["headline"], plain["metrics"]
         values = [f"{system} {mean_of_metric(metrics, system, headline):.4f}" for system in metrics]
         verdict = verdict_on(metrics, headline)
-        times = f" ({verdict.short})" if verdict is not None else ""
-        self._print(f"{plain['part']} after epoch {epoch}, {headline}: {', '.join(values)}{times}")
+        comparison = f" ({verdict.short})" if verdict is not None else ""
+        self._print(f"{plain['part']} after epoch {epoch}, {headline}: {', '.join(values)}{comparison}")
 
-    def predicted(self, window: TimeWindow, metrics: Mapping[str, ConfidenceInterval], step: int) -> None:
+    def on_window_evaluation(self, window: TimeWindow, metrics: Mapping[str, ConfidenceInterval], step: int) -> None:
         shown = ", ".join(f"{name} {value.mean:.4f}" for name, value in list(metrics.items())[:4])
-        since = iso_moment(window.from_ms)[:16]
+        since = format_iso_time(window.from_ms)[:16]
         self._print(f"window {window.number} from {since}, {window.num_events:,} events, before training: {shown}")
 
-    def noted(self, message: str) -> None:
+    def on_message(self, message: str) -> None:
         self._print(message)
 
-    def warned(self, message: str) -> None:
+    def on_warning(self, message: str) -> None:
         self._print(f"warning: {message}")
 
     def stage(self, title: str) -> StageProgress:
-        """A bar of its own for a checkpoint or an evaluation, shown while it lasts if that is over two seconds."""
+        """Return a separate progress bar for a checkpoint or an evaluation, shown after two seconds."""
         return progress_for(title, console=self._console, clock=self._clock)
 
     def _print_line(self) -> None:
         self._next_line_s = self._clock.now_s() + self._line_every_s
         self._is_line_pending = False
-        of_all = "" if self._total is None else f"/{self._total}"
-        self._print(f"{self._place()}step {self._step}{of_all}  {self._figures()}")
+        total = "" if self._total is None else f"/{self._total}"
+        self._print(f"{self._epoch_text()}step {self._step}{total}  {self._values_text()}")
 
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    def _picture(self) -> RenderableType:
+    def _render(self) -> RenderableType:
         if self._total == 0:
             return Text("loading", style="dim")
         if self._total is None:
-            return Text(f"step {self._step:,}  {self._figures()}", style="dim", no_wrap=True, overflow="ellipsis")
+            return Text(f"step {self._step:,}  {self._values_text()}", style="dim", no_wrap=True, overflow="ellipsis")
         row = Table.grid(padding=(0, 1), expand=False)
         bar = ProgressBar(total=max(self._total, 1), completed=self._step, width=40)
-        row.add_row(f"{self._place()}step {self._step:,}/{self._total:,}", bar)
-        return Group(row, Text(self._figures(), style="dim", no_wrap=True, overflow="ellipsis"))
+        row.add_row(f"{self._epoch_text()}step {self._step:,}/{self._total:,}", bar)
+        return Group(row, Text(self._values_text(), style="dim", no_wrap=True, overflow="ellipsis"))
 
-    def _place(self) -> str:
-        """The epoch that is being made, counted from 1."""
+    def _epoch_text(self) -> str:
+        """Return the current epoch, counted from 1."""
         if self._epoch is None or self._total is None:
             return ""
         if self._num_epochs is None:
             return f"epoch {self._epoch + 1}  "
         return f"epoch {min(self._epoch + 1, self._num_epochs)}/{self._num_epochs}  "
 
-    def _figures(self) -> str:
+    def _values_text(self) -> str:
         shown = [show(as_number(self._values[name])) for name, show in _SHOWN.items() if name in self._values]
-        left = [] if self._total is None else [f"ETA {duration(self._left_s(self._total))}"]
-        return "  ".join([*shown, *left])
+        eta = [] if self._total is None else [f"ETA {duration(self._remaining_s(self._total))}"]
+        return "  ".join([*shown, *eta])
 
-    def _left_s(self, total: int) -> float:
-        made = self._step - self._first
-        if made <= 0:
+    def _remaining_s(self, total: int) -> float:
+        num_done = self._step - self._first  # steps before a resume took their time in another process
+        if num_done <= 0:
             return math.nan
-        return (self._clock.now_s() - self._start_s) / made * max(0, total - self._step)
+        return (self._clock.now_s() - self._start_s) / num_done * max(0, total - self._step)

@@ -1,14 +1,11 @@
-"""HTML and SVG built from elements: every string is escaped unless it was itself built here.
-
-The look of a report page, in light and dark.
-"""
+"""HTML and SVG elements with automatic escaping, and the style sheet of the report pages (light and dark mode)."""
 
 import html
 from collections.abc import Iterable
 
 
 class Markup(str):
-    """Text that is already markup. Made only by this file and from constants."""
+    """Escaped HTML or SVG. Created only by this module and from constants."""
 
     __slots__ = ()
 
@@ -17,17 +14,17 @@ Child = str | int | float | None | Iterable["Child"]
 
 
 def element(tag: str, *children: Child, **attributes: str | float | bool | None) -> Markup:
-    """`<tag ...>children</tag>`. In attribute names `_` stands for `-`, and a last `_` for nothing."""
+    """Return `<tag ...>children</tag>`; in attribute names `_` becomes `-`, and a trailing `_` is removed."""
     return Markup(f"<{tag}{_attributes(attributes)}>{join(children)}</{tag}>")
 
 
 def leaf(tag: str, **attributes: str | float | bool | None) -> Markup:
-    """An SVG element without children."""
+    """Return an SVG element without children."""
     return Markup(f"<{tag}{_attributes(attributes)}/>")
 
 
 def join(children: Child) -> Markup:
-    """Children one after the other, escaped where they are not markup."""
+    """Concatenate children, and escape those that are not markup."""
     if children is None:
         return Markup("")
     if isinstance(children, Markup):
@@ -40,7 +37,7 @@ def join(children: Child) -> Markup:
 
 
 def number(value: float) -> str:
-    """A coordinate, short: two decimals are finer than a pixel."""
+    """Format a coordinate with two decimals, which is finer than a pixel."""
     text = f"{value:.2f}".rstrip("0").rstrip(".")
     return "0" if text == "-0" else text
 
@@ -50,15 +47,18 @@ def _attributes(attributes: dict[str, str | float | bool | None]) -> str:
     for name, value in attributes.items():
         if value is None or value is False:
             continue
-        shown = "" if value is True else value if isinstance(value, str) else number(value)
+        if value is True:
+            shown = ""
+        else:
+            shown = value if isinstance(value, str) else number(value)
         parts.append(f' {name.rstrip("_").replace("_", "-")}="{html.escape(shown)}"')
     return "".join(parts)
 
 
-GREY = 15
-"""The colour of what is not a part or a system of its own; those before it are told apart by people."""
-COLOUR_OF_KIND = {"compute": 0, "communication": 1, "lookup": 2, "other": 5, "wait": GREY}
-"""What a lane does, in every chart of time; a part of a step with another name has another colour."""
+GRAY = 15
+"""Color of everything that is not a separate part or system; the colors before it are easy to distinguish."""
+COLOR_BY_KIND = {"compute": 0, "communication": 1, "lookup": 2, "other": 5, "wait": GRAY}
+"""Colors of the kinds of work of a lane, in all timelines; other parts of a step have other colors."""
 _LIGHT = ("#2766b0", "#d2691e", "#2f8f57", "#a4478c", "#b8960c", "#2b8fa3", "#bf3f3f", "#5b4db8", "#7a9a1e", "#d6568a",
           "#7b5a45", "#12355b", "#e0a458", "#0f6b5c", "#9b2226", "#8b909a")  # fmt: skip
 _DARK = ("#6ea8f0", "#f0975a", "#62c68b", "#d987c4", "#cdb658", "#63c3d6", "#ee7f7f", "#9d92f0", "#b4d05a", "#f294b8",
@@ -136,21 +136,21 @@ ul { padding-left: 20px }
 """
 
 
-def _variables(ground: str, colours: tuple[str, ...]) -> str:
-    return ground + "".join(f"--c{i}:{colour};" for i, colour in enumerate(colours))
+def _variables(ground: str, colors: tuple[str, ...]) -> str:
+    return ground + "".join(f"--c{i}:{color};" for i, color in enumerate(colors))
 
 
-def _colour_classes(colour: int) -> str:
-    """`s` strokes, `f` fills in SVG and `b` backgrounds in HTML."""
-    name = f"var(--c{colour})"
-    return f".s{colour}{{stroke:{name}}}.f{colour}{{fill:{name}}}.b{colour}{{background:{name}}}"
+def _color_classes(color: int) -> str:
+    """Return the CSS classes of a color: `s` for strokes and `f` for fills in SVG, `b` for backgrounds in HTML."""
+    name = f"var(--c{color})"
+    return f".s{color}{{stroke:{name}}}.f{color}{{fill:{name}}}.b{color}{{background:{name}}}"
 
 
 STYLE = "\n".join(
     [
         f":root{{color-scheme:light dark;{_variables(_LIGHT_GROUND, _LIGHT)}}}",
         f"@media (prefers-color-scheme:dark){{:root{{{_variables(_DARK_GROUND, _DARK)}}}}}",
-        *(_colour_classes(colour) for colour in range(len(_LIGHT))),
+        *(_color_classes(color) for color in range(len(_LIGHT))),
         _RULES,
     ]
 )

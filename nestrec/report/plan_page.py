@@ -1,4 +1,4 @@
-"""The page of a plan: the best few, scaling curves for each schedule, and the timeline of one rank. One file."""
+"""HTML page of a plan, in one file: the best plans, scaling curves of each schedule, and the timeline of one rank."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -7,29 +7,36 @@ from typing import Any
 from nestrec.base.files import write_atomic
 from nestrec.pipeline import SCHEDULES
 from nestrec.pipeline.schedule_spec import ScheduleName
-from nestrec.planning.plan import Plan, lost_rows, plan_rows
+from nestrec.planning.plan import Plan, plan_rows, rejected_rows
 from nestrec.planning.predictor import Prediction, Predictor
 from nestrec.planning.shortage_advice import WORLDS, Curve, scaling_curves
 from nestrec.report.charts import Line, line_chart
 from nestrec.report.formatting import significant
-from nestrec.report.markup import GREY, STYLE, Markup, element
-from nestrec.report.speed_sections import timeline_of
+from nestrec.report.markup import GRAY, STYLE, Markup, element
+from nestrec.report.speed_sections import render_timeline
 
-_MOST = 5
+_MAX_PLANS = 5
 _COLUMNS = ("schedule", "micro_batches", "replicas", "store", "policy", "window_cache", "step_ms", "mfu", "compute_ms",
             "exposed_lookup_ms", "exposed_comm_ms", "idle_ms", "bound_by", "untested")  # fmt: skip
 
 
-def write_plan_page(path: Path, plan: Plan, *, worlds: Sequence[int] = WORLDS, said: Sequence[str] = ()) -> Path:
-    """Write the page; it appears whole. said: what was given, in sentences."""
-    page = render_plan(plan, worlds=worlds, said=said)
+def write_plan_page(path: Path, plan: Plan, *, worlds: Sequence[int] = WORLDS, notes: Sequence[str] = ()) -> Path:
+    """Write the page atomically.
+
+    Args:
+        path: File to write.
+        plan: Result of `make_plan`.
+        worlds: Numbers of ranks of the scaling curves.
+        notes: Sentences for the header, such as the options that were fixed.
+    """
+    page = render_plan(plan, worlds=worlds, notes=notes)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, page, durable=False)
     return path
 
 
-def render_plan(plan: Plan, *, worlds: Sequence[int] = WORLDS, said: Sequence[str] = ()) -> str:
-    """The whole page as text."""
+def render_plan(plan: Plan, *, worlds: Sequence[int] = WORLDS, notes: Sequence[str] = ()) -> str:
+    """Return the HTML of the page; see `write_plan_page` for the arguments."""
     title = f"{plan.workload.name} on {plan.cluster.name}"
     head = element(
         "head",
@@ -37,15 +44,15 @@ def render_plan(plan: Plan, *, worlds: Sequence[int] = WORLDS, said: Sequence[st
         element("title", f"{title} · nestrec plan"),
         element("style", Markup(STYLE)),
     )
-    facts = f"{plan.cluster.world} ranks, {plan.workload.batch_samples} samples a step. Simulated, nothing was run."
-    header = element("header", element("h1", title), [element("p", line) for line in (facts, *said)])
+    facts = f"{plan.cluster.world} ranks, {plan.workload.batch_samples} samples per step. Simulated, not measured."
+    header = element("header", element("h1", title), [element("p", line) for line in (facts, *notes)])
     sections = [_section(title, content) for title, content in plan_sections(plan, worlds=worlds).items()]
     body = element("body", element("main", header, sections))
     return f"<!doctype html>\n{element('html', head, body, lang='en')}\n"
 
 
 def plan_sections(plan: Plan, *, worlds: Sequence[int] = WORLDS) -> dict[str, Markup | None]:
-    """Title to content: the best few, curves over numbers of ranks, a simulated rank."""
+    """Return the sections of the page by title: the best plans, scaling curves, and the timeline of one rank."""
     sections: dict[str, Markup | None] = {"Plans": _plans(plan)}
     if plan.best is not None:
         sections["Scaling"] = _scaling(plan, plan.best, worlds)
@@ -59,12 +66,14 @@ def _section(title: str, content: Markup | None) -> Markup:
 
 def _plans(plan: Plan) -> Markup:
     if plan.best is None:
-        return element("div", [element("p", f"Nothing fits: {short}", class_="problem") for short in plan.shortages])
+        return element(
+            "div", [element("p", f"Does not fit: {shortage}", class_="problem") for shortage in plan.shortages]
+        )
     return element(
         "div",
-        _table(_COLUMNS, plan_rows(plan, most=_MOST)),
-        element("h3", "Why others lost"),
-        _table(("plan", "step_ms", "why"), lost_rows(plan, most=20)),
+        _table(_COLUMNS, plan_rows(plan, limit=_MAX_PLANS)),
+        element("h3", "Rejected candidates"),
+        _table(("plan", "step_ms", "why"), rejected_rows(plan, limit=20)),
     )
 
 
@@ -75,10 +84,10 @@ def _table(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Markup:
 
 
 def _cell(value: Any) -> Markup:
-    return element("td", _shown(value), class_="word" if isinstance(value, str) else None)
+    return element("td", _format(value), class_="word" if isinstance(value, str) else None)
 
 
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
     return significant(value, 4) if isinstance(value, float) else str(value)
 
 
@@ -86,17 +95,17 @@ def _scaling(plan: Plan, best: Prediction, worlds: Sequence[int]) -> Markup:
     names: list[ScheduleName] = list(SCHEDULES)
     curves = scaling_curves(plan.workload, plan.cluster, best.candidate, names, worlds)
     times = _lines(curves, lambda c: [s * 1e3 for s in c.step_s])
-    shares = _lines(curves, lambda c: [100 * e for e in c.efficiency])
+    efficiencies = _lines(curves, lambda c: [100 * e for e in c.efficiency])
     steps = line_chart("Step, ms", times, x_label="ranks", from_zero=True, is_log_x=True)
-    parts = line_chart("Efficiency, %", shares, x_label="ranks", from_zero=True, is_log_x=True)
-    note = "The same samples a rank everywhere. Each point is a replay of the schedule over all ranks."
-    return element("div", element("div", [steps, parts], class_="charts"), element("p", note, class_="quiet"))
+    efficiency = line_chart("Efficiency, %", efficiencies, x_label="ranks", from_zero=True, is_log_x=True)
+    note = "The batch size per rank is constant (weak scaling). Each point simulates the schedule on all ranks."
+    return element("div", element("div", [steps, efficiency], class_="charts"), element("p", note, class_="quiet"))
 
 
 def _lines(curves: Sequence[Curve], values: Any) -> list[Line]:
-    return [Line(curve.schedule, curve.worlds, values(curve), colour=i % GREY) for i, curve in enumerate(curves)]
+    return [Line(curve.schedule, curve.worlds, values(curve), color=i % GRAY) for i, curve in enumerate(curves)]
 
 
 def _timeline(plan: Plan, best: Prediction) -> Markup | None:
-    done = Predictor(plan.workload, plan.cluster).replayed(best.candidate)
-    return timeline_of(done.spans(done.slowest()))
+    replay = Predictor(plan.workload, plan.cluster).replay(best.candidate)
+    return render_timeline(replay.spans(replay.slowest()))

@@ -1,4 +1,4 @@
-"""A bar for work that may take a while: preparing data, saving a checkpoint, evaluating. Quick work shows nothing."""
+"""Progress bar for slow work such as data preparation, checkpoints and evaluations; fast work shows nothing."""
 
 from types import TracebackType
 from typing import Self
@@ -13,9 +13,10 @@ from nestrec.report.formatting import duration
 
 
 class StageProgress:
-    """Shows a bar on a terminal, or a plain line now and then elsewhere, once the work has lasted `show_after_s`.
+    """Progress bar on a terminal, or periodic lines of text otherwise, after `show_after_s` seconds.
 
-    Call it as `data.prepare.progress.Progress`: with the name of the stage and how much of it is done, from 0 to 1.
+    It implements `data.prepare.progress.Progress`: call it with the name of the stage and the completed fraction, from
+    0 to 1.
     """
 
     def __init__(self, title: str, *, console: Console, clock: Clock, show_after_s: float, line_every_s: float):
@@ -28,8 +29,8 @@ class StageProgress:
         self._done = 0.0
         self._start_s = clock.now_s()
         self._next_line_s = self._start_s + show_after_s
-        # Seldom drawn: it shares the cores with what it shows, which may be a measurement.
-        self._live = Live(get_renderable=self._picture, console=console, transient=True, refresh_per_second=1)
+        # Redrawn only once per second, because it shares the cores with the work, which may be a benchmark.
+        self._live = Live(get_renderable=self._render, console=console, transient=True, refresh_per_second=1)
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
@@ -62,11 +63,11 @@ class StageProgress:
     def _is_due(self) -> bool:
         return self._elapsed_s >= self._show_after_s
 
-    def _picture(self) -> RenderableType:
+    def _render(self) -> RenderableType:
         if not self._is_due:
             return Group()
         row = Table.grid(padding=(0, 1))
-        # Work that reports nothing gets a pulsing bar, so that it does not look stuck at 0%.
+        # Work that does not report progress gets a pulsing bar, so that it does not look stuck at 0%.
         bar = ProgressBar(total=1.0, completed=self._done, width=30, pulse=not self._stage)
         row.add_row(self._label, bar, f"{self._done:.0%}" if self._stage else "", duration(self._elapsed_s))
         return row
@@ -83,7 +84,19 @@ def progress_for(
     show_after_s: float = 2.0,
     line_every_s: float = 10.0,
 ) -> StageProgress:
-    """A context manager that is also the callback: `with progress_for("prepare") as show: prepare(..., show)`."""
+    """Return a progress bar, which is a context manager and the progress callback.
+
+    Args:
+        title: Text in front of the bar.
+        console: Console to print to.
+        clock: Source of time.
+        show_after_s: Time before the bar appears, in seconds.
+        line_every_s: Interval between lines if the console is not a terminal, in seconds.
+
+    Example:
+        >>> with progress_for("prepare") as progress:
+        ...     prepare("log", "events.csv", "data/mine", progress=progress)
+    """
     return StageProgress(
         title,
         console=console or Console(),

@@ -1,4 +1,4 @@
-"""The frame of every result file: what was run, where, when, and the rows it gave."""
+"""Result files of benchmarks: the command, machine, date and rows of results, as JSON."""
 
 import datetime
 import json
@@ -15,8 +15,8 @@ from nestrec.base.files import check_file, write_atomic
 from nestrec.base.thread_team import usable_cores
 
 
-def hardware() -> dict[str, Any]:
-    """The machine and the versions that figures depend on."""
+def describe_hardware() -> dict[str, Any]:
+    """Return the hardware and the software versions that results depend on."""
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "cpu": cpu_name(),
@@ -30,7 +30,7 @@ def hardware() -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """Model of the processor, as the system tells it."""
+    """Return the model name of the CPU."""
     path = Path("/proc/cpuinfo")
     if path.exists():
         for line in path.read_text().splitlines():
@@ -40,16 +40,16 @@ def cpu_name() -> str:
 
 
 def load_frame(path: Path) -> dict[str, Any]:
-    """The content of a result file that a benchmark wrote."""
+    """Read a result file that a benchmark wrote."""
     try:
         frame: dict[str, Any] = json.loads(path.read_text())
         if isinstance(frame, dict) and "rows" in frame:
             return frame
-        problem = "it holds no rows"
+        problem = "it does not contain rows"
     except (OSError, ValueError) as error:
         problem = str(error)
-    remedy = "name files that `nestrec bench ... --json FILE` wrote"
-    raise UserError(f"is no result file: {problem}", option="FILE", value=str(path), remedy=remedy)
+    remedy = "use files that `nestrec bench ... --json FILE` wrote"
+    raise UserError(f"not a result file: {problem}", option="FILE", value=str(path), remedy=remedy)
 
 
 def make_frame(
@@ -60,24 +60,30 @@ def make_frame(
     emulated: bool = False,
     measured_on: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The content of a result file.
+    """Return the content of a result file.
 
-    emulated: some device or link was not real. measured_on: the machine, where it is not this one.
+    Args:
+        bench: Name of the benchmark.
+        command: Command line that was run.
+        rows: Results.
+        emulated: Whether a device or link was emulated.
+        measured_on: Description of the machine; this machine by default.
     """
     return {
         "bench": bench,
         "command": command,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "hardware": dict(measured_on) if measured_on is not None else hardware(),
+        "hardware": dict(measured_on) if measured_on is not None else describe_hardware(),
         "emulated": emulated,
         "rows": [dict(row) for row in rows],
     }
 
 
 def join_frames(frames: Sequence[Mapping[str, Any]], *, bench: str, command: str) -> dict[str, Any]:
-    """Results of several commands in one file: `runs` holds what the frames say of themselves, `run` of a row which.
+    """Merge the results of several commands into one file.
 
-    Further lists of rows are joined as the rows are. A frame that was joined before brings its runs along.
+    `runs` of the result contains the metadata of each command, and `run` of each row is the index of its command. Other
+    lists of rows are merged in the same way. Frames can be results of `join_frames` themselves.
     """
     lists: dict[str, list[dict[str, Any]]] = {"rows": []}
     runs: list[dict[str, Any]] = []
@@ -99,7 +105,7 @@ def _are_rows(value: Any) -> bool:
 
 
 def save_frame(path: Path, frame: Mapping[str, Any]) -> None:
-    """Write a result file; it appears whole."""
+    """Write a result file atomically."""
     check_file(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, json.dumps(frame, indent=2) + "\n", durable=False)

@@ -1,12 +1,7 @@
-"""Sections of the run page about results, samples, training and time windows.
+"""Sections of the run page about results: metrics of the model and baselines, samples, training curves, time windows.
 
-The headline numbers: the model beside its baselines, with intervals.
-
-A few users of the test: what they had, what the model recommends, and what came next.
-
-Curves of the loss and of the metrics.
-
-Windows of time, each predicted before it was trained on: how well the model knew what came next.
+Samples are a few test users with their history, their recommendations and their next item. Each time window is
+evaluated before it is trained on (test-then-train).
 """
 
 import math
@@ -14,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nestrec.report.charts import Line, line_chart, smoothed, thinned
+from nestrec.report.charts import Line, downsample, line_chart, smooth
 from nestrec.report.formatting import (
-    OF_SLICES,
+    SLICES_TITLE,
     BaselineVerdict,
     as_interval,
     as_number,
@@ -28,34 +23,34 @@ from nestrec.report.formatting import (
     slice_rows,
     verdict_on,
 )
-from nestrec.report.markup import GREY, Markup, element
+from nestrec.report.markup import GRAY, Markup, element
 from nestrec.report.run_records import Record, RunRecords, best_evaluation, headline_evaluation
 
 
 def results(run: RunRecords) -> Markup | None:
-    """Tiles with the headline metric, and the table of all metrics and systems."""
+    """Return the section with tiles of the main metric, and the table of all metrics and systems."""
     evaluation = headline_evaluation(run)
     if evaluation is None:
         return element("p", "No evaluation yet.", class_="quiet")
     notes = [element("p", f"Note: {note}", class_="quiet") for note in evaluation.get("notes", ())]
     verdict = verdict_on(evaluation["metrics"], evaluation["headline"])
-    loud = element("p", verdict.sentence, class_="problem") if verdict and verdict.outcome != "wins" else None
+    warning = element("p", verdict.sentence, class_="problem") if verdict and verdict.outcome != "wins" else None
     parts = [_tiles(run, evaluation, verdict), _table(evaluation), _explanation(evaluation), _slices(evaluation)]
-    return element("div", loud, *parts, *notes)
+    return element("div", warning, *parts, *notes)
 
 
 def _slices(evaluation: Record) -> Markup | None:
-    """What was measured on parts of the users or events."""
+    """Return the metrics of slices of the users or events."""
     rows = slice_rows(evaluation)
     if not rows:
         return None
     head = element("thead", element("tr", [element("th", name) for name in rows[0]]))
     body = []
     for row in rows:
-        named = [element("th", row["slice"]), element("td", f"{row['members']:,}"), element("td", row["metric"])]
-        body.append(element("tr", named, [element("td", _figure(value)) for value in list(row.values())[3:]]))
+        cells = [element("th", row["slice"]), element("td", f"{row['members']:,}"), element("td", row["metric"])]
+        body.append(element("tr", cells, [element("td", _figure(value)) for value in list(row.values())[3:]]))
     table = element("table", head, element("tbody", body), class_="results")
-    return element("details", element("summary", OF_SLICES.capitalize()), element("div", table, class_="wide"))
+    return element("details", element("summary", SLICES_TITLE.capitalize()), element("div", table, class_="wide"))
 
 
 def _tiles(run: RunRecords, evaluation: Record, verdict: BaselineVerdict | None) -> Markup:
@@ -69,7 +64,7 @@ def _tiles(run: RunRecords, evaluation: Record, verdict: BaselineVerdict | None)
     if verdict is not None and math.isfinite(verdict.ratio):
         note = {"wins": "", "unclear": ", no clear lead", "loses": ", BEHIND"}[verdict.outcome]
         value = element("b", f"{verdict.ratio:.2f}x")
-        tiles.insert(1, _tile(f"model over {verdict.baseline}, its best baseline", value, f"in {headline}{note}"))
+        tiles.insert(1, _tile(f"model over {verdict.baseline}, the best baseline", value, f"in {headline}{note}"))
     best = best_evaluation(run)
     if best is not None:
         score = mean_of_metric(best["metrics"], "model", best["headline"])
@@ -105,9 +100,9 @@ def _ratio_cell(ratio: float) -> Markup:
 
 
 def _explanation(evaluation: Record) -> Markup:
-    place = f"step {evaluation['step']:,}, epoch {evaluation.get('epoch', '?')}"
+    when = f"step {evaluation['step']:,}, epoch {evaluation.get('epoch', '?')}"
     return element(
-        "p", f"Measured on the {evaluation['part']} part at {place}. Brackets: 95% intervals.", class_="quiet"
+        "p", f"Evaluated on the {evaluation['part']} split at {when}. Brackets: 95% intervals.", class_="quiet"
     )
 
 
@@ -125,25 +120,25 @@ def _interval(low: float, high: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One user, by source ids."""
+    """Test user with recommendations, by ids of the dataset's source."""
 
     user: str
     history: Sequence[str]
-    """the last items before the test, oldest first"""
+    """Last items before the test event, oldest first."""
     recommended: Sequence[str]
-    """best first"""
+    """Recommended items, best first."""
     target: str
-    """the item that came next"""
+    """Item of the test event."""
 
 
-def samples(found: Sequence[Sample], titles: Mapping[str, str]) -> Markup | None:
-    """titles: of the items that have one; ids stand for the others."""
-    if not found:
+def samples(user_samples: Sequence[Sample], titles: Mapping[str, str]) -> Markup | None:
+    """Return a table of sample recommendations; items without an entry in `titles` are shown by their id."""
+    if not user_samples:
         return None
-    rows = [_row(sample, titles) for sample in found]
-    head = element("tr", [element("th", name) for name in ("user", "had", "is recommended", "then took")])
+    rows = [_row(sample, titles) for sample in user_samples]
+    head = element("tr", [element("th", name) for name in ("user", "history", "recommended", "next item")])
     table = element("table", element("thead", head), element("tbody", rows), class_="results words")
-    note = "Users of the test part; what came next is marked where it was recommended."
+    note = "Users of the test split; the next item is marked if it was recommended."
     return element("div", element("div", table, class_="wide"), element("p", note, class_="quiet"))
 
 
@@ -164,11 +159,11 @@ _METRICS_AT_FIRST = 2
 
 
 def training(run: RunRecords) -> Markup | None:
-    """The loss over steps and each metric over epochs."""
+    """Return the section with charts of the loss over steps and of each metric over epochs."""
     metrics = _metric_charts(run.part("valid"))
     charts = [*_loss_chart(run.steps), *metrics[:_METRICS_AT_FIRST]]
     if not charts:
-        return element("p", "No step recorded yet.", class_="quiet")
+        return element("p", "No steps recorded yet.", class_="quiet")
     more = metrics[_METRICS_AT_FIRST:]
     folded = element("summary", f"{len(more)} more metrics"), element("div", more, class_="charts")
     return element("div", element("div", charts, class_="charts"), element("details", *folded) if more else None)
@@ -179,8 +174,10 @@ def _loss_chart(steps: list[Record]) -> list[Markup]:
         return []
     x = [as_number(record["step"]) for record in steps]
     y = [as_number(record.get("loss")) for record in steps]
-    raw = Line("as recorded", *thinned(x, y), colour=GREY, style="faint")
-    return [line_chart("Training loss", [raw, Line("smoothed", *thinned(x, smoothed(y, len(y) / 50)))], x_label="step")]
+    raw = Line("as recorded", *downsample(x, y), color=GRAY, style="faint")
+    return [
+        line_chart("Training loss", [raw, Line("smoothed", *downsample(x, smooth(y, len(y) / 50)))], x_label="step")
+    ]
 
 
 def _metric_charts(evaluations: list[Record]) -> list[Markup]:
@@ -194,14 +191,14 @@ def _metric_charts(evaluations: list[Record]) -> list[Markup]:
 
 
 def _metric_chart(metric: str, x: list[float], evaluations: list[Record], x_label: str) -> Markup:
-    """The model with its interval; baselines, which do not learn, as dashed lines."""
+    """Return a chart of a metric: the model with its interval, and baselines, which do not train, as dashed lines."""
     lines = []
     for i, system in enumerate(dict.fromkeys(name for record in evaluations for name in record["metrics"])):
         values = [as_interval(record["metrics"].get(system, {}).get(metric)) for record in evaluations]
         mean, low, high = ([value[part] for value in values] for part in range(3))
         is_model = system.startswith("model")
         band = {"low": low, "high": high} if is_model else {}
-        lines.append(Line(system, x, mean, colour=i % GREY, style="" if is_model else "dashed", **band))
+        lines.append(Line(system, x, mean, color=i % GRAY, style="" if is_model else "dashed", **band))
     return line_chart(f"{metric} (valid)", lines, x_label=x_label, from_zero=True)
 
 
@@ -210,7 +207,7 @@ _CHARTS_AT_FIRST = 4
 
 
 def windows(run: RunRecords) -> Markup | None:
-    """Each metric over the time of the events."""
+    """Return the section with charts of each metric over the event time."""
     if not run.windows:
         return None
     first_ms = as_number(run.windows[0].get("from_ms"))
@@ -218,7 +215,7 @@ def windows(run: RunRecords) -> Markup | None:
     names = list(dict.fromkeys(name for record in run.windows for name in record["metrics"]))
     charts = [_chart(name, days, run.windows) for name in names]
     events = sum(as_number(record.get("events")) for record in run.windows)
-    line = f"{len(run.windows)} windows with {events:,.0f} events, each predicted before the model was trained on it."
+    line = f"{len(run.windows)} windows with {events:,.0f} events, each evaluated before the model was trained on it."
     more = charts[_CHARTS_AT_FIRST:]
     folded = element("summary", f"{len(more)} more metrics"), element("div", more, class_="charts")
     return element(

@@ -1,6 +1,6 @@
-"""The page of a run: one file that needs no network, made of whatever the run has recorded so far.
+"""HTML report of a run: one self-contained file with everything that the run has recorded so far.
 
-The sections of a run's page, each a function of the run's records that returns markup, or nothing to show.
+Each section is a function of the run's records that returns markup, or None if there is nothing to show.
 """
 
 from collections.abc import Callable, Mapping
@@ -46,9 +46,11 @@ _SECTIONS: dict[str, Callable[[RunRecords], Markup | None]] = {
 
 
 def write_report(run: Path, more: Mapping[str, Markup | None] | None = None) -> Path:
-    """Write RUN/report.html and return its path; an earlier report is replaced in one move.
+    """Write RUN/report.html atomically and return its path.
 
-    more: sections by title that do not come from the run itself, at the end.
+    Args:
+        run: Run folder.
+        more: Additional sections for the end of the page, by title.
     """
     page = render(load_run(run), more)
     path = run / REPORT_FILE
@@ -57,7 +59,7 @@ def write_report(run: Path, more: Mapping[str, Markup | None] | None = None) -> 
 
 
 def render(run: RunRecords, more: Mapping[str, Markup | None] | None = None) -> str:
-    """The whole page as text."""
+    """Return the HTML of the page; see `write_report`."""
     head = element(
         "head",
         Markup('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'),
@@ -89,6 +91,8 @@ def _header(run: RunRecords) -> Markup:
 def _section(title: str, build: Callable[[RunRecords], Markup | None], run: RunRecords) -> Markup | None:
     try:
         content = build(run)
-    except Exception as error:  # files of a run may hold anything; a damaged one costs its own section, not the page
-        content = element("p", f"Cannot be shown, its file is damaged: {error!r}", class_="problem")
+    except Exception as error:  # a corrupt file of the run must not affect the other sections
+        content = element(
+            "p", f"This section cannot be shown, because its file is corrupt: {error!r}", class_="problem"
+        )
     return element("section", element("h2", title), content) if content is not None else None

@@ -1,4 +1,4 @@
-"""What a run folder holds, read so that a page can be made of whatever is there: runs are young, killed or damaged."""
+"""Reader of run folders for reports. It tolerates missing and corrupt files of unfinished, killed or damaged runs."""
 
 import json
 import math
@@ -15,33 +15,33 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class RunRecords:
-    """A run folder in memory."""
+    """Records of a run folder."""
 
     folder: Path
     config: Record
-    """resolved config; empty where it is missing or damaged"""
+    """Resolved config; empty if it is missing or corrupt."""
     versions: Record
-    """of the software and the machine"""
+    """Versions of the software, and description of the machine."""
     card: Record
-    """dataset card"""
+    """Dataset card."""
     parameters: Record
-    """how many the model has: `dense`, and `tables` with the rows and width of each"""
+    """Numbers of parameters: `dense`, and `tables` with the rows and width of each table."""
     steps: list[Record]
-    """step records, one for each step, in order"""
+    """Step records, at most one per step, in order."""
     evaluations: list[Record]
-    """evaluation records in order of steps, one for each (part, step)"""
+    """Evaluation records in order of steps, one per (split, step)."""
     events: list[Record]
-    """events in the order in which they happened"""
+    """Events of the run, such as resumes and warnings, in order of time."""
     windows: list[Record]
-    """of time, in order, each as it was predicted before it was trained on"""
+    """Time windows in order, with the metrics before training on them."""
     spans: list[Span]
-    """trace, where there is one"""
+    """Spans of the trace; empty if there is no trace."""
     problems: list[str]
-    """what could not be read, for people"""
+    """Messages about files that could not be read."""
 
     @property
     def name(self) -> str:
-        """Of the folder: runs of one recipe are told apart by where they are."""
+        """Name of the folder, because several runs can have the same recipe."""
         return self.folder.resolve().name
 
     @property
@@ -53,10 +53,14 @@ class RunRecords:
 
 
 def load_run(folder: Path) -> RunRecords:
-    """Read a run folder; whatever is damaged is left out and named in `problems`."""
+    """Read a run folder; corrupt files are skipped and reported in `problems`.
+
+    Raises:
+        UserError: The folder is not a run folder.
+    """
     if not (folder / "config.json").is_file() and not (folder / "metrics.jsonl").is_file():
-        remedy = "name a folder that `nestrec train` wrote: it holds config.json and metrics.jsonl"
-        raise UserError("is not a run folder", option="run", value=str(folder), remedy=remedy)
+        remedy = "use a folder that `nestrec train` wrote, with config.json and metrics.jsonl"
+        raise UserError("not a run folder", option="run", value=str(folder), remedy=remedy)
     problems: list[str] = []
     records = _load_records(folder / "metrics.jsonl", problems)
     by_step = {record["step"]: record for record in records if record["kind"] == "step"}
@@ -68,7 +72,7 @@ def load_run(folder: Path) -> RunRecords:
         versions=_load_object(folder / "versions.json", problems),
         card=_load_object(folder / "card.json", problems),
         parameters=_load_object(folder / "parameters.json", problems),
-        # A resumed run repeats the steps since its checkpoint: the later record stands.
+        # A resumed run repeats the steps since its checkpoint; the later record replaces the earlier one.
         steps=[by_step[step] for step in sorted(by_step)],
         evaluations=sorted(by_part.values(), key=lambda record: record["step"]),
         events=[record for record in records if record["kind"] == "event"],
@@ -79,7 +83,7 @@ def load_run(folder: Path) -> RunRecords:
 
 
 def headline_evaluation(run: RunRecords) -> Record | None:
-    """The newest test result, or before there is one the best validation result by its headline metric."""
+    """Return the newest test result; without one, the best validation result by its main metric."""
     test, valid = run.part("test"), run.part("valid")
     if test:
         return test[-1]
@@ -87,7 +91,7 @@ def headline_evaluation(run: RunRecords) -> Record | None:
 
 
 def best_evaluation(run: RunRecords) -> Record | None:
-    """The best validation result by its headline metric."""
+    """Return the best validation result by its main metric."""
     valid = run.part("valid")
     return max(valid, key=_score) if valid else None
 
@@ -100,12 +104,12 @@ def _score(evaluation: Record) -> float:
 def _load_records(path: Path, problems: list[str]) -> list[Record]:
     if not path.is_file():
         return []
-    # A kill can leave half a line, and the resumed run may have written on behind it.
+    # A killed process can leave an incomplete line, and the resumed run appends to it.
     lines = [line for line in path.read_text(errors="replace").split("\n") if line.strip()]
     records = [record for record in map(_parse_record, lines) if record is not None]
     num_damaged = len(lines) - len(records)
     if num_damaged:
-        problems.append(f"{num_damaged} damaged line{'s' * (num_damaged > 1)} of metrics.jsonl skipped")
+        problems.append(f"skipped {num_damaged} corrupt line{'s' * (num_damaged > 1)} of metrics.jsonl")
     return records
 
 
@@ -142,7 +146,7 @@ def _load_object(path: Path, problems: list[str]) -> Record:
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        problems.append(f"{path.name} is damaged")
+        problems.append(f"{path.name} is corrupt")
         return {}
     return value
 
@@ -153,5 +157,5 @@ def _load_trace(path: Path, problems: list[str]) -> list[Span]:
     try:
         return load_spans(path)
     except (UserError, ValueError, OSError) as error:
-        problems.append(f"{path.name} is damaged: {error}")
+        problems.append(f"{path.name} is corrupt: {error}")
         return []

@@ -1,4 +1,4 @@
-"""A run for TensorBoard."""
+"""TensorBoard logging of a run."""
 
 import logging
 import math
@@ -29,12 +29,15 @@ _SCALARS = {
 
 
 class TensorBoardWriter(TrainingCallback):
-    """Writes what it hears into `folder`. An evaluation may also come before or after training."""
+    """Training callback that writes TensorBoard event files to `folder`.
+
+    Evaluations are also written outside of training. A write error disables the log and does not stop the run.
+    """
 
     def __init__(self, folder: Path):
         self._folder = folder
         self._writer: SummaryWriter | None = None
-        self._is_lost = False
+        self._has_failed = False
 
     def __enter__(self) -> Self:
         return self
@@ -49,30 +52,30 @@ class TensorBoardWriter(TrainingCallback):
         if writer is not None:
             self._write(writer.close)
 
-    def started(self, total_steps: int | None, first_step: int) -> None:
-        """Steps after `first_step` that an earlier process wrote are hidden, so that a resumed run shows none twice."""
+    def on_train_start(self, total_steps: int | None, first_step: int) -> None:
+        """Open the log and hide later steps of an earlier process, so that a resumed run has no duplicate steps."""
 
         def start() -> None:
             self._writer = SummaryWriter(str(self._folder), purge_step=first_step + 1)
 
         self._write(start)
 
-    def stepped(self, step: int, epoch: int, values: Mapping[str, Any]) -> None:
+    def on_step_report(self, step: int, epoch: int, values: Mapping[str, Any]) -> None:
         for name, tag in _SCALARS.items():
             self._scalar(tag, values.get(name), step)
         for part, milliseconds in values.get("parts", {}).items():
             self._scalar(f"step_parts_ms/{part}", milliseconds, step)
 
-    def evaluated(self, evaluation: Evaluation, step: int, epoch: int) -> None:
-        is_alone = self._writer is None
+    def on_evaluation(self, evaluation: Evaluation, step: int, epoch: int) -> None:
+        is_outside_training = self._writer is None
         for system, metrics in evaluation.metrics.items():
             for metric, value in metrics.items():
                 self._scalar(f"{evaluation.part}/{metric}/{system}", value.mean, step)
         self._write(lambda: self._open().flush())
-        if is_alone:
+        if is_outside_training:
             self.close()
 
-    def predicted(self, window: TimeWindow, metrics: Mapping[str, ConfidenceInterval], step: int) -> None:
+    def on_window_evaluation(self, window: TimeWindow, metrics: Mapping[str, ConfidenceInterval], step: int) -> None:
         for metric, value in metrics.items():
             self._scalar(f"windows/{metric}", value.mean, step)
 
@@ -81,14 +84,14 @@ class TensorBoardWriter(TrainingCallback):
             self._write(lambda: self._open().add_scalar(tag, number, step))
 
     def _write(self, action: Callable[[], object]) -> None:
-        """A by-product: where it cannot be written it is left, and the run goes on or says itself what is wrong."""
-        if self._is_lost:
+        """Run a write; after an error, log a warning and write nothing more, because the log is only a by-product."""
+        if self._has_failed:
             return
         try:
             action()
         except OSError as error:
-            self._is_lost = True
-            _LOG.warning("nothing more is written for TensorBoard: %s", error)
+            self._has_failed = True
+            _LOG.warning("TensorBoard logging is disabled after a write error: %s", error)
 
     def _open(self) -> SummaryWriter:
         if self._writer is None:

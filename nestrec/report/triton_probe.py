@@ -1,4 +1,4 @@
-"""The smallest kernel: tells whether Triton can compile for this GPU. Imported only where Triton is installed.
+"""Minimal Triton kernel that checks whether Triton can compile for this GPU. Requires Triton at import.
 
 y[i] = x[i] + 1
 """
@@ -15,7 +15,7 @@ def _add_one_kernel(x, y, num, BLOCK: tl.constexpr):  # type: ignore[no-untyped-
 
 
 def add_one(x: torch.Tensor) -> torch.Tensor:
-    """x + 1 of a CUDA tensor."""
+    """Return `x + 1` of a CUDA tensor."""
     y = torch.empty_like(x)
     _add_one_kernel[(1,)](x, y, x.numel(), BLOCK=triton.next_power_of_2(x.numel()))
     return y

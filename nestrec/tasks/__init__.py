@@ -1,1 +1,1 @@
-"""What is learnt: samples, tables, model, loss and metrics of retrieval, ranking and labelled rows."""
+"""Tasks (learning objectives): the samples, tables, model, loss and metrics of retrieval, ranking and CTR."""

@@ -1,10 +1,10 @@
-"""Systems without a model that stand beside every retrieval result: what does not beat them is not worth its cost.
+"""Non-neural retrieval baselines, reported next to every retrieval result: a model should beat them to pay off.
 
-popularity          items by their training events
-recent popularity   items by their events in the last tenth of the training events in time
-last item           what most often followed the user's last item directly, then by popularity
-item knn            items whose users are those of the history's items, by the cosine of their sets of users
-ease                a linear model of all pairs of items in closed form (arXiv 1905.03375)
+popularity          items by number of training events
+recent popularity   items by number of events in the latest tenth of the training events
+last item           items that most often directly followed the user's last item, then by popularity
+item knn            items whose sets of users are most similar (cosine) to those of the items in the history
+ease                EASE, a linear item-item model with a closed-form solution (arXiv 1905.03375)
 """
 
 from typing import Protocol
@@ -17,23 +17,29 @@ from numpy.typing import NDArray
 from nestrec.data.flat_arrays import offsets_of_lengths
 
 Ints = NDArray[np.int64]
-NUM_NEIGHBOURS = 100
+NUM_NEIGHBORS = 100
 SHRINKAGE = 10.0
-"""Added to the norm of a pair of items, so that items of few users are no sure neighbours."""
+"""Constant added to the cosine denominator of an item pair, so that items with few users get a low similarity."""
 EASE_PENALTY = 250.0
-LONGEST_PAIRED = 200
-"""Of a user's events, so many of the last ones are paired with each other."""
+MAX_PAIRED_EVENTS = 200
+"""Maximum number of a user's most recent events that are paired with each other."""
 
 
 class Baseline(Protocol):
-    """Ranks items without a model."""
+    """Interface of the baselines: ranks items without a neural model."""
 
     def top(self, history: Ints, exclude: set[int], k: int) -> list[int]:
-        """The best k items that are not excluded, for a user with these items, the last one last."""
+        """Return the k best items for a user.
+
+        Args:
+            history: Item ids of the user, oldest first.
+            exclude: Item ids that must not be returned.
+            k: Maximum number of items to return.
+        """
 
 
 class Popularity:
-    """Ranks items by their number of training events; ties by smaller id."""
+    """Ranks items by their number of training events; ties are broken by the smaller id."""
 
     def __init__(self, items: Ints, num_items: int):
         count = np.bincount(items, minlength=num_items + 1)
@@ -45,7 +51,7 @@ class Popularity:
 
 
 def recent_popularity(items: Ints, times_ms: Ints, num_items: int) -> Popularity:
-    """Popularity in the last tenth of the events in time."""
+    """Return the popularity baseline of the latest tenth of the events."""
     if not len(times_ms):
         return Popularity(items, num_items)
     since = np.sort(times_ms)[len(times_ms) - max(1, len(times_ms) // 10)]
@@ -53,7 +59,7 @@ def recent_popularity(items: Ints, times_ms: Ints, num_items: int) -> Popularity
 
 
 class LastItem:
-    """Ranks the items that most often directly followed the user's last item in training, then by popularity."""
+    """Ranks the items that most often directly followed the user's last item in training, then popular items."""
 
     def __init__(self, items: Ints, offsets: Ints, popularity: Popularity):
         inside = np.ones(len(items), dtype=bool)
@@ -73,27 +79,27 @@ class LastItem:
 
 
 class ItemKNNBaseline:
-    """Ranks items by the sum of their similarities with the items of the history, then by popularity."""
+    """Item-based k-nearest neighbors: ranks by the sum of similarities to the history, then by popularity."""
 
     def __init__(self, items: Ints, offsets: Ints, num_items: int, popularity: Popularity):
         users_items, users_offsets = distinct_items(items, offsets)
         of_item, item_offsets = _users_of_items(users_items, users_offsets, num_items)
-        self._neighbour, self._similarity = _neighbours(
-            users_items, users_offsets, of_item, item_offsets, NUM_NEIGHBOURS, SHRINKAGE
+        self._neighbor, self._similarity = _nearest_neighbors(
+            users_items, users_offsets, of_item, item_offsets, NUM_NEIGHBORS, SHRINKAGE
         )
         self._popularity = popularity
         self._num_items = num_items
 
     def top(self, history: Ints, exclude: set[int], k: int) -> list[int]:
         seen = np.unique(history)
-        neighbour = self._neighbour[seen].ravel()
+        neighbor = self._neighbor[seen].ravel()
         similarity = self._similarity[seen].ravel()
-        score = np.bincount(neighbour, weights=similarity, minlength=self._num_items + 1).astype(np.float64)
+        score = np.bincount(neighbor, weights=similarity, minlength=self._num_items + 1).astype(np.float64)
         return _filled(_best(score, exclude, k), self._popularity, history, exclude, k)
 
 
 class EASEBaseline:
-    """Ranks items by a linear model of the history: the weights of all pairs, none of an item with itself."""
+    """EASE: ranks items by a linear model of the history with item-item weights and a zero diagonal."""
 
     def __init__(self, items: Ints, offsets: Ints, num_items: int, device: torch.device):
         gram = _pair_counts(*distinct_items(items, offsets), num_items)
@@ -110,35 +116,35 @@ class EASEBaseline:
 
 
 def distinct_items(items: Ints, offsets: Ints) -> tuple[Ints, Ints]:
-    """The items of each user once, of the last ones of a long history."""
+    """Return the unique items of each user and their offsets; only the most recent events of long histories count."""
     lengths = np.diff(offsets)
-    place = np.arange(len(items)) - np.repeat(offsets[:-1], lengths)
-    is_late = place >= np.repeat(lengths, lengths) - LONGEST_PAIRED
+    position = np.arange(len(items)) - np.repeat(offsets[:-1], lengths)
+    is_late = position >= np.repeat(lengths, lengths) - MAX_PAIRED_EVENTS
     user = np.repeat(np.arange(len(lengths)), lengths)[is_late]
     pairs = np.unique(np.stack([user, items[is_late]], axis=1), axis=0)
     return pairs[:, 1].copy(), offsets_of_lengths(np.bincount(pairs[:, 0], minlength=len(lengths)))
 
 
 def num_pairs(offsets: Ints) -> float:
-    """About how many pairs of items are met when those of each user are counted."""
-    return float((np.minimum(np.diff(offsets), LONGEST_PAIRED).astype(np.float64) ** 2).sum())
+    """Estimate how many item pairs must be counted over all users."""
+    return float((np.minimum(np.diff(offsets), MAX_PAIRED_EVENTS).astype(np.float64) ** 2).sum())
 
 
 def take_allowed(order: Ints, exclude: set[int], k: int) -> list[int]:
-    """The first k of `order` that are not excluded."""
+    """Return the first k items of `order` that are not excluded."""
     head = order[: k + len(exclude)].tolist()
     return [item for item in head if item not in exclude][:k]
 
 
 def _best(score: NDArray[np.floating], exclude: set[int], k: int, *, positive: bool = True) -> list[int]:
-    """Items by score, ties by smaller id; only those with a score above 0 unless told otherwise."""
+    """Return the k best items by score, ties broken by the smaller id; with `positive` only scores above 0."""
     score = score.copy()
     score[[0, *exclude]] = -np.inf
-    found = np.flatnonzero(score > (0.0 if positive else -np.inf))
-    if len(found) > k:
-        least = np.partition(score[found], len(found) - k)[len(found) - k]
-        found = found[score[found] >= least]
-    return found[np.lexsort((found, -score[found]))][:k].tolist()  # type: ignore[no-any-return]
+    candidates = np.flatnonzero(score > (0.0 if positive else -np.inf))
+    if len(candidates) > k:
+        threshold = np.partition(score[candidates], len(candidates) - k)[len(candidates) - k]
+        candidates = candidates[score[candidates] >= threshold]
+    return candidates[np.lexsort((candidates, -score[candidates]))][:k].tolist()  # type: ignore[no-any-return]
 
 
 def _filled(best: list[int], popularity: Popularity, history: Ints, exclude: set[int], k: int) -> list[int]:
@@ -152,37 +158,37 @@ def _users_of_items(items: Ints, offsets: Ints, num_items: int) -> tuple[Ints, I
 
 
 @njit(cache=True, nogil=True)
-def _neighbours(items, offsets, users, item_offsets, most, shrinkage):  # type: ignore[no-untyped-def]  # noqa: PLR0917
-    """(N + 1, most) the most similar items of each item and their cosines; 0 where there are fewer."""
+def _nearest_neighbors(items, offsets, users, item_offsets, limit, shrinkage):  # type: ignore[no-untyped-def]  # noqa: PLR0917
+    """Return the (N + 1, limit) most similar items of each item and their cosines, padded with 0."""
     num_items = item_offsets.size - 1
-    neighbour, similarity = np.zeros((num_items, most), np.int64), np.zeros((num_items, most), np.float64)
-    together = np.zeros(num_items, np.int64)
+    neighbor, similarity = np.zeros((num_items, limit), np.int64), np.zeros((num_items, limit), np.float64)
+    num_common = np.zeros(num_items, np.int64)
     touched = np.empty(num_items, np.int64)
     for item in range(1, num_items):
         size = 0
-        for place in range(item_offsets[item], item_offsets[item + 1]):
-            for at in range(offsets[users[place]], offsets[users[place] + 1]):
-                other = items[at]
+        for i in range(item_offsets[item], item_offsets[item + 1]):
+            for j in range(offsets[users[i]], offsets[users[i] + 1]):
+                other = items[j]
                 if other != item:
-                    if together[other] == 0:
+                    if num_common[other] == 0:
                         touched[size] = other
                         size += 1
-                    together[other] += 1
+                    num_common[other] += 1
         score = np.empty(size)
         own = item_offsets[item + 1] - item_offsets[item]
         for i in range(size):
             norm = np.sqrt(own * (item_offsets[touched[i] + 1] - item_offsets[touched[i]]))
-            score[i] = together[touched[i]] / (norm + shrinkage)
-            together[touched[i]] = 0
-        order = np.argsort(-score, kind="mergesort")[:most]
+            score[i] = num_common[touched[i]] / (norm + shrinkage)
+            num_common[touched[i]] = 0
+        order = np.argsort(-score, kind="mergesort")[:limit]
         for i in range(order.size):
-            neighbour[item, i], similarity[item, i] = touched[order[i]], score[order[i]]
-    return neighbour, similarity
+            neighbor[item, i], similarity[item, i] = touched[order[i]], score[order[i]]
+    return neighbor, similarity
 
 
 @njit(cache=True, nogil=True)
 def _pair_counts(items, offsets, num_items):  # type: ignore[no-untyped-def]
-    """(N + 1, N + 1) users that have both items."""
+    """Return the (N + 1, N + 1) number of users who have both items."""
     counts = np.zeros((num_items + 1, num_items + 1), np.float32)
     for user in range(offsets.size - 1):
         for a in range(offsets[user], offsets[user + 1]):

@@ -1,4 +1,4 @@
-"""Labelled rows of dense numbers and categories (Criteo): click prediction with a DLRM."""
+"""Click-through-rate (CTR) prediction with a DLRM on labeled rows of dense numbers and categories, such as Criteo."""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -16,7 +16,7 @@ from nestrec.base.errors import UserError
 from nestrec.data.batch_loader import MicroBatch
 from nestrec.data.dataset import Dataset
 from nestrec.data.dataset_schema import LABEL
-from nestrec.data.samples.chunk_collator import CTRCollator, assemble_rows
+from nestrec.data.samples.chunk_collator import CTRCollator, collate_rows
 from nestrec.data.samples.split import Part
 from nestrec.embedding import EmbeddingEngine, InitConfig, RowOptimizerConfig, StoreConfig, TableConfig
 from nestrec.models.backbone_spec import ForwardFlops
@@ -24,58 +24,78 @@ from nestrec.models.dlrm import DLRM, DLRMConfig
 from nestrec.models.encoder_parts import FeatureProjections
 from nestrec.ops.embedding.row_gather import TableRows, gather_rows
 from nestrec.pipeline.exchange_window import on_device
-from nestrec.tasks.metrics import ConfidenceInterval, auc, bootstrap, bootstrap_auc, log_loss, normalised_entropy
-from nestrec.tasks.table_overrides import ResolvedTables, chosen_tables
-from nestrec.tasks.task import Evaluation, Task, TaskSpec, TrainingCost, share_of_ranks, sum_over_ranks
+from nestrec.tasks.metrics import ConfidenceInterval, auc, bootstrap, bootstrap_auc, log_loss, normalized_entropy
+from nestrec.tasks.table_overrides import ResolvedTables, resolve_tables
+from nestrec.tasks.task import Evaluation, Task, TaskSpec, TrainingCost, batches_of_rank, sum_over_ranks
+
+
+@config
+class CTRSplitConfig:
+    """Split of labeled rows by their position in the file."""
+
+    valid_fraction: Decay = 0.1
+    """Fraction of the rows for validation: the rows before the test rows in file order."""
+    test_fraction: Decay = 0.1
+    """Fraction of the rows for testing: the last rows in file order."""
+
+    def __post_init__(self) -> None:
+        if self.valid_fraction + self.test_fraction >= 1:
+            raise UserError(
+                f"no rows are left for training, because the test fraction is {self.test_fraction}",
+                option="task.split.valid_fraction",
+                value=self.valid_fraction,
+                remedy="set two fractions that sum to less than 1",
+            )
+
+
+@config
+class CTREvaluationConfig:
+    """Evaluation options of the CTR task."""
+
+    batch_size: Count = 4096
+    """Number of rows scored per batch in evaluation."""
 
 
 @config
 class CTRTaskConfig:
-    kind: Literal["rows"] = "rows"
-    """click prediction on labelled rows"""
-    encoder: DLRMConfig = DLRMConfig()
-    """the network"""
-    valid_share: Decay = 0.1
-    """of the rows, in file order before the test rows"""
-    test_share: Decay = 0.1
-    """of the rows, the last ones in file order"""
-    table_init: InitConfig = InitConfig(scale=0.02)
-    """first values of category vectors"""
-    table_optimizer: RowOptimizerConfig = RowOptimizerConfig(kind="rowwise_adagrad")
-    """row optimiser of the category table"""
-    table_store: StoreConfig = StoreConfig(kind="dram")
-    """where the category table lives; its keys are hashes, so it is dynamic"""
-    batch_rows: Count = 4096
-    """rows scored at a time"""
+    """Configuration of CTR prediction on labeled rows."""
 
-    def __post_init__(self) -> None:
-        if self.valid_share + self.test_share >= 1:
-            raise UserError(
-                f"leaves nothing to train on beside task.test_share = {self.test_share}",
-                option="task.valid_share",
-                value=self.valid_share,
-                remedy="give two shares that sum to less than 1",
-            )
+    kind: Literal["rows"] = "rows"
+    """Name of the task: CTR prediction on labeled rows."""
+    encoder: DLRMConfig = DLRMConfig()
+    """The DLRM: embedding dimension, bottom and top MLP."""
+    split: CTRSplitConfig = CTRSplitConfig()
+    """Split into training, validation and test rows, in file order."""
+    table_init: InitConfig = InitConfig(scale=0.02)
+    """Initialization of the category embeddings."""
+    table_optimizer: RowOptimizerConfig = RowOptimizerConfig(kind="rowwise_adagrad")
+    """Row optimizer of the category table."""
+    table_store: StoreConfig = StoreConfig(kind="dram")
+    """Storage tier of the category table; the table is dynamic because its keys are hashes."""
+    evaluation: CTREvaluationConfig = CTREvaluationConfig()
+    """Evaluation options."""
 
 
 class CTRTask(Task):
+    """CTR prediction with a DLRM and one dynamic embedding table for all categories."""
+
     model: DLRM
     reads_stored_rows = True
-    remedy_if_empty = "give it more rows, or other shares: --task.valid_share, --task.test_share"
+    remedy_if_empty = "prepare more rows, or change the fractions --task.valid_fraction and --task.test_fraction"
 
     def __init__(self, cfg: CTRTaskConfig, dataset: Dataset, *, seed: int, dtype: Literal["float32", "float64"]):
         if dataset.card.kind != "rows":
             raise UserError(
-                "holds sequences, not labelled rows",
+                "this dataset contains sequences, but the task needs labeled rows",
                 option="data.folder",
                 value=str(dataset.folder),
-                remedy="prepare a file of labelled rows, such as Criteo's",
+                remedy="prepare a file of labeled rows, such as Criteo's",
             )
         self.cfg = cfg
         self._dataset = dataset
         total = dataset.num_samples
-        test_at = total - round(total * cfg.test_share)
-        valid_at = test_at - round(total * cfg.valid_share)
+        test_at = total - round(total * cfg.split.test_fraction)
+        valid_at = test_at - round(total * cfg.split.valid_fraction)
         self._parts: dict[Part, NDArray[np.int64]] = {
             "valid": np.arange(valid_at, test_at),
             "test": np.arange(test_at, total),
@@ -95,10 +115,10 @@ class CTRTask(Task):
                 store=cfg.table_store,
             ),
         )
-        self.take(chosen_tables(self.tables, {}))
-        self.assembler = CTRCollator(dataset, self._train)
+        self.set_tables(resolve_tables(self.tables, {}))
+        self.collator = CTRCollator(dataset, self._train)
 
-    def take(self, chosen: ResolvedTables) -> None:
+    def set_tables(self, chosen: ResolvedTables) -> None:
         self.tables = chosen.tables
         self.num_ids = chosen.num_ids
         self.model.to_width = FeatureProjections(
@@ -109,13 +129,13 @@ class CTRTask(Task):
         return len(self._parts[part])
 
     def cost(self) -> TrainingCost:
-        """A row is a token: two networks, and the dot products of all vectors."""
+        """Return the cost of a row, which counts as one token: two MLPs and the dot products of all vector pairs."""
         cfg = self.cfg.encoder
-        num_vectors = self.cfg.encoder.num_categories + 1
+        num_vectors = self.cfg.encoder.num_categorical + 1
         linears = [m for m in self.model.modules() if isinstance(m, nn.Linear)]
         products = sum(m.weight.numel() for m in linears) + num_vectors**2 * cfg.dim
-        kept = sum(m.in_features + m.out_features for m in linears) + num_vectors * (cfg.dim + num_vectors)
-        return TrainingCost(flops=ForwardFlops(token=2.0 * products), activations=float(kept))
+        activations = sum(m.in_features + m.out_features for m in linears) + num_vectors * (cfg.dim + num_vectors)
+        return TrainingCost(flops=ForwardFlops(token=2.0 * products), activations=float(activations))
 
     def loss(self, batch: MicroBatch, rows: Mapping[str, TableRows], index: Mapping[str, torch.Tensor]) -> torch.Tensor:
         category_BCD = self.model.to_width("categories", gather_rows(rows["categories"], index["category"]))
@@ -136,19 +156,21 @@ class CTRTask(Task):
 
     @cached_property
     def _base_rate(self) -> float:
-        """Of the training rows, which are the first ones."""
+        """Fraction of positive labels among the training rows, which are the first rows of the file."""
         labels = (
             group.scalars[LABEL][: max(0, len(self._train) - first)] for first, group in self._dataset.scan([LABEL])
         )
-        share = sum(float(part.sum()) for part in labels) / len(self._train)
-        half = 0.5 / len(self._train)  # of a row: if all labels are alike, its odds are still finite
-        return float(np.clip(share, half, 1 - half))
+        rate = sum(float(part.sum()) for part in labels) / len(self._train)
+        half = 0.5 / len(self._train)  # half a row keeps the log odds finite if all labels are equal
+        return float(np.clip(rate, half, 1 - half))
 
     def _logits(self, engine: EmbeddingEngine, rows: NDArray[np.int64]) -> NDArray[np.float64]:
         out = np.zeros(len(rows))
         topology = engine.topology
-        for chosen in share_of_ranks(np.arange(len(rows)), self.cfg.batch_rows, topology.rank, topology.world):
-            batch = assemble_rows(self._dataset.rows(rows[chosen]))
+        for chosen in batches_of_rank(
+            np.arange(len(rows)), self.cfg.evaluation.batch_size, topology.rank, topology.world
+        ):
+            batch = collate_rows(self._dataset.rows(rows[chosen]))
             vectors = engine.lookup_readonly(batch.keys)["category"]
             if len(chosen) == 0:
                 continue
@@ -161,7 +183,7 @@ class CTRTask(Task):
 
 
 def _losses(label: NDArray[np.int64], logit: NDArray[np.float64]) -> dict[str, ConfidenceInterval]:
-    entropy = normalised_entropy(label, logit)
+    entropy = normalized_entropy(label, logit)
     return {
         **bootstrap({"log_loss": log_loss(label, logit)}),
         "ne": ConfidenceInterval(entropy, float("nan"), float("nan")),

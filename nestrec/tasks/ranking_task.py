@@ -1,4 +1,4 @@
-"""Multi-task ranking over action bits, measured by AUC and normalised entropy on the events after a point in time."""
+"""Multi-task ranking: predicts several actions per event, measured by AUC and normalized entropy on later events."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -17,31 +17,32 @@ from nestrec.base.random import mix64_array
 from nestrec.data.batch_loader import Collator, MicroBatch
 from nestrec.data.dataset import Dataset
 from nestrec.data.dataset_schema import ITEM_PREFIX
-from nestrec.data.flat_arrays import history_start, slice_index, slide_of
+from nestrec.data.flat_arrays import history_start, resolve_slide_events, slice_index
 from nestrec.data.samples.chunk_collator import RankingChunkCollator
 from nestrec.data.samples.ranking_collator import (
     RankingCollator,
+    RankingHistoryConfig,
     RankingInputConfig,
     RankingInputs,
-    checked_columns,
+    feature_columns,
     label_bits,
 )
-from nestrec.data.samples.split import Part, SplitConfig, split_of
+from nestrec.data.samples.split import Part, SplitConfig, split_dataset
 from nestrec.data.samples.time_windows import (
     EventIndex,
     SampleLimits,
     TimeWindow,
     TrainingChunks,
     WindowsConfig,
-    held_out_slices,
-    past_of,
-    slices_of_runs,
-    training_slices,
+    build_event_index,
+    held_out_chunks,
+    split_runs_into_chunks,
+    training_chunks,
     windows_by_time,
 )
 from nestrec.embedding import EmbeddingEngine, InitConfig, RowOptimizerConfig, StoreConfig, TableConfig
 from nestrec.models.backbone_registry import EncoderConfig, activations_of, backbone_of, flops_of
-from nestrec.models.encoder_parts import FeatureProjections, summed
+from nestrec.models.encoder_parts import FeatureProjections, sum_features
 from nestrec.models.heads import HeadConfig, RankingModel, head_width
 from nestrec.models.hstu import HSTUConfig
 from nestrec.ops.embedding.row_gather import TableRows
@@ -49,64 +50,80 @@ from nestrec.pipeline.exchange_window import on_device
 from nestrec.tasks.item_tower import FeatureLookup, VectorOf, prefix_vectors
 from nestrec.tasks.metrics import ConfidenceInterval, check_slices, user_aucs, weighted_bootstrap, window_metrics
 from nestrec.tasks.ranking_evaluator import BASELINES, BaselineName, ListwiseScores, RankingEvaluator
-from nestrec.tasks.table_overrides import ResolvedTables, chosen_tables
-from nestrec.tasks.task import Evaluation, Task, TaskSpec, TrainingCost, sequence_info, share_of_ranks, sum_over_ranks
+from nestrec.tasks.table_overrides import ResolvedTables, resolve_tables
+from nestrec.tasks.task import Evaluation, Task, TaskSpec, TrainingCost, batches_of_rank, sequence_info, sum_over_ranks
+
+
+@config
+class RankingEvaluationConfig:
+    """Evaluation options of the ranking task."""
+
+    baseline_category: str = ""
+    """Event feature that the logistic baseline uses in addition to item and user rates; '' for none."""
+    baselines: tuple[BaselineName, ...] = BASELINES
+    """Baselines that are evaluated next to the model; `boosted trees` needs the extra `trees`."""
+    slices: tuple[str, ...] = ("items", "users", "history")
+    """Slices of the events with metrics of their own: `items` (by training events of the item), `users` (by whether
+    the user was trained on), `history` (by its length), or the column of a category, such as event_tab."""
+    batch_size: Count = 256
+    """Number of history chunks scored per batch in evaluation."""
+    listwise_events: Natural = 20_000
+    """Maximum number of test events that are also scored listwise: all held-out events of a user at once, from the
+    history before the first of them, as a server ranks candidates. The result `model, at once` is reported next to
+    `model`, which knows the reactions to earlier events. Users are chosen by hash; 0 disables it."""
+    listwise_window_events: Natural = 0
+    """Maximum number of events per time window that are scored listwise, reported as `gauc_at_once` next to `gauc`. One
+    event costs as much as scoring a full history, so use about 1000; 0 disables it."""
 
 
 @config
 class RankingTaskConfig:
+    """Configuration of the ranking task."""
+
     kind: Literal["ranking"] = "ranking"
-    """multi-task ranking over action bits"""
+    """Name of the task: multi-task ranking over actions."""
     encoder: EncoderConfig = HSTUConfig()
-    """the backbone"""
+    """Sequence encoder (backbone)."""
     head: HeadConfig = HeadConfig()
-    """from states to logits"""
+    """Prediction head that maps encoder states to logits."""
+    history: RankingHistoryConfig = RankingHistoryConfig()
+    """Part of a user's history that the model reads."""
     inputs: RankingInputConfig = RankingInputConfig()
-    """what the model sees and predicts"""
+    """Features that the model reads and labels that it predicts."""
     split: SplitConfig = SplitConfig()
-    """which events validate and test"""
+    """Split into training, validation and test events."""
     table_init: InitConfig = InitConfig(scale=0.02)
-    """first values of all vectors"""
+    """Initialization of all embedding tables."""
     table_optimizer: RowOptimizerConfig = RowOptimizerConfig(kind="adam", beta2=0.98)
-    """row optimiser of all tables"""
-    item_store: StoreConfig = StoreConfig()
-    """where the item table lives"""
-    baseline_category: str = ""
-    """event feature that the logistic baseline uses beside the rates of items and users; '' for none"""
-    baselines: tuple[BaselineName, ...] = BASELINES
-    """systems without a model of their own that are measured beside it; trees need the extra `trees`"""
-    slices: tuple[str, ...] = ("items", "users", "history")
-    """parts of the events that are measured apart: by how often the item was trained on, by whether the user was, by
-    the length of the history, or by a category by its column, such as event_tab"""
-    batch_slices: Count = 256
-    """slices scored at a time"""
-    at_once: Natural = 20_000
-    """on the test part, ask for all held-out events of a user at one moment too, before the first of them, as a list is
-    ranked: `model, at once` stands beside `model`, which knows how the user reacted to the events before each. Of as
-    many users as have so many events, chosen by hashes; 0: of none"""
-    windows_at_once: Natural = 0
-    """the same of each window of time that is predicted before it is trained on: `gauc_at_once` beside `gauc`. An event
-    costs as much as a whole history otherwise does, so a thousand are enough; 0: of none"""
+    """Row optimizer of all embedding tables."""
+    table_store: StoreConfig = StoreConfig()
+    """Storage tier of the item table."""
+    evaluation: RankingEvaluationConfig = RankingEvaluationConfig()
+    """Baselines, slices and listwise scoring of evaluations."""
 
 
 class RankingTask(Task):
+    """Multi-task ranking on sequences of item and action tokens (two tokens per event)."""
+
     model: RankingModel
     reads_stored_rows = True
-    remedy_if_empty = "cut where there are events on both sides: --task.split.valid_from, --task.split.test_from"
+    remedy_if_empty = (
+        "choose split times with events before and after them: --task.split.valid_from, --task.split.test_from"
+    )
 
     def __init__(self, cfg: RankingTaskConfig, dataset: Dataset, *, seed: int, dtype: Literal["float32", "float64"]):
         self.cfg = cfg
         self._dataset = dataset
         self._seed = seed
         _check(cfg, dataset)
-        self._split = split_of(cfg.split, dataset)
+        self._split = split_dataset(cfg.split, dataset)
         self._results = RankingEvaluator(
             dataset,
             self._split,
             cfg.inputs.labels,
-            baselines=cfg.baselines,
-            category=cfg.baseline_category,
-            slices=cfg.slices,
+            baselines=cfg.evaluation.baselines,
+            category=cfg.evaluation.baseline_category,
+            slices=cfg.evaluation.slices,
         )
         self._inputs = RankingInputs(dataset, cfg.inputs, seed=seed)
         num_bits = max(dataset.card.action_bits.values()).bit_length()
@@ -127,7 +144,7 @@ class RankingTask(Task):
             seed=seed,
             init=cfg.table_init,
             optimizer=cfg.table_optimizer,
-            store=cfg.item_store,
+            store=cfg.table_store,
         )
         self._features = ("item", *(c.name for c in self._inputs.columns))
         category = replace(items, features=(), store=StoreConfig())
@@ -140,16 +157,16 @@ class RankingTask(Task):
             ),
         )
         self.bags = frozenset(c.name for c in self._inputs.columns if c.is_bag)
-        self.take(chosen_tables(self.tables, {}, self.bags))
-        self.assembler: Collator = RankingCollator(self._inputs, self._split, cfg.inputs.max_events)
-        if cfg.inputs.train_on == "all":
+        self.set_tables(resolve_tables(self.tables, {}, self.bags))
+        self.collator: Collator = RankingCollator(self._inputs, self._split, cfg.history.max_events)
+        if cfg.inputs.train_events == "all":
             end = self._split.train_end
             runs = np.stack([np.arange(len(end)), np.zeros_like(end), end], axis=1)
-            self.assembler = RankingChunkCollator(
-                self._inputs, TrainingChunks(slices_of_runs(runs, cfg.inputs.max_events), None), seed
+            self.collator = RankingChunkCollator(
+                self._inputs, TrainingChunks(split_runs_into_chunks(runs, cfg.history.max_events), None), seed
             )
 
-    def take(self, chosen: ResolvedTables) -> None:
+    def set_tables(self, chosen: ResolvedTables) -> None:
         self.tables = chosen.tables
         self.num_ids = chosen.num_ids
         self.pooling = chosen.pooling
@@ -164,21 +181,21 @@ class RankingTask(Task):
 
     @property
     def _slide_events(self) -> int:
-        return slide_of(self.cfg.inputs.max_events, self.cfg.inputs.slide_events)
+        return resolve_slide_events(self.cfg.history.max_events, self.cfg.history.slide_events)
 
     def _cut_of(self, num_events: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the first token that all layers compute, by number of events including the one that is asked for."""
+        """Return the first token that all layers compute, by number of events including the target."""
         encoder = self.cfg.encoder
         num_prefix = len(self._inputs.prefix)
         cut = backbone_of(encoder).cut
-        cuts = [cut(encoder, num_prefix + 2 * length) for length in range(self.cfg.inputs.max_events + 1)]
+        cuts = [cut(encoder, num_prefix + 2 * length) for length in range(self.cfg.history.max_events + 1)]
         return np.array(cuts, np.int64)[num_events]
 
     def cost(self) -> TrainingCost:
-        """The layers on two tokens an event, and the head on one of them."""
+        """Return the cost per token: the encoder on two tokens per event, and the head on one of them."""
         layers = flops_of(self.cfg.encoder)
         first = head_width(self.cfg.encoder.dim, self.cfg.head, len(self._features))
-        widths = (first, *self.cfg.head.hidden, len(self.cfg.inputs.labels))
+        widths = (first, *self.cfg.head.hidden_dims, len(self.cfg.inputs.labels))
         head = 2.0 * sum(a * b for a, b in itertools.pairwise(widths))
         return TrainingCost(
             flops=replace(layers, head=head / 2),
@@ -186,18 +203,18 @@ class RankingTask(Task):
         )
 
     def loss(self, batch: MicroBatch, rows: Mapping[str, TableRows], index: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        logit_EK = self._forward(batch, lambda feature: self._vectors.of(feature, batch, rows, index))
+        logit_EK = self._forward(batch, lambda feature: self._vectors.from_unique_rows(feature, batch, rows, index))
         label_EK = batch.tensors["label"].to(logit_EK.dtype)
         scored_E = batch.tensors.get("scored")
         weight = None if scored_E is None else scored_E[:, None].to(logit_EK.dtype)
         return binary_cross_entropy_with_logits(logit_EK, label_EK, weight, reduction="sum")
 
     def _forward(self, batch: MicroBatch, of: VectorOf) -> torch.Tensor:
-        """(E, K) logits of the events of a batch."""
-        found = {name: of(name) for name in self._features}
-        content_ED = summed([vectors for name, vectors in found.items() if name not in self._inputs.prefix])
-        prefix_BPD = prefix_vectors(self._inputs.prefix, batch, found.__getitem__, tokens_an_event=2)
-        feature_ECD = torch.stack(list(found.values()), dim=1) if self.cfg.head.interactions else None
+        """Return the (E, K) logits of the events of a batch."""
+        vectors_of = {name: of(name) for name in self._features}
+        content_ED = sum_features([vectors for name, vectors in vectors_of.items() if name not in self._inputs.prefix])
+        prefix_BPD = prefix_vectors(self._inputs.prefix, batch, vectors_of.__getitem__, tokens_per_event=2)
+        feature_ECD = torch.stack(list(vectors_of.values()), dim=1) if self.cfg.head.interactions else None
         action_E = batch.tensors["action"]
         info = sequence_info(batch)
         logits: torch.Tensor = self.model(content_ED, action_E, info, prefix_BPD, feature_ECD)
@@ -207,79 +224,93 @@ class RankingTask(Task):
         times, offsets = self._times()
         return windows_by_time(times, offsets, self._split.train_end, cfg, start_ms)
 
-    def take_windows(self, windows: Sequence[TimeWindow], past: EventIndex | None, *, replay_share: float) -> None:
-        past = past or past_of(*self._times())
-        reach = SampleLimits(self.cfg.inputs.max_events, first_scored=0)
-        slices = training_slices(windows, reach, past, seed=self._seed, replay_share=replay_share)
-        self.assembler = RankingChunkCollator(self._inputs, slices, self._seed)
+    def set_windows(self, windows: Sequence[TimeWindow], past: EventIndex | None, *, replay_fraction: float) -> None:
+        past = past or build_event_index(*self._times())
+        limits = SampleLimits(self.cfg.history.max_events, first_scored=0)
+        slices = training_chunks(windows, limits, past, seed=self._seed, replay_fraction=replay_fraction)
+        self.collator = RankingChunkCollator(self._inputs, slices, self._seed)
 
-    def predict(self, engine: EmbeddingEngine, window: TimeWindow) -> dict[str, ConfidenceInterval]:
-        """AUC, GAUC, NDCG and normalised entropy of each label, the model knowing the reactions to the events of the
-        window before each; GAUC without them where it is asked for."""
-        logit_EK, label_EK, user_E = self._scores(engine, slices_of_runs(window.runs, self.cfg.inputs.max_events))
-        found: dict[str, ConfidenceInterval] = {}
+    def evaluate_window(self, engine: EmbeddingEngine, window: TimeWindow) -> dict[str, ConfidenceInterval]:
+        """Compute AUC, GAUC, NDCG and normalized entropy of each label on a time window. Collective.
+
+        The model knows the reactions to earlier events of the window; `gauc_at_once` is computed without them if
+        `listwise_window_events` is set.
+        """
+        logit_EK, label_EK, user_E = self._scores(
+            engine, split_runs_into_chunks(window.runs, self.cfg.history.max_events)
+        )
+        metrics: dict[str, ConfidenceInterval] = {}
         for k, name in enumerate(self.cfg.inputs.labels):
-            found |= {f"{m}/{name}": v for m, v in window_metrics(label_EK[:, k], logit_EK[:, k], user_E).items()}
-        if self.cfg.windows_at_once:
-            of = self._asked_at_once(engine, window.runs, self.cfg.windows_at_once)
+            metrics |= {f"{m}/{name}": v for m, v in window_metrics(label_EK[:, k], logit_EK[:, k], user_E).items()}
+        if self.cfg.evaluation.listwise_window_events:
+            of = self._score_listwise(engine, window.runs, self.cfg.evaluation.listwise_window_events)
             for k, name in enumerate(self.cfg.inputs.labels):
                 aucs = user_aucs(label_EK[of.events, k], of.logits[:, k], user_E[of.events])
-                found[f"gauc_at_once/{name}"] = weighted_bootstrap(*aucs)
-        return found
+                metrics[f"gauc_at_once/{name}"] = weighted_bootstrap(*aucs)
+        return metrics
 
     def _times(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         return self._dataset.rows(np.arange(self._dataset.num_samples)).lists["timestamps_ms"]
 
     def evaluate(self, engine: EmbeddingEngine, part: Part) -> Evaluation:
-        slices = held_out_slices(self._split, part, self.cfg.inputs.max_events, self._slide_events, self._cut_of)
+        slices = held_out_chunks(self._split, part, self.cfg.history.max_events, self._slide_events, self._cut_of)
         logit_EK, label_EK, user_E = self._scores(engine, slices)
-        at_once = None
-        if part == "test" and self.cfg.at_once:
+        listwise = None
+        if part == "test" and self.cfg.evaluation.listwise_events:
             first, end = self._split.held_out(part)
             runs = np.stack([np.arange(len(first)), first, end], axis=1)
-            at_once = self._asked_at_once(engine, runs, self.cfg.at_once)
-        return self._results.evaluation(part, logit_EK, label_EK, user_E, engine.topology, at_once)
+            listwise = self._score_listwise(engine, runs, self.cfg.evaluation.listwise_events)
+        return self._results.evaluate(part, logit_EK, label_EK, user_E, engine.topology, listwise)
 
-    def _asked_at_once(self, engine: EmbeddingEngine, runs: NDArray[np.int64], most: int) -> ListwiseScores:
-        """Logits of events of some users, each with the history before the first of its run.
+    def _score_listwise(self, engine: EmbeddingEngine, runs: NDArray[np.int64], limit: int) -> ListwiseScores:
+        """Score events of some users listwise, each with the history before the first event of its run.
 
-        runs: (R, 3) rows (user, first, end).
+        Args:
+            engine: The embedding engine.
+            runs: Runs of events with the shape (R, 3) and the columns (user, first, end).
+            limit: Maximum number of events.
         """
         user_R, first_R, end_R = runs.T
-        places, _ = slice_index(first_R, end_R)
+        event_E, _ = slice_index(first_R, end_R)
         run_E = np.repeat(np.arange(len(runs)), end_R - first_R)
-        asked = np.flatnonzero(_first_users(user_R, end_R - first_R, most)[run_E])
-        logits = np.zeros((len(asked), len(self.cfg.inputs.labels)))
+        selected = np.flatnonzero(_sample_users(user_R, end_R - first_R, limit)[run_E])
+        logits = np.zeros((len(selected), len(self.cfg.inputs.labels)))
         topology = engine.topology
-        longest = self.cfg.inputs.max_events - 1
+        longest = self.cfg.history.max_events - 1
         start_R = history_start(first_R, longest, self._slide_events)
-        for chosen in share_of_ranks(np.arange(len(asked)), self.cfg.batch_slices, topology.rank, topology.world):
-            of = run_E[asked[chosen]]
+        for chosen in batches_of_rank(
+            np.arange(len(selected)), self.cfg.evaluation.batch_size, topology.rank, topology.world
+        ):
+            of = run_E[selected[chosen]]
             first = first_R[of]
             before = start_R[of]
-            batch = self._inputs.asked(self._inputs.read(user_R[of]), before, first, places[asked[chosen]])
+            batch = self._inputs.collate_queries(
+                self._inputs.read(user_R[of]), before, first, event_E[selected[chosen]]
+            )
             logits[chosen] = self._logits(engine, batch)[np.cumsum(first - before + 1) - 1]
-        return ListwiseScores(asked, sum_over_ranks(topology, logits))
+        return ListwiseScores(selected, sum_over_ranks(topology, logits))
 
     def _scores(
         self, engine: EmbeddingEngine, slices: NDArray[np.int64]
     ) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]:
-        """Logits and labels (E, K) and users (E,) of every scored event, in the order of the slices."""
+        """Return the (E, K) logits, (E, K) labels and (E,) users of all scored events, in the order of the chunks."""
         num_scored = slices[:, 2] - slices[:, 3]
-        place_of = np.concatenate([[0], np.cumsum(num_scored)])
+        offsets = np.concatenate([[0], np.cumsum(num_scored)])
         num_tasks = len(self.cfg.inputs.labels)
-        logits, labels = np.zeros((place_of[-1], num_tasks)), np.zeros((place_of[-1], num_tasks), dtype=np.int64)
+        logits, labels = np.zeros((offsets[-1], num_tasks)), np.zeros((offsets[-1], num_tasks), dtype=np.int64)
         topology = engine.topology
-        for chosen in share_of_ranks(np.arange(len(slices)), self.cfg.batch_slices, topology.rank, topology.world):
+        for chosen in batches_of_rank(
+            np.arange(len(slices)), self.cfg.evaluation.batch_size, topology.rank, topology.world
+        ):
             user, slice_first, slice_end, scored_from = slices[chosen].T
-            batch = self._inputs.slices(self._inputs.read(user), slice_first, slice_end, epoch=0)
+            batch = self._inputs.collate_chunks(self._inputs.read(user), slice_first, slice_end, epoch=0)
             logit_EK = self._logits(engine, batch)
             scored, counts = slice_index(scored_from - slice_first, slice_end - slice_first)
             event_offsets = np.concatenate([[0], np.cumsum(slice_end - slice_first)])
-            at = scored + np.repeat(event_offsets[:-1], np.diff(counts))
-            place, _ = slice_index(place_of[chosen], place_of[chosen + 1])
-            logits[place] = logit_EK[at]
-            labels[place] = batch.tensors["label"].numpy()[at]
+            source = scored + np.repeat(event_offsets[:-1], np.diff(counts))
+            target, _ = slice_index(offsets[chosen], offsets[chosen + 1])
+            logits[target] = logit_EK[source]
+            labels[target] = batch.tensors["label"].numpy()[source]
         users = np.repeat(slices[:, 0], num_scored)
         return sum_over_ranks(topology, logits), sum_over_ranks(topology, labels), users
 
@@ -290,39 +321,43 @@ class RankingTask(Task):
         moved = on_device(batch, engine.device)
         self.model.eval()
         with torch.no_grad():
-            logits = self._forward(moved, lambda feature: self._vectors.of_looked_up(feature, moved, vectors))
+            logits = self._forward(moved, lambda feature: self._vectors.from_lookup(feature, moved, vectors))
         self.model.train()
         return logits.double().cpu().numpy()
 
     def item_content(self, engine: EmbeddingEngine, items: NDArray[np.int64]) -> torch.Tensor:
-        """(items, model width) what the content of an event has of its item: all but event and user. A head that reads
-        interactions needs them apart: of the id, then of each feature, one after the other. Collective."""
-        batch = self._inputs.of_items(items)
+        """Return the item part of event content, without event and user features. Collective.
+
+        Returns:
+            Vectors of shape (items, model width). If the head reads interactions, it needs the vectors of the id and
+            of each feature separately; they are then concatenated.
+        """
+        batch = self._inputs.collate_items(items)
         vectors = engine.lookup_readonly(batch.keys)
         moved = on_device(batch, engine.device)
         with torch.no_grad():
             of_item = [name for name in self._features if name == "item" or name.startswith(ITEM_PREFIX)]
-            found = [self._vectors.of_looked_up(name, moved, vectors) for name in of_item]
-            return torch.cat(found, dim=1) if self.cfg.head.interactions else summed(found)
+            parts = [self._vectors.from_lookup(name, moved, vectors) for name in of_item]
+            return torch.cat(parts, dim=1) if self.cfg.head.interactions else sum_features(parts)
 
 
-def _first_users(user_R: NDArray[np.int64], num_events_R: NDArray[np.int64], most: int) -> NDArray[np.bool_]:
-    """Users in an order of hashes, as many as have at most so many events together, and one at least."""
+def _sample_users(user_R: NDArray[np.int64], num_events_R: NDArray[np.int64], limit: int) -> NDArray[np.bool_]:
+    """Select users in hash order with at most `limit` events in total, but at least one user."""
     order = np.argsort(mix64_array(user_R))
     order = order[num_events_R[order] > 0]
-    is_in = np.zeros(len(user_R), np.bool_)
-    is_in[order[: max(1, int((np.cumsum(num_events_R[order]) <= most).sum()))]] = True
-    return is_in
+    is_selected = np.zeros(len(user_R), np.bool_)
+    is_selected[order[: max(1, int((np.cumsum(num_events_R[order]) <= limit).sum()))]] = True
+    return is_selected
 
 
 def _check(cfg: RankingTaskConfig, dataset: Dataset) -> None:
-    """All that a dataset cannot give, at once."""
+    """Raise all conflicts between the config and the dataset together."""
     card = dataset.card
     mistakes = ErrorCollector()
     with mistakes.collecting():
         if not card.has_timestamps or not card.action_bits:
             raise UserError(
-                "ranking needs timestamps and actions",
+                "ranking needs timestamps and actions, which this dataset does not have",
                 option="data.folder",
                 value=str(dataset.folder),
                 remedy="prepare the data from a log that has both (--log.time, --log.actions)",
@@ -330,27 +365,27 @@ def _check(cfg: RankingTaskConfig, dataset: Dataset) -> None:
         if not cfg.inputs.labels:
             remedy = did_you_mean("", card.action_bits)
             raise UserError(
-                "names nothing to predict", option="task.inputs.labels", value=cfg.inputs.labels, remedy=remedy
+                "at least one label is required", option="task.inputs.labels", value=cfg.inputs.labels, remedy=remedy
             )
         label_bits(card, cfg.inputs)
     with mistakes.collecting():
-        check_slices(cfg.slices, dataset, "task.slices")
+        check_slices(cfg.evaluation.slices, dataset, "task.evaluation.slices")
     with mistakes.collecting():
-        checked_columns(card, cfg.inputs)
+        feature_columns(card, cfg.inputs)
     categories = [feature.name for feature in card.event_features if feature.kind == "category"]
-    if cfg.baseline_category and cfg.baseline_category not in categories:
+    if cfg.evaluation.baseline_category and cfg.evaluation.baseline_category not in categories:
         mistakes.add(
-            "is no category of the dataset's events",
-            option="task.baseline_category",
-            value=cfg.baseline_category,
-            remedy=f"{did_you_mean(cfg.baseline_category, categories)}; '' does without one",
+            "no such category among the dataset's event features",
+            option="task.evaluation.baseline_category",
+            value=cfg.evaluation.baseline_category,
+            remedy=f"{did_you_mean(cfg.evaluation.baseline_category, categories)}; '' uses none",
         )
-    if 2 * cfg.inputs.max_events != cfg.encoder.max_length:
+    if 2 * cfg.history.max_events != cfg.encoder.max_length:
         mistakes.add(
-            f"must be twice task.inputs.max_events = {cfg.inputs.max_events}",
+            f"must be twice task.history.max_events = {cfg.history.max_events}",
             option="task.encoder.max_length",
             value=cfg.encoder.max_length,
-            remedy="an event gives two tokens",
+            remedy="set it to that value: each event has two tokens, item and action",
         )
     mistakes.raise_if_any()
 
@@ -358,6 +393,6 @@ def _check(cfg: RankingTaskConfig, dataset: Dataset) -> None:
 TASK = TaskSpec(
     config=RankingTaskConfig,
     make=RankingTask,
-    store_field="item_store",
+    store_field="table_store",
     serving="ranking",
 )

@@ -1,15 +1,14 @@
-"""What a task brings to training: samples, tables, a model, a loss, and a way to measure it.
+"""The task interface: what a learning objective provides to training, and the plugin spec for tasks of other packages.
 
-Which tables every rank holds whole, of those that leave it open: where that is fewer bytes between ranks.
-
-How many rows a micro-batch of a rank asks for, and a step over all ranks, is counted in samples of the data.
-
-What a task says of itself: the seam through which things to learn of other packages join in.
+A `Task` has samples (a collator), embedding tables, a model, a loss, and an evaluation. A `TaskSpec` registers it:
 
     CHURN = TaskSpec(config=ChurnTaskConfig, make=ChurnTask)
 
-Its config is a `@config` class whose field `kind` is the name of the task. `make` gives a `Task`: its tables, samples,
-model, loss and measurements. Everything else has an answer that serves most tasks.
+The config is a `@config` class whose field `kind` is the name of the task; `make` returns a `Task`. The other fields
+have defaults that suit most tasks.
+
+`resolve_placements` decides for tables with `placement=auto` whether they are replicated or sharded: whichever
+transfers fewer bytes between ranks, estimated from the unique rows that a sample of the data looks up.
 """
 
 from abc import ABC, abstractmethod
@@ -31,7 +30,7 @@ from nestrec.data.samples.time_windows import EventIndex, TimeWindow, WindowsCon
 from nestrec.distributed import Topology
 from nestrec.distributed.collectives import all_reduce_sum
 from nestrec.embedding import EmbeddingEngine, TableConfig
-from nestrec.embedding.table_config import TrafficEstimate, bytes_crossed, with_placements
+from nestrec.embedding.table_config import TrafficEstimate, estimate_traffic, with_placements
 from nestrec.models import SequenceInfo
 from nestrec.models.backbone_spec import ForwardFlops
 from nestrec.ops.context_parallel.ring_sum import ContextParallelGroup, RingCommunicator
@@ -44,78 +43,77 @@ from nestrec.tasks.table_overrides import ResolvedTables
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Results on one part of the data, of the model and of its baselines."""
+    """Results of the model and its baselines on one data split."""
 
     part: Part
-    headline: str
-    """name of the metric that chooses the best epoch; larger is better"""
+    main_metric: str
+    """Name of the metric that selects the best epoch; larger is better."""
     metrics: Mapping[str, Mapping[str, ConfidenceInterval]]
-    """name of the system ("model", "popularity", ...) to metric to value"""
+    """Metrics by name of each system (`model`, `popularity`, ...)."""
     details: Mapping[str, NDArray[Any]] = field(default_factory=dict)
-    """values of each user or event, for paired comparisons"""
+    """Arrays with one value per user or event, for paired comparisons."""
     notes: tuple[str, ...] = ()
-    """what a reader of the figures must know"""
+    """Remarks that are needed to interpret the results."""
     slices: Mapping[str, SliceResult] = field(default_factory=dict)
-    """the same on parts of the users or events, by name"""
+    """Results per slice of the users or events, by name."""
 
     @property
     def score(self) -> float:
-        """The mean of the headline metric, of the model; larger is better."""
-        return self.metrics["model"][self.headline].mean
+        """Mean of the model's main metric; larger is better."""
+        return self.metrics["model"][self.main_metric].mean
 
     def to_plain(self) -> dict[str, Any]:
-        """As JSON has it: for each system and metric [mean, low, high]."""
+        """Return the JSON representation, with [mean, low, high] per system and metric."""
         systems = {s: {m: [v.mean, v.low, v.high] for m, v in values.items()} for s, values in self.metrics.items()}
         notes = {"notes": list(self.notes)} if self.notes else {}
-        slices = {"slices": {name: found.to_plain() for name, found in self.slices.items()}} if self.slices else {}
-        return {"part": self.part, "headline": self.headline, "metrics": systems, **notes, **slices}
+        slices = {"slices": {name: result.to_plain() for name, result in self.slices.items()}} if self.slices else {}
+        return {"part": self.part, "headline": self.main_metric, "metrics": systems, **notes, **slices}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingCost:
-    """What a token costs in training, for planning."""
+    """Training cost per token, for planning and sample balancing."""
 
     flops: ForwardFlops
-    """of a forward pass, head and loss included"""
+    """Operations of a forward pass, including head and loss."""
     activations: float
-    """numbers a token that are kept from forward to backward"""
+    """Number of activation elements per token that are saved for the backward pass."""
 
 
 class Task(ABC):
-    """One small subclass for each thing that can be learned: its tables, samples, model, loss and measurements."""
+    """Base class of learning objectives: embedding tables, samples, model, loss and evaluation."""
 
     model: nn.Module
     tables: tuple[TableConfig, ...]
-    assembler: Collator
+    collator: Collator
     num_ids: Mapping[str, int | None] | None = None
-    """table to how many ids the dataset knows of it; none until the task has taken its tables"""
+    """Number of ids in the dataset for each table; None until `set_tables` is called."""
     pooling: Mapping[str, Pooling] = MappingProxyType({})
-    """feature with several ids at a place to how they become one vector"""
+    """Pooling of each multi-valued feature (embedding bag)."""
     bags: frozenset[str] = frozenset()
-    """features that have several ids at a place; `take` says how they become one vector"""
+    """Names of the multi-valued features; `set_tables` sets their pooling."""
     couples_samples: Coupling = "micro_batch"
-    """`batch` where the loss of a sample depends on all others of a rank's batch: it is then never cut into several
-    micro-batches"""
+    """Scope in which the loss of a sample depends on other samples; `batch` forbids several micro-batches."""
     reads_stored_rows: bool = False
-    """whether its loss asks `gather_rows` and `unit_rows` alone for rows, and so takes 16-bit ones as they are stored
-    (nestrec.ops.embedding.row_gather); others are given float32 copies"""
+    """Whether the loss reads rows only through `gather_rows` and `unit_rows`, and so accepts 16-bit rows as stored
+    (nestrec.ops.embedding.row_gather); other losses get float32 copies."""
     remedy_if_empty: str
-    """what to do about a dataset that gives no samples, or none to measure by"""
+    """Remedy of the error that is raised if the dataset has no training or no held-out samples."""
 
     @abstractmethod
     def num_held_out(self, part: Part) -> int:
-        """Users, events or rows that a part is measured on."""
+        """Return the number of users, events or rows that a split is measured on."""
 
-    def take(self, chosen: ResolvedTables) -> None:
-        """Have these tables, which a run has made of the task's own; before the model goes to its device."""
+    def set_tables(self, chosen: ResolvedTables) -> None:
+        """Replace the task's tables by those that the run resolved; called before the model is moved to its device."""
         widths = {table.name: table.dim for table in self.tables}
         for table in chosen.tables:
             if table.dim != widths[table.name]:
                 raise UserError(
-                    f"the model of this task takes vectors of {widths[table.name]} numbers",
+                    f"the model of this task requires embeddings of dimension {widths[table.name]}",
                     option=f"tables.{table.name}.dim",
                     value=table.dim,
-                    remedy="leave it out",
+                    remedy="remove the option",
                 )
         self.tables = chosen.tables
         self.num_ids = chosen.num_ids
@@ -124,72 +122,91 @@ class Task(ABC):
     def loss(
         self, batch: MicroBatch, rows: Mapping[str, torch.Tensor], index: Mapping[str, torch.Tensor]
     ) -> torch.Tensor:
-        """Sum of the losses of a micro-batch on the device.
+        """Compute the sum (not the mean) of the losses of a micro-batch.
 
-        rows: for each table the (U, D) unique rows of the micro-batch; index: for each feature the places of its keys
-        in the rows of its table.
+        Args:
+            batch: The micro-batch on the device.
+            rows: For each table, the unique rows of the micro-batch, with the shape (U, D).
+            index: For each feature, the indices of its keys into the rows of its table (inverse indices).
+
+        Returns:
+            A scalar tensor with a gradient.
         """
 
     def cost(self) -> TrainingCost | None:
-        """What training costs a token; none where it is not known, and then nothing can be planned."""
+        """Return the training cost per token; None if it is unknown, in which case runs cannot be planned."""
         return None
 
-    def check_batches(self, batch: BatchConfig, world: int) -> None:  # noqa: B027 - most tasks learn from any
-        """Raise a UserError where batches of this size, on so many ranks, cannot be learned from."""
+    def check_batches(self, batch: BatchConfig, world: int) -> None:  # noqa: B027 - most tasks accept any batch
+        """Raise a UserError if the task cannot be trained with these batches on `world` ranks."""
 
-    def settle(self, batch: BatchConfig, topology: Topology, saved: str | None) -> tuple[str, dict[str, float]] | None:
-        """Choose what the config leaves to measurement, as a run began (`saved`) or as is best here. Collective.
+    def choose_loss_variant(
+        self, batch: BatchConfig, topology: Topology, saved: str | None
+    ) -> tuple[str, dict[str, float]] | None:
+        """Choose the implementation of the loss if the config leaves it to measurement. Collective.
 
-        The choice and the milliseconds of what was tried; none where nothing is left open. Results may differ in
-        rounding only.
+        Args:
+            batch: Batch options of the run.
+            topology: Ranks of the run.
+            saved: The choice of a resumed run, which is kept; None to measure.
+
+        Returns:
+            The choice and the milliseconds of each measured variant; None if there is nothing to choose. Variants may
+            differ in rounding only.
         """
         return None
 
-    def take_windows(self, windows: Sequence[TimeWindow], past: EventIndex | None, *, replay_share: float) -> None:
-        """From here on `assembler` gives the samples of these windows, one after the other.
+    def set_windows(self, windows: Sequence[TimeWindow], past: EventIndex | None, *, replay_fraction: float) -> None:
+        """Let `collator` return the samples of these time windows, in order.
 
-        past: of the dataset's events; none reads it.
+        Args:
+            windows: The time windows.
+            past: Index of the dataset's events; None builds it.
+            replay_fraction: Fraction of a window's samples that are drawn from older events (experience replay).
         """
-        raise self.no_windows()
+        raise self.no_windows_error()
 
     def windows_by_time(self, cfg: WindowsConfig, start_ms: int) -> list[TimeWindow]:
-        """The training events from a time on, cut into windows."""
-        raise self.no_windows()
+        """Cut the training events from a time onward (Unix milliseconds) into time windows."""
+        raise self.no_windows_error()
 
-    def predict(self, engine: EmbeddingEngine, window: TimeWindow) -> dict[str, ConfidenceInterval]:
-        """Metrics of the events of a window, as the model is now; inserts no row. Collective."""
-        raise self.no_windows()
+    def evaluate_window(self, engine: EmbeddingEngine, window: TimeWindow) -> dict[str, ConfidenceInterval]:
+        """Compute metrics of a time window with the current model (test-then-train); inserts no rows. Collective."""
+        raise self.no_windows_error()
 
-    def take_context(self, ring: RingCommunicator) -> None:
-        """From here on micro-batches may hold parts of samples (`MicroBatch.parts`), of which the ranks of a context
-        group compute one each; a UserError where the task needs whole ones."""
-        raise whole_samples_only("samples of this task are not divided", "ranks.context", ring.size)
+    def set_context_ring(self, ring: RingCommunicator) -> None:
+        """Enable context parallelism: micro-batches contain slices of samples, one per rank of a context group.
 
-    def no_windows(self) -> UserError:
-        """For tasks that do not know the time of their samples."""
-        remedy = "take --batch.order shuffled, or let its task answer `take_windows`, `windows_by_time` and `predict`"
+        Raises:
+            UserError: If the task needs complete samples.
+        """
+        raise context_parallel_error("samples of this task cannot be divided", "parallel.context_parallel", ring.size)
+
+    def no_windows_error(self) -> UserError:
+        """Return the error of tasks whose samples have no time."""
+        remedy = "set --batch.order shuffled, or implement `set_windows`, `windows_by_time` and `evaluate_window`"
         problem = "samples of this task have no time"
         return UserError(problem, option="batch.order", value="chronological", remedy=remedy)
 
     @abstractmethod
     def evaluate(self, engine: EmbeddingEngine, part: Part) -> Evaluation:
-        """Measure the model on held-out data; inserts no row."""
+        """Measure the model on held-out data; inserts no rows. Collective."""
 
 
-def whole_samples_only(problem: str, field: str, value: Any) -> UserError:
-    """For what cannot be computed where ranks hold parts of samples."""
+def context_parallel_error(problem: str, field: str, value: Any) -> UserError:
+    """Return the error for an option that cannot be combined with context parallelism."""
     return UserError(
-        f"{problem}, and the ranks of a context group each hold a part of every sample",
+        f"{problem}, but with context parallelism each rank has only a slice of every sample",
         option=field,
         value=value,
-        remedy="leave ranks.context out, or change what needs whole samples",
+        remedy="remove parallel.context_parallel, or the option that needs complete samples",
     )
 
 
 def sequence_info(batch: MicroBatch, ring: RingCommunicator | None = None) -> SequenceInfo:
-    """ring: of the ranks that hold the other parts, where the micro-batch holds one."""
+    """Return the sequence layout of a micro-batch; `ring` connects the ranks that have the other slices, if any."""
     tensors = batch.tensors
-    if batch.parts is not None:
+    if batch.token_partition is not None:
         assert ring is not None
     return SequenceInfo(
         offsets=tensors["offsets"],
@@ -198,18 +215,28 @@ def sequence_info(batch: MicroBatch, ring: RingCommunicator | None = None) -> Se
         token_key_T=tensors["token_key"],
         time_T=tensors.get("time"),
         query_time_T=tensors.get("query_time"),
-        context=None if batch.parts is None or ring is None else ContextParallelGroup(batch.parts, ring),
+        context=None
+        if batch.token_partition is None or ring is None
+        else ContextParallelGroup(batch.token_partition, ring),
     )
 
 
-def compute_of(
+def make_loss_compute(
     task: Task,
     device: torch.device,
     precision: Precision,
     loss: Loss | None = None,
     empty_pass: Callable[[], None] | None = None,
 ) -> LossCompute:
-    """Forward and backward of a task's loss, as schedules call them. loss: in the place of the task's own."""
+    """Return the forward and backward computation of a task, as pipeline schedules call it.
+
+    Args:
+        task: The task.
+        device: Device of the model.
+        precision: Precision of matrix products.
+        loss: Loss function to use instead of the task's own.
+        empty_pass: Called instead of a pass if a micro-batch is empty, to keep collectives aligned.
+    """
     return LossCompute(
         loss or task.loss,
         device,
@@ -220,8 +247,8 @@ def compute_of(
     )
 
 
-def share_of_ranks(users: NDArray[np.int64], batch_users: int, rank: int, world: int) -> list[NDArray[np.int64]]:
-    """The batches of users that this rank measures: every rank gets equally many, the last ones maybe empty."""
+def batches_of_rank(users: NDArray[np.int64], batch_users: int, rank: int, world: int) -> list[NDArray[np.int64]]:
+    """Return the batches of users that this rank evaluates; all ranks get the same number, the last may be empty."""
     num_batches = -(-len(users) // batch_users)
     rounds = -(-num_batches // world)
     starts = [(r * world + rank) * batch_users for r in range(rounds)]
@@ -229,36 +256,42 @@ def share_of_ranks(users: NDArray[np.int64], batch_users: int, rank: int, world:
 
 
 def sum_over_ranks(topology: Topology, values: NDArray[Any]) -> NDArray[Any]:
-    """Elementwise sum over all ranks, on every rank."""
+    """Return the elementwise sum over all ranks (all-reduce)."""
     total = torch.from_numpy(values.copy())
     all_reduce_sum(topology.control, total)
     return total.numpy()
 
 
-_MOST_COUNTED = 4096
+_MAX_COUNTED = 4096
 
 
-def placed(task: Task, batch: BatchConfig, topology: Topology, *, window_cache: bool) -> tuple[TableConfig, ...]:
-    """The tables of a task, none of them left open. The same on every rank."""
+def resolve_placements(
+    task: Task, batch: BatchConfig, topology: Topology, *, window_cache: bool
+) -> tuple[TableConfig, ...]:
+    """Return the tables of a task with `auto` placements resolved; the result is equal on all ranks."""
     if not any(table.placement == "auto" for table in task.tables):
         return tuple(task.tables)
-    can_be = topology.num_shards > 1 and topology.num_replicas == 1 and topology.hosts is None
-    return with_placements(task.tables, _crossed(task, batch, topology, window_cache) if can_be else {})
+    can_replicate = topology.num_shards > 1 and topology.num_replicas == 1 and topology.hosts is None
+    return with_placements(task.tables, _estimate_traffic(task, batch, topology, window_cache) if can_replicate else {})
 
 
-def _crossed(task: Task, batch: BatchConfig, topology: Topology, window_cache: bool) -> dict[str, TrafficEstimate]:
-    tokens = task.assembler.tokens
+def _estimate_traffic(
+    task: Task, batch: BatchConfig, topology: Topology, window_cache: bool
+) -> dict[str, TrafficEstimate]:
+    tokens = task.collator.tokens
     samples = np.flatnonzero(tokens > 0)
-    size = batch.batch_samples or max(1, round((batch.batch_tokens or 1) / max(1.0, float(tokens[samples].mean()))))
-    parts = batch.micro_batches if isinstance(batch.micro_batches, int) and not window_cache else 1
-    used, asked = (_distinct(task, _spread(samples, n)) for n in (size, -(-size // (topology.world * parts))))
+    size = batch.batch_size or max(1, round((batch.batch_tokens or 1) / max(1.0, float(tokens[samples].mean()))))
+    parts = batch.num_micro_batches if isinstance(batch.num_micro_batches, int) and not window_cache else 1
+    used, requested = (
+        _count_unique_rows(task, _spread(samples, n)) for n in (size, -(-size // (topology.world * parts)))
+    )
     return {
-        table.name: bytes_crossed(
+        table.name: estimate_traffic(
             vector_bytes=table.dim * table.weight_dtype.itemsize,
             gradient_bytes=table.dim * table.state_dtype.itemsize,
             ranks=topology.num_shards,
-            used=used[table.name],
-            asked=asked[table.name],
+            used_rows=used[table.name],
+            requested_rows=requested[table.name],
             micro_batches=parts,
         )
         for table in task.tables
@@ -266,46 +299,47 @@ def _crossed(task: Task, batch: BatchConfig, topology: Topology, window_cache: b
 
 
 def _spread(samples: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    """So many of them, from one end to the other."""
-    places = np.linspace(0, len(samples) - 1, min(count, len(samples), _MOST_COUNTED))
-    return samples[places.astype(np.int64)]
+    """Return `count` evenly spaced samples, at most `_MAX_COUNTED`."""
+    index = np.linspace(0, len(samples) - 1, min(count, len(samples), _MAX_COUNTED))
+    return samples[index.astype(np.int64)]
 
 
-def _distinct(task: Task, samples: NDArray[np.int64]) -> Mapping[str, int]:
-    """Table to the rows that these samples ask for."""
-    keys = task.assembler.assemble(samples, task.assembler.read(samples), 0).keys
-    found = {}
+def _count_unique_rows(task: Task, samples: NDArray[np.int64]) -> Mapping[str, int]:
+    """Return the number of unique rows of each table that these samples look up."""
+    keys = task.collator.collate(samples, task.collator.read(samples), 0).keys
+    counts = {}
     for table in task.tables:
-        asked = np.unique(np.concatenate([np.asarray(keys[name]).reshape(-1) for name in table.feature_names]))
-        found[table.name] = min(len(asked), table.num_rows or len(asked))
-    return found
+        unique = np.unique(np.concatenate([np.asarray(keys[name]).reshape(-1) for name in table.feature_names]))
+        counts[table.name] = min(len(unique), table.num_rows or len(unique))
+    return counts
 
 
 class TaskConfigBase(Protocol):
-    """What the config of every task has."""
+    """Fields that the config of every task has."""
 
     @property
     def kind(self) -> str:
-        """the task"""
+        """Name of the task."""
 
 
 class TaskFactory(Protocol):
-    """Puts a task together, on a dataset that fits it; a UserError where it does not."""
+    """Builds a task for a dataset; raises a UserError if the dataset does not fit."""
 
-    def __call__(self, cfg: Any, dataset: Dataset, *, seed: int, dtype: Literal["float32", "float64"]) -> Task: ...
+    def __call__(self, cfg: Any, dataset: Dataset, *, seed: int, dtype: Literal["float32", "float64"]) -> Task:
+        """Return the task for a config and a dataset."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskSpec:
-    """The spec of a task. What it leaves at none it cannot answer, and who needs the answer says so."""
+    """Plugin spec of a task; a feature that needs a field which is None is not available for the task."""
 
     config: type
-    """its `@config` class"""
+    """`@config` class of the task."""
     make: TaskFactory
-    """the class of the task, or a function that makes it"""
+    """Class of the task, or a function that builds it."""
     store_field: str | None = None
-    """field of the config, a `StoreConfig`, that says where its largest table lives, which plans leave there where it
-    is given"""
+    """Name of the config field, a `StoreConfig`, with the storage tier of the largest table; the planner does not move
+    that table if the user sets the field."""
     serving: Any = None
     """The `ServingSpec` of the task's models: one of the built-in names `retrieval`, `ranking` and `rows`, a
     `module:attribute`, or the object itself; None if such models cannot be exported."""

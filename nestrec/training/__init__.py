@@ -1,1 +1,1 @@
-"""Trainer, step, evaluation, state, recipes."""
+"""Training: the trainer, its run folder, checkpoints, callbacks, warm start, online training, and recipes."""

@@ -1,7 +1,10 @@
-"""Balancing in a run: the dealer of its batches, what is measured of its steps, and when its cost model changes.
+"""Sample balancing (load balancing of samples over ranks) in a run.
 
-Computing times are those of the trace's spans: of the host, or on a GPU of events in the stream that computes, which
-become times when a report asks for them. So nothing waits inside a step.
+`BalanceController` owns the sample partitioner, measures stragglers and imbalance of the steps, and decides when the
+cost model of samples is refitted and when the shares of ranks are retuned.
+
+Compute times are read from the spans of the trace: host time, or on a GPU CUDA events of the compute stream, which are
+converted to times when a report is made. So no step waits for the device.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,138 +15,154 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nestrec.balance import BalanceConfig
-from nestrec.balance.balance_metrics import measured_steps, per_step, slow_rank, waiting
+from nestrec.balance.balance_metrics import find_slow_rank, mean_wait_times, sum_per_step, summarize_steps
 from nestrec.balance.cost import (
-    LEAST_STEPS,
+    MIN_STEPS,
     CostChange,
     CostModel,
     CostModelHistory,
     Measurement,
     RankLoads,
-    refitted,
-    retuned,
+    refit_cost,
+    retune_shares,
 )
-from nestrec.balance.sample_exchange import make_dealer
+from nestrec.balance.sample_exchange import make_partitioner
 from nestrec.balance.simple_policies import PowerTuning
 from nestrec.base.errors import UserError
 from nestrec.data.batch_loader import Batch
 from nestrec.data.batch_order import BatchPosition, SamplePartitioner
 from nestrec.distributed import Topology
 from nestrec.distributed.collectives import all_gather_json
-from nestrec.pipeline.schedule_spec import MOST_AHEAD
+from nestrec.pipeline.schedule_spec import MAX_BATCHES_AHEAD
 from nestrec.tasks.task import Task, TrainingCost
 from nestrec.trace import Span, Tracer
 
-COMPUTE_SPAN = "train.compute"
+COMPUTE_SPAN = "train.forward_backward"
 _NUM_QUANTILES = 257
-"""lengths that stand for all, where attention does not see everything and operations are no square of a length"""
+"""Number of quantiles of sample lengths that the cost model is fitted on, since the operations of local attention are
+not quadratic in the length."""
 
 
 @dataclass
-class _Watched:
-    """What this rank saw of the steps since the last report."""
+class _StepRecords:
+    """Measurements of this rank's steps since the last report."""
 
     tokens: list[tuple[float, float, float]] = field(default_factory=list)
-    """(tokens, tokens squared, number) of this rank's samples"""
+    """(tokens, squared tokens, number) of this rank's samples per step."""
     is_newest: list[bool] = field(default_factory=list)
-    """whether a step was dealt after the last change"""
+    """Whether the batch of each step was partitioned after the last change."""
     figures: list[Mapping[str, float]] = field(default_factory=list)
     counts: dict[str, list[int]] = field(default_factory=dict)
-    """collectives of each communicator in each step"""
+    """Number of collectives per step for each communicator."""
 
 
 class BalanceController:
-    """Every method is called by all ranks at the same steps; `report` is collective."""
+    """Measures and adjusts the balance of a run.
 
-    def __init__(self, cfg: BalanceConfig, *, made_ahead: int, topology: Topology, tracer: Tracer):
-        """made_ahead: batches that may have been dealt before their step."""
+    All ranks call each method at the same steps; `report` is collective.
+    """
+
+    def __init__(self, cfg: BalanceConfig, *, num_prefetched: int, topology: Topology, tracer: Tracer):
+        """Create a controller; `num_prefetched` is the number of batches that may be partitioned before their step."""
         _check_shares(cfg, topology)
         self._cfg = cfg
         self._topology = topology
-        self._costs = CostModelHistory(cfg.known_cost, cfg.replay, tuning=cfg.tuning)
-        self.dealer: SamplePartitioner = make_dealer(cfg, self._costs, topology.groups, tracer)
-        self._delay = made_ahead + MOST_AHEAD
+        self._costs = CostModelHistory(cfg.known_cost, cfg.replay_changes, tuning=cfg.power_tuning)
+        self.partitioner: SamplePartitioner = make_partitioner(cfg, self._costs, topology.groups, tracer)
+        self._delay = num_prefetched + MAX_BATCHES_AHEAD
         self._communicators = _groups(topology)
         self._durations_ns: dict[str, list[int]] = {name: [] for name in self._communicators}
-        self._watched = _Watched()
+        self._records = _StepRecords()
         self._measured: list[Measurement] = []
-        self._loads = RankLoads.nothing(topology.world)
+        self._loads = RankLoads.zeros(topology.world)
         self._is_warm = False
         self._last_fit = self._last_tuning = 0
 
     def resume(
         self, changes: Iterable[CostChange], step: int, *, fitted_from: CostModel | None = None
     ) -> tuple[tuple[CostChange, ...], list[str]]:
-        """Deal as a run that stands at `step` did and would have done; the changes that it knows, and what of them it
-        cannot take over, in words.
+        """Restore the cost model and shares of a resumed run, so that samples are partitioned as before.
 
-        What the run fitted or tuned binds it only while it does so: without it, or where the cost was another one when
-        the run was saved (fitted_from; none where that is not known), what is given now counts. Shares are those of a
-        number of ranks, and mean nothing to another one.
+        Fitted costs and tuned shares are restored only while fitting or tuning is enabled. Otherwise, or if the
+        configured cost differs from the one that the fit started from, the current config applies. Shares are per rank,
+        so they are dropped if the number of ranks changed.
+
+        Args:
+            changes: Changes saved by the run.
+            step: Step that the run resumes from; later changes are ignored.
+            fitted_from: Configured cost model when the changes were saved; None if unknown.
+
+        Returns:
+            The restored changes, and messages about changes that were dropped.
         """
         cfg = self._cfg
         world = self._topology.world
         is_fitting = cfg.fit_every_steps is not None and fitted_from in (None, cfg.known_cost)
-        taken, notes = [], []
+        restored, notes = [], []
         for change in (change for change in changes if change.step <= step):
-            tuning = change.tuning if cfg.tune_every_steps is not None else cfg.tuning
+            tuning = change.tuning if cfg.tune_every_steps is not None else cfg.power_tuning
             if tuning is not None and len(tuning.shares) != world:
-                notes = [f"shares tuned for {len(tuning.shares)} ranks are dropped: there are {world} now"]
-                tuning = cfg.tuning
-            taken.append(replace(change, cost=change.cost if is_fitting else cfg.known_cost, tuning=tuning))
+                notes = [f"dropped the tuned shares of {len(tuning.shares)} ranks, because the run now has {world}"]
+                tuning = cfg.power_tuning
+            restored.append(replace(change, cost=change.cost if is_fitting else cfg.known_cost, tuning=tuning))
         if not is_fitting and cfg.tune_every_steps is None:
-            taken = []
-        self._costs.restore(cfg.replay or taken)
+            restored = []
+        self._costs.restore(cfg.replay_changes or restored)
         self._last_fit = self._last_tuning = step
-        return tuple(self._costs.changes), [] if cfg.replay else notes
+        return tuple(self._costs.changes), [] if cfg.replay_changes else notes
 
     def start(self) -> None:
-        """Steps begin, maybe after an evaluation: what was exchanged before is no part of them."""
-        self._watched = _Watched(counts={name: [] for name in self._communicators})
+        """Start measuring, at the beginning or after an evaluation, whose collectives must not count."""
+        self._records = _StepRecords(counts={name: [] for name in self._communicators})
         for name in self._communicators:
             self._topology.log.take_durations_ns(name)
             self._durations_ns[name] = []
 
-    def watch(self, batch: Batch) -> None:
-        """A step is over."""
+    def record_step(self, batch: Batch) -> None:
+        """Record the measurements of a finished step."""
         tokens = batch.tokens.astype(np.float64)
-        self._watched.tokens.append((float(tokens.sum()), float(tokens @ tokens), float(len(tokens))))
-        self._watched.is_newest.append(self._costs.is_newest(batch.position))
-        self._watched.figures.append(batch.figures)
+        self._records.tokens.append((float(tokens.sum()), float(tokens @ tokens), float(len(tokens))))
+        self._records.is_newest.append(self._costs.is_newest(batch.position))
+        self._records.figures.append(batch.balance_metrics)
         for name in self._communicators:
-            taken = self._topology.log.take_durations_ns(name)
-            self._durations_ns[name] += taken
-            self._watched.counts[name].append(len(taken))
+            durations = self._topology.log.take_durations_ns(name)
+            self._durations_ns[name] += durations
+            self._records.counts[name].append(len(durations))
 
     def report(self, spans: Sequence[Span], last_step: int) -> dict[str, Any]:
-        """What the steps since the last report were like, the same on every rank; nothing where there is one rank."""
-        watched, self._watched = self._watched, _Watched(counts={name: [] for name in self._communicators})
-        steps = range(last_step - len(watched.tokens) + 1, last_step + 1)
+        """Return balance metrics of the steps since the last report, equal on all ranks; empty with one rank."""
+        records, self._records = self._records, _StepRecords(counts={name: [] for name in self._communicators})
+        steps = range(last_step - len(records.tokens) + 1, last_step + 1)
         if not steps or (self._topology.world == 1 and self._cfg.fit_every_steps is None):
             return {}
         times = [_step_times(spans, step) for step in steps]
-        mine = {"times": times, "tokens": watched.tokens, "durations": self._durations_ns}
-        everyone = all_gather_json(self._topology.control, mine)
-        times_RS2, tokens_RS3 = (np.array([rank[name] for rank in everyone]) for name in ("times", "tokens"))
-        self._remember(times_RS2[:, :, 1], tokens_RS3, watched.is_newest)
+        local = {"times": times, "tokens": records.tokens, "durations": self._durations_ns}
+        all_ranks = all_gather_json(self._topology.control, local)
+        times_RS2, tokens_RS3 = (np.array([rank[name] for rank in all_ranks]) for name in ("times", "tokens"))
+        self._remember(times_RS2[:, :, 1], tokens_RS3, records.is_newest)
         if self._topology.world == 1:
             return {}
-        waiting_s = self._waiting_s([rank["durations"] for rank in everyone], watched.counts)
-        found = measured_steps(times_RS2[:, :, 0], times_RS2[:, :, 1], waiting_s)
-        measured = {"straggler": found.straggler.tolist(), "imbalance": found.imbalance.tolist()}
-        dealt = {name: [figures[name] for figures in watched.figures] for name in watched.figures[0]}
+        waiting_s = self._waiting_s([rank["durations"] for rank in all_ranks], records.counts)
+        result = summarize_steps(times_RS2[:, :, 0], times_RS2[:, :, 1], waiting_s)
+        measured = {"straggler": result.straggler.tolist(), "imbalance": result.imbalance.tolist()}
+        partition = {name: [figures[name] for figures in records.figures] for name in records.figures[0]}
         means = {name: float(np.mean(values)) for name, values in measured.items()}
-        slow = slow_rank(times_RS2[:, :, 1], tokens_RS3[:, :, 0])
+        slow = find_slow_rank(times_RS2[:, :, 1], tokens_RS3[:, :, 0])
         if slow is not None:
             means |= {"slow_rank": slow[0], "slow_factor": slow[1]}
-        return {**means, "balance": {"steps": list(steps), **measured, **dealt}}
+        return {**means, "balance": {"steps": list(steps), **measured, **partition}}
 
     def decide(
         self, step: int, position: BatchPosition, after: Callable[[BatchPosition], BatchPosition]
     ) -> CostChange | None:
-        """A change of cost model or shares, if one is due and worth it. `position`: the next batch; `after`: what
-        follows it."""
-        if self._cfg.replay:
+        """Return a change of the cost model or the shares, or None if none is due or it would not pay off.
+
+        Args:
+            step: The finished step.
+            position: Position of the next batch.
+            after: Function that returns the position after a batch.
+        """
+        if self._cfg.replay_changes:
             return None
         cost = self._refitted(step)
         tuning = self._retuned(step)
@@ -155,7 +174,7 @@ class BalanceController:
             step=step, first=position, cost=cost or self._costs.newest, tuning=tuning or self._costs.newest_tuning
         )
         self._costs.add(change)
-        self._loads = RankLoads.nothing(self._topology.world)
+        self._loads = RankLoads.zeros(self._topology.world)
         return change
 
     def _refitted(self, step: int) -> CostModel | None:
@@ -164,21 +183,21 @@ class BalanceController:
             return None
         self._last_fit = step
         measured, self._measured = self._measured, []
-        return refitted(self._costs.newest, measured)
+        return refit_cost(self._costs.newest, measured)
 
     def _retuned(self, step: int) -> PowerTuning | None:
         every = self._cfg.tune_every_steps
         is_due = every is not None and step // every != self._last_tuning // every
-        if not is_due or self._loads.num_steps < LEAST_STEPS:
+        if not is_due or self._loads.num_steps < MIN_STEPS:
             return None
         self._last_tuning = step
-        loads, self._loads = self._loads, RankLoads.nothing(self._topology.world)
-        return retuned(self._costs.newest_tuning, self._costs.newest, loads)
+        loads, self._loads = self._loads, RankLoads.zeros(self._topology.world)
+        return retune_shares(self._costs.newest_tuning, self._costs.newest, loads)
 
     def _remember(
         self, compute_RS: NDArray[np.float64], tokens_RS3: NDArray[np.float64], is_newest: Sequence[bool]
     ) -> None:
-        """For the next fit. The first steps of a process are slow for other reasons than their samples."""
+        """Store measurements for the next fit, except for the first report: warm-up makes those steps slow."""
         if self._is_warm:
             pairs = zip(compute_RS.reshape(-1).tolist(), tokens_RS3[:, :, :2].reshape(-1, 2).tolist(), strict=True)
             self._measured += [Measurement(seconds, *sums) for seconds, sums in pairs if seconds > 0]
@@ -189,32 +208,34 @@ class BalanceController:
     def _waiting_s(
         self, durations: Sequence[Mapping[str, list[int]]], counts: Mapping[str, list[int]]
     ) -> NDArray[np.float64]:
-        """(S,) mean over ranks of the time waited in the collectives of each step."""
+        """Return the (S,) mean over ranks of the time that each step waited in collectives."""
         total = np.zeros(len(next(iter(counts.values()))))
         for name, groups in self._communicators.items():
-            # A rank's threads may be ahead in a schedule that overlaps; what others have not seen yet stays.
-            seen = min(len(rank[name]) for rank in durations)
-            waited_s = waiting([rank[name][:seen] for rank in durations], groups) * 1e-9
-            total += per_step(waited_s, counts[name])
-            self._durations_ns[name] = self._durations_ns[name][seen:]
+            # In overlapping schedules a rank may be ahead; collectives that other ranks have not logged yet are kept.
+            num_common = min(len(rank[name]) for rank in durations)
+            waited_s = mean_wait_times([rank[name][:num_common] for rank in durations], groups) * 1e-9
+            total += sum_per_step(waited_s, counts[name])
+            self._durations_ns[name] = self._durations_ns[name][num_common:]
         return total
 
 
-def settled(cfg: BalanceConfig, task: Task) -> BalanceConfig:
-    """The same with a cost model: the one given, or the operations of the task's model, or tokens where it tells none.
+def resolve_balance_config(cfg: BalanceConfig, task: Task) -> BalanceConfig:
+    """Return the balance config with a cost model.
 
-    Which rank computes a sample changes no result, so what a task does not tell is no reason to refuse it.
+    The cost model is the configured one, or the operations of the task's model, or the number of tokens if the task
+    does not report its cost. A missing cost is not an error, because the assignment of samples to ranks does not change
+    results.
     """
-    told = _told(task) if cfg.cost is None else None
-    if told is None:
+    training_cost = _training_cost(task) if cfg.cost is None else None
+    if training_cost is None:
         return replace(cfg, cost=cfg.known_cost)
-    some = np.quantile(task.assembler.tokens, np.linspace(0, 1, _NUM_QUANTILES))
-    token, token_squared = told.flops.of_length(some)
+    lengths = np.quantile(task.collator.tokens, np.linspace(0, 1, _NUM_QUANTILES))
+    token, token_squared = training_cost.flops.length_coefficients(lengths)
     return replace(cfg, cost=CostModel(token=token, token_squared=token_squared))
 
 
-def _told(task: Task) -> TrainingCost | None:
-    """What a task tells of its cost; a backbone that does not tell its operations refuses to answer."""
+def _training_cost(task: Task) -> TrainingCost | None:
+    """Return the cost of a task, or None if the task or its backbone does not report one."""
     try:
         return task.cost()
     except UserError:
@@ -223,30 +244,31 @@ def _told(task: Task) -> TrainingCost | None:
 
 def _check_shares(cfg: BalanceConfig, topology: Topology) -> None:
     world = topology.world
-    given = [("tuning", cfg.tuning), *(("replay", change.tuning) for change in cfg.replay)]
+    shares = [("power_tuning", cfg.power_tuning), *(("replay_changes", change.tuning) for change in cfg.replay_changes)]
     if topology.context.size > 1:
-        for name, value in [*given, ("tune_every_steps", cfg.tune_every_steps)]:
+        for name, value in [*shares, ("tune_every_steps", cfg.tune_every_steps)]:
             if value is not None:
                 raise UserError(
-                    "shares are those of single ranks, and samples are dealt to context groups",
+                    "cannot be combined with context parallelism, which assigns samples to groups of ranks",
                     option=f"balance.{name}",
                     value=value,
-                    remedy="leave it out, or leave ranks.context out",
+                    remedy="remove it, or remove parallel.context_parallel",
                 )
-    for name, tuning in given:
+    ranks = "1 rank" if world == 1 else f"{world} ranks"
+    for name, tuning in shares:
         if tuning is not None and len(tuning.shares) != world:
             raise UserError(
-                f"has shares of {len(tuning.shares)} ranks, and there are {world}",
+                f"must have one share per rank: it has {len(tuning.shares)}, but the run has {ranks}",
                 option=f"balance.{name}",
                 value=tuning.shares,
-                remedy="run on as many ranks, or leave it out",
+                remedy="run on as many ranks as there are shares, or remove it",
             )
 
 
 def _groups(topology: Topology) -> dict[str, list[list[int]]]:
-    """The communicators of steps whose collectives the host waits for, and the ranks that share one of each.
+    """Return the communicators whose collectives block the host, and their groups of ranks.
 
-    On a GPU those are the exchanges of keys: NCCL's return at once.
+    On a GPU only the key exchanges block the host: NCCL collectives return immediately.
     """
     shard_axis = topology.shard_axis
     replica_axis = topology.replica_axis
@@ -257,8 +279,8 @@ def _groups(topology: Topology) -> dict[str, list[list[int]]]:
 
 
 def _step_times(spans: Sequence[Span], step: int) -> tuple[float, float]:
-    """(seconds of the step, seconds of forward and backward passes in it)."""
-    mine = [span for span in spans if span.step == step]
-    whole = sum(span.duration_ns for span in mine if span.kind == "step")
-    compute = sum(span.duration_ns for span in mine if span.name == COMPUTE_SPAN)
-    return whole * 1e-9, compute * 1e-9
+    """Return the seconds of a step, and of its forward and backward passes."""
+    of_step = [span for span in spans if span.step == step]
+    total = sum(span.duration_ns for span in of_step if span.kind == "step")
+    compute = sum(span.duration_ns for span in of_step if span.name == COMPUTE_SPAN)
+    return total * 1e-9, compute * 1e-9

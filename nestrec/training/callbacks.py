@@ -1,8 +1,9 @@
-"""The trainer calls these: listeners, the publisher of versions, the meter of losses and speeds.
+"""Callbacks for training progress, the interface of the model publisher, and the meter of loss and throughput.
 
-A `TrainingCallback` hears of the progress of a run; the console is one, a test another. A `ModelPublisher` writes
-versions of the model for servers. The `Meter` reads the totals of a step one step late, so that the host never waits
-for the device."""
+A `TrainingCallback` is notified of the progress of a run; the console output, TensorBoard and tests use it. A
+`ModelPublisher` writes model versions that servers load. The `Meter` reads the totals of a step one step late, so that
+the host never waits for the device.
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -28,80 +29,80 @@ from nestrec.training.training_session import Session, WindowEnd
 
 
 class TrainingCallback:
-    """Hears everything and says nothing."""
+    """Base class of training callbacks with empty hooks; override the ones you need. Hooks run on every rank."""
 
-    def started(self, total_steps: int | None, first_step: int) -> None:
-        """The loop begins."""
+    def on_train_start(self, total_steps: int | None, first_step: int) -> None:
+        """Called when the training loop starts; `total_steps` is None for online training."""
 
-    def stepped(self, step: int, epoch: int, values: Mapping[str, Any]) -> None:
-        """A report of speeds and loss."""
+    def on_step_report(self, step: int, epoch: int, values: Mapping[str, Any]) -> None:
+        """Called periodically with loss, throughput and stage times."""
 
-    def evaluated(self, evaluation: Evaluation, step: int, epoch: int) -> None:
-        """A measurement on held-out data of the weights after `step`, when `epoch` epochs were complete."""
+    def on_evaluation(self, evaluation: Evaluation, step: int, epoch: int) -> None:
+        """Called after an evaluation on held-out data with the weights after `step`; `epoch` epochs were complete."""
 
-    def predicted(self, window: TimeWindow, metrics: Mapping[str, ConfidenceInterval], step: int) -> None:
-        """A window of time, as the weights after `step` saw it before it was trained on."""
+    def on_window_evaluation(self, window: TimeWindow, metrics: Mapping[str, ConfidenceInterval], step: int) -> None:
+        """Called after a time window was evaluated before training on it (test-then-train)."""
 
-    def noted(self, message: str) -> None:
-        """Something that the user is told once, such as what was taken over from another run."""
+    def on_message(self, message: str) -> None:
+        """Called with an informational message, for example what a warm start has loaded."""
 
-    def warned(self, message: str) -> None:
-        """Something the user should know, such as a damaged checkpoint that was skipped."""
+    def on_warning(self, message: str) -> None:
+        """Called with a warning, for example about a corrupt checkpoint that was skipped."""
 
 
 class CallbackList(TrainingCallback):
-    """Several listeners as one."""
+    """Forwards all hooks to several callbacks."""
 
-    def __init__(self, listeners: Sequence[TrainingCallback]):
-        self._listeners = listeners
+    def __init__(self, callbacks: Sequence[TrainingCallback]):
+        self._callbacks = callbacks
 
-    def started(self, total_steps: int | None, first_step: int) -> None:
-        for listener in self._listeners:
-            listener.started(total_steps, first_step)
+    def on_train_start(self, total_steps: int | None, first_step: int) -> None:
+        for callback in self._callbacks:
+            callback.on_train_start(total_steps, first_step)
 
-    def stepped(self, step: int, epoch: int, values: Mapping[str, Any]) -> None:
-        for listener in self._listeners:
-            listener.stepped(step, epoch, values)
+    def on_step_report(self, step: int, epoch: int, values: Mapping[str, Any]) -> None:
+        for callback in self._callbacks:
+            callback.on_step_report(step, epoch, values)
 
-    def evaluated(self, evaluation: Evaluation, step: int, epoch: int) -> None:
-        for listener in self._listeners:
-            listener.evaluated(evaluation, step, epoch)
+    def on_evaluation(self, evaluation: Evaluation, step: int, epoch: int) -> None:
+        for callback in self._callbacks:
+            callback.on_evaluation(evaluation, step, epoch)
 
-    def predicted(self, window: TimeWindow, metrics: Mapping[str, ConfidenceInterval], step: int) -> None:
-        for listener in self._listeners:
-            listener.predicted(window, metrics, step)
+    def on_window_evaluation(self, window: TimeWindow, metrics: Mapping[str, ConfidenceInterval], step: int) -> None:
+        for callback in self._callbacks:
+            callback.on_window_evaluation(window, metrics, step)
 
-    def noted(self, message: str) -> None:
-        for listener in self._listeners:
-            listener.noted(message)
+    def on_message(self, message: str) -> None:
+        for callback in self._callbacks:
+            callback.on_message(message)
 
-    def warned(self, message: str) -> None:
-        for listener in self._listeners:
-            listener.warned(message)
+    def on_warning(self, message: str) -> None:
+        for callback in self._callbacks:
+            callback.on_warning(message)
 
 
 class ModelPublisher(Protocol):
-    """All ranks make the same calls in the same order, while nothing is in flight."""
+    """Publishes model versions of a run. All ranks make the same calls in the same order, with no step in flight."""
 
     def is_due(self, step: int) -> bool:
-        """Whether a version of this step is to be published. The same on all ranks."""
+        """Return whether a version is due after this step; equal on all ranks."""
         ...
 
     def publish(self, session: Session, step: int, times: Any = None) -> None:
-        """What has changed is copied, and written in the background. Nothing where this step is published already."""
+        """Copy the changes and write a version in the background; a step is published only once."""
         ...
 
     def on_window(self, end: WindowEnd) -> None:
-        """The same after a window."""
+        """Publish a version after a time window."""
         ...
 
     def close(self) -> None:
-        """Wait until everything is written, and raise what went wrong."""
+        """Wait until all versions are written, and raise the error of a failed write."""
         ...
 
 
-class OpenPublishing(Protocol):
-    """Opens the publishing of a run. Collective."""
+class OpenPublisher(Protocol):
+    """Factory of the publisher of a run; returns None if the run publishes no versions. Collective."""
 
     def __call__(
         self,
@@ -111,33 +112,39 @@ class OpenPublishing(Protocol):
         step: int,
         *,
         warn: Callable[[str], None],
-        tell: Callable[[str], None],
+        note: Callable[[str], None],
     ) -> ModelPublisher | None: ...
 
 
-def cannot_publish(
+def open_no_publisher(
     cfg: PublishConfig,
     session: Session,
     identity: Identity | None,
     step: int,
     *,
     warn: Callable[[str], None],
-    tell: Callable[[str], None],
+    note: Callable[[str], None],
 ) -> None:
-    """Raises if versions are to be published by a trainer that was not given a way to do so."""
-    remedy = "give Trainer open_publishing=nestrec.exporters.version_publisher.open_publishing"
-    require(not cfg.address, "needs a publisher", option="publish.address", value=cfg.address, remedy=remedy)
+    """Raise a UserError if the config publishes versions; the default of a trainer without a publisher."""
+    remedy = "pass open_publisher=nestrec.exporters.version_publisher.open_publishing to Trainer"
+    require(
+        not cfg.address,
+        "publishing needs a publisher, but the trainer has none",
+        option="publish.address",
+        value=cfg.address,
+        remedy=remedy,
+    )
 
 
 @dataclass
 class Meter:
-    """Watches losses and rows, and counts samples and tokens between two reports."""
+    """Checks that losses and rows are finite, and measures throughput between two reports."""
 
     clock: Clock = field(default_factory=RealClock)
     tables: Sequence[str] = ()
-    """names of the tables whose rows the totals tell of"""
+    """Names of the tables whose rows are checked, in the order of the step totals."""
     loss: float = float("nan")
-    wants_stop: bool = False
+    stop_requested: bool = False
     _pending: tuple[int, StepTotals] | None = None
     _samples: int = 0
     _tokens: int = 0
@@ -148,7 +155,7 @@ class Meter:
         self._since_s = self.clock.now_s()
 
     def watch(self, step: int, batch: Batch, totals: StepTotals) -> None:
-        """Take the totals of a step; those of the step before are read now."""
+        """Record the totals of a step, and read those of the previous step, which are ready by now."""
         self.flush()
         self._pending = (step, totals)
         self._samples += len(batch.global_samples)
@@ -156,33 +163,38 @@ class Meter:
         self._steps += 1
 
     def flush(self) -> None:
-        """Read what is pending; a loss, a gradient or rows that are not finite end the run."""
+        """Read the pending totals.
+
+        Raises:
+            NonFiniteError: If the loss, the gradient norm or embedding rows are not finite.
+        """
         if self._pending is None:
             return
         step, totals = self._pending
         self._pending = None
-        numbers = torch.stack([totals.loss, totals.gradient_norm.double(), totals.wants_stop])
+        numbers = torch.stack([totals.loss, totals.gradient_norm.double(), totals.stop_requested])
         loss, norm, stop, *rows = torch.cat([numbers, totals.rows.to(numbers)]).tolist()
         if not (abs(loss) < float("inf") and norm < float("inf")):
             raise NonFiniteError(
-                f"loss {loss}, gradient norm {norm} at step {step}: the run stops, the last checkpoint is intact",
+                f"the loss ({loss}) or the gradient norm ({norm}) is not finite; the run stops, and the last "
+                "checkpoint is intact",
                 option="step",
                 value=step,
-                remedy="resume with a smaller learning rate, or look at this step's samples",
+                remedy="resume with a smaller learning rate, or inspect the samples of this step",
             )
-        if bad := [name for name, seen in zip(self.tables, rows, strict=False) if seen != 0]:
+        if bad := [name for name, count in zip(self.tables, rows, strict=False) if count != 0]:
             raise NonFiniteError(
-                f"rows of the table {', '.join(map(repr, bad))} are not finite at step {step}: the run stops, the last "
-                "checkpoint is intact",
+                f"rows of the table {', '.join(map(repr, bad))} are not finite; the run stops, and the last checkpoint "
+                "is intact",
                 option="step",
                 value=step,
                 remedy="resume with a smaller learning rate (optimizer.table_learning_rate)",
             )
         self.loss = loss
-        self.wants_stop = stop > 0
+        self.stop_requested = stop > 0
 
     def speeds(self) -> dict[str, float]:
-        """Rates since the last call, and memory."""
+        """Return throughput since the last call, and memory use."""
         now_s = self.clock.now_s()
         elapsed_s = max(now_s - self._since_s, 1e-9)
         speeds = {
@@ -196,8 +208,8 @@ class Meter:
         return speeds
 
 
-def parts_ms(spans: Sequence[Span]) -> dict[str, float]:
-    """Mean milliseconds of each stage in the steps of these spans; what ran beside the steps is left out."""
+def mean_stage_ms(spans: Sequence[Span]) -> dict[str, float]:
+    """Return the mean milliseconds per step of each stage; spans outside of steps are ignored."""
     total: dict[str, float] = {}
     num_steps = max(1, sum(span.kind == "step" for span in spans))
     for span in spans:
@@ -208,17 +220,17 @@ def parts_ms(spans: Sequence[Span]) -> dict[str, float]:
 
 
 def memory_mib() -> float:
-    """Memory of the device where there is one, else of the process."""
+    """Return the peak GPU memory if CUDA is used, otherwise the resident memory of the process, in MiB."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return float(torch.cuda.max_memory_allocated() / 2**20)
     return float(psutil.Process().memory_info().rss / 2**20)
 
 
-def spans_of_ranks(topology: Topology, spans: Sequence[Span]) -> list[Span]:
-    """Those of every rank, in order of time. Collective.
+def gather_spans(topology: Topology, spans: Sequence[Span]) -> list[Span]:
+    """Gather the spans of all ranks, sorted by time. Collective.
 
-    Ranks on one machine share a clock. Clocks of machines differ: the end of the first collective that all took part
-    in, which comes at about the same moment everywhere, says by how much.
+    Ranks on one machine share a clock. Between machines the clock offset is estimated from the end of the first common
+    step, which occurs at about the same time on all ranks.
     """
     if topology.world == 1:
         return list(spans)
@@ -228,7 +240,7 @@ def spans_of_ranks(topology: Topology, spans: Sequence[Span]) -> list[Span]:
 
 
 def _offsets_ns(of_rank: dict[int, list[Span]]) -> dict[int, int]:
-    """How far each rank's clock is ahead of rank 0's; nothing where it is less than a step, as on one machine."""
+    """Return each rank's clock offset to rank 0; offsets below the duration of a step count as 0."""
     steps = {rank: {s.step: s.end_ns for s in spans if s.kind == "step"} for rank, spans in of_rank.items()}
     offsets = {}
     for rank, ends in steps.items():

@@ -1,6 +1,6 @@
-"""The checkpoints of a run: the last ones, to go on from, and the one with the best validation score.
+"""Checkpoints of a run: the latest ones, from which it resumes, and the one with the best validation score.
 
-SIGTERM and SIGINT ask a run to save and end.
+SIGTERM and SIGINT make a run save a checkpoint and stop (graceful shutdown); see `StopRequest`.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import TypeVar
 
@@ -19,7 +20,7 @@ from nestrec.base.config_values import from_plain
 from nestrec.base.errors import CorruptFileError, UserError, require
 from nestrec.checkpoint import IDENTITY, CheckpointGroup, CheckpointManager, LoadedCheckpoint
 from nestrec.checkpoint.checkpoint_manifest import folder_of
-from nestrec.checkpoint.mirror import damaged_elsewhere, read_at
+from nestrec.checkpoint.mirror import corrupt_mirror_error, read_at
 from nestrec.data.dataset_card import CARD_FILE, DatasetCard
 from nestrec.distributed import Topology
 from nestrec.distributed.collectives import all_gather_json
@@ -28,16 +29,16 @@ from nestrec.training.run_config import RunConfig
 from nestrec.training.run_folder import RunFolder
 from nestrec.training.run_identity import (
     Identity,
-    check_kept_elsewhere,
+    check_mirror_identity,
     check_restored,
+    check_same_card,
     check_same_run,
     identity_of,
-    is_of_another_course,
+    is_from_other_run_options,
     read_json,
-    refuse_other_data,
 )
 from nestrec.training.state import TrainState
-from nestrec.training.training_session import Session, on_first
+from nestrec.training.training_session import Session, run_on_first_rank
 
 T = TypeVar("T")
 Take = Callable[[LoadedCheckpoint], object]
@@ -45,10 +46,10 @@ _LOG = logging.getLogger(__name__)
 
 
 class RunWeights:
-    """The checkpoints of a run, and the answer to which of them holds its best weights.
+    """Finds and loads the best or last weights of a run; used by every command that needs the weights of a run.
 
-    Every command that uses the weights of a run asks here. They are read from the run folder; if that has none, they
-    are fetched into it from `training.checkpoint_address`. All ranks make the same calls in the same order.
+    Checkpoints are read from the run folder; if it has none, they are downloaded from the mirror
+    `training.checkpoint_mirror`. All ranks make the same calls in the same order.
     """
 
     def __init__(
@@ -73,89 +74,107 @@ class RunWeights:
         )
         self.last = CheckpointManager(
             folder.checkpoints,
-            keep=cfg.training.keep_checkpoints,
-            max_deltas=cfg.training.incremental_saves,
+            keep=cfg.training.max_checkpoints,
+            max_deltas=cfg.training.incremental_checkpoints,
             peers=CheckpointGroup.of_topology(topology),
             report=report,
             note=note,
             address=self._address("checkpoints"),
-            beside=self.best,
+            sibling=self.best,
         )
-        self.named = folder.identity()
-        """What the run is called; None if that is not known yet. Of the first rank alone."""
+        self.identity = folder.identity()
+        """Identity of the run from its folder; None if the folder is new. Only used on rank 0."""
 
     def restore(self, *, best: bool, take: Take | None = None) -> tuple[LoadedCheckpoint, bool]:
-        """Returns the best weights of the run, or its last ones, and whether they are the best.
+        """Load the weights with the best validation score, or the last ones.
 
-        The best weights have the best validation score. If nothing was validated, or not since the run began to follow
-        a stream, there are none, and the last ones are returned. take: see `CheckpointManager.restore_latest`.
+        Args:
+            best: Whether to load the best weights. If the run has none, because it was not validated or is trained
+                online, the last weights are loaded.
+            take: See `CheckpointManager.restore_latest`.
+
+        Returns:
+            The checkpoint, and whether it contains the best weights.
 
         Raises:
-            CorruptFileError: the best weights are lost or damaged; the last ones never stand in for them.
+            CorruptFileError: If the best weights are lost or corrupt; they are never replaced by the last weights.
         """
         restored = self._restore_best(take) if best else None
         if restored is not None:
             return restored, True
-        restored = self.newest(self.last, take)
+        restored = self.restore_newest(self.last, take)
         if restored is None:
-            raise UserError("has no checkpoint yet", option="RUN", value=str(self._folder.path), remedy="train it first")
+            problem = "the run does not have a checkpoint yet"
+            raise UserError(problem, option="RUN", value=str(self._folder.path), remedy="train it first")
         return restored, False
 
-    def newest(self, checkpoints: CheckpointManager, take: Take | None = None) -> LoadedCheckpoint | None:
-        """Returns the newest checkpoint that is whole, or None if there is none."""
-        on_first(self._topology, lambda: self._check_before_fetched(checkpoints))
+    def restore_newest(self, checkpoints: CheckpointManager, take: Take | None = None) -> LoadedCheckpoint | None:
+        """Load the newest complete checkpoint; return None if there is none."""
+        run_on_first_rank(self._topology, lambda: self._check_before_fetched(checkpoints))
         return checkpoints.restore_latest(take)
 
-    def check_data(self, card: DatasetCard) -> None:
-        """Refuse an address whose run was trained on other data, if the run folder does not know its data. Local."""
-        address = self._cfg.training.checkpoint_address
+    def check_mirror_data(self, data: Path, card: DatasetCard) -> None:
+        """Raise a UserError if the mirrored run was trained on other data; only if the run folder has no card.
+
+        Not collective.
+
+        Args:
+            data: Folder of the dataset.
+            card: Card of the dataset.
+        """
+        address = self._cfg.training.checkpoint_mirror
         if not address or (self._folder.path / CARD_FILE).exists():
             return
         where = f"{address.rstrip('/')}/{CARD_FILE}"
         content = read_at(address, CARD_FILE)
         if content is not None:
             trained_on = read_json(lambda: content, where, partial(from_plain, DatasetCard))
-            refuse_other_data(trained_on, card, where, or_later=True)
+            check_same_card(trained_on, where, data, card, or_later=True)
 
-    def send_card(self, card: DatasetCard) -> None:
-        """Store the card of the data at the address, for a run that is resumed on another machine. Local."""
-        address = self._cfg.training.checkpoint_address
+    def mirror_card(self, card: DatasetCard) -> None:
+        """Upload the dataset card to the mirror, for runs that resume on another machine. Not collective."""
+        address = self._cfg.training.checkpoint_mirror
         if not address:
             return
         try:
             storage_of(address).replace(CARD_FILE, dumps(card).encode())
-        except Exception as error:  # some file systems of fsspec raise errors of their own
-            self._report(f"{CARD_FILE} could not be copied to {address}: {type(error).__name__}: {error}")
+        except Exception as error:  # fsspec file systems raise their own error classes
+            self._report(f"cannot upload {CARD_FILE} to {address}: {type(error).__name__}: {error}")
 
-    def secure_best(self, step: int) -> bool:
-        """Make sure that RUN/best holds the best weights, those of a step: they are fetched from the address, or shared
-        with the checkpoint of that step. Returns whether it does."""
+    def ensure_best(self, step: int) -> bool:
+        """Ensure that RUN/best contains the best weights, those after `step`.
+
+        If they are missing, they are downloaded from the mirror or linked from the checkpoint of that step.
+
+        Returns:
+            Whether RUN/best contains the best weights.
+        """
         if self._of_first(lambda: any(s >= step and self.best.state(s) is not None for s in self.best.steps())):
             return True
-        for unfit in self._of_first(self.best.steps):
-            self.best.set_aside(unfit)
+        for outdated in self._of_first(self.best.steps):
+            self.best.quarantine(outdated)
         try:
-            restored = self.newest(self.best)
+            restored = self.restore_newest(self.best)
         except CorruptFileError as error:
             self._report(str(error))
             restored = None
         return (restored is not None and restored.step >= step) or self.best.adopt(self.last, step)
 
     def _restore_best(self, take: Take | None) -> LoadedCheckpoint | None:
-        state = self._of_first(self.last.newest_state)
+        state = self._of_first(self.last.latest_state)
         train = None if state is None else TrainState.from_plain(state["train"])
         step = None if train is None else train.best_step
         if train is not None and (train.generation is not None or (step is None and not self.best.steps())):
             return None
         problem = f"the best weights of the run (step {step}) are lost"
         try:
-            restored = self.newest(self.best, take)
+            restored = self.restore_newest(self.best, take)
             if restored is None and step is None:
                 return None
             if restored is not None and (step is None or restored.step >= step):
                 return restored
         except CorruptFileError as error:
-            problem = f"the best weights of the run are damaged: {error}"
+            problem = f"the best weights of the run are corrupt: {error}"
         if step is not None and step in self._of_first(self.last.steps):
             try:
                 return self._restore_last_of(step, take)
@@ -165,155 +184,177 @@ class RunWeights:
             problem,
             option="best",
             value=str(self._folder.best),
-            remedy="take the last weights instead (--last); or move this folder away and train "
-            "on, which keeps the best of the epochs to come",
+            remedy="use the last weights instead (--last); or move this folder away and resume training, which saves "
+            "the best of the following epochs",
         )
 
     def _restore_last_of(self, step: int, take: Take | None) -> LoadedCheckpoint:
-        """Returns the checkpoint that was saved together with the best weights, and holds the same ones."""
+        """Load the last checkpoint that was saved together with the best weights, and so contains the same weights."""
         restored = self.last.restore(step)
         if take is not None:
             take(restored)
         return restored
 
     def _check_before_fetched(self, checkpoints: CheckpointManager) -> None:
-        """Refuse copies of another run before they are fetched into the folder: there they would be refused again."""
+        """Raise a UserError if the mirror has checkpoints of another run, before they are downloaded."""
         states = [] if checkpoints.steps() else [copy.state for copy in checkpoints.copies() if copy.state is not None]
         saved = identity_of(states[-1]) if states else None
         if saved is not None:
-            mine = Identity.of(self._cfg, self.named or saved)
-            check_kept_elsewhere(saved, mine, self._cfg.training.checkpoint_address)
+            current = Identity.of(self._cfg, self.identity or saved)
+            check_mirror_identity(saved, current, self._cfg.training.checkpoint_mirror)
 
     def _of_first(self, action: Callable[[], T]) -> T:
-        """Returns the result of an action on the first rank, to all ranks."""
-        found: T = all_gather_json(self._topology.control, on_first(self._topology, action))[0]
-        return found
+        """Run an action on rank 0 and return its result on all ranks."""
+        result: T = all_gather_json(self._topology.control, run_on_first_rank(self._topology, action))[0]
+        return result
 
     def _address(self, name: str) -> str:
-        address = self._cfg.training.checkpoint_address
+        address = self._cfg.training.checkpoint_mirror
         return f"{address.rstrip('/')}/{name}" if address else ""
 
 
 class RunCheckpointer:
-    """Saves and restores a session. All ranks make the same calls in the same order."""
+    """Saves and restores the checkpoints of a session. All ranks make the same calls in the same order."""
 
-    def __init__(self, session: Session, folder: RunFolder, listener: TrainingCallback):
+    def __init__(self, session: Session, folder: RunFolder, callback: TrainingCallback):
         self._session = session
         self._cfg = session.cfg.training
         self._folder = folder
-        self._listener = listener
-        if self._cfg.checkpoint_address:
-            _check_address(self._cfg.checkpoint_address, session.topology.world)
-        self._weights = RunWeights(session.cfg, folder, session.topology, report=listener.warned, note=listener.noted)
+        self._callback = callback
+        if self._cfg.checkpoint_mirror:
+            _check_address(self._cfg.checkpoint_mirror, session.topology.world)
+        self._weights = RunWeights(
+            session.cfg, folder, session.topology, report=callback.on_warning, note=callback.on_message
+        )
         self._best = self._weights.best
         self._last = self._weights.last
         self._is_best = False
-        # Of the first rank alone: it writes what checkpoints name, and checks it.
-        self._mine = Identity.of(session.cfg, self._weights.named)
+        # Only used on rank 0, which writes the identity into checkpoints and checks it.
+        self._identity = Identity.of(session.cfg, self._weights.identity)
+
+    @property
+    def identity(self) -> Identity:
+        """Identity of the run; valid on rank 0 only."""
+        return self._identity
 
     def save(self, state: TrainState) -> None:
-        """The state to go on from."""
+        """Save a checkpoint of the session."""
         is_best, self._is_best = self._is_best, False
-        self._wait()  # rows are read by one save at a time
-        self._save(state, None if is_best else self._last.base_for_next(), self._best if is_best else None)
-        self._session.tables.build_on(state.step)
+        self._wait()  # only one save at a time may read table rows
+        self._save(state, None if is_best else self._last.next_base_step(), self._best if is_best else None)
+        self._session.tables.set_base(state.step)
 
     def mark_best(self) -> None:
-        """The state that is saved next is the one to measure and serve."""
+        """Mark the next saved checkpoint as the one with the best validation score."""
         self._is_best = True
 
-    def find_last(self) -> TrainState | None:
-        """The session as last saved, or none where nothing was saved yet."""
+    def restore_last_if_any(self) -> TrainState | None:
+        """Restore the session from the last checkpoint; return None if there is none."""
         self._wait()
-        on_first(self._session.topology, lambda: self._weights.check_data(self._session.dataset.card))
-        restored = self._weights.newest(self._last, self._take)
-        return None if restored is None else self._session.settle(restored)
+        data = self._session.dataset
+        run_on_first_rank(self._session.topology, lambda: self._weights.check_mirror_data(data.folder, data.card))
+        restored = self._weights.restore_newest(self._last, self._take)
+        return None if restored is None else self._session.restore_dense(restored)
 
-    def find_to_go_on(self, begin: Callable[[], TrainState] = TrainState) -> TrainState:
-        """The session as last saved, or as it begins; a UserError where it, or the best one, is another run's."""
-        state = self.find_last() or begin()
+    def restore_or_start(self, begin: Callable[[], TrainState] = TrainState) -> TrainState:
+        """Restore the session from the last checkpoint, or initialize it with `begin`.
+
+        Raises:
+            UserError: If a checkpoint in the folder or the mirror belongs to another run.
+        """
+        state = self.restore_last_if_any() or begin()
         topology = self._session.topology
-        self._mine = self._mine.going_on(state.step, self._session.cfg, topology.world)
-        on_first(topology, self._check_best)
-        on_first(topology, self._check_sent)
+        self._identity = self._identity.continued_at(state.step, self._session.cfg, topology.world)
+        run_on_first_rank(topology, self._check_best)
+        run_on_first_rank(topology, self._check_sent)
         return state
 
-    def begin(self, state: TrainState) -> TrainState:
-        """Write what the run is called, and set aside best weights that do not belong to it any more. If those that
-        the state names are lost, the best of the epochs to come is saved."""
-        self._folder.name(self._mine)
+    def start(self, state: TrainState) -> TrainState:
+        """Write the identity of the run, and quarantine best weights that no longer belong to it.
+
+        Returns:
+            The state; if the best weights are lost, without best score, so that the best of the following epochs is
+            saved.
+        """
+        self._folder.write_identity(self._identity)
         topology = self._session.topology
-        on_first(topology, lambda: self._weights.send_card(self._session.dataset.card))
+        run_on_first_rank(topology, lambda: self._weights.mirror_card(self._session.dataset.card))
         steps = all_gather_json(topology.control, self._best_steps() if topology.is_first else None)[0]
         for step, is_foreign in steps:
             if is_foreign:
-                self._best.set_aside(step)
+                self._best.quarantine(step)
         if steps and all(is_foreign for _, is_foreign in steps):
-            # Where a better score was reached than any to come, its weights are gone: the next one is the best.
+            # The weights of the best score are gone, so the next evaluation defines the best weights.
             return replace(state, best_score=None, best_step=None)
-        if state.best_step is None or state.generation is not None or self._weights.secure_best(state.best_step):
+        if state.best_step is None or state.generation is not None or self._weights.ensure_best(state.best_step):
             return state
-        text = f"the best weights (step {state.best_step}) are lost: the best of the epochs to come is saved"
+        text = f"the best weights (step {state.best_step}) are lost; the best of the following epochs is saved"
         self._folder.record("event", step=state.step, text=text)
-        self._listener.warned(text)
+        self._callback.on_warning(text)
         return replace(state, best_score=None, best_step=None)
 
     def _best_steps(self) -> list[tuple[int, bool]]:
-        """Steps that are saved as best, and whether they are of another course; what is damaged is left alone."""
+        """Return the steps saved as best and whether they come from other run options; corrupt ones are skipped."""
         states = [(step, self._best.state(step)) for step in self._best.steps()]
-        return [(s, is_of_another_course(identity_of(state), s, self._mine)) for s, state in states if state]
+        return [(s, is_from_other_run_options(identity_of(state), s, self._identity)) for s, state in states if state]
 
     def _check_best(self) -> None:
         for step in self._best.steps():
             saved = identity_of(self._best.state(step) or {})
-            check_same_run(saved, self._mine, folder_of(self._folder.best, step))
+            check_same_run(saved, self._identity, folder_of(self._folder.best, step))
 
     def _check_sent(self) -> None:
-        """Refuse an address whose copies are of another run, or so damaged that their run cannot be identified: the
-        first save would replace them."""
-        sent = [(checkpoints, checkpoints.copies()) for checkpoints in (self._last, self._best)]
-        readable = [copy.state for _, copies in sent for copy in copies if copy.state is not None]
+        """Raise a UserError if the mirror has checkpoints of another or an unknown run, which a save would replace."""
+        mirrored = [(checkpoints, checkpoints.copies()) for checkpoints in (self._last, self._best)]
+        readable = [copy.state for _, copies in mirrored for copy in copies if copy.state is not None]
         for saved in map(identity_of, readable):
-            if saved is not None and saved.run != self._mine.run:
+            if saved is not None and saved.run != self._identity.run:
                 raise UserError(
-                    "holds checkpoints of another run, which those of this one would replace",
-                    option="training.checkpoint_address",
-                    value=self._cfg.checkpoint_address,
-                    remedy="give each run an address of its own; to go on from these, train into an empty folder "
-                    "(--output)",
+                    "contains checkpoints of another run, which this run would overwrite",
+                    option="training.checkpoint_mirror",
+                    value=self._cfg.checkpoint_mirror,
+                    remedy="use a different mirror for each run; to resume from these checkpoints, train into an empty "
+                    "folder (--output)",
                 )
-        damaged = {copy.step: copy.problem for _, copies in sent for copy in copies}
-        are_ours = any(mine.has_digest(copy.step, copy.digest) for mine, copies in sent for copy in copies)
+        damaged = {copy.step: copy.problem for _, copies in mirrored for copy in copies}
+        are_ours = any(local.has_digest(copy.step, copy.digest) for local, copies in mirrored for copy in copies)
         if damaged and not readable and not are_ours:
-            raise damaged_elsewhere(self._cfg.checkpoint_address, damaged)
+            raise corrupt_mirror_error(self._cfg.checkpoint_mirror, damaged)
 
     def _take(self, restored: LoadedCheckpoint) -> None:
-        on_first(self._session.topology, lambda: self._check(restored))
-        self._session.tables.take(restored)
+        run_on_first_rank(self._session.topology, lambda: self._check(restored))
+        self._session.tables.load_rows(restored)
 
     def _check(self, restored: LoadedCheckpoint) -> None:
         saved = identity_of(restored.state)
-        if saved is not None and self._weights.named is None:
-            # Checkpoints that were copied into a new folder: the run goes on under its name.
-            self._weights.named = saved
-            self._mine = Identity.of(self._session.cfg, saved)
-        check_restored(restored, self._mine)
+        if saved is not None and self._weights.identity is None:
+            # Checkpoints were copied into a new folder: the run keeps its identity.
+            self._weights.identity = saved
+            self._identity = Identity.of(self._session.cfg, saved)
+        check_restored(restored, self._identity)
+        if saved is not None:  # the run folder may already contain the option names of this release
+            self._identity = replace(self._identity, stored=saved.stored)
 
     def restore_last(self) -> TrainState:
-        """The session as last saved."""
-        state = self.find_last()
+        """Restore the session from the last checkpoint.
+
+        Raises:
+            UserError: If the run has no checkpoint.
+        """
+        state = self.restore_last_if_any()
         if state is None:
-            raise UserError("has no checkpoint yet", option="RUN", value=str(self._folder.path), remedy="train it first")
+            problem = "the run does not have a checkpoint yet"
+            raise UserError(problem, option="RUN", value=str(self._folder.path), remedy="train it first")
         return state
 
     def restore_best(self) -> tuple[TrainState, bool]:
-        """Restore the weights that are for use, and return whether they are the best; see `RunWeights.restore`."""
+        """Restore the best weights, or the last ones if there are none; see `RunWeights.restore`."""
         self._wait()
         restored, is_best = self._weights.restore(best=True, take=self._take)
-        return self._session.settle(restored), is_best
+        return self._session.restore_dense(restored), is_best
 
     def close(self) -> None:
-        """Wait until everything is written, and raise what went wrong."""
+        """Wait until all checkpoints are written, and raise the error of a failed save."""
         self._wait()
 
     def _wait(self) -> None:
@@ -321,22 +362,22 @@ class RunCheckpointer:
         self._best.wait()
 
     def _save(self, state: TrainState, base: int | None, also: CheckpointManager | None) -> None:
-        aside_bytes = self._cfg.checkpoint_aside_mib << 20 if self._cfg.checkpoint_async else None
-        content = self._session.content(state, base, aside_bytes=aside_bytes)
-        named = {**content.state, IDENTITY: self._mine.at(state.step).to_plain()}
-        content = replace(content, state=named)
+        buffer_bytes = self._cfg.checkpoint_buffer_mib << 20 if self._cfg.checkpoint_async else None
+        content = self._session.checkpoint_content(state, base, buffer_bytes=buffer_bytes)
+        state_with_identity = {**content.state, IDENTITY: self._identity.at(state.step).to_plain()}
+        content = replace(content, state=state_with_identity)
         if self._cfg.checkpoint_async:
-            self._last.save_async(state.step, content, is_copied=True, also=also)
+            self._last.save_async(state.step, content, is_copied=True, link_to=also)
         else:
-            self._last.save(state.step, content, also=also)
+            self._last.save(state.step, content, link_to=also)
 
 
 def _check_address(address: str, world: int) -> None:
-    """Raise a UserError where nothing could be kept there; nothing is asked of the place yet."""
-    field, remedy = "training.checkpoint_address", "name a folder or a store that all ranks reach: s3://bucket/run"
-    require(not address.endswith("://"), "names no place", option=field, value=address, remedy=remedy)
+    """Raise a UserError if the address cannot be a mirror; the storage is not accessed."""
+    field, remedy = "training.checkpoint_mirror", "use storage that all ranks can access, for example s3://bucket/run"
+    require(not address.endswith("://"), "the address has no path", option=field, value=address, remedy=remedy)
     if address.startswith("memory:") and world > 1:
-        problem = "is memory of each process, and no rank has all of a checkpoint there"
+        problem = "memory is local to each process, so no rank would have a complete checkpoint"
         raise UserError(problem, option=field, value=address, remedy=remedy)
     try:
         storage_of(address)
@@ -345,17 +386,21 @@ def _check_address(address: str, world: int) -> None:
 
 
 class RunInterruptedError(Exception):
-    """The run was told to stop; its state has been saved."""
+    """Raised if a run was asked to stop by a signal, after its state was saved."""
 
 
 class StopRequest:
-    """Set by a signal; the loop looks at it between steps. A second SIGINT interrupts at once, as usual."""
+    """Graceful shutdown: a flag set by SIGTERM or SIGINT and checked after each step.
+
+    A second SIGINT raises KeyboardInterrupt immediately.
+    """
 
     def __init__(self) -> None:
         self.is_set = False
 
     @contextlib.contextmanager
-    def listening(self) -> Iterator["StopRequest"]:
+    def handling_signals(self) -> Iterator["StopRequest"]:
+        """Install the signal handlers inside the block; does nothing outside the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return

@@ -1,4 +1,4 @@
-"""The configuration of a run: named parts, each beside the code it configures, and what is general to training."""
+"""The run configuration: one section per component, defined next to its code, and the general training options."""
 
 from collections.abc import Mapping
 from dataclasses import field
@@ -20,100 +20,113 @@ from nestrec.tasks.task_registry import TaskConfig
 
 @config
 class PublishConfig:
+    """Options for publishing model versions while a run trains."""
+
     address: str = ""
-    """folder, or address that fsspec knows, where versions appear for `nestrec serve --follow`; none: nowhere"""
+    """Folder or fsspec URL where model versions are published for `nestrec serve --follow`; empty disables
+    publishing."""
     every_steps: Count | None = None
-    """publish so often; a run that publishes also does so at its end and when it is told to stop"""
+    """Number of steps between published versions; a version is also published when the run ends or is stopped."""
     every_s: Positive | None = None
-    """publish about so often, in seconds: after each version ranks agree on the step of the next"""
-    snapshot_every: Count = 50
-    """every so many versions one is also told in full, for servers that begin or have missed one"""
-    keep: Count = 100
-    """newest versions that stay, and what they build on; a server can be pinned to any of them"""
+    """Approximate time between published versions, in seconds; after each version the ranks agree on the step of the
+    next one."""
+    full_every_versions: Count = 50
+    """Number of versions between full versions, which servers load when they start or have missed a delta."""
+    max_versions: Count = 100
+    """Maximum number of versions that are retained, in addition to their base versions; servers can be pinned to any
+    of them."""
 
 
 @config
 class DataConfig:
+    """Dataset of a run."""
+
     folder: str = ""
-    """prepared dataset (see `nestrec prepare --help`)"""
+    """Folder of the prepared dataset (see `nestrec prepare --help`)."""
     synthetic: str | None = None
-    """preset that is generated into the folder where it is missing"""
-    prepare: str = ""
-    """the command that makes the folder out of the public files, for the error message where it is missing"""
+    """Preset of a synthetic dataset that is generated if the folder is missing."""
+    prepare_command: str = ""
+    """Command that prepares the folder from the public files, shown in the error message if the folder is missing."""
 
 
 @config
 class TrainingConfig:
+    """General options of training: duration, precision, checkpoints and validation."""
+
     epochs: Count = 10
-    """passes over the training samples"""
+    """Number of passes over the training samples."""
     max_steps: Count | None = None
-    """stop after so many steps, whatever the epochs"""
+    """Maximum number of training steps; overrides `epochs` if it is reached first."""
     seed: Seed = 42
-    """of initial weights, sample order, dropout and negatives"""
+    """Random seed of initial weights, sample order, dropout and negatives."""
     device: DeviceChoice = "auto"
-    """auto takes a GPU where there is one"""
+    """Device to train on; `auto` uses a GPU if one is available."""
     precision: Literal["fp32", "tf32", "bf16", "fp8"] = "tf32"
-    """of dense products on a GPU: bf16 is quick and takes least memory, fp32 most exact; fp8 is bf16 with projections
-    of eight bits, for hstu and fuxi on Hopper; a CPU computes in fp32"""
-    dtype: Literal["float32", "float64"] = "float32"
-    """of dense weights; float64 is for tests of equality"""
+    """Precision of dense matrix products on a GPU (mixed precision): bf16 is fast and uses the least memory, fp32 is
+    the most accurate, fp8 is bf16 with 8-bit projections for hstu and fuxi on Hopper. A CPU always uses fp32."""
+    weight_dtype: Literal["float32", "float64"] = "float32"
+    """Data type of the dense weights; float64 is meant for equality tests."""
     checkpoint_every_steps: Count | None = None
-    """save so often; a run also saves at its end, at each evaluation and when it is told to stop"""
+    """Number of steps between checkpoints; a checkpoint is also saved at each evaluation, at the end, and when the run
+    is stopped."""
     checkpoint_async: bool = False
-    """write checkpoints in the background, a piece of the rows at a time; rows that change meanwhile are put aside"""
-    checkpoint_aside_mib: Natural = 256
-    """host memory of a rank for rows that change before they are written; when half of it is taken these are written
-    first, and training waits only where it is full all the same"""
-    checkpoint_address: str = ""
-    """a second place for checkpoints, a folder or any address of fsspec (s3://bucket/run): copied there as they are
-    saved, and taken from there where the run's folder has none"""
-    incremental_saves: Natural = 0
-    """after a full checkpoint, so many in a row hold only the rows used since the one before; 0 makes all full"""
-    keep_checkpoints: Count = 3
-    """newest checkpoints that stay; older ones are deleted, the best epoch's never"""
-    evaluate_every_epochs: Natural = 1
-    """measure on the validation part so often; 0 never"""
-    patience: Count | None = None
-    """stop after so many evaluations without a better validation metric"""
+    """Whether checkpoints are written asynchronously, in blocks of rows; rows that training changes during the save
+    are copied to a buffer first (copy-on-write)."""
+    checkpoint_buffer_mib: Natural = 256
+    """Host memory per rank for the copy-on-write buffer of asynchronous checkpoints, in MiB. When it is half full,
+    buffered rows are written first; training waits only if it is full."""
+    checkpoint_mirror: str = ""
+    """Folder or fsspec URL (for example s3://bucket/run) to which checkpoints are mirrored; they are downloaded from it
+    if the run folder has no checkpoints. Empty disables mirroring."""
+    incremental_checkpoints: Natural = 0
+    """Number of incremental checkpoints between full ones; an incremental checkpoint contains only the rows used since
+    the previous one. 0 makes all checkpoints full."""
+    max_checkpoints: Count = 3
+    """Maximum number of checkpoints that are retained; older ones are deleted, except the best one."""
+    eval_every_epochs: Natural = 1
+    """Number of epochs between evaluations on the validation split; 0 disables validation."""
+    early_stopping_patience: Count | None = None
+    """Number of evaluations without improvement after which training stops (early stopping); None disables it."""
     train_only: bool = False
-    """train without measuring: no validation, and no test at the end (nestrec eval measures the run later)"""
+    """Whether to train without validation and without the final test; `nestrec eval` can evaluate the run later."""
     num_threads: Count | None = None
-    """threads that torch and the loops over rows use on the CPU, on each rank; none: as many as the environment
-    (OMP_NUM_THREADS) or torch sets"""
+    """Number of CPU threads per rank for PyTorch and loops over rows; None uses OMP_NUM_THREADS or PyTorch's
+    default."""
 
 
 @config
 class RunConfig:
-    """All that a run is made of; `nestrec train` resolves a recipe to one, and writes it to config.json of the run.
+    """Complete configuration of a run. `nestrec train` resolves a recipe to it and writes it to RUN/config.json.
 
-    `nestrec options train RECIPE` lists the fields by their dotted names, which are those of overrides.
+    `nestrec options train RECIPE` lists the fields by their dotted names, which are also the names of the options.
     """
 
     name: str
-    """name of the recipe, for reports"""
+    """Name of the recipe, shown in reports."""
     task: TaskConfig
-    """what is learned, and the model"""
+    """Task (learning objective) and model."""
     tables: Mapping[str, TableOverrides] = field(default_factory=dict)
-    """of the task, each by its name, or all by *: --tables.items.dim 128 --tables.*.dtype bfloat16 (docs/tables.md)"""
+    """Options of the embedding tables by table name, or `*` for all tables: --tables.items.dim 128
+    --tables.*.dtype bfloat16 (docs/tables.md)."""
     data: DataConfig = DataConfig()
-    """where the samples come from"""
+    """Dataset."""
     batch: BatchConfig = BatchConfig()
-    """how samples form steps"""
+    """Batch size, order and loading of samples."""
     windows: WindowsConfig = WindowsConfig()
-    """windows of time, where batch.order is chronological"""
+    """Time windows; only for batch.order=chronological."""
     balance: BalanceConfig = BalanceConfig()
-    """which rank computes which samples of a step"""
-    ranks: ParallelConfig = ParallelConfig()
-    """how ranks share the rows of the tables"""
+    """Sample balancing: assignment of a step's samples to ranks."""
+    parallel: ParallelConfig = ParallelConfig()
+    """Parallelism: sharding of tables and dense layers over ranks."""
     replica_sync: ReplicaSyncConfig = ReplicaSyncConfig()
-    """how copies of a row are kept alike, where ranks.replicas > 1"""
+    """Synchronization of the replicas of rows; only if parallel.num_replicas > 1."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    """how weights follow gradients"""
+    """Optimizer and learning-rate schedule of the dense weights."""
     pipeline: PipelineConfig = PipelineConfig()
-    """how lookup, communication and compute share the time of a step"""
+    """Pipeline schedule that overlaps lookup, communication and compute."""
     training: TrainingConfig = TrainingConfig()
-    """how long, where, how often"""
+    """Duration, device, precision, checkpoints and validation."""
     publish: PublishConfig = PublishConfig()
-    """versions of the model for servers that follow the run"""
+    """Publishing of model versions for servers that follow the run."""
     reasons: Mapping[str, str] = field(default_factory=dict)
-    """option to why it was chosen, where `train auto` did"""
+    """Reason for each option that `nestrec train auto` chose."""

@@ -1,4 +1,4 @@
-"""The folder of a run: resolved config, versions, metrics as JSON lines, evaluations, checkpoints."""
+"""The folder of a run: resolved config, software versions, metrics (JSON lines), evaluations and checkpoints."""
 
 import contextlib
 import fcntl
@@ -29,20 +29,23 @@ from nestrec.tasks.metrics import ConfidenceInterval
 from nestrec.tasks.task import Evaluation
 from nestrec.trace import Span, save_spans, write_perfetto
 from nestrec.training.run_config import RunConfig
-from nestrec.training.run_identity import Identity, read_kept
+from nestrec.training.run_identity import Identity, read_run_file
 from nestrec.training.state import LostProgress, StepProgressFile
 
 _IDENTITY_FILE = "identity.json"
 _BEGINNING_FILE = "beginning.json"
-FOLLOWING_FILE = "following.json"
-_REMEDY = "free disk space or mend permissions and start again (it goes on from the last checkpoint), or name --output"
+STREAM_START_FILE = "following.json"
+_REMEDY = (
+    "free disk space or fix the permissions and run the command again, which resumes from the last checkpoint; or set "
+    "another --output"
+)
 
 
 class RunFolder:
-    """Written by rank 0 only; every rank may read.
+    """Reads and writes the folder of a run; only rank 0 writes.
 
-    What cannot be written is not raised at once: rank 0 would end alone, and the others hear only that it is lost.
-    `check` raises it, where all ranks listen.
+    A failed write does not raise immediately, because then only rank 0 would exit and the other ranks would report a
+    lost peer. `check` raises the error; call it through a collective such as `run_on_first_rank`.
     """
 
     def __init__(self, path: Path, *, is_writer: bool = True):
@@ -53,10 +56,12 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
+        """Folder of the latest checkpoints."""
         return self.path / "checkpoints"
 
     @property
     def best(self) -> Path:
+        """Folder of the checkpoint with the best validation score."""
         return self.path / "best"
 
     @property
@@ -64,8 +69,8 @@ class RunFolder:
         return self.path / "config.json"
 
     @contextlib.contextmanager
-    def naming_config(self) -> Iterator[None]:
-        """Name config.json in errors about its options inside the block: they were not typed by the user."""
+    def naming_config_file(self) -> Iterator[None]:
+        """Add the path of config.json to errors about options that come from it, because the user did not type them."""
         try:
             yield
         except UserError as error:
@@ -79,8 +84,12 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @contextlib.contextmanager
-    def kept_to_itself(self) -> Iterator[None]:
-        """Refuse a second process that would write here while the block lasts; the kernel ends it with the process."""
+    def locked(self) -> Iterator[None]:
+        """Hold an exclusive lock (flock) on the folder inside the block; the kernel releases it if the process dies.
+
+        Raises:
+            UserError: If another process is training this run.
+        """
         if not self._is_writer:
             yield
             return
@@ -97,87 +106,92 @@ class RunFolder:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            remedy = "wait for it, stop it, or train into another folder (--output)"
-            problem = "is being trained by another process"
+            remedy = "wait for that process, stop it, or train into another folder (--output)"
+            problem = "another process is training this run"
             raise UserError(problem, option="RUN", value=str(self.path), remedy=remedy) from None
         except OSError:
             return  # a file system without locks
 
     def check(self) -> None:
-        """Raise a UserError where something could not be written."""
+        """Raise a UserError if a write has failed."""
         if self._problem is not None:
             raise self._problem
 
     def _write(self, action: Callable[[], object]) -> None:
-        """On rank 0, and only until something could not be written."""
+        """Run a write action on rank 0; after the first failure, skip all further writes."""
         if not self._is_writer or self._problem is not None:
             return
         try:
             action()
         except OSError as error:
             self._problem = UserError(
-                f"cannot be written: {error.strerror or error}",
+                f"cannot write: {error.strerror or error}",
                 option="RUN",
                 value=str(error.filename or self.path),
                 remedy=_REMEDY,
             )
 
-    def begin(self, cfg: RunConfig, card_text: str, device: torch.device) -> None:
-        """Write what is known at the start."""
+    def write_start_files(self, cfg: RunConfig, card_text: str, device: torch.device) -> None:
+        """Write the config, the dataset card and the software versions at the start of a run."""
 
         def write() -> None:
             self.path.mkdir(parents=True, exist_ok=True)
             remove_partials(self.path)
-            for path in self.path.glob("*.partial"):  # the temporary names that earlier versions used
+            for path in self.path.glob("*.partial"):  # temporary names of earlier releases
                 path.unlink()
             write_atomic(self.config_file, dumps(cfg))
             write_atomic(self.path / "card.json", card_text)
-            write_atomic(self.path / "versions.json", standard_json(versions(device), indent=2))
+            write_atomic(self.path / "versions.json", standard_json(software_versions(device), indent=2))
 
         self._write(write)
 
     def write_card(self, dataset: Dataset) -> None:
-        """The data that the run is on from here on."""
+        """Write the card of the dataset generation that the run is trained on."""
         self._write(lambda: write_atomic(self.path / "card.json", dumps(dataset.card) + "\n"))
 
     def identity(self) -> Identity | None:
-        """What the run is called and how it went, or none where nobody has begun it yet."""
+        """Return the identity of the run; None for a new folder."""
         file = self.path / _IDENTITY_FILE
-        return read_kept(file, Identity.from_plain) if file.exists() else None
+        return read_run_file(file, Identity.from_plain) if file.exists() else None
 
-    def name(self, identity: Identity) -> None:
-        """Write what the run is called and how it goes on."""
+    def write_identity(self, identity: Identity) -> None:
+        """Write the identity of the run."""
         text = standard_json(identity.to_plain(), indent=1)
         self._write(lambda: write_atomic(self.path / _IDENTITY_FILE, text))
 
-    def began_from(self) -> str | None:
-        """The run that this one was begun from, as it was called; none where it began anew, or was not begun yet."""
+    def warm_start_source(self) -> str | None:
+        """Return the run folder that this run was warm-started from; None if it was not, or for a new folder."""
         file = self.path / _BEGINNING_FILE
-        return read_kept(file, lambda plain: str(plain["run"])) if file.exists() else None
+        return read_run_file(file, lambda plain: str(plain["run"])) if file.exists() else None
 
-    def write_following(self, plain: dict[str, Any]) -> None:
-        """From where the run follows a stream."""
-        self._write(lambda: write_atomic(self.path / FOLLOWING_FILE, standard_json(plain, indent=1)))
+    def write_stream_start(self, plain: dict[str, Any]) -> None:
+        """Write the stream source and the dataset generation that online training started from."""
+        self._write(lambda: write_atomic(self.path / STREAM_START_FILE, standard_json(plain, indent=1)))
 
-    def write_beginning(self, plain: dict[str, Any]) -> None:
-        """What the run was begun from."""
+    def write_warm_start(self, plain: dict[str, Any]) -> None:
+        """Write the run that this run was warm-started from."""
         self._write(lambda: write_atomic(self.path / _BEGINNING_FILE, standard_json(plain, indent=1)))
 
     def config(self) -> RunConfig:
+        """Return the config of the run.
+
+        Raises:
+            UserError: If the folder is not the folder of a run.
+        """
         file = self.config_file
         if not file.exists():
             raise UserError(
-                "is not the folder of a run",
+                "the folder does not contain a run",
                 option="RUN",
                 value=str(self.path),
-                remedy="name a folder that `nestrec train` wrote",
+                remedy="use a folder that `nestrec train` wrote",
             )
-        return read_kept(file, partial(from_plain, RunConfig))
+        return read_run_file(file, partial(from_plain, RunConfig))
 
     def resumed_config(self) -> RunConfig | None:
-        """With what the run was last started, where it has saved anything."""
+        """Return the config of the last start if the run has a checkpoint, otherwise None."""
         has_any = [bool(committed_steps(folder)) for folder in (self.checkpoints, self.best)]
-        is_saved = any(has_any) or any(self.checkpoints.glob("step-*"))  # one that is half written was of this run, too
+        is_saved = any(has_any) or any(self.checkpoints.glob("step-*"))  # incomplete checkpoints count too
         return self.config() if is_saved and self.config_file.exists() else None
 
     def record(self, kind: str, **values: Any) -> None:
@@ -189,43 +203,43 @@ class RunFolder:
 
         self._write(append)
 
-    def reached(self, step: int, *, is_mark: bool = False) -> None:
-        """A step is over. is_mark: a later start may go on from it."""
-        self._write(lambda: self._marks.mark(step) if is_mark else self._marks.reached(step))
+    def record_progress(self, step: int, *, is_resume_point: bool = False) -> None:
+        """Write the last finished step; `is_resume_point` marks a step that a checkpoint is saved at."""
+        self._write(lambda: self._marks.record_resume_point(step) if is_resume_point else self._marks.record_step(step))
 
     def close(self) -> None:
-        """Give back the file of steps; nothing is written after it."""
+        """Close the progress file; nothing can be written afterwards."""
         self._marks.close()
 
-    def lost_after(self, step: int) -> LostProgress | None:
-        """What earlier starts have trained beyond the step that this one goes on from. Known to the writer."""
+    def lost_progress_after(self, step: int) -> LostProgress | None:
+        """Return the progress of earlier starts after the step that this start resumes from; only on rank 0."""
         lost: list[LostProgress | None] = [None]
-        self._write(lambda: lost.append(self._marks.lost(step)))
+        self._write(lambda: lost.append(self._marks.lost_progress(step)))
         return lost[-1]
 
-    def forget_after(self, step: int) -> None:
-        """Drop lines of steps after the one that is resumed from: they will be written again."""
+    def drop_metrics_after(self, step: int) -> None:
+        """Remove metrics of steps after the one that the run resumes from; they will be written again."""
 
         def rewrite() -> None:
             if self.metrics.exists():
-                kept = [line for line in self.metrics.read_bytes().splitlines() if _step_of(line) <= step]
-                write_atomic(self.metrics, b"".join(line + b"\n" for line in kept))
+                remaining = [line for line in self.metrics.read_bytes().splitlines() if _step_of(line) <= step]
+                write_atomic(self.metrics, b"".join(line + b"\n" for line in remaining))
 
         self._write(rewrite)
 
     def write_trace(self, spans: Sequence[Span]) -> None:
-        """What the lanes of all ranks did: for the report, and as a file for ui.perfetto.dev."""
+        """Write the trace of all ranks, for reports and as a file for ui.perfetto.dev."""
         self._write(lambda: save_spans(self.path / "trace.jsonl", spans))
         self._write(lambda: write_perfetto(self.path / "trace.perfetto.json", spans))
 
     def write_parameters(self, dense: int, tables: Sequence[TableConfig]) -> None:
-        """How large the model is; a dynamic table has no number of rows."""
+        """Write the number of dense weights and the table sizes; dynamic tables have no fixed number of rows."""
         of_tables = {table.name: {"rows": table.num_rows, "dim": table.dim} for table in tables}
         text = standard_json({"dense": dense, "tables": of_tables}, indent=2)
         self._write(lambda: write_atomic(self.path / "parameters.json", text))
 
     def write_window(self, window: TimeWindow, metrics: Mapping[str, ConfidenceInterval], step: int) -> None:
-        """A line in metrics.jsonl: how the weights after a step saw a window that they had not been trained on."""
+        """Append the metrics of a time window, measured before training on it, to metrics.jsonl."""
         values = {name: [value.mean, value.low, value.high] for name, value in metrics.items()}
         self.record(
             "window",
@@ -238,7 +252,7 @@ class RunFolder:
         )
 
     def write_evaluation(self, evaluation: Evaluation, step: int, epoch: int) -> None:
-        """A line in metrics.jsonl, and the values of each user under eval/."""
+        """Append an evaluation to metrics.jsonl and write the values per user or event to eval/."""
         self.record("evaluation", step=step, epoch=epoch, **evaluation.to_plain())
 
         def write() -> None:
@@ -253,9 +267,9 @@ class RunFolder:
 
 
 def read_evaluation(file: Path) -> dict[str, Any]:
-    """Returns what RUN/eval holds of a part; a number that is null there is NaN."""
-    found: dict[str, Any] = _with_nan(json.loads(file.read_text()))
-    return found
+    """Read an evaluation from RUN/eval; JSON null is converted to NaN."""
+    evaluation: dict[str, Any] = _with_nan(json.loads(file.read_text()))
+    return evaluation
 
 
 def _with_nan(plain: Any) -> Any:
@@ -264,7 +278,8 @@ def _with_nan(plain: Any) -> Any:
     return [math.nan if value is None else value for value in plain] if isinstance(plain, list) else plain
 
 
-def versions(device: torch.device) -> dict[str, Any]:
+def software_versions(device: torch.device) -> dict[str, Any]:
+    """Return the versions of nestrec, PyTorch and Python, the device, and the command line."""
     on_gpu = device.type == "cuda"
     return {
         "nestrec": nestrec.__version__,
@@ -282,4 +297,4 @@ def _step_of(line: bytes) -> int:
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return sys.maxsize  # a line cut off by a crash
+        return sys.maxsize  # a line truncated by a crash

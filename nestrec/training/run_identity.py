@@ -1,29 +1,28 @@
-"""Identity of a run, and which of its options may change when it resumes.
+"""Identity of a run, and the options that may change when it resumes.
 
-Whose a checkpoint is: it names its run, seed, model and course, and is refused where they are others.
+Each checkpoint contains the identity of its run and is rejected if it does not match:
 
-run      a random name, made when a folder is first trained into
-seed     of initial weights, order, dropout and negatives
-model    all else of the config that may not change while a run goes on
-course   what else shaped the weights, and from which step on: a resumed run may change it, and is on another course
-         from there; what an earlier start had saved of later steps is then no part of the run
+run             a random id, created when a folder is first trained into
+seed            seed of initial weights, sample order, dropout and negatives
+model           all other options that may not change while the run exists
+option history  options that influence the weights but may change, with the steps from which they apply. If a resumed
+                run changes one, checkpoints that an earlier start saved at later steps no longer belong to the run
 
-What may differ when a run is started again on its folder, and what would make it another run.
-
-Which samples form a step is a pure function of the data, the seed and the size of a batch, and the weights are those of
-a task: a checkpoint under other ones means nothing. What is left decides how fast, how long or how steeply a run
-goes on; it may change, and the change is recorded.
+The samples of a step are a pure function of the data, the seed and the batch size, and the weights belong to a task; so
+checkpoints are invalid under other values of these options. All other options determine how fast or how long a run
+trains; they may change, and the change is recorded.
 """
 
 import json
 import secrets
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nestrec.base.config import leaves
+from nestrec.artifacts.manifest import digest_of_plain
+from nestrec.base.config import leaves, rename_former_leaves
 from nestrec.base.config_values import from_plain
 from nestrec.base.errors import CorruptFileError, UserError
 from nestrec.checkpoint import IDENTITY, LoadedCheckpoint
@@ -34,82 +33,113 @@ T = TypeVar("T")
 _FIXED = (
     "task.",
     "tables.",
-    "batch.batch_samples",
+    "batch.batch_size",
     "batch.batch_tokens",
-    "batch.shuffle_block",
+    "batch.shuffle_block_size",
     "batch.order",
     "windows.",
     "training.seed",
-    "training.dtype",
+    "training.weight_dtype",
 )
 _FREE_IN_TASK = (
-    "recompute", "variant", "segment_tokens", "memory_gib", "batch_users", "batch_slices", "batch_rows",
-    ".slide_events", ".max_targets", ".baselines", ".ease_max_items", ".slices",
-    "store.kind", "store.cache_rows", "store.folder", "store.num_threads", ".store", ".folder", ".cache_rows",
+    "activation_checkpointing", "loss_variant", "segment_tokens", "max_memory_gib", "evaluation.batch_size",
+    ".slide_events", ".max_targets_per_user", ".baselines", ".ease_max_items", ".slices",
+    "store.kind", "store.cache_rows", "store.folder", "store.num_threads", ".store", ".store_folder", ".cache_rows",
     ".placement",
 )  # fmt: skip
-"""How a task computes the same thing."""
+"""Suffixes of task options that change how results are computed, but not the results."""
 
 
-def read_kept(file: Path, read: Callable[[Any], T]) -> T:
-    """Returns what a file of the folder holds; a `CorruptFileError` if that is not JSON, or does not belong into it."""
+def read_run_file(file: Path, read: Callable[[Any], T]) -> T:
+    """Read a JSON file of a run folder.
+
+    Args:
+        file: Path of the file.
+        read: Function that converts the decoded JSON.
+
+    Raises:
+        CorruptFileError: If the file cannot be read, is not JSON or has unexpected content.
+    """
     return read_json(file.read_bytes, file, read)
 
 
 def read_json(content: Callable[[], bytes], where: Path | str, read: Callable[[Any], T]) -> T:
-    """The same, of a file wherever it is stored."""
+    """Same as `read_run_file`, but for content from any storage; `where` names it in errors."""
     try:
         return read(json.loads(content()))
-    except UserError as error:  # about a field of the file, not an option of the command
+    except UserError as error:  # names a field of the file, not an option of the command
         problem = str(error)
     except OSError as error:
         problem = error.strerror or str(error)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         problem = f"{type(error).__name__}: {error}"
     raise CorruptFileError(
-        f"cannot be read: {problem}",
+        f"cannot read the file: {problem}",
         option="RUN",
         value=str(where),
-        remedy="undo the change if it was edited; else delete it and start the training of the run again",
+        remedy="if the file was edited, undo the change; otherwise delete it and train the run again",
     )
 
 
-def check_same_data(run: Path, card: DatasetCard, *, or_later: bool = False) -> None:
-    """Raise a UserError where the run has been trained on other files than those of this dataset.
+def check_same_data(run: Path, data: Path, card: DatasetCard, *, or_later: bool = False) -> None:
+    """Raise a UserError if a run was trained on other files than those of a dataset.
 
-    or_later: a later generation of it will do, and an earlier one too: ids mean the same in all of them.
+    Args:
+        run: Folder of the run.
+        data: Folder of the dataset.
+        card: Card of the dataset.
+        or_later: Whether other generations of the dataset are accepted, whose ids have the same meaning.
     """
     file = run / CARD_FILE
     if not file.exists():
         return
-    trained_on = read_kept(file, partial(from_plain, DatasetCard))
-    refuse_other_data(trained_on, card, file, or_later=or_later)
+    trained_on = read_run_file(file, partial(from_plain, DatasetCard))
+    check_same_card(trained_on, file, data, card, or_later=or_later)
 
 
-def refuse_other_data(trained_on: DatasetCard, card: DatasetCard, where: Path | str, *, or_later: bool) -> None:
-    """Raise a UserError if a run was trained on other data than that of `card`. where: the run's own card."""
-    if or_later and (card.generation_of(trained_on) or trained_on.generation_of(card)) is not None:
+def check_same_card(
+    trained_on: DatasetCard, where: Path | str, data: Path, card: DatasetCard, *, or_later: bool
+) -> None:
+    """Raise a UserError if a run was trained on other data.
+
+    Args:
+        trained_on: Card of the data that the run was trained on.
+        where: Path of that card, for the error.
+        data: Folder of the dataset.
+        card: Card of the dataset.
+        or_later: Whether other generations of the dataset are accepted, whose ids have the same meaning.
+    """
+    if or_later and (card.find_generation(trained_on) or trained_on.find_generation(card)) is not None:
         return
     if _digests(trained_on) != _digests(card):
         raise UserError(
-            f"is not the data that this run was trained on ({where}): that had {_size(trained_on)}, this has "
+            f"this run was trained on other data ({where}): that dataset has {_size(trained_on)}, this one has "
             f"{_size(card)}",
             option="data.folder",
-            value=card.name,
-            remedy="name the data it was trained on (--data.folder), or train into another folder (--output)",
+            value=str(data),
+            remedy="use the data it was trained on (--data.folder), or train into another folder (--output)",
         )
 
 
 def is_fixed(name: str) -> bool:
-    """Whether a field of the config, by its dotted name, may not change while a run goes on."""
+    """Return whether an option, given by its dotted name, must not change when a run resumes."""
     return name.startswith(_FIXED) and not name.endswith(_FREE_IN_TASK)
 
 
 def changes_since(before: RunConfig, now: RunConfig, file: Path) -> list[str]:
-    """What was changed, in words; a UserError for what may not be changed. file: what `before` was read from."""
+    """Describe the options that changed since the last start.
+
+    Args:
+        before: Config of the last start.
+        now: Current config.
+        file: File that `before` was read from.
+
+    Raises:
+        UserError: If an option changed that must not change.
+    """
     if before.task.kind != now.task.kind:
         raise UserError(
-            f"the folder holds a run of the task {before.task.kind!r}, which cannot be resumed with another task",
+            f"the folder contains a run of the task {before.task.kind!r}, which cannot be resumed with another task",
             option="task.kind",
             value=now.task.kind,
             remedy="train into another folder (--output), or resume the run with its own recipe: nestrec train "
@@ -119,22 +149,22 @@ def changes_since(before: RunConfig, now: RunConfig, file: Path) -> list[str]:
     for name, old, new in _option_differences(leaves(before), leaves(now)):
         if is_fixed(name):
             raise UserError(
-                f"was {old!r} when this run began ({file}), and may not change while it goes on",
+                f"cannot change when a run resumes: it was {old!r} when this run started ({file})",
                 option=name,
                 value=new,
-                remedy=f"give --{name} {old}, or train into another folder (--output); or undo the change of "
-                f"{file.name} if it was edited",
+                remedy=f"set --{name} {old}, or train into another folder (--output); if {file.name} was edited, undo "
+                "the change",
             )
         if not name.startswith(("name", "data.")):
-            changes.append(f"{name} was {old!r}, is {new!r}")
+            changes.append(f"{name} was {old!r} and is now {new!r}")
     return changes
 
 
 def _option_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     for name in dict.fromkeys([*before, *now]):
-        old = before.get(name, "not there")
-        new = now.get(name, "not there")
-        if name.startswith("tables."):  # what is said of a table for the first time changes nothing where it is none
+        old = before.get(name, "not set")
+        new = now.get(name, "not set")
+        if name.startswith("tables."):  # naming a table with an option of None changes nothing
             old = before.get(name)
             new = now.get(name)
         if old != new:
@@ -150,140 +180,165 @@ def _size(card: DatasetCard) -> str:
 
 
 SEED = "training.seed"
-# Saves, evaluations and versions are fences, after which schedules that are not exact read anew: part of the course.
-_COURSE = (
-    "optimizer.", "balance.", "ranks.", "replica_sync.", "pipeline.", "batch.micro_batches", "training.precision",
-    "training.checkpoint_every_steps", "training.evaluate_every_epochs", "training.train_only",
+# Checkpoints, evaluations and versions are fences, which influence the weights under schedules that are not exact.
+_TRACKED = (
+    "optimizer.", "balance.", "parallel.", "replica_sync.", "pipeline.", "batch.num_micro_batches",
+    "training.precision", "training.checkpoint_every_steps", "training.eval_every_epochs", "training.train_only",
     "publish.every_steps", "publish.every_s",
 )  # fmt: skip
-_MOST_NAMED = 4
+_MAX_LISTED = 4
 
-Settings = Mapping[str, Any]
-"""Dotted names to plain values."""
-Course = tuple[tuple[int, Settings], ...]
-"""(step, settings that hold after it), in order of step; all of them at first, then those that were changed."""
+Options = Mapping[str, Any]
+"""Values of options by dotted name."""
+OptionHistory = tuple[tuple[int, Options], ...]
+"""(step, options that apply after it), sorted by step; the first entry has all options, later ones the changed ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Of a run, or of one of its checkpoints."""
+    """Identity of a run or of one of its checkpoints."""
 
     run: str
     seed: int
-    model: Settings
-    course: Course = ()
+    model: Options
+    option_history: OptionHistory = ()
+    stored: Mapping[str, Any] | None = field(default=None, compare=False)
+    """Content of the file that the identity was read from, with the option names of the release that wrote it."""
 
     @staticmethod
-    def of(cfg: RunConfig, named: "Identity | None" = None) -> "Identity":
-        """named: what the folder of the run says; none where it is new."""
+    def of(cfg: RunConfig, saved: "Identity | None" = None) -> "Identity":
+        """Return the identity of a config; `saved` is the identity in the run folder, or None for a new run."""
         model = {name: value for name, value in leaves(cfg).items() if is_fixed(name) and name != SEED}
-        if cfg.batch.order == "shuffled":  # checkpoints from before there were windows name none
+        if cfg.batch.order == "shuffled":  # checkpoints of early releases have no windows
             model = {name: value for name, value in model.items() if not name.startswith(("batch.order", "windows."))}
         usual = {"retrieval": "leave_one_out", "ranking": "time"}.get(cfg.task.kind)
-        if usual is not None and model.get("task.split.kind") == usual:  # nor of splits that there was no choice of
-            gone = "task.split." if usual == "leave_one_out" else "task.split.kind"
-            model = {name: value for name, value in model.items() if not name.startswith(gone)}
-        if named is None:
+        if usual is not None and model.get("task.split.kind") == usual:  # nor split options
+            omitted = "task.split." if usual == "leave_one_out" else "task.split.kind"
+            model = {name: value for name, value in model.items() if not name.startswith(omitted)}
+        if saved is None:
             return Identity(secrets.token_hex(8), cfg.training.seed, model)
-        return replace(named, seed=cfg.training.seed, model=model)
+        return replace(saved, seed=cfg.training.seed, model=model)
 
     def at(self, step: int) -> "Identity":
-        """That of its checkpoint of a step: what was changed there or later is not in it."""
-        return replace(self, course=tuple(leg for leg in self.course if leg[0] < step))
+        """Return the identity of the checkpoint of a step, without options that changed at that step or later."""
+        return replace(self, option_history=tuple(entry for entry in self.option_history if entry[0] < step))
 
-    def going_on(self, step: int, cfg: RunConfig, world: int) -> "Identity":
-        """The run from a step on, with the settings of `cfg` on so many ranks."""
-        now = {name: value for name, value in leaves(cfg).items() if name.startswith(_COURSE)} | {"ranks": world}
+    def continued_at(self, step: int, cfg: RunConfig, world: int) -> "Identity":
+        """Return the identity after resuming at a step with the options of `cfg` on `world` ranks."""
+        now = {name: value for name, value in leaves(cfg).items() if name.startswith(_TRACKED)} | {"ranks": world}
         before = self.at(step)
-        held = _settings_of(before.course)
-        changed = {name: value for name, value in now.items() if name not in held or held[name] != value}
-        return replace(before, course=(*before.course, (step, changed))) if changed else before
+        current = _latest_options(before.option_history)
+        changed = {name: value for name, value in now.items() if name not in current or current[name] != value}
+        return replace(before, option_history=(*before.option_history, (step, changed))) if changed else before
 
     def to_plain(self) -> dict[str, Any]:
-        course = [[step, dict(settings)] for step, settings in self.course]
-        return {"run": self.run, "seed": self.seed, "model": dict(self.model), "course": course}
+        history = [[step, dict(options)] for step, options in self.option_history]
+        return {"run": self.run, "seed": self.seed, "model": dict(self.model), "course": history}
 
     @staticmethod
     def from_plain(plain: Mapping[str, Any]) -> "Identity":
-        course = tuple((step, settings) for step, settings in plain["course"])
-        return Identity(plain["run"], plain["seed"], plain["model"], course)
+        history = tuple((step, _present_options(options)) for step, options in plain["course"])
+        return Identity(plain["run"], plain["seed"], _present_options(plain["model"]), history, stored=plain)
+
+    def digests_at(self, step: int) -> list[str]:
+        """Return the digests that versions of a step may contain: the present one first, then that of `stored`.
+
+        The two differ if an earlier release wrote `stored`, because the digest depends on the names of the options.
+        """
+        digests = [_digest(self.to_plain(), step)]
+        return digests if self.stored is None else [*digests, _digest(self.stored, step)]
+
+
+def _digest(plain: Mapping[str, Any], step: int) -> str:
+    """Return the digest of an identity as plain data, without options that changed at `step` or later."""
+    history = [entry for entry in plain["course"] if entry[0] < step]
+    return digest_of_plain({**plain, "course": history})[:16]
+
+
+def _present_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options by dotted name, with the names that earlier versions used replaced by the present ones."""
+    num_ranks = {"ranks": options["ranks"]} if "ranks" in options else {}
+    named = {name: value for name, value in options.items() if name not in num_ranks}
+    return {**rename_former_leaves(RunConfig, named), **num_ranks}
 
 
 def identity_of(state: Mapping[str, Any]) -> Identity | None:
-    """What the state of a checkpoint names; none of one that was written before checkpoints named anything."""
+    """Return the identity in the state of a checkpoint; None for checkpoints of early releases."""
     return Identity.from_plain(state[IDENTITY]) if IDENTITY in state else None
 
 
-def is_of_another_course(saved: Identity | None, step: int, mine: Identity) -> bool:
-    """Whether a checkpoint of this run is no part of it any more."""
-    return saved is not None and saved.course != mine.at(step).course
+def is_from_other_run_options(saved: Identity | None, step: int, current: Identity) -> bool:
+    """Return whether a checkpoint was saved with other options than this run had at that step."""
+    return saved is not None and saved.option_history != current.at(step).option_history
 
 
-def check_restored(restored: LoadedCheckpoint, mine: Identity) -> None:
-    """A UserError that names what differs, where a checkpoint is not of this run."""
+def check_restored(restored: LoadedCheckpoint, current: Identity) -> None:
+    """Raise a UserError that lists the differences if a checkpoint does not belong to this run."""
     saved = identity_of(restored.state)
-    check_same_run(saved, mine, restored.path)
-    if saved is not None and is_of_another_course(saved, restored.step, mine):
-        told = _told(_settings_of(saved.course), _settings_of(mine.at(restored.step).course))
-        _refuse(["course"], told or {"course": "has the same settings from other steps on"}, restored.path)
+    check_same_run(saved, current, restored.path)
+    if saved is not None and is_from_other_run_options(saved, restored.step, current):
+        differences = _differences(
+            _latest_options(saved.option_history), _latest_options(current.at(restored.step).option_history)
+        )
+        _reject(["option history"], differences or {"options": "are equal, but apply from other steps"}, restored.path)
 
 
-def check_same_run(saved: Identity | None, mine: Identity, path: Path) -> None:
-    """Likewise, whatever its course."""
+def check_same_run(saved: Identity | None, current: Identity, path: Path) -> None:
+    """Raise a UserError if a checkpoint belongs to another run, regardless of its option history."""
     if saved is not None:
-        _refuse(*_identity_differences(saved, mine), path)
+        _reject(*_identity_differences(saved, current), path)
 
 
-def check_kept_elsewhere(saved: Identity, mine: Identity, address: str) -> None:
-    """Likewise, before a checkpoint is taken from `training.checkpoint_address`: nothing of it is in the folder yet."""
-    kinds, told = _identity_differences(saved, mine)
+def check_mirror_identity(saved: Identity, current: Identity, address: str) -> None:
+    """Raise a UserError if the mirror belongs to another run, before a checkpoint is downloaded from it."""
+    kinds, differences = _identity_differences(saved, current)
     if kinds:
         raise UserError(
-            f"holds checkpoints of another {' and '.join(kinds)}: {_listed(told)}",
-            option="training.checkpoint_address",
+            f"contains checkpoints with another {' and '.join(kinds)}: {_summarize(differences)}",
+            option="training.checkpoint_mirror",
             value=address,
-            remedy="give this run an address of its own; or, to go on from these, train with their settings into an "
-            "empty folder (--output)",
+            remedy="use another mirror for this run; or, to resume from these checkpoints, train with their options "
+            "into an empty folder (--output)",
         )
 
 
-def _identity_differences(saved: Identity, mine: Identity) -> tuple[list[str], dict[str, str]]:
-    """What differs: run, seed or model; and in which settings, in words."""
-    of_both = {
-        "run": _told({"run": saved.run}, {"run": mine.run}),
-        "seed": _told({SEED: saved.seed}, {SEED: mine.seed}),
-        "model": _told(saved.model, mine.model),
+def _identity_differences(saved: Identity, current: Identity) -> tuple[list[str], dict[str, str]]:
+    """Return which of run, seed and model differ, and a description of each differing option."""
+    by_kind = {
+        "run": _differences({"run": saved.run}, {"run": current.run}),
+        "seed": _differences({SEED: saved.seed}, {SEED: current.seed}),
+        "model": _differences(saved.model, current.model),
     }
-    kinds = [kind for kind, told in of_both.items() if told]
-    return kinds, {name: text for told in of_both.values() for name, text in told.items()}
+    kinds = [kind for kind, differences in by_kind.items() if differences]
+    return kinds, {name: text for differences in by_kind.values() for name, text in differences.items()}
 
 
-def _refuse(kinds: list[str], told: Mapping[str, str], path: Path) -> None:
+def _reject(kinds: list[str], differences: Mapping[str, str], path: Path) -> None:
     if not kinds:
         return
     raise UserError(
-        f"the checkpoint is of another {' and '.join(kinds)}: {_listed(told)}",
+        f"the checkpoint has another {' and '.join(kinds)}: {_summarize(differences)}",
         option="checkpoint",
         value=str(path),
-        remedy="move it out of this run's folder, or train into another one (--output) with its settings; or undo the "
-        f"change of {path.parent.parent / 'config.json'} if that was edited",
+        remedy="move it out of the folder of this run, or train with its options into another folder (--output); if "
+        f"{path.parent.parent / 'config.json'} was edited, undo the change",
     )
 
 
-def _listed(told: Mapping[str, str]) -> str:
-    named = [f"{name} {text}" for name, text in list(told.items())[:_MOST_NAMED]]
-    named += [f"and {len(told) - _MOST_NAMED} more"] * (len(told) > _MOST_NAMED)
-    return "; ".join(named)
+def _summarize(differences: Mapping[str, str]) -> str:
+    lines = [f"{name} {text}" for name, text in list(differences.items())[:_MAX_LISTED]]
+    lines += [f"and {len(differences) - _MAX_LISTED} more"] * (len(differences) > _MAX_LISTED)
+    return "; ".join(lines)
 
 
-def _told(saved: Settings, mine: Settings) -> dict[str, str]:
-    names = [name for name in dict.fromkeys([*saved, *mine]) if saved.get(name) != mine.get(name)]
-    return {name: f"is {saved.get(name)!r} there, {mine.get(name)!r} here" for name in names}
+def _differences(saved: Options, current: Options) -> dict[str, str]:
+    names = [name for name in dict.fromkeys([*saved, *current]) if saved.get(name) != current.get(name)]
+    return {name: f"is {saved.get(name)!r} in the checkpoint and {current.get(name)!r} in this run" for name in names}
 
 
-def _settings_of(course: Course) -> dict[str, Any]:
-    """What holds at its end."""
-    held: dict[str, Any] = {}
-    for _, settings in course:
-        held |= settings
-    return held
+def _latest_options(history: OptionHistory) -> dict[str, Any]:
+    """Return the options that apply at the end of a history."""
+    latest: dict[str, Any] = {}
+    for _, options in history:
+        latest |= options
+    return latest

@@ -1,10 +1,9 @@
-"""Where a run stands: everything besides weights that a checkpoint must hold.
+"""State of a run: training progress in checkpoints, digests to compare runs, and lost progress after a crash.
 
-What a run has come to, as text that two runs can be compared by: every tensor, every table, and where it stands.
-
-How far a run has come, step by step, in a small file: what a start that follows a crash says has been lost.
-
-Metrics are written every so many steps and checkpoints more seldom; this is a few bytes a step, and outlives a kill.
+`TrainState` contains everything except weights and tables that a checkpoint must store. `run_digest` reduces a run to
+digests of all tensors and tables, so that tests can compare two runs bitwise. `StepProgressFile` records the last
+finished step in a few bytes per step, because metrics and checkpoints are written less often; after a crash it shows
+how much work was lost.
 """
 
 import hashlib
@@ -31,72 +30,77 @@ from nestrec.training.run_config import TrainingConfig
 
 @dataclass(frozen=True, slots=True)
 class TrainState:
+    """Training progress of a run, stored in every checkpoint."""
+
     step: int = 0
-    """updates made"""
+    """Number of optimizer steps."""
     first_step: int = 0
-    """updates that were made before this run began, by the run that it began from"""
+    """Number of steps of the run that this run was warm-started from."""
     position: BatchPosition = field(default_factory=BatchPosition)
-    """the next batch"""
+    """Position of the next batch."""
     consumed: str = ""
-    """digest of all samples trained on, in order; the same for any number of ranks"""
+    """Digest of all samples trained on, in order; independent of the number of ranks."""
     best_score: float | None = None
-    """best validation score so far"""
+    """Best validation score so far."""
     best_step: int | None = None
-    """the step at which it was reached"""
+    """Step with the best validation score."""
     evaluations_since_best: int = 0
-    """for early stopping"""
+    """Number of evaluations since the best one, for early stopping."""
     cost: CostModel | None = None
-    """the cost model of samples that the run was configured with, from which the changes begin"""
+    """Configured cost model of samples, to which the changes apply."""
     cost_changes: tuple[CostChange, ...] = ()
-    """changes of the cost model of samples, with the batches from which they hold"""
+    """Changes of the cost model of samples, with the first batch that each applies to."""
     window_changes: tuple[MicroBatchChange, ...] = ()
-    """changes of the number of micro-batches, likewise"""
+    """Changes of the number of micro-batches, with the first batch that each applies to."""
     windows_predicted: int = 0
-    """windows of time that were predicted before they were trained on"""
+    """Number of time windows that were evaluated before training on them (test-then-train)."""
     windows_done: int = 0
-    """windows that were trained on to their end"""
+    """Number of time windows that were trained on completely."""
     window_step: int = 0
-    """the step with which the last of them ended"""
+    """Last step of the last completed time window."""
     generation: int | None = None
-    """of the dataset, where the run follows a stream: the one whose newest events it trains on, or has trained on"""
+    """Dataset generation whose newest events are trained on; only in online training."""
     loss_variant: str | None = None
-    """how the loss is computed, where the config left it to measurement"""
+    """Implementation of the loss that was chosen by measurement, if the config sets `auto`."""
 
     def after(self, batch: Batch, following: BatchPosition) -> "TrainState":
-        """The state after training on `batch`."""
+        """Return the state after training on `batch`; `following` is the position of the next batch."""
         digest = hashlib.sha256(self.consumed.encode())
         digest.update(batch.global_samples.tobytes())
         return replace(self, step=self.step + 1, position=following, consumed=digest.hexdigest())
 
-    def predicted(self, window: int) -> "TrainState":
-        """The state after a window was predicted."""
+    def after_window_evaluation(self, window: int) -> "TrainState":
+        """Return the state after a time window was evaluated before training on it."""
         return replace(self, windows_predicted=window + 1)
 
-    def began_window(self, generation: int) -> "TrainState":
-        """The state before the first step of a window of a stream."""
-        epoch = self.position.epoch + int(self.position.step > 0)  # a run may have ended in the middle of an epoch
+    def at_window_start(self, generation: int) -> "TrainState":
+        """Return the state before the first step of a stream window."""
+        epoch = self.position.epoch + int(self.position.step > 0)  # the previous run may have ended within an epoch
         return replace(self, generation=generation, position=BatchPosition(epoch, 0))
 
-    def ended_window(self) -> "TrainState":
-        """The state after the last step of a window."""
+    def after_window(self) -> "TrainState":
+        """Return the state after the last step of a time window."""
         return replace(self, windows_done=self.windows_done + 1, window_step=self.step)
 
-    def evaluated(self, score: float) -> "TrainState":
-        """The state after an evaluation on the validation part. Where no score is known, the last weights are the best:
-        none are better than others, and patience has nothing to wait for."""
+    def after_evaluation(self, score: float) -> "TrainState":
+        """Return the state after a validation; if scores are undefined (NaN), the last weights count as the best."""
         if self.best_score is None or math.isnan(self.best_score) or score > self.best_score:
             return replace(self, best_score=score, best_step=self.step, evaluations_since_best=0)
         return replace(self, evaluations_since_best=self.evaluations_since_best + 1)
 
-    def ends(self, cfg: TrainingConfig) -> dict[str, int]:
-        """The options by which a run is at its end, and how far it has come by each of them."""
-        limits = {"epochs": cfg.epochs, "max_steps": cfg.max_steps, "patience": cfg.patience}
+    def reached_limits(self, cfg: TrainingConfig) -> dict[str, int]:
+        """Return the options whose limit is reached, with the current values; training ends if there is one."""
+        limits = {
+            "epochs": cfg.epochs,
+            "max_steps": cfg.max_steps,
+            "early_stopping_patience": cfg.early_stopping_patience,
+        }
         reached = {
             "epochs": self.position.epoch,
             "max_steps": self.step - self.first_step,
-            "patience": self.evaluations_since_best,
+            "early_stopping_patience": self.evaluations_since_best,
         }
-        return {name: reached[name] for name, most in limits.items() if most is not None and reached[name] >= most}
+        return {name: reached[name] for name, limit in limits.items() if limit is not None and reached[name] >= limit}
 
     def to_plain(self) -> dict[str, Any]:
         plain: dict[str, Any] = to_plain(self)
@@ -108,7 +112,7 @@ class TrainState:
 
 
 def run_digest(run: Path) -> dict[str, str]:
-    """Name to digest of every dense weight, optimiser state and table, and of the consumed samples."""
+    """Return digests of every dense weight, optimizer state and table, and of the consumed samples, by name."""
     restored = CheckpointManager(run / "checkpoints").restore_latest()
     assert restored is not None, f"{run} has no checkpoint"
     state = TrainState.from_plain(restored.state["train"])
@@ -123,7 +127,7 @@ def _table_digest(restored: LoadedCheckpoint, table: str) -> str:
         return "empty"
     columns = {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
     order = columns["keys"].argsort()
-    assert len(columns["keys"].unique()) == len(order), "a key comes twice"
+    assert len(columns["keys"].unique()) == len(order), "duplicate key"
     return " ".join(f"{name}:{_digest(columns[name][order])}" for name in sorted(columns))
 
 
@@ -133,16 +137,17 @@ def _digest(tensor: torch.Tensor) -> str:
 
 _ENTRY = struct.Struct("<qd")
 _MARKS = 16
-"""More saves than can be under way, so that the one that is resumed from is among them."""
+"""Number of stored resume points: more than saves can be in progress, so that the one resumed from is included."""
 
 
 @dataclass(frozen=True, slots=True)
 class LostProgress:
-    """What was trained and is not in the checkpoint that a run goes on from."""
+    """Training progress after the checkpoint that a run resumes from."""
 
     steps: int
+    """Number of lost steps."""
     seconds: float | None
-    """From the step that was saved to the last one; none where that moment is not known any more."""
+    """Time from the saved step to the last step, in seconds; None if the time of the save is unknown."""
 
     def __str__(self) -> str:
         time_of = "" if self.seconds is None else f", {self.seconds:.1f} s of work"
@@ -150,7 +155,7 @@ class LostProgress:
 
 
 class StepProgressFile:
-    """The file of one run, kept by its first rank."""
+    """File with the last finished step and recent resume points of a run, written by rank 0; survives a kill."""
 
     def __init__(self, file: Path, clock: Callable[[], float] = time.time):
         self._file = file
@@ -158,17 +163,17 @@ class StepProgressFile:
         self._descriptor: int | None = None
         self._num_marks = 0
 
-    def reached(self, step: int) -> None:
-        """A step is over."""
+    def record_step(self, step: int) -> None:
+        """Record a finished step."""
         self._put(0, step)
 
-    def mark(self, step: int) -> None:
-        """A step that a later start may go on from: the one that training begins at, or one that is being saved."""
+    def record_resume_point(self, step: int) -> None:
+        """Record a step that a later start may resume from: the first step of training, or a saved step."""
         self._put(1 + self._num_marks % _MARKS, step)
         self._num_marks += 1
 
-    def lost(self, step: int) -> LostProgress | None:
-        """Of what an earlier start has reached, what one that goes on from `step` makes again; none: nothing."""
+    def lost_progress(self, step: int) -> LostProgress | None:
+        """Return the progress that is lost if the run resumes from `step`; None if nothing is lost."""
         if not self._file.exists():
             return None
         content = self._file.read_bytes()
@@ -176,13 +181,13 @@ class StepProgressFile:
         if not entries or entries[0][0] <= step:
             return None
         last, at_s = entries[0]
-        begun = [marked_s for marked, marked_s in entries[1:] if marked == step and marked_s > 0]
-        return LostProgress(last - step, max(0.0, at_s - max(begun)) if begun else None)
+        saved_s = [time_s for saved, time_s in entries[1:] if saved == step and time_s > 0]
+        return LostProgress(last - step, max(0.0, at_s - max(saved_s)) if saved_s else None)
 
-    def _put(self, place: int, step: int) -> None:
+    def _put(self, index: int, step: int) -> None:
         if self._descriptor is None:
             self._descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-        os.pwrite(self._descriptor, _ENTRY.pack(step, self._clock()), place * _ENTRY.size)
+        os.pwrite(self._descriptor, _ENTRY.pack(step, self._clock()), index * _ENTRY.size)
 
     def close(self) -> None:
         if self._descriptor is not None:

@@ -1,9 +1,9 @@
-"""A run that follows a stream: each window is appended to its data, predicted, trained on and saved.
+"""Online (continual) training on a stream: each window is appended to the dataset, evaluated, trained on and saved.
 
-Nothing is read while a window trains: a slow trainer slows the reading, and what is in memory is one window. What a
-window holds is on the disk before it is trained on, with how far the source was read (nestrec.data.sources.stream); a
-checkpoint names the generation that it has come to. So a run that was killed trains on the very windows again that its
-last checkpoint has not seen, and goes on reading behind them.
+The stream is not read while a window is trained on, so a slow trainer slows down reading (backpressure), and memory
+holds one window. The events of a window are committed to the dataset together with the source offset before training
+(nestrec.data.streaming.ingester), and a checkpoint contains the dataset generation it was trained on. So a killed run
+trains on exactly the windows that its last checkpoint does not contain, and then continues reading after them.
 """
 
 import contextlib
@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from nestrec.base.config import config
-from nestrec.base.config_overrides import with_overrides
-from nestrec.base.config_values import Positive, Share, from_plain
+from nestrec.base.config_overrides import apply_overrides
+from nestrec.base.config_values import Fraction, Positive, from_plain
 from nestrec.base.errors import UserError
 from nestrec.base.failpoints import fail_point
 from nestrec.checkpoint import CheckpointManager
@@ -30,9 +30,9 @@ from nestrec.data.streaming.ingester import (
     StreamIngester,
     WindowTimes,
     open_stream_source,
-    options_of,
+    stream_log_options,
 )
-from nestrec.data.streaming.stream_source import ChangedSource
+from nestrec.data.streaming.stream_source import OnSourceChange
 from nestrec.data.streaming.window_policy import WindowRule
 from nestrec.distributed import Topology
 from nestrec.distributed.collectives import all_gather_json
@@ -40,48 +40,49 @@ from nestrec.training.callbacks import TrainingCallback
 from nestrec.training.distributed_source import DistributedSource
 from nestrec.training.run_checkpointer import RunInterruptedError, RunWeights, StopRequest
 from nestrec.training.run_config import RunConfig
-from nestrec.training.run_folder import FOLLOWING_FILE, RunFolder
-from nestrec.training.run_identity import read_kept
+from nestrec.training.run_folder import STREAM_START_FILE, RunFolder
+from nestrec.training.run_identity import read_run_file
 from nestrec.training.state import TrainState
 from nestrec.training.trainer import Trainer
-from nestrec.training.training_session import WindowHook, on_first, together
+from nestrec.training.training_session import WindowHook, run_on_all_ranks, run_on_first_rank
 
 
 @config
 class StreamConfig:
-    """How a run follows a stream."""
+    """Options for online training on a stream."""
 
     window: WindowRule = field(default_factory=WindowRule)
-    """when a window closes"""
+    """Rule that determines when a window closes."""
     log: LogColumns | None = None
-    """what the fields of an event mean; none: as the data of the run was prepared from a log"""
-    replay_share: ReplayShare = 0.0
-    """share of the samples of a window that are drawn from older events instead"""
-    max_bad_share: Share = 1.0
-    """more bad rows in a window than this share is an error; they are set aside in any case"""
-    changed_source: ChangedSource = "refuse"
-    """what to do where another source was read into this data before. moved: this is the same stream at another place,
-    go on where it stood. begin: this is another stream, read it from its beginning, or from where it was left"""
+    """Meaning of the fields of an event; None: as when the data of the run was prepared from a log."""
+    replay_fraction: ReplayShare = 0.0
+    """Fraction of a window's samples that are drawn from older events instead (experience replay)."""
+    max_bad_fraction: Fraction = 1.0
+    """Maximum fraction of rejected rows in a window; more is an error. Rejected rows are quarantined in any case."""
+    on_source_change: OnSourceChange = "error"
+    """Action if another source was read into this dataset before. `error`: stop. `moved`: the stream is the same at
+    another address, so continue from its offset. `restart`: it is another stream, so read it from the beginning, or
+    from its own last offset."""
     items: str | None = None
-    """a table with features of new items (a file, a folder, or a pattern in quotes), read again for each window; its
-    columns mean what those of the table meant that the data was prepared with"""
+    """Table with features of new items (a file, a folder, or a quoted glob pattern), read again for each window; its
+    columns have the same meaning as those of the table that the data was prepared with."""
     users: str | None = None
-    """a table with features of new users, likewise"""
-    poll_s: Positive = 0.5
-    """how long to wait where there is nothing to read"""
-    idle_s: Positive | None = None
-    """end when nothing was there to read for so long; none waits for ever"""
+    """Table with features of new users, in the same form as `items`."""
+    poll_interval_s: Positive = 0.5
+    """Time between polls of an idle source, in seconds."""
+    stop_after_idle_s: Positive | None = None
+    """Idle time after which the run ends, in seconds; None waits forever."""
 
 
 def stream_config(data: Path, overrides: Mapping[str, str]) -> StreamConfig:
-    """Options as text on top of what the data was prepared with. data: its folder."""
+    """Return the stream options: those that the dataset in folder `data` was prepared with, plus overrides."""
     options = DatasetCard.load(data).options
     log = from_plain(LogColumns, options["log"]) if "log" in options else None
-    return with_overrides(StreamConfig(log=log), overrides)
+    return apply_overrides(StreamConfig(log=log), overrides)
 
 
 class StreamTrainer:
-    """Trains a run on what a source brings; started again on its folder, goes on where it stood."""
+    """Trains a run on a stream (online training), and resumes from the last checkpoint of the run folder."""
 
     def __init__(
         self,
@@ -91,22 +92,34 @@ class StreamTrainer:
         options: StreamConfig | None = None,
         *,
         cfg: RunConfig | None = None,
-        listener: TrainingCallback | None = None,
+        callback: TrainingCallback | None = None,
         window_hooks: Sequence[WindowHook] = (),
         **trainer_options: Any,
     ):
-        """address: of the source. run: a folder that has been trained into. cfg: its config, where it is to change.
-        trainer_options: other arguments of `Trainer`, such as `open_publishing`."""
+        """Build the trainer of an existing run. Collective.
+
+        Args:
+            address: Address of the stream source.
+            run: Folder of a run that was trained before.
+            topology: Ranks of the run.
+            options: Options of the stream.
+            cfg: New config of the run; None keeps the current one.
+            callback: Notified of the progress of the run.
+            window_hooks: Called at the end of each window.
+            **trainer_options: Other arguments of `Trainer`, such as `open_publisher`.
+        """
         self._options = options or StreamConfig()
         self._topology = topology
         self._run = run
-        self._listener = listener or TrainingCallback()
+        self._callback = callback or TrainingCallback()
         self._cfg = cfg or RunFolder(run).config()
         self._folder = Path(self._cfg.data.folder)
-        last = RunWeights(self._cfg, RunFolder(run), topology, report=self._listener.warned).last
-        generation = all_gather_json(topology.control, on_first(topology, lambda: self._reached(last)))[0]
+        last = RunWeights(self._cfg, RunFolder(run), topology, report=self._callback.on_warning).last
+        generation = all_gather_json(
+            topology.control, run_on_first_rank(topology, lambda: self._trained_generation(last))
+        )[0]
         self.trainer = Trainer(
-            self._cfg, run, topology, listener, window_hooks=window_hooks, generation=int(generation), **trainer_options
+            self._cfg, run, topology, callback, window_hooks=window_hooks, generation=int(generation), **trainer_options
         )
         self._address = address
         self._source: DistributedSource | None = None
@@ -114,16 +127,19 @@ class StreamTrainer:
         self._has_warned_of_items = False
 
     def follow(self) -> TrainState:
-        """Until the source has been idle for as long as the options say, or until told to stop
-        (`RunInterruptedError`)."""
-        with contextlib.ExitStack() as held:
-            on_first(self._topology, lambda: held.enter_context(self.trainer.folder.kept_to_itself()))
-            together(self._topology, self._open_stream)
-            first = on_first(self._topology, self._first)
-            self.trainer.folder.write_following({"from_generation": first, "source": self._address})
+        """Train until the source has been idle for `stop_after_idle_s`. Collective.
+
+        Raises:
+            RunInterruptedError: If a signal stopped the run.
+        """
+        with contextlib.ExitStack() as stack:
+            run_on_first_rank(self._topology, lambda: stack.enter_context(self.trainer.folder.locked()))
+            run_on_all_ranks(self._topology, self._open_stream)
+            first = run_on_first_rank(self._topology, self._start_generation)
+            self.trainer.folder.write_stream_start({"from_generation": first, "source": self._address})
             assert self._source is not None
-            held.callback(self._source.close)
-            stop = held.enter_context(StopRequest().listening())
+            stack.callback(self._source.close)
+            stop = stack.enter_context(StopRequest().handling_signals())
             self.trainer._begin()
             self._follow(stop)
             self.trainer.schedule.close()
@@ -131,17 +147,17 @@ class StreamTrainer:
         return self.trainer.state
 
     @property
-    def untrained(self) -> str:
-        """What was read and not trained on, for people; empty if that is nothing. Known to the first rank."""
-        number = 0 if self._stream is None else self._stream.num_open
+    def untrained_message(self) -> str:
+        """Message about events that were read but not trained on; empty if there are none. Only set on rank 0."""
+        number = 0 if self._stream is None else self._stream.num_pending_rows
         if not number:
             return ""
         rule = self._options.window
         closes = f"{rule.hours} hours" if rule.events is None else f"{rule.events:,} events"
-        them = "it is" if number == 1 else "they are"
+        pronoun = "it is" if number == 1 else "they are"
         return (
-            f"{_counted(number, 'events')} of the stream not trained on: a window closes after {closes}; {them} read "
-            "again by the same command"
+            f"{_counted(number, 'events')} of the stream not trained on, because a window closes after {closes}; "
+            f"{pronoun} read again if you run the same command"
         )
 
     def _follow(self, stop: StopRequest) -> None:
@@ -149,22 +165,22 @@ class StreamTrainer:
         if state.generation is not None and state.position.step > 0:
             self._train(state.generation, {}, stop)
         while True:
-            told = together(self._topology, lambda: self._awaited(stop))
-            found = all_gather_json(self._topology.control, told)[0]
-            if found is None:
+            local = run_on_all_ranks(self._topology, lambda: self._await_next(stop))
+            window = all_gather_json(self._topology.control, local)[0]
+            if window is None:
                 return
-            if found.get("stopped"):
+            if window.get("stopped"):
                 raise RunInterruptedError
-            self._train(int(found["generation"]), found["times"], stop)
+            self._train(int(window["generation"]), window["times"], stop)
 
     def _train(self, generation: int, times: dict[str, float], stop: StopRequest) -> None:
-        """The events that a generation has added."""
+        """Train on the events that a dataset generation has added."""
         trainer = self.trainer
-        trainer.session = trainer.session.on(Dataset.open(self._folder, generation=generation))
+        trainer.session = trainer.session.with_dataset(Dataset.open(self._folder, generation=generation))
         window = self._window(trainer.session.dataset)
-        trainer.window_times = times
-        trainer.session.task.take_windows([window], None, replay_share=self._options.replay_share)
-        if not len(trainer.session.task.assembler.tokens):
+        trainer.window_arrival_times = times
+        trainer.session.task.set_windows([window], None, replay_fraction=self._options.replay_fraction)
+        if not len(trainer.session.task.collator.tokens):
             trainer.state = replace(trainer.state, generation=generation)
             trainer.folder.record("event", step=trainer.state.step, text=f"generation {generation} trains nothing")
             return
@@ -175,54 +191,54 @@ class StreamTrainer:
     def _window(self, dataset: Dataset) -> TimeWindow:
         return window_of_events(self.trainer.state.windows_done, *dataset.newest_events())
 
-    def _awaited(self, stop: StopRequest) -> dict[str, Any] | None:
-        """What comes next, on the first rank; the others read their share of it meanwhile."""
+    def _await_next(self, stop: StopRequest) -> dict[str, Any] | None:
+        """Wait for the next window on rank 0, while the other ranks serve its read requests."""
         assert self._source is not None
-        with self._source.helping(lambda: stop.is_set):
+        with self._source.serving_reads(lambda: stop.is_set):
             return self._next(stop) if self._topology.is_first else None
 
     def _next(self, stop: StopRequest) -> dict[str, Any] | None:
-        """The generation to train on next, waited for; none at the end. On the first rank alone."""
+        """Wait for the next dataset generation to train on; None at the end. Only on rank 0."""
         stream = self._stream
         source = self._source
         assert stream is not None
         assert source is not None
-        reached = self.trainer.state.generation
-        reached = self._first() if reached is None else reached
-        self._last_on()  # raises where the data was put back meanwhile
+        trained = self.trainer.state.generation
+        trained = self._start_generation() if trained is None else trained
+        self._card_generation()  # raises if the dataset was rolled back
         before = DatasetCard.load(self._folder)
-        if before.generation > reached:
-            return {"generation": reached + 1, "times": {}}
+        if before.generation > trained:
+            return {"generation": trained + 1, "times": {}}
         since = time.monotonic()
 
-        def wants_stop() -> bool:
-            return stop.is_set or source.others_want_stop
+        def stop_requested() -> bool:
+            return stop.is_set or source.is_stop_requested_remotely
 
-        def wants_end() -> bool:
-            idle_s = self._options.idle_s
-            if wants_stop() or (idle_s is not None and time.monotonic() - since >= idle_s):
+        def end_requested() -> bool:
+            idle_s = self._options.stop_after_idle_s
+            if stop_requested() or (idle_s is not None and time.monotonic() - since >= idle_s):
                 return True
-            time.sleep(self._options.poll_s if idle_s is None else min(self._options.poll_s, idle_s))
+            time.sleep(self._options.poll_interval_s if idle_s is None else min(self._options.poll_interval_s, idle_s))
             return False
 
         try:
-            found = stream.next_window(wants_end)
+            result = stream.next_window(end_requested)
         except StreamConflictError:
             return self._next(stop)
-        if found is None:
-            return {"stopped": True} if wants_stop() else None
-        card, times = found
+        if result is None:
+            return {"stopped": True} if stop_requested() else None
+        card, times = result
         lag = stream.lag(card)
         self.trainer.folder.record("lag", step=self.trainer.state.step, generation=card.generation, **lag)
         shown = ", ".join(_counted(number, unit) for unit, number in lag.items())
-        self._tell_of_bad(before, card)
-        self._tell_of_unknown_items(before, card)
-        self._listener.noted(f"generation {card.generation}: {card.counts.events:,} events; waiting: {shown}")
-        # What others have appended meanwhile comes before it.
-        return {"generation": reached + 1, "times": _plain(times) if card.generation == reached + 1 else {}}
+        self._warn_of_rejected_rows(before, card)
+        self._warn_of_unknown_items(before, card)
+        self._callback.on_message(f"generation {card.generation}: {card.counts.events:,} events; waiting: {shown}")
+        # Generations that other processes have appended in the meantime are trained on first.
+        return {"generation": trained + 1, "times": _plain(times) if card.generation == trained + 1 else {}}
 
     def _open_stream(self) -> None:
-        options = options_of(DatasetCard.load(self._folder), self._options.log, self._options.max_bad_share)
+        options = stream_log_options(DatasetCard.load(self._folder), self._options.log, self._options.max_bad_fraction)
         self._source = DistributedSource(open_stream_source(self._address, options), self._topology)
         self._stream = StreamIngester(
             self._source,
@@ -230,64 +246,64 @@ class StreamTrainer:
             self._folder,
             self._options.window,
             options,
-            changed_source=self._options.changed_source,
+            on_source_change=self._options.on_source_change,
             tables=self._tables(),
-            tell=self._told,
+            report=self._warn,
         )
 
     def _tables(self) -> dict[Owner, str]:
-        given: tuple[tuple[Owner, str | None], ...] = (("item", self._options.items), ("user", self._options.users))
-        return {owner: file for owner, file in given if file is not None}
+        tables: tuple[tuple[Owner, str | None], ...] = (("item", self._options.items), ("user", self._options.users))
+        return {owner: file for owner, file in tables if file is not None}
 
-    def _tell_of_unknown_items(self, before: DatasetCard, card: DatasetCard) -> None:
-        """Once: most windows of a stream have new items."""
+    def _warn_of_unknown_items(self, before: DatasetCard, card: DatasetCard) -> None:
+        """Print a warning about new items without features, only once: most windows of a stream have new items."""
         warning = "" if self._has_warned_of_items else items_without_features(self._folder, before, card)
         if warning:
             self._has_warned_of_items = True
-            self._told(f"generation {card.generation}: {warning}")
+            self._warn(f"generation {card.generation}: {warning}")
 
-    def _tell_of_bad(self, before: DatasetCard, card: DatasetCard) -> None:
-        """How many rows of a window were set aside, and where they lie."""
+    def _warn_of_rejected_rows(self, before: DatasetCard, card: DatasetCard) -> None:
+        """Print the number of rejected rows of a window, and the file of the quarantine that contains them."""
         reasons = Counter(card.counts.quarantined) - Counter(before.counts.quarantined)
         if reasons:
             shown = ", ".join(f"{reason} {number:,}" for reason, number in reasons.most_common())
             name = f"quarantine/{card.generation:06d}.csv of {self._folder}"
-            self._told(f"generation {card.generation}: {reasons.total():,} bad rows are set aside in {name} ({shown})")
+            self._warn(f"generation {card.generation}: {reasons.total():,} rejected rows are in {name} ({shown})")
 
-    def _told(self, text: str) -> None:
-        """To people, and into the run's folder."""
+    def _warn(self, text: str) -> None:
+        """Report a warning and record it in the run folder."""
         self.trainer.folder.record("event", step=self.trainer.state.step, text=text)
-        self._listener.warned(text)
+        self._callback.on_warning(text)
 
-    def _reached(self, last: CheckpointManager) -> int:
-        """The generation that the run has come to, by its newest checkpoint, or else where it began to follow."""
-        self._last_on()  # of which the ids mean what they meant
-        state = last.newest_state()
+    def _trained_generation(self, last: CheckpointManager) -> int:
+        """Return the generation of the newest checkpoint, or the one that online training started from."""
+        self._card_generation()  # raises if the ids of the dataset do not match
+        state = last.latest_state()
         generation = None if state is None else TrainState.from_plain(state["train"]).generation
-        return self._first() if generation is None else generation
+        return self._start_generation() if generation is None else generation
 
-    def _first(self) -> int:
-        """The generation that the run was trained on before it began to follow."""
-        file = self._run / FOLLOWING_FILE
+    def _start_generation(self) -> int:
+        """Return the generation that the run was trained on before online training started."""
+        file = self._run / STREAM_START_FILE
         if file.exists():
-            return read_kept(file, lambda plain: int(plain["from_generation"]))
-        return self._last_on()
+            return read_run_file(file, lambda plain: int(plain["from_generation"]))
+        return self._card_generation()
 
-    def _last_on(self) -> int:
-        """The generation of the data that the run was on last; a UserError where it has never been one."""
+    def _card_generation(self) -> int:
+        """Return the dataset generation of the run's card; raise a UserError if the dataset does not contain it."""
         trained_on, card = DatasetCard.load(self._run), DatasetCard.load(self._folder)
         if trained_on.digest_of_files == card.digest_of_files:
             return card.generation
-        found = card.generation_of(trained_on)
-        if found is None:
+        generation = card.find_generation(trained_on)
+        if generation is None:
             raise UserError(
-                "is not the data that this run was trained on",
+                "this run was trained on other data",
                 option="data.folder",
                 value=str(self._folder),
-                remedy="name it with --run.data.folder, put the generation that it was trained on in force again "
+                remedy="set --run.data.folder to the data of the run, restore the generation that it was trained on "
                 "(nestrec restore), or train a run on this data first",
             )
-        return found.number
+        return generation.number
 
 
 def _plain(times: WindowTimes) -> dict[str, float]:

@@ -1,11 +1,7 @@
-"""Checks of a run's options before training begins.
+"""Validation of a run's options before training starts.
 
-Ranks that were started with different configurations say so at once, instead of training on something else each.
-
-A run that has nothing to train on or to measure itself by, or asks for what cannot be combined, is refused before it
-begins.
-
-Options that a run would not look at are refused before it begins: whoever gave them expects something of them.
+A run is rejected if its ranks have different configs, if the training or validation split is empty, if options cannot
+be combined, or if an option is set that would be ignored.
 """
 
 import dataclasses
@@ -24,121 +20,130 @@ from nestrec.distributed import Topology
 from nestrec.distributed.collectives import all_gather_json
 from nestrec.embedding.routing.replica_key_union import ReplicaSyncConfig
 from nestrec.embedding.row_optimizer import RowOptimizerConfig
-from nestrec.models.backbone_registry import backbone_of
-from nestrec.pipeline.argument_checks import MOST_EMPTY, check_cut
+from nestrec.models.backbone_registry import BACKBONES, backbone_of
+from nestrec.pipeline.argument_checks import MAX_EMPTY_MICRO_BATCHES, check_micro_batches_have_samples
 from nestrec.pipeline.key_clustering import MAX_MICRO_BATCHES
 from nestrec.tasks.task import Task
 from nestrec.training.run_config import RunConfig
 
 
-def agree_on_config(cfg: RunConfig, topology: Topology) -> None:
-    """The same UserError on every rank, naming the first field that differs, unless all ranks were given the same."""
+def check_same_config_on_all_ranks(cfg: RunConfig, topology: Topology) -> None:
+    """Raise the same UserError on all ranks if their configs differ; it names the first difference. Collective."""
     first, *others = all_gather_json(topology.control, leaves(cfg))
     for rank, other in enumerate(others, start=1):
         for name in dict.fromkeys([*first, *other]):
-            mine = first.get(name, "not there")
-            theirs = other.get(name, "not there")
-            if mine != theirs:
+            value = first.get(name, "not set")
+            other_value = other.get(name, "not set")
+            if value != other_value:
                 raise UserError(
-                    f"differs between ranks: rank {rank} has {theirs!r}",
+                    f"must be equal on all ranks, but rank {rank} has {other_value!r}",
                     option=name,
-                    value=mine,
+                    value=value,
                     remedy="start every rank with the same command",
                 )
 
 
-def check_parts(cfg: RunConfig, task: Task) -> None:
-    """Raise a UserError where the training part is empty, or the validation part although it is to be measured."""
-    if len(task.assembler.tokens) == 0:
+def check_splits_not_empty(cfg: RunConfig, task: Task) -> None:
+    """Raise a UserError if the training split is empty, or the validation split if validation is enabled."""
+    if len(task.collator.tokens) == 0:
         raise UserError(
-            "holds nothing to train on", option="data.folder", value=cfg.data.folder, remedy=task.remedy_if_empty
-        )
-    if validates(cfg) and task.num_held_out("valid") == 0:
-        check_holds_out(cfg, "valid")
-        raise UserError(
-            "holds nothing to validate on",
+            "the dataset has no training samples",
             option="data.folder",
             value=cfg.data.folder,
-            remedy=f"{task.remedy_if_empty}, or set --training.evaluate_every_epochs 0",
+            remedy=task.remedy_if_empty,
+        )
+    if has_validation(cfg) and task.num_held_out("valid") == 0:
+        check_split_not_empty(cfg, "valid")
+        raise UserError(
+            "the dataset has no validation samples",
+            option="data.folder",
+            value=cfg.data.folder,
+            remedy=f"{task.remedy_if_empty}, or set --training.eval_every_epochs 0",
         )
 
 
-def validates(cfg: RunConfig) -> bool:
-    """Returns whether a run is to measure itself on the validation part after its epochs."""
+def has_validation(cfg: RunConfig) -> bool:
+    """Return whether a run evaluates on the validation split during training."""
     split = getattr(cfg.task, "split", None)
-    holds_out = getattr(split, "kind", None) != "none"
-    return holds_out and not cfg.training.train_only and cfg.training.evaluate_every_epochs > 0
+    has_split = getattr(split, "kind", None) != "none"
+    return has_split and not cfg.training.train_only and cfg.training.eval_every_epochs > 0
 
 
-def check_holds_out(cfg: RunConfig, part: Part) -> None:
-    """Raises a `UserError` if the options, and not the log, are the reason why a part is empty."""
+def check_split_not_empty(cfg: RunConfig, part: Part) -> None:
+    """Raise a UserError if a split is empty because of the options, not because of the data."""
     fields = leaves(cfg.task)
     if fields.get("split.kind") == "none":
         raise UserError(
-            f"holds no events out, so there is no {part} part",
+            f"no events are held out, so the {part} split is empty",
             option="task.split.kind",
             value="none",
-            remedy="measure a run with another split, such as the one whose options this run has",
+            remedy="evaluate a run that was trained with another split",
         )
     if fields.get("split.kind") == "leave_one_out" or fields.get(f"split.{part}_from") is not None:
-        return  # shares are not read
+        return  # the fractions are not used
     for name, value in fields.items():
-        if name.endswith(f"{part}_share") and value == 0:
-            all_train = "--task.split.kind none" if name.startswith("split.") else "--training.train_only true"
+        if name.endswith(f"{part}_fraction") and value == 0:
+            all_train = "--task.split.kind none" if "split.kind" in fields else "--training.train_only true"
             raise UserError(
-                f"holds out no events, so there is no {part} part",
+                f"no events are held out, so the {part} split is empty",
                 option=f"task.{name}",
                 value=value,
-                remedy=f"give a share above 0; or, to train on all events without measuring, give {all_train}",
+                remedy=f"use a fraction above 0; or, to train on all events without evaluation, set {all_train}",
             )
 
 
 def check_micro_batches(cfg: RunConfig, tokens: NDArray[np.int64] | None = None) -> None:
-    """Raise a UserError where some micro-batches would be empty on every rank, whatever the number of ranks.
+    """Raise a UserError if some micro-batches would be empty on a single rank.
 
-    Empty ones on some ranks, or on all of many, are legal: every rank runs equally many exchanges, and a run may go on
-    with other ranks. As many as `auto` may take are, too. tokens: of the samples; none where they are still to come.
+    With several ranks empty micro-batches are allowed, because all ranks run the same number of exchanges and a run may
+    resume on another number of ranks; so are up to `MAX_EMPTY_MICRO_BATCHES` micro-batches, which `auto` may choose.
+
+    Args:
+        cfg: Config of the run.
+        tokens: Number of tokens of each sample; None if unknown (online training).
     """
-    wanted = cfg.batch.micro_batches
-    if wanted == "auto" or wanted <= MOST_EMPTY:
+    num_micro_batches = cfg.batch.num_micro_batches
+    if num_micro_batches == "auto" or num_micro_batches <= MAX_EMPTY_MICRO_BATCHES:
         return
-    most = cfg.batch.batch_samples or _most_samples(cfg.batch.batch_tokens or 1, tokens)
-    check_cut(wanted, most, "the largest global batch", field="batch.micro_batches")
-    if cfg.pipeline.clustering is not None and wanted > MAX_MICRO_BATCHES:
+    max_samples = cfg.batch.batch_size or _max_samples(cfg.batch.batch_tokens or 1, tokens)
+    check_micro_batches_have_samples(
+        num_micro_batches, max_samples, "the largest global batch", field="batch.num_micro_batches"
+    )
+    if cfg.pipeline.clustering is not None and num_micro_batches > MAX_MICRO_BATCHES:
         raise UserError(
-            "is more than clustering can tell apart",
-            option="batch.micro_batches",
-            value=wanted,
-            remedy=f"give at most {MAX_MICRO_BATCHES}, or leave out pipeline.clustering",
+            f"must be at most {MAX_MICRO_BATCHES} with key clustering",
+            option="batch.num_micro_batches",
+            value=num_micro_batches,
+            remedy="use fewer micro-batches, or remove pipeline.clustering",
         )
 
 
-def _most_samples(batch_tokens: int, tokens: NDArray[np.int64] | None) -> int:
-    """That a batch of so many tokens can hold, in any order of the samples."""
+def _max_samples(batch_tokens: int, tokens: NDArray[np.int64] | None) -> int:
+    """Return the maximum number of samples in a batch of `batch_tokens` tokens, in any order of the samples."""
     if tokens is None:
         return batch_tokens
     return max(1, int(np.searchsorted(np.cumsum(np.sort(tokens)), batch_tokens, side="right")))
 
 
-def check_dense(cfg: RunConfig, topology: Topology, *, follows: bool) -> None:
-    """Raise a UserError where sharded layers cannot be had together with what else is asked for."""
-    if cfg.ranks.dense == "replicated" or topology.world == 1:
+def check_dense_sharding(cfg: RunConfig, topology: Topology, *, is_stream: bool) -> None:
+    """Raise a UserError if fully sharded dense layers (FSDP) cannot be combined with other options."""
+    if cfg.parallel.dense == "replicated" or topology.world == 1:
         return
     problem = None
     if topology.device.type == "cuda" and cfg.pipeline.schedule != "serial":
-        problem = "on GPUs its passes and the exchanges of this schedule would be issued by two threads"
+        problem = "on GPUs fsdp needs the serial schedule, because other schedules issue collectives from two threads"
     elif cfg.publish.address:
-        problem = "a version is written from the whole model, which no rank holds (publish the run when it has ended)"
+        problem = "cannot publish versions while training with fsdp, because no rank has the unsharded model"
     elif topology.context.size > 1:
-        problem = "has not been tried together with ranks.context, which exchanges inside its passes"
-    elif follows:
-        problem = "a run that follows its data makes its model anew"
+        problem = "fsdp cannot be combined with parallel.context_parallel, whose passes contain collectives"
+    elif is_stream:
+        problem = "online training does not support fsdp, because it rebuilds the model for each dataset generation"
     if problem is not None:
-        raise UserError(problem, option="ranks.dense", value="fsdp", remedy="set ranks.dense=replicated")
+        raise UserError(problem, option="parallel.dense", value="fsdp", remedy="set parallel.dense=replicated")
 
 
-def check_options_are_used(cfg: RunConfig, task: Task) -> None:
-    """Raise a UserError that names every option which is given and would be ignored. What is as by default passes."""
+def check_no_unused_options(cfg: RunConfig, task: Task) -> None:
+    """Raise a UserError that lists all options that are set (not the default) but would be ignored."""
     mistakes = ErrorCollector()
     for path, optimizer in _row_optimizers(cfg.task, "task"):
         with mistakes.collecting():
@@ -148,21 +153,21 @@ def check_options_are_used(cfg: RunConfig, task: Task) -> None:
     for name, value in leaves(cfg.windows).items():
         if cfg.batch.order == "shuffled" and value != getattr(WindowsConfig(), name):
             mistakes.add(
-                "samples are shuffled, and there are no windows",
+                "the option has no effect, because samples are shuffled and there are no time windows",
                 option=f"windows.{name}",
                 value=value,
-                remedy="give --batch.order chronological too, or leave it out",
+                remedy="set --batch.order chronological too, or remove it",
             )
-    if cfg.batch.order == "chronological" and cfg.batch.shuffle_block is not None:
+    if cfg.batch.order == "chronological" and cfg.batch.shuffle_block_size is not None:
         mistakes.add(
-            "nothing is shuffled in the order of time",
-            option="batch.shuffle_block",
-            value=cfg.batch.shuffle_block,
-            remedy="leave it out, or take --batch.order shuffled",
+            "the option has no effect, because samples in chronological order are not shuffled",
+            option="batch.shuffle_block_size",
+            value=cfg.batch.shuffle_block_size,
+            remedy="remove it, or set --batch.order shuffled",
         )
     with mistakes.collecting():
         _check_precision(cfg)
-    for name in ("mode", "every", "state_every"):
+    for name in ("mode", "every_steps", "state_every_averages"):
         with mistakes.collecting():
             _check_replica_sync(cfg, name)
     mistakes.raise_if_any()
@@ -170,30 +175,33 @@ def check_options_are_used(cfg: RunConfig, task: Task) -> None:
 
 def _check_clustering(cfg: RunConfig, task: Task) -> None:
     name = cfg.pipeline.clustering
-    if name is not None and cfg.batch.micro_batches == 1:
+    if name is not None and cfg.batch.num_micro_batches == 1:
         raise UserError(
-            "there is one micro-batch, which holds all samples of its rank",
+            "the option has no effect, because there is only one micro-batch",
             option="pipeline.clustering",
             value=name,
-            remedy="give batch.micro_batches too, or leave it out",
+            remedy="set batch.num_micro_batches too, or remove it",
         )
-    if name is not None and type(task.assembler).sample_keys is Collator.sample_keys:
+    if name is not None and type(task.collator).sample_keys is Collator.sample_keys:
         raise UserError(
-            "the task does not tell which keys its samples look up",
+            "the task does not provide the keys that its samples look up",
             option="pipeline.clustering",
             value=name,
-            remedy="leave it out, or define `sample_keys` of the task's assembler",
+            remedy="remove it, or implement `sample_keys` in the task's collator",
         )
 
 
 def _check_precision(cfg: RunConfig) -> None:
     encoder = getattr(cfg.task, "encoder", None)
-    if cfg.training.precision == "fp8" and (encoder is None or not backbone_of(encoder).has_fp8):
+    if cfg.training.precision != "fp8":
+        return
+    is_supported = encoder is not None and encoder.kind in BACKBONES and backbone_of(encoder).has_fp8
+    if not is_supported:
         raise UserError(
-            f"{'the task' if encoder is None else encoder.kind} has no products of eight bits",
+            f"{'the task' if encoder is None else encoder.kind} does not support 8-bit matrix products",
             option="training.precision",
             value="fp8",
-            remedy="take bf16, or an encoder that has them: hstu, fuxi",
+            remedy="use bf16, or an encoder that supports them: hstu, fuxi",
         )
 
 
@@ -203,24 +211,24 @@ def _check_replica_sync(cfg: RunConfig, name: str) -> None:
     value = getattr(sync, name)
     if value == getattr(default, name):
         return
-    if cfg.ranks.replicas == 1:
+    if cfg.parallel.num_replicas == 1:
         raise UserError(
-            "there is one group of ranks, and one copy of each row",
+            "the option has no effect, because there is only one replica of each row",
             option=f"replica_sync.{name}",
             value=value,
-            remedy="give ranks.replicas too, or leave it out",
+            remedy="set parallel.num_replicas too, or remove it",
         )
     if name != "mode" and sync.mode == "gradients":
         raise UserError(
-            "gradients are summed in every step",
+            "the option has no effect, because gradients are summed in every step",
             option=f"replica_sync.{name}",
             value=value,
-            remedy="set replica_sync.mode=weights, or leave it out",
+            remedy="set replica_sync.mode=weights, or remove it",
         )
 
 
 def _row_optimizers(node: Any, path: str) -> Iterator[tuple[str, RowOptimizerConfig]]:
-    """Those of a task's config, with their dotted names."""
+    """Yield the row optimizers of a task's config with their dotted names."""
     if isinstance(node, RowOptimizerConfig):
         yield path, node
     elif dataclasses.is_dataclass(node):

@@ -1,7 +1,8 @@
-"""A run that begins where another one stands: with its weights, rows and optimiser state, on the same or later data.
+"""Warm start (fine-tuning): initializes a run with the weights, embedding rows and optimizer state of another run.
 
-Rows are numbered by ids of the dataset, so the data must be what the other run was trained on, or a later generation of
-it: there the ids are the same, and new ones come behind them. Rows of new ids begin from (table seed, key), as always.
+Rows are addressed by dataset ids, so the dataset must be the one the other run was trained on or a later generation of
+it, in which ids keep their meaning and new ids are appended. Rows of new ids get their usual initial values, a function
+of (table seed, key).
 """
 
 from collections.abc import Callable, Mapping
@@ -16,116 +17,132 @@ from nestrec.data.dataset_card import CARD_FILE, DatasetCard, Generation
 from nestrec.embedding import TableConfig
 from nestrec.training.run_checkpointer import RunWeights
 from nestrec.training.run_folder import RunFolder
-from nestrec.training.run_identity import read_kept
+from nestrec.training.run_identity import read_run_file
 from nestrec.training.state import TrainState
 from nestrec.training.training_session import Session
 
-_REMEDY = "name a run of the same recipe, or train anew without --from"
+_REMEDY = "use a run of the same recipe, or train without --warm-start"
 
 
 @dataclass(frozen=True, slots=True)
 class WarmStart:
-    """A run to begin from, which fits the data and the tables of the new one."""
+    """A run to start from, checked against the data and tables of the new run."""
 
     run: Path
     name: str
-    """what its checkpoints call it"""
+    """Id of the run in its checkpoints."""
     generation: Generation | None
-    """of the dataset that it was trained on; none where it is the same data as now"""
-    told: tuple[str, ...]
-    """what is taken over and what is new, for people"""
+    """Dataset generation that it was trained on; None if the new run uses the same data."""
+    notes: tuple[str, ...]
+    """Descriptions of the data and tables that are loaded or new."""
 
     @property
-    def after_ms(self) -> int:
-        """The first moment of which it has seen nothing; 0 where its data is not older than the new run's."""
+    def first_new_ms(self) -> int:
+        """First time after its training data, in Unix milliseconds; 0 if the new run uses the same data."""
         return 0 if self.generation is None else self.generation.last_ms + 1
 
     @staticmethod
     def of(run: Path, session: Session) -> "WarmStart":
-        """Checked against what the new run will be; a UserError where its rows would mean something else."""
+        """Check a run against the session of a new run.
+
+        Raises:
+            UserError: If the data or the tables do not match.
+        """
         folder = RunFolder(run)
-        folder.config()  # raises where it is no run
-        card = read_kept(run / CARD_FILE, partial(from_plain, DatasetCard))
+        folder.config()  # raises a UserError if it is not the folder of a run
+        card = read_run_file(run / CARD_FILE, partial(from_plain, DatasetCard))
         now = session.dataset.card
-        generation = now.generation_of(card)
+        generation = now.find_generation(card)
         is_same = card.digest_of_files == now.digest_of_files
         if not is_same and generation is None:
             raise UserError(
-                f"was trained on other data, whose ids mean other users and items than those of {now.name!r}",
-                option="--from",
+                f"this run was trained on other data, whose ids differ from those of {now.name!r}",
+                option="--warm-start",
                 value=str(run),
-                remedy="grow the data it was trained on (nestrec append) and name that, or train anew without --from",
+                remedy="use the data it was trained on, extended by nestrec append, or train without --warm-start",
             )
         identity = folder.identity()
-        sizes = read_kept(run / "parameters.json", _table_sizes)
-        told = _told_of_data(card, now) + _told_of_tables(run, session.task.tables, sizes)
+        sizes = read_run_file(run / "parameters.json", _table_sizes)
+        notes = _describe_data(card, now) + _describe_tables(run, session.task.tables, sizes)
         name = "" if identity is None else identity.run
-        return WarmStart(run, name, None if is_same else generation, tuple(told))
+        return WarmStart(run, name, None if is_same else generation, tuple(notes))
 
     def load(self, session: Session, report: Callable[[str], None]) -> tuple[TrainState, list[str]]:
-        """Take over its best weights, or its last where nothing was validated; where the new run stands, and a text
-        for people. Collective."""
+        """Load its best weights, or the last ones if it was not validated. Collective.
+
+        Args:
+            session: Session of the new run.
+            report: Called with warnings.
+
+        Returns:
+            The initial state of the new run, and descriptions of what was loaded.
+        """
         folder = RunFolder(self.run)
         restored, is_best = RunWeights(folder.config(), folder, session.topology, report=report).restore(best=True)
         before = session.restore(restored)
-        session.engine.reads_ahead.forget()  # of batches that will never come
+        session.engine.prefetched_rows.clear()  # they belong to batches of the other run
         kind = "best" if is_best else "last"
-        which = f"{kind} weights, rows and optimiser state of {self.run} after step {restored.step}"
+        source = f"{kind} weights, embedding rows and optimizer state of {self.run} after step {restored.step}"
         state = TrainState(step=before.step, first_step=before.step)
-        return state, [f"begins with {which}", *self.told]
+        return state, [f"warm start from the {source}", *self.notes]
 
     def to_plain(self) -> dict[str, Any]:
-        """For the folder of the new run."""
-        return {"run": str(self.run.resolve()), "name": self.name, "told": list(self.told)}
+        """Return the JSON representation for the folder of the new run."""
+        return {"run": str(self.run.resolve()), "name": self.name, "notes": list(self.notes)}
 
 
-def check_same_beginning(folder: RunFolder, beginning: WarmStart | None) -> None:
-    """Raise a UserError where a run that goes on was begun from another run than the one that is named now."""
-    began = folder.began_from()
-    if beginning is not None and began != str(beginning.run.resolve()):
+def check_same_warm_start(folder: RunFolder, warm_start: WarmStart | None) -> None:
+    """Raise a UserError if a resumed run was warm-started from another run than the one in the command."""
+    source = folder.warm_start_source()
+    if warm_start is not None and source != str(warm_start.run.resolve()):
         raise UserError(
-            f"this run began {'anew' if began is None else f'from {began}'}, and goes on from its own checkpoints",
-            option="--from",
-            value=str(beginning.run),
-            remedy="leave --from out, or train into another folder (--output)",
+            f"{folder.path} was started {'without a warm start' if source is None else f'from {source}'} and resumes "
+            "from its own checkpoints",
+            option="--warm-start",
+            value=str(warm_start.run),
+            remedy="remove --warm-start, or train into another folder (--output)",
         )
 
 
-def _told_of_data(before: DatasetCard, now: DatasetCard) -> list[str]:
-    grown = {
+def _describe_data(before: DatasetCard, now: DatasetCard) -> list[str]:
+    added = {
         "users": now.counts.users - before.counts.users,
         "items": now.counts.items - before.counts.items,
         "events": now.counts.events - before.counts.events,
     }
-    more = ", ".join(f"{number:,} {what}" for what, number in grown.items() if number)
-    return [f"data: generation {now.generation}, with {more} more" if more else "data: the same"]
+    more = ", ".join(f"{number:,} {unit}" for unit, number in added.items() if number)
+    return [f"data: generation {now.generation}, with {more} more" if more else "data: unchanged"]
 
 
 def _table_sizes(plain: dict[str, Any]) -> dict[str, dict[str, int | None]]:
     return {name: {"rows": table["rows"], "dim": table["dim"]} for name, table in plain["tables"].items()}
 
 
-def _told_of_tables(
+def _describe_tables(
     run: Path, tables: tuple[TableConfig, ...], sizes: Mapping[str, Mapping[str, int | None]]
 ) -> list[str]:
-    told = []
+    notes = []
     for table in tables:
         if table.name not in sizes:
-            told.append(f"table {table.name}: new")
+            notes.append(f"table {table.name}: new")
             continue
         rows, dim = sizes[table.name]["rows"], sizes[table.name]["dim"]
         if dim != table.dim or (rows is None) != (table.num_rows is None):
             kind = "any key" if rows is None else f"{rows:,} rows"
             raise UserError(
-                f"has {kind} of {dim} elements in {run}",
+                f"the table has {kind} with {dim} elements in {run}",
                 option=f"table {table.name}",
                 value=f"{'any key' if table.num_rows is None else table.num_rows} of {table.dim}",
                 remedy=_REMEDY,
             )
         if rows is None or table.num_rows is None:
-            told.append(f"table {table.name}: taken over; rows of new keys begin as always")
+            notes.append(f"table {table.name}: loaded; rows of new keys get their usual initial values")
         else:
             new = table.num_rows - rows
-            told.append(f"table {table.name}: {rows:,} rows taken over, {new:,} new")
-    told += [f"table {name}: left out, this run has none" for name in sizes if name not in {t.name for t in tables}]
-    return told
+            notes.append(f"table {table.name}: {rows:,} rows loaded, {new:,} new")
+    notes += [
+        f"table {name}: skipped, because this run does not have it"
+        for name in sizes
+        if name not in {t.name for t in tables}
+    ]
+    return notes

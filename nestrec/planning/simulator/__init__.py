@@ -1,1 +1,2 @@
-"""Schedules replayed over costs: programs are recorded once and replayed on any number of ranks."""
+"""Discrete-event simulator of training steps: records a schedule once and replays it with a cost model on any number of
+ranks."""

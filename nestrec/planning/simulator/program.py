@@ -1,11 +1,10 @@
-"""A program: what a schedule does on one rank, as a list of events of the thread that submits.
+"""Programs: the stages of a schedule on one rank and the actions of the submitting thread, recorded while it runs.
 
-It is recorded from the schedule itself (see recorder), so there is no second description of a schedule. Replays walk
-through it in order: a stage waits only for stages that stand before it, because lanes promise the same.
+A program is recorded from the schedule itself by a tracer (`Recorder`), so that schedules are not described a second
+time for the simulator. Replays process it in order: a stage waits only for stages before it, as lanes guarantee.
 
-Records the program of a schedule while it runs: a tracer that keeps the order of things instead of their times.
-
-The compute lane is the thread that made the recorder. What other threads do belongs to the stage whose span they open.
+The compute lane is the thread that created the recorder. Operations of other threads belong to the stage whose span
+they have opened.
 """
 
 import threading
@@ -21,54 +20,56 @@ EventKind = Literal["begin", "end", "work", "submit", "wait"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage:
-    """A span of the trace to be, and what is done inside it."""
+    """A stage of a schedule: one span of the trace, and the operations inside it."""
 
     name: str
-    """of its span"""
+    """Name of the span."""
     kind: Kind
-    """of its span"""
+    """Kind of the span."""
     lane: str
-    """where it runs"""
+    """Lane that runs the stage."""
     step: int
-    """batch that it works for"""
+    """Training step that the stage belongs to."""
     micro_batch: int | None
-    """part of that batch"""
+    """Index of the micro-batch, if the stage belongs to one."""
     is_collective: bool
-    """all ranks take part"""
+    """Whether all ranks take part."""
     operations: tuple[str, ...]
-    """operations of the engine, the model or the dense update, in order"""
+    """Operations of the engine, the model or the dense update, in order."""
     after: tuple[int, ...] = ()
-    """stages that must have ended"""
+    """Indices of stages that must have ended before this one starts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that the submitting thread, which is the compute lane, does."""
+    """An action of the submitting thread, which is the compute lane."""
 
     kind: EventKind
-    """begin or end a step, work on a stage, submit a stage to its lane, wait for a stage"""
-    place: int
-    """number of the stage; of the step for begin and end"""
+    """Begin or end a step, work on a stage, submit a stage to its lane, or wait for a stage."""
+    index: int
+    """Index of the stage; for `begin` and `end` the number of the step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Some steps of a schedule, from an empty pipeline to an empty pipeline."""
+    """Recorded steps of a schedule on one rank, from an empty pipeline to a drained one."""
 
     schedule: str
     micro_batches: int
     stages: tuple[Stage, ...]
-    """in the order in which they are worked on or submitted"""
+    """Stages in the order in which they are worked on or submitted."""
     events: tuple[Event, ...]
+    """Actions of the submitting thread, in order."""
 
     @property
     def steps(self) -> tuple[int, ...]:
-        return tuple(event.place for event in self.events if event.kind == "begin")
+        """Numbers of the steps."""
+        return tuple(event.index for event in self.events if event.kind == "begin")
 
 
 @dataclass(slots=True)
 class _Thread:
-    """What a thread is in the middle of."""
+    """Open span of a thread, with the waits and operations recorded so far."""
 
     span: OpenSpan | None = None
     waits: list[int] = field(default_factory=list)
@@ -76,22 +77,22 @@ class _Thread:
 
 
 class _RecordedSpan(OpenSpan):
-    """Tells the recorder when it begins and ends."""
+    """Span that notifies the recorder when it starts and ends."""
 
     def __enter__(self) -> Self:
         assert isinstance(self.tracer, Recorder)
-        self.tracer.begun(self)
+        self.tracer.span_started(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         assert isinstance(self.tracer, Recorder)
-        self.tracer.ended(self)
+        self.tracer.span_ended(self)
 
 
 class Recorder(Tracer):
-    """Gives schedules what they need of a tracer, and `program` of what they did."""
+    """Tracer that records the program of a schedule: the order of operations instead of their times."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +102,7 @@ class Recorder(Tracer):
         self._stages: dict[int, Stage] = {}
 
     def new_id(self) -> int:
-        """A stage is being submitted."""
+        """Return a new stage id; schedules call it when they submit a stage."""
         number = super().new_id()
         self._events.append(("submit", number))
         return number
@@ -133,7 +134,7 @@ class Recorder(Tracer):
         return _RecordedSpan(**{key: getattr(plain, key) for key in OpenSpan.__slots__})
 
     def wait(self, awaits: int | None, *, name: str = "wait") -> OpenSpan:
-        """Kept by `depends_on` already."""
+        """Return a span of a wait; the wait itself is recorded by `depends_on`."""
         return super().span(name, kind="wait", awaits=awaits)
 
     def depends_on(self, awaited: int) -> None:
@@ -142,22 +143,29 @@ class Recorder(Tracer):
         else:
             self._thread.waits.append(awaited)
 
-    def note(self, operation: str) -> None:
-        """An operation inside the span that this thread has open."""
+    def record_operation(self, operation: str) -> None:
+        """Record an operation inside the open span of this thread."""
         self._thread.operations.append(operation)
 
-    def noting(
-        self, operation: str, function: Callable[..., Any], which: Callable[..., str] | None = None
+    def recording(
+        self, operation: str, function: Callable[..., Any], suffix_of: Callable[..., str] | None = None
     ) -> Callable[..., Any]:
-        """`function`, noted whenever it is called. which: what is added to its name for given arguments."""
+        """Wrap a function so that every call is recorded.
 
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            self.note(operation + ("" if which is None else which(*args, **kwargs)))
+        Args:
+            operation: Name of the operation.
+            function: Function to wrap.
+            suffix_of: Returns a suffix of the name for the arguments of a call.
+        """
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            self.record_operation(operation + ("" if suffix_of is None else suffix_of(*args, **kwargs)))
             return function(*args, **kwargs)
 
-        return noted
+        return recorded
 
-    def begun(self, span: OpenSpan) -> None:
+    def span_started(self, span: OpenSpan) -> None:
+        """Record the start of a step, or open a stage on this thread."""
         if span.kind == "step":
             self._events.append(("begin", span.step or 0))
             return
@@ -166,7 +174,8 @@ class Recorder(Tracer):
         thread.span = span
         thread.operations = []
 
-    def ended(self, span: OpenSpan) -> None:
+    def span_ended(self, span: OpenSpan) -> None:
+        """Record the end of a step, or close the stage of this thread."""
         if span.kind == "step":
             self._events.append(("end", span.step or 0))
             return
@@ -187,13 +196,13 @@ class Recorder(Tracer):
             self._events.append(("work", span.id))
 
     def program(self, schedule: str, micro_batches: int) -> Program:
-        """What was done so far; once every lane has ended."""
+        """Return the program recorded so far. All lanes must have ended."""
         order = [number for kind, number in self._events if kind in ("work", "submit")]
-        place = {number: i for i, number in enumerate(order)}
+        index = {number: i for i, number in enumerate(order)}
         stages = [self._stages[number] for number in order]
-        renumbered = tuple(_with_places(stage, place) for stage in stages)
+        renumbered = tuple(_renumber(stage, index) for stage in stages)
         events = [
-            Event(kind, number if kind in ("begin", "end") else place[number])  # type: ignore[arg-type]
+            Event(kind, number if kind in ("begin", "end") else index[number])  # type: ignore[arg-type]
             for kind, number in self._events
         ]
         return Program(schedule, micro_batches, renumbered, tuple(events))
@@ -210,7 +219,7 @@ class Recorder(Tracer):
         return thread
 
 
-def _with_places(stage: Stage, place: dict[int, int]) -> Stage:
+def _renumber(stage: Stage, index: dict[int, int]) -> Stage:
     return Stage(
         name=stage.name,
         kind=stage.kind,
@@ -219,5 +228,5 @@ def _with_places(stage: Stage, place: dict[int, int]) -> Stage:
         micro_batch=stage.micro_batch,
         is_collective=stage.is_collective,
         operations=stage.operations,
-        after=tuple(place[number] for number in stage.after),
+        after=tuple(index[number] for number in stage.after),
     )

@@ -1,7 +1,8 @@
-"""Replays a program over costs on many ranks at once: one array of times for each stage, one element a rank.
+"""Replays a program with a cost model on many ranks at once: one array of times per stage, one element per rank.
 
-Stages are taken in the order of the program. A stage waits for its lane, for the stages it comes after and for the
-moment of its submission; a collective waits for the last rank of its group. That is all the lanes do, too.
+Stages are processed in the order of the program. A stage starts when its lane is free, the stages it depends on have
+ended and it has been submitted; a collective also waits for the last rank of its group. Lanes of a real run follow the
+same rules.
 """
 
 from collections import defaultdict
@@ -16,45 +17,49 @@ from nestrec.trace import Span, StepParts, Timeline
 
 Times = NDArray[np.float64]
 Scope = Literal["rank", "shards", "replicas", "all"]
-"""Who takes part: nobody else, the shards of a replica group, the holders of a shard, everyone."""
+"""Ranks that take part: one rank, a replica group, the replicas of a shard, or all ranks."""
 EVERYONE = -1
-"""Stands for the last rank to enter a collective, in spans."""
+"""Rank number in spans that represents the last rank to enter a collective."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds of an operation: one number, or one a rank."""
+    """Duration of an operation in seconds: one number, or one per rank."""
 
     busy_s: float | Times = 0.0
-    """of the core or device that works on it"""
+    """Busy time of the core or device."""
     wire_s: float | Times = 0.0
-    """of the link, after the last rank of the scope has come"""
+    """Busy time of the link, which starts when the last rank of the scope has arrived."""
     scope: Scope = "rank"
+    """Ranks that take part."""
     latency_s: float = 0.0
-    """after that"""
+    """Latency after the transfer."""
     burst_s: float = 0.0
-    """time of the link that passes at no cost after a pause of as long"""
+    """Link time that passes without delay after a pause of the same length (token bucket)."""
 
 
 class Costs(Protocol):
-    """What operations take."""
+    """Cost model of operations."""
 
-    def of(self, operation: str, step: int, micro_batch: int | None) -> Cost: ...
+    def of(self, operation: str, step: int, micro_batch: int | None) -> Cost:
+        """Return the cost of an operation."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Ranks as replica groups of shards: rank = replica * num_shards + shard."""
+    """Device mesh with the axes replica and shard: rank = replica * num_shards + shard."""
 
     num_replicas: int
     num_shards: int
 
     @property
     def world(self) -> int:
+        """Number of ranks."""
         return self.num_replicas * self.num_shards
 
-    def joined(self, times: Times, scope: Scope) -> Times:
-        """When the last rank of each rank's group has come."""
+    def latest_of_group(self, times: Times, scope: Scope) -> Times:
+        """Return, for each rank, the time at which the last rank of its group arrives."""
         if scope == "rank" or self.world == 1:
             return times
         if scope == "all":
@@ -66,61 +71,61 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """When everything happened, in seconds from the start."""
+    """Simulated timeline, in seconds from the start."""
 
     program: Program
     start: Times
-    """(stages, ranks)"""
+    """(stages, ranks) start of each stage."""
     entered: Times
-    """(stages, ranks): when the last rank of a rank's group entered the stage; for a collective"""
+    """(stages, ranks) time at which the last rank of the group entered a collective."""
     end: Times
-    """(stages, ranks)"""
-    begin_of: dict[int, Times]
-    """step to (ranks,)"""
-    end_of: dict[int, Times]
-    """step to (ranks,)"""
+    """(stages, ranks) end of each stage."""
+    step_start_s: dict[int, Times]
+    """(ranks,) start of each step, by step number."""
+    step_end_s: dict[int, Times]
+    """(ranks,) end of each step, by step number."""
 
     def middle(self) -> tuple[int, ...]:
-        """The steps that neither fill nor empty the pipeline."""
+        """Return the steps that neither fill nor drain the pipeline."""
         return self.program.steps[1:-1]
 
     def step_s(self) -> Times:
-        """(ranks,) mean time of the middle steps."""
+        """Return the (ranks,) mean duration of the middle steps."""
         steps = self.middle()
-        mean: Times = np.stack([self.end_of[step] - self.begin_of[step] for step in steps]).mean(axis=0)
+        mean: Times = np.stack([self.step_end_s[step] - self.step_start_s[step] for step in steps]).mean(axis=0)
         return mean
 
     def pace_s(self) -> float:
-        """Time from the end of a step to the end of the next, on average: what samples a second follow from."""
+        """Return the mean time between the ends of successive steps, which determines the throughput."""
         first, last = self.middle()[0], self.middle()[-1]
-        return float((self.end_of[last] - self.begin_of[first]).mean()) / (last - first + 1)
+        return float((self.step_end_s[last] - self.step_start_s[first]).mean()) / (last - first + 1)
 
     def slowest(self) -> int:
-        """The rank whose steps take longest."""
+        """Return the rank with the longest steps."""
         return int(self.step_s().argmax())
 
     def spans(self, rank: int) -> list[Span]:
-        """The trace of a rank, as a real run leaves it, with the entries of its collectives as those of EVERYONE."""
+        """Return the trace of a rank in the format of a real run; entries into collectives have the rank `EVERYONE`."""
         return _Spans(self, rank).walk()
 
     def parts(self, rank: int) -> StepParts:
-        """Mean parts of the middle steps on a rank."""
+        """Return the mean breakdown of the middle steps on a rank."""
         timeline = Timeline(self.spans(rank))
-        found = [timeline.parts(step, rank) for step in self.middle()]
+        parts = [timeline.parts(step, rank) for step in self.middle()]
         return StepParts(
-            compute_ns=_mean([p.compute_ns for p in found]),
-            exposed_lookup_ns=_mean([p.exposed_lookup_ns for p in found]),
-            exposed_communication_ns=_mean([p.exposed_communication_ns for p in found]),
-            idle_ns=_mean([p.idle_ns for p in found]),
+            compute_ns=_mean([p.compute_ns for p in parts]),
+            exposed_lookup_ns=_mean([p.exposed_lookup_ns for p in parts]),
+            exposed_communication_ns=_mean([p.exposed_communication_ns for p in parts]),
+            idle_ns=_mean([p.idle_ns for p in parts]),
         )
 
 
 def replay(program: Program, costs: Costs, mesh: Mesh) -> Replay:
-    """Every rank with a core or device for each of its lanes."""
-    return _Walk(program, costs, mesh).run()
+    """Replay a program on all ranks of a mesh, each with a core or device of its own for every lane."""
+    return _Replayer(program, costs, mesh).run()
 
 
-class _Walk:
+class _Replayer:
     def __init__(self, program: Program, costs: Costs, mesh: Mesh) -> None:
         self._program = program
         self._costs = costs
@@ -136,44 +141,44 @@ class _Walk:
     def run(self) -> Replay:
         for event in self._program.events:
             if event.kind == "begin":
-                self._begin_of[event.place] = self._now
+                self._begin_of[event.index] = self._now
             elif event.kind == "end":
-                self._end_of[event.place] = self._now
+                self._end_of[event.index] = self._now
             elif event.kind == "wait":
-                self._now = np.maximum(self._now, self._end[event.place])
+                self._now = np.maximum(self._now, self._end[event.index])
             elif event.kind == "work":
-                self._now = self._run_stage(event.place, self._now)
+                self._now = self._run_stage(event.index, self._now)
             else:
-                self._submit(event.place)
+                self._submit(event.index)
         return Replay(self._program, self._start, self._entered, self._end, self._begin_of, self._end_of)
 
-    def _submit(self, place: int) -> None:
-        stage = self._program.stages[place]
+    def _submit(self, index: int) -> None:
+        stage = self._program.stages[index]
         start = np.maximum(self._now, self._free[stage.lane])
         for earlier in stage.after:
             start = np.maximum(start, self._end[earlier])
-        self._free[stage.lane] = self._run_stage(place, start)
+        self._free[stage.lane] = self._run_stage(index, start)
 
-    def _run_stage(self, place: int, start: Times) -> Times:
-        stage = self._program.stages[place]
-        self._start[place] = time = start
+    def _run_stage(self, index: int, start: Times) -> Times:
+        stage = self._program.stages[index]
+        self._start[index] = time = start
         scope: Scope = "rank"
         for operation in stage.operations:
             cost = self._costs.of(operation, stage.step, stage.micro_batch)
             time = time + cost.busy_s
             if cost.scope != "rank":
                 scope = cost.scope if scope == "rank" else scope
-                time = self._mesh.joined(time, cost.scope)
-                # The link is a bucket of tokens: `_sent` is when it will have sent what it was given, had it been full.
+                time = self._mesh.latest_of_group(time, cost.scope)
+                # The link is a token bucket: `_sent` is the time at which all its bytes have been sent.
                 self._sent = np.maximum(self._sent, time - cost.burst_s) + cost.wire_s
                 time = np.maximum(time, self._sent) + cost.latency_s
-        self._entered[place] = self._mesh.joined(start, scope)
-        self._end[place] = time
+        self._entered[index] = self._mesh.latest_of_group(start, scope)
+        self._end[index] = time
         return time
 
 
 class _Spans:
-    """Walks through the program again, along one rank."""
+    """Builds the spans of one rank by walking through the program again."""
 
     def __init__(self, replayed: Replay, rank: int) -> None:
         self._replay = replayed
@@ -191,30 +196,30 @@ class _Spans:
         free: dict[str, float] = defaultdict(float)
         for event in self._program.events:
             if event.kind == "begin":
-                now = begin = float(self._replay.begin_of[event.place][self._rank])
-                step_now = event.place
+                now = begin = float(self._replay.step_start_s[event.index][self._rank])
+                step_now = event.index
             elif event.kind == "end":
-                self._add("train.step", "step", "compute", start=begin, end=now, step=event.place)
+                self._add("train.step", "step", "compute", start=begin, end=now, step=event.index)
             elif event.kind == "wait":
-                now = self._wait("compute", event.place, now, step_now)
+                now = self._wait("compute", event.index, now, step_now)
             elif event.kind == "work":
-                self._stage(event.place)
-                now = float(self._end[event.place])
+                self._stage(event.index)
+                now = float(self._end[event.index])
             else:
-                stage = self._program.stages[event.place]
+                stage = self._program.stages[event.index]
                 ready = max(now, free[stage.lane])
                 for earlier in stage.after:
                     ready = self._wait(stage.lane, earlier, ready, stage.step)
-                self._stage(event.place)
-                free[stage.lane] = float(self._end[event.place])
+                self._stage(event.index)
+                free[stage.lane] = float(self._end[event.index])
         return self._spans
 
-    def _stage(self, place: int) -> None:
-        stage = self._program.stages[place]
-        self._spans.append(_span(stage, place, self._rank, float(self._start[place]), float(self._end[place])))
+    def _stage(self, index: int) -> None:
+        stage = self._program.stages[index]
+        self._spans.append(_span(stage, index, self._rank, float(self._start[index]), float(self._end[index])))
         if stage.is_collective:
-            entered = float(self._replay.entered[place, self._rank])
-            self._spans.append(_span(stage, place, EVERYONE, entered, entered))
+            entered = float(self._replay.entered[index, self._rank])
+            self._spans.append(_span(stage, index, EVERYONE, entered, entered))
 
     def _wait(self, lane: str, awaited: int, now: float, step: int) -> float:
         end = float(self._end[awaited])
@@ -228,9 +233,9 @@ class _Spans:
         self._spans.append(Span(id=self._ids, name=name, kind=kind, lane=lane, rank=self._rank, **fields))
 
 
-def _span(stage: Stage, place: int, rank: int, start: float, end: float) -> Span:
+def _span(stage: Stage, index: int, rank: int, start: float, end: float) -> Span:
     return Span(
-        id=place,
+        id=index,
         name=stage.name,
         kind=stage.kind,
         lane=stage.lane,

@@ -1,6 +1,6 @@
-"""What the operations of a step cost: amounts of a rank, lines of a profile, and the links that they cross.
+"""Cost model of a training step: amounts of work per rank, linear costs of a hardware profile, and links.
 
-Costs that vary as measured ones do: each time another of the ratios that were seen between a time and its line.
+`RandomizedCosts` adds variation by sampling measured ratios between actual and modeled times.
 """
 
 import zlib
@@ -20,11 +20,14 @@ _Operation = Callable[[int, int | None], Cost]
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Who exchanges with whom."""
+    """Groups of ranks that take part in each collective."""
 
     shards: Group
+    """Ranks of a replica group."""
     replicas: Group
+    """Ranks that hold the same shard."""
     everyone: Group
+    """All ranks."""
 
     @staticmethod
     def of(mesh: Mesh) -> "Sizes":
@@ -32,7 +35,16 @@ class Sizes:
 
 
 class StepCosts:
-    """The `Costs` of replays. hands_over: rows that the next batch holds are not written back."""
+    """Costs of the operations of a step, for replays.
+
+    Args:
+        loads: Work of each rank.
+        profile: Hardware profile.
+        links: Link hierarchy.
+        mesh: Device mesh.
+        store: Store of the rows.
+        hands_over: Whether rows that the next batch uses are passed on to it instead of written back.
+    """
 
     def __init__(
         self, loads: Loads, profile: Profile, links: Links, mesh: Mesh, *, store: StoreKind, hands_over: bool
@@ -43,66 +55,66 @@ class StepCosts:
         self._sizes = Sizes.of(mesh)
         self._store = profile.store(store)
         self._hands_over = hands_over
-        self._known: dict[tuple[str, int, int | None], Cost] = {}
+        self._cache: dict[tuple[str, int, int | None], Cost] = {}
         self._operations: dict[str, _Operation] = {
             "deduplicate": lambda p, n: self._work(profile.deduplicate, loads.keys[p]),
             "exchange_keys": self._exchange_keys,
-            "arrange": lambda p, n: self._work(profile.arrange, loads.asked[p].sum(axis=1)),
-            "fetch": lambda p, n: self._work(self._store.fetch, loads.row_bytes[p]),
-            "read_ahead": lambda p, n: self._work(self._store.fetch, loads.row_bytes[p]),
+            "build_exchange_plan": lambda p, n: self._work(profile.arrange, loads.requested_keys[p].sum(axis=1)),
+            "fetch_rows": lambda p, n: self._work(self._store.fetch, loads.row_bytes[p]),
+            "prefetch_rows": lambda p, n: self._work(self._store.fetch, loads.row_bytes[p]),
             "exchange_vectors": self._exchange_vectors,
             "forward_backward": self._forward_backward,
             "exchange_gradients": self._exchange_gradients,
             "add_gradients": lambda p, n: self._work(profile.add_gradients, loads.summed_bytes[p][:, n]),
-            "sum_over_holders": self._sum_over_holders,
+            "all_reduce_replica_gradients": self._sum_over_replicas,
             "update_rows": lambda p, n: self._work(profile.update_rows, loads.row_bytes[p]),
             "write_back": self._write_back,
             "train.embedding.collisions": self._collisions,
             "train.embedding.intersect": lambda p, n: self._work(profile.intersect, loads.rows[p]),
-            "train.embedding.copy": lambda p, n: self._work(profile.copy, loads.shared_bytes[p]),
+            "train.embedding.copy_shared_rows": lambda p, n: self._work(profile.copy, loads.shared_bytes[p]),
             "dense_reduce": self._dense_reduce,
             "dense_apply": lambda p, n: self._work(profile.dense_apply, loads.dense_bytes),
         }
 
     def of(self, operation: str, step: int, micro_batch: int | None) -> Cost:
-        name, _, portion = operation.partition(":")
+        name, _, row_group = operation.partition(":")
         if name not in self._operations:
             return Cost()
-        place = (operation, self._loads.place(step), micro_batch)
-        if place not in self._known:
-            whole = self._operations[name](place[1], micro_batch)
-            self._known[place] = self._portion_of(whole, place[1], portion) if portion else whole
-        return self._known[place]
+        key = (operation, self._loads.pattern_index(step), micro_batch)
+        if key not in self._cache:
+            full_cost = self._operations[name](key[1], micro_batch)
+            self._cache[key] = self._cost_of_group(full_cost, key[1], row_group) if row_group else full_cost
+        return self._cache[key]
 
-    def _portion_of(self, cost: Cost, p: int, portion: str) -> Cost:
-        """Of the rows that the neighbouring batch shares, or of the others."""
+    def _cost_of_group(self, cost: Cost, p: int, row_group: str) -> Cost:
+        """Return the part of a cost for the rows that two neighboring batches share, or for the exclusive rows."""
         shared = self._loads.shared_rows[p] / np.maximum(self._loads.rows[p], 1e-9)
-        share = shared if portion == "shared" else 1.0 - shared
-        return replace(cost, busy_s=cost.busy_s * share, wire_s=cost.wire_s * share)
+        fraction = shared if row_group == "shared" else 1.0 - shared
+        return replace(cost, busy_s=cost.busy_s * fraction, wire_s=cost.wire_s * fraction)
 
     @staticmethod
     def _work(rate: LinearCost, amount: Any) -> Cost:
         return Cost(rate.fixed_s + rate.unit_s * amount)
 
     def _exchange_keys(self, p: int, n: int | None) -> Cost:
-        asked = self._loads.asked[p].sum(axis=1)
+        requested = self._loads.requested_keys[p].sum(axis=1)
         rate = self._profile.exchange_keys
-        crossing = self._links.all_to_all(self._sizes.shards, asked * KEY_BYTES)
-        holders = self._links.all_to_all_s(self._sizes.replicas, self._loads.rows[p] * KEY_BYTES)
-        cost = self._crossing(rate.fixed_s + rate.unit_s * asked + self._peers_s, crossing, "shards")
-        return replace(cost, wire_s=cost.wire_s + holders)
+        transfer = self._links.all_to_all(self._sizes.shards, requested * KEY_BYTES)
+        replicas = self._links.all_to_all_s(self._sizes.replicas, self._loads.rows[p] * KEY_BYTES)
+        cost = self._transfer_cost(rate.fixed_s + rate.unit_s * requested + self._peers_s, transfer, "shards")
+        return replace(cost, wire_s=cost.wire_s + replicas)
 
     @property
     def _peers_s(self) -> float:
-        """What the host does for each of the ranks that it exchanges with."""
+        """Host work of an exchange for all ranks of the group, in seconds."""
         return self._profile.peers.of(self._sizes.shards.size)
 
     def _collisions(self, p: int, n: int | None) -> Cost:
-        """Owners tell sources with a byte a key which rows two batches share."""
-        asked = self._loads.asked[p].sum(axis=1)
+        """Return the cost of sending one byte per key from owners to sources: which rows two batches share."""
+        requested = self._loads.requested_keys[p].sum(axis=1)
         rate = self._profile.intersect
-        crossing = self._links.all_to_all(self._sizes.shards, asked)
-        return self._crossing(rate.fixed_s + rate.unit_s * asked, crossing, "shards")
+        transfer = self._links.all_to_all(self._sizes.shards, requested)
+        return self._transfer_cost(rate.fixed_s + rate.unit_s * requested, transfer, "shards")
 
     def _exchange_vectors(self, p: int, n: int | None) -> Cost:
         served = self._loads.served_bytes[p][:, n]
@@ -115,13 +127,13 @@ class StepCosts:
         return self._exchange(self._profile.exchange_gradients, returned, summed)
 
     def _exchange(self, rate: LinearCost, sent: Any, received: Any) -> Cost:
-        """A rank is through when the larger of what it sends and what it receives is."""
-        crossing = self._links.all_to_all(self._sizes.shards, np.maximum(sent, received))
-        return self._crossing(rate.fixed_s + rate.unit_s * sent + self._peers_s, crossing, "shards")
+        """Return the cost of an all-to-all, which takes as long as the larger of sending and receiving."""
+        transfer = self._links.all_to_all(self._sizes.shards, np.maximum(sent, received))
+        return self._transfer_cost(rate.fixed_s + rate.unit_s * sent + self._peers_s, transfer, "shards")
 
     @staticmethod
-    def _crossing(busy_s: Any, crossing: TransferTime, scope: Scope) -> Cost:
-        return Cost(busy_s, crossing.wire_s, scope, crossing.latency_s, crossing.burst_s)
+    def _transfer_cost(busy_s: Any, transfer: TransferTime, scope: Scope) -> Cost:
+        return Cost(busy_s, transfer.wire_s, scope, transfer.latency_s, transfer.burst_s)
 
     def _forward_backward(self, p: int, n: int | None) -> Cost:
         rates = self._profile.compute
@@ -129,33 +141,34 @@ class StepCosts:
         attention = self._loads.attention_flops[p][:, n]
         return Cost(rates.fixed_s + rates.flop_s * linear + rates.attention_flop_s * attention)
 
-    def _sum_over_holders(self, p: int, n: int | None) -> Cost:
-        """Each holder sends the whole to every other one."""
-        holders = self._sizes.replicas
-        if holders.size == 1:
+    def _sum_over_replicas(self, p: int, n: int | None) -> Cost:
+        """Return the cost of summing gradients over replicas: each replica sends its sums to all others."""
+        replicas = self._sizes.replicas
+        if replicas.size == 1:
             return Cost()
-        sent = holders.size * self._loads.completed_bytes[p][:, n]
+        sent = replicas.size * self._loads.completed_bytes[p][:, n]
         work = self._profile.add_gradients.fixed_s + self._profile.add_gradients.unit_s * sent
-        return self._crossing(work, self._links.all_to_all(holders, sent), "replicas")
+        return self._transfer_cost(work, self._links.all_to_all(replicas, sent), "replicas")
 
     def _write_back(self, p: int, n: int | None) -> Cost:
-        kept = self._loads.shared_bytes[p] if self._hands_over else 0.0
-        return self._work(self._store.write_back, self._loads.row_bytes[p] - kept)
+        passed_on = self._loads.shared_bytes[p] if self._hands_over else 0.0
+        return self._work(self._store.write_back, self._loads.row_bytes[p] - passed_on)
 
     def _dense_reduce(self, p: int, n: int | None) -> Cost:
         size = self._loads.dense_bytes
-        return self._crossing(
+        return self._transfer_cost(
             self._profile.dense_reduce.of(size), self._links.all_reduce(self._sizes.everyone, size), "all"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Measured times over what their line says, by the amount that they were measured for."""
+    """Measured times divided by modeled times, by amount of work."""
 
     amounts: NDArray[np.float64]
-    """increasing"""
+    """Amounts of the measurements, increasing."""
     ratios: NDArray[np.float64]
+    """Measured over modeled time of each measurement."""
 
     @staticmethod
     def of(amounts: NDArray[np.float64], ratios: NDArray[np.float64]) -> "Spread":
@@ -163,7 +176,7 @@ class Spread:
         return Spread(amounts[order], ratios[order])
 
     def draw(self, amount: float, draw: np.random.Generator, size: int) -> NDArray[np.float64]:
-        """Ratios out of the quarter of the measurements whose amounts are nearest."""
+        """Sample ratios from the quarter of the measurements with the nearest amounts."""
         width = max(1, len(self.ratios) // 4)
         first = int(np.searchsorted(self.amounts, amount)) - width // 2
         first = min(max(0, first), len(self.ratios) - width)
@@ -171,14 +184,22 @@ class Spread:
 
 
 Spreads = Mapping[str, Spread]
-"""By operation."""
+"""Spreads by operation."""
 
 
 class RandomizedCosts:
-    """`costs` with chance. Work varies rank by rank; what crosses varies for the whole group at once."""
+    """Costs with random variation. Work varies per rank; transfers vary for the whole group at once.
+
+    Args:
+        costs: Costs without variation.
+        spreads: Measured ratios by operation.
+        world: Number of ranks.
+        wire_speed: Factor from seconds on the link to amounts of the spreads of transfers.
+        seed: Seed of the random numbers.
+    """
 
     def __init__(self, costs: Costs, spreads: Spreads, world: int, *, wire_speed: float, seed: int) -> None:
-        """wire_speed: amount of the spreads of what crosses, for each second of the link."""
+
         self._costs = costs
         self._spreads = spreads
         self._world = world
@@ -190,8 +211,8 @@ class RandomizedCosts:
         spread = self._spreads.get(operation)
         if spread is None:
             return cost
-        place = [self._seed, zlib.crc32(operation.encode()), step, 0 if micro_batch is None else micro_batch + 1]
-        draw = np.random.default_rng(place)
+        seed = [self._seed, zlib.crc32(operation.encode()), step, 0 if micro_batch is None else micro_batch + 1]
+        draw = np.random.default_rng(seed)
         if cost.scope == "rank":
             return Cost(cost.busy_s * spread.draw(0.0, draw, self._world))
         amount = float(np.max(cost.wire_s)) * self._wire_speed
@@ -199,7 +220,7 @@ class RandomizedCosts:
 
 
 class ScaledCosts:
-    """`costs` whose work takes `factor` times as long."""
+    """Costs whose work takes `factor` times as long; transfers are unchanged."""
 
     def __init__(self, costs: Costs, factor: float) -> None:
         self._costs = costs

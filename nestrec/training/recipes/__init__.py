@@ -1,4 +1,4 @@
-"""Named recipes: a name gives a whole run configuration, which dotted overrides then change."""
+"""Named recipes: each name stands for a complete run configuration, which dotted overrides can change."""
 
 from collections.abc import Callable
 
@@ -17,10 +17,17 @@ RECIPES: dict[str, Callable[[], RunConfig]] = {
 
 
 def recipe(name: str) -> RunConfig:
-    """The configuration of a named recipe."""
+    """Return the configuration of a named recipe.
+
+    Raises:
+        UserError: If there is no such recipe.
+    """
     if name == "auto":
-        remedy = "nestrec train auto --data.folder data/mine; its options are those of demo, ranking or criteo_dlrm"
-        raise UserError("is made from the card of a dataset", option="RECIPE", value=name, remedy=remedy)
+        remedy = (
+            "use it with a dataset: nestrec train auto --data.folder data/mine; its options are those of demo, ranking "
+            "or criteo_dlrm"
+        )
+        raise UserError("this recipe is derived from a dataset", option="RECIPE", value=name, remedy=remedy)
     if name not in RECIPES:
         remedy = f"{did_you_mean(name, ['auto', *RECIPES])} (auto chooses a model for a dataset of your own)"
         raise UserError("no such recipe", option="RECIPE", value=name, remedy=remedy)

@@ -1,4 +1,4 @@
-"""MovieLens: the published recipes of the HSTU release (sampled softmax, temperature 0.05, 128 negatives a token)."""
+"""MovieLens recipes as published with HSTU (sampled softmax, temperature 0.05, 128 negatives per token)."""
 
 from collections.abc import Callable
 
@@ -6,6 +6,7 @@ from nestrec.data.batch_loader import BatchConfig
 from nestrec.data.samples.retrieval_collator import HistoryConfig
 from nestrec.models import FuXiConfig, HSTUConfig, SASRecConfig
 from nestrec.models.backbone_registry import EncoderConfig
+from nestrec.models.heads import NegativesConfig
 from nestrec.pipeline.dense.dense_optimizer import OptimizerConfig
 from nestrec.tasks.catalog_ranks import RetrievalEvaluationConfig
 from nestrec.tasks.retrieval_task import RetrievalTaskConfig
@@ -19,14 +20,14 @@ def _movielens(name: str, data: str, prepare: str, encoder: EncoderConfig, epoch
         name=name,
         task=RetrievalTaskConfig(
             encoder=encoder,
-            history=HistoryConfig(max_length=LENGTH, slide_events=1),
-            num_negatives=128,
+            history=HistoryConfig(max_events=LENGTH, slide_events=1),
+            negatives=NegativesConfig(num_negatives=128),
             evaluation=RetrievalEvaluationConfig(ks=(10, 50, 200), filter_seen="input"),
         ),
-        data=DataConfig(folder=f"data/{data}", prepare=prepare),
-        batch=BatchConfig(batch_samples=128),
+        data=DataConfig(folder=f"data/{data}", prepare_command=prepare),
+        batch=BatchConfig(batch_size=128),
         optimizer=OptimizerConfig(learning_rate=1e-3),
-        training=TrainingConfig(epochs=epochs, patience=12),
+        training=TrainingConfig(epochs=epochs, early_stopping_patience=12),
     )
 
 
@@ -80,7 +81,7 @@ def _recipe(name: str, data: tuple[str, str], encoder: EncoderConfig, what: str)
 
 MOVIELENS_RECIPES: dict[str, Callable[[], RunConfig]] = {
     "ml_1m_sasrec": _recipe("ml_1m_sasrec", ML_1M, _sasrec(), "SASRec on MovieLens 1M"),
-    "ml_1m_hstu": _recipe("ml_1m_hstu", ML_1M, _hstu(), "HSTU on MovieLens 1M, as its release"),
+    "ml_1m_hstu": _recipe("ml_1m_hstu", ML_1M, _hstu(), "HSTU on MovieLens 1M, as in its release"),
     "ml_1m_hstu_large": _recipe(
         "ml_1m_hstu_large", ML_1M, _hstu(num_layers=8, num_heads=2), "HSTU on MovieLens 1M, 8 layers"
     ),
