@@ -1,4 +1,4 @@
-"""`python -m nestrec`, which is also how torchrun starts it."""
+"""Entry point of `python -m nestrec`, which torchrun and `nestrec launch` also use."""
 
 from nestrec.cli.app import main
 

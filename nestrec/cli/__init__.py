@@ -1,4 +1,4 @@
-"""The command line: commands, and what they print."""
+"""Command line interface: the commands and their output."""
 
 from nestrec.cli.app import main
 

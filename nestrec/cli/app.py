@@ -1,26 +1,37 @@
-"""The command line. Each group of commands is a file in `commands`; what they print and do stands beside this one.
+"""Entry point of the `nestrec` command. `commands` has one module per group of commands; next to it are their outputs.
 
-Heavy imports stand inside the commands, so that `nestrec --help` answers at once. Below its first paragraph, help keeps
-the lines of a docstring: they fit a terminal of 80 columns. Examples are a list there, and on the page of commands too.
+Heavy imports are inside the commands, so that `nestrec --help` is fast. After the first paragraph, help texts keep the
+line breaks of the docstring, which must fit a terminal of 80 columns. Examples are list items; the documentation page
+of the commands shows them, too.
 """
 
 import sys
-from typing import Annotated, NoReturn
+from collections.abc import Sequence
+from typing import Annotated, Any, NoReturn
 
 import typer
+import typer.main
 
 import nestrec
 from nestrec.base import errors
 from nestrec.base.errors import NonFiniteError, PeerLostError, UserError
-from nestrec.base.process import ask_for_huge_pages, leave
+from nestrec.base.process import enable_huge_pages, exit_process
 from nestrec.cli.commands import data_commands, model_commands, run_commands, serving_commands
-from nestrec.cli.console import PASSED_ON_WHOLE, run_external, say_once, with_plain_flags
+from nestrec.cli.console import (
+    PASS_THROUGH_ALL,
+    RootGroup,
+    arrange_commands,
+    print_once,
+    run_external,
+    use_plain_flags,
+)
+from nestrec.cli.options_command import undotted_options
 
 app = typer.Typer(
     help="""Train and serve large sequence recommenders.
 
-    Start with [bold]nestrec demo[/bold]: it needs no data and takes a few minutes on two
-    cores. Then, with a log of your own:
+    Start with [bold]nestrec demo[/bold], which generates its data and takes a few minutes
+    on two cores. Then use your own logs:
 
     - [bold]nestrec prepare log events.csv data/mine --log.user uid --log.item iid
       --log.time ts --log.time_unit iso[/bold]
@@ -35,42 +46,38 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for group in (
-    run_commands.app,
-    data_commands.app,
-    model_commands.app,
-    serving_commands.app,
-):  # as help and pages list them
+for group in (run_commands.app, data_commands.app, model_commands.app, serving_commands.app):
     app.registered_commands += group.registered_commands
 
 
-@app.command(context_settings=PASSED_ON_WHOLE, add_help_option=False)
+@app.command(context_settings=PASS_THROUGH_ALL, add_help_option=False)
 def bench(context: typer.Context) -> None:
-    """Run a benchmark and write a result file that anyone can repeat.
+    """Run a benchmark and write a reproducible result file (needs nestrec-bench).
 
-    Benchmarks are in the package `nestrec-bench`.
+    In a clone of the repository: pip install ./benchmarks
 
-    - [bold]nestrec bench --help[/bold]: lists the benchmarks
+    - [bold]nestrec bench --help[/bold]: list the benchmarks
     - [bold]nestrec bench NAME --json FILE[/bold]
-    - [bold]nestrec options bench NAME[/bold]: lists the options of a benchmark
+    - [bold]nestrec options bench NAME[/bold]: list the options of a benchmark
     """
     run_external("bench", context.args)
 
 
-@app.command(context_settings=PASSED_ON_WHOLE, add_help_option=False)
-def replay(context: typer.Context) -> None:
-    """Load-test a running server with requests at a fixed rate (open loop).
+@app.command("load-test", context_settings=PASS_THROUGH_ALL, add_help_option=False)
+def load_test(context: typer.Context) -> None:
+    """Load-test a running server at a fixed request rate (needs nestrec-bench).
 
-    The load generator is in the package `nestrec-bench`.
+    In a clone of the repository: pip install ./benchmarks
 
-    - [bold]nestrec replay http://127.0.0.1:8000 --rate 100 --duration_s 20[/bold]
-    - [bold]nestrec replay --help[/bold]
+    - [bold]nestrec load-test http://127.0.0.1:8000 --requests_per_s 100
+      --duration_s 20[/bold]
+    - [bold]nestrec load-test --help[/bold]
     """
-    run_external("replay", context.args)
+    run_external("load-test", context.args)
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(is_set: bool) -> None:
+    if is_set:
         typer.echo(f"nestrec {nestrec.__version__}")
         raise typer.Exit
 
@@ -85,14 +92,14 @@ def _options_of_all(
 
 
 def main() -> None:
-    """Entry point: a user's mistake ends with a message and no traceback."""
-    ask_for_huge_pages()
+    """Run the command line; a `UserError` is printed without a traceback."""
+    enable_huge_pages()
     try:
         app(standalone_mode=True)
-    except SystemExit as ended:
-        if not isinstance(ended.code, int | None):
+    except SystemExit as exit_request:
+        if not isinstance(exit_request.code, int | None):
             raise
-        leave(ended.code or 0)
+        exit_process(exit_request.code or 0)
     except NonFiniteError as error:
         _fail(error, errors.NON_FINITE)
     except PeerLostError as error:
@@ -101,13 +108,22 @@ def main() -> None:
         _fail(error, errors.USER_ERROR)
 
 
+def find_command(words: Sequence[str]) -> Any:
+    """Return the command that the first word names, as a Click command; None if there is no such command."""
+    root: Any = typer.main.get_command(app)
+    return root.commands.get(words[0])
+
+
 def _fail(error: UserError, code: int) -> NoReturn:
-    error.name_options(sys.argv[1:])
-    say_once(f"error: {error}")
-    leave(code)
+    words = sys.argv[1:]
+    error.name_options(words, undotted_options(find_command(words), words) if words else ())
+    print_once(f"error: {error}")
+    exit_process(code)
 
 
-with_plain_flags(app)
+use_plain_flags(app)
+arrange_commands(app)
+app.info.cls = RootGroup
 
 if __name__ == "__main__":
     main()

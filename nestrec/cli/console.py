@@ -1,6 +1,6 @@
-"""Helpers of the command line: the form of the help, errors about required options, and commands of other packages.
+"""Helpers of the command line: help format, errors for missing options, commands of other packages, output of ranks.
 
-A message that all ranks of one launch have is printed by one of them.
+A message that every rank of a launch would print is printed by one of them only.
 """
 
 import contextlib
@@ -12,21 +12,28 @@ import shlex
 import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from inspect import Parameter, Signature
+from typing import Annotated, Any
 
 import typer
 import typer.main
 from typer.core import TyperCommand, TyperGroup
 
 from nestrec.base.errors import UserError
+from nestrec.base.lazy import INSTALL_BENCHMARKS
 from nestrec.base.plugins import PluginRegistry
+from nestrec.cli.former_names import FORMER_COMMANDS, FORMER_OPTIONS, command_remedy
+from nestrec.cli.help_panels import COMMAND_PANELS, COMMON_OPTIONS, COMMON_PANEL, panel_of
 
 TYPED_WORDS = "nestrec.typed_words"
-"""Key in the `meta` of a command's context: all words that were typed after the command's name."""
+"""Key in the `meta` of a command's context, for all words that were typed after the command's name."""
+
+_SHOWS_HELP = "nestrec.shows_help"
+"""Key in the `meta` of a command's context while its help is formatted."""
 
 
 class _PlainFlags:
-    """Parameters of a command, of which flags show no type: they take no value."""
+    """Mixin that hides the type of flags in the help, because flags do not take a value."""
 
     def get_params(self, context: Any) -> list[Any]:
         params: list[Any] = super().get_params(context)  # type: ignore[misc]
@@ -37,23 +44,72 @@ class _PlainFlags:
 
 
 class PlainCommand(_PlainFlags, TyperCommand):
-    """A command with plain flags that names a mistyped or left-out option that it needs.
+    """Command with plain flags that reports misspelled and missing required options by name.
 
-    Callbacks of its parameters can read all typed words.
+    Its help has a panel of common dotted options (`COMMON_OPTIONS`), which are not parameters of the command itself.
+    Callbacks of its parameters can read all typed words (`TYPED_WORDS`).
     """
 
+    def get_params(self, context: Any) -> list[Any]:
+        params = super().get_params(context)
+        return [*params, *self._common_options()] if context.meta.get(_SHOWS_HELP) else params
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        ctx.meta[_SHOWS_HELP] = True
+        super().format_help(ctx, formatter)
+
+    def _common_options(self) -> list[Any]:
+        """Return the common dotted options as Typer parameters, for the help only."""
+
+        def command() -> None: ...
+
+        panel = f"{COMMON_PANEL} (nestrec options {self.name} lists all)"
+        parameters = []
+        for name, placeholder, description in COMMON_OPTIONS.get(str(self.name), ()):
+            option = typer.Option(name, metavar=placeholder, help=description, rich_help_panel=panel)
+            identifier = name.removeprefix("--").replace(".", "_")
+            hint = Annotated[str | None, option]
+            parameters.append(Parameter(identifier, Parameter.KEYWORD_ONLY, default=None, annotation=hint))
+        vars(command)["__signature__"] = Signature(parameters)
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        helper = typer.Typer(add_completion=False)
+        helper.command(add_help_option=False)(command)
+        return list(typer.main.get_command(helper).params)
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        args = self._with_declared_hyphens(ctx, args)
         ctx.meta[TYPED_WORDS] = tuple(args)
         if not ctx.resilient_parsing and "--help" not in args:
+            self._check_former_options(args)
             self._check_required_options(ctx, args)
         return super().parse_args(ctx, args)
+
+    def _with_declared_hyphens(self, ctx: Any, args: list[str]) -> list[str]:
+        """Return the words with this command's own options as declared: `--warm-start` for `--warm_start`."""
+        declared = {name.replace("_", "-"): name for param in self.get_params(ctx) for name in param.opts}
+        found = []
+        for word in args:
+            name, equals, value = word.partition("=")
+            is_option = name.startswith("--")
+            found.append(declared.get(name.replace("_", "-"), name) + equals + value if is_option else word)
+        return found
+
+    def _check_former_options(self, args: list[str]) -> None:
+        former = FORMER_OPTIONS.get(str(self.name), {})
+        for i, word in enumerate(args):
+            name, has_value, value = word.partition("=")
+            if name in former:
+                typed_value = value if has_value else " ".join(args[i + 1 : i + 2])
+                raise UserError(
+                    "no such option", option=name, value=typed_value, remedy=f"did you mean {former[name]}?"
+                )
 
     def _check_required_options(self, ctx: Any, args: list[str]) -> None:
         params = self.get_params(ctx)
         options = [param for param in params if param.param_type_name == "option"]
         known = {name for param in options for name in param.opts}
         for param in options:
-            if not param.required or _is_given(param.opts, args):
+            if not param.required or _is_typed(param.opts, args):
                 continue
             _raise_mistyped(args, param.opts[0], known)
             lengths = [each.nargs for each in params if each.param_type_name == "argument"]
@@ -61,7 +117,7 @@ class PlainCommand(_PlainFlags, TyperCommand):
                 _raise_without_option(ctx, args, param, sum(lengths))
 
 
-def _is_given(names: Sequence[str], args: Sequence[str]) -> bool:
+def _is_typed(names: Sequence[str], args: Sequence[str]) -> bool:
     """Return whether an option is among the words: `--ranks 2`, `--ranks=2`, `-n 2` or `-n2`."""
     short = tuple(name for name in names if not name.startswith("--"))
     return any(word.partition("=")[0] in names or word.startswith(short) for word in args)
@@ -73,85 +129,104 @@ def _raise_mistyped(args: list[str], option: str, known: Collection[str]) -> Non
         name, has_value, value = word.partition("=")
         is_close = difflib.get_close_matches(name.removeprefix("--"), [option.removeprefix("--")], n=1)
         if name.startswith("--") and name not in known and is_close:
-            given = value if has_value else " ".join(args[i + 1 : i + 2])
-            raise UserError("no such option", option=name, value=given, remedy=f"did you mean {option}?")
+            typed_value = value if has_value else " ".join(args[i + 1 : i + 2])
+            raise UserError("no such option", option=name, value=typed_value, remedy=f"did you mean {option}?")
 
 
 def _raise_without_option(ctx: Any, args: list[str], param: Any, num_arguments: int) -> None:
-    """Raise a `UserError` if there are more words before the first option than the command has arguments."""
+    """Raise a `UserError` if more words precede the first option than the command has arguments."""
     words = list(itertools.takewhile(lambda word: not word.startswith("-"), args))
     extra = words[num_arguments:]
     if not extra:
         return
     values = extra if param.multiple else extra[:1]
-    named = [word for value in values for word in (param.opts[0], value)]
+    option_words = [word for value in values for word in (param.opts[0], value)]
     root = ctx.find_root().info_name or ""
     program = root if root.startswith("nestrec ") else "nestrec"
     command = [*program.split(), *ctx.command_path.removeprefix(root).split()]
-    remedy = shlex.join([*command, *words[:num_arguments], *named, *args[num_arguments + len(values) :]])
-    raise UserError(f"needs its option {param.opts[0]}", option="argument", value=extra[0], remedy=f"write {remedy}")
+    remedy = shlex.join([*command, *words[:num_arguments], *option_words, *args[num_arguments + len(values) :]])
+    raise UserError(
+        f"the option name {param.opts[0]} is missing", option="argument", value=extra[0], remedy=f"write {remedy}"
+    )
 
 
 class PlainGroup(_PlainFlags, TyperGroup):
-    """A group of commands with plain flags."""
+    """Group of commands with plain flags."""
 
 
-def with_plain_flags(app: typer.Typer) -> None:
-    """Make the help of all commands of an app show flags without `<bool>`."""
+class RootGroup(PlainGroup):
+    """The `nestrec` command itself, which reports former names of commands with the present ones."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] in FORMER_COMMANDS and args[0] not in self.commands:
+            raise UserError("no such command", option="nestrec", value=args[0], remedy=command_remedy(args[0], ()))
+        return super().resolve_command(ctx, args)
+
+
+def arrange_commands(app: typer.Typer) -> None:
+    """Assign the commands of the root app to their panels, and sort them in the order of the help."""
+    order = [name for names in COMMAND_PANELS.values() for name in names]
+    for command in app.registered_commands:
+        command.rich_help_panel = panel_of(_name_of(command))
+    app.registered_commands.sort(key=lambda command: order.index(_name_of(command)))
+
+
+def _name_of(command: Any) -> str:
+    return command.name or typer.main.get_command_name(command.callback.__name__)
+
+
+def use_plain_flags(app: typer.Typer) -> None:
+    """Hide `<bool>` after flags in the help of all commands of an app."""
     app.info.cls = PlainGroup
     for command in app.registered_commands:
         command.cls = PlainCommand
     for group in app.registered_groups:
         if group.typer_instance is not None:
             group.cls = PlainGroup
-            with_plain_flags(group.typer_instance)
+            use_plain_flags(group.typer_instance)
 
 
 @dataclass(frozen=True, slots=True)
 class ExternalCommand:
-    """A command of another package, found by the entry-point group `nestrec.commands`."""
+    """Command of another package, from the entry-point group `nestrec.commands`."""
 
     app: typer.Typer
-    """The command, or the group of commands."""
+    """Command, or group of commands."""
     options_of: Callable[[list[str]], tuple[Any, str]]
-    """Maps the words after the command's name to its config and the words that are left, for `nestrec options`."""
+    """Maps the words after the command's name to its config and the remaining words, for `nestrec options`."""
 
 
 EXTERNAL_COMMANDS: PluginRegistry[ExternalCommand] = PluginRegistry(
     "nestrec.commands", "command", {}, of=ExternalCommand
 )
-PASSED_ON_WHOLE = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-"""Context settings of a command that passes all its arguments on, `--help` included."""
-_PACKAGES = {"bench": "nestrec-bench", "replay": "nestrec-bench"}
+PASS_THROUGH_ALL = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+"""Context settings of a command that forwards all its arguments, `--help` included."""
 
 
 def external_command(name: str) -> ExternalCommand:
-    """Returns a command of another package; raises a `UserError` that says how to install it if it is missing."""
+    """Return a command of the package nestrec-bench, or raise a `UserError` that names the package to install."""
     if name not in EXTERNAL_COMMANDS:
-        package = _PACKAGES[name]
-        remedy = f"pip install {package}, or in a checkout: pip install -e benchmarks"
-        raise UserError(
-            f"is in the package {package}, which is not installed", option="nestrec", value=name, remedy=remedy
-        )
+        problem = f"nestrec {name} requires the package nestrec-bench, which is not installed"
+        raise UserError(problem, remedy=INSTALL_BENCHMARKS)
     return EXTERNAL_COMMANDS.find(name)
 
 
 def run_external(name: str, arguments: list[str]) -> None:
-    """Runs a command of another package with everything that was typed after its name."""
+    """Run a command of another package with all words that were typed after its name."""
     command = external_command(name)
-    with_plain_flags(command.app)
+    use_plain_flags(command.app)
     code = typer.main.get_command(command.app)(arguments, prog_name=f"nestrec {name}", standalone_mode=False)
     if code:
         raise typer.Exit(code)
 
 
-SAID_FOLDER = "NESTREC_SAID"
-"""environment variable: a folder that the ranks of a launch share, with an empty file for each message"""
+PRINTED_ONCE_FOLDER = "NESTREC_SAID"
+"""Environment variable with a folder that all ranks of a launch share; it has an empty file per printed message."""
 
 
-def say_once(text: str) -> None:
-    """Print to standard error, unless another rank has said the same."""
-    folder = os.environ.get(SAID_FOLDER)
+def print_once(text: str) -> None:
+    """Print to standard error, unless another rank has printed the same text."""
+    folder = os.environ.get(PRINTED_ONCE_FOLDER)
     if folder is not None:
         file = os.path.join(folder, hashlib.sha256(text.encode()).hexdigest())
         try:
@@ -159,6 +234,6 @@ def say_once(text: str) -> None:
         except FileExistsError:
             return
         except OSError:
-            pass  # better twice than not at all
+            pass  # print the message twice rather than not at all
     with contextlib.suppress(BrokenPipeError):
         print(text, file=sys.stderr)

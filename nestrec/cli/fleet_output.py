@@ -1,8 +1,6 @@
-"""Calls the admin API of a server or a gateway, and formats what it returns.
+"""Client of the admin API of a server or gateway: swap, roll back, scale and status; and the `nestrec health` probe.
 
-What whoever runs servers asks of them: other models, the ones before, fewer or more instances.
-
-`nestrec health`: what a container's health check asks of a server, without a tool of its own in the image.
+`nestrec health` is a liveness probe for containers, so that an image does not need another HTTP client.
 """
 
 import json
@@ -15,97 +13,121 @@ from nestrec.base.errors import UserError
 from nestrec.serving.core.http_client import NotHttpError, Request, Response, send_blocking
 
 
-def remedy_without_answer(reason: object) -> str:
-    """Return what to do about a server that does not answer, by the error that was raised."""
+def connection_remedy(reason: object) -> str:
+    """Return the remedy for a failed connection, depending on the error."""
     match reason:
         case ssl.SSLCertVerificationError():
-            return "set SSL_CERT_FILE to the certificate of whoever has signed the server's, and ask by a name in that"
+            return "set SSL_CERT_FILE to the certificate of the issuing CA, and use a host name of the certificate"
         case ssl.SSLError():
-            return "see that a nestrec server with TLS listens there; one without is asked by http://"
-        case NotHttpError() | EOFError():  # a server with TLS closes the connection, or answers by an alert
-            return "see that a nestrec server listens there; one with TLS is asked by https://"
-    return "see that a nestrec server listens there"
+            return "check that a nestrec server with TLS listens there; without TLS, use http://"
+        case NotHttpError() | EOFError():  # a server with TLS closes the connection or sends an alert
+            return "check that a nestrec server listens there; with TLS, use https://"
+    return "check that a nestrec server listens there"
 
 
 KEY_VARIABLE = "NESTREC_ADMIN_KEY"
-_LOAD_S, _TOLD_S = 3600.0, 60.0
-"""that a change may take, and what is only told"""
+_CHANGE_TIMEOUT_S, _READ_TIMEOUT_S = 3600.0, 60.0
+"""Timeouts of requests that change the models or instances, and of requests that only read."""
 
 
-def as_seen_by_server(models: list[str]) -> list[str]:
-    """Whole paths of folders of this machine; others are the server's own, as are addresses of other kinds."""
+def absolute_model_paths(models: list[str]) -> list[str]:
+    """Return absolute paths of model folders on this machine; other paths and URLs are resolved by the server."""
     return [str(Path(model).absolute()) if Path(model.partition("@")[0]).exists() else model for model in models]
 
 
-def operate(address: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    """What a server or a front answers to POST, or to GET where there is no body; `UserError` where it refuses."""
+def call_admin_api(address: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Send a request to the admin API of a server or gateway.
+
+    Args:
+        address: URL of the server; `http://` is the default scheme.
+        path: Path below `/v1/admin/`.
+        body: Body of a POST request; None sends a GET request.
+
+    Returns:
+        The JSON body of the response.
+
+    Raises:
+        UserError: The server cannot be reached or rejects the request.
+    """
     address = (address if "://" in address else f"http://{address}").rstrip("/")
-    headers = {b"content-type": b"application/json", **_authorized()}
+    headers = {b"content-type": b"application/json", **_auth_headers()}
     url = f"{address}/v1/admin/{path}"
     request = Request("GET", url, headers) if body is None else Request("POST", url, headers, json.dumps(body).encode())
     try:
-        response = send_blocking(request, timeout_s=_TOLD_S if body is None else _LOAD_S, uses_proxy=True)
+        response = send_blocking(
+            request, timeout_s=_READ_TIMEOUT_S if body is None else _CHANGE_TIMEOUT_S, uses_proxy=True
+        )
         if response.status < 300:
             return dict(json.loads(response.body))
     except (OSError, EOFError, ValueError) as error:
-        remedy = remedy_without_answer(error)
-        raise UserError(f"does not answer: {error}", option="server", value=address, remedy=remedy) from error
-    message, remedy = _refusal(response)
-    raise UserError(message, option="server", value=address, remedy=remedy or _remedy(response))
+        remedy = connection_remedy(error)
+        raise UserError(f"the request failed: {error}", option="server", value=address, remedy=remedy) from error
+    if path == "scale" and response.status == _NOT_FOUND:
+        remedy = "start a gateway with nestrec serve --model MODEL --num_instances N --load_balancer gateway"
+        raise UserError(
+            "the server is not a gateway, so it cannot start or stop instances",
+            option="server",
+            value=address,
+            remedy=remedy,
+        )
+    message, remedy = _parse_error(response)
+    raise UserError(message, option="server", value=address, remedy=remedy or _default_remedy(response))
 
 
-def _authorized() -> dict[bytes, bytes]:
+def _auth_headers() -> dict[bytes, bytes]:
     key = os.environ.get(KEY_VARIABLE, "").strip()
-    if not (key.isascii() and key.isprintable()):  # it is not shown: it may be a key with something behind it
-        remedy = "put the key into it, as `nestrec key` has printed it"
-        raise UserError("is no key", option=KEY_VARIABLE, value=f"{len(key)} characters", remedy=remedy)
+    if not (key.isascii() and key.isprintable()):  # not shown, because part of the value may be a valid key
+        remedy = "set it to a key as `nestrec create-key` printed it"
+        raise UserError("invalid API key", option=KEY_VARIABLE, value=f"{len(key)} characters", remedy=remedy)
     return {b"authorization": f"Bearer {key}".encode()} if key else {}
 
 
-def served(answer: dict[str, Any]) -> list[str]:
-    """A line for each instance: what it serves now."""
-    instances = answer.get("instances", [answer])
-    return [f"instance {slot}: {_models(instance)}" for slot, instance in enumerate(instances)]
+def format_instances(response: dict[str, Any]) -> list[str]:
+    """Return one line per instance with the models that it serves."""
+    instances = response.get("instances", [response])
+    return [f"instance {slot}: {_format_instance(instance)}" for slot, instance in enumerate(instances)]
 
 
-def _models(instance: dict[str, Any] | None) -> str:
+def _format_instance(instance: dict[str, Any] | None) -> str:
     if instance is None:
-        return "does not answer"
-    told = ", ".join(f"{role} {model['version']} ({model['folder']})" for role, model in instance["models"].items())
-    return f"{told}{', set aside' if instance['draining'] else ''}"
+        return "not responding"
+    models = ", ".join(f"{role} {model['version']} ({model['folder']})" for role, model in instance["models"].items())
+    return f"{models}{', draining' if instance['draining'] else ''}"
 
 
-def _refusal(response: Response) -> tuple[str, str]:
-    """Return why the server refuses and its remedy, which may be empty."""
+def _parse_error(response: Response) -> tuple[str, str]:
+    """Return the error message of a response and its remedy, which can be empty."""
     try:
-        told = json.loads(response.body)["error"]
-        message = f"{told['field']}: {told['message']}" if "field" in told else told["message"]
-        return f"refuses: {message}", told.get("remedy", "")
+        error = json.loads(response.body)["error"]
+        message = f"{error['field']}: {error['message']}" if "field" in error else error["message"]
+        return f"the server rejected the request: {message}", error.get("remedy", "")
     except (ValueError, KeyError, TypeError):
-        return f"refuses with status {response.status}", ""
+        return f"the server rejected the request with status {response.status}", ""
 
 
-def _remedy(response: Response) -> str:
+def _default_remedy(response: Response) -> str:
     if response.status in (401, 403):
-        return f"put a key of its administrators into {KEY_VARIABLE}"
+        return f"set {KEY_VARIABLE} to an API key with the role admin"
     if b"location" in response.headers:
-        return (
-            f"send the command to the address that it redirects to, {response.headers[b'location'].decode('latin-1')}"
-        )
-    return "see its log; what it served before is served on"
+        return f"use the address that the server redirects to: {response.headers[b'location'].decode('latin-1')}"
+    return "see the log of the server; it still serves the previous models"
 
 
 _TIMEOUT_S = 4.0
-_OK = 200
+_OK, _NOT_FOUND = 200, 404
 
 
 def check_health(address: str) -> None:
-    """`UserError` where nobody says at /health/live that the process is worth keeping. Plain HTTP, or else TLS."""
+    """Send a liveness probe (`/health/live`) to a server on this machine, by HTTP and then by TLS.
+
+    Raises:
+        UserError: The server is not alive.
+    """
     host, _, port = address.rpartition("://")[2].rstrip("/").rpartition(":")
     if not host or not port.isdigit():
-        raise UserError("is no address", option="ADDRESS", value=address, remedy="write HOST:PORT, as 127.0.0.1:8001")
-    told = "nobody answers there"
-    # The certificate names the server as clients know it, and this asks the machine that it runs on.
+        raise UserError("not an address", option="ADDRESS", value=address, remedy="write HOST:PORT, as 127.0.0.1:8001")
+    reason = "no server responds at this address"
+    # The certificate is not verified: it contains the public host name, and the probe connects to this machine.
     for scheme, tls in (("http", None), ("https", ssl._create_unverified_context())):
         try:
             status = send_blocking(
@@ -115,5 +137,5 @@ def check_health(address: str) -> None:
             continue
         if status == _OK:
             return
-        told = f"it answers with status {status}"
-    raise UserError(f"is not alive: {told}", option="ADDRESS", value=address, remedy="look at the server's log")
+        reason = f"it responds with status {status}"
+    raise UserError(f"not alive: {reason}", option="ADDRESS", value=address, remedy="see the log of the server")

@@ -1,6 +1,6 @@
-"""What `nestrec plan` and `nestrec train --plan-only` show on a terminal.
+"""Console output of `nestrec plan` and `nestrec train --plan-only`, and extra sections of `nestrec report`.
 
-What `nestrec report` adds to what a run has recorded: recommendations for a few users of its test.
+The extra sections are simulations of a run on a cluster, and recommendations for a few users of its test split.
 """
 
 import itertools
@@ -15,16 +15,16 @@ from rich.console import Console
 
 from nestrec.base.config_overrides import override_text
 from nestrec.base.config_values import from_plain
-from nestrec.base.cuda import chosen_device
+from nestrec.base.cuda import resolve_device
 from nestrec.base.errors import UserError
 from nestrec.data.dataset import Dataset
 from nestrec.inference.recommender import load
 from nestrec.planning.cluster_config import ClusterConfig, load_cluster, this_machine
 from nestrec.planning.hardware_profile import Profile
-from nestrec.planning.plan import Plan, launch_command, lost_rows, make_plan, plan_rows
-from nestrec.planning.plan_constraints import PlanConstraints, check_fits, given_by, largest_of
-from nestrec.planning.recipe_workload import workload_of
-from nestrec.planning.tier_memory import options_of, placements_of
+from nestrec.planning.plan import Plan, launch_command, make_plan, plan_rows, rejected_rows
+from nestrec.planning.plan_constraints import PlanConstraints, check_fits, constraints_from_options, largest_table
+from nestrec.planning.recipe_workload import measure_workload
+from nestrec.planning.tier_memory import choose_placements, placement_options
 from nestrec.report import print_rows
 from nestrec.report.markup import Markup
 from nestrec.report.plan_page import plan_sections
@@ -33,64 +33,82 @@ from nestrec.tasks.task_registry import store_option
 from nestrec.training.run_config import RunConfig
 from nestrec.training.run_folder import RunFolder
 
-MOST_LOST = 40
+MAX_REJECTED = 40
 
 
 def plan_run(
-    cfg: RunConfig, recipe: str, cluster: ClusterConfig, overrides: Mapping[str, str], *, most: int, explains: bool
+    cfg: RunConfig, recipe: str, cluster: ClusterConfig, overrides: Mapping[str, str], *, max_plans: int, explain: bool
 ) -> tuple[Plan, PlanConstraints, list[dict[str, Any]]]:
-    """Search, and print the best few; the plan, what was held fixed, and rows. recipe: as it was asked for.
-    overrides: what it was changed by."""
-    given = given_by(cfg, overrides, workload_of(cfg), cluster, store_option(cfg.task))
-    plan = make_plan(given.workload, cluster, given.space)
-    largest = largest_of(plan.workload)
-    moved = None if largest.keeps_store else largest.name
-    found = {o.candidate: placements_of(plan.workload, cluster, o.candidate, o.memory) for o in plan.found.best[:most]}
-    options = {**{name: override_text(value) for name, value in given.others.items()}, **overrides}
-    launch = {
-        candidate: launch_command(recipe, cluster, candidate, moved, {**options, **options_of(placements)})
-        for candidate, placements in found.items()
+    """Search for the best plans of a run, and print them.
+
+    Args:
+        cfg: Config of the run.
+        recipe: Recipe as it was typed, for the launch commands.
+        cluster: Cluster to plan for.
+        overrides: Dotted options that the user set; the plans keep them.
+        max_plans: Maximum number of plans to print.
+        explain: Print why the other candidates were rejected.
+
+    Returns:
+        The plan, the options that were fixed, and one row per printed plan.
+    """
+    constraints = constraints_from_options(cfg, overrides, measure_workload(cfg), cluster, store_option(cfg.task))
+    plan = make_plan(constraints.workload, cluster, constraints.space)
+    largest = largest_table(plan.workload)
+    moved_table = None if largest.keeps_store else largest.name
+    placements_by_candidate = {
+        o.candidate: choose_placements(plan.workload, cluster, o.candidate, o.memory)
+        for o in plan.result.best[:max_plans]
     }
-    rows = plan_rows(plan, most=most, launch=launch)
-    for row, placements in zip(rows, found.values(), strict=True):
+    options = {**{name: override_text(value) for name, value in constraints.reset.items()}, **overrides}
+    launch = {
+        candidate: launch_command(recipe, cluster, candidate, moved_table, {**options, **placement_options(placements)})
+        for candidate, placements in placements_by_candidate.items()
+    }
+    rows = plan_rows(plan, limit=max_plans, launch=launch)
+    for row, placements in zip(rows, placements_by_candidate.values(), strict=True):
         row["placements"] = {p.table: p.placement for p in placements}
     console = Console()
-    for line in given.said():
+    for line in constraints.describe():
         console.print(line, soft_wrap=True, highlight=False, markup=False)
     if rows:
-        title = f"{cfg.name} on {cluster.name}: {cluster.world} ranks, {plan.workload.batch_samples} samples a step"
-        best = enumerate(zip(plan.found.best, rows, strict=False), 1)
+        title = f"{cfg.name} on {cluster.name}: {cluster.world} ranks, {plan.workload.batch_samples} samples per step"
+        best = enumerate(zip(plan.result.best, rows, strict=False), 1)
         print_rows([_short(i, str(o.candidate), row) for i, (o, row) in best], title=title, console=console)
         tiers = [line for i, row in enumerate(rows, 1) for line in _tiers(i, row)]
-        print_rows(tiers, title="MB of a rank", console=console)
-        print_rows([_links(i, row) for i, row in enumerate(rows, 1)], title="MB sent by a rank a step", console=console)
-        of_tables = [{"plan": i, **p.row} for i, placements in enumerate(found.values(), 1) for p in placements]
-        print_rows(of_tables, title="tables over ranks, KB that a rank sends a step", console=console)
+        print_rows(tiers, title="MB per rank", console=console)
+        print_rows(
+            [_links(i, row) for i, row in enumerate(rows, 1)], title="MB sent per rank and step", console=console
+        )
+        table_rows = [
+            {"plan": i, **p.row} for i, placements in enumerate(placements_by_candidate.values(), 1) for p in placements
+        ]
+        print_rows(table_rows, title="placement of tables, KB sent per rank and step", console=console)
         for i, row in enumerate(rows, 1):
             console.print(f"{i}: {row['launch']}", soft_wrap=True, highlight=False, markup=False)
         for i, row in enumerate(rows, 1):
             if row["untested"]:
-                said = f"{i}: untested by us: {row['untested']} (docs/what-was-run.md)"
-                console.print(said, soft_wrap=True, highlight=False, markup=False)
-    if explains:
-        print_rows(lost_rows(plan, most=MOST_LOST), title="why the others lost", console=console)
+                note = f"{i}: not tested by the authors: {row['untested']} (docs/what-was-run.md)"
+                console.print(note, soft_wrap=True, highlight=False, markup=False)
+    if explain:
+        print_rows(rejected_rows(plan, limit=MAX_REJECTED), title="rejected candidates", console=console)
     for shortage in plan.shortages:
-        console.print(f"nothing fits: {shortage}", soft_wrap=True, highlight=False, markup=False)
-    return plan, given, rows
+        console.print(f"does not fit: {shortage}", soft_wrap=True, highlight=False, markup=False)
+    return plan, constraints, rows
 
 
 def sections_of_run(run: Path, cluster: str) -> dict[str, Markup | None]:
-    """Sections of a run's page: what a cluster would do with as many samples a rank as the run had a step."""
+    """Return sections of a run's report that simulate the run on a cluster, with its batch size on each rank."""
     cfg = RunFolder(run).config()
     machines = load_cluster(cluster)
-    workload = workload_of(cfg)
+    workload = measure_workload(cfg)
     plan = make_plan(replace(workload, batch_samples=workload.batch_samples * machines.world), machines)
     where = f"on {machines.name}, simulated"
     return {f"{title} {where}": content for title, content in plan_sections(plan).items()}
 
 
 def open_cluster(name: str, hosts: int | None, profile: Path | None) -> ClusterConfig:
-    """A cluster file, with another number of hosts or a measured profile where given."""
+    """Load a cluster file; `hosts` replaces its number of hosts, and `profile` adds a measured hardware profile."""
     cluster = load_cluster(name)
     if hosts is not None:
         cluster = replace(cluster, hosts=hosts)
@@ -98,11 +116,13 @@ def open_cluster(name: str, hosts: int | None, profile: Path | None) -> ClusterC
         try:
             frame = json_module.loads(profile.read_text())
         except (OSError, ValueError) as error:
-            remedy = "name what `nestrec bench calibrate --json` wrote"
-            raise UserError(f"cannot be read: {error}", option="--profile", value=str(profile), remedy=remedy) from error
+            remedy = "use a file that `nestrec bench calibrate --json` wrote"
+            raise UserError(
+                f"cannot be read: {error}", option="--profile", value=str(profile), remedy=remedy
+            ) from error
         if "profile" not in frame:
             raise UserError(
-                "holds no profile",
+                "the file does not contain a profile",
                 option="--profile",
                 value=str(profile),
                 remedy="write one with `nestrec bench calibrate --json`",
@@ -112,15 +132,16 @@ def open_cluster(name: str, hosts: int | None, profile: Path | None) -> ClusterC
 
 
 def check_plan(cfg: RunConfig, cluster: str | None) -> None:
-    """Print what a run would need and take, as it is configured; an error where it does not fit."""
-    uses_cuda = chosen_device(cfg.training.device) == "cuda"
+    """Print the memory and predicted step time of a run; raise a `UserError` if it does not fit."""
+    uses_cuda = resolve_device(cfg.training.device) == "cuda"
     machine = this_machine(uses_cuda=uses_cuda) if cluster is None else load_cluster(cluster)
-    outcome = check_fits(cfg, workload_of(cfg), machine)
+    outcome = check_fits(cfg, measure_workload(cfg), machine)
     console = Console()
-    console.print(f"fits: {cfg.name} on {machine.name}, {machine.world} ranks", highlight=False)
+    ranks = f"{machine.world} rank{'s' if machine.world != 1 else ''}"
+    console.print(f"fits: {cfg.name} on {machine.name}, {ranks}", highlight=False)
     for tier, memory in outcome.memory.items():
         console.print(
-            f"  {tier}: {memory.needed / 1e6:,.1f} MB of {memory.limit / 1e6:,.1f} MB a rank", highlight=False
+            f"  {tier}: {memory.needed / 1e6:,.1f} MB of {memory.limit / 1e6:,.1f} MB per rank", highlight=False
         )
     console.print(f"  predicted step: {outcome.step_s * 1e3:.1f} ms, bound by {outcome.bound_by}", highlight=False)
 
@@ -154,19 +175,19 @@ NUM_USERS, NUM_BEFORE, NUM_RECOMMENDED = 4, 4, 5
 
 
 def sample_recommendations(run: Path) -> dict[str, Markup | None]:
-    """A section for a tested retrieval run; nothing where the model or its data are not at hand."""
+    """Return a section with sample recommendations of a retrieval run; empty if its model or data are unavailable."""
     file = run / "eval" / "test.npz"
     try:
         cfg = RunFolder(run).config()
         if cfg.task.kind != "retrieval" or not file.is_file():
             return {}
         dataset = Dataset.open(cfg.data.folder)
-        with file.open("rb") as stream, np.load(stream, allow_pickle=False) as kept:
-            users = kept["users"]
-        found = _samples(run, dataset, np.sort(users)[:: max(1, len(users) // NUM_USERS)][:NUM_USERS])
+        with file.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
+            users = arrays["users"]
+        user_samples = _samples(run, dataset, np.sort(users)[:: max(1, len(users) // NUM_USERS)][:NUM_USERS])
     except (UserError, OSError, ValueError, KeyError):
-        return {}  # a report is made of whatever there is: the run may be young, and its data elsewhere
-    return {"Sample recommendations": samples(found, _titles(dataset))}
+        return {}  # the rest of the report is still useful: the run may be unfinished, or its data on another machine
+    return {"Sample recommendations": samples(user_samples, _titles(dataset))}
 
 
 def _samples(run: Path, dataset: Dataset, users: "np.typing.NDArray[np.int64]") -> list[Sample]:
@@ -181,14 +202,14 @@ def _samples(run: Path, dataset: Dataset, users: "np.typing.NDArray[np.int64]") 
             history |= {"times_ms": times[start : end - 1].tolist(), "now_ms": int(times[end - 1])}
         histories.append(history)
         targets.append(keys[items[end - 1]])
-    answers = load(run).recommend_all(histories, NUM_RECOMMENDED)
+    recommended = load(run).recommend_batch(histories, NUM_RECOMMENDED)
     return [
-        Sample(user, list(history["items"])[-NUM_BEFORE:], answer.items, target)  # type: ignore[call-overload]
-        for user, history, answer, target in zip(dataset.user_keys(users), histories, answers, targets, strict=True)
+        Sample(user, list(history["items"])[-NUM_BEFORE:], ranked.items, target)  # type: ignore[call-overload]
+        for user, history, ranked, target in zip(dataset.user_keys(users), histories, recommended, targets, strict=True)
     ]
 
 
 def _titles(dataset: Dataset) -> dict[str, str]:
-    """Item key to what people call the item."""
-    named = zip(dataset.items().column("item_key").to_pylist(), dataset.item_texts(), strict=False)
-    return {key: text for key, text in named if text}
+    """Return the display texts of items by item key."""
+    texts = zip(dataset.items().column("item_key").to_pylist(), dataset.item_texts(), strict=False)
+    return {key: text for key, text in texts if text}

@@ -1,1 +1,1 @@
-"""The commands, a file a group. A command checks what is typed; what it does is imported when it is asked to."""
+"""Commands, one module per group. A command checks its arguments and then imports the code that does the work."""

@@ -1,4 +1,4 @@
-"""The commands on data: prepare, append, compact, restore, follow, describe, formats."""
+"""Data commands: prepare, append, compact, restore, train-stream, describe, formats."""
 
 import shlex
 from pathlib import Path
@@ -6,85 +6,84 @@ from typing import Annotated
 
 import typer
 
-from nestrec.base.config_overrides import PASSED_ON, parse_overrides
+from nestrec.base.config_overrides import PASS_THROUGH, parse_overrides
 from nestrec.base.errors import UserError
-from nestrec.base.process import loading
+from nestrec.base.process import gc_frozen_import
 from nestrec.cli.console import TYPED_WORDS
 
 app = typer.Typer()
 
 
 def _check_format(context: typer.Context, format: str) -> str:
-    """Run before the other arguments are read: if the format is left out, each of them is in the place of another."""
+    """Check the format before the other arguments, because without it each of them is read as the one before it."""
     from nestrec.data.formats.format_registry import FORMATS, find_format
 
     is_path = Path(format).exists() or any(character in format for character in "/.*")
     if is_path and format not in FORMATS:
         remedy = shlex.join(["nestrec", "prepare", "log", *context.meta[TYPED_WORDS]])
-        problem = "is a path; the format before it is missing (`log` for files of your own)"
+        problem = "the format is missing before the path (`log` for your own files)"
         raise UserError(problem, option="format", value=format, remedy=remedy)
     find_format(format)
     return format
 
 
-@app.command(context_settings=PASSED_ON)
+@app.command(context_settings=PASS_THROUGH)
 def prepare(
     context: typer.Context,
     format: Annotated[
         str,
-        typer.Argument(help="`log` for files of your own; `nestrec formats` lists all.", callback=_check_format),
+        typer.Argument(help="`log` for your own files; `nestrec formats` lists all formats.", callback=_check_format),
     ],
-    input: Annotated[
-        str, typer.Argument(help="A file, a folder, a pattern in quotes, or (synthetic) the name of a preset.")
-    ],
+    input: Annotated[str, typer.Argument(help="File, folder, file pattern in quotes, or preset name (synthetic).")],
     output: Annotated[Path, typer.Argument(help="Folder to write.")],
     force: Annotated[bool, typer.Option("--force", help="Replace an existing dataset.")] = False,
 ) -> None:
-    """Turn interaction logs into a dataset: Parquet with one row a user, an items table and a card.
+    """Convert interaction logs to a dataset: Parquet with one row per user, an items table and a card.
 
     - [bold]nestrec prepare log events.csv data/mine --log.user uid --log.item iid
-      --log.time ts --log.time_unit iso[/bold]: a log of CSV, Parquet or JSON lines, and
+      --log.time ts --log.time_unit iso[/bold]: a log in CSV, Parquet or JSON lines, and
       the names of its columns.
     - [bold]nestrec prepare log 'events/*.jsonl.gz' data/mine --log.user uid
       --log.item iid --log.time ts --log.actions click=clicked,buy=event:buy
-      --items items.csv --users users.parquet[/bold]: several files, what users did, and
-      tables of features.
+      --items items.csv --users users.parquet[/bold]: several files, with actions of
+      users and tables of features.
     - [bold]nestrec prepare synthetic tiny data/tiny --num_users 500[/bold]: a synthetic
-      set.
+      dataset.
 
-    [bold]nestrec options prepare log[/bold] lists all options. Bad rows are set aside in
-    quarantine.csv with their line and reason.
+    [bold]nestrec options prepare log[/bold] lists all options. Invalid rows are written to
+    quarantine.csv with their line number and reason.
     """
-    from nestrec.cli.data_output import show_card, show_inferred, show_task
+    from nestrec.cli.data_output import show_actions, show_card, show_inferred, show_task
+    from nestrec.data.formats.format_registry import options_from_text
     from nestrec.data.formats.format_registry import prepare as prepare_dataset
-    from nestrec.data.formats.format_registry import typed_options
     from nestrec.report import progress_for
 
     overrides = parse_overrides(context.args, ("force",)) | ({"force": "true"} if force else {})
-    options = typed_options(format, overrides)
+    options = options_from_text(format, overrides)
     with progress_for(f"prepare {output}") as progress:
         card = prepare_dataset(format, input, output, options=options, progress=progress)
     show_card(card, output)
+    show_actions(output)
     show_inferred(options, card)
     show_task(output)
 
 
-@app.command(context_settings=PASSED_ON)
+@app.command(context_settings=PASS_THROUGH)
 def append(
     context: typer.Context,
-    events: Annotated[Path, typer.Argument(help="A file, a folder or a pattern in quotes, as for `prepare`.")],
-    dataset: Annotated[Path, typer.Argument(help="A folder that `nestrec prepare` wrote.")],
+    events: Annotated[Path, typer.Argument(help="File, folder or file pattern in quotes, as for `prepare`.")],
+    dataset: Annotated[Path, typer.Argument(help="Dataset folder that `nestrec prepare` wrote.")],
     format: Annotated[
-        str | None, typer.Option(help="Of the events, where it is another than the dataset was prepared from.")
+        str | None, typer.Option(help="Format of the events, if it differs from the dataset's format.")
     ] = None,
 ) -> None:
-    """Add events to a dataset: ids keep their numbers, late events land in their place, a kill leaves it as it was.
+    """Append events to a dataset atomically; existing ids stay, and late events are sorted into their users' histories.
 
     - [bold]nestrec append today.parquet data/mine --items new-items.csv[/bold]
 
-    Columns mean what they meant to `prepare`; options of its format change that,
-    and name tables of what is new. A file that is in the dataset already is
-    refused.
+    Columns are read as `prepare` read them; options of the format change that,
+    and name tables with new items or users. A file that was appended before is
+    rejected.
     """
     from nestrec.cli.data_output import show_card
     from nestrec.data.dataset_card import DatasetCard
@@ -103,8 +102,8 @@ def append(
 
 
 @app.command("compact")
-def compact_dataset(dataset: Annotated[Path, typer.Argument(help="A folder that `nestrec append` has grown.")]) -> None:
-    """Put what was appended to a dataset together with the rest, so that rows are read from one place again.
+def compact_dataset(dataset: Annotated[Path, typer.Argument(help="Dataset folder with appended events.")]) -> None:
+    """Merge the appended layers of a dataset into one, so that reads are fast again.
 
     - [bold]nestrec compact data/mine[/bold]
     """
@@ -118,12 +117,16 @@ def compact_dataset(dataset: Annotated[Path, typer.Argument(help="A folder that 
 
 @app.command("restore")
 def restore_dataset(
-    dataset: Annotated[Path, typer.Argument(help="A folder that `nestrec append` or `nestrec follow` has grown.")],
-    generation: Annotated[int, typer.Option(help="Its number, from 0; the last ones are kept.")],
+    dataset: Annotated[Path, typer.Argument(help="Dataset folder with appended events.")],
+    generation: Annotated[int, typer.Option(help="Number of the generation, from 0; only the last ones are retained.")],
 ) -> None:
-    """Put an earlier generation of a dataset in force again; what came after it goes with the next append.
+    """Undo appends: make an earlier generation of a dataset the current one (rollback).
 
-    - [bold]nestrec restore data/mine --generation 3[/bold]: its number, as `append` told it.
+    - [bold]nestrec restore data/mine --generation 3[/bold]: the number that `append` printed.
+
+    The events of this generation and of all earlier ones stay. Later
+    generations are no longer part of the dataset: to add their events again,
+    append their files again. The last 8 generations can be restored.
     """
     from nestrec.data.incremental.generations import restore
 
@@ -131,35 +134,39 @@ def restore_dataset(
     typer.echo(f"{dataset}: generation {card.generation}, {card.counts.events:,} events")
 
 
-@app.command(context_settings=PASSED_ON)
-def follow(
+@app.command("train-stream", context_settings=PASS_THROUGH)
+def train_stream(
     context: typer.Context,
-    source: Annotated[str, typer.Argument(help="A folder into which files are dropped, or kafka://BROKERS/TOPIC.")],
-    run: Annotated[Path, typer.Option(help="A folder that `nestrec train` wrote; its data grows.")],
+    source: Annotated[str, typer.Argument(help="Folder that receives new files, or kafka://BROKERS/TOPIC.")],
+    run: Annotated[Path, typer.Option(help="Run folder that `nestrec train` wrote; its dataset is extended.")],
 ) -> None:
-    """Go on training with what a stream brings: window by window, each predicted before it is trained on.
+    """Train a run online on a stream of events, in windows; each window is evaluated before it is trained on.
 
-    - [bold]nestrec follow incoming --run runs/mine --window.events 10000[/bold]: a window
-      closes by count.
-    - [bold]nestrec follow kafka://localhost:9092/events --run runs/mine
-      --window.events none --window.hours 1 --window.lateness_s 60[/bold]: by event time.
+    - [bold]nestrec train-stream incoming --run runs/mine --window.events 10000[/bold]:
+      windows by number of events.
+    - [bold]nestrec train-stream kafka://localhost:9092/events --run runs/mine
+      --window.events none --window.hours 1 --window.allowed_lateness_s 60[/bold]:
+      windows by event time.
 
-    The events of a window are appended to the run's data; it is trained on and
-    saved. Killed at any moment and started again, it comes to the same bits.
-    Fields of the run can be changed with [bold]--run.NAME[/bold], such as
-    --run.publish.address; [bold]nestrec options follow[/bold] lists the others.
+    The events of a window are appended to the dataset of the run; after
+    training on them, a checkpoint is saved. If the process is killed, the same
+    command resumes with bitwise identical results. [bold]--run.NAME[/bold] changes an
+    option of the run, such as --run.publish.address;
+    [bold]nestrec options train-stream[/bold] lists the others.
     """
-    with loading():
+    with gc_frozen_import():
         from nestrec.cli.training_output import follow_run
 
     follow_run(source, run, parse_overrides(context.args, ("run",)))
 
 
 @app.command()
-def describe(dataset: Annotated[Path, typer.Argument(help="A folder that `nestrec prepare` wrote.")]) -> None:
-    """Show what a dataset holds: coverage, cardinality and examples of its features, and what looks like a leak.
+def describe(dataset: Annotated[Path, typer.Argument(help="Dataset folder that `nestrec prepare` wrote.")]) -> None:
+    """Show the statistics of a dataset: numbers of events, users and items, actions, features and possible label leaks.
 
     - [bold]nestrec describe data/mine[/bold]
+
+    Each feature has a row with its coverage, cardinality and examples.
     """
     from nestrec.cli.data_output import show_dataset
 
@@ -168,7 +175,7 @@ def describe(dataset: Annotated[Path, typer.Argument(help="A folder that `nestre
 
 @app.command()
 def formats() -> None:
-    """List the formats that `prepare` reads; packages can add more by entry points of the group nestrec.formats.
+    """List the formats that `prepare` reads; plugins can add more (entry points of the group nestrec.formats).
 
     - [bold]nestrec formats[/bold]
     """
@@ -177,7 +184,7 @@ def formats() -> None:
 
     from nestrec.data.formats.format_registry import FORMATS
 
-    table = Table("format", "what it is", box=None)
+    table = Table("format", "description", box=None)
     for name in FORMATS:
         table.add_row(name, FORMATS.find(name).description)
     Console().print(table)

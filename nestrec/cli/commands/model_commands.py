@@ -1,7 +1,4 @@
-"""The commands on trained models: export, publish, recommend, embed.
-
-The commands that tell: of a run (report), and of this machine (doctor).
-"""
+"""Commands on trained models (export, publish, recommend, embed), and reports of a run (report) or machine (doctor)."""
 
 import shlex
 from pathlib import Path
@@ -9,31 +6,32 @@ from typing import Annotated
 
 import typer
 
-from nestrec.base.config_overrides import PASSED_ON, parse_overrides
+from nestrec.base.config_overrides import PASS_THROUGH, parse_overrides
 
 app = typer.Typer()
 
 
-@app.command(context_settings=PASSED_ON)
+@app.command(context_settings=PASS_THROUGH)
 def export(
     context: typer.Context,
-    run: Annotated[Path, typer.Argument(help="A folder that `nestrec train` wrote.")],
+    run: Annotated[Path, typer.Argument(help="Run folder that `nestrec train` wrote.")],
     output: Annotated[Path, typer.Argument(help="Folder to write; it must not exist.")],
-    last: Annotated[bool, typer.Option("--last", help="The last weights instead of the best ones.")] = False,
+    last: Annotated[bool, typer.Option("--last", help="Use the last weights instead of the best ones.")] = False,
 ) -> None:
-    """Write a run as a servable folder: safetensors and JSON with digests, nothing executable.
+    """Export a run as a servable model folder: safetensors and JSON with digests, without executable code.
 
     - [bold]nestrec export runs/mine models/mine[/bold]
     - [bold]nestrec export runs/mine models/mine --defaults.actions click
-      --defaults.features.device phone[/bold]: a request must tell what the model
-      reads, unless the export names a default. Answers say where one was taken.
+      --defaults.features.device phone[/bold]: set default values. Without a default, a
+      request must contain every input of the model. Responses list the defaults
+      used.
     - [bold]nestrec export runs/mine models/mine --defaults.history sku-12,sku-7
-      --defaults.times now[/bold]: users without events are answered as if they had
-      these two.
-    - [bold]nestrec export runs/mine models/small --dtype bfloat16 --tables int8[/bold]:
-      weights and tables in fewer bits. What that costs is measured on the run's
-      validation part, shown, and kept in the manifest; with [bold]--prefixes fp8[/bold]
-      for prefixes of 8 bits.
+      --defaults.times now[/bold]: set a default history of two items for users without
+      events.
+    - [bold]nestrec export runs/mine models/small --dtype bfloat16 --table_dtype int8[/bold]:
+      quantize weights and tables. The loss of quality is measured on the
+      validation split, printed, and stored in the manifest. [bold]--kv_cache_dtype
+      fp8[/bold] quantizes the KV cache.
 
     [bold]nestrec options export[/bold] lists all options.
     """
@@ -45,33 +43,34 @@ def export(
         manifest = export_run(run, output, overrides, best=not last)
     if (cost := manifest.precision) is not None:
         typer.echo(
-            f"fewer bits: scores move by {cost.mean_difference:.2g} (at most {cost.largest_difference:.2g}) of"
-            f" {cost.mean_score:.2g}, {cost.overlap:.1%} of the ten best stay, {cost.metric} {_told(cost.before)} to"
-            f" {_told(cost.after)} ({cost.num_requests} requests)"
+            f"quantization: scores change by {cost.mean_difference:.2g} (at most {cost.largest_difference:.2g}) of"
+            f" {cost.mean_score:.2g}, {cost.overlap:.1%} of the ten best items are unchanged,"
+            f" {cost.metric} {_format_metric(cost.before)} to {_format_metric(cost.after)}"
+            f" ({cost.num_requests} requests)"
         )
     typer.echo(f"model {manifest.version[:12]}: {output} ({sum(f.bytes for f in manifest.files) / 1e6:.1f} MB)")
     typer.echo(f"next: nestrec serve --model {shlex.quote(str(output))}")
 
 
-def _told(metric: float | None) -> str:
-    return "not known" if metric is None else f"{metric:.4f}"
+def _format_metric(metric: float | None) -> str:
+    return "unknown" if metric is None else f"{metric:.4f}"
 
 
-@app.command(context_settings=PASSED_ON)
+@app.command(context_settings=PASS_THROUGH)
 def publish(
     context: typer.Context,
-    run: Annotated[Path, typer.Argument(help="A folder that `nestrec train` wrote.")],
-    address: Annotated[str, typer.Argument(help="A folder, or an address that fsspec knows (s3://..., gs://...).")],
-    last: Annotated[bool, typer.Option("--last", help="The last weights instead of the best ones.")] = False,
+    run: Annotated[Path, typer.Argument(help="Run folder that `nestrec train` wrote.")],
+    address: Annotated[str, typer.Argument(help="Folder, or a URL that fsspec supports (s3://..., gs://...).")],
+    last: Annotated[bool, typer.Option("--last", help="Use the last weights instead of the best ones.")] = False,
 ) -> None:
     """Publish a run as the newest version at an address, for servers that follow it (`nestrec serve --follow`).
 
     - [bold]nestrec publish runs/mine published/mine[/bold]
-    - [bold]nestrec publish runs/mine published/mine --keep 10[/bold]: of the versions
-      there, the ten newest stay.
+    - [bold]nestrec publish runs/mine published/mine --max_versions 10[/bold]: retain the
+      ten newest versions.
     - [bold]nestrec train demo --publish.address published/demo
-      --publish.every_steps 100[/bold]: a run publishes by itself as it goes on. Then
-      each version holds only what has changed since the one before.
+      --publish.every_steps 100[/bold]: publish during training. Each version then
+      contains only the changes since the previous one.
     """
     from nestrec.api import publish_version
     from nestrec.report import progress_for
@@ -83,84 +82,84 @@ def publish(
     typer.echo(f"version {version.folder} of step {manifest.step}: {manifest.num_bytes / 1e6:.1f} MB")
 
 
-@app.command(context_settings=PASSED_ON)
+@app.command(context_settings=PASS_THROUGH)
 def recommend(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="A run, an exported model, or an address of published versions.")],
-    output: Annotated[Path, typer.Option(help="Parquet file: user, items and scores, best first.")],
+    model: Annotated[str, typer.Argument(help="Run, exported model, or address of published versions.")],
+    output: Annotated[Path, typer.Option(help="Parquet file to write: user, items and scores, best first.")],
     *,
-    users: Annotated[str, typer.Option(help="all, a text file of keys, or a Parquet file with histories.")] = "all",
-    data: Annotated[Path | None, typer.Option(help="Dataset of the users; of a run its own.")] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda; auto takes a GPU where there is one.")] = "auto",
+    users: Annotated[str, typer.Option(help="all, a text file of ids, or a Parquet file with histories.")] = "all",
+    data: Annotated[Path | None, typer.Option(help="Dataset of the users; the dataset of the run by default.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if available.")] = "auto",
 ) -> None:
-    """Write the best items of very many users; the same command goes on after a kill.
+    """Write recommendations for many users (batch inference); if it is killed, the same command resumes it.
 
     - [bold]nestrec recommend runs/mine --k 100 --output recs.parquet[/bold]
     - [bold]nestrec launch -n 2 recommend runs/mine --k 100 --output recs.parquet[/bold]:
-      several ranks share the work.
+      share the work between ranks.
 
-    Equal to /v1/recommend for each user, asked at the moment of the last event.
-    A Parquet file of users has the columns user, items (lists of ids) and what
-    else the model reads, by the names of requests: times_ms, features.NAME,
-    user_features.NAME, context.NAME. [bold]nestrec options recommend[/bold] lists the
-    other options.
+    The results equal those of /v1/recommend for each user, at the time of the
+    last event. A Parquet file of users has the columns user and items (lists of
+    ids), and the other inputs of the model, named as in requests: times_ms,
+    features.NAME, user_features.NAME, context.NAME. [bold]nestrec options recommend[/bold]
+    lists the other options.
     """
     from nestrec.cli.training_output import recommend_users
 
     recommend_users(model, users, output, data=data, device=device, words=context.args)
 
 
-@app.command(context_settings=PASSED_ON)
+@app.command(context_settings=PASS_THROUGH)
 def embed(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="A run, an exported model, or an address of published versions.")],
-    output: Annotated[Path, typer.Option(help="Parquet file, or .npy with the keys in a .keys.json beside it.")],
+    model: Annotated[str, typer.Argument(help="Run, exported model, or address of published versions.")],
+    output: Annotated[Path, typer.Option(help="Parquet file, or .npy file with the ids in a .keys.json next to it.")],
     *,
-    what: Annotated[str, typer.Option(help="users or items.")] = "users",
-    users: Annotated[str, typer.Option(help="all, a text file of keys, or a Parquet file with histories.")] = "all",
-    data: Annotated[Path | None, typer.Option(help="Dataset of the users; of a run its own.")] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda; auto takes a GPU where there is one.")] = "auto",
+    entity: Annotated[str, typer.Option(help="users or items.")] = "users",
+    users: Annotated[str, typer.Option(help="all, a text file of ids, or a Parquet file with histories.")] = "all",
+    data: Annotated[Path | None, typer.Option(help="Dataset of the users; the dataset of the run by default.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto: a GPU if available.")] = "auto",
 ) -> None:
-    """Write vectors of users or items: the product of a user's and an item's is the item's score.
+    """Write embeddings of users or items; the dot product of a user's and an item's embedding is the item's score.
 
-    - [bold]nestrec embed runs/mine --what items --output items.npy[/bold]
+    - [bold]nestrec embed runs/mine --entity items --output items.npy[/bold]
     - [bold]nestrec embed models/mine --data data/mine --output users.parquet[/bold]
 
-    The same command goes on after a kill. [bold]nestrec options embed[/bold] lists the other
-    options.
+    If it is killed, the same command resumes it. [bold]nestrec options embed[/bold] lists the
+    other options.
     """
     from nestrec.cli.training_output import embed_all
 
-    embed_all(model, what, users, output, data=data, device=device, words=context.args)
+    embed_all(model, entity, users, output, data=data, device=device, words=context.args)
 
 
 @app.command()
 def report(
-    run: Annotated[Path, typer.Argument(help="A folder that `nestrec train` wrote.")],
-    cluster: Annotated[str | None, typer.Option(help="Add what a cluster would make of the run, simulated.")] = None,
+    run: Annotated[Path, typer.Argument(help="Run folder that `nestrec train` wrote.")],
+    cluster: Annotated[str | None, typer.Option(help="Add a simulation of the run on this cluster.")] = None,
 ) -> None:
-    """Write RUN/report.html: one self-contained page with curves, metrics, histograms, config and versions.
+    """Write a report of a run (RUN/report.html): a self-contained page with curves, metrics, config and versions.
 
     - [bold]nestrec report runs/mine[/bold]
-    - [bold]nestrec report runs/mine --cluster h100-ib400[/bold]: also what a cluster would
-      make of the run, simulated.
+    - [bold]nestrec report runs/mine --cluster h100-ib400[/bold]: add a simulation of the run
+      on a cluster.
     """
     from nestrec.cli.plan_output import sample_recommendations
     from nestrec.report import progress_for, write_report
 
     with progress_for(f"report {run}"):
-        more = sample_recommendations(run)
+        sections = sample_recommendations(run)
         if cluster is not None:
             from nestrec.cli.plan_output import sections_of_run
 
-            more |= sections_of_run(run, cluster)
-        page = write_report(run, more)
+            sections |= sections_of_run(run, cluster)
+        page = write_report(run, sections)
     typer.echo(f"report: {page}")
 
 
 @app.command()
 def doctor() -> None:
-    """Tell what this machine can do, and what is missing for the rest.
+    """Check which features this machine supports, and print what the others need.
 
     - [bold]nestrec doctor[/bold]
     """

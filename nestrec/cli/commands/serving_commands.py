@@ -1,4 +1,4 @@
-"""The commands on servers: serve, swap, rollback, scale, fleet, key, health, replay."""
+"""Server commands: serve, swap, rollback, scale, status, create-key, health."""
 
 import logging
 import os
@@ -9,76 +9,84 @@ from typing import Annotated
 import typer
 
 from nestrec.base import errors
-from nestrec.base.config_overrides import PASSED_ON, parse_overrides
+from nestrec.base.config_overrides import PASS_THROUGH, parse_overrides
 from nestrec.base.errors import UserError, require
 from nestrec.base.lazy import import_extra
-from nestrec.base.process import loading
+from nestrec.base.process import gc_frozen_import
 
 app = typer.Typer()
 _LOG = logging.getLogger(__name__)
 
 
-@app.command(context_settings=PASSED_ON)
+@app.command(context_settings=PASS_THROUGH)
 def serve(
     context: typer.Context,
     model: Annotated[
         list[str],
-        typer.Option(help="A folder that `nestrec export` wrote, or an address of versions; twice for a cascade."),
+        typer.Option(help="Folder that `nestrec export` wrote, or address of versions; twice for a cascade."),
     ],
-    follow: Annotated[bool, typer.Option("--follow", help="Go on to newer versions of the address.")] = False,
-    insecure: Annotated[bool, typer.Option("--insecure", help="Listen to other machines without keys or TLS.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Load newer versions of the address.")] = False,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Allow connections from other machines without API keys or TLS.")
+    ] = False,
 ) -> None:
-    """Serve exported models over HTTP, on this machine only unless told otherwise; stops cleanly on SIGTERM.
+    """Serve exported models over HTTP, by default on this machine only; shuts down gracefully on SIGTERM.
 
-    - [bold]nestrec serve --model models/demo[/bold]: one retrieval model answers
-      /v1/recommend and /v1/rank.
-    - [bold]nestrec serve --model models/finds --model models/orders[/bold]: with a
-      ranking model beside it, retrieval finds and ranking orders.
+    - [bold]nestrec serve --model models/demo[/bold]: serve /v1/recommend and /v1/rank with
+      one retrieval model.
+    - [bold]nestrec serve --model models/finds --model models/orders[/bold]: serve a cascade:
+      a retrieval model finds items, and a ranking model sorts them.
     - [bold]nestrec serve --model models/demo --port 8080
-      --service.engine.tiers.cache_bytes 4000000000[/bold]: options are dotted fields;
+      --service.engine.prefix_cache.device_bytes 4000000000[/bold]: set dotted options;
       [bold]nestrec options serve[/bold] lists them.
-    - [bold]nestrec serve --model models/demo --instances 3 --front gateway[/bold]:
-      several instances on this machine, each with a cache of its own, behind one
-      address (gateway or ray).
-    - [bold]nestrec serve --model published/demo --follow[/bold]: versions that a run
-      publishes are taken as they come.
+    - [bold]nestrec serve --model models/demo --num_instances 3 --load_balancer
+      gateway[/bold]: start several instances on this machine, each with its own KV
+      cache, behind a load balancer (gateway or ray).
+    - [bold]nestrec serve --model published/demo --follow[/bold]: load new versions when a
+      run publishes them.
     """
-    from nestrec.base.config_overrides import with_overrides
+    from nestrec.base.config_overrides import apply_overrides
     from nestrec.serving.http.signals import SignalHandler
 
-    signals = SignalHandler.installed()  # before what takes its time: a signal that comes meanwhile is not lost
-    with loading():
-        import_extra("nestrec.serving.server", "serve", "is needed to serve")
+    signals = SignalHandler.installed()  # before the slow imports, so that no signal is lost
+    with gc_frozen_import():
+        import_extra("nestrec.serving.server", "serve", "required by nestrec serve but not installed")
         from nestrec.serving.http.serve_config import ServeConfig
         from nestrec.serving.server import serve as serve_models
     overrides = parse_overrides(context.args, ("model", "insecure", "follow"))
-    overrides |= ({"insecure": "true"} if insecure else {}) | ({"follow.on": "true"} if follow else {})
-    if "histories" in overrides:  # --histories redis://...
-        overrides["histories.url"] = overrides.pop("histories")
-    cfg = with_overrides(ServeConfig(), overrides)
-    say_where = partial(_say_where, is_logged=cfg.log.format == "json")
+    overrides |= ({"insecure": "true"} if insecure else {}) | ({"follow.enabled": "true"} if follow else {})
+    if "history_store" in overrides:  # --history_store redis://...
+        overrides["history_store.url"] = overrides.pop("history_store")
+    cfg = apply_overrides(ServeConfig(), overrides)
+    print_url = partial(_print_url, is_logged=cfg.log.format == "json")
     try:
-        if cfg.front == "none":
-            remedy = "name a front: --front gateway or ray"
-            require(cfg.instances == 1, "needs a front", option="instances", value=cfg.instances, remedy=remedy)
-            serve_models(model, cfg, signals, say_where)
+        if cfg.load_balancer == "none":
+            remedy = "set --load_balancer gateway or ray"
+            require(
+                cfg.num_instances == 1,
+                "several instances need a load balancer",
+                option="num_instances",
+                value=cfg.num_instances,
+                remedy=remedy,
+            )
+            serve_models(model, cfg, signals, print_url)
         else:
-            from nestrec.serving.fleet.fleet_start import serve_many
+            from nestrec.serving.fleet.fleet_start import serve_fleet
 
-            serve_many(model, cfg, overrides, signals, say_where)
+            serve_fleet(model, cfg, overrides, signals, print_url)
     except UserError as error:
         if cfg.log.format != "json":
             raise
-        from nestrec.serving.http.server_logging import log_without_waiting, wait_for_log
+        from nestrec.serving.http.server_logging import install_nonblocking_log, wait_for_log
 
-        log_without_waiting(cfg.log)  # the error may have come before the server set up its log
+        install_nonblocking_log(cfg.log)  # the server may not have configured its log yet
         _LOG.error("%s", error)
         wait_for_log()
         raise typer.Exit(errors.USER_ERROR) from error
 
 
-def _say_where(url: str, *, is_logged: bool) -> None:
-    if "NESTREC_SLOT" in os.environ:  # an instance: its front says where it can be reached
+def _print_url(url: str, *, is_logged: bool) -> None:
+    if "NESTREC_SLOT" in os.environ:  # an instance: its gateway prints the public URL
         return
     if is_logged:
         _LOG.info("serving on %s", url)
@@ -86,109 +94,123 @@ def _say_where(url: str, *, is_logged: bool) -> None:
         typer.echo(f"serving on {url} (live page at /, stop with Ctrl-C)", err=True)
 
 
-_ADDRESS = Annotated[str, typer.Argument(help="A server or a front, such as http://127.0.0.1:8000.")]
+_ADDRESS = Annotated[str, typer.Argument(help="URL of a server or gateway, such as http://127.0.0.1:8000.")]
 
 
 @app.command()
 def swap(
     address: _ADDRESS,
     model: Annotated[
-        list[str], typer.Argument(help="Folders of exports, or addresses of versions (ADDRESS, ADDRESS@VERSION).")
+        list[str], typer.Argument(help="Model folders, or addresses of versions (ADDRESS, ADDRESS@VERSION).")
     ],
 ) -> None:
-    """Have a server, or every instance of a front, serve other models: warmed up first, one instance after the other.
+    """Swap the models of a server, or of all instances of a gateway in a rolling update, after a warm-up.
 
     - [bold]nestrec swap http://127.0.0.1:8000 models/newer[/bold]
-    - [bold]nestrec swap http://127.0.0.1:8000 published/demo@00000012-9f2c41d0[/bold]:
-      a version that is named with its address stays until the address is named
-      alone. The beginning of its name is enough.
+    - [bold]nestrec swap http://127.0.0.1:8000 published/demo@00000012-9f2c41d0[/bold]: pin a
+      version; swapping to the address without a version unpins it.
 
-    Where one instance does not take them, all keep the old ones. A key for
-    administrators is read from NESTREC_ADMIN_KEY.
+    VERSION is the name of a version, its number (@12), or a unique prefix of
+    its digest with at least 4 characters. A relative path that does not exist
+    in the current folder is resolved in the folder in which the server was
+    started.
+
+    If an instance cannot load the new models, all instances keep the old ones.
+    The environment variable NESTREC_ADMIN_KEY contains an API key with the role
+    admin.
     """
-    from nestrec.cli.fleet_output import as_seen_by_server, operate, served
+    from nestrec.cli.fleet_output import absolute_model_paths, call_admin_api, format_instances
 
-    typer.echo("\n".join(served(operate(address, "swap", {"models": as_seen_by_server(model)}))))
+    typer.echo("\n".join(format_instances(call_admin_api(address, "swap", {"models": absolute_model_paths(model)}))))
 
 
 @app.command()
 def rollback(address: _ADDRESS) -> None:
-    """Have a server, or every instance of a front, serve what it served before the last swap.
+    """Roll back a server, or all instances of a gateway, to the models before the last swap.
 
     - [bold]nestrec rollback http://127.0.0.1:8000[/bold]
 
-    A key for administrators is read from NESTREC_ADMIN_KEY.
-    """
-    from nestrec.cli.fleet_output import operate, served
+    A second rollback undoes the first one. To return to an earlier published
+    version, use [bold]nestrec swap SERVER ADDRESS@VERSION[/bold].
 
-    typer.echo("\n".join(served(operate(address, "rollback", {}))))
+    The environment variable NESTREC_ADMIN_KEY contains an API key with the role
+    admin.
+    """
+    from nestrec.cli.fleet_output import call_admin_api, format_instances
+
+    typer.echo("\n".join(format_instances(call_admin_api(address, "rollback", {}))))
 
 
 @app.command()
 def scale(
     address: Annotated[
-        str, typer.Argument(help="A front of several instances, such as http://127.0.0.1:8000; not a single server.")
+        str, typer.Argument(help="URL of a gateway, such as http://127.0.0.1:8000; not of a single server.")
     ],
-    instances: Annotated[int, typer.Argument(help="How many are to serve.")],
+    instances: Annotated[int, typer.Argument(help="New number of instances.")],
 ) -> None:
-    """Have a front start or stop instances while users ask; those of the others keep their slots.
+    """Scale a fleet: start or stop instances without downtime; other users stay on their instances.
 
     - [bold]nestrec scale http://127.0.0.1:8000 5[/bold]
 
-    The front was started by `nestrec serve --instances N --front gateway` (or
-    another front). A key for administrators is read from NESTREC_ADMIN_KEY.
+    The fleet was started by `nestrec serve --num_instances N --load_balancer
+    gateway` (or ray). The environment variable NESTREC_ADMIN_KEY contains an
+    API key with the role admin.
     """
-    from nestrec.cli.fleet_output import operate
+    from nestrec.cli.fleet_output import call_admin_api
 
-    count = operate(address, "scale", {"instances": instances})["instances"]
+    count = call_admin_api(address, "scale", {"instances": instances})["instances"]
     typer.echo(f"{count} instance{'' if count == 1 else 's'}")
 
 
-@app.command()
-def fleet(address: _ADDRESS) -> None:
-    """Tell what a server, or every instance of a front, serves.
+@app.command("status")
+def fleet_status(address: _ADDRESS) -> None:
+    """Print the models that a server, or each instance of a gateway, serves.
 
-    - [bold]nestrec fleet http://127.0.0.1:8000[/bold]
+    - [bold]nestrec status http://127.0.0.1:8000[/bold]
 
-    A key for administrators is read from NESTREC_ADMIN_KEY.
+    The environment variable NESTREC_ADMIN_KEY contains an API key with the role
+    admin.
     """
-    from nestrec.cli.fleet_output import operate, served
+    from nestrec.cli.fleet_output import call_admin_api, format_instances
 
-    typer.echo("\n".join(served(operate(address, "fleet"))))
+    typer.echo("\n".join(format_instances(call_admin_api(address, "fleet"))))
 
 
-@app.command(context_settings=PASSED_ON)
-def key(
+@app.command("create-key", context_settings=PASS_THROUGH)
+def create_key(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(help="Whose key it is: stands in logs and limits.")],
-    file: Annotated[Path, typer.Option(help="File of keys for `nestrec serve --safety.keys`; made where missing.")],
+    name: Annotated[str, typer.Argument(help="Name of the key, shown in logs and used for rate limits.")],
+    file: Annotated[
+        Path, typer.Option(help="Key file for `nestrec serve --security.api_keys`; created if it is missing.")
+    ],
 ) -> None:
-    """Make an API key: printed once, with its digest added to a file of keys. A running server takes it at once.
+    """Create an API key: print it once, and add its digest to a key file. A running server accepts it immediately.
 
-    - [bold]nestrec key shop --file keys.toml --expires 2027-01-01T00:00:00Z
+    - [bold]nestrec create-key shop --file keys.toml --expires_at 2027-01-01T00:00:00Z
       --requests_per_s 200[/bold]
-    - [bold]nestrec key ann --file keys.toml --role admin[/bold]: public, monitor or admin.
+    - [bold]nestrec create-key ann --file keys.toml --role admin[/bold]: set the role: public,
+      monitor or admin.
 
-    The server reads the file by `nestrec serve --safety.keys keys.toml`.
+    The server reads the file with `nestrec serve --security.api_keys keys.toml`.
     """
     from nestrec.base.config import to_plain
-    from nestrec.base.config_overrides import with_overrides
-    from nestrec.serving.security.auth import ApiKeyEntry, ApiKeyOptions, add_entry, digest_of, new_key
+    from nestrec.base.config_overrides import apply_overrides
+    from nestrec.serving.security.auth import ApiKeyEntry, ApiKeyOptions, add_entry, digest_of, generate_key
 
-    made = new_key()
-    options = with_overrides(ApiKeyOptions(), parse_overrides(context.args, ("file",)))
-    add_entry(file, ApiKeyEntry(name=name, sha256=digest_of(made.encode()).hex(), **to_plain(options)))
-    typer.echo(made)
-    typer.echo(f"a key for {name}, {options.role}; only its digest is kept in {file}", err=True)
+    api_key = generate_key()
+    options = apply_overrides(ApiKeyOptions(), parse_overrides(context.args, ("file",)))
+    add_entry(file, ApiKeyEntry(name=name, sha256=digest_of(api_key.encode()).hex(), **to_plain(options)))
+    typer.echo(api_key)
+    typer.echo(f"API key of {name} with the role {options.role}; {file} contains only its digest", err=True)
 
 
 @app.command()
 def health(
-    address: Annotated[str, typer.Argument(help="Where a server answers health checks.")] = "127.0.0.1:8001",
+    address: Annotated[str, typer.Argument(help="Host and port of the health checks.")] = "127.0.0.1:8001",
 ) -> None:
-    """Ask a server on this machine whether it lives: exit code 0 where it does. For a container's health check.
+    """Run a liveness probe of a server on this machine, for container health checks; the exit code is 0 if it is alive.
 
-    - [bold]nestrec health 127.0.0.1:8001[/bold]: of a server that was started with
+    - [bold]nestrec health 127.0.0.1:8001[/bold]: probe a server that was started with
       `--health_port 8001`.
     """
     from nestrec.cli.fleet_output import check_health
