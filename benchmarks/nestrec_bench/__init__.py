@@ -1,1 +1,1 @@
-"""Benchmarks that anyone can repeat."""
+"""Reproducible benchmarks of nestrec."""

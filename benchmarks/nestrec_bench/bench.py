@@ -1,6 +1,7 @@
-"""What a benchmark is: options, a measurement that gives rows, and how they are shown.
+"""Interface of benchmarks, and the registry of all benchmarks by name.
 
-The benchmarks by name. Those of other packages come by entry points of `nestrec.benches`.
+A benchmark consists of options, a measurement that returns result rows, and their presentation. Other packages add
+benchmarks by entry points of the group `nestrec.benches`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,39 +12,41 @@ from typing import Any
 from nestrec.base.plugins import PluginRegistry
 
 Row = dict[str, Any]
-More = Mapping[str, Any]
-"""What a result file holds beside its rows."""
-Shown = str | tuple[str, Sequence[Mapping[str, Any]]]
-"""A line, or a table under its title."""
+ExtraFields = Mapping[str, Any]
+"""Fields of a result file in addition to its rows."""
+OutputPart = str | tuple[str, Sequence[Mapping[str, Any]]]
+"""A line of text, or a table: its title and its rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bench:
-    """A benchmark. `nestrec bench NAME` makes a command of it: options, table, result file.
+    """A benchmark, run by `nestrec bench NAME`: its options, measurement, tables and result file.
 
-    The docstring of the module that holds it is the command's help; its first line stands in the list of benches.
+    The docstring of the module that defines the benchmark is the help of the command; its first line is printed in the
+    list of benchmarks.
     """
 
     config: type
-    """a config whose fields are the options"""
+    """Config class whose fields are the options of the benchmark."""
     measure: Callable[[Any], Iterable[Row]]
-    """rows, each written into the result file as it comes: a run that is cut keeps what it has. A generator may return
-    a mapping: what the result file holds beside its rows, or `hardware` where others than this machine measured"""
-    show: Callable[[Sequence[Row], More], Iterable[Shown]] | None = None
-    """lines and tables for people; without it, all rows under the bench's name"""
-    said: Callable[[Row], str] | None = None
-    """a line to print as a row comes"""
+    """Function that measures and returns the result rows. Each row is written to the result file immediately, so that
+    an interrupted run keeps its rows. A generator may return a mapping with further fields of the result file;
+    `hardware` is one of them if the rows were measured on other machines."""
+    show: Callable[[Sequence[Row], ExtraFields], Iterable[OutputPart]] | None = None
+    """Function that returns the lines and tables to print; by default, one table of all rows."""
+    progress_line: Callable[[Row], str] | None = None
+    """Function that returns the progress line to print after each row."""
     is_emulated: Callable[[Any], bool] = lambda config: False
-    """whether some device or link is not real"""
+    """Function that returns whether a device or link is emulated."""
     page: Callable[[Path, Mapping[str, Any]], None] | None = None
-    """writes a page from the content of a result file"""
+    """Function that writes a documentation page from the content of a result file."""
     argument: str | None = None
-    """the field that is given by bare words: `nestrec bench quality runs/a runs/b`"""
+    """Name of the field that is set by positional arguments: `nestrec bench quality runs/a runs/b`."""
 
 
 BENCHES: PluginRegistry[Bench] = PluginRegistry(
     "nestrec.benches",
-    "bench",
+    "benchmark",
     {
         "attention": "nestrec_bench.kernels.attention_bench:BENCH",
         "balance": "nestrec_bench.balance.balance_bench:BENCH",

@@ -1,6 +1,7 @@
-"""`nestrec bench NAME`: a command for every bench. Each prints its tables and, with `--json`, writes a result file.
+"""Commands `nestrec bench NAME`: run a benchmark, print its tables and, with `--json`, write a result file.
 
-A bench is imported when it runs, so that help answers at once: its docstring is read from the source.
+The module of a benchmark is imported when the benchmark runs. The help is fast because the docstring is read from the
+source file.
 """
 
 import ast
@@ -14,30 +15,30 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from nestrec.base.config_overrides import PASSED_ON, parse_overrides, with_overrides
+from nestrec.base.config_overrides import PASS_THROUGH, apply_overrides, parse_overrides
 from nestrec.base.errors import UserError
 from nestrec.base.files import check_file
 from nestrec.cli.console import ExternalCommand
 from nestrec_bench.bench import BENCHES
 
 if TYPE_CHECKING:
-    from nestrec_bench.bench import Row, Shown
+    from nestrec_bench.bench import OutputPart, Row
 
 
 app = typer.Typer(
-    help="Measure, and write result files that anyone can repeat. `nestrec options bench NAME` lists the fields that a "
-    "benchmark takes as options.",
+    help="Run benchmarks and write reproducible result files. `nestrec options bench NAME` lists the options of a "
+    "benchmark.",
     no_args_is_help=True,
 )
 JsonFile = Annotated[
     Path | None, typer.Option("--json", help="Also write the rows into this result file.", callback=check_file)
 ]
-PageFile = Annotated[Path | None, typer.Option(help="Also write the bench's page, where it has one.")]
+PageFile = Annotated[Path | None, typer.Option(help="Also write the page of the benchmark, if it has one.")]
 
 
 @app.callback()
 def show_progress(context: typer.Context) -> None:
-    """A bar for as long as a benchmark runs, on a terminal; its help and its result do not need one."""
+    """Show a progress bar on a terminal while a benchmark runs, but not for its help."""
     list(BENCHES)
     if "--help" not in sys.argv:
         from nestrec.report import progress_for
@@ -45,7 +46,7 @@ def show_progress(context: typer.Context) -> None:
         context.with_resource(progress_for(f"bench {context.invoked_subcommand}"))
 
 
-def _command_of(name: str) -> Callable[..., None]:
+def _make_command(name: str) -> Callable[..., None]:
     def run(context: typer.Context, json: JsonFile = None, page: PageFile = None) -> None:
         run_bench(name, context.args, json, page)
 
@@ -54,113 +55,135 @@ def _command_of(name: str) -> Callable[..., None]:
 
 
 def _help_of(name: str) -> str:
-    """The docstring of a bench's module, read without importing it. One of another package that cannot be read is told
-    when it is run: all commands come by here."""
+    """Return the docstring of a benchmark's module, which is read without importing the module.
+
+    A broken benchmark of another package is reported only when it is run, because every `nestrec` command calls this.
+    """
     try:
         spec = importlib.util.find_spec(BENCHES.module_of(name))
         source = "" if spec is None or spec.origin is None else Path(spec.origin).read_text()
         return ast.get_docstring(ast.parse(source)) or ""
-    except (Exception, SystemExit):  # of its source, or of the package around it, which is imported
+    except (Exception, SystemExit):  # an error in its source, or in its parent package, which is imported
         return ""
 
 
 def _names() -> list[str]:
-    """Where two packages bring one name, ours: whoever asks for a bench is told (`show_progress`), and no other command
-    ends by it."""
+    """Return the names of all benchmarks, or only the built-in ones if two packages define the same name.
+
+    The conflict is then reported by `show_progress`, so that it affects only the commands of benchmarks.
+    """
     try:
         return list(BENCHES)
     except UserError:
-        return list(BENCHES.own)
+        return list(BENCHES.built_in_names)
 
 
 for _name in _names():
-    app.command(_name, help=_help_of(_name), context_settings=PASSED_ON)(_command_of(_name))
+    app.command(_name, help=_help_of(_name), context_settings=PASS_THROUGH)(_make_command(_name))
 
 
 def run_bench(name: str, arguments: Sequence[str], json: Path | None = None, page: Path | None = None) -> None:
-    """Measure, show, and write what is asked for."""
+    """Run a benchmark, print its results, and write the requested files.
+
+    Args:
+        name: Name of the benchmark.
+        arguments: Its positional arguments and options, as typed.
+        json: Result file to write.
+        page: Page to write, for benchmarks with a page.
+    """
     from nestrec.report.result_file import make_frame, save_frame
 
     bench = BENCHES.find(name)
     if page is not None and bench.page is None:
-        raise UserError("has no page", option="--page", value=str(page), remedy="leave --page out")
-    cfg = configured(name, arguments)
+        raise UserError(
+            "this benchmark does not write a page", option="--page", value=str(page), remedy="remove --page"
+        )
+    cfg = parse_config(name, arguments)
     rows: list[Row] = []
 
-    def frame(more: Mapping[str, Any]) -> dict[str, Any]:
+    def make_result(more: Mapping[str, Any]) -> dict[str, Any]:
         is_emulated = bench.is_emulated(cfg) or any(row.get("emulated", False) for row in rows)
-        made = make_frame(bench=name, command=_typed(), rows=rows, emulated=is_emulated)
-        return {**made, **more}
+        frame = make_frame(bench=name, command=_command_line(), rows=rows, emulated=is_emulated)
+        return {**frame, **more}
 
-    def keep(row: "Row") -> None:
+    def add(row: "Row") -> None:
         _check_row(name, row)
         rows.append(row)
-        if bench.said is not None:
-            typer.echo(bench.said(row), err=True)
+        if bench.progress_line is not None:
+            typer.echo(bench.progress_line(row), err=True)
         if json is not None:
-            save_frame(json, frame({}))
+            save_frame(json, make_result({}))
 
     measured = bench.measure(cfg)
     if not isinstance(measured, Iterable):
-        raise BENCHES.broken(name, "measure", f"gives {measured!r}, which holds no rows")
-    more = _each(measured, keep)
+        raise BENCHES.contract_error(name, "measure", f"returned {measured!r} instead of an iterable of rows")
+    more = _consume(measured, add)
     _show(bench.show(rows, more) if bench.show is not None else [(name, rows)])
     if json is not None and rows:
-        save_frame(json, frame(more))
+        save_frame(json, make_result(more))
     if page is not None and bench.page is not None:
-        bench.page(page, frame(more))
+        bench.page(page, make_result(more))
 
 
-def configured(name: str, arguments: Sequence[str]) -> Any:
-    """The config of a bench from what was typed behind its name: bare words first, then options, some repeated."""
+def parse_config(name: str, arguments: Sequence[str]) -> Any:
+    """Return the config of a benchmark for its arguments.
+
+    Args:
+        name: Name of the benchmark.
+        arguments: Words after the name: positional arguments, then options. The values of a repeated option are joined.
+    """
     bench = BENCHES.find(name)
     words = list(arguments)
-    bare = words[: next((i for i, word in enumerate(words) if word.startswith("--")), len(words))]
-    if bare and bench.argument is None:
-        raise UserError("does not belong to an option", option="argument", value=bare[0], remedy="write --name value")
-    overrides = parse_overrides(words[len(bare) :], ("json", "page"), joins_repeated=True)
-    if bare:
-        overrides = {str(bench.argument): ",".join(bare), **overrides}
-    default = BENCHES.by_default(name, "config")
-    return with_overrides(default, {option.replace("-", "_"): value for option, value in overrides.items()})
+    positional = words[: next((i for i, word in enumerate(words) if word.startswith("--")), len(words))]
+    if positional and bench.argument is None:
+        remedy = "write options as --option value"
+        raise UserError("unexpected argument", option="argument", value=positional[0], remedy=remedy)
+    overrides = parse_overrides(words[len(positional) :], ("json", "page"), joins_repeated=True)
+    if positional:
+        overrides = {str(bench.argument): ",".join(positional), **overrides}
+    default = BENCHES.default_config(name, "config")
+    return apply_overrides(default, {option.replace("-", "_"): value for option, value in overrides.items()})
 
 
 @app.command()
 def join(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Result files.")],
-    json: Annotated[Path, typer.Option("--json", help="The file that holds all of them.")],
-    bench: Annotated[str, typer.Option(help="What the joined file calls itself.")] = "schedules",
+    json: Annotated[Path, typer.Option("--json", help="Joined result file to write.")],
+    bench: Annotated[str, typer.Option(help="Name of the benchmark in the joined file.")] = "schedules",
 ) -> None:
-    """Put result files of several commands into one."""
+    """Join the result files of several commands into one file."""
     from nestrec.report.result_file import join_frames, load_frame, save_frame
 
-    save_frame(json, join_frames([load_frame(file) for file in files], bench=bench, command=_typed()))
+    save_frame(json, join_frames([load_frame(file) for file in files], bench=bench, command=_command_line()))
 
 
-def _each(measured: "Iterable[Row]", keep: "Callable[[Row], None]") -> Mapping[str, Any]:
-    """Hands on every row; what a generator returned at its end."""
+def _consume(measured: "Iterable[Row]", add: "Callable[[Row], None]") -> Mapping[str, Any]:
+    """Call `add` with every row, and return the mapping that a generator returned, or an empty one."""
     rows = iter(measured)
     while True:
         try:
             row = next(rows)
         except StopIteration as end:
             return end.value or {}
-        keep(row)
+        add(row)
 
 
 def _check_row(name: str, row: Any) -> None:
-    """Told at its first row, and not when all is measured and nothing of it can be written."""
+    """Raise an error for an invalid row.
+
+    Every row is checked as soon as it is measured: after the last one, the result file could no longer be written.
+    """
     try:
         if isinstance(row, Mapping):
             encoded.dumps(row)
             return
-        problem = "which is no mapping of fields to values"
+        problem = "which is not a mapping of fields to values"
     except (TypeError, ValueError) as error:
-        problem = f"which no result file can hold ({error}); tensors and arrays have `item` and `tolist`"
-    raise BENCHES.broken(name, "measure", f"gives the row {row!r}, {problem}")
+        problem = f"which cannot be encoded as JSON ({error}); convert tensors and arrays by `item` and `tolist`"
+    raise BENCHES.contract_error(name, "measure", f"returned the row {row!r}, {problem}")
 
 
-def _show(parts: "Iterable[Shown]") -> None:
+def _show(parts: "Iterable[OutputPart]") -> None:
     from nestrec.report import print_rows
 
     for part in parts:
@@ -170,13 +193,12 @@ def _show(parts: "Iterable[Shown]") -> None:
             print_rows(part[1], title=part[0])
 
 
-def _typed() -> str:
-    """What was typed."""
+def _command_line() -> str:
     return shlex.join(["nestrec", *sys.argv[1:]])
 
 
 def _options_of(words: list[str]) -> tuple[Any, str]:
-    return BENCHES.by_default(words[0], "config", field="bench"), " ".join(words[1:])
+    return BENCHES.default_config(words[0], "config", field="bench"), " ".join(words[1:])
 
 
 COMMAND = ExternalCommand(app=app, options_of=_options_of)

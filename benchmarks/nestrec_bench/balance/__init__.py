@@ -1,1 +1,1 @@
-"""Balance of samples over ranks and micro-batches."""
+"""Benchmarks of balancing and clustering samples over ranks and micro-batches."""

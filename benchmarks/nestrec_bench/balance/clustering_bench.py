@@ -1,7 +1,7 @@
-"""Rows that cross the network for each clustering into micro-batches, with and without the window cache.
+"""Count the rows that are transferred for each clustering into micro-batches, with and without the window cache.
 
-Without the cache the rows are counted from the partition. With it they are read from the counters of the engine, which
-routes the very batches and exchanges their vectors.
+Without the cache, the rows are counted from the partition. With it, they are read from the counters of the embedding
+engine, which routes the same batches and exchanges their vectors.
 
     nestrec bench clustering turbogr-kuai data/ml-1m-ordered --rounds 3
 """
@@ -31,7 +31,18 @@ CLUSTERINGS: tuple[Clustering, ...] = ("contiguous", "random", "by_length", "gre
 def measure_clustering(
     data: str, *, batch: int = 512, micro_batches: Sequence[int] = (4, 8, 16, 32), rounds: int = 5, seed: int = 0
 ) -> list[dict[str, Any]]:
-    """A row for each number of micro-batches and clustering; means over batches of a preset or a prepared dataset."""
+    """Measure each clustering for each number of micro-batches.
+
+    Args:
+        data: A preset or the folder of a prepared dataset.
+        batch: Number of samples per rank.
+        micro_batches: Numbers of micro-batches.
+        rounds: Number of batches to average over.
+        seed: Random seed of the sample order.
+
+    Returns:
+        One row per number of micro-batches and clustering.
+    """
     batches = _batches(data, batch, rounds, seed)
     rows = []
     for num_micro_batches in micro_batches:
@@ -51,7 +62,7 @@ def measure_clustering(
 
 
 def short_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What fits a terminal."""
+    """Return the rows with the columns that fit a terminal."""
     names = {
         "data": "data", "micro_batches": "N", "clustering": "by", "sent_over_unique": "sent",
         "cached_over_unique": "cached", "first_keys": "first", "last_keys": "last", "cost_over_mean": "load",
@@ -65,28 +76,28 @@ def _measure(name: Clustering, keys: SampleKeys, num_micro_batches: int) -> dict
     cluster(name, keys, cost, num_micro_batches)  # the first call may compile
     start_s = time.perf_counter()
     groups = cluster(name, keys, cost, num_micro_batches)
-    took_ms = 1000 * (time.perf_counter() - start_s)
+    duration_ms = 1000 * (time.perf_counter() - start_s)
     found = inflation(keys, groups)
     loads = [cost[group].sum() for group in groups]
     return {
         "unique_keys": found.unique,
         "sent_over_unique": found.ratio,
-        "cached_over_unique": _crossed_with_cache(keys, groups) / found.unique,
+        "cached_over_unique": _sent_with_cache(keys, groups) / found.unique,
         "first_keys": found.first,
         "last_keys": found.last,
         "cost_over_mean": max(loads) / (sum(loads) / num_micro_batches),
-        "cluster_ms": took_ms,
+        "cluster_ms": duration_ms,
         "keys": float(len(keys.values)),
     }
 
 
-def _crossed_with_cache(keys: SampleKeys, groups: Sequence[Any]) -> int:
-    """Vectors that the engine's counters show with the window cache."""
+def _sent_with_cache(keys: SampleKeys, groups: Sequence[Any]) -> int:
+    """Return the number of vectors that are sent with the window cache, from the counters of the engine."""
     engine = EmbeddingEngine([TableConfig(name="items", dim=1)], Topology.single())
     samples = np.split(keys.values, keys.offsets[1:-1])
     parts = [{"items": np.concatenate([samples[i] for i in group] or [keys.values[:0]])} for group in groups]
     routed = engine.route(*parts, window_cache=True)
-    working = engine.fetch(routed, step=1)
+    working = engine.fetch_rows(routed, step=1)
     for part in range(len(parts)):
         engine.exchange_vectors(routed, working, part)
     total = engine.statistics.vectors.rows
@@ -95,7 +106,7 @@ def _crossed_with_cache(keys: SampleKeys, groups: Sequence[Any]) -> int:
 
 
 def _batches(data: str, batch: int, rounds: int, seed: int) -> list[SampleKeys]:
-    """The item ids of users, as batches of one rank."""
+    """Return the item ids of users as batches of one rank."""
     with tempfile.TemporaryDirectory(prefix="nestrec-clustering-") as folder:
         path = Path(data)
         if not path.is_dir():
@@ -108,23 +119,25 @@ def _batches(data: str, batch: int, rounds: int, seed: int) -> list[SampleKeys]:
 
 
 @config
-class ClusteringBench:
+class ClusteringBenchConfig:
+    """Options of the benchmark."""
+
     data: tuple[str, ...] = ("turbogr-kuai",)
-    """presets or prepared datasets"""
+    """Presets or folders of prepared datasets."""
     batch: Count = 512
-    """samples of a rank in a step"""
+    """Number of samples per rank and step."""
     rounds: Count = 5
-    """batches to average over"""
+    """Number of batches to average over."""
 
 
-def _rows(bench: ClusteringBench) -> Iterator[dict[str, Any]]:
+def _rows(bench: ClusteringBenchConfig) -> Iterator[dict[str, Any]]:
     for name in bench.data:
         yield from measure_clustering(name, batch=bench.batch, rounds=bench.rounds)
 
 
-TITLE = "vectors sent over unique keys of the batch (with the window cache: cached)"
+TITLE = "vectors sent / unique keys of the batch (column cached: with the window cache)"
 BENCH = Bench(
-    config=ClusteringBench,
+    config=ClusteringBenchConfig,
     measure=_rows,
     show=lambda rows, more: [(TITLE, short_rows(rows))],
     argument="data",

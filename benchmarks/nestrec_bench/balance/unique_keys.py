@@ -1,7 +1,7 @@
-"""What balance costs in unique keys: rows that several ranks or micro-batches need are fetched by each of them.
+"""Effect of balance policies on unique keys: a row that several ranks or micro-batches need is fetched by each of them.
 
-A policy that moves samples between ranks changes which of them share keys. The sums over ranks and over micro-batches
-of their unique keys are what exchanges carry without a window cache; clustering works on top of them.
+A policy that moves samples between ranks changes which ranks share keys. Without a window cache, an exchange transfers
+the sum of unique keys over ranks and over micro-batches. Clustering is applied in addition.
 """
 
 import tempfile
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nestrec.balance import POLICIES, TOKENS, micro_partition, partition
-from nestrec.data.batch_order import contiguous, epoch_order
+from nestrec.data.batch_order import epoch_order, split_contiguous
 from nestrec.data.dataset import Dataset, DatasetRows
 from nestrec.data.synthetic.synthetic_logs import generate, preset
 from nestrec.data.synthetic.synthetic_logs import lengths as draw_lengths
@@ -22,15 +22,24 @@ from nestrec.pipeline.key_clustering import Clustering, SampleKeys, cluster
 Row = dict[str, Any]
 CLUSTERING: Clustering = "refined"
 MOST_EVENTS = 4_000_000
-"""Events to make up at the most."""
+"""Maximum number of synthetic events."""
 
 
 def unique_key_rows(
     lengths: str, ranks: int, batch: int, *, rounds: int = 10, micro_batches: int = 4, seed: int = 0
 ) -> list[Row]:
-    """A row for each policy, means over `rounds` global batches of a preset or a prepared dataset.
+    """Count the unique keys of each policy on global batches of a preset or a prepared dataset.
 
-    Of large batches fewer are made up, and none where one alone would hold more than MOST_EVENTS.
+    Args:
+        lengths: A preset or the folder of a prepared dataset.
+        ranks: Number of ranks.
+        batch: Number of samples per rank.
+        rounds: Number of global batches. Fewer batches are generated if they are large.
+        micro_batches: Number of micro-batches per rank.
+        seed: Random seed of the sample order.
+
+    Returns:
+        One row per policy with means over the global batches; empty if one synthetic batch would exceed `MOST_EVENTS`.
     """
     if not Path(lengths).is_dir():
         events = ranks * batch * float(draw_lengths(lengths, 1000, seed).mean())
@@ -53,32 +62,42 @@ def unique_key_rows(
 
 
 def with_unique_keys(rows: Sequence[Row], found: Sequence[Row]) -> list[Row]:
-    """The rows of a bench, those of the same setting and policy by tokens, without noise, with their unique keys."""
-    by_place = {(row["lengths"], row["ranks"], row["policy"]): row for row in found}
+    """Return the rows of a benchmark with unique keys, which are added for the cost `tokens` without noise.
+
+    Args:
+        rows: Rows of the benchmark.
+        found: Rows of `unique_key_rows`, matched by lengths, ranks and policy.
+    """
+    by_setting = {(row["lengths"], row["ranks"], row["policy"]): row for row in found}
     merged = []
     for row in rows:
-        keys = by_place.get((row["lengths"], row["ranks"], row["policy"]))
+        keys = by_setting.get((row["lengths"], row["ranks"], row["policy"]))
         is_plain = row.get("cost") == "tokens" and row["noise"] == "none"
         merged.append({**row, **{k: v for k, v in keys.items() if k not in row}} if keys and is_plain else row)
     return merged
 
 
 def _counts(rows: DatasetRows, policy: str, ranks: int, micro_batches: int) -> tuple[int, ...]:
-    """Unique keys: of the batch, summed over ranks, over micro-batches in order, of equal cost, clustered by key."""
+    """Return numbers of unique keys: of the batch, and sums over ranks and over three kinds of micro-batches.
+
+    The micro-batches are contiguous, of equal cost, or clustered by key.
+    """
     tokens = np.diff(rows.lists["item_ids"][1])
-    groups = partition(policy, TOKENS.of(tokens), ranks, lengths=tokens)
-    in_order = [group[part] for group in groups for part in contiguous(group.size, micro_batches)]
-    equal = [group[part] for group in groups for part in micro_partition(TOKENS.of(tokens[group]), micro_batches)]
+    groups = partition(policy, TOKENS.sample_costs(tokens), ranks, lengths=tokens)
+    in_order = [group[part] for group in groups for part in split_contiguous(group.size, micro_batches)]
+    equal = [
+        group[part] for group in groups for part in micro_partition(TOKENS.sample_costs(tokens[group]), micro_batches)
+    ]
     clustered = [group[part] for group in groups for part in _clustered(rows, group, micro_batches)]
-    whole = [np.arange(rows.num_rows)]
-    return tuple(_unique(rows, parts) for parts in (whole, groups, in_order, equal, clustered))
+    all_rows = [np.arange(rows.num_rows)]
+    return tuple(_unique(rows, parts) for parts in (all_rows, groups, in_order, equal, clustered))
 
 
 def _clustered(rows: DatasetRows, group: NDArray[np.int64], micro_batches: int) -> list[NDArray[np.int64]]:
-    """Micro-batches of a rank by the clustering that training uses, near equal in cost too."""
+    """Return the micro-batches of a rank by the clustering of training, which also balances their costs."""
     values, offsets = rows.take(group).lists["item_ids"]
     keys = SampleKeys(values.astype(np.int64), offsets)
-    return cluster(CLUSTERING, keys, TOKENS.of(np.diff(offsets)), micro_batches)
+    return cluster(CLUSTERING, keys, TOKENS.sample_costs(np.diff(offsets)), micro_batches)
 
 
 def _unique(rows: DatasetRows, parts: Sequence[NDArray[np.int64]]) -> int:

@@ -1,1 +1,1 @@
-"""The same job through other systems."""
+"""Comparison with other systems that train the same job."""

@@ -1,7 +1,7 @@
-"""Inside the ranks of `nestrec bench peers`: run by torchrun, one process a rank.
+"""Program of the ranks of `nestrec bench peers`, started by torchrun with one process per rank.
 
-All systems are built in the same processes and take turns, a round of a few steps each, over the same batches, so they
-share the state of the machine. Rank 0 writes what it measured as JSON.
+All systems are built in the same processes. They alternate in rounds of a few steps over the same batches, so that
+disturbances of the machine affect all of them. Rank 0 writes the measurements as JSON.
 """
 
 import argparse
@@ -28,33 +28,33 @@ WARMUP_STEPS = 4
 
 
 @dataclass(slots=True)
-class Timed:
-    """A system and what its rounds took."""
+class SystemTimes:
+    """A training job of one system and the times of its rounds."""
 
     job: Job
     seconds: list[float] = field(default_factory=list)
-    """Of a round, until the last rank was done."""
+    """Wall time of each round, until the last rank finished."""
     cpu_seconds: list[float] = field(default_factory=list)
-    """Of a round, in all threads of this rank."""
+    """CPU time of each round in all threads of this rank."""
 
 
-def build(dense: DenseKind, modes: list[str], torchrec_modes: list[str], topology: Topology) -> list[Timed]:
-    """The systems, each with its own tables. Collective."""
+def build(dense: DenseKind, modes: list[str], torchrec_modes: list[str], topology: Topology) -> list[SystemTimes]:
+    """Build the jobs of all systems, each with its own tables. Collective."""
     workload = PeersWorkload(WorkloadConfig())
     batches = [workload.batch(topology.rank, step) for step in range(NUM_BATCHES)]
-    jobs: list[Job] = [NestrecJob(workload, batches, dense, _ranks(topology, mode), mode) for mode in modes]
+    jobs: list[Job] = [NestrecJob(workload, batches, dense, _topology_of(topology, mode), mode) for mode in modes]
     jobs += [TorchRecJob(workload, batches, dense, mode) for mode in torchrec_modes]
-    return [Timed(job) for job in jobs]
+    return [SystemTimes(job) for job in jobs]
 
 
-def _ranks(topology: Topology, mode: str) -> Topology:
-    """The ranks as they exchange in one of our modes. Collective."""
-    gloo = ParallelConfig(exchange="collectives")
+def _topology_of(topology: Topology, mode: str) -> Topology:
+    """Return the topology with the transport of a mode of nestrec. Collective."""
+    gloo = ParallelConfig(transport="collectives")
     return Topology.of_process_group(topology.device, gloo) if mode == "serial_gloo" else topology
 
 
-def take_turns(systems: list[Timed], topology: Topology, *, rounds: int, steps: int) -> None:
-    """Rounds of steps by turns; each round begins with another system. Collective."""
+def run_alternately(systems: list[SystemTimes], topology: Topology, *, rounds: int, steps: int) -> None:
+    """Run rounds of steps of all systems; the first system of a round rotates. Collective."""
     for system in systems:
         for _ in range(WARMUP_STEPS):
             system.job.step()
@@ -72,14 +72,14 @@ def take_turns(systems: list[Timed], topology: Topology, *, rounds: int, steps: 
 
 
 def global_losses(job: Job, topology: Topology, num_steps: int) -> list[float]:
-    """Losses of the first steps, averaged over ranks. Collective."""
+    """Return the losses of the first steps, averaged over ranks. Collective."""
     total = torch.stack(job.losses[:num_steps])
     all_reduce_sum(topology.dense, total)
     return [round(float(x), 6) for x in total / topology.world]
 
 
-def describe(system: Timed, topology: Topology, steps: int) -> dict[str, Any]:
-    """What one system did. Collective."""
+def describe(system: SystemTimes, topology: Topology, steps: int) -> dict[str, Any]:
+    """Return the measurements of one system. Collective."""
     samples = WorkloadConfig().batch * topology.world * steps
     cpu_ms = all_gather_json(topology.control, 1e3 * statistics.median(system.cpu_seconds) / steps)
     return {
@@ -94,25 +94,25 @@ def describe(system: Timed, topology: Topology, steps: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Entry point under torchrun."""
+    """Run the benchmark on this rank, started by torchrun."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dense", choices=DENSE_KINDS, required=True)
     parser.add_argument("--modes", nargs="+", choices=OUR_MODES, required=True, help="modes of nestrec")
     parser.add_argument("--torchrec-modes", nargs="*", default=[], help="modes of TorchRec to compare with")
     parser.add_argument("--rounds", type=int, required=True)
-    parser.add_argument("--steps", type=int, required=True, help="steps of a round")
-    parser.add_argument("--output", type=Path, required=True, help="file that rank 0 writes")
-    given = parser.parse_args()
+    parser.add_argument("--steps", type=int, required=True, help="number of steps per round")
+    parser.add_argument("--output", type=Path, required=True, help="result file, written by rank 0")
+    options = parser.parse_args()
     topology = Topology.from_environment("cpu")
-    systems = build(given.dense, given.modes, given.torchrec_modes, topology)
-    take_turns(systems, topology, rounds=given.rounds, steps=given.steps)
-    rows = [describe(system, topology, given.steps) for system in systems]
+    systems = build(options.dense, options.modes, options.torchrec_modes, topology)
+    run_alternately(systems, topology, rounds=options.rounds, steps=options.steps)
+    rows = [describe(system, topology, options.steps) for system in systems]
     if topology.is_first:
-        given.output.write_text(json.dumps(rows))
+        options.output.write_text(json.dumps(rows))
     barrier(topology.control)
     torch.distributed.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # threads that a compared system left running would abort an orderly exit now and then
+    os._exit(0)  # threads that a system has left running sometimes abort a normal exit
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""The peers' job through TorchRec's public interface: one rank, tables sharded by rows, RowWiseAdagrad in backward.
+"""Training job of TorchRec through its public interface: row-wise sharded tables, fused RowWiseAdagrad.
 
-TorchRec is imported inside functions only: nothing else here needs it. `make torchrec` makes an environment that has
-it.
+TorchRec is imported only inside functions, because it is optional. `make torchrec` creates an environment with it.
 """
 
 import itertools
@@ -21,7 +20,7 @@ _MEMORY_BYTES = 8 << 30
 
 
 class TorchRecJob:
-    """TorchRec's side: a plain loop, or one of its pipelines."""
+    """Training job of TorchRec on one rank, with a plain loop or one of its training pipelines."""
 
     system = "torchrec"
 
@@ -32,19 +31,19 @@ class TorchRecJob:
         self.version = __version__
         self.losses: list[torch.Tensor] = []
         model = _PeersModel(workload, dense)
-        # A hook and not a line of forward: pipelines trace forward with symbols before they run it.
-        model.dense.register_forward_hook(lambda module, given, loss: self.losses.append(loss.detach()))
+        # The loss is recorded by a hook and not in `forward`, because pipelines trace `forward` symbolically.
+        model.dense.register_forward_hook(lambda module, inputs, loss: self.losses.append(loss.detach()))
         self._batches = _endless(batches)
         self._progress = make_progress(mode, *_shard(model, workload))
 
     def step(self) -> None:
-        """One step of training. Collective."""
+        """Run one training step. Collective."""
         self._progress(self._batches)
 
 
 @dataclass(frozen=True, slots=True)
 class _KeyedBatch:
-    """What TorchRec's pipelines move: its interface Pipelineable."""
+    """Batch with the interface `Pipelineable` of TorchRec's training pipelines."""
 
     keyed: Any
     lengths: torch.Tensor
@@ -56,11 +55,11 @@ class _KeyedBatch:
         return _KeyedBatch(*(part.to(device=device, non_blocking=non_blocking) for part in parts))
 
     def record_stream(self, stream: Any) -> None:
-        """Nothing to keep alive: a CPU has no streams."""
+        """Do nothing: a CPU does not have streams."""
 
 
 class _PeersModel(nn.Module):
-    """Two collections and the dense part."""
+    """Model of two embedding collections and the dense part."""
 
     def __init__(self, workload: PeersWorkload, dense: DenseKind) -> None:
         from torchrec import (
@@ -72,12 +71,12 @@ class _PeersModel(nn.Module):
         )
 
         super().__init__()
-        nowhere = torch.device("meta")
+        meta = torch.device("meta")
         size = {"embedding_dim": workload.cfg.dim, "num_embeddings": workload.cfg.num_rows}
         sequence = EmbeddingConfig(name=TABLE_OF[SEQUENCE], feature_names=[SEQUENCE], **size)
         bag = EmbeddingBagConfig(name=TABLE_OF[BAG], feature_names=[BAG], pooling=PoolingType.SUM, **size)
-        self.sequences = EmbeddingCollection(device=nowhere, tables=[sequence])
-        self.bags = EmbeddingBagCollection(device=nowhere, tables=[bag])
+        self.sequences = EmbeddingCollection(device=meta, tables=[sequence])
+        self.bags = EmbeddingBagCollection(device=meta, tables=[bag])
         self.dense = DensePart(workload.cfg, dense)
 
     def forward(self, batch: _KeyedBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,24 +93,34 @@ def _endless(batches: Sequence[PeersBatch]) -> Iterator[_KeyedBatch]:
     Pipelineable.register(_KeyedBatch)
     joined = [(torch.cat(list(b.keys.values())), torch.cat(list(b.lengths.values()))) for b in batches]
     for batch, (keys, lengths) in itertools.cycle(zip(batches, joined, strict=True)):
-        keyed = KeyedJaggedTensor(
-            keys=list(batch.keys), values=keys, lengths=lengths
-        )  # anew: it caches what it derives
+        # A new instance per step, because KeyedJaggedTensor caches derived values.
+        keyed = KeyedJaggedTensor(keys=list(batch.keys), values=keys, lengths=lengths)
         yield _KeyedBatch(keyed, batch.lengths[SEQUENCE], batch.dense, batch.label)
 
 
 def _shard(model: _PeersModel, workload: PeersWorkload) -> tuple[nn.Module, Any]:
-    """The model over all ranks, with the rows that the workload begins with, and the optimiser of its dense part."""
+    """Return the sharded model with the initial rows of the workload, and the optimizer of its dense part."""
     collections = [model.sequences, model.bags]
-    sharded, optimizer = shard_by_rows(model, collections, sharders(), list(TABLE_OF.values()), workload.cfg.batch)
+    sharded, optimizer = shard_by_rows(model, collections, make_sharders(), list(TABLE_OF.values()), workload.cfg.batch)
     _load_first_rows(sharded, workload)
     return sharded, optimizer
 
 
 def shard_by_rows(
-    model: nn.Module, collections: Sequence[nn.Module], given: list[Any], tables: Sequence[str], batch: int
+    model: nn.Module, collections: Sequence[nn.Module], sharders: list[Any], tables: Sequence[str], batch: int
 ) -> tuple[nn.Module, Any]:
-    """A model with tables sharded by rows over all ranks, RowWiseAdagrad in backward, and Adam for its dense part."""
+    """Shard the tables of a model by rows over all ranks.
+
+    Args:
+        model: Model with embedding collections.
+        collections: Its embedding collections.
+        sharders: Sharders of the collections (see `make_sharders`).
+        tables: Names of the tables.
+        batch: Number of samples per rank.
+
+    Returns:
+        The sharded model, whose backward pass applies RowWiseAdagrad, and the Adam optimizer of its dense part.
+    """
     from torchrec.distributed.model_parallel import DistributedModelParallel
     from torchrec.distributed.types import ShardingEnv
     from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -122,24 +131,24 @@ def shard_by_rows(
     rows = [parameter for collection in collections for parameter in collection.parameters()]
     apply_optimizer_in_backward(RowWiseAdagrad, rows, {"lr": ROW_LEARNING_RATE, "eps": ROW_EPS})
     env = ShardingEnv.from_process_group(dist.group.WORLD)
-    plan = _row_wise_plan(model, given, tables, batch)
-    sharded = DistributedModelParallel(model, env=env, device=torch.device("cpu"), plan=plan, sharders=given)
+    plan = _row_wise_plan(model, sharders, tables, batch)
+    sharded = DistributedModelParallel(model, env=env, device=torch.device("cpu"), plan=plan, sharders=sharders)
     dense = dict(in_backward_optimizer_filter(sharded.named_parameters()))
-    return sharded, KeyedOptimizerWrapper(dense, lambda given: torch.optim.Adam(given, lr=DENSE_LEARNING_RATE))
+    return sharded, KeyedOptimizerWrapper(dense, lambda params: torch.optim.Adam(params, lr=DENSE_LEARNING_RATE))
 
 
-def sharders() -> list[Any]:
-    """Of sequences and bags."""
+def make_sharders() -> list[Any]:
+    """Return the sharders of sequence and bag collections, for row-wise sharding on CPUs."""
     from torchrec.distributed.embedding import EmbeddingCollectionSharder
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 
     bags = EmbeddingBagCollectionSharder()
-    # It offers sharding of bags by rows on GPUs alone, though the implementation runs on CPUs as well.
+    # TorchRec offers row-wise sharding of bags only on GPUs, although the implementation also runs on CPUs.
     bags.sharding_types = lambda compute_device_type: ["row_wise"]
     return [EmbeddingCollectionSharder(), bags]
 
 
-def _row_wise_plan(model: nn.Module, given: list[Any], tables: Sequence[str], batch: int) -> Any:
+def _row_wise_plan(model: nn.Module, sharders: list[Any], tables: Sequence[str], batch: int) -> Any:
     from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 
     world = dist.get_world_size()
@@ -149,7 +158,7 @@ def _row_wise_plan(model: nn.Module, given: list[Any], tables: Sequence[str], ba
     by_rows = ParameterConstraints(sharding_types=["row_wise"], compute_kernels=["fused"])
     constraints = dict.fromkeys(tables, by_rows)
     planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints, batch_size=batch)
-    return planner.plan(model, given)
+    return planner.plan(model, sharders)
 
 
 def _load_first_rows(sharded: nn.Module, workload: PeersWorkload) -> None:
@@ -162,7 +171,7 @@ def _load_first_rows(sharded: nn.Module, workload: PeersWorkload) -> None:
 
 
 def make_progress(mode: str, model: nn.Module, optimizer: Any) -> Callable[[Iterator[Any]], object]:
-    """One step of the plain loop, or of one of TorchRec's pipelines."""
+    """Return a function that runs one step of the plain loop, or of one of TorchRec's training pipelines."""
     from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
     from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSparseDistLite
 

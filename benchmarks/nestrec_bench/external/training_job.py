@@ -1,14 +1,13 @@
-"""The dense part of the job that systems are compared on: a tower over the sequence, and a head.
+"""Dense part of the compared training jobs, and the job of nestrec.
 
-`mlp`: the mean of the sequence through one layer, so that the sparse path dominates. `bucket`: a small transformer
-whose linear layers see only real tokens and whose attention is padded within chunks of samples of like length: what a
-careful user of plain torch would write.
+The dense part is a tower over the sequence and a head. Tower `mlp` is the mean of the sequence and one linear layer, so
+that the sparse path dominates. Tower `bucket` is a small transformer as an experienced PyTorch user would write it: its
+linear layers process only real tokens, and its attention is padded within chunks of samples of similar length.
+
+The job of nestrec is written as by a user, for one rank and with the serial schedule. All ranks have the same number of
+samples, so that the mean over the global batch is the mean of the means of the ranks.
 
 Shapes: B samples, T tokens of all samples, L tokens of the longest sample of a chunk, D elements of a vector.
-
-The peers' job as a user of nestrec would write it: one rank, in the serial schedule.
-
-All ranks have equally many samples, so the mean over the global batch is the mean of the ranks' means.
 """
 
 import itertools
@@ -34,7 +33,7 @@ _CHUNKS = 16
 
 
 class DensePart(nn.Module):
-    """Everything above the tables; the same parameters wherever it is made."""
+    """Dense part of the model; its initial parameters are the same in every system."""
 
     def __init__(self, cfg: WorkloadConfig, kind: DenseKind) -> None:
         super().__init__()
@@ -50,13 +49,13 @@ class DensePart(nn.Module):
         dense: torch.Tensor,
         label_B: torch.Tensor,
     ) -> torch.Tensor:
-        """The mean loss of the samples."""
+        """Return the mean loss of the samples."""
         loss: torch.Tensor = self.head(dense, self.tower(tokens_TD, lengths_B), bags_BD, label_B)
         return loss
 
 
 class MeanTower(nn.Module):
-    """(B, D) from the mean of a sample's tokens."""
+    """Linear layer over the mean of a sample's tokens, with an output of shape (B, D)."""
 
     def __init__(self, cfg: WorkloadConfig) -> None:
         super().__init__()
@@ -67,7 +66,7 @@ class MeanTower(nn.Module):
 
 
 class SequenceTower(nn.Module):
-    """(B, D) from a transformer over a sample's tokens, averaged."""
+    """Transformer over a sample's tokens, with averaged outputs of shape (B, D)."""
 
     def __init__(self, cfg: WorkloadConfig) -> None:
         super().__init__()
@@ -87,32 +86,35 @@ class SequenceTower(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Samples of like length, padded to the longest of them."""
+    """Samples of similar length, padded to the longest of them."""
 
     index_BL: torch.Tensor
-    """Places of their tokens; 0 where there is none."""
+    """Indices of their tokens; 0 for padding."""
     mask_BL: torch.Tensor
     tokens: torch.Tensor
-    """Places of the real tokens, one sample after the other."""
+    """Indices of the real tokens, concatenated over samples."""
 
 
 class Layer(nn.Module):
-    """Attention and a feed-forward part, each behind a norm and beside a residual."""
+    """Pre-norm transformer layer: attention and a feed-forward network, each with a residual connection."""
 
     def __init__(self, cfg: WorkloadConfig) -> None:
         super().__init__()
         self._num_heads = cfg.num_heads
-        self.norm1, self.norm2 = nn.LayerNorm(cfg.dim), nn.LayerNorm(cfg.dim)
-        self.qkv, self.out = nn.Linear(cfg.dim, 3 * cfg.dim), nn.Linear(cfg.dim, cfg.dim)
-        self.up, self.down = nn.Linear(cfg.dim, cfg.ffn_dim), nn.Linear(cfg.ffn_dim, cfg.dim)
+        self.norm1 = nn.LayerNorm(cfg.dim)
+        self.norm2 = nn.LayerNorm(cfg.dim)
+        self.qkv = nn.Linear(cfg.dim, 3 * cfg.dim)
+        self.out = nn.Linear(cfg.dim, cfg.dim)
+        self.up = nn.Linear(cfg.dim, cfg.ffn_dim)
+        self.down = nn.Linear(cfg.ffn_dim, cfg.dim)
 
     def forward(self, x_TD: torch.Tensor, chunks: list[Chunk]) -> torch.Tensor:
         qkv = self.qkv(self.norm1(x_TD))
         attended = torch.cat([self._attention(qkv[c.index_BL], c.mask_BL)[c.mask_BL] for c in chunks])
         attended_TD = torch.empty_like(x_TD).index_copy(0, torch.cat([c.tokens for c in chunks]), attended)
         x_TD = x_TD + self.out(attended_TD)
-        moved: torch.Tensor = x_TD + self.down(F.gelu(self.up(self.norm2(x_TD))))
-        return moved
+        out_TD: torch.Tensor = x_TD + self.down(F.gelu(self.up(self.norm2(x_TD))))
+        return out_TD
 
     def _attention(self, qkv: torch.Tensor, mask_BL: torch.Tensor) -> torch.Tensor:
         num_samples, length, width = qkv.shape
@@ -123,7 +125,7 @@ class Layer(nn.Module):
 
 
 class Head(nn.Module):
-    """As in DLRM: dense inputs through an MLP, dot products of the three vectors, an MLP on top, the mean loss."""
+    """Head of DLRM: bottom MLP of the dense inputs, dot products of the three vectors, top MLP, and the mean loss."""
 
     def __init__(self, cfg: WorkloadConfig) -> None:
         super().__init__()
@@ -154,29 +156,31 @@ def _mean(tokens_TD: torch.Tensor, sample_T: torch.Tensor, lengths_B: torch.Tens
 
 
 def _chunk(starts_B: torch.Tensor, lengths_B: torch.Tensor) -> Chunk:
-    place = torch.arange(int(lengths_B.max()))
-    mask_BL = place[None, :] < lengths_B[:, None]
-    index_BL = torch.where(mask_BL, starts_B[:, None] + place[None, :], 0)
+    position_L = torch.arange(int(lengths_B.max()))
+    mask_BL = position_L[None, :] < lengths_B[:, None]
+    index_BL = torch.where(mask_BL, starts_B[:, None] + position_L[None, :], 0)
     return Chunk(index_BL, mask_BL, index_BL[mask_BL])
 
 
-ROW_LEARNING_RATE, ROW_EPS, DENSE_LEARNING_RATE = 0.05, 1e-8, 1e-3
+ROW_LEARNING_RATE = 0.05
+ROW_EPS = 1e-8
+DENSE_LEARNING_RATE = 1e-3
 _LOAD_ROWS = 1 << 16
 OUR_MODES = ("serial", "serial_gloo")
-"""The serial schedule; the same with exchanges through Gloo's sockets, as TorchRec's, and not through shared memory."""
+"""Serial schedule, with exchanges through shared memory or, as in TorchRec, through the sockets of Gloo."""
 
 
 class Job(Protocol):
-    """A system that trains the job on one rank."""
+    """Training job of one system on one rank."""
 
     system: str
     version: str
     mode: str
     losses: list[torch.Tensor]
-    """Of the global batch, or of this rank's samples; one for each step so far."""
+    """Loss of each past step, of the global batch or of this rank's samples."""
 
     def step(self) -> None:
-        """One step of training. Collective."""
+        """Run one training step. Collective."""
 
 
 class _PeersModel(nn.Module):
@@ -192,7 +196,7 @@ class _PeersModel(nn.Module):
 
 
 class NestrecJob:
-    """Our side: a module of one's own in `nestrec.TrainingPipeline`."""
+    """Training job of nestrec: a user-defined module in `nestrec.TrainingPipeline`."""
 
     system = "nestrec"
     version = __version__
@@ -222,11 +226,11 @@ class NestrecJob:
         self.losses: list[torch.Tensor] = []
 
     def step(self) -> None:
-        """One step of training. Collective."""
+        """Run one training step. Collective."""
         self.losses.append(next(self._trained))
 
     def parts_ms(self) -> dict[str, list[float]]:
-        """Stage of a step to [its median time], in the thread that trains."""
+        """Return a mapping of each stage of a step to [its median time], in the training thread."""
         spans: dict[str, list[int]] = {}
         for span in self.pipeline.tracer.spans():
             if span.kind != "step":

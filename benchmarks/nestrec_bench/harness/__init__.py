@@ -1,1 +1,1 @@
-"""What benches share: result files, ranks, limited links, lengths, clocks."""
+"""Shared tools of the benchmarks: local ranks, emulated and limited links, lengths, clocks, random models."""

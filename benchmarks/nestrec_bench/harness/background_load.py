@@ -1,4 +1,4 @@
-"""How much of the machine others took while ranks measured. Linux only; elsewhere nothing is seen."""
+"""CPU load of other processes during a measurement; always 0 on systems other than Linux."""
 
 import os
 import time
@@ -11,7 +11,10 @@ _STAT = Path("/proc/stat")
 
 
 class BackgroundLoadMeter:
-    """From its making on. All ranks of a machine make it, and ask it, at the same time."""
+    """Meter of the CPU load of other processes since its creation.
+
+    All ranks of a machine must create and read it at the same time.
+    """
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
@@ -20,16 +23,19 @@ class BackgroundLoadMeter:
         self._own_s = _own_s()
 
     def cores(self) -> float:
-        """Cores that processes beside the ranks took on average; interrupts are not counted. Collective."""
-        seconds = time.perf_counter() - self._start_s
-        mine = _own_s() - self._own_s
-        everyone = all_gather_json(self._topology.control, [mine, seconds, _busy_s() - self._busy_s])
-        total = sum(own for own, _, _ in everyone)
-        return float(max((busy - total) / passed for _, passed, busy in everyone))
+        """Return the average number of cores that processes other than the ranks used, without interrupts.
+
+        Collective.
+        """
+        elapsed_s = time.perf_counter() - self._start_s
+        own_s = _own_s() - self._own_s
+        of_all_ranks = all_gather_json(self._topology.control, [own_s, elapsed_s, _busy_s() - self._busy_s])
+        total_s = sum(own for own, _, _ in of_all_ranks)
+        return float(max((busy - total_s) / elapsed for _, elapsed, busy in of_all_ranks))
 
 
 def _busy_s() -> float:
-    """Seconds that all cores spent in processes since the machine started."""
+    """Return the time that all cores have spent in processes since the machine started, in seconds."""
     if not _STAT.exists():
         return 0.0
     user, nice, system = (int(value) for value in _STAT.read_text().split()[1:4])

@@ -1,3 +1,5 @@
+"""Clocks of simulated time, for tests and simulations."""
+
 import heapq
 import itertools
 import math
@@ -5,7 +7,7 @@ from collections.abc import Callable
 
 
 class ManualClock:
-    """Stands still until told to move; `sleep` moves it."""
+    """Clock that advances only by calls of `sleep`."""
 
     def __init__(self, start_s: float = 0.0):
         self._now_s = start_s
@@ -19,30 +21,30 @@ class ManualClock:
 
 
 class EventClock:
-    """Stands still until somebody sleeps; what is due meanwhile happens at its moment, in order."""
+    """Clock that advances only by calls of `sleep`, which runs the events that are due meanwhile, in order."""
 
     def __init__(self) -> None:
         self._now_s = 0.0
-        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
 
     def now_s(self) -> float:
         return self._now_s
 
-    def at(self, moment_s: float, act: Callable[[], None]) -> None:
-        """What happens must not sleep."""
-        heapq.heappush(self._due, (moment_s, next(self._numbers), act))
+    def at(self, moment_s: float, callback: Callable[[], None]) -> None:
+        """Schedule a callback, which must not call `sleep`."""
+        heapq.heappush(self._events, (moment_s, next(self._numbers), callback))
 
     def sleep(self, seconds: float) -> None:
         assert seconds >= 0
         end_s = self._now_s + seconds
         while self.next_s <= end_s:
-            moment_s, _, act = heapq.heappop(self._due)
+            moment_s, _, callback = heapq.heappop(self._events)
             self._now_s = max(self._now_s, moment_s)
-            act()
+            callback()
         self._now_s = end_s
 
     @property
     def next_s(self) -> float:
-        """When the next thing is due; infinite where nothing is."""
-        return self._due[0][0] if self._due else math.inf
+        """Time of the next event, or infinity."""
+        return self._events[0][0] if self._events else math.inf

@@ -1,7 +1,7 @@
-"""An engine whose lookup takes longer than it does: each stage ends with a wait. For benchmarks, which say so.
+"""Embedding engine whose lookup stages are extended by waits. Benchmarks mark figures measured with it as emulated.
 
-It stands for lookups of a size that the machine does not have (samples to read and parse, many more keys, slow memory):
-the waits lie where the stages lie, so schedules hide them, or do not, as they would hide the work.
+The waits emulate larger lookups than the machine has (samples to read and parse, many more keys, slow memory). They
+occur at the end of the stages, so that a schedule hides a wait exactly if it would hide the work.
 """
 
 import time
@@ -21,20 +21,20 @@ from nestrec.embedding.routing.working_set import RowBuffers
 
 @config
 class Pace:
-    """Milliseconds that are added to the stages of a lookup."""
+    """Waiting times that are added to the stages of a lookup, in milliseconds."""
 
     load_ms: float = 0.0
-    """samples prefetched and brought to the device"""
+    """Time added to prefetching samples and copying them to the device."""
     route_ms: float = 0.0
-    """keys exchanged"""
+    """Time added to exchanging keys."""
     fetch_ms: float = 0.0
-    """rows read"""
+    """Time added to reading rows."""
     write_back_ms: float = 0.0
-    """rows written"""
+    """Time added to writing rows."""
 
 
 class PacedEngine(EmbeddingEngine):
-    """The tables, with waits."""
+    """Embedding engine that waits at the end of each lookup stage."""
 
     def __init__(
         self,
@@ -52,17 +52,17 @@ class PacedEngine(EmbeddingEngine):
         return found
 
     def exchange_keys(self, source: DeduplicatedKeys, *, step: int = 0) -> RequestedKeys:
-        asked = super().exchange_keys(source, step=step)
+        requested = super().exchange_keys(source, step=step)
         self._wait(self._pace.route_ms)
-        return asked
+        return requested
 
-    def fetch(self, routed: RoutedKeys, *, step: int, buffers: RowBuffers | None = None) -> WorkingSet:
-        working = super().fetch(routed, step=step, buffers=buffers)
+    def fetch_rows(self, routed: RoutedKeys, *, step: int, buffers: RowBuffers | None = None) -> WorkingSet:
+        working = super().fetch_rows(routed, step=step, buffers=buffers)
         self._wait(self._pace.fetch_ms)
         return working
 
-    def read_ahead(self, routed: RoutedKeys, *, step: int) -> WorkingSet:
-        working = super().read_ahead(routed, step=step)
+    def prefetch_rows(self, routed: RoutedKeys, *, step: int) -> WorkingSet:
+        working = super().prefetch_rows(routed, step=step)
         self._wait(self._pace.fetch_ms)
         return working
 
@@ -71,7 +71,7 @@ class PacedEngine(EmbeddingEngine):
         self._wait(self._pace.write_back_ms)
 
     def _wait(self, duration_ms: float) -> None:
-        """A lookup works on the host, on what the device has given it: so does this."""
+        """Wait on the host, after the work of the device, as a real lookup would."""
         if duration_ms <= 0:
             return
         if self.device.type == "cuda":

@@ -1,6 +1,6 @@
-"""Clock and power of a GPU while something runs on it, as nvidia-smi reports them.
+"""Clock and power of a GPU during a measurement, as reported by nvidia-smi.
 
-A device under steady load lowers its clock to stay within its power, and all its units are as much slower.
+A device under steady load lowers its clock to stay within its power limit, which slows down all its units.
 """
 
 import shutil
@@ -17,7 +17,7 @@ QUERY = ("nvidia-smi", f"--query-gpu={','.join(FIELDS.values())}", "--format=csv
 
 
 class ClockLog:
-    """Samples of the first GPU from entering on; none where nvidia-smi is not installed."""
+    """Context manager that samples the first GPU; without nvidia-smi, it does not collect samples."""
 
     def __init__(self, command: Sequence[str] = QUERY) -> None:
         self._command = command
@@ -50,6 +50,6 @@ class ClockLog:
                 self._samples.append((time.perf_counter(), values))
 
     def medians(self, begin: float, end: float) -> dict[str, float]:
-        """Of samples between two readings of `time.perf_counter`; nothing where there are none."""
+        """Return the medians of the samples between two values of `time.perf_counter`; empty without samples."""
         found = [values for at, values in self._samples if begin <= at <= end]
         return dict(zip(FIELDS, map(statistics.median, zip(*found, strict=True)), strict=False))

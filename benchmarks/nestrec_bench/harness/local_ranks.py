@@ -1,11 +1,11 @@
-"""Real ranks on this machine: processes joined by Gloo, one thread of computing each.
+"""Ranks on this machine: processes connected by Gloo, with one compute thread each.
 
-They are forked from a server that has loaded torch and computed nothing, as importing it takes seconds of every
-process. Ranks of one server hash strings alike; with NESTREC_RANKS_START=spawn each is an interpreter of its own.
+The processes are forked from a server process that has imported torch but not computed anything, because importing
+torch takes seconds. Ranks of one server use the same hash seed of strings; with NESTREC_RANKS_START=spawn, each rank is
+a new interpreter.
 
-Loaded last by the server that ranks are forked from: what numba sets up at its first use, once for all of them.
-
-What is loaded by now is never garbage: a rank that looked through it would copy all of its pages.
+The fork server imports this module last. The module then initializes numba once for all ranks, and excludes all loaded
+objects from garbage collection, since a collection in a rank would copy their memory pages.
 """
 
 import contextlib
@@ -34,7 +34,12 @@ _TIMEOUT_S = 600.0
 
 
 def rank_context(*loaded: str) -> ForkServerContext | SpawnContext:
-    """How ranks are started. loaded: modules that they need; those of the first call are loaded once for all ranks."""
+    """Return the multiprocessing context in which ranks are started.
+
+    Args:
+        *loaded: Modules that the ranks need. Those of the first call are imported by the fork server, once for all
+            ranks.
+    """
     if os.environ.get("NESTREC_RANKS_START") == "spawn":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -45,31 +50,40 @@ def rank_context(*loaded: str) -> ForkServerContext | SpawnContext:
 def run_on_ranks(
     world: int, function: Callable[..., Any], *args: Any, enter: Callable[[int], None] | None = None
 ) -> list[Any]:
-    """`function(topology, *args)` on each of `world` new processes; what they return, in rank order.
+    """Call `function(topology, *args)` on each of `world` new processes, and return the results in rank order.
 
-    The function is picklable: it stands at the top of a module. enter: called with the rank before the ranks meet.
+    Args:
+        world: Number of ranks.
+        function: Picklable function, for example a function of a module.
+        *args: Its further arguments.
+        enter: Function that is called with the rank before the process group is initialized.
+
+    Raises:
+        UserError: A rank raised an error or exited.
     """
     context = rank_context(function.__module__)
     with tempfile.TemporaryDirectory(prefix="nestrec-bench-") as folder, _one_thread():
-        pipes, processes = [], []
+        pipes = []
+        processes = []
         for rank in range(world):
-            mine, theirs = context.Pipe()
-            work = (rank, world, str(Path(folder) / "meeting"), theirs, function, args, enter)
+            parent_end, child_end = context.Pipe()
+            work = (rank, world, str(Path(folder) / "rendezvous"), child_end, function, args, enter)
             process = context.Process(target=_run, args=work, daemon=True)
             process.start()
-            theirs.close()
-            pipes.append(mine)
+            child_end.close()
+            pipes.append(parent_end)
             processes.append(process)
-        answers = [_answer(rank, pipe) for rank, pipe in enumerate(pipes)]
+        results = [_receive_result(rank, pipe) for rank, pipe in enumerate(pipes)]
         for process in processes:
             process.join()
-    return answers
+    return results
 
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """New processes compute with one thread: their number is what a benchmark varies."""
-    before, os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS"), "1"
+    """Start new processes with one compute thread each, because benchmarks vary the number of processes."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
     try:
         yield
     finally:
@@ -79,22 +93,22 @@ def _one_thread() -> Iterator[None]:
             os.environ["OMP_NUM_THREADS"] = before
 
 
-def _answer(rank: int, pipe: Connection) -> Any:
+def _receive_result(rank: int, pipe: Connection) -> Any:
     try:
-        is_good, answer = pipe.recv()
+        has_succeeded, result = pipe.recv()
     except EOFError:
-        is_good = False
-        answer = "the process ended"
-    if not is_good:
+        has_succeeded = False
+        result = "the process exited"
+    if not has_succeeded:
         remedy = "see the error above; a rank needs memory and a free core"
-        raise UserError(f"rank {rank} failed: {answer}", option="ranks", value=rank, remedy=remedy)
-    return answer
+        raise UserError(f"rank {rank} failed: {result}", option="ranks", value=rank, remedy=remedy)
+    return result
 
 
 def _run(  # noqa: PLR0917
     rank: int,
     world: int,
-    meeting: str,
+    rendezvous: str,
     pipe: Connection,
     function: Callable[..., Any],
     args: tuple[Any, ...],
@@ -109,11 +123,11 @@ def _run(  # noqa: PLR0917
 
     torch.set_num_threads(1)
     limit = timedelta(seconds=_TIMEOUT_S)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world, timeout=limit)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=limit)
     try:
         topology = Topology.of_process_group(torch.device("cpu"), timeout_s=_TIMEOUT_S)
-        answer = (True, function(topology, *args))
+        result = (True, function(topology, *args))
     except Exception:
-        answer = (False, traceback.format_exc())
-    pipe.send(answer)
-    os._exit(0)  # peers may be gone after a failure: nothing to take leave of
+        result = (False, traceback.format_exc())
+    pipe.send(result)
+    os._exit(0)  # skips the shutdown of the process group: peers may be gone after a failure

@@ -1,10 +1,10 @@
-"""A servable model with random weights, for benchmarks and tests: speed and exactness do not need a trained one."""
+"""Servable models with random weights, for benchmarks and tests that do not need a trained model."""
 
 from hashlib import sha256
 
 import torch
 
-from nestrec.data.samples.ranking_collator import RankingInputConfig
+from nestrec.data.samples.ranking_collator import RankingHistoryConfig, RankingInputConfig
 from nestrec.data.samples.retrieval_collator import HistoryConfig
 from nestrec.models.backbone_registry import EncoderConfig
 from nestrec.models.heads import RankingModel, RetrievalModel
@@ -25,9 +25,9 @@ def random_retrieval(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Servable:
-    """A retrieval model whose item keys are "1", "2", ..."""
+    """Return a retrieval model with the item keys "1", "2", ..."""
     torch.manual_seed(seed)
-    task = RetrievalTaskConfig(encoder=encoder, history=HistoryConfig(max_length=encoder.max_length))
+    task = RetrievalTaskConfig(encoder=encoder, history=HistoryConfig(max_events=encoder.max_length))
     model = RetrievalModel(task.encoder, task.similarity)
     items = _table(num_items + 1, encoder.dim, device).to(dtype)
     spec = ServableSpec(name="random", step=0, task=task, num_items=num_items, action_bits={})
@@ -50,10 +50,14 @@ def random_ranking(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Servable:
-    """A ranking model over two action bits with one category of the event; histories of max_length / 2 - 1 events."""
+    """Return a ranking model with two action bits and one event feature.
+
+    Histories have at most `encoder.max_length` / 2 - 1 events.
+    """
     torch.manual_seed(seed)
-    inputs = RankingInputConfig(labels=tuple(ACTION_BITS), event_features=("tab",), max_events=encoder.max_length // 2)
-    task = RankingTaskConfig(encoder=encoder, inputs=inputs)
+    inputs = RankingInputConfig(labels=tuple(ACTION_BITS), event_features=("tab",))
+    history = RankingHistoryConfig(max_events=encoder.max_length // 2)
+    task = RankingTaskConfig(encoder=encoder, history=history, inputs=inputs)
     model = RankingModel(task.encoder, task.head, num_tasks=len(ACTION_BITS), num_action_bits=len(ACTION_BITS))
     columns = (ColumnSpec(name="event_tab", keys=("home", "search"), num_rows=3),)
     spec = ServableSpec(name="random", step=0, task=task, num_items=num_items, action_bits=ACTION_BITS, columns=columns)

@@ -1,1 +1,1 @@
-"""Kernels, stores and exchanges, each beside what torch offers and beside a plain copy."""
+"""Benchmarks of kernels, stores and exchanges, compared with PyTorch and with a plain copy."""

@@ -1,10 +1,10 @@
-"""HSTU attention on this GPU against what torch offers, with the ceilings of a matrix product and a copy.
+"""Compare HSTU attention on this GPU with the attention functions of PyTorch.
 
-FLOPs are those of exact causal attention over valid tokens, whoever computes it: forward 4 times the pairs that see
-each other, heads and dim, backward 2.5 times that. Softmax attentions stand in for HSTU's, as the same amount of matrix
-work. The ceilings, a large matrix product and a device copy, are measured in the same run. Inputs rotate, so that no
-run finds them in the cache. Long sequences are measured with full and with semi-local attention. Errors are those of
-output and gradients of q, k and v against float64.
+FLOPs are those of exact causal attention over valid tokens, for all implementations: 4 x attended pairs x heads x dim
+forward, and 2.5 times that backward. Softmax attention is compared with HSTU attention because it needs the same amount
+of matrix operations. The upper bounds, a large matrix product and a device copy, are measured in the same run. Inputs
+rotate, so that they are not in the cache. Long sequences are measured with full and with semi-local attention. Errors
+are those of the output and of the gradients of q, k and v, compared with float64.
 
     nestrec bench attention --lengths u4096,lognormal:mean=900,max=8192,count=200 --heads 8x64 --impls nestrec
 """
@@ -31,9 +31,9 @@ from nestrec.ops.attention.hstu_attention import (
 )
 from nestrec.ops.attention.hstu_op import batch_buckets
 from nestrec.ops.attention.mask_and_bias import PLAIN, AttentionMask, RelativeBias, causal_pairs, semi_local
-from nestrec.ops.padding import from_blocks, padded_places, to_blocks
+from nestrec.ops.padding import from_blocks, padded_indices, to_blocks
 from nestrec_bench.bench import Bench
-from nestrec_bench.harness.length_shapes import LENGTH_SHAPES, lengths_of, whole_shapes
+from nestrec_bench.harness.length_shapes import LENGTH_SHAPES, join_shapes, lengths_of
 from nestrec_bench.kernels.kernel_timing import ceilings, medians_ms
 
 SEMI_LOCAL = "nestrec_semi_local_1024_256"
@@ -42,7 +42,7 @@ WINDOW_AND_PREFIX = semi_local(1024, 256)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionBatch:
-    """bf16 vectors (T, H, D), the gradient of the output, and the layout."""
+    """Attention inputs: bf16 vectors (T, H, D), the gradient of the output, and the jagged layout."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -56,12 +56,12 @@ class AttentionBatch:
         return max(self.lengths)
 
     @property
-    def normaliser(self) -> float:
+    def normalizer(self) -> float:
         return float(self.longest)
 
 
 class Attention:
-    """A function of prepared inputs, and how its layout maps to tokens."""
+    """Attention function with prepared inputs, and the mapping of its layout to tokens."""
 
     def __init__(
         self,
@@ -82,12 +82,14 @@ class Attention:
         return self._call(*self._inputs)
 
     def backward(self, out: torch.Tensor) -> list[torch.Tensor]:
-        """Gradients of q, k and v in the attention's own layout; those of biases are computed too."""
+        """Compute all gradients, including those of biases, and return those of q, k and v in the function's layout."""
         return list(torch.autograd.grad(out, [*self._inputs, *self._learned], self._grad)[:3])
 
 
 @dataclass(frozen=True, slots=True)
 class Implementation:
+    """Implementation of attention that is measured."""
+
     prepare: Callable[[AttentionBatch], Attention]
     is_softmax: bool
     rules: AttentionMask = PLAIN
@@ -98,14 +100,14 @@ def _ours(batch: AttentionBatch, *, position: bool = False, time: str = "", rule
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return hstu_attention(
-            q, k, v, batch.offsets, max_length=batch.longest, normaliser=batch.normaliser, bias=bias, rules=rules
+            q, k, v, batch.offsets, max_length=batch.longest, normalizer=batch.normalizer, bias=bias, rules=rules
         )
 
     return Attention(call, [batch.q, batch.k, batch.v], batch.grad, bias=bias)
 
 
 def _bias(batch: AttentionBatch, position: bool, time: str) -> RelativeBias:
-    """An event an hour."""
+    """Return the biases, with one event per hour for the time bias."""
     generator = torch.Generator("cpu").manual_seed(0)
     time_T = torch.arange(len(batch.q), dtype=torch.float64, device=batch.q.device) * 3600.0
 
@@ -124,25 +126,25 @@ def _bias(batch: AttentionBatch, position: bool, time: str) -> RelativeBias:
 
 
 def _eager(batch: AttentionBatch) -> Attention:
-    _refuse_large_squares(batch, copies=6)
+    _check_padded_scores_fit(batch, copies=6)
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return hstu_attention_padded(q, k, v, batch.offsets, max_length=batch.longest, normaliser=batch.normaliser)
+        return hstu_attention_padded(q, k, v, batch.offsets, max_length=batch.longest, normalizer=batch.normalizer)
 
     return Attention(call, [batch.q, batch.k, batch.v], batch.grad)
 
 
-def _refuse_large_squares(batch: AttentionBatch, *, copies: int) -> None:
-    """Scores of the padded batch would not fit, and trying would only fragment the memory."""
-    needed = copies * 2 * len(batch.lengths) * batch.q.shape[1] * batch.longest**2
-    if needed > 0.7 * torch.cuda.get_device_properties(batch.q.device).total_memory:
-        raise torch.OutOfMemoryError(f"padded scores of {needed / 2**30:.0f} GiB do not fit")
+def _check_padded_scores_fit(batch: AttentionBatch, *, copies: int) -> None:
+    """Raise an error if the scores of the padded batch do not fit; an allocation attempt would fragment the memory."""
+    num_bytes = copies * 2 * len(batch.lengths) * batch.q.shape[1] * batch.longest**2
+    if num_bytes > 0.7 * torch.cuda.get_device_properties(batch.q.device).total_memory:
+        raise torch.OutOfMemoryError(f"padded scores of {num_bytes / 2**30:.0f} GiB do not fit")
 
 
 def _padded_sdpa(batch: AttentionBatch) -> Attention:
-    place_T = padded_places(batch.offsets, batch.q.shape[0], batch.longest)
+    index_T = padded_indices(batch.offsets, batch.q.shape[0], batch.longest)
     blocks = [
-        to_blocks(x.detach(), place_T, len(batch.lengths), batch.longest)
+        to_blocks(x.detach(), index_T, len(batch.lengths), batch.longest)
         for x in (batch.q, batch.k, batch.v, batch.grad)
     ]
 
@@ -150,7 +152,7 @@ def _padded_sdpa(batch: AttentionBatch) -> Attention:
         return scaled_dot_product_attention(q, k, v, is_causal=True)
 
     q, k, v, grad = blocks
-    return Attention(call, [x.requires_grad_() for x in (q, k, v)], grad, lambda x: from_blocks(x, place_T))
+    return Attention(call, [x.requires_grad_() for x in (q, k, v)], grad, lambda x: from_blocks(x, index_T))
 
 
 def _varlen(batch: AttentionBatch) -> Attention:
@@ -161,9 +163,9 @@ def _varlen(batch: AttentionBatch) -> Attention:
     causal = {"is_causal": True} if has_flag else {"window_size": (-1, 0)}
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        found = varlen_attn(q, k, v, bounds, bounds, batch.longest, batch.longest, **causal)
-        assert isinstance(found, torch.Tensor)
-        return found
+        out = varlen_attn(q, k, v, bounds, bounds, batch.longest, batch.longest, **causal)
+        assert isinstance(out, torch.Tensor)
+        return out
 
     return Attention(call, [batch.q, batch.k, batch.v], batch.grad)
 
@@ -182,9 +184,9 @@ def _flex(batch: AttentionBatch) -> Attention:
     parts = [x.detach().transpose(0, 1)[None].contiguous() for x in (batch.q, batch.k, batch.v, batch.grad)]
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        found = _compiled_flex()(q, k, v, block_mask=mask)
-        assert isinstance(found, torch.Tensor)
-        return found
+        out = _compiled_flex()(q, k, v, block_mask=mask)
+        assert isinstance(out, torch.Tensor)
+        return out
 
     q, k, v, grad = parts
     return Attention(call, [x.requires_grad_() for x in (q, k, v)], grad, lambda x: x[0].transpose(0, 1))
@@ -194,7 +196,7 @@ _FLEX: list[Callable[..., torch.Tensor]] = []
 
 
 def _compiled_flex() -> Callable[..., torch.Tensor]:
-    """Compiled once for all shapes."""
+    """Return flex_attention, compiled once for all shapes."""
     if not _FLEX:
         from torch.nn.attention.flex_attention import flex_attention
 
@@ -221,70 +223,72 @@ IMPLEMENTATIONS = {
 
 
 BACKWARD = 2.5
-"""FLOPs of the backward over those of the forward pass: five matrix products over two."""
+"""Ratio of the FLOPs of the backward and forward passes: five matrix products to two."""
 CHECKED_TOKENS = 16_384
-"""Errors are taken over whole sequences of at most so many tokens together, or over one cut there."""
+"""Number of tokens on which errors are computed: complete sequences up to this total, or one truncated sequence."""
 
 Row = dict[str, Any]
 
 
 @config
-class AttentionBench:
-    """What is measured."""
+class AttentionBenchConfig:
+    """Options of the benchmark."""
 
     lengths: tuple[str, ...] = LENGTH_SHAPES
-    """named shapes, uN, lognormal:mean=...,max=...,count=..., files of lengths, prepared datasets"""
+    """Sequence lengths: named shapes, uN, lognormal:mean=...,max=...,count=..., files of lengths, prepared datasets."""
     long_lengths: tuple[str, ...] = ("u16384", "u32768", "u65536")
-    """of full attention beside semi-local attention, at the heads of peers_at"""
+    """Lengths at which full and semi-local attention are compared, with the heads of `peers_at`."""
     heads: tuple[str, ...] = ("4x128", "4x256", "4x64", "8x64")
-    """heads x dimension of a head"""
+    """Numbers of heads x head dimensions."""
     impls: tuple[str, ...] = tuple(IMPLEMENTATIONS)
-    """implementations that are measured, by name"""
+    """Names of the implementations to measure."""
     peers_at: tuple[str, ...] = ("4x128",)
-    """those of others are measured at these heads only"""
+    """Heads with which the implementations of PyTorch are measured."""
     rounds: int = 15
-    """timed calls, of which the median counts"""
+    """Number of timed calls, whose median is reported."""
     input_sets: int = 2
-    """sets of inputs taken by turns, so that no cache keeps them"""
+    """Number of sets of inputs that are used alternately, so that they are not in the cache."""
 
 
-def measure_attention(bench: AttentionBench) -> Iterator[Row]:
-    """Rows of the bench: ceilings first, then every implementation at every shape."""
+def measure_attention(bench: AttentionBenchConfig) -> Iterator[Row]:
+    """Measure every implementation with every shape, and yield one row each, after the rows of the upper bounds."""
     check_device("cuda")
     if unknown := set(bench.impls) - set(IMPLEMENTATIONS):
-        raise UserError("is no implementation", option="impls", value=sorted(unknown), remedy=", ".join(IMPLEMENTATIONS))
+        remedy = f"choose from {', '.join(IMPLEMENTATIONS)}"
+        raise UserError("unknown implementations", option="impls", value=sorted(unknown), remedy=remedy)
     yield from ceilings(bench.rounds)
     for heads in bench.heads:
         for name in bench.impls:
             for shape in _shapes(bench, name, heads):
-                sets = [batch_of(lengths_of(shape).tolist(), heads, seed) for seed in range(bench.input_sets)]
-                yield _row(name, shape, sets, bench.rounds)
+                input_sets = [batch_of(lengths_of(shape).tolist(), heads, seed) for seed in range(bench.input_sets)]
+                yield _row(name, shape, input_sets, bench.rounds)
 
 
 def heads_and_dim(text: str) -> tuple[int, int]:
-    """`8x64` as (8, 64)."""
+    """Parse a number of heads and a head dimension: `8x64` returns (8, 64)."""
     heads, _, dim = text.partition("x")
     if not (heads.isdigit() and dim.isdigit() and int(heads) * int(dim)):
-        raise UserError("is no number of heads and their width", option="heads", value=text, remedy="write it like 8x64")
+        problem = "must be the number of heads and the head dimension"
+        raise UserError(problem, option="heads", value=text, remedy="write, for example, 8x64")
     return int(heads), int(dim)
 
 
 def flops_of(lengths: Sequence[int], heads: int, dim: int, name: str = "nestrec") -> float:
-    """Of the forward pass, exact and causal."""
+    """Return the FLOPs of exact causal attention in the forward pass."""
     rules = IMPLEMENTATIONS[name].rules
     return 4 * causal_pairs(np.array(lengths), rules.max_attention_length, rules.num_context) * heads * dim
 
 
-def _shapes(bench: AttentionBench, name: str, heads: str) -> list[str]:
-    is_ours = name.startswith("nestrec")
+def _shapes(bench: AttentionBenchConfig, name: str, heads: str) -> list[str]:
+    is_of_nestrec = name.startswith("nestrec")
     is_semi_local = name == SEMI_LOCAL
     is_compared = heads in bench.peers_at
-    usual = whole_shapes(bench.lengths) if (is_ours or is_compared) and not is_semi_local else []
-    return usual + (whole_shapes(bench.long_lengths) if is_compared and name in ("nestrec", SEMI_LOCAL) else [])
+    usual = join_shapes(bench.lengths) if (is_of_nestrec or is_compared) and not is_semi_local else []
+    return usual + (join_shapes(bench.long_lengths) if is_compared and name in ("nestrec", SEMI_LOCAL) else [])
 
 
 def batch_of(lengths: list[int], heads_by_dim: str, seed: int, device: str = "cuda") -> AttentionBatch:
-    """Random vectors in sequences of these lengths."""
+    """Return random attention inputs for sequences of these lengths."""
     heads, dim = heads_and_dim(heads_by_dim)
     generator = torch.Generator(device).manual_seed(seed)
     size = (sum(lengths), heads, dim)
@@ -295,13 +299,13 @@ def batch_of(lengths: list[int], heads_by_dim: str, seed: int, device: str = "cu
     )  # fmt: skip
 
 
-def _row(name: str, shape: str, sets: Sequence[AttentionBatch], rounds: int) -> Row:
+def _row(name: str, shape: str, input_sets: Sequence[AttentionBatch], rounds: int) -> Row:
     impl = IMPLEMENTATIONS[name]
-    batch = sets[0]
+    batch = input_sets[0]
     tokens, heads, dim = batch.q.shape
     row: Row = {"impl": name, "heads": heads, "dim": dim, "lengths": shape, "tokens": tokens}
     try:
-        attend = [impl.prepare(each) for each in sets]
+        attend = [impl.prepare(inputs) for inputs in input_sets]
         error = error_of(attend[0], batch, name)
         fwd_ms, bwd_ms = _times(attend, rounds)
     except RuntimeError as problem:
@@ -318,7 +322,7 @@ def _row(name: str, shape: str, sets: Sequence[AttentionBatch], rounds: int) -> 
 
 
 def _times(attend: Sequence[Attention], rounds: int) -> list[float]:
-    """Medians of forward and backward over rotating inputs."""
+    """Return the median times of the forward and backward pass over rotating inputs, in milliseconds."""
     out: list[torch.Tensor] = []
 
     def forward(number: int) -> None:
@@ -328,11 +332,11 @@ def _times(attend: Sequence[Attention], rounds: int) -> list[float]:
 
 
 def error_of(attend: Attention, batch: AttentionBatch, name: str) -> float:
-    """The largest of the relative errors of output and gradients, against float64."""
+    """Return the largest relative error of the output and the gradients, compared with float64."""
     if min(batch.lengths) > CHECKED_TOKENS:
         batch = batch_of([CHECKED_TOKENS], f"{batch.q.shape[1]}x{batch.q.shape[2]}", seed=0, device=batch.q.device.type)
         attend = IMPLEMENTATIONS[name].prepare(batch)
-    first, end = _checked(batch.lengths)
+    first, end = _checked_sequences(batch.lengths)
     rows = slice(int(batch.offsets[first]), int(batch.offsets[end]))
     out = attend.forward()
     found = [attend.tokens(x) for x in (out, *attend.backward(out))]
@@ -342,7 +346,7 @@ def error_of(attend: Attention, batch: AttentionBatch, name: str) -> float:
         outs = _softmax_reference(inputs, offsets)
     else:
         outs = hstu_attention_reference(
-            q, k, v, offsets, normaliser=batch.normaliser, bias=_exact_bias(attend.bias, rows),
+            q, k, v, offsets, normalizer=batch.normalizer, bias=_exact_bias(attend.bias, rows),
             rules=IMPLEMENTATIONS[name].rules,
         )  # fmt: skip
     exact = [outs, *torch.autograd.grad(outs, inputs, batch.grad[rows].double())]
@@ -351,13 +355,13 @@ def error_of(attend: Attention, batch: AttentionBatch, name: str) -> float:
 
 
 def _exact_bias(bias: RelativeBias, rows: slice) -> RelativeBias:
-    known = [name for name in RelativeBias.__slots__ if name != "buckets"]
-    given = {name: x.detach().double() for name in known if (x := getattr(bias, name)) is not None}
-    return RelativeBias(**{name: x[rows] if name.endswith("_T") else x for name, x in given.items()})
+    names = [name for name in RelativeBias.__slots__ if name != "buckets"]
+    tensors = {name: x.detach().double() for name in names if (x := getattr(bias, name)) is not None}
+    return RelativeBias(**{name: x[rows] if name.endswith("_T") else x for name, x in tensors.items()})
 
 
-def _checked(lengths: Sequence[int]) -> tuple[int, int]:
-    """A run of sequences [first, end) around the shortest that is small enough for float64."""
+def _checked_sequences(lengths: Sequence[int]) -> tuple[int, int]:
+    """Return a range of sequences [first, end), beginning with the shortest, that is small enough for float64."""
     first = int(np.argmin(lengths))
     end = first + 1
     while end < len(lengths) and sum(lengths[first : end + 1]) <= CHECKED_TOKENS:
@@ -366,7 +370,7 @@ def _checked(lengths: Sequence[int]) -> tuple[int, int]:
 
 
 def _softmax_reference(inputs: list[torch.Tensor], offsets: torch.Tensor) -> torch.Tensor:
-    """Causal softmax attention with the usual scale."""
+    """Compute causal softmax attention with the usual scale."""
     outputs = []
     for start, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
         q, k, v = (x[start:end].transpose(0, 1) for x in inputs)
@@ -376,4 +380,4 @@ def _softmax_reference(inputs: list[torch.Tensor], offsets: torch.Tensor) -> tor
     return torch.cat(outputs)
 
 
-BENCH = Bench(config=AttentionBench, measure=measure_attention)
+BENCH = Bench(config=AttentionBenchConfig, measure=measure_attention)

@@ -1,10 +1,10 @@
-"""Bandwidth and latency of each transport between processes, and what a matmul beside it loses (on a GPU).
+"""Measure bandwidth and latency of each transport and, on a GPU, the slowdown of a concurrent matmul.
 
-Ranks are processes on one device (or on the CPU, where only `host` exists), or those of torchrun. Fewer ranks are
-measured as groups of them, at the same time. Every transport sends the same bytes, and what arrives is compared with
-Gloo's to the bit. The matmul runs on the first rank alone, while the other ranks are quiet: several processes on one
-device take turns, and would measure that. Beside it, chunks are copied the way the transport does it, at a given rate;
-`sm_copy` is the same with a kernel, the thing to be compared with.
+Ranks are processes on one device (or on the CPU, with fewer transports), or those of torchrun. Smaller numbers of ranks
+are measured as concurrent groups. Every transport sends the same bytes, and the received bytes are compared bitwise
+with those of Gloo. The matmul runs only on the first rank while the other ranks are idle, because several processes
+would share the device by time slicing. Concurrently, chunks are copied in the same way as by the transport, at a given
+rate; `sm_copy` copies by a kernel, for comparison.
 
     nestrec bench exchange --ranks 2,4 --transports host,copy_engine --bytes 1048576
 """
@@ -34,7 +34,7 @@ Copy = Callable[[], None]
 
 
 class _PaceOptions(Protocol):
-    """What is needed of the benchmark's options."""
+    """Options of the benchmark that the copies need."""
 
     @property
     def paced_gb_per_s(self) -> float: ...
@@ -46,19 +46,19 @@ class _PaceOptions(Protocol):
     def matmul_rounds(self) -> int: ...
 
 
-def ways_to_copy(transport: str, vectors: Communicator, bench: _PaceOptions) -> list[dict[str, Any]]:
-    """Rows of the transport's own way at its rate, and of a kernel at the same rate."""
+def measure_copies(transport: str, vectors: Communicator, bench: _PaceOptions) -> list[dict[str, Any]]:
+    """Measure matmuls during the copies of a transport, and during copies by a kernel at the same rate."""
     device = torch.device("cuda", torch.cuda.current_device())
     target = torch.empty(_CHUNK_BYTES, dtype=torch.uint8, device=device)
     local = torch.randint(0, 255, (_CHUNK_BYTES,), dtype=torch.uint8, device=device)
-    own = _own_way(transport, vectors, local, target)
+    of_transport = _transport_copy(transport, vectors, local, target)
     words = local.view(torch.int32), target.view(torch.int32)
     by_kernel: Mapping[str, Copy] = {"sm_copy": lambda: _kernel_copy(*words)}
     rows: list[dict[str, Any]] = []
-    for name, copy in {**own, **by_kernel}.items():
+    for name, copy in {**of_transport, **by_kernel}.items():
         unpaced = _rate(copy)
-        wanted = min(bench.paced_gb_per_s, unpaced) if name != "sm_copy" else rows[0]["beside_gb_per_s"]
-        slowdown, achieved = _slowdown(copy, wanted, bench)
+        target_rate = min(bench.paced_gb_per_s, unpaced) if name != "sm_copy" else rows[0]["beside_gb_per_s"]
+        slowdown, achieved = _slowdown(copy, target_rate, bench)
         rows.append(
             {
                 "transport": name,
@@ -77,24 +77,26 @@ def ways_to_copy(transport: str, vectors: Communicator, bench: _PaceOptions) -> 
     return rows
 
 
-def _own_way(transport: str, vectors: Communicator, local: torch.Tensor, target: torch.Tensor) -> dict[str, Copy]:
+def _transport_copy(
+    transport: str, vectors: Communicator, local: torch.Tensor, target: torch.Tensor
+) -> dict[str, Copy]:
     if transport == "copy_engine":
         assert isinstance(vectors.transport, CopyEngineTransport)
-        peer = vectors.transport.memory_of(1)[:_CHUNK_BYTES]
-        return {"copy_engine": lambda: _nothing(target[: len(peer)].copy_(peer, non_blocking=True))}
+        peer = vectors.transport.peer_buffer(1)[:_CHUNK_BYTES]
+
+        def copy_from_peer() -> None:
+            target[: len(peer)].copy_(peer, non_blocking=True)
+
+        return {"copy_engine": copy_from_peer}
     host = torch.empty(_CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
     other = torch.empty(_CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
 
-    def there_and_back() -> None:
+    def copy_both_ways() -> None:
         half = _CHUNK_BYTES // 2
         host[:half].copy_(local[:half], non_blocking=True)
         target[:half].copy_(other[:half], non_blocking=True)
 
-    return {"host": there_and_back}
-
-
-def _nothing(_: torch.Tensor) -> None:
-    return None
+    return {"host": copy_both_ways}
 
 
 def _kernel_copy(source: torch.Tensor, target: torch.Tensor) -> None:
@@ -102,7 +104,7 @@ def _kernel_copy(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def _rate(copy: Copy) -> float:
-    """Gigabytes a second of chunks one after another."""
+    """Return the rate of successive copies of chunks, in GB/s."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -116,24 +118,33 @@ def _rate(copy: Copy) -> float:
 
 
 def _slowdown(copy: Copy, gb_per_s: float, bench: _PaceOptions) -> tuple[float, float]:
-    """(time of matmuls beside copies over that without them) - 1, and the rate of the copies."""
+    """Return the relative slowdown of matmuls during copies, and the rate of the copies in GB/s."""
     size = bench.matmul_size
     factors = torch.randn(2, size, size, dtype=torch.bfloat16, device="cuda")
     stream = torch.cuda.Stream()
-    alone, beside, rates = [], [], []
+    alone_ms = []
+    with_copies_ms = []
+    rates = []
     for _ in range(bench.matmul_rounds + 1):
-        alone.append(_matmuls_ms(factors, None, stream, gb_per_s)[0])
-        taken_ms, copied = _matmuls_ms(factors, copy, stream, gb_per_s)
-        beside.append(taken_ms)
-        rates.append(copied * 1e-6 / taken_ms)
-    ratio = statistics.median(b / a for a, b in zip(alone[1:], beside[1:], strict=True))
+        alone_ms.append(_matmuls_ms(factors, None, stream, gb_per_s)[0])
+        duration_ms, copied = _matmuls_ms(factors, copy, stream, gb_per_s)
+        with_copies_ms.append(duration_ms)
+        rates.append(copied * 1e-6 / duration_ms)
+    ratio = statistics.median(b / a for a, b in zip(alone_ms[1:], with_copies_ms[1:], strict=True))
     return ratio - 1, statistics.median(rates[1:])
 
 
 def _matmuls_ms(
     factors: torch.Tensor, copy: Copy | None, stream: torch.cuda.Stream, gb_per_s: float
 ) -> tuple[float, int]:
-    """Time of some matmuls, and bytes copied meanwhile on another stream at the given rate."""
+    """Return the time of several matmuls in milliseconds, and the bytes copied meanwhile on another stream.
+
+    Args:
+        factors: The two factors of the matmuls.
+        copy: Function that copies a chunk, or None.
+        stream: Stream of the copies.
+        gb_per_s: Rate of the copies.
+    """
     out = torch.empty_like(factors[0])
     torch.cuda.synchronize()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -141,7 +152,7 @@ def _matmuls_ms(
     for _ in range(_MATMULS):
         torch.mm(factors[0], factors[1], out=out)
     end.record()
-    every_s = _CHUNK_BYTES / gb_per_s * 1e-9
+    interval_s = _CHUNK_BYTES / gb_per_s * 1e-9
     due = time.perf_counter()
     copied = 0
     pending: list[torch.cuda.Event] = []
@@ -152,13 +163,14 @@ def _matmuls_ms(
                 copy()
                 pending.append(torch.cuda.Event())
                 pending[-1].record(stream)
-            due, copied = due + every_s, copied + _CHUNK_BYTES
+            due += interval_s
+            copied += _CHUNK_BYTES
     stream.synchronize()
     return start.elapsed_time(end), copied
 
 
 def _device_work(copy: Copy) -> list[str]:
-    """What a copy makes the device do, as the profiler names it."""
+    """Return the names of a copy's operations on the device, from the profiler."""
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
@@ -175,29 +187,32 @@ _ONLY_ON = {"copy_engine": "cuda", "shared_memory": "cpu"}
 
 
 @config
-class ExchangeBench:
+class ExchangeBenchConfig:
+    """Options of the benchmark."""
+
     ranks: tuple[int, ...] = (2, 4)
-    """ranks that exchange with each other; divisors of the largest"""
+    """Numbers of ranks that exchange with each other; divisors of the largest one."""
     transports: tuple[str, ...] = ("host", "copy_engine", "shared_memory")
-    """which transports; copy_engine needs a GPU, shared_memory is for CPUs"""
+    """Transports to measure; copy_engine needs a GPU, shared_memory works on CPUs only."""
     bytes: tuple[int, ...] = (1 << 20, 1 << 24, 1 << 26)
-    """bytes that a rank sends in one exchange"""
+    """Numbers of bytes that a rank sends in one exchange."""
     rounds: int = 15
-    """exchanges of each size; medians are printed"""
+    """Number of exchanges per size, whose median is reported."""
     paced_gb_per_s: float = 400.0
-    """rate of the copies beside a matmul"""
+    """Rate of the copies during a matmul, in GB/s."""
     matmul_size: int = 8192
-    """of a square bf16 matmul"""
+    """Number of rows and columns of the square bf16 matrices."""
     matmul_rounds: int = 7
-    """rounds with and without copies, by turns"""
+    """Number of alternating rounds with and without copies."""
     timeout_s: float = 60.0
-    """after this long without an answer a peer counts as lost"""
+    """Time in seconds after which a rank that does not respond is considered lost."""
 
 
-def measure_exchange(bench: ExchangeBench) -> list[dict[str, Any]]:
-    """A row for each number of ranks, transport and size; and on a GPU one for each way to copy beside a matmul.
+def measure_exchange(bench: ExchangeBenchConfig) -> list[dict[str, Any]]:
+    """Measure each number of ranks, transport and size and, on a GPU, matmuls during each kind of copy.
 
-    Under a launcher the first rank has the rows, the others have none.
+    Returns:
+        One row per measurement; under torchrun, an empty list on all ranks but the first.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         hosts = Topology.from_environment("cpu", timeout_s=bench.timeout_s)
@@ -206,8 +221,8 @@ def measure_exchange(bench: ExchangeBench) -> list[dict[str, Any]]:
             return []
     else:
         of_ranks = run_on_ranks(max(bench.ranks), _rank, bench)
-    rows = [_slowest(same) for same in zip(*(answer["rows"] for answer in of_ranks), strict=True)]
-    return [*rows, *of_ranks[0]["beside"]]
+    rows = [_slowest(same) for same in zip(*(result["rows"] for result in of_ranks), strict=True)]
+    return [*rows, *of_ranks[0]["copies"]]
 
 
 def _slowest(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -219,34 +234,34 @@ def _slowest(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {**slowest, "latency_us": latency_us, "equal_to_gloo": all(row["equal_to_gloo"] for row in of_ranks)}
 
 
-def _rank(hosts: Topology, bench: ExchangeBench) -> dict[str, list[dict[str, Any]]]:
-    """One rank; `hosts` is the topology by which ranks keep in step."""
+def _rank(hosts: Topology, bench: ExchangeBenchConfig) -> dict[str, list[dict[str, Any]]]:
+    """Measure on one rank, with the topology `hosts` for synchronization, and return rows of exchanges and copies."""
     os.environ.setdefault("LOCAL_WORLD_SIZE", str(hosts.world))
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     rows: list[dict[str, Any]] = []
-    beside: list[dict[str, Any]] = []
+    copies: list[dict[str, Any]] = []
     for transport in bench.transports:
         if _ONLY_ON.get(transport, device.type) != device.type:
             continue
         for ranks in bench.ranks:
-            groups = ParallelConfig(replicas=hosts.world // ranks, exchange=transport)  # type: ignore[arg-type]
+            groups = ParallelConfig(num_replicas=hosts.world // ranks, transport=transport)  # type: ignore[arg-type]
             under_test = Topology.of_process_group(device, groups, timeout_s=bench.timeout_s)
             try:
                 rows += _rows(hosts, under_test, bench)
-            except PeerLostError as error:  # what the machine cannot do is a result too
+            except PeerLostError as error:  # a failure of the transport on this machine is a result, too
                 rows.append({"transport": transport, "ranks": ranks, "error": str(error)})
         if device.type == "cuda" and hosts.rank == 0 and "error" not in rows[-1]:
-            beside += ways_to_copy(transport, under_test.vectors, bench)
+            copies += measure_copies(transport, under_test.vectors, bench)
         barrier(hosts.control)
-    return {"rows": rows, "beside": beside}
+    return {"rows": rows, "copies": copies}
 
 
-def _rows(hosts: Topology, under_test: Topology, bench: ExchangeBench) -> list[dict[str, Any]]:
+def _rows(hosts: Topology, under_test: Topology, bench: ExchangeBenchConfig) -> list[dict[str, Any]]:
     reference = Topology.of_process_group(
-        torch.device("cpu"), ParallelConfig(replicas=under_test.num_replicas, exchange="collectives")
+        torch.device("cpu"), ParallelConfig(num_replicas=under_test.num_replicas, transport="collectives")
     )
     transport = type(under_test.vectors.transport).__name__
     common: dict[str, Any] = {
@@ -259,26 +274,26 @@ def _rows(hosts: Topology, under_test: Topology, bench: ExchangeBench) -> list[d
     rows = []
     for size in bench.bytes:
         seconds = _seconds(hosts, under_test, size, bench.rounds)
-        rate = float(f"{size / seconds * 1e-9:.3g}")  # three decimals would be 0 for few bytes on a busy machine
+        rate = float(f"{size / seconds * 1e-9:.3g}")  # three decimals can be 0 for few bytes on a busy machine
         rows.append({**common, "bytes": size, "gb_per_s": rate, "matmul_slowdown": None})
     return rows
 
 
 def _seconds(hosts: Topology, under_test: Topology, num_bytes: int, rounds: int) -> float:
-    """Median time of an exchange from the moment that all ranks are ready to the moment the bytes are there."""
+    """Return the median time of an exchange, from the moment that all ranks are ready until the bytes have arrived."""
     device = under_test.device
     world = under_test.num_shards
-    share = num_bytes // world
-    sent = torch.randint(0, 255, (share * world,), dtype=torch.uint8, device=device)
-    taken = []
+    peer_bytes = num_bytes // world
+    sent = torch.randint(0, 255, (peer_bytes * world,), dtype=torch.uint8, device=device)
+    durations = []
     for _ in range(rounds + 2):
         _finish(device)
         barrier(hosts.control)
         start = time.perf_counter()
-        all_to_all_rows(under_test.vectors, sent, [share] * world, [share] * world)
+        all_to_all_rows(under_test.vectors, sent, [peer_bytes] * world, [peer_bytes] * world)
         _finish(device)
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken[2:])
+        durations.append(time.perf_counter() - start)
+    return statistics.median(durations[2:])
 
 
 def _finish(device: torch.device) -> None:
@@ -287,7 +302,7 @@ def _finish(device: torch.device) -> None:
 
 
 def _equals_gloo(reference: Topology, under_test: Topology, seed: int) -> bool:
-    """Whether rows of uneven number arrive as over Gloo."""
+    """Return whether an all-to-all with uneven numbers of rows has the same result as with Gloo."""
     world = under_test.num_shards
     rank = under_test.shard
     counts = torch.randint(0, 5000, (world, world), generator=torch.Generator().manual_seed(seed))
@@ -299,4 +314,4 @@ def _equals_gloo(reference: Topology, under_test: Topology, seed: int) -> bool:
     return torch.equal(arrived.cpu(), expected)
 
 
-BENCH = Bench(config=ExchangeBench, measure=measure_exchange)
+BENCH = Bench(config=ExchangeBenchConfig, measure=measure_exchange)

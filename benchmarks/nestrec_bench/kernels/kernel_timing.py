@@ -1,8 +1,7 @@
-"""Times of the benches of kernels and layers, by the device's clock, and what the device does at best.
+"""Timing of kernels by the clock of the device, upper bounds of the device, and PyTorch baselines of table training.
 
-What a user of plain torch would write to train the rows of a table: the baselines of `nestrec bench lookup`.
-
-Row-wise AdaGrad on a (rows, dim) weight and a (rows,) sum of squares, from one gradient for each looked-up position.
+The baselines of `nestrec bench lookup` are written as by a user of PyTorch: row-wise AdaGrad on a weight (rows, dim)
+and a sum of squares (rows,), with one gradient per looked-up position.
 """
 
 import statistics
@@ -14,11 +13,17 @@ from typing import Any
 import torch
 
 WARM_UP = 3
-"""calls that are not counted"""
+"""Number of warm-up calls, which are not counted."""
 
 
 def medians_ms(calls: Sequence[Callable[[int], object]], rounds: int, device: str = "cuda") -> list[float]:
-    """Median milliseconds of calls that follow each other, each given the number of its round."""
+    """Return the median time of each of several successive calls, in milliseconds.
+
+    Args:
+        calls: Functions of the number of the round, called in this order.
+        rounds: Number of timed rounds.
+        device: `cuda` measures by events of the stream, `cpu` by the host's clock.
+    """
     found: list[list[float]] = [[] for _ in calls]
     for number in range(WARM_UP + rounds):
         for times, ms in zip(found, _milliseconds(calls, number, device), strict=True):
@@ -29,24 +34,24 @@ def medians_ms(calls: Sequence[Callable[[int], object]], rounds: int, device: st
 def _milliseconds(calls: Sequence[Callable[[int], object]], number: int, device: str) -> list[float]:
     is_cuda = device == "cuda"
     if is_cuda:
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(calls) + 1)]
-        # Work ahead of the first mark hides the time that the host takes to launch, as other layers do in a model.
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(len(calls) + 1)]
+        # Work before the first event hides the launch time of the host, like the preceding layers of a model.
         torch.cuda._sleep(5_000_000)
-        marks[0].record()
+        events[0].record()
     seconds = [time.perf_counter()]
-    for place, call in enumerate(calls):
+    for index, call in enumerate(calls):
         call(number)
         seconds.append(time.perf_counter())
         if is_cuda:
-            marks[place + 1].record()
+            events[index + 1].record()
     if is_cuda:
         torch.cuda.synchronize()
-        return [float(marks[i].elapsed_time(marks[i + 1])) for i in range(len(calls))]
+        return [float(events[i].elapsed_time(events[i + 1])) for i in range(len(calls))]
     return [(seconds[i + 1] - seconds[i]) * 1e3 for i in range(len(calls))]
 
 
 def ceilings(rounds: int) -> Iterator[dict[str, Any]]:
-    """A large matrix product and a large copy."""
+    """Measure the upper bounds of the device: a large matrix product and a large copy."""
     size = 8192
     a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     (ms,) = medians_ms([lambda _: a @ b], rounds)
@@ -59,16 +64,16 @@ def ceilings(rounds: int) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class TorchTable:
-    """A table as plain torch holds it."""
+    """Embedding table in PyTorch tensors, trained by row-wise AdaGrad."""
 
     weight: torch.Tensor
     state: torch.Tensor
-    """(rows,) sums of mean squared gradients"""
+    """(rows,) sums of mean squared gradients."""
     learning_rate: float = 0.01
     eps: float = 1e-8
 
     def update(self, keys: torch.Tensor, grad: torch.Tensor) -> None:
-        """Row-wise AdaGrad on the rows of distinct keys."""
+        """Update the rows of unique keys by row-wise AdaGrad."""
         total = self.state.index_select(0, keys) + grad.square().mean(1)
         self.state.index_copy_(0, keys, total)
         scale = total.sqrt_().add_(self.eps).reciprocal_().mul_(-self.learning_rate)
@@ -76,20 +81,20 @@ class TorchTable:
 
 
 def unique_and_index_add(table: TorchTable, keys: torch.Tensor, grad: torch.Tensor) -> None:
-    """torch.unique with its inverse, then atomics."""
-    distinct, inverse = torch.unique(keys, return_inverse=True)
-    table.update(distinct, grad.new_zeros(len(distinct), grad.shape[1]).index_add_(0, inverse, grad))
+    """Update a table by torch.unique with the inverse, and atomic additions."""
+    unique, inverse = torch.unique(keys, return_inverse=True)
+    table.update(unique, grad.new_zeros(len(unique), grad.shape[1]).index_add_(0, inverse, grad))
 
 
 def sort_and_segment(table: TorchTable, keys: torch.Tensor, grad: torch.Tensor) -> None:
-    """A sort, then one sum for each run of equal keys; deterministic."""
+    """Update a table by a sort and one sum per segment of equal keys, which is deterministic."""
     ordered, order = keys.sort(stable=True)
-    distinct, counts = torch.unique_consecutive(ordered, return_counts=True)
-    table.update(distinct, torch.segment_reduce(grad.index_select(0, order), "sum", lengths=counts, unsafe=True))
+    unique, counts = torch.unique_consecutive(ordered, return_counts=True)
+    table.update(unique, torch.segment_reduce(grad.index_select(0, order), "sum", lengths=counts, unsafe=True))
 
 
 def sparse_coalesce(table: TorchTable, keys: torch.Tensor, grad: torch.Tensor) -> None:
-    """A sparse gradient, as nn.Embedding(sparse=True) gives it."""
+    """Update a table by a coalesced sparse gradient, as in nn.Embedding(sparse=True)."""
     with torch.sparse.check_sparse_tensor_invariants(enable=False):
         sparse = torch.sparse_coo_tensor(keys[None], grad, table.weight.shape).coalesce()
     table.update(sparse.indices()[0], sparse.values())

@@ -1,12 +1,13 @@
-"""One HSTU layer, forward and backward: fused, with recomputation, and in plain torch.
+"""Measure one HSTU layer, forward and backward: fused, with activation checkpointing, and in plain PyTorch.
 
-impl         what runs
-fused        the row kernels, the attention kernel and cuBLAS, as the model uses them
-recompute    the same, keeping less for the backward pass
-eager        the definitions in torch under autocast, on padded blocks
+impl         implementation
+fused        row kernels, attention kernel and cuBLAS, as in the model
+recompute    the same with activation checkpointing, which stores less for the backward pass
+eager        reference implementation in PyTorch with autocast, on padded blocks
 
-TFLOP/s count what models.step_flops counts. The ceilings are measured in the same run: a large bf16 product and a
-device copy. The error is that of the output and of the gradient of the input against float64, on the first sequences.
+TFLOP/s are computed from the operations of `harness.step_flops`. The upper bounds, a large bf16 matrix product and a
+device copy, are measured in the same run. The error is that of the output and of the gradient of the input, compared
+with float64, on the first sequences.
 
     nestrec bench layer --lengths u4096,lognormal:mean=900,max=8192,count=200 --heads 8x64 --biases none,tables
 """
@@ -28,7 +29,7 @@ from nestrec.models.hstu import NORM_EPS, HSTULayer
 from nestrec.ops.attention.hstu_attention import hstu_attention_padded
 from nestrec.ops.layers.fused_layers import Dropout, gated_output_reference, norm_projection_reference
 from nestrec_bench.bench import Bench
-from nestrec_bench.harness.length_shapes import lengths_of, whole_shapes
+from nestrec_bench.harness.length_shapes import join_shapes, lengths_of
 from nestrec_bench.harness.step_flops import FORMULA, step_flops
 from nestrec_bench.kernels.attention_bench import heads_and_dim
 from nestrec_bench.kernels.kernel_timing import ceilings, medians_ms
@@ -40,64 +41,65 @@ Biases = Literal["none", "tables", "functional"]
 
 
 @config
-class LayerBench:
-    """What is measured."""
+class LayerBenchConfig:
+    """Options of the benchmark."""
 
     lengths: tuple[str, ...] = ("u4096", "u8192x32", "logn", "kuai1k")
-    """named shapes, uN, uNxCOUNT, lognormal:mean=...,max=...,count=..., files of lengths, prepared datasets"""
+    """Sequence lengths: named shapes, uN, uNxCOUNT, lognormal:mean=...,max=...,count=..., files of lengths, prepared
+    datasets."""
     biases: tuple[Biases, ...] = ("none", "tables")
-    """relative biases: none, position and time tables, or a position table and a function of time"""
+    """Relative biases: none, position and time tables, or a position table and a function of time."""
     dim: int = 1024
-    """width of the model"""
+    """Width of the model."""
     heads: tuple[str, ...] = ("4x256",)
-    """heads and their width"""
+    """Numbers of heads x head dimensions."""
     dropout: float = 0.2
-    """inside the layer"""
+    """Dropout rate of the layer."""
     impls: tuple[Literal["fused", "recompute", "eager"], ...] = ("fused", "recompute", "eager")
-    """ways to compute the layer that are measured, by name"""
+    """Names of the implementations to measure."""
     device: Literal["cuda", "cpu"] = "cuda"
-    """a CPU is for tests"""
+    """Device to measure; `cpu` is intended for tests."""
     repeats: int = 10
-    """timed passes, after three that are not"""
+    """Number of timed passes, after three warm-up passes."""
 
 
-def measure_layers(bench: LayerBench) -> Iterator[dict[str, Any]]:
-    """A row for each implementation, shape and head count; first the ceilings."""
+def measure_layers(bench: LayerBenchConfig) -> Iterator[dict[str, Any]]:
+    """Measure each implementation, shape and number of heads, and yield one row each, after the upper bounds."""
     check_device(bench.device)
     if bench.device == "cuda":
         yield from ceilings(bench.repeats)
-    shapes = whole_shapes(bench.lengths)
+    shapes = join_shapes(bench.lengths)
     for shape, heads, biases, impl in itertools.product(shapes, bench.heads, bench.biases, bench.impls):
         lengths = lengths_of(shape)
         (num_heads, head_dim) = heads_and_dim(heads)
         row = {"impl": impl, "heads": num_heads, "dim": head_dim, "lengths": shape, "biases": biases}
         if impl == "eager" and not _fits(lengths, num_heads, bench.device):
-            yield row | {"error": "its blocks do not fit the memory"}
+            yield row | {"error": "the padded blocks do not fit into memory"}
             continue
         cfg = HSTUConfig(
             dim=bench.dim, num_layers=1, num_heads=num_heads, head_dim=head_dim, max_length=int(lengths.max()),
-            dropout=bench.dropout, recompute=impl == "recompute", **bias_fields(biases),
+            dropout=bench.dropout, activation_checkpointing=impl == "recompute", **bias_fields(biases),
         )  # fmt: skip
-        yield row | _one(bench, cfg, lengths, impl)
+        yield row | _measure(bench, cfg, lengths, impl)
         if bench.device == "cuda":
             torch.cuda.empty_cache()
 
 
 def _fits(lengths: NDArray[np.int64], num_heads: int, device: str) -> bool:
-    """Whether six (sequences, heads, N, N) blocks of bf16 fit: what plain attention holds at its peak."""
+    """Return whether six bf16 blocks (sequences, heads, N, N) fit, the peak memory of eager attention."""
     if device != "cuda":
         return True
-    needed = 6 * 2 * len(lengths) * num_heads * int(lengths.max()) ** 2
-    return needed < torch.cuda.get_device_properties(0).total_memory
+    num_bytes = 6 * 2 * len(lengths) * num_heads * int(lengths.max()) ** 2
+    return num_bytes < torch.cuda.get_device_properties(0).total_memory
 
 
 def bias_fields(biases: Biases) -> dict[str, Any]:
-    """Of a model's config."""
+    """Return the fields of a model config that select the biases."""
     encoding = "functional" if biases == "functional" else "buckets"
     return {"position_bias": biases != "none", "time_bias": biases != "none", "time_encoding": encoding}
 
 
-def _one(bench: LayerBench, cfg: HSTUConfig, lengths: NDArray[np.int64], impl: str) -> dict[str, Any]:
+def _measure(bench: LayerBenchConfig, cfg: HSTUConfig, lengths: NDArray[np.int64], impl: str) -> dict[str, Any]:
     torch.manual_seed(0)
     layer = HSTULayer(cfg, site=1).to(bench.device)
     info = info_of(lengths, bench.device)
@@ -117,7 +119,7 @@ def _one(bench: LayerBench, cfg: HSTUConfig, lengths: NDArray[np.int64], impl: s
 
 
 def info_of(lengths: NDArray[np.int64], device: str) -> SequenceInfo:
-    """What a layer knows of sequences of these lengths, an event an hour."""
+    """Return the inputs of a layer for sequences of these lengths, with one event per hour."""
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     keys = token_keys(sample_keys(0, 0, np.arange(len(lengths))), offsets)
     time_T = torch.arange(int(offsets[-1]), dtype=torch.float64, device=device) * 3600.0
@@ -129,7 +131,7 @@ def info_of(lengths: NDArray[np.int64], device: str) -> SequenceInfo:
 
 
 Run = Callable[[HSTULayer, torch.Tensor, SequenceInfo], torch.Tensor]
-"""A layer with its residual: the sum that a model leaves to the next layer."""
+"""Function that computes a layer and adds its residual connection."""
 
 
 def _fused(layer: HSTULayer, x: torch.Tensor, info: SequenceInfo) -> torch.Tensor:
@@ -138,7 +140,7 @@ def _fused(layer: HSTULayer, x: torch.Tensor, info: SequenceInfo) -> torch.Tenso
 
 
 def eager_layer(layer: HSTULayer, x: torch.Tensor, info: SequenceInfo) -> torch.Tensor:
-    """The definitions, one operator of torch after the other."""
+    """Compute the reference implementation of a layer, operator by operator."""
     cfg = layer.cfg
     projected = norm_projection_reference(
         x, None, layer.uvqk, (cfg.num_heads * cfg.head_dim,) * 4, norm="layer", eps=NORM_EPS
@@ -150,7 +152,7 @@ def eager_layer(layer: HSTULayer, x: torch.Tensor, info: SequenceInfo) -> torch.
         v,
         info.offsets,
         max_length=info.max_length,
-        normaliser=layer.normaliser,
+        normalizer=layer.normalizer,
         bias=layer.bias(info),
         rules=layer.rules,
     ).flatten(1)
@@ -166,9 +168,9 @@ def _autocast(x: torch.Tensor) -> torch.autocast:
 
 
 def _times(
-    run: Callable[[], torch.Tensor], leaves: list[torch.Tensor], grad: torch.Tensor, bench: LayerBench
+    run: Callable[[], torch.Tensor], leaves: list[torch.Tensor], grad: torch.Tensor, bench: LayerBenchConfig
 ) -> tuple[float, float, float]:
-    """Median milliseconds forward and backward, and the peak of memory beyond what was there, in GiB."""
+    """Return the median times of the forward and backward pass in milliseconds, and the added peak memory in GiB."""
     before = _memory(bench.device)
     out = list[torch.Tensor]()
 
@@ -191,7 +193,10 @@ def _memory(device: str) -> int:
 
 
 def _error(run: Run, layer: HSTULayer, lengths: NDArray[np.int64], device: str) -> float:
-    """The larger relative error of output and input gradient against float64, on short sequences."""
+    """Return the larger relative error of the output and the input gradient, compared with float64.
+
+    The sequences are truncated.
+    """
     short = np.minimum(lengths, 512)
     short = short[: max(1, int(np.searchsorted(short.cumsum(), CHECKED_TOKENS)))]
     info = info_of(short, device)
@@ -214,7 +219,7 @@ def _output_and_gradient(
 
 
 BENCH = Bench(
-    config=LayerBench,
+    config=LayerBenchConfig,
     measure=measure_layers,
     show=lambda rows, more: [FORMULA, ("one HSTU layer, forward and backward", rows)],
 )

@@ -1,9 +1,10 @@
-"""Gather and scatter of rows in each store, beside torch.index_select on a dense tensor in the same run.
+"""Measure gather and scatter of rows in each store, compared with torch.index_select on a dense tensor.
 
-Rounds are interleaved, so that all see the same machine; a figure is the median of its rounds. A moved row counts its
-bytes once; the copy figure is a plain copy of as many bytes, counted the same way. Every call begins after a pause:
-threads of OpenMP go on spinning for up to 0.2 s after torch's own operations and would take cores from the next one.
-`copy_hidden` is the part of the copy to the device that took no time beside the gather into pinned memory.
+Rounds are interleaved, so that disturbances of the machine affect all operations; a figure is the median of its rounds.
+The bytes of a moved row are counted once. The copy is a plain copy of the same number of bytes, counted in the same
+way. A pause precedes every call, because threads of OpenMP spin for up to 0.2 s after operations of torch and would use
+cores that the next operation needs. `copy_hidden` is the fraction of the copy to the device that overlaps with the
+gather into pinned memory.
 
     nestrec bench stores --num_rows 100000 --num_keys 10000 --disk_rows 10000
 """
@@ -37,23 +38,23 @@ _CHECKED_ROWS = 10_000
 
 
 @config
-class StoresBench:
-    """What is measured."""
+class StoresBenchConfig:
+    """Options of the benchmark."""
 
     num_rows: int = 10_000_000
-    """Rows of the tables in memory."""
+    """Number of rows of the tables in memory."""
     disk_rows: int = 1_000_000
-    """Rows of the table on disk; a tenth of them fits its cache."""
+    """Number of rows of the table on disk; a tenth of them fits into its cache."""
     dim: int = 128
-    """float32 elements of a row."""
+    """Number of float32 elements per row."""
     num_keys: int = 1_000_000
-    """Rows moved by one gather, drawn with repetition."""
+    """Number of rows per gather, with repetitions."""
     zipf: float = 0.75
-    """Exponent of the keys' popularity; popular rows are spread over the table."""
+    """Exponent of the Zipf distribution of keys; popular rows are spread over the table."""
     rounds: int = 7
-    """Timed rounds, after one that is not counted."""
+    """Number of timed rounds, after one warm-up round."""
     device: str = "cpu"
-    """Where gathered rows go: `cpu`, or `cuda` through pinned memory."""
+    """Destination of gathered rows: `cpu`, or `cuda` through pinned memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +66,17 @@ class _Operation:
     call: Callable[[], object]
 
 
-def measure_stores(bench: StoresBench, *, output: Path | None = None, command: str = "") -> list[dict[str, Any]]:
-    """Rows of the bench, one for each operation of each store; with `output`, also written as a result file."""
+def measure_stores(bench: StoresBenchConfig, *, output: Path | None = None, command: str = "") -> list[dict[str, Any]]:
+    """Measure each operation of each store.
+
+    Args:
+        bench: Options of the benchmark.
+        output: Result file to write, or None.
+        command: Command line that is recorded in the result file.
+
+    Returns:
+        One row per operation and store.
+    """
     check_device(bench.device)
     device = torch.device(bench.device)
     dense = torch.randint(0, 2**31 - 1, (bench.num_rows, bench.dim), dtype=torch.int32)
@@ -79,7 +89,7 @@ def measure_stores(bench: StoresBench, *, output: Path | None = None, command: s
             "disk": (disk, bench.disk_rows),
         }
         if device.type == "cpu":
-            del stores["device"]  # on a CPU it is one more copy of `dense`
+            del stores["device"]  # on a CPU, it would be another copy of `dense`
         operations = _baselines(dense, slots)
         for name, (store, num_rows) in stores.items():
             _fill(store, dense[:num_rows], device)
@@ -95,7 +105,7 @@ def measure_stores(bench: StoresBench, *, output: Path | None = None, command: s
 
 
 def zipf_slots(num_rows: int, num_keys: int, exponent: float, seed: int = 0) -> NDArray[np.int64]:
-    """Slots drawn by a Zipf law of any exponent, the popular ones spread over the table."""
+    """Draw slots from a Zipf distribution; the popular slots are spread over the table."""
     draw = np.random.default_rng(seed)
     mass = np.cumsum(np.arange(1, num_rows + 1, dtype=np.float64) ** -exponent)
     ranks = np.searchsorted(mass, draw.random(num_keys) * mass[-1])
@@ -111,12 +121,12 @@ def _fill(store: Store, dense: torch.Tensor, device: torch.device) -> None:
 
 
 def _check(store: Store, dense: torch.Tensor, slots: NDArray[np.int64], device: torch.device) -> None:
-    """A figure for rows that are not the right ones would be worth nothing."""
+    """Verify that a store gathers the correct rows, because otherwise the measurement would be invalid."""
     out = torch.empty(len(slots), dense.shape[1], dtype=torch.int32, device=device)
     store.gather(slots, out)
     some = torch.arange(0, len(slots), max(1, len(slots) // _CHECKED_ROWS))
     if not torch.equal(out[some.to(device)].cpu(), dense[torch.from_numpy(slots)[some]]):
-        raise RuntimeError(f"{type(store).__name__} gathered other rows than were put into it")
+        raise RuntimeError(f"{type(store).__name__} gathered rows that differ from the stored ones")
 
 
 def _baselines(dense: torch.Tensor, slots: NDArray[np.int64]) -> list[_Operation]:
@@ -127,13 +137,13 @@ def _baselines(dense: torch.Tensor, slots: NDArray[np.int64]) -> list[_Operation
     keys = KeyHashTable()
     ones = np.ones(len(dense), np.int64)
     keys.insert(np.arange(len(dense)) * _KEY_STRIDE, ones, ones)
-    wanted = slots * _KEY_STRIDE
+    requested = slots * _KEY_STRIDE
     return [
         _Operation("copy", "torch", len(slots), row_bytes, lambda: other.copy_(out)),
         _Operation(
             "gather", "index_select", len(slots), row_bytes, lambda: torch.index_select(dense, 0, index, out=out)
         ),
-        _Operation("find", "key table", len(slots), 8, lambda: keys.find(wanted)),
+        _Operation("find", "key table", len(slots), 8, lambda: keys.find(requested)),
     ]
 
 
@@ -141,11 +151,11 @@ def _store_operations(
     name: str, store: Store, slots: NDArray[np.int64], dim: int, device: torch.device
 ) -> list[_Operation]:
     out = torch.empty(len(slots), dim, dtype=torch.int32, device=device)
-    distinct = np.random.default_rng(1).permutation(np.unique(slots))
-    rows = torch.ones(len(distinct), dim, dtype=torch.int32, device=device)
+    unique = np.random.default_rng(1).permutation(np.unique(slots))
+    rows = torch.ones(len(unique), dim, dtype=torch.int32, device=device)
     operations = [
         _Operation("gather", name, len(slots), 4 * dim, lambda: store.gather(slots, out)),
-        _Operation("scatter", name, len(distinct), 4 * dim, lambda: store.scatter(distinct, rows)),
+        _Operation("scatter", name, len(unique), 4 * dim, lambda: store.scatter(unique, rows)),
     ]
     if isinstance(store, DramStore) and device.type == "cuda":
         pinned = torch.empty(len(slots), dim, dtype=torch.int32, pin_memory=True)
@@ -160,7 +170,7 @@ def _store_operations(
 
 
 def _interleaved(operations: list[_Operation], rounds: int, device: torch.device) -> list[float]:
-    """Median seconds of each operation."""
+    """Run the operations in interleaved rounds, and return the median time of each in seconds."""
     seconds: list[list[float]] = [[] for _ in operations]
     for _ in range(rounds + 1):
         for times, operation in zip(seconds, operations, strict=True):
@@ -173,7 +183,7 @@ def _interleaved(operations: list[_Operation], rounds: int, device: torch.device
     return [statistics.median(times[1:]) for times in seconds]
 
 
-def _rows(operations: list[_Operation], seconds: list[float], bench: StoresBench) -> list[dict[str, Any]]:
+def _rows(operations: list[_Operation], seconds: list[float], bench: StoresBenchConfig) -> list[dict[str, Any]]:
     rates = [o.num_rows * o.row_bytes / s / 1e9 for o, s in zip(operations, seconds, strict=True)]
     copy, index_select = rates[:2]
     rows: list[dict[str, Any]] = [
@@ -200,11 +210,12 @@ def _rows(operations: list[_Operation], seconds: list[float], bench: StoresBench
 
 def _add_hidden_copy(rows: list[dict[str, Any]]) -> None:
     ms = {(row["op"], row["store"]): row["ms"] for row in rows}
-    apart = ms.get(("gather to pinned", "dram")), ms.get(("copy to device", "pinned"))
+    gather_ms = ms.get(("gather to pinned", "dram"))
+    copy_ms = ms.get(("copy to device", "pinned"))
     for row in rows:
         row["copy_hidden"] = None
-        if (row["op"], row["store"]) == ("gather", "dram") and apart[0] is not None and apart[1] is not None:
-            row["copy_hidden"] = round((apart[0] + apart[1] - row["ms"]) / apart[1], 3)
+        if (row["op"], row["store"]) == ("gather", "dram") and gather_ms is not None and copy_ms is not None:
+            row["copy_hidden"] = round((gather_ms + copy_ms - row["ms"]) / copy_ms, 3)
 
 
-BENCH = Bench(config=StoresBench, measure=measure_stores)
+BENCH = Bench(config=StoresBenchConfig, measure=measure_stores)

@@ -1,1 +1,1 @@
-"""Load on a running server: open loop, so that stalls are not hidden."""
+"""Open-loop load tests of engines and running servers, in which stalls are not hidden."""

@@ -1,11 +1,10 @@
-"""Open-loop load: requests leave at their intended moments, whatever the server does.
+"""Open-loop load generation: requests are sent at their intended times, independent of the server.
 
-Latency counts from the intended moment, so that a stall is felt by every request that it delays (no coordinated
-omission). A request that is refused or fails counts as never answered in time.
+The latency is measured from the intended send time, so that a stall increases the latency of every request that it
+delays (no coordinated omission). A request that is rejected or fails has infinite latency.
 
-A small HTTP/1.1 client that never queues: a request without an idle connection opens one.
-
-Plain protocols and not streams: a load generator shares the machine with the server that it measures.
+The small HTTP/1.1 client never queues requests: it opens a connection if none is idle. It uses asyncio protocols
+instead of streams to save CPU time, because a load generator shares the machine with the measured server.
 """
 
 import asyncio
@@ -21,30 +20,37 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-_MOST_OPEN = 900
+_MAX_OPEN = 900
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What came back; status 0 where the connection failed."""
+    """HTTP response; its status is 0 if the connection failed."""
 
     status: int
     head: bytes = b""
-    """status line and headers in lower case"""
+    """Status line and headers in lower case."""
     body: bytes = b""
 
     def header(self, name: bytes) -> bytes:
-        """Value of a header, empty where it is not there."""
+        """Return the value of a header, or an empty text if it is missing."""
         return self.head.partition(b"\r\n" + name + b":")[2].partition(b"\r\n")[0].strip()
 
 
 class HttpClient:
-    """Keeps connections alive; used inside one event loop. More than 900 requests under way at a time fail."""
+    """HTTP client with persistent connections, for one event loop. At most 900 requests can be in flight.
+
+    Args:
+        host: Host of the server.
+        port: Port of the server.
+        key: API key, if the server requires one.
+        timeout_s: Timeout of a request, in seconds.
+        context: TLS context, if the server uses TLS.
+    """
 
     def __init__(
         self, host: str, port: int, *, key: str = "", timeout_s: float = 30.0, context: ssl.SSLContext | None = None
     ):
-        """key: of a server that asks for one. context: of a server with TLS."""
         self._context = context
         self._host = host
         self._port = port
@@ -54,7 +60,7 @@ class HttpClient:
         self._num_open = 0
 
     async def post(self, path: str, body: bytes) -> Reply:
-        """Send a request on a connection of its own."""
+        """Send a request on an idle or new connection, and return the response."""
         head = (
             f"POST {path} HTTP/1.1\r\nhost: {self._host}\r\ncontent-type: application/json\r\n"
             f"{self._credential}content-length: {len(body)}\r\n\r\n"
@@ -76,22 +82,22 @@ class HttpClient:
                 break
             self._num_open -= 1
         else:
-            connection = await self._opened()
-        is_kept = False
+            connection = await self._open()
+        is_reusable = False
         try:
             reply = await connection.send(data)
-            is_kept = reply.header(b"connection") != b"close"
+            is_reusable = reply.header(b"connection") != b"close"
             return reply
         finally:
-            if is_kept:
+            if is_reusable:
                 self._idle.append(connection)
             else:
                 self._num_open -= 1
                 connection.transport.close()
 
-    async def _opened(self) -> "_Connection":
-        if self._num_open >= _MOST_OPEN:
-            raise OSError("too many requests are under way")
+    async def _open(self) -> "_Connection":
+        if self._num_open >= _MAX_OPEN:
+            raise OSError("too many requests are in flight")
         self._num_open += 1
         try:
             loop = asyncio.get_running_loop()
@@ -103,7 +109,7 @@ class HttpClient:
 
 
 class _Connection(asyncio.Protocol):
-    """One request at a time."""
+    """Connection that processes one request at a time."""
 
     def __init__(self) -> None:
         self._received = bytearray()
@@ -148,19 +154,19 @@ class _Connection(asyncio.Protocol):
 
 Result = TypeVar("Result")
 Send = Callable[[int], Awaitable[bool]]
-"""Send request number i; whether it was answered."""
+"""Function that sends request number i and returns whether it succeeded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What became of a load."""
+    """Result of sending requests at one rate."""
 
     rate: float
-    """intended requests a second"""
+    """Intended requests per second."""
     latency_ms: NDArray[np.float64]
-    """of each request from its intended moment; infinite where it was refused or failed"""
+    """Latency of each request from its intended send time; infinite if it was rejected or failed."""
     lateness_ms: float
-    """99th percentile of how late the generator itself sent; large values mean that it was too slow"""
+    """99th percentile of the send delay of the generator; large values mean that the generator was too slow."""
     duration_s: float
 
     def percentile_ms(self, q: float) -> float:
@@ -169,11 +175,11 @@ class Trial:
         return nearest_rank(np.sort(self.latency_ms), q)
 
     @property
-    def num_refused(self) -> int:
+    def num_rejected(self) -> int:
         return int(np.isinf(self.latency_ms).sum())
 
     def goodput(self, slo_ms: float) -> float:
-        """Answers in time, a second."""
+        """Return the number of requests per second that meet the SLO."""
         return float((self.latency_ms <= slo_ms).sum()) / self.duration_s
 
     def meets(self, slo_ms: float) -> bool:
@@ -181,7 +187,7 @@ class Trial:
 
 
 def poisson_arrivals(rate: float, duration_s: float, seed: int) -> NDArray[np.float64]:
-    """Seconds from the start at which requests are meant to leave."""
+    """Return the intended send times of requests, in seconds from the start."""
     rng = np.random.default_rng(seed)
     gaps = rng.exponential(1.0 / rate, size=math.ceil(rate * duration_s * 2) + 32)
     times = np.cumsum(gaps)
@@ -189,23 +195,29 @@ def poisson_arrivals(rate: float, duration_s: float, seed: int) -> NDArray[np.fl
 
 
 async def run_open_loop(at_s: Sequence[float] | NDArray[np.float64], send: Send, *, lead_s: float = 0.0) -> Trial:
-    """Send request i at `at_s[i]`; `lead_s` is added where a request is preceded by something of its own."""
+    """Send request i at `at_s[i]`.
+
+    Args:
+        at_s: Send times, in seconds from the start.
+        send: Function that sends a request.
+        lead_s: Time within `send` before the measured request, for example after a pre-infer signal.
+    """
     latency_ms = np.full(len(at_s), np.inf)
     lateness_ms = np.zeros(len(at_s))
     start_s = time.perf_counter()
 
-    async def one(number: int, intended_s: float) -> None:
+    async def send_one(number: int, intended_s: float) -> None:
         lateness_ms[number] = (time.perf_counter() - intended_s) * 1e3
-        is_answered = await send(number)
-        if is_answered:
+        has_succeeded = await send(number)
+        if has_succeeded:
             latency_ms[number] = (time.perf_counter() - intended_s - lead_s) * 1e3
 
     tasks = []
     for number, offset_s in enumerate(at_s):
         wait_s = start_s + float(offset_s) - time.perf_counter()
-        # Even without a wait the loop must get a turn, or what was sent would not leave.
+        # The event loop must run even without a wait, because otherwise written data would not be sent.
         await asyncio.sleep(max(0.0, wait_s))
-        tasks.append(asyncio.create_task(one(number, start_s + float(offset_s))))
+        tasks.append(asyncio.create_task(send_one(number, start_s + float(offset_s))))
     await asyncio.gather(*tasks)
     span_s = max(float(at_s[-1]), 1e-9) if len(at_s) else 1.0
     late_ms = float(np.quantile(lateness_ms, 0.99)) if len(at_s) else 0.0
@@ -213,12 +225,17 @@ async def run_open_loop(at_s: Sequence[float] | NDArray[np.float64], send: Send,
 
 
 def nearest_rank(ordered: NDArray[np.float64], q: float) -> float:
-    """The q-th percentile as one of the values, of which there is at least one."""
+    """Return the q-th percentile by the nearest-rank method.
+
+    Args:
+        ordered: Sorted values, at least one.
+        q: Percentile from 0 to 100.
+    """
     return float(ordered[min(len(ordered), math.ceil(q / 100 * len(ordered))) - 1])
 
 
 def run_punctually(work: Coroutine[Any, Any, Result]) -> Result:
-    """Like asyncio.run, with timers that are exact to microseconds: those of epoll are up to a millisecond late."""
+    """Run a coroutine like asyncio.run, but with precise timers, because those of epoll are up to 1 ms late."""
     loop = lambda: asyncio.SelectorEventLoop(selectors.SelectSelector())  # noqa: E731
     with asyncio.Runner(loop_factory=loop) as runner:
         return runner.run(work)
@@ -234,9 +251,23 @@ def largest(
     most: float = math.inf,
     is_over: Callable[[], bool] = lambda: False,
 ) -> tuple[float, Trial | None]:
-    """The largest rate (or whatever `measure` takes) up to `most` that meets the SLO: multiply by `factor`, or divide
-    by it, then by its square and so on, until the rate lies in between; then halve the interval, `rounds` times once it
-    is as narrow as `factor`. is_over: asked after each trial; the best so far is the answer once it says so."""
+    """Search for the largest value, for example of the rate, that meets the SLO.
+
+    The value is multiplied or divided by `factor`, then by its square and so on, until the result is bracketed. Then
+    the interval is halved.
+
+    Args:
+        measure: Function that measures a trial with a value.
+        slo_ms: Latency that the 99th percentile must not exceed.
+        start: First value.
+        rounds: Number of bisections after the interval is as narrow as `factor`.
+        factor: First factor between values.
+        most: Maximum value.
+        is_over: Function that is called after each trial; if it returns true, the search ends with the best value.
+
+    Returns:
+        The value and its trial, or 0 and None if no trial met the SLO.
+    """
     low = 0.0
     high = math.inf
     best = None

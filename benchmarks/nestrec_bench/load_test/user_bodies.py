@@ -1,7 +1,7 @@
-"""Signals and ranking requests of users who come back, as bytes. A user's events are a function of the user.
+"""Bodies of the signals and ranking requests of returning users. The events of a user are a function of the user.
 
-Events are written once, as one long text of which those of a user are a piece: to write each request anew would take
-longer than to answer it.
+Events are encoded once as a long text, and the events of a user are a slice of it: encoding every request separately
+would take longer than the server needs to answer it.
 """
 
 from collections.abc import Sequence
@@ -17,19 +17,35 @@ _EVERY_MS, _NOW_MS = 60_000, 1_700_000_000_000
 
 
 class UserBodies:
-    """For a model that reads so much. new_events: of a user between two visits."""
+    """Generator of request bodies.
+
+    Args:
+        items: Item ids.
+        reads: Inputs that the model requires.
+        new_events: Number of new events of a user between two visits.
+        seed: Random seed.
+    """
 
     def __init__(self, items: Sequence[str], reads: RequiredInputs, *, new_events: int, seed: int):
         rng = np.random.default_rng(seed)
         self._reads = reads
         self._new_events = new_events
-        self._items = _Written([items[i] for i in rng.integers(0, len(items), _BANK)])
-        self._actions = _Written(rng.choice(reads.actions, _BANK).tolist() if reads.actions else [])
-        self._times = _Written((_NOW_MS + (np.arange(_BANK) - _BANK) * _EVERY_MS).tolist())
+        self._items = _EncodedValues([items[i] for i in rng.integers(0, len(items), _BANK)])
+        self._actions = _EncodedValues(rng.choice(reads.actions, _BANK).tolist() if reads.actions else [])
+        self._times = _EncodedValues((_NOW_MS + (np.arange(_BANK) - _BANK) * _EVERY_MS).tolist())
 
-    def of(self, lengths: Sequence[int], asked: int, user: int, visit: int) -> tuple[bytes, bytes, bytes]:
-        """(whether a signal is wanted, signal, ranking request). lengths: events at the first visit, by turns of
-        users."""
+    def of(self, lengths: Sequence[int], num_candidates: int, user: int, visit: int) -> tuple[bytes, bytes, bytes]:
+        """Return the bodies of three requests of a visit.
+
+        The first one announces the ranking request without the history; the server responds whether it needs the
+        pre-infer signal. The second one is the signal, and the third one is the ranking request.
+
+        Args:
+            lengths: Numbers of events at the first visit, assigned to users in turn.
+            num_candidates: Number of candidates.
+            user: Number of the user.
+            visit: Number of the visit, from 0.
+        """
         length = lengths[user * 7919 % len(lengths)] + visit * self._new_events
         first = user * 7919 % (_BANK // 2)
         columns = [b'"items":[%b]' % self._items.cut(first, length), b'"times_ms":[%b]' % self._times.cut(0, length)]
@@ -40,17 +56,18 @@ class UserBodies:
         of_user: dict[str, Any] = {"user": str(user), "now_ms": _NOW_MS}
         if self._reads.user_features:
             of_user["user_features"] = dict.fromkeys(self._reads.user_features)
-        of_asked: dict[str, Any] = {"timeout_ms": 10_000}
+        of_request: dict[str, Any] = {"timeout_ms": 10_000}
         if self._reads.features:
-            of_asked["context"] = dict.fromkeys(self._reads.features)
+            of_request["context"] = dict.fromkeys(self._reads.features)
         common = b'%b,"history":{%b}' % (orjson.dumps(of_user)[:-1], b",".join(columns))
-        rank = b'%b,"candidates":[%b]}' % (orjson.dumps(of_asked)[1:-1], self._items.cut(first // 2, asked))
-        asks = orjson.dumps({"user": str(user), "events": length, "num_candidates": asked})
-        return asks, b'%b,"num_candidates":%d}' % (common, asked), b"%b,%b" % (common, rank)
+        candidates = self._items.cut(first // 2, num_candidates)
+        rank = b'%b,"candidates":[%b]}' % (orjson.dumps(of_request)[1:-1], candidates)
+        inquiry = orjson.dumps({"user": str(user), "num_events": length, "num_candidates": num_candidates})
+        return inquiry, b'%b,"num_candidates":%d}' % (common, num_candidates), b"%b,%b" % (common, rank)
 
 
-class _Written:
-    """Values as JSON, of which any run is a piece of one text."""
+class _EncodedValues:
+    """Values encoded as one JSON text, from which consecutive values are sliced."""
 
     def __init__(self, values: list[Any]):
         parts = [orjson.dumps(value) for value in values]

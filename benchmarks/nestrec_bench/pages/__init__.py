@@ -1,1 +1,1 @@
-"""Pages and tables of benches."""
+"""Pages and tables of benchmarks."""

@@ -1,4 +1,4 @@
-"""Rows of `nestrec bench balance` as tables for people: predicted, measured by real ranks, and in unique keys."""
+"""Console tables of `nestrec bench balance`: predicted balance, balance measured on real ranks, and unique keys."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -11,20 +11,21 @@ Row = dict[str, Any]
 NUMBER_COLUMNS = (
     "imbalance", "10% uniform", "floor", "10% gaussian", "floor", "token gap", "window", "partition ms", "CPU ms",
 )  # fmt: skip
-LEGEND = """imbalance: (max - mean) / max of cost, predicted; published rows are waiting measured by their authors.
-uniform, gaussian: the same when the true cost of each sample carries noise that no policy foresees; floor: about the
-least that any policy could reach then.
+LEGEND = """imbalance: (max - mean) / max of the predicted cost; in published rows, the waiting that authors measured.
+uniform, gaussian: imbalance if the true cost of each sample has noise that policies cannot predict; floor: approximate
+minimum that any policy could reach then.
 window: upper bound of the waiting inside a frozen window, reached if all ranks computed micro-batches in step."""
-MEASURED_LEGEND = """waiting: time in collectives beyond the last rank to enter, mean over ranks, over the step.
-CPU: processor time of forward and backward passes; speed-up, CPU: of the slowest rank by it, as if each had a core.
-data wait: how long the step waited for its batch, which the data lanes deal. Medians [quartiles]; policies take turns
-on the same batches."""
+MEASURED_LEGEND = """waiting: time in collectives before the last rank enters them, mean over ranks, over the step.
+CPU: processor time of forward and backward passes; speed-up, CPU: that of the slowest rank in processor time, as if
+each rank had its own core.
+data wait: time that the step waited for its batch, which the data lanes distribute. Values are medians [quartiles];
+policies take turns on the same batches."""
 LEAST_BASELINE = {"turbogr-kuai": (0.35, 6000.0), "freescale": (0.20, 0.0)}
-"""Imbalance and token gap that `fixed` must show at least for a comparison to mean anything."""
+"""Minimum imbalance and token gap of `fixed`, by length distribution; below them, a comparison is void."""
 
 
 def show_balance(rows: Sequence[Row], console: Console | None = None) -> None:
-    """Print the rows, one table a setting."""
+    """Print the rows, one table per setting."""
     console = console or Console(width=None if sys.stdout.isatty() else 120)
     predicted = [row for row in rows if "partition_ms" in row and "step_ms" not in row]
     for (lengths, ranks), part in _by_setting(predicted).items():
@@ -48,7 +49,7 @@ def show_balance(rows: Sequence[Row], console: Console | None = None) -> None:
 
 
 def void_lines(rows: Sequence[Row]) -> list[str]:
-    """Settings whose baseline is too even for the comparison to mean anything."""
+    """Return a line for each setting whose baseline is too balanced for a meaningful comparison."""
     lines = []
     for row in rows:
         if row["measured"] or row["policy"] != "fixed" or row["noise"] != "none":
@@ -64,7 +65,7 @@ def void_lines(rows: Sequence[Row]) -> list[str]:
 
 
 def _show_measured(rows: Sequence[Row], console: Console) -> None:
-    """Print the rows of real ranks, medians with quartiles."""
+    """Print the rows that real ranks measured, as medians with quartiles."""
     for (lengths, ranks), part in _by_setting(rows).items():
         title = (
             f"balance, measured: {lengths}, {ranks} ranks on {part[0]['cores']} cores, {part[0]['batch']} samples each"
@@ -107,9 +108,9 @@ def _table_rows(rows: Sequence[Row]) -> Iterator[list[str]]:
             policy,
             _percent(first["straggler"] if first["imbalance"] is None else first["imbalance"]),
             *(
-                _percent(noises[noise][of]) if noise in noises else ""
+                _percent(noises[noise][field]) if noise in noises else ""
                 for noise in ("uniform", "gaussian")
-                for of in ("imbalance", "noise_floor")
+                for field in ("imbalance", "noise_floor")
             ),
             _number(first["max_token_gap"], ",.0f"),
             _percent(first.get("window_imbalance")),

@@ -1,4 +1,4 @@
-"""Rows of the comparison with other systems as a Markdown page."""
+"""Markdown page of the comparison with other systems."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,23 +7,25 @@ from nestrec_bench.pages.quality_page import FIRST, LAST, around_tables
 
 Row = Mapping[str, Any]
 _LEGEND = (
-    "Brackets are quartiles of rounds. CPU ms: processor time of a step and rank in all threads. Ratio: samples/s of "
-    "nestrec over those of the row, its median within rounds."
+    "Brackets are quartiles over rounds. CPU ms: processor time per step and rank, in all threads. Ratio: samples/s of "
+    "nestrec divided by those of the row, as the median of the ratios within rounds."
 )
-_PARTS = "Parts of nestrec's step on rank 0, in the thread that trains."
+_PARTS = "Parts of nestrec's step on rank 0, in the training thread."
 
 
 def peers_page(frame: Mapping[str, Any], page: str | None = None) -> str:
-    """The text of docs/results/peers.md, from the frame of docs/results/peers.json.
+    """Return the text of docs/results/peers.md.
 
-    page: the page as it is, whose tables are replaced; none makes a new one.
+    Args:
+        frame: Content of docs/results/peers.json.
+        page: Present text of the page, in which the tables are replaced. None: return a new page.
     """
     before, after = ("# Peers\n\n", "\n") if page is None else around_tables(page)
     return f"{before}{FIRST}\n{peers_tables(frame)}\n{LAST}{after}"
 
 
 def peers_tables(frame: Mapping[str, Any]) -> str:
-    """What was measured and where, the systems, and the parts of our step."""
+    """Return the origin of the measurements, the table of systems, and the parts of nestrec's step, as Markdown."""
     hardware, rows = frame["hardware"], frame["rows"]
     versions = ", ".join(sorted({f"{row['system']} {row['version']}" for row in rows}))
     paragraphs = [

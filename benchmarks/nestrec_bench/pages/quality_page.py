@@ -1,12 +1,11 @@
-"""Quality rows as a Markdown page.
+"""Model quality over several seeds, as a Markdown page: means with intervals, and paired differences between recipes.
 
-The ranks that a run's test left behind: where each user's target stood under each system.
+The input is the rank of each user's target under each system, which the evaluation on the test set stores in the run
+folder.
 
-Quality over several seeds: means with intervals over users, and paired differences between recipes.
-
-A user's value of a metric is averaged over seeds first; the interval is a bootstrap over users of these averages, so it
-tells how sure the mean is for other users of the same kind. It holds for these seeds: how much seeds differ is given
-beside it.
+The value of a metric for a user is first averaged over seeds. The interval is a bootstrap over users of these averages,
+so it covers the mean for other users of the same kind, but only for these seeds. The standard deviation between seeds
+is reported separately.
 """
 
 import json
@@ -32,49 +31,54 @@ _PREFIX = "rank/"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranks:
-    """Test ranks of one run, in order of users."""
+    """Test ranks of one run, sorted by user."""
 
     folder: Path
-    """The run."""
+    """Run folder."""
     recipe: str
-    """Name in its config."""
+    """Name of the recipe in the config of the run."""
     dataset: str
-    """Name on the dataset card."""
+    """Name of the dataset on its card."""
     model: str
     """Kind of the encoder."""
     device: str
-    """What it was trained on."""
+    """Device that trained the model."""
     seed: int
-    """Of the run."""
+    """Seed of the run."""
     max_k: int
-    """Ranks beyond it are recorded as 0."""
+    """Largest recorded rank; ranks beyond it are recorded as 0."""
     users: NDArray[np.int64]
-    """Sorted."""
+    """User codes, sorted."""
     ranks: Mapping[str, NDArray[np.int64]]
-    """Of each system and user: 1-based rank of the target, 0 beyond `max_k`."""
+    """System to the 1-based rank of each user's target; 0 beyond `max_k`."""
     item_events: NDArray[np.int64] | None
-    """Training events of each target; none where the test is an older one."""
+    """Number of training events of each target; None if an earlier version evaluated the run."""
     validations: Mapping[int, float]
-    """Epoch to the headline metric on the validation part; empty where the records are gone."""
+    """Epoch to the main metric on the validation set; empty if the records were deleted."""
     best_epoch: int | None
-    """The epoch whose weights were tested."""
+    """Epoch whose weights were tested."""
 
     @property
     def epochs(self) -> int | None:
-        """Epochs after which the run was validated for the last time."""
+        """Number of epochs until the last validation of the run."""
         return max(self.validations, default=None)
 
-    def of_rare(self, most_events: int) -> "Ranks":
-        """Of the targets with so many training events at most."""
+    def with_rare_targets(self, max_events: int) -> "Ranks":
+        """Return the ranks of the targets that have at most `max_events` training events."""
         if self.item_events is None:
-            raise UserError("does not tell rare targets", option="run", value=str(self.folder), remedy="repeat its test")
-        is_rare = self.item_events <= most_events
-        kept = {system: rank[is_rare] for system, rank in self.ranks.items()}
-        return replace(self, users=self.users[is_rare], ranks=kept, item_events=self.item_events[is_rare])
+            raise UserError(
+                "the test result does not contain the number of training events of each target",
+                option="run",
+                value=str(self.folder),
+                remedy=f"run `nestrec eval {self.folder}` again",
+            )
+        is_rare = self.item_events <= max_events
+        ranks = {system: rank[is_rare] for system, rank in self.ranks.items()}
+        return replace(self, users=self.users[is_rare], ranks=ranks, item_events=self.item_events[is_rare])
 
 
 def load_ranks(run: Path) -> Ranks:
-    """Read RUN/eval/test.npz and what the run was."""
+    """Read RUN/eval/test.npz and the description of the run."""
     config, card, versions = (_load_json(run / name) for name in ("config.json", "card.json", "versions.json"))
     arrays = _load_arrays(run)
     order = np.argsort(arrays["users"], kind="stable")
@@ -95,12 +99,12 @@ def load_ranks(run: Path) -> Ranks:
             best_epoch=best_epoch,
         )
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        problem = f"is not a run of next-item retrieval: {error!r}"
+        problem = f"the folder is not a run of next-item retrieval: {error!r}"
         raise UserError(problem, option="run", value=str(run), remedy="name runs whose task is retrieval") from error
 
 
 def has_ranks(run: Path) -> bool:
-    """Whether the test of a run left ranks: that of next-item retrieval does."""
+    """Return whether a run folder contains test ranks, which only the evaluation of next-item retrieval writes."""
     path = run / RANKS_FILE
     if not path.is_file():
         return False
@@ -110,40 +114,52 @@ def has_ranks(run: Path) -> bool:
 
 def _load_arrays(run: Path) -> dict[str, NDArray[Any]]:
     path = run / RANKS_FILE
-    require(path.is_file(), "has no test result", option="run", value=str(run), remedy=f"run `nestrec eval {run}` first")
+    require(
+        path.is_file(),
+        "the run folder does not contain a test result",
+        option="run",
+        value=str(run),
+        remedy=f"run `nestrec eval {run}` first",
+    )
     try:
-        # Opened here: numpy leaves its own handle open when the archive is damaged.
+        # The file is opened here because numpy does not close its own handle if the archive is corrupt.
         with path.open("rb") as stream, np.load(stream, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
     except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
-        raise _damaged(path, str(error)) from error
+        raise _corrupt_file(path, str(error)) from error
     if "users" not in arrays or f"{_PREFIX}model" not in arrays:
-        raise _damaged(path, "holds no ranks of users")
+        raise _corrupt_file(path, "the file does not contain ranks of users")
     if any(array.shape != arrays["users"].shape for name, array in arrays.items() if name.startswith(_PREFIX)):
-        raise _damaged(path, "does not hold one rank for each user")
+        raise _corrupt_file(path, "the file does not contain one rank for each user")
     return arrays
 
 
 def _validation_curve(run: Path) -> tuple[dict[int, float], int | None]:
-    """The headline metric by epoch, and the epoch at whose step the test was made."""
+    """Return the main metric by epoch, and the epoch at whose step the run was tested."""
     records = [record for record in load_run(run).part("valid") if record.get("epoch") is not None]
     epoch_at = {record["step"]: record["epoch"] for record in records}
     result = run / RANKS_FILE.with_suffix(".json")
     tested_step = _load_json(result).get("step") if result.is_file() else None
-    headlines = {r["epoch"]: mean_of_metric(r["metrics"], "model", r["headline"]) for r in records}
-    return headlines, epoch_at.get(tested_step)
+    values = {r["epoch"]: mean_of_metric(r["metrics"], "model", r["headline"]) for r in records}
+    return values, epoch_at.get(tested_step)
 
 
 def _load_json(path: Path) -> dict[str, Any]:
-    require(path.is_file(), f"has no {path.name}", option="run", value=str(path.parent), remedy="name a run folder")
+    require(
+        path.is_file(),
+        f"the folder does not contain {path.name}",
+        option="run",
+        value=str(path.parent),
+        remedy="name a run folder",
+    )
     try:
         value: dict[str, Any] = json.loads(path.read_text())
     except ValueError as error:
-        raise _damaged(path, str(error)) from error
+        raise _corrupt_file(path, str(error)) from error
     return value
 
 
-def _damaged(path: Path, problem: str) -> CorruptFileError:
+def _corrupt_file(path: Path, problem: str) -> CorruptFileError:
     return CorruptFileError(problem, option="file", value=str(path), remedy="repeat the evaluation")
 
 
@@ -154,37 +170,41 @@ METRICS = {
     "hr@50": (50, "hr@50"),
     "ndcg@50": (50, "ndcg@50"),
 }
-"""Name in the results to (k, name among the ranking metrics). With one target a user, recall is the hit rate."""
+"""Name in the results to (k, name of the ranking metric). With one target per user, recall equals the hit rate."""
 
 Row = dict[str, Any]
 
 
 def quality_rows(runs: Sequence[Path]) -> list[Row]:
-    """One row for each recipe, in the order of the runs; runs of one recipe are its seeds.
+    """Return one row per recipe, in the order of the runs; runs of the same recipe are its seeds.
 
-    Fields: recipe, dataset, model, device, seeds, users; of each seed the `epochs` made and the `best_epochs` that were
-    tested; `validations`, pairs of an epoch and the mean over seeds of the metric that chooses the best one; for each
-    metric `m` its mean `m`, `m_interval`, `m_of_seeds`, `m_seed_sd`; and `baselines` of system to metric to mean.
-    """
+    Fields: recipe, dataset, model, device, seeds, users; `epochs` and `best_epochs`, the number of epochs and the
+    tested epoch of each seed; `validations`, pairs of an epoch and the mean over seeds of the metric that selects the
+    best one; for each metric `m` its mean `m`, `m_interval`, `m_of_seeds` and `m_seed_sd`; and `baselines`, system to
+    metric to mean."""
     return [_quality_row(group) for group in _by_recipe(runs).values()]
 
 
-def comparison_rows(
-    runs: Sequence[Path], pairs: Sequence[tuple[str, str]], most_events: int | None = None
-) -> list[Row]:
-    """For each pair of recipes, the first minus the second: mean over users of the difference of seed averages.
+def comparison_rows(runs: Sequence[Path], pairs: Sequence[tuple[str, str]], max_events: int | None = None) -> list[Row]:
+    """Return, for each pair of recipes, the mean over users of the first minus the second seed average.
 
     Fields: recipe, against, dataset, seeds, against_seeds, users; for each metric `m_difference`,
-    `m_difference_interval` over users, `m_difference_seed_error`, the standard error that comes from seeds alone, and
-    where both have the same seeds `m_difference_of_seeds`: runs of one seed share order, negatives and dropout, so
-    that error is then of these differences. most_events: only targets with so many training events at most.
+    `m_difference_interval` over users, and `m_difference_seed_error`, the standard error due to seeds alone. If both
+    recipes have the same seeds, also `m_difference_of_seeds`: runs of one seed share order, negatives and dropout, so
+    the error is then computed from these differences.
+
+    Args:
+        runs: Run folders of all recipes.
+        pairs: Names of the recipes to compare.
+        max_events: Largest number of training events of the targets to include. None: all targets.
     """
     groups = _by_recipe(runs)
-    if most_events is not None:
-        groups = {name: [run.of_rare(most_events) for run in group] for name, group in groups.items()}
+    if max_events is not None:
+        groups = {name: [run.with_rare_targets(max_events) for run in group] for name, group in groups.items()}
     for name in (name for pair in pairs for name in pair):
         if name not in groups:
-            raise UserError("has no run", option="recipe", value=name, remedy=f"known: {', '.join(groups)}")
+            problem = "the named folders do not contain a run of this recipe"
+            raise UserError(problem, option="recipe", value=name, remedy=f"choose from: {', '.join(groups)}")
     return [_comparison_row(groups[first], groups[second]) for first, second in pairs]
 
 
@@ -204,11 +224,11 @@ def _quality_row(group: list[Ranks]) -> Row:
     }
     values = {name: _seed_average(group, name) for name in metrics}
     for metric, interval in bootstrap(values, groups=one.users).items():
-        of_seeds = _of_seeds(group, metric)
+        means = _means_by_seed(group, metric)
         row[metric] = interval.mean
         row[f"{metric}_interval"] = [interval.low, interval.high]
-        row[f"{metric}_of_seeds"] = of_seeds
-        row[f"{metric}_seed_sd"] = statistics.stdev(of_seeds) if len(of_seeds) > 1 else None
+        row[f"{metric}_of_seeds"] = means
+        row[f"{metric}_seed_sd"] = statistics.stdev(means) if len(means) > 1 else None
     row["baselines"] = {
         system: {metric: float(_values(one, system, metric).mean()) for metric in metrics}
         for system in one.ranks
@@ -234,7 +254,9 @@ def _comparison_row(first: list[Ranks], second: list[Ranks]) -> Row:
     for metric, interval in bootstrap(differences, groups=one.users).items():
         row[f"{metric}_difference"] = interval.mean
         row[f"{metric}_difference_interval"] = [interval.low, interval.high]
-        row |= _seed_differences(f"{metric}_difference", _of_seeds(first, metric), _of_seeds(second, metric), row)
+        row |= _seed_differences(
+            f"{metric}_difference", _means_by_seed(first, metric), _means_by_seed(second, metric), row
+        )
     return row
 
 
@@ -250,7 +272,7 @@ def _by_recipe(runs: Sequence[Path]) -> dict[str, list[Ranks]]:
                 f"two runs of {group[0].recipe} have the same seed",
                 option="seeds",
                 value=seeds,
-                remedy="give each seed once",
+                remedy="name one run per seed",
             )
         group.sort(key=lambda run: run.seed)
     return groups
@@ -259,15 +281,15 @@ def _by_recipe(runs: Sequence[Path]) -> dict[str, list[Ranks]]:
 def _check_same_users(group: Sequence[Ranks]) -> None:
     for run in group[1:]:
         if run.dataset != group[0].dataset or not np.array_equal(run.users, group[0].users):
-            problem = f"was not measured on the same users as {group[0].folder}"
+            problem = f"the users differ from those of {group[0].folder}"
             remedy = "compare runs on one dataset with one split"
             raise UserError(problem, option="run", value=str(run.folder), remedy=remedy)
 
 
 def _metrics_of(group: Sequence[Ranks]) -> list[str]:
-    """Metrics whose k all runs have ranked to."""
-    deepest = min(run.max_k for run in group)
-    return [name for name, (k, _) in METRICS.items() if k <= deepest]
+    """Return the metrics whose k is recorded in all runs."""
+    max_k = min(run.max_k for run in group)
+    return [name for name, (k, _) in METRICS.items() if k <= max_k]
 
 
 def _values(run: Ranks, system: str, metric: str) -> Values:
@@ -275,12 +297,12 @@ def _values(run: Ranks, system: str, metric: str) -> Values:
     return ranking_metrics(run.ranks[system], (k,))[name]
 
 
-def _of_seeds(group: Sequence[Ranks], metric: str) -> list[float]:
+def _means_by_seed(group: Sequence[Ranks], metric: str) -> list[float]:
     return [float(_values(run, "model", metric).mean()) for run in group]
 
 
 def _seed_differences(name: str, first: Sequence[float], second: Sequence[float], row: Row) -> Row:
-    """What seeds tell of a difference: one for each, where both have the same, and its standard error."""
+    """Return the standard error of a difference over seeds, and the difference per seed if both have the same seeds."""
     if row["seeds"] != row["against_seeds"]:
         return {f"{name}_seed_error": _standard_error(first, second)}
     differences = [a - b for a, b in zip(first, second, strict=True)]
@@ -288,14 +310,14 @@ def _seed_differences(name: str, first: Sequence[float], second: Sequence[float]
 
 
 def _standard_error(*samples: Sequence[float]) -> float | None:
-    """Of the sum or difference of their means; unknown where a sample has one value."""
+    """Return the standard error of the sum or difference of the means; None if a sample has a single value."""
     if any(len(sample) < 2 for sample in samples):
         return None
     return math.sqrt(sum(statistics.variance(sample) / len(sample) for sample in samples))
 
 
 def _validations(group: Sequence[Ranks]) -> list[tuple[int, float]]:
-    """The learning curve: epochs that every seed was validated at, with the mean over seeds."""
+    """Return the learning curve: the epochs at which every seed was validated, with the mean over seeds."""
     epochs = set.intersection(*(set(run.validations) for run in group))
     return [(epoch, statistics.fmean(run.validations[epoch] for run in group)) for epoch in sorted(epochs)]
 
@@ -309,20 +331,22 @@ ResultRow = Mapping[str, Any]
 
 
 FIRST, LAST = "<!-- tables -->", "<!-- end of tables -->"
-"""The lines between which the tables of a page stand; what people write around them is kept."""
+"""Lines around the tables of a page; the text before and after them is preserved."""
 
 
 def quality_page(frame: Mapping[str, Any], page: str | None = None) -> str:
-    """The text of docs/results/quality.md, from the frame of docs/results/quality.json.
+    """Return the text of docs/results/quality.md.
 
-    page: the page as it is, whose tables are replaced; none makes a new one.
+    Args:
+        frame: Content of docs/results/quality.json.
+        page: Present text of the page, in which the tables are replaced. None: return a new page.
     """
     before, after = ("# Quality\n\n", "\n") if page is None else around_tables(page)
     return f"{before}{FIRST}\n{quality_tables(frame)}\n{LAST}{after}"
 
 
 def quality_tables(frame: Mapping[str, Any]) -> str:
-    """Rows, baselines and comparisons as Markdown tables."""
+    """Return rows, baselines and comparisons as Markdown tables."""
     rows = frame["rows"]
     metrics = _metrics(frame["rows"])
     heads = ["recipe", "dataset", "model", "seeds", "best epoch / epochs", "users", "trained on", *metrics]
@@ -338,8 +362,8 @@ def quality_tables(frame: Mapping[str, Any]) -> str:
         names = [name for name in METRICS if any(f"{name}_difference" in row for row in comparisons)]
         heads = ["recipe", "against", "dataset", "seeds", "users", *names]
         legend = (
-            "First minus second, paired over users; ± is the standard error that comes from seeds alone, paired over "
-            "seeds where both have the same."
+            "First minus second, paired over users; ± is the standard error due to seeds alone, paired over seeds if "
+            "both recipes have the same seeds."
         )
         table = _table(heads, [_difference(row, names) for row in comparisons])
         paragraphs += ["### Paired differences", legend, table]
@@ -347,12 +371,13 @@ def quality_tables(frame: Mapping[str, Any]) -> str:
 
 
 def around_tables(page: str) -> tuple[str, str]:
-    """What stands before and after the tables of a page."""
+    """Return the text before and after the tables of a page."""
     before, first, rest = page.partition(FIRST)
     _, last, after = rest.partition(LAST)
     if not (first and last):
         remedy = f"add the lines {FIRST} and {LAST}, or name a page that does not exist yet"
-        raise UserError("has no place for the tables", option="page", value=before[:40], remedy=remedy)
+        problem = "the page does not contain the lines between which the tables are written"
+        raise UserError(problem, option="page", value=before[:40], remedy=remedy)
     return before, after
 
 
@@ -374,7 +399,7 @@ def _value(row: ResultRow, name: str) -> str:
 
 
 def _baselines(rows: Sequence[ResultRow]) -> list[list[str]]:
-    """Baselines do not depend on the recipe: each once for a dataset."""
+    """Return the rows of the baselines, once per dataset because they do not depend on the recipe."""
     found: dict[tuple[str, str], list[str]] = {}
     metrics = _metrics(rows)
     for row in rows:
@@ -400,7 +425,7 @@ def _difference_cell(row: ResultRow, name: str) -> str:
 
 def _epochs(row: ResultRow) -> str:
     pairs = zip(row["best_epochs"], row["epochs"], strict=True)
-    return ", ".join("-" if best is None else f"{best} / {made}" for best, made in pairs)
+    return ", ".join("-" if best is None else f"{best} / {epochs}" for best, epochs in pairs)
 
 
 def _seeds(seeds: Sequence[int]) -> str:

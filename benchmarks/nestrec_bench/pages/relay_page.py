@@ -1,7 +1,4 @@
-"""The result file of `nestrec bench relay` as one page: P99 over load, and the tables.
-
-Rows of `nestrec bench relay` for people: what of them fits a line, and what a terminal's width.
-"""
+"""HTML page and console tables of `nestrec bench relay`: charts of P99 over load, and tables of the main columns."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,17 +16,17 @@ _COLUMNS = {
 
 
 def kind_of(row: Mapping[str, Any]) -> str:
-    """What a row is about: the column that only its kind has."""
+    """Return the kind of a row, which is the name of the column that only rows of this kind have."""
     return next(name for name in _COLUMNS if name in row)
 
 
 def summary(row: Mapping[str, Any]) -> str:
-    """A row while the bench goes on."""
+    """Return a row as one line of progress output."""
     return ", ".join(f"{name} {row[name]}" for name in _COLUMNS[kind_of(row)][1])
 
 
 def short_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Tables by title."""
+    """Return the main columns of the rows as tables, by title."""
     tables: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         title, columns = _COLUMNS[kind_of(row)]
@@ -37,12 +34,12 @@ def short_rows(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, An
     return tables
 
 
-_HIGHEST = 2.5
-"""times the SLO: what is later is drawn there"""
+_MAX_DRAWN = 2.5
+"""Top of a chart, as a multiple of the SLO; higher latencies are drawn there."""
 
 
 def write_page(path: Path, frame: Mapping[str, Any]) -> None:
-    """Write the page; it needs no network and no other file."""
+    """Write the page, which works without a network and without other files."""
     head = element(
         "head", Markup('<meta charset="utf-8">'), element("title", "relay · nestrec"), element("style", Markup(STYLE))
     )
@@ -56,15 +53,15 @@ def write_page(path: Path, frame: Mapping[str, Any]) -> None:
 
 
 def _charts(rows: Sequence[Mapping[str, Any]]) -> list[Markup]:
-    """P99 over load, one chart a size; loads at which nobody was answered in time have no point."""
+    """Return charts of P99 over load, one per size; loads without a response in time have no point."""
     curves = [row for row in rows if "load" in row]
     charts = []
     for history, candidates in dict.fromkeys((row["history"], row["candidates"]) for row in curves):
         own = [row for row in curves if (row["history"], row["candidates"]) == (history, candidates)]
         lines = []
-        for colour, mode in enumerate(dict.fromkeys(row["mode"] for row in own)):
+        for color, mode in enumerate(dict.fromkeys(row["mode"] for row in own)):
             points = [row for row in own if row["mode"] == mode and row["p99_ms"] is not None]
-            lines.append(Line(mode, [100 * row["load"] for row in points], [row["p99_ms"] for row in points], colour))
+            lines.append(Line(mode, [100 * row["load"] for row in points], [row["p99_ms"] for row in points], color))
         slo = own[0]["slo_ms"]
         loads = [100 * row["load"] for row in own]
         lines.append(Line("SLO", [min(loads), max(loads)], [slo, slo], len(lines), "dashed"))
@@ -74,7 +71,7 @@ def _charts(rows: Sequence[Mapping[str, Any]]) -> list[Markup]:
 
 
 def _tried_charts(rows: Sequence[Mapping[str, Any]]) -> list[Markup]:
-    """P99 over requests a second, one chart a model and size: all rates that searches have tried over HTTP."""
+    """Return charts of P99 over requests/s, one per model and size, with all rates that searches tried over HTTP."""
     found = [row for row in rows if row.get("tried") and row.get("in_process") is False]
     sizes = dict.fromkeys(_size_of(row) for row in found)
     return [_tried_chart([row for row in found if _size_of(row) == size]) for size in sizes]
@@ -89,13 +86,13 @@ def _tried_chart(rows: Sequence[Mapping[str, Any]]) -> Markup:
     slo = float(rows[0]["slo_ms"])
     lines: list[Line] = []
     for row in {(row["mode"], row["returning"] if row["mode"] != "full" else 0): row for row in rows}.values():
-        points = [(one["rate"], min(one["p99_ms"] or _HIGHEST * slo, _HIGHEST * slo)) for one in row["tried"]]
+        points = [(one["rate"], min(one["p99_ms"] or _MAX_DRAWN * slo, _MAX_DRAWN * slo)) for one in row["tried"]]
         name = row["mode"] if row["mode"] == "full" else f"{row['mode']}, {100 * row['returning']:.0f}% return"
         lines.append(Line(name, [rate for rate, _ in points], [p99 for _, p99 in points], len(lines)))
     rates = [rate for line in lines for rate in line.x]
     lines.append(Line("SLO", [min(rates), max(rates)], [slo, slo], len(lines), "dashed"))
     title = f"P99, ms: {first['history']} events, {first['candidates']} candidates, biases {first['biases']}"
-    title += f" ({_HIGHEST:g} times the SLO and more, and refusals: at the top)"
+    title += f" (at the top: {_MAX_DRAWN:g} times the SLO or more, and rejected requests)"
     return line_chart(title, lines, x_label="requests/s", from_zero=True)
 
 

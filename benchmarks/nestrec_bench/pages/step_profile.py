@@ -1,10 +1,11 @@
-"""Where the time of a step goes: device kernels by part, from torch's profiler.
+"""Breakdown of a step into parts by the time of their device kernels, from torch's profiler.
 
-idle      time between the first and the last kernel of the profiled steps in which no stream ran any: the host was late
-overlap   kernels of several streams at once are each counted, so parts may add up to more than the wall time
+idle      time between the first and the last kernel of the profiled steps without a running kernel: the host was late
+overlap   kernels that run on several streams at once are all counted, so the parts may add up to more than the wall
+time
 
-A step under the profiler takes as long as its kernels do then; a device that is bound by its power runs them now
-quicker, now slower, so the sum of parts need not be the time of the steps that were timed.
+The profiled steps are not the timed steps. A power-limited device changes its clock, so the sum of the parts may differ
+from the timed step.
 """
 
 import re
@@ -27,7 +28,7 @@ PARTS = {
     "optimizer": r"multi_tensor|adam|lpnorm",
     "copies": r"memcpy|memset",
 }
-"""First match wins; anything else is `other`."""
+"""Part of a step to the pattern of its kernel names; the first match wins, and other kernels belong to `other`."""
 
 
 class Steps(Protocol):
@@ -37,7 +38,7 @@ class Steps(Protocol):
 
 
 def parts_of(runner: Steps, steps: int, flops: StepFlops) -> dict[str, Any]:
-    """Milliseconds of a step by part, the largest kernels of each, and the rate where FLOPs are known."""
+    """Profile steps and return, per part, its milliseconds, largest kernels, and FLOP rate if FLOPs are known."""
     runner.wait()
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         for _ in range(steps):
@@ -50,7 +51,7 @@ def parts_of(runner: Steps, steps: int, flops: StepFlops) -> dict[str, Any]:
 
 
 def idle_time(intervals: Iterable[tuple[float, float]]) -> float:
-    """Time between the first beginning and the last end that no interval covers."""
+    """Return the time between the first start and the last end that no interval covers."""
     idle = 0.0
     covered_to = None
     for start, end in sorted(intervals):
@@ -61,7 +62,13 @@ def idle_time(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def summed(kernels: dict[str, tuple[float, float]], flops: StepFlops, idle_ms: float) -> dict[str, Any]:
-    """kernels: name to (milliseconds, launches) of a step."""
+    """Return the parts of a step as JSON-like data.
+
+    Args:
+        kernels: Kernel name to (milliseconds, launches) per step.
+        flops: FLOPs of the step.
+        idle_ms: Idle milliseconds per step.
+    """
     found: dict[str, Any] = {}
     for name, (ms, launches) in sorted(kernels.items(), key=lambda item: -item[1][0]):
         if ms <= 0.0:
@@ -81,7 +88,7 @@ def summed(kernels: dict[str, tuple[float, float]], flops: StepFlops, idle_ms: f
 
 
 def part_name(kernel: str) -> str:
-    """The part that a kernel belongs to."""
+    """Return the part to which a kernel belongs."""
     for part, pattern in PARTS.items():
         if re.search(pattern, kernel, re.IGNORECASE):
             return part

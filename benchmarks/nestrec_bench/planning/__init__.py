@@ -1,1 +1,1 @@
-"""The simulator against measurements, and the measurements it is fitted to."""
+"""Benchmarks of the simulator: comparisons with measured and published results, and calibration."""

@@ -1,7 +1,8 @@
-"""What the operations of a step take on this machine: a profile for `nestrec plan --profile`.
+"""Measure the operations of a training step on this machine and write a hardware profile for `nestrec plan --profile`.
 
-Stages come from the trace of a small job that one rank trains with batches of several sizes, once serially and once
-with the lookup ahead; dense compute from an HSTU of several lengths; exchanges from two ranks. Each becomes a line.
+Stages are measured in the trace of a small job that one rank trains with several batch sizes, once with the serial
+schedule and once with dual buffering; dense compute with an HSTU of several lengths; exchanges between two ranks. A
+linear cost (fixed + unit x amount) is fitted to each.
 
     nestrec bench calibrate --samples 64,192 --lengths 16,64 --job.dim 64
 """
@@ -17,14 +18,14 @@ import torch
 
 from nestrec.balance.cost import fit_cost, hstu_cost
 from nestrec.base.config import config, to_plain
-from nestrec.base.cuda import chosen_device
+from nestrec.base.cuda import resolve_device
 from nestrec.data.batch_loader import MicroBatch
 from nestrec.distributed import Topology
 from nestrec.distributed.collectives import all_reduce_sum, all_to_all_rows, barrier
 from nestrec.models import HSTU, HSTUConfig, SequenceInfo
 from nestrec.pipeline import PipelineConfig
 from nestrec.planning.hardware_profile import ComputeRates, LinearCost, Profile
-from nestrec_bench.bench import Bench, More, Row
+from nestrec_bench.bench import Bench, ExtraFields, Row
 from nestrec_bench.harness.local_ranks import run_on_ranks
 from nestrec_bench.planning.shared_fit import StageObservations, counted_loads, fit_line, fit_profile, stage_times
 from nestrec_bench.schedules.schedules_job import Contestant, JobConfig, make_batches, make_engine
@@ -33,25 +34,25 @@ _UNITS = {"deduplicate": "key", "arrange": "key", "intersect": "row", "compute":
 
 
 @config
-class CalibrateBench:
+class CalibrateBenchConfig:
     samples: tuple[int, ...] = (64, 192, 512)
-    """batch sizes of the small job"""
+    """Batch sizes of the small job."""
     steps: int = 12
-    """training steps with each size of batch"""
+    """Number of training steps per batch size."""
     lengths: tuple[int, ...] = (16, 64, 192, 384)
-    """of the sequences that the model computes"""
+    """Sequence lengths of the timed model."""
     tokens: int = 1536
-    """tokens of the batches whose computation is timed"""
+    """Number of tokens of the batches whose computation is timed."""
     exchange_bytes: tuple[int, ...] = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
-    """bytes that a rank sends in the exchanges that are timed"""
+    """Bytes that a rank sends in the timed exchanges."""
     repeats: int = 9
-    """of everything that is timed alone"""
+    """Number of repetitions of each operation that is timed alone."""
     job: JobConfig = JobConfig(num_rows=200_000)
-    """the job whose stages are timed"""
+    """Options of the small job."""
 
 
-def calibrate(bench: CalibrateBench) -> tuple[list[dict[str, Any]], Profile]:
-    """A row for each operation, and the profile that they make."""
+def calibrate(bench: CalibrateBenchConfig) -> tuple[list[dict[str, Any]], Profile]:
+    """Return one row per operation, and the hardware profile."""
     profile = replace(_stages(bench), compute=_compute(bench))
     exchange = _exchange(bench)
     copies = _host_copies(bench.repeats)
@@ -89,8 +90,8 @@ def _row(name: str, rate: LinearCost) -> dict[str, Any]:
     }
 
 
-def _stages(bench: CalibrateBench) -> Profile:
-    """Lines through the stages of the small job, rows on the device and in DRAM."""
+def _stages(bench: CalibrateBenchConfig) -> Profile:
+    """Fit the stages of the small job, with rows on the device and in DRAM."""
     profile = Profile()
     for store in ("dram", "device"):
         observed = [
@@ -100,12 +101,15 @@ def _stages(bench: CalibrateBench) -> Profile:
         ]
         fitted = fit_profile(observed, profile, by_medians=True)
         profile = fitted if store == "dram" else replace(fitted, dram=profile.dram, device=fitted.dram)
-        crossing = [_line(observed, stage) for stage in ("train.embedding.vectors", "train.embedding.gradients")]
-        profile = replace(profile, exchange_vectors=crossing[0], exchange_gradients=crossing[1])
+        vectors, gradients = [
+            _line(observed, stage)
+            for stage in ("train.embedding.exchange_vectors", "train.embedding.exchange_gradients")
+        ]
+        profile = replace(profile, exchange_vectors=vectors, exchange_gradients=gradients)
     return profile
 
 
-def _observed(bench: CalibrateBench, samples: int, store: str, schedule: str) -> StageObservations:
+def _observed(bench: CalibrateBenchConfig, samples: int, store: str, schedule: str) -> StageObservations:
     job = replace(bench.job, samples=samples, store=store)
     topology = Topology.single()
     batches = make_batches(job, topology, bench.steps + 1, 2)
@@ -120,31 +124,31 @@ def _observed(bench: CalibrateBench, samples: int, store: str, schedule: str) ->
     def flops(part: MicroBatch) -> tuple[float, float]:
         return token_flops(job) * part.num_tokens, 0.0
 
-    # Steps count from one, and the batches of the warm-up come first.
+    # Steps are counted from one, and the batches of the warm-up come first.
     aligned = [batches[(p - 1) % len(batches)] for p in range(len(batches))]
     return StageObservations(counted_loads([aligned], tables, flops, dense_bytes=dense), stage_times(spans))
 
 
 def token_flops(job: JobConfig) -> float:
-    """Operations of the small network, forward and backward, for each token."""
+    """Return the FLOPs of the small network per token, forward and backward."""
     return 6.0 * (job.dim * job.hidden + (job.layers - 1) * job.hidden * job.hidden + job.hidden)
 
 
 def _line(observed: Sequence[StageObservations], stage: str) -> LinearCost:
-    """Putting vectors together, or adding gradients up, for each byte; alone, nothing crosses."""
+    """Fit the local work of an exchange, which assembles vectors or sums gradients; one rank transfers nothing."""
     medians = []
     for one in observed:
         sizes = one.loads.received_bytes
-        pairs = [(s, sizes[one.loads.place(step), rank, n]) for (step, rank, n), s in one.stages[stage].items()]
+        pairs = [(s, sizes[one.loads.pattern_index(step), rank, n]) for (step, rank, n), s in one.stages[stage].items()]
         medians.append(tuple(np.median(pairs, axis=0)))
     return fit_line(medians) or LinearCost()
 
 
-def _compute(bench: CalibrateBench) -> ComputeRates:
-    """Forward and backward of HSTU layers at several lengths."""
+def _compute(bench: CalibrateBenchConfig) -> ComputeRates:
+    """Fit the forward and backward passes of HSTU layers at several lengths."""
     cfg = HSTUConfig(dim=64, head_dim=32, num_heads=2, num_layers=2, max_length=max(bench.lengths))
     model = HSTU(cfg)
-    device = torch.device(chosen_device("auto"))
+    device = torch.device(resolve_device("auto"))
     model.to(device)
     times, lengths = [], []
     for length in bench.lengths:
@@ -176,7 +180,7 @@ def _forward_backward(model: HSTU, lengths: np.ndarray[Any, Any], device: torch.
 
 
 def _timed(function: Any, repeats: int, device: torch.device) -> float:
-    """Median seconds, after one run to warm up."""
+    """Return the median seconds of a function, after one warm-up run."""
     times = []
     for i in range(repeats + 1):
         if device.type == "cuda":
@@ -190,30 +194,30 @@ def _timed(function: Any, repeats: int, device: torch.device) -> float:
     return statistics.median(times)
 
 
-def _exchange(bench: CalibrateBench) -> list[dict[str, Any]]:
-    """Collectives between two ranks of this machine, by size."""
-    answers = run_on_ranks(2, _exchange_rank, bench)[0]
+def _exchange(bench: CalibrateBenchConfig) -> list[dict[str, Any]]:
+    """Measure collectives between two ranks of this machine, by size."""
+    times = run_on_ranks(2, _exchange_rank, bench)[0]
     rows = []
-    for name, pairs in answers.items():
+    for name, pairs in times.items():
         rows.append(_row(f"exchange, {name}, 2 ranks", fit_line(pairs) or LinearCost()))
     return rows
 
 
-def _exchange_rank(topology: Topology, bench: CalibrateBench) -> dict[str, list[tuple[float, float]]]:
+def _exchange_rank(topology: Topology, bench: CalibrateBenchConfig) -> dict[str, list[tuple[float, float]]]:
     found: dict[str, list[tuple[float, float]]] = {"all_to_all": [], "all_reduce": []}
     for size in bench.exchange_bytes:
         rows = torch.zeros(size // 4, 1)
         half = [len(rows) // 2] * 2
         barrier(topology.control)
-        took = _timed(lambda r=rows, h=half: all_to_all_rows(topology.vectors, r, h, h), bench.repeats, rows.device)
-        found["all_to_all"].append((took, size / 2))
-        took = _timed(lambda r=rows: all_reduce_sum(topology.dense, r), bench.repeats, rows.device)
-        found["all_reduce"].append((took, float(size)))
+        seconds = _timed(lambda r=rows, h=half: all_to_all_rows(topology.vectors, r, h, h), bench.repeats, rows.device)
+        found["all_to_all"].append((seconds, size / 2))
+        seconds = _timed(lambda r=rows: all_reduce_sum(topology.dense, r), bench.repeats, rows.device)
+        found["all_reduce"].append((seconds, float(size)))
     return found
 
 
 def _host_copies(repeats: int) -> list[dict[str, Any]]:
-    """Copies in host memory, and to and from a device where there is one."""
+    """Measure copies in host memory, and to and from the device if there is one."""
     source = torch.zeros(1 << 26, dtype=torch.uint8)
     target = torch.empty_like(source)
     copies = {"host copy": (_timed(lambda: target.copy_(source), repeats, source.device), source)}
@@ -226,14 +230,14 @@ def _host_copies(repeats: int) -> list[dict[str, Any]]:
     return [_row(name, LinearCost(unit_s=seconds / tensor.numel())) for name, (seconds, tensor) in copies.items()]
 
 
-def _measure(bench: CalibrateBench) -> Generator[Row, None, More]:
+def _measure(bench: CalibrateBenchConfig) -> Generator[Row, None, ExtraFields]:
     rows, profile = calibrate(bench)
     yield from rows
     return {"profile": to_plain(profile)}
 
 
 BENCH = Bench(
-    config=CalibrateBench,
+    config=CalibrateBenchConfig,
     measure=_measure,
     show=lambda rows, more: [("calibrate: time = fixed + unit x amount", rows)],
 )

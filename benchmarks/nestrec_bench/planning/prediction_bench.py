@@ -1,9 +1,10 @@
-"""Simulated steps beside measured ones on 2 and 4 ranks: fitted to a third of the configurations, tested on others.
+"""Compare simulated with measured steps on 2 and 4 ranks: a third of the configurations fits the model, the rest tests
+it.
 
-Configurations (schedule, micro-batches) are measured on beds (ranks, bandwidth, shape of lengths). The serial ones, a
-third of them, fit the cost model; the others are predicted: loads counted from the very batches, the schedule's own
-program, replayed on shared cores with the chance that was measured. Errors are of the median round; the spread of a
-configuration is that of its own rounds.
+Configurations (schedule, micro-batches) are measured on test beds (ranks, bandwidth, shape of lengths). The serial
+configurations, a third of all, fit the cost model. The others are predicted: the loads are counted in the measured
+batches, and the program of the schedule is replayed on shared cores with the measured variation. Errors refer to the
+median round; the spread of a configuration is that of its rounds.
 
     nestrec bench prediction --ranks 2 --link_mbit 300,900 --rounds 5
 """
@@ -28,7 +29,7 @@ from nestrec.planning.simulator.shared_cores import Hosts, replay_shared
 from nestrec.planning.simulator.step_costs import RandomizedCosts, Spreads, StepCosts
 from nestrec.planning.workload import Loads
 from nestrec.report.result_file import load_frame
-from nestrec_bench.bench import Bench, More, Row, Shown
+from nestrec_bench.bench import Bench, ExtraFields, OutputPart, Row
 from nestrec_bench.harness.links import BURST_BYTES, can_limit
 from nestrec_bench.planning.calibrate_bench import token_flops
 from nestrec_bench.planning.papers.comparison import UniformCosts
@@ -51,7 +52,7 @@ from nestrec_bench.planning.shared_fit import (
     fit_world,
     profile_of,
 )
-from nestrec_bench.schedules.schedules_bench import SchedulesBench
+from nestrec_bench.schedules.schedules_bench import SchedulesBenchConfig
 from nestrec_bench.schedules.schedules_job import TABLE, JobConfig, TokenNetwork
 
 _CROWDING = tuple(i * 0.05 for i in range(13))
@@ -59,33 +60,34 @@ BOUND_MEDIAN, BOUND_WORST = 0.08, 0.20
 
 
 @config
-class PredictionBench:
+class PredictionBenchConfig:
     ranks: tuple[int, ...] = (2, 4)
-    """numbers of processes"""
+    """Numbers of ranks, each in its own process."""
     link_mbit: tuple[float, ...] = (300.0, 900.0)
-    """bandwidths of a rank, each way"""
+    """Bandwidths of a rank in Mbit/s, each way."""
     lengths: tuple[Shape, ...] = ("even", "skewed")
-    """shapes of the lengths of samples: even, skewed"""
+    """Distributions of the lengths of samples: even, skewed."""
     schedules: tuple[str, ...] = ("serial", "dual_buffer", "nested")
-    """which schedules"""
+    """Pipeline schedules."""
     micro_batches: tuple[int, ...] = (2, 8)
-    """numbers of micro-batches"""
+    """Numbers of micro-batches."""
     rounds: int = 5
-    """rounds of each configuration"""
+    """Number of rounds per configuration."""
     steps: int = 7
-    """steps of a round, first and last left out"""
+    """Number of steps per round; the first and the last one are ignored."""
     emulated: bool = False
-    """time the links instead of limiting them; also done, and said, where network namespaces cannot be had"""
+    """Whether to emulate the links by waiting instead of limiting real ones; always if network namespaces are not
+    available, which the result file records."""
     attempts: int = 25
-    """rounds at the most, where other processes disturb: the least disturbed are kept"""
+    """Maximum number of rounds if other processes disturb them; the least disturbed ones are used."""
     undisturbed: float = 0.15
-    """cores that other processes may take before a round counts as disturbed"""
+    """Number of cores that other processes may use before a round counts as disturbed."""
     job: JobConfig = JobConfig(samples=128)
-    """what is trained"""
+    """Options of the training job."""
     measured: str | None = None
-    """file of measurements: kept, and beds in it not repeated"""
+    """File of measurements; new ones are added, and test beds in it are not measured again."""
     rows_of: tuple[str, ...] = ()
-    """predict result files of `bench schedules` instead"""
+    """Result files of `nestrec bench schedules` to predict instead of measuring."""
 
     def beds(self) -> list[Bed]:
         return [Bed(ranks=r, link_mbit=m, lengths=s) for r in self.ranks for m in self.link_mbit for s in self.lengths]
@@ -105,28 +107,29 @@ class PredictionBench:
 Measured = dict[Bed, list[dict[str, Any]]]
 
 
-def measure_beds(bench: PredictionBench, kept: Path | None) -> Measured:
-    """All beds; those in the file `kept` are taken from it, and new ones are added to it one by one."""
+def measure_beds(bench: PredictionBenchConfig, file: Path | None) -> Measured:
+    """Return the measurements of all test beds, each read from the file if it contains it, otherwise added to it."""
     known: list[dict[str, Any]] = []
-    if kept is not None and kept.exists():
-        stored = json.loads(kept.read_text())
+    if file is not None and file.exists():
+        stored = json.loads(file.read_text())
         if from_plain(BedOptions, stored["options"]) != bench.options():
-            remedy = "give the same options, or another file"
-            raise UserError("was measured with other options", option="--measured", value=str(kept), remedy=remedy)
+            problem = "the file was measured with other options"
+            remedy = "use the same options, or another file"
+            raise UserError(problem, option="--measured", value=str(file), remedy=remedy)
         known = stored["beds"]
     found = {from_plain(Bed, one["bed"]): from_plain_bed(one["measured"]) for one in known}
     for bed in bench.beds():
         if bed not in found:
             found[bed] = measure_bed(bed, bench.entries(), bench.options())
             known.append({"bed": to_plain(bed), "measured": to_plain_bed(found[bed])})
-            if kept is not None:
-                kept.write_text(json.dumps({"options": to_plain(bench.options()), "beds": known}))
+            if file is not None:
+                file.write_text(json.dumps({"options": to_plain(bench.options()), "beds": known}))
     return {bed: found[bed] for bed in bench.beds()}
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What was fitted, for each number of ranks."""
+    """The fitted cost model, by number of ranks."""
 
     profiles: dict[int, Profile]
     spreads: dict[int, Spreads]
@@ -136,15 +139,15 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """A configuration with what was measured of it."""
+    """A configuration with its measurements."""
 
     bed: Bed
     entry: Contender
     rounds: list[dict[str, Any]]
     loads: Loads
-    """of all batches, in the order of steps from 1"""
+    """Loads of all batches, in the order of steps from 1."""
     burst_bytes: float
-    """that pass a link at no cost after a pause"""
+    """Number of bytes that a link transfers without delay after a pause."""
 
     @property
     def measured_ms(self) -> float:
@@ -152,34 +155,40 @@ class _Case:
 
     @property
     def spread(self) -> float:
-        """Half the range of the rounds, as a part of the median."""
+        """Half the range of the rounds, as a fraction of the median."""
         times = [turn["ms"]["step"] for turn in self.rounds]
         return float(max(times) - min(times)) / 2 / self.measured_ms
 
     @property
-    def fits(self) -> bool:
-        """Nothing overlaps in a serial run: it is used to fit, and the others are predicted."""
+    def is_used_to_fit(self) -> bool:
+        """Whether the configuration fits the model: a serial one does, because its stages do not overlap."""
         return self.entry.schedule == "serial"
 
 
-def predict(bench: PredictionBench, measured: Measured) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """A row for each configuration, and the errors of those that were not used to fit."""
+def predict(bench: PredictionBenchConfig, measured: Measured) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return one row per configuration, and the errors of those that were not used to fit."""
     options = bench.options()
     burst_bytes = 0.0 if options.emulated else float(BURST_BYTES)
     cases = [
         _Case(bed, one["entry"], one["rounds"], _loads(bed, one["entry"], options), burst_bytes)
         for bed, entries in measured.items() for one in entries
     ]  # fmt: skip
-    model = fit_model([case for case in cases if case.fits], bench.steps)
+    model = fit_model([case for case in cases if case.is_used_to_fit], bench.steps)
     rows = [_row(case, model, bench.steps) for case in cases]
     return rows, _summary(rows, model)
 
 
 def fit_model(cases: Sequence[_Case], steps: int) -> Model:
-    """From serial runs: lines from ranks with a core each, exchanges by number of ranks, crowding from whole steps."""
+    """Fit the cost model to serial runs.
+
+    Linear costs come from test beds with a core per rank, exchanges from each number of ranks, and the contention of
+    cores from the duration of steps.
+    """
     plain = [_observed(case) for case in cases if case.bed.ranks <= usable_cores()]
     if not plain:
-        raise UserError("has no bed with a core for each rank", option="ranks", value=usable_cores(), remedy="add one")
+        problem = f"each number of ranks exceeds the {usable_cores()} usable cores, so the model cannot be fitted"
+        numbers = sorted({case.bed.ranks for case in cases})
+        raise UserError(problem, option="ranks", value=numbers, remedy=f"add a number up to {usable_cores()}")
     profiles: dict[int, Profile] = {}
     spreads: dict[int, Spreads] = {}
     worlds: dict[int, WorldFit] = {}
@@ -203,7 +212,7 @@ def _observed(case: _Case) -> StageObservations:
 
 
 def _best_crowding(cases: Sequence[_Case], model: Model, steps: int) -> float:
-    """What explains the steps best of ranks that share cores."""
+    """Return the contention that best explains the steps of ranks that share cores."""
     crowded = [case for case in cases if case.bed.ranks > usable_cores()]
 
     def error(crowding: float) -> float:
@@ -214,10 +223,10 @@ def _best_crowding(cases: Sequence[_Case], model: Model, steps: int) -> float:
 
 
 def _loads(bed: Bed, entry: Contender, options: BedOptions) -> Loads:
-    """Of step 1 at place 1, as batches are taken."""
+    """Return the loads of a configuration; those of step 1 have index 1, in the order in which batches are taken."""
     job = options.job
     batches = [make_bed_batches(bed, entry.micro_batches, options, rank) for rank in range(bed.ranks)]
-    aligned = [[mine[(p - 1) % len(mine)] for p in range(len(mine))] for mine in batches]
+    aligned = [[own[(p - 1) % len(own)] for p in range(len(own))] for own in batches]
     table = TableConfig(
         name=TABLE, dim=job.dim, num_rows=job.num_rows, store=StoreConfig(kind="dram"),
         optimizer=RowOptimizerConfig(kind=job.optimizer),
@@ -227,7 +236,7 @@ def _loads(bed: Bed, entry: Contender, options: BedOptions) -> Loads:
 
 
 def _step_ms(case: _Case, model: Model, steps: int, rounds: int | None = None) -> float:
-    """Median over the rounds of the simulated step of the slowest rank."""
+    """Return the median over the rounds of the simulated step of the slowest rank."""
     return statistics.median(_simulated(case, model, steps, turn["first"]) for turn in case.rounds[:rounds])
 
 
@@ -237,10 +246,10 @@ def _simulated(case: _Case, model: Model, steps: int, first: int) -> float:
     program = rehearse(options, micro_batches=case.entry.micro_batches, steps=steps)
     mesh = Mesh(1, ranks)
     links = StageObservations(case.loads, {}, case.bed.link_mbit / 8e3, case.burst_bytes).links()
-    hands_over = any("train.embedding.copy" in stage.operations for stage in program.stages)
+    hands_over = any("train.embedding.copy_shared_rows" in stage.operations for stage in program.stages)
     loads = case.loads.starting_at(first - 1)
     costs = StepCosts(loads, model.profiles[ranks], links, mesh, store="dram", hands_over=hands_over)
-    hosts = Hosts(ranks=ranks, cores=usable_cores(), crowding=model.crowding)
+    hosts = Hosts(ranks=ranks, cores=usable_cores(), contention=model.crowding)
     speed = case.bed.link_mbit / 8e3 * 1e9
     varied = RandomizedCosts(costs, model.spreads[ranks], ranks, wire_speed=speed, seed=first)
     return float(replay_shared(program, varied, mesh, hosts).step_s().max()) * 1e3
@@ -250,7 +259,7 @@ def _row(case: _Case, model: Model, steps: int) -> dict[str, Any]:
     predicted = _step_ms(case, model, steps)
     return {
         "schedule": case.entry.schedule, "ranks": case.bed.ranks, "micro_batches": case.entry.micro_batches,
-        "link_mbit": case.bed.link_mbit, "lengths": case.bed.lengths, "used_to_fit": case.fits,
+        "link_mbit": case.bed.link_mbit, "lengths": case.bed.lengths, "used_to_fit": case.is_used_to_fit,
         "measured_ms": round(case.measured_ms, 2), "predicted_ms": round(predicted, 2),
         "error": round(predicted / case.measured_ms - 1.0, 4), "spread": round(case.spread, 4),
         "bound": round(max(BOUND_WORST, 2 * case.spread), 4),
@@ -273,25 +282,24 @@ def _summary(rows: Sequence[Mapping[str, Any]], model: Model) -> dict[str, Any]:
 
 
 def short_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What fits a terminal."""
+    """Return the main columns of the rows, for a terminal."""
     names: dict[str, Callable[[Any], Any]] = {
         "schedule": str, "ranks": int, "micro_batches": int, "link_mbit": float, "lengths": str, "used_to_fit": bool,
         "measured_ms": float, "predicted_ms": float, "error": float, "spread": float,
     }  # fmt: skip
-    return [{name: of(row[name]) for name, of in names.items()} for row in rows]
+    return [{name: convert(row[name]) for name, convert in names.items()} for row in rows]
 
 
-def _rows_of(bench: PredictionBench) -> Generator[Row, None, More]:
+def _measure(bench: PredictionBenchConfig) -> Generator[Row, None, ExtraFields]:
     if bench.rows_of:
-        return (yield from _of_files(bench.rows_of))
+        return (yield from _predict_files(bench.rows_of))
     rows, summary = predict(bench, measure_beds(bench, None if bench.measured is None else Path(bench.measured)))
     yield from rows
     return {"summary": summary}
 
 
-def _of_files(files: Sequence[str]) -> Generator[Row, None, More]:
-    """The overlapping schedules of result files of one machine out of their serial rows."""
-
+def _predict_files(files: Sequence[str]) -> Generator[Row, None, ExtraFields]:
+    """Predict the overlapping schedules in result files of one machine from their serial rows."""
     frames = [load_frame(Path(file)) for file in files]
     rows, summary = predict_rows([row for frame in frames for row in frame["rows"]])
     yield from rows
@@ -300,32 +308,35 @@ def _of_files(files: Sequence[str]) -> Generator[Row, None, More]:
     return {"summary": summary, "measured_by": measured_by, "hardware": frames[0]["hardware"], "emulated": emulated}
 
 
-def _show(rows: Sequence[Row], more: More) -> list[Shown]:
-    of_files = "measured_by" in more
+def _show(rows: Sequence[Row], more: ExtraFields) -> list[OutputPart]:
+    is_from_files = "measured_by" in more
     errors = [{k: v for k, v in more["summary"].items() if not isinstance(v, dict)}]
-    return [("prediction: milliseconds of a step", rows if of_files else short_rows(rows)), ("errors", errors)]
+    return [("prediction: milliseconds of a step", rows if is_from_files else short_rows(rows)), ("errors", errors)]
 
 
-BENCH = Bench(config=PredictionBench, measure=_rows_of, show=_show, is_emulated=lambda bench: bench.options().emulated)
+BENCH = Bench(
+    config=PredictionBenchConfig, measure=_measure, show=_show, is_emulated=lambda bench: bench.options().emulated
+)
 
 
 _STEPS = 8
-LOOKUP_STAGES = SchedulesBench().lookup_stages
-"""How the lookup divides: the bench says so for the part of it that it emulates."""
+LOOKUP_STAGES = SchedulesBenchConfig().lookup_stages
+"""Division of the lookup into stages, as the schedules benchmark emulates it."""
 _SAME = ("ranks", "micro_batches", "window_cache", "link_mbit")
 
 
 def predict_rows(rows: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """A row for each schedule with a serial twin, and the errors."""
-    serial = {_place(row): row for row in rows if row["schedule"] == "serial"}
+    """Return one row per schedule that has a serial counterpart, and the errors."""
+    serial = {_setting(row): row for row in rows if row["schedule"] == "serial"}
     found = [
-        _comparison_row(row, serial[_place(row)])
+        _comparison_row(row, serial[_setting(row)])
         for row in rows
-        if row["schedule"] != "serial" and _place(row) in serial
+        if row["schedule"] != "serial" and _setting(row) in serial
     ]
     if not found:
-        remedy = "give a file with serial and other schedules at the same partition"
-        raise UserError("nothing to predict", option="rows", value=len(rows), remedy=remedy)
+        problem = "the files do not contain serial and other schedules with the same setting"
+        remedy = "name a file with serial and other schedules at the same partition"
+        raise UserError(problem, option="rows", value=len(rows), remedy=remedy)
     errors = [abs(row["error"]) for row in found]
     within = statistics.median(errors) <= BOUND_MEDIAN and all(abs(row["error"]) <= row["bound"] for row in found)
     summary = {
@@ -339,7 +350,7 @@ def predict_rows(rows: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]
     return found, summary
 
 
-def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
+def _setting(row: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(row.get(name) for name in _SAME)
 
 
@@ -359,7 +370,7 @@ def _comparison_row(row: Mapping[str, Any], serial: Mapping[str, Any]) -> dict[s
 
 
 def _predicted_ms(row: Mapping[str, Any], serial: Mapping[str, Any]) -> float:
-    """What does not overlap in the serial step and has no kind (idle) stays with the computation."""
+    """Predict a step from its serial counterpart; idle time of the serial step counts as computation."""
     parts = serial["micro_batches"]
     compute = serial["compute_ms"] + serial["idle_ms"]
     exchange, lookup = serial["raw_comm_ms"] / (2 * parts), serial["raw_lookup_ms"]
@@ -370,8 +381,8 @@ def _predicted_ms(row: Mapping[str, Any], serial: Mapping[str, Any]) -> float:
         "exchange_gradients": exchange,
         "deduplicate": loaded,
         "exchange_keys": keys,
-        "fetch": read,
-        "read_ahead": read,
+        "fetch_rows": read,
+        "prefetch_rows": read,
         "write_back": written,
     }
     options = PipelineConfig(schedule=row["schedule"], window_cache=bool(row.get("window_cache")))

@@ -1,7 +1,7 @@
-"""Beds of `nestrec bench prediction`: the job of `nestrec bench schedules` with even or skewed lengths, measured.
+"""Test beds of `nestrec bench prediction`: the job of `nestrec bench schedules` with even or skewed lengths.
 
-A bed is a number of ranks, a bandwidth and a shape of lengths. All its configurations live in the same ranks and take
-turns, as in `nestrec bench schedules`.
+A test bed is a number of ranks, a bandwidth and a distribution of lengths. All its configurations run in the same ranks
+and take turns, as in `nestrec bench schedules`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,42 +32,42 @@ _LN_SD = 0.8
 
 @config
 class Bed:
-    """Where configurations are measured."""
+    """A test bed: the ranks, links and lengths with which configurations are measured."""
 
     ranks: int
-    """processes, each with one thread of computing"""
+    """Number of processes, each with one compute thread."""
     link_mbit: float
-    """of each rank, each way"""
+    """Bandwidth of each rank in Mbit/s, each way."""
     lengths: Shape
-    """even: every sample has job.tokens; skewed: log-normal with that mean, micro-batches by length"""
+    """even: every sample has job.tokens; skewed: log-normal with that mean, micro-batches by length."""
 
 
 @config
 class Contender:
-    """What takes turns on a bed."""
+    """A configuration that takes turns with others on a test bed."""
 
     schedule: str
-    """which schedule"""
+    """Pipeline schedule."""
     micro_batches: int
-    """parts of a batch"""
+    """Number of micro-batches per batch."""
 
 
 @config
 class BedOptions:
-    """How beds are measured."""
+    """Options of measuring test beds."""
 
     rounds: int
-    """rounds of each configuration"""
+    """Number of rounds per configuration."""
     steps: int
-    """steps of a round, first and last left out"""
+    """Number of steps per round; the first and the last one are ignored."""
     attempts: int
-    """rounds at the most, where others disturb: the least disturbed are kept"""
+    """Maximum number of rounds if other processes disturb them; the least disturbed ones are used."""
     emulated: bool
-    """time the links instead of limiting them"""
+    """Whether to emulate the links by waiting instead of limiting real ones."""
     undisturbed: float
-    """cores that other processes may take before a round counts as disturbed"""
+    """Number of cores that other processes may use before a round counts as disturbed."""
     job: JobConfig
-    """what is trained"""
+    """Options of the training job."""
 
     @property
     def num_batches(self) -> int:
@@ -75,16 +75,16 @@ class BedOptions:
 
 
 def measure_bed(bed: Bed, entries: Sequence[Contender], options: BedOptions) -> list[dict[str, Any]]:
-    """For each entry, for each round: mean step of the slowest rank in milliseconds, parts, and stages in seconds."""
+    """Measure the rounds of each entry: mean step of the slowest rank and its parts in ms, and stages in seconds."""
     if can_limit() and not options.emulated:
         with limited_links(bed.ranks, bed.link_mbit) as links:
-            answers = run_on_ranks(bed.ranks, _rank, bed, list(entries), options, None, enter=links.enter)
+            by_rank = run_on_ranks(bed.ranks, _rank, bed, list(entries), options, None, enter=links.enter)
     else:
-        answers = run_on_ranks(bed.ranks, _rank, bed, list(entries), options, bed.link_mbit)
+        by_rank = run_on_ranks(bed.ranks, _rank, bed, list(entries), options, bed.link_mbit)
     return [
         {
             "entry": entry,
-            "rounds": [_round([answer[i][r] for answer in answers]) for r in range(options.rounds)],
+            "rounds": [_round([spans[i][r] for spans in by_rank]) for r in range(options.rounds)],
         }
         for i, entry in enumerate(entries)
     ]
@@ -93,24 +93,24 @@ def measure_bed(bed: Bed, entries: Sequence[Contender], options: BedOptions) -> 
 def _rank(
     topology: Topology, bed: Bed, entries: list[Contender], options: BedOptions, emulated_mbit: float | None
 ) -> list[list[list[Span]]]:
-    """Spans of each round of each entry."""
+    """Return the spans of each round of each entry on one rank."""
     if emulated_mbit is not None:
         topology = with_emulated_links(topology, EmulatedLink(emulated_mbit))
     contestants = [_contestant(topology, bed, entry, options) for entry in entries]
     found: list[list[tuple[float, list[Span]]]] = [[] for _ in entries]
     for turn in range(_WARM_UP_ROUNDS + options.attempts):
-        for kept, contestant in zip(found, contestants, strict=True):
-            if sum(others <= options.undisturbed for others, _ in kept) >= options.rounds:
+        for rounds, contestant in zip(found, contestants, strict=True):
+            if sum(others <= options.undisturbed for others, _ in rounds) >= options.rounds:
                 continue
             barrier(topology.control)
             load = BackgroundLoadMeter(topology)
-            taken = contestant.round(options.steps)
+            spans = contestant.round(options.steps)
             others = load.cores()
             if turn >= _WARM_UP_ROUNDS:
-                kept.append((others, taken))
+                rounds.append((others, spans))
     for contestant in contestants:
         contestant.close()
-    return [[spans for _, spans in sorted(kept, key=lambda one: one[0])[: options.rounds]] for kept in found]
+    return [[spans for _, spans in sorted(rounds, key=lambda one: one[0])[: options.rounds]] for rounds in found]
 
 
 def _contestant(topology: Topology, bed: Bed, entry: Contender, options: BedOptions) -> Contestant:
@@ -120,20 +120,20 @@ def _contestant(topology: Topology, bed: Bed, entry: Contender, options: BedOpti
 
 
 def _round(spans_of_ranks: Sequence[Sequence[Span]]) -> dict[str, Any]:
-    everything = [span for spans in spans_of_ranks for span in spans]
-    timeline = Timeline(everything)
+    all_spans = [span for spans in spans_of_ranks for span in spans]
+    timeline = Timeline(all_spans)
     steps = timeline.steps(0)
-    whole = [[timeline.parts(step, rank) for step in steps[1:-1]] for rank in range(len(spans_of_ranks))]
-    slowest = max(whole, key=lambda parts: sum(p.step_ns for p in parts))
+    parts_by_rank = [[timeline.parts(step, rank) for step in steps[1:-1]] for rank in range(len(spans_of_ranks))]
+    slowest = max(parts_by_rank, key=lambda parts: sum(p.step_ns for p in parts))
     means = {
         field: float(np.mean([getattr(parts, f"{field}_ns") for parts in slowest])) * 1e-6
         for field in ("step", "compute", "exposed_lookup", "exposed_communication", "idle")
     }
-    return {"first": steps[0], "ms": means, "stages": stage_times(everything)}
+    return {"first": steps[0], "ms": means, "stages": stage_times(all_spans)}
 
 
 def make_bed_batches(bed: Bed, num_micro_batches: int, options: BedOptions, rank: int) -> list[Batch]:
-    """The batches of a rank: pure, so whoever predicts can count them."""
+    """Return the batches of a rank; the function is pure, so that the prediction can count their loads."""
     return [_batch(bed, num_micro_batches, options.job, rank, step) for step in range(options.num_batches)]
 
 
@@ -141,19 +141,19 @@ def _batch(bed: Bed, num_micro_batches: int, job: JobConfig, rank: int, step: in
     draw = np.random.default_rng([job.seed, rank, step, num_micro_batches])
     groups = np.array_split(np.arange(job.samples), num_micro_batches)
     parts = []
-    for mine, tokens in zip(groups, _tokens(bed.lengths, job, groups, draw), strict=True):
-        shape = (len(mine), tokens)
+    for group, tokens in zip(groups, _tokens(bed.lengths, job, groups, draw), strict=True):
+        shape = (len(group), tokens)
         hot = draw.integers(0, max(1, job.num_rows // 1000), shape)
         keys = np.where(draw.random(shape) < job.repeat, hot, draw.integers(0, job.num_rows, shape))
-        label = torch.from_numpy(draw.integers(0, 2, len(mine)).astype(np.float32))
-        parts.append(MicroBatch(mine, {TABLE: keys}, {"label": label}, tokens, keys.size))
+        label = torch.from_numpy(draw.integers(0, 2, len(group)).astype(np.float32))
+        parts.append(MicroBatch(group, {TABLE: keys}, {"label": label}, tokens, keys.size))
     weight = float(job.samples * bed.ranks)
     counts = np.concatenate([np.full(len(part.sample_ids), part.max_length) for part in parts])
     return Batch(BatchPosition(0, step), weight, np.arange(job.samples * bed.ranks), tuple(parts), tokens=counts)
 
 
 def _tokens(shape: Shape, job: JobConfig, groups: Sequence[NDArray[np.int64]], draw: np.random.Generator) -> list[int]:
-    """Tokens of the samples of each micro-batch: samples of similar lengths stand together."""
+    """Return the number of tokens per sample of each micro-batch, which groups samples of similar lengths."""
     if shape == "even":
         return [job.tokens] * len(groups)
     lengths = np.sort(job.tokens * np.exp(_LN_SD * draw.standard_normal(job.samples) - _LN_SD**2 / 2))
@@ -161,7 +161,7 @@ def _tokens(shape: Shape, job: JobConfig, groups: Sequence[NDArray[np.int64]], d
 
 
 def to_plain_bed(measured: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What `measure_bed` gave, as JSON-like data."""
+    """Convert a result of `measure_bed` to JSON-like data."""
     return [
         {
             "entry": to_plain(one["entry"]),
@@ -178,7 +178,7 @@ def to_plain_bed(measured: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def from_plain_bed(plain: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The inverse of `to_plain_bed`."""
+    """Convert JSON-like data of `to_plain_bed` back."""
     return [
         {
             "entry": from_plain(Contender, one["entry"]),

@@ -1,13 +1,11 @@
-"""The cost model of `nestrec bench prediction`, fitted to serial runs alone.
+"""Fits of the cost model to measured stages, for `nestrec bench prediction` and `nestrec bench calibrate`.
 
-In a serial run nothing overlaps, so the durations of its stages put one after another say when each exchange began, and
-with that how full the bucket of the link was: what an exchange took beyond its bytes is work, or bad luck of TCP.
+The loads are counted in the batches of the ranks. Each operation gets a linear cost in its amount, with non-negative
+coefficients. The time of a collective starts when the last rank has entered it.
 
-Loads counted from the batches that ranks really have.
-
-A profile and links fitted to measured stages: each operation a line in its amount, none of it negative.
-
-Time of a collective counts from the moment when the last rank has entered it.
+Exchanges are fitted to serial runs: their stages do not overlap, so the sum of the preceding durations is the start of
+each exchange, which determines the fill level of the link's token bucket. Time that an exchange takes in addition to
+the transfer of its bytes is local work, or variation of TCP.
 """
 
 import statistics
@@ -31,13 +29,13 @@ from nestrec.planning.workload import KEY_BYTES, Amounts, Loads
 from nestrec.trace import Span
 
 Flops = Callable[[MicroBatch], tuple[float, float]]
-"""Operations of a micro-batch that grow with tokens, and with squares of lengths."""
+"""Function from a micro-batch to its FLOPs that grow with tokens, and those that grow with squares of lengths."""
 
 
 def counted_loads(
     batches_of_ranks: Sequence[Sequence[Batch]], tables: Sequence[TableConfig], flops: Flops, *, dense_bytes: float
 ) -> Loads:
-    """Of the same steps on every rank; one replica group, no window cache."""
+    """Count the loads of the same steps on every rank, for one replica group without a window cache."""
     counted = [_step([batches[p] for batches in batches_of_ranks], tables) for p in range(len(batches_of_ranks[0]))]
     owned = [_owned([batches[p] for batches in batches_of_ranks], tables) for p in range(len(batches_of_ranks[0]))]
     work = [[[flops(part) for part in batch.micro_batches] for batch in batches] for batches in batches_of_ranks]
@@ -51,7 +49,7 @@ def counted_loads(
         attention_flops=operations[..., 1],
         dense_bytes=dense_bytes,
         keys=np.stack([step["keys"] for step in counted]),
-        asked=np.stack([step["asked"] for step in counted]),
+        requested_keys=np.stack([step["requested"] for step in counted]),
         received_bytes=np.stack([step["received"] for step in counted]),
         returned_bytes=np.stack([step["received"] for step in counted]),
         served_bytes=np.stack([step["served"] for step in counted]),
@@ -66,9 +64,10 @@ def counted_loads(
 
 
 def _step(batches: Sequence[Batch], tables: Sequence[TableConfig]) -> dict[str, Amounts]:
-    """Amounts of the sources, and of the owners that serve them."""
-    world, num_micro_batches = len(batches), len(batches[0].micro_batches)
-    found = {name: np.zeros((world, num_micro_batches)) for name in ("asked", "received", "served")}
+    """Count the amounts of the requesting ranks, and of the owners that serve them."""
+    world = len(batches)
+    num_micro_batches = len(batches[0].micro_batches)
+    found = {name: np.zeros((world, num_micro_batches)) for name in ("requested", "received", "served")}
     keys = np.zeros(world)
     for source, batch in enumerate(batches):
         for n, part in enumerate(batch.micro_batches):
@@ -77,7 +76,7 @@ def _step(batches: Sequence[Batch], tables: Sequence[TableConfig]) -> dict[str, 
                 distinct = dedup(values, world)
                 width = table.dim * table.weight_dtype.itemsize
                 keys[source] += len(values)
-                found["asked"][source, n] += len(distinct.keys)
+                found["requested"][source, n] += len(distinct.keys)
                 found["received"][source, n] += len(distinct.keys) * width
                 found["served"][:, n] += distinct.counts * width
     return {"keys": keys, **found}
@@ -88,7 +87,7 @@ def _keys_of(part: MicroBatch, table: TableConfig) -> NDArray[np.int64]:
 
 
 def _owned(batches: Sequence[Batch], tables: Sequence[TableConfig]) -> Mapping[str, NDArray[np.int64]]:
-    """Distinct keys of a global batch, by table."""
+    """Return the distinct keys of a global batch, by table."""
     parts = [part for batch in batches for part in batch.micro_batches]
     return {table.name: np.unique(np.concatenate([_keys_of(part, table) for part in parts])) for table in tables}
 
@@ -96,7 +95,7 @@ def _owned(batches: Sequence[Batch], tables: Sequence[TableConfig]) -> Mapping[s
 def _sizes(
     keys: Mapping[str, NDArray[np.int64]], tables: Sequence[TableConfig], world: int
 ) -> tuple[Amounts, Amounts, Amounts]:
-    """Rows of each owner, their bytes, and those of their gradients."""
+    """Return the number of rows of each owner, their bytes, and the bytes of their gradients."""
     rows, row_bytes, gradient_bytes = np.zeros(world), np.zeros(world), np.zeros(world)
     for table in tables:
         count = np.bincount(owner_of(keys[table.name], world), minlength=world)
@@ -122,27 +121,27 @@ StageTimes = Mapping[str, Mapping[tuple[int, int, int], float]]
 
 @dataclass(frozen=True, slots=True)
 class StageObservations:
-    """Measured stages of one configuration, the amounts that they had, and the links that they crossed."""
+    """Measured stages of one configuration, their amounts, and the links that they used."""
 
     loads: Loads
     stages: StageTimes
     gb_per_s: float = 1.0
-    """of a rank's link"""
+    """Bandwidth of a rank's link."""
     burst_bytes: float = 0.0
-    """that pass its link at no cost after a pause"""
+    """Number of bytes that a link transfers without delay after a pause."""
 
     def links(self) -> Links:
-        """The links as they are nominally."""
+        """Return the links with their nominal bandwidth."""
         return Links((Link(name="link", ranks=0, gb_per_s=self.gb_per_s, burst_bytes=self.burst_bytes),))
 
 
 def stage_times(spans: Iterable[Span]) -> dict[str, dict[tuple[int, int, int], float]]:
-    """Seconds of each stage, from the spans of all ranks."""
+    """Return the seconds of each stage, from the spans of all ranks."""
     spans = [span for span in spans if span.kind in ("compute", "lookup", "communication") and span.step is not None]
     entered: dict[tuple[str, int | None, int | None], int] = defaultdict(int)
     for span in spans:
-        place = (span.name, span.step, span.micro_batch)
-        entered[place] = max(entered[place], span.start_ns)
+        stage = (span.name, span.step, span.micro_batch)
+        entered[stage] = max(entered[stage], span.start_ns)
     found: dict[str, dict[tuple[int, int, int], float]] = defaultdict(dict)
     for span in spans:
         start = entered[span.name, span.step, span.micro_batch] if span.is_collective else span.start_ns
@@ -152,26 +151,29 @@ def stage_times(spans: Iterable[Span]) -> dict[str, dict[tuple[int, int, int], f
 
 
 def fit_profile(observed: Sequence[StageObservations], base: Profile, *, by_medians: bool = False) -> Profile:
-    """Rates of the stages that were observed; the others as in `base`.
+    """Fit the rates of the observed stages.
 
-    by_medians: each configuration counts with its medians, so that what disturbed a few stages does not; for
-    configurations whose stages all have about the same amount.
+    Args:
+        observed: Measured stages of each configuration.
+        base: Profile that contains the rates of all other stages.
+        by_medians: Whether each configuration counts with its medians, so that a few disturbed stages have no effect.
+            It requires that all stages of a configuration have about the same amount.
     """
 
     def line(stage: str, amount: str) -> LinearCost | None:
-        of_each = [_pairs(one, stage, amount) for one in observed]
+        by_configuration = [_pairs(one, stage, amount) for one in observed]
         if by_medians:
-            of_each = [[tuple(np.median(pairs, axis=0))] for pairs in of_each if pairs]
-        return fit_line([pair for pairs in of_each for pair in pairs])
+            by_configuration = [[tuple(np.median(pairs, axis=0))] for pairs in by_configuration if pairs]
+        return fit_line([pair for pairs in by_configuration for pair in pairs])
 
-    fetch, written = line("train.embedding.fetch", "row_bytes"), line("train.embedding.write_back", "row_bytes")
-    compute = line("train.compute", "linear_flops")
+    fetch, written = line("train.embedding.read_rows", "row_bytes"), line("train.embedding.write_back", "row_bytes")
+    compute = line("train.forward_backward", "linear_flops")
     rates: dict[str, Any] = {
         "deduplicate": line("train.embedding.deduplicate", "keys"),
-        "arrange": line("train.embedding.arrange", "asked"),
+        "arrange": line("train.embedding.arrange", "requested_keys"),
         "update_rows": line("train.embedding.update", "row_bytes"),
         "intersect": line("train.embedding.intersect", "rows"),
-        "copy": line("train.embedding.copy", "shared_bytes"),
+        "copy": line("train.embedding.copy_shared_rows", "shared_bytes"),
         "dense_apply": line("train.dense.update", "dense_bytes"),
     }
     found = replace(base, **{name: rate for name, rate in rates.items() if rate is not None})
@@ -183,7 +185,7 @@ def fit_profile(observed: Sequence[StageObservations], base: Profile, *, by_medi
 
 
 def fit_line(pairs: Sequence[tuple[float, float]]) -> LinearCost | None:
-    """Through (seconds, amount), no coefficient negative; none without pairs."""
+    """Fit a line with non-negative coefficients to pairs of (seconds, amount). None: there are no pairs."""
     if not pairs:
         return None
     seconds, amounts = np.array(pairs).T
@@ -192,31 +194,31 @@ def fit_line(pairs: Sequence[tuple[float, float]]) -> LinearCost | None:
 
 
 def ratios_of(observed: Sequence[StageObservations], stage: str, amount: str, rate: LinearCost) -> NDArray[np.float64]:
-    """Measured times of a stage over its line."""
+    """Return the ratios of measured to fitted times of a stage."""
     pairs = np.array([pair for one in observed for pair in _pairs(one, stage, amount)])
     found: NDArray[np.float64] = pairs[:, 0] / (rate.fixed_s + rate.unit_s * pairs[:, 1])
     return found
 
 
 def _pairs(one: StageObservations, stage: str, amount: str) -> list[tuple[float, float]]:
-    """(seconds, amount) of every run of a stage."""
+    """Return (seconds, amount) of every run of a stage."""
     pairs = []
     values = getattr(one.loads, amount)
     for (step, rank, part), seconds in one.stages.get(stage, {}).items():
         if isinstance(values, float):
             pairs.append((seconds, values))
             continue
-        of_rank = values[one.loads.place(step)][rank]
-        is_part = np.ndim(of_rank) == 1 and stage in _BY_PART
-        pairs.append((seconds, float(of_rank[part]) if is_part else float(np.sum(of_rank))))
+        rank_values = values[one.loads.pattern_index(step)][rank]
+        is_part = np.ndim(rank_values) == 1 and stage in _BY_PART
+        pairs.append((seconds, float(rank_values[part]) if is_part else float(np.sum(rank_values))))
     return pairs
 
 
-_BY_PART = ("train.compute", "train.embedding.vectors", "train.embedding.gradients")
+_BY_PART = ("train.forward_backward", "train.embedding.exchange_vectors", "train.embedding.exchange_gradients")
 
 
 _SMALL_S = 1.5e-3
-"""Exchanges whose bytes take less say what the work of an exchange is; those whose bytes take more, what links do."""
+"""Transfer time that divides exchanges: shorter ones fit the local work of an exchange, longer ones the links."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,33 +226,33 @@ class TimedExchange:
     """An exchange of a serial run."""
 
     kind: str
-    """keys, vectors, gradients or dense"""
+    """Payload: keys, vectors, gradients or dense."""
     measured_s: float
     num_bytes: float
-    """that leave a rank"""
+    """Number of bytes that a rank sends."""
     bytes_s: float
-    """their time on an empty bucket"""
+    """Transfer time of the bytes if the token bucket is empty."""
     waited_s: float
-    """the part of it that the bucket did not cover"""
+    """Part of `bytes_s` that the tokens in the bucket did not cover."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorldFit:
-    """What exchanges between so many ranks are like."""
+    """Fitted exchanges for one number of ranks."""
 
     work: dict[str, LinearCost]
-    """of each kind"""
+    """Local work of an exchange, by kind."""
     spread: Spread
-    """time of bytes over what the link promises, by bytes"""
+    """Ratio of measured to nominal transfer time, by bytes."""
 
 
 def exchanges_of(observed: StageObservations) -> Iterable[TimedExchange]:
-    """All exchanges of a serial run, each rank in its own order."""
+    """Yield all exchanges of a serial run, rank by rank, in order of time."""
     world = observed.loads.world
     parts = observed.loads.num_micro_batches
     links = observed.links()
     burst_s = observed.burst_bytes / (observed.gb_per_s * 1e9)
-    steps = sorted({step for step, _, _ in observed.stages["train.compute"]})
+    steps = sorted({step for step, _, _ in observed.stages["train.forward_backward"]})
     for rank in range(world):
         now = 0.0
         sent = -np.inf
@@ -266,38 +268,41 @@ def exchanges_of(observed: StageObservations) -> Iterable[TimedExchange]:
 
 
 def _order(parts: int) -> list[tuple[str, int, str]]:
-    """Stages of a serial step: name, micro-batch, and the kind of exchange where it is one."""
-    order = [("train.embedding.route", 0, "keys"), ("train.embedding.fetch", 0, "")]
+    """Return the stages of a serial step: name, micro-batch, and the kind of exchange, empty for other stages."""
+    order = [("train.embedding.exchange_keys", 0, "keys"), ("train.embedding.read_rows", 0, "")]
     for part in range(parts):
         order += [
-            ("train.embedding.vectors", part, "vectors"),
-            ("train.compute", part, ""),
-            ("train.embedding.gradients", part, "gradients"),
+            ("train.embedding.exchange_vectors", part, "vectors"),
+            ("train.forward_backward", part, ""),
+            ("train.embedding.exchange_gradients", part, "gradients"),
         ]
     return [
         *order,
-        ("train.dense.reduce", 0, "dense"),
+        ("train.dense.all_reduce", 0, "dense"),
         ("train.dense.update", 0, ""),
         ("train.embedding.update", 0, ""),
         ("train.embedding.write_back", 0, ""),
     ]
 
 
-def _bytes_s(observed: StageObservations, links: Links, kind: str, place: tuple[int, int, int]) -> float:
-    step, rank, part = place
+def _bytes_s(observed: StageObservations, links: Links, kind: str, stage: tuple[int, int, int]) -> float:
+    step, rank, part = stage
     loads = observed.loads
-    p = observed.loads.place(step)
+    p = observed.loads.pattern_index(step)
     everyone = Group(observed.loads.world)
     if kind == "dense":
         return float(links.all_reduce_s(everyone, loads.dense_bytes))
     if kind == "keys":
-        return float(links.all_to_all_s(everyone, float(loads.asked[p][rank].sum()) * KEY_BYTES))
+        return float(links.all_to_all_s(everyone, float(loads.requested_keys[p][rank].sum()) * KEY_BYTES))
     amounts = (loads.served_bytes, loads.received_bytes)
     return float(links.all_to_all_s(everyone, max(float(amount[p][rank, part]) for amount in amounts)))
 
 
 def fit_world(observed: Sequence[StageObservations], cores: int) -> WorldFit:
-    """From the serial runs of one number of ranks. All ranks work at once before they exchange, so cores are shared."""
+    """Fit exchanges to the serial runs of one number of ranks.
+
+    All ranks work at the same time before they exchange, so they share the cores.
+    """
     found = [exchange for one in observed for exchange in exchanges_of(one)]
     share = min(1.0, cores / observed[0].loads.world)
     work = {kind: LinearCost(fixed_s=share * _work(found, kind)) for kind in ("keys", "vectors", "gradients", "dense")}
@@ -311,16 +316,17 @@ def fit_world(observed: Sequence[StageObservations], cores: int) -> WorldFit:
 
 
 def _work(found: Sequence[TimedExchange], kind: str) -> float:
-    """What an exchange takes beside its bytes: the median, over those with few of them where there are any."""
-    mine = [e for e in found if e.kind == kind]
-    small = [e for e in mine if e.waited_s < _SMALL_S] or mine
+    """Return the median time of an exchange without its transfer, over small exchanges, or over all if none is
+    small."""
+    of_kind = [e for e in found if e.kind == kind]
+    small = [e for e in of_kind if e.waited_s < _SMALL_S] or of_kind
     return max(0.0, statistics.median(e.measured_s - e.waited_s for e in small))
 
 
 def profile_of(plain: Sequence[StageObservations], world: WorldFit) -> Profile:
-    """Lines of the stages of ranks with cores of their own, and the work of exchanges between so many ranks.
+    """Return a profile with stages fitted to ranks with their own cores, and the local work of exchanges.
 
-    Deduplication and assembly are inside the serial key exchange, and stay there.
+    Deduplication and assembly are part of the serial key exchange, and are not separated from it.
     """
     return replace(
         fit_profile(plain, Profile()),
@@ -332,15 +338,15 @@ def profile_of(plain: Sequence[StageObservations], world: WorldFit) -> Profile:
 
 
 def compute_spread(plain: Sequence[StageObservations], profile: Profile) -> Spread:
-    """How computation varies, whatever its amount."""
+    """Return the variation of computation times, which does not depend on the amount."""
     rate = LinearCost(fixed_s=profile.compute.fixed_s, unit_s=profile.compute.flop_s)
-    ratios = ratios_of(plain, "train.compute", "linear_flops", rate)
+    ratios = ratios_of(plain, "train.forward_backward", "linear_flops", rate)
     shuffled = np.random.default_rng(0).permutation(ratios)
     return Spread(np.zeros(len(ratios)), shuffled)
 
 
 def describe(world: WorldFit) -> dict[str, Any]:
-    """For the result file."""
+    """Return the fit as values for the result file."""
     work = {f"{kind}_ms": round(rate.fixed_s * 1e3, 3) for kind, rate in world.work.items()}
     low, middle, high = np.percentile(world.spread.ratios, [10, 50, 90])
     return {**work, "byte_time_ratio_p10_p50_p90": [round(float(v), 2) for v in (low, middle, high)]}

@@ -1,4 +1,4 @@
-"""How long simulating many ranks and steps takes, and how much memory, in a fresh process.
+"""Measure time and memory of simulating many ranks and steps, in a new process.
 
 nestrec bench simulator --ranks 4096 --steps 100 --schedules nested
 """
@@ -20,21 +20,21 @@ from nestrec_bench.bench import Bench
 
 
 @config
-class SimulatorBench:
+class SimulatorBenchConfig:
     ranks: int = 4096
-    """ranks that are simulated"""
+    """Number of simulated ranks."""
     steps: int = 100
-    """steps that are simulated"""
+    """Number of simulated steps."""
     micro_batches: int = 8
-    """micro-batches of each simulated batch"""
+    """Number of micro-batches per simulated batch."""
     replicas: int = 4
-    """replica groups of the simulated mesh"""
+    """Number of replica groups of the simulated mesh."""
     schedules: tuple[str, ...] = ("serial", "stale", "dual_buffer", "frozen_window", "nested", "priority", "semi_async")
-    """each in a process of its own"""
+    """Pipeline schedules, each simulated in its own process."""
 
 
-def measure_simulator(bench: SimulatorBench) -> list[dict[str, Any]]:
-    """A row for each schedule; the whole process counts, from the first import to the breakdown of the slowest rank."""
+def measure_simulator(bench: SimulatorBenchConfig) -> list[dict[str, Any]]:
+    """Return one row per schedule; `process_s` covers the process from the first import to its end."""
     rows = []
     for schedule in bench.schedules:
         code = (
@@ -60,12 +60,12 @@ def measure_simulator(bench: SimulatorBench) -> list[dict[str, Any]]:
 
 
 def simulate_once(schedule: str, ranks: int, steps: int, micro_batches: int, replicas: int) -> dict[str, float]:
-    """Rehearse, replay with costs that vary over ranks and steps, and break the slowest rank's steps down."""
+    """Rehearse and replay with costs that vary over ranks and steps, and break down the steps of the slowest rank."""
     start = time.perf_counter()
     options = PipelineConfig(schedule=schedule)
     program = rehearse(options, micro_batches=micro_batches, steps=steps)
     rehearsed = time.perf_counter()
-    done = replay(program, _Varied(ranks, micro_batches), Mesh(replicas, ranks // replicas))
+    done = replay(program, _VariedCosts(ranks, micro_batches), Mesh(replicas, ranks // replicas))
     done.parts(done.slowest())
     end = time.perf_counter()
     peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -77,8 +77,8 @@ def simulate_once(schedule: str, ranks: int, steps: int, micro_batches: int, rep
     }
 
 
-class _Varied:
-    """Every stage takes another time on every rank and in every step."""
+class _VariedCosts:
+    """Costs that differ between stages, ranks and steps."""
 
     def __init__(self, ranks: int, micro_batches: int) -> None:
         self._ranks = ranks
@@ -91,9 +91,9 @@ class _Varied:
             return Cost(busy * self._part)
         if operation in ("exchange_vectors", "exchange_gradients"):
             return Cost(0.0, 0.35 * busy * self._part, "shards")
-        if operation in ("fetch", "read_ahead", "write_back", "deduplicate"):
+        if operation in ("fetch_rows", "prefetch_rows", "write_back", "deduplicate"):
             return Cost(0.15 * busy)
         return Cost(0.0, 0.002, "all") if operation == "dense_reduce" else Cost(0.001 * busy)
 
 
-BENCH = Bench(config=SimulatorBench, measure=measure_simulator)
+BENCH = Bench(config=SimulatorBenchConfig, measure=measure_simulator)

@@ -1,1 +1,1 @@
-"""Quality of finished runs, and the speed of preparation."""
+"""Benchmarks of model quality, and of the speed of data preparation."""

@@ -1,4 +1,4 @@
-"""What `nestrec train` or `nestrec eval` measured on the test part of runs of any task, model and baselines.
+"""Collect the test metrics of finished runs of any task, for the model and its baselines.
 
 nestrec bench evaluations runs/demo
 """
@@ -16,16 +16,17 @@ from nestrec_bench.bench import Bench
 
 
 def evaluation_rows(runs: Sequence[Path]) -> list[dict[str, Any]]:
-    """One row a run and system: recipe, dataset, seed, and each metric with its interval where it has one."""
-    return [row for run in runs for row in _rows_of(run)]
+    """Return one row per run and system: recipe, dataset, seed, and each metric with its interval if it has one."""
+    return [row for run in runs for row in _run_rows(run)]
 
 
-def _rows_of(run: Path) -> Iterator[dict[str, Any]]:
-    tested = run / "eval" / "test.json"
-    remedy = "let `nestrec train` finish, or run `nestrec eval`"
-    require(tested.exists(), "has not been measured on its test part", option="RUN", value=str(run), remedy=remedy)
+def _run_rows(run: Path) -> Iterator[dict[str, Any]]:
+    result = run / "eval" / "test.json"
+    problem = "the run has not been evaluated on the test set"
+    remedy = "wait for `nestrec train` to finish, or run `nestrec eval`"
+    require(result.exists(), problem, option="RUN", value=str(run), remedy=remedy)
     config, card = (json.loads(p.read_text()) for p in (run / "config.json", run / "card.json"))
-    found = read_evaluation(tested)
+    found = read_evaluation(result)
     for system, metrics in found["metrics"].items():
         row = {"recipe": config["name"], "dataset": card["name"], "seed": config["training"]["seed"], "system": system}
         for name, (mean, low, high) in metrics.items():
@@ -36,7 +37,7 @@ def _rows_of(run: Path) -> Iterator[dict[str, Any]]:
 
 
 def by_recipe(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Rows for a table of each recipe, without its name and without intervals."""
+    """Group the rows into one table per recipe, without its name and without intervals."""
     tables: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         shown = {k: v for k, v in row.items() if k not in ("recipe", "dataset") and not k.endswith("_interval")}
@@ -45,13 +46,13 @@ def by_recipe(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]
 
 
 @config
-class EvaluationsBench:
+class EvaluationsBenchConfig:
     runs: tuple[str, ...] = ()
-    """tested runs of any task"""
+    """Evaluated runs of any task."""
 
 
 BENCH = Bench(
-    config=EvaluationsBench,
+    config=EvaluationsBenchConfig,
     measure=lambda bench: evaluation_rows([Path(run) for run in bench.runs]),
     show=lambda rows, more: by_recipe(rows).items(),
     argument="runs",

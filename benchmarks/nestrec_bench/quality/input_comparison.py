@@ -1,7 +1,7 @@
-"""What is read brings what? Datasets by ids alone and with their features, and recipes by hand and by `train auto`.
+"""Ablation of model inputs: datasets with ids only and with their features, and recipes against `train auto`.
 
-Each run lies in a folder of its own, and one that has ended is not trained again: parts of a comparison may be trained
-beside each other, by commands of their own, and are put together by one that asks for all of them.
+Each run has its own folder, and finished runs are not trained again: several commands may train parts of a comparison
+at the same time, and a command with all parts then collects them.
 """
 
 import json
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nestrec.api import configured, train
+from nestrec.api import resolve_config, train
 from nestrec.base.config import config, to_plain
 from nestrec.base.config_values import Count, from_plain
 from nestrec.base.errors import UserError, did_you_mean
@@ -38,28 +38,28 @@ _ATTRIBUTES: "Mapping[str, Options]" = {"ids": {}, "attributes": {"task.inputs.i
 BY_HAND = "recipe"
 SLICES = ("new items", "rare items", "new users")
 Options = Mapping[str, Any]
-Tested = Mapping[str, Any]
-"""The evaluation of a run on its test part, as its file has it, with the run's `name` and `task`."""
+Evaluation = Mapping[str, Any]
+"""Content of the evaluation file of a run's test set, with the run's `name` and `task`."""
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """One dataset, read in several ways."""
+    """A dataset with several choices of model inputs."""
 
     recipe: str | None
-    """what is trained; none where `auto` has no recipe beside it"""
+    """Recipe to train; None if only `auto` is trained."""
     inputs: Mapping[str, Options]
-    """name of what is read to the options that say so"""
+    """Name of a choice of inputs to its options."""
     metrics: tuple[str, ...] = ()
-    """none: the one that chooses the best epoch"""
+    """Metrics to report. Empty: the metric that selects the best epoch."""
     common: Options = field(default_factory=dict)
-    """of all of them"""
+    """Options of all runs."""
     folder: str = ""
-    """of the prepared dataset; '': as the recipe has it"""
+    """Folder of the prepared dataset. Empty: that of the recipe."""
 
     @property
-    def data(self) -> str:
+    def data_folder(self) -> str:
         return self.folder or Path(recipe(str(self.recipe)).data.folder).name
 
 
@@ -74,7 +74,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             "ids": _NONE,
             "features": KUAIRAND_FEATURES,
             "interactions": {**KUAIRAND_FEATURES, "task.head.interactions": True},
-            "prefix": {**KUAIRAND_FEATURES, "task.inputs.user_tokens": "prefix"},
+            "prefix": {**KUAIRAND_FEATURES, "task.inputs.user_feature_mode": "prefix"},
         },
         ("auc/click", "gauc/click", "ne/click", "calibration/click"),
         {"task.inputs.labels": ("click",)},
@@ -89,7 +89,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             },
         },
         ("ndcg@10", "hr@10", "hr@50", "ndcg@50"),
-        {**_BY_TIME, "task.evaluation.ks": (10, 50), "task.evaluation.headline": "ndcg@50"},
+        {**_BY_TIME, "task.evaluation.ks": (10, 50), "task.evaluation.main_metric": "ndcg@50"},
     ),
     "beauty": Experiment("beauty_hstu", _ATTRIBUTES, ("ndcg@10", "hr@10", "hr@50")),
     "beauty_new": Experiment("beauty_hstu", _ATTRIBUTES, ("ndcg@10", "hr@10", "hr@50"), folder="beauty-new"),
@@ -107,54 +107,61 @@ EXPERIMENTS: dict[str, Experiment] = {
 @config
 class InputComparison:
     what: tuple[str, ...] = tuple(name for name in EXPERIMENTS if not name.startswith(AUTO))
-    """datasets"""
+    """Experiments to run."""
     inputs: tuple[str, ...] = ()
-    """only what is read so; none: all ways"""
+    """Choices of inputs. Empty: all choices of the experiment."""
     data: str = "data"
-    """folder of the prepared datasets"""
+    """Folder of the prepared datasets."""
     seeds: tuple[int, ...] = (1, 2, 3)
-    """each of them trained with every choice of inputs"""
+    """Seeds with which every choice of inputs is trained."""
     epochs: Count | None = None
-    """at most so many; none: as the recipe"""
+    """Maximum number of epochs. None: that of the recipe."""
     options: str = ""
-    """OPTION=VALUE, joined by +, of all runs"""
+    """Options of all runs, as OPTION=VALUE joined by +."""
     output: str = "runs/features"
-    """where the runs lie"""
+    """Folder of the run folders."""
 
 
-def experiment_of(name: str) -> Experiment:
-    """By its name, or an error that names those that there are."""
+def find_experiment(name: str) -> Experiment:
+    """Return the experiment of a name, or raise a UserError that lists the known names."""
     if name not in EXPERIMENTS:
-        raise UserError("is no dataset of this bench", option="what", value=name, remedy=did_you_mean(name, EXPERIMENTS))
+        raise UserError("unknown experiment", option="what", value=name, remedy=did_you_mean(name, EXPERIMENTS))
     return EXPERIMENTS[name]
 
 
-def runs_of(cfg: InputComparison, name: str) -> dict[str, list[Path]]:
-    """Of a dataset: name of what is read to a run folder for each seed, trained and tested."""
+def train_runs(cfg: InputComparison, name: str) -> dict[str, list[Path]]:
+    """Train the runs of an experiment that are not finished, and return the run folders per choice of inputs."""
     found: dict[str, list[Path]] = {}
     for seed in cfg.seeds:
-        for inputs in cfg.inputs or experiment_of(name).inputs:
+        for inputs in cfg.inputs or find_experiment(name).inputs:
             run = Path(cfg.output) / f"{name}-{inputs}-{seed}"
             if not (run / "eval" / "test.json").exists():
-                train(_config(cfg, experiment_of(name), inputs, seed), output=run)
+                train(_config(cfg, find_experiment(name), inputs, seed), output=run)
             found.setdefault(inputs, []).append(run)
     return found
 
 
-def tested(run: Path) -> Tested:
-    """What the test of a run wrote."""
-    made = json.loads((run / "config.json").read_text())
-    return {**read_evaluation(run / "eval" / "test.json"), "name": made["name"], "task": made["task"]["kind"]}
+def load_evaluation(run: Path) -> Evaluation:
+    """Read the evaluation of a run on its test set."""
+    run_config = json.loads((run / "config.json").read_text())
+    evaluation = read_evaluation(run / "eval" / "test.json")
+    return {**evaluation, "name": run_config["name"], "task": run_config["task"]["kind"]}
 
 
-def rows_of(name: str, experiment: Experiment, found: Mapping[str, Sequence[Tested]]) -> Iterator[Row]:
-    """A row is the mean over seeds; `low` and `high` are the means of their 95% intervals over users."""
+def evaluation_rows(name: str, experiment: Experiment, found: Mapping[str, Sequence[Evaluation]]) -> Iterator[Row]:
+    """Yield rows with means over seeds; `low` and `high` are the means of the 95% intervals over users."""
     first = next(iter(found.values()))
-    systems = {(inputs, system): (system, of) for inputs, of in found.items() for system in _of_model(of[0])}
-    systems |= {("", system): (system, first) for system in first[0]["metrics"] if system not in _of_model(first[0])}
-    for (inputs, shown), (system, of) in systems.items():
-        parts = {"all": [t["metrics"] for t in of]}
-        parts |= {p: [t["slices"][p]["metrics"] for t in of] for p in SLICES if p in of[0].get("slices", {})}
+    systems = {
+        (inputs, system): (system, evaluations)
+        for inputs, evaluations in found.items()
+        for system in _model_systems(evaluations[0])
+    }
+    baselines = [system for system in first[0]["metrics"] if system not in _model_systems(first[0])]
+    systems |= {("", system): (system, first) for system in baselines}
+    for (inputs, shown), (system, evaluations) in systems.items():
+        slices = evaluations[0].get("slices", {})
+        parts = {"all": [one["metrics"] for one in evaluations]}
+        parts |= {part: [one["slices"][part]["metrics"] for one in evaluations] for part in SLICES if part in slices}
         for part, metrics in parts.items():
             for metric in experiment.metrics or (first[0]["headline"],):
                 values = [m[system][metric] for m in metrics if metric in m.get(system, {})]
@@ -162,10 +169,10 @@ def rows_of(name: str, experiment: Experiment, found: Mapping[str, Sequence[Test
                     value, low, high = (statistics.fmean(column) for column in zip(*values, strict=True))
                     yield {
                         "dataset": name,
-                        "task": of[0]["task"],
+                        "task": evaluations[0]["task"],
                         "inputs": shown.replace("model", inputs),
                         "part": part,
-                        "events": of[0]["slices"][part]["count"] if part != "all" else None,
+                        "events": slices[part]["count"] if part != "all" else None,
                         "seeds": len(values),
                         "metric": metric,
                         "value": round(value, 5),
@@ -175,33 +182,33 @@ def rows_of(name: str, experiment: Experiment, found: Mapping[str, Sequence[Test
                     }
 
 
-def _of_model(of: Tested) -> list[str]:
-    return [system for system in of["metrics"] if system.startswith("model")]
+def _model_systems(evaluation: Evaluation) -> list[str]:
+    return [system for system in evaluation["metrics"] if system.startswith("model")]
 
 
 def _config(cfg: InputComparison, experiment: Experiment, inputs: str, seed: int) -> RunConfig:
     options = experiment.inputs.get(inputs)
     if options is None:
         remedy = did_you_mean(inputs, experiment.inputs)
-        raise UserError("is no way to read this dataset", option="inputs", value=inputs, remedy=remedy)
+        raise UserError("unknown inputs of this dataset", option="inputs", value=inputs, remedy=remedy)
     epochs = {} if cfg.epochs is None else {"training.epochs": cfg.epochs}
-    given = dict(pair.split("=", 1) for pair in cfg.options.split("+") if pair)
-    folder = str(Path(cfg.data) / experiment.data)
-    own = {**experiment.common, **options, "data.folder": folder, "training.seed": seed, **epochs, **given}
+    common = dict(pair.split("=", 1) for pair in cfg.options.split("+") if pair)
+    folder = str(Path(cfg.data) / experiment.data_folder)
+    own = {**experiment.common, **options, "data.folder": folder, "training.seed": seed, **epochs, **common}
     if inputs == AUTO:
-        return configured(AUTO, own)
-    made = configured(str(experiment.recipe), {**own, "name": f"{experiment.recipe}_{inputs}"})
-    return made if inputs != BY_HAND else _measured_alike(made, folder)
+        return resolve_config(AUTO, own)
+    run_config = resolve_config(str(experiment.recipe), {**own, "name": f"{experiment.recipe}_{inputs}"})
+    return run_config if inputs != BY_HAND else _with_auto_evaluation(run_config, folder)
 
 
-def _measured_alike(by_hand: RunConfig, folder: str) -> RunConfig:
-    """A recipe, tested on the events that `auto` tests on and by its protocol."""
+def _with_auto_evaluation(by_hand: RunConfig, folder: str) -> RunConfig:
+    """Return a recipe's config with the test set and the evaluation protocol of `auto`."""
     plain = to_plain(by_hand)
-    alike = to_plain(configured(AUTO, {"data.folder": folder, "task.kind": by_hand.task.kind}))["task"]
-    shared = {name: alike[name] for name in ("split", "evaluation") if name in plain["task"]}
+    automatic = to_plain(resolve_config(AUTO, {"data.folder": folder, "task.kind": by_hand.task.kind}))["task"]
+    shared = {name: automatic[name] for name in ("split", "evaluation") if name in plain["task"]}
     return from_plain(RunConfig, {**plain, "task": {**plain["task"], **shared}})
 
 
 def _rounded(value: float) -> float | None:
-    """None where a metric has no interval."""
+    """Round a bound of an interval; None if the metric does not have an interval."""
     return round(value, 5) if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""`nestrec prepare` on a large synthetic log: events a second, and the peak memory of a fresh process.
+"""Measure `nestrec prepare` on a large synthetic log: events/s, and the peak memory of a new process.
 
 nestrec bench prepare --events 1000000
 """
@@ -22,7 +22,7 @@ from nestrec.report.result_file import write_frame
 from nestrec_bench.bench import Bench
 
 MEAN_LENGTH = 136
-"""Events a user of the log below."""
+"""Mean number of events per user of the synthetic log."""
 OPTIONS = LogOptions(
     log=LogColumns(time="time_ms", time_unit="ms", actions={name: name for name in synthetic.ACTION_BITS})
 )
@@ -31,7 +31,7 @@ OPTIONS = LogOptions(
 def measure_prepare(
     num_events: Sequence[int] = (10_000_000,), *, output: Path | None = None, command: str = "", num_items: int = 50_000
 ) -> list[dict[str, Any]]:
-    """A row for each size of log; with `output`, also written as a result file."""
+    """Return one row per size of the log; with `output`, also write them as a result file."""
     with tempfile.TemporaryDirectory(prefix="nestrec-bench-") as folder:
         rows = [_measure(Path(folder), size, num_items) for size in num_events]
     if output is not None:
@@ -45,7 +45,7 @@ def _measure(folder: Path, num_events: int, num_items: int) -> dict[str, Any]:
     start_s = time.perf_counter()
     written = synthetic.write_csv(dataclasses.replace(shape, name="prepare"), log)
     draw_s = time.perf_counter() - start_s
-    # A fresh process: memory that this one has touched must not count.
+    # A new process is used because the memory of this one must not count.
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         row = pool.submit(_prepare_alone, log, folder / "dataset").result()
     log.unlink()
@@ -69,9 +69,9 @@ def _prepare_alone(log: Path, output: Path) -> dict[str, Any]:
 
 
 def peak_memory_mib() -> float:
-    """Largest resident memory of this process so far.
+    """Return the peak resident memory of this process.
 
-    `getrusage` is not used where /proc exists: a spawned process inherits the peak of its parent there.
+    `getrusage` is not used if /proc exists, because there a spawned process inherits the peak of its parent.
     """
     status = Path("/proc/self/status")
     if status.exists():
@@ -84,11 +84,11 @@ def peak_memory_mib() -> float:
 
 
 @config
-class PrepareBench:
+class PrepareBenchConfig:
     events: tuple[int, ...] = (10_000_000,)
-    """events of the log; several sizes in turn"""
+    """Number of events of the log; several sizes are measured one after another."""
     items: Count = 50_000
-    """items of the log"""
+    """Number of items of the log."""
 
 
-BENCH = Bench(config=PrepareBench, measure=lambda bench: measure_prepare(bench.events, num_items=bench.items))
+BENCH = Bench(config=PrepareBenchConfig, measure=lambda bench: measure_prepare(bench.events, num_items=bench.items))

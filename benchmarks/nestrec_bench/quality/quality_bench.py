@@ -1,6 +1,6 @@
-"""The tests of finished runs: means of seeds with intervals over users, baselines, and paired differences.
+"""Summarize the test metrics of finished runs: means over seeds with intervals over users, and paired differences.
 
-It trains nothing: the runs were made by `nestrec train`, on a machine whose facts they carry.
+The benchmark trains nothing: `nestrec train` wrote the runs, and the machine is read from their folders.
 
     nestrec bench quality runs/beauty --pair hstu:sasrec --page quality.md
 """
@@ -13,17 +13,20 @@ from typing import Any
 from nestrec.base.config import config
 from nestrec.base.errors import UserError, require
 from nestrec.report.result_file import make_frame
-from nestrec_bench.bench import Bench, More, Row, Shown
+from nestrec_bench.bench import Bench, ExtraFields, OutputPart, Row
 from nestrec_bench.pages.quality_page import comparison_rows, quality_page, quality_rows
 
 MACHINE = {"device": "device", "cores": "cpu_count", "python": "python", "torch": "torch", "system": "platform"}
-"""Name in a result file to name among the versions of a run."""
+"""Name in a result file to name in the versions of a run."""
 
 
 def quality_frame(runs: Sequence[Path], pairs: Sequence[str], *, command: str) -> dict[str, Any]:
-    """The content of the result file: a row a recipe, and under `comparisons` a row a pair.
+    """Return the content of the result file: one row per recipe, and under `comparisons` one row per pair.
 
-    runs: run folders, or folders of run folders. pairs: `A:B` compares recipe A with recipe B.
+    Args:
+        runs: Run folders, or folders of run folders.
+        pairs: Pairs to compare: `A:B` compares recipe A with recipe B.
+        command: Command to record in the file.
     """
     folders = [folder for path in runs for folder in run_folders(path)]
     rows = quality_rows(folders)
@@ -33,23 +36,26 @@ def quality_frame(runs: Sequence[Path], pairs: Sequence[str], *, command: str) -
 
 
 def run_folders(path: Path) -> Iterator[Path]:
-    """The run itself, or the runs in a folder by name."""
-    found = [path] if _is_run(path) else sorted(filter(_is_run, path.iterdir())) if path.is_dir() else []
-    remedy = "name folders that `nestrec train` wrote, or a folder that holds them"
-    require(found, "holds no run", option="RUN", value=str(path), remedy=remedy)
+    """Yield the run folder itself, or the run folders in a folder, sorted by name."""
+    found = [path]
+    if not _is_run(path):
+        found = sorted(filter(_is_run, path.iterdir())) if path.is_dir() else []
+    remedy = "name folders that `nestrec train` wrote, or a folder that contains them"
+    require(found, "the folder does not contain a run", option="RUN", value=str(path), remedy=remedy)
     yield from found
 
 
 def parse_pair(text: str) -> tuple[str, str]:
-    """`A:B` as (A, B)."""
+    """Parse `A:B` to (A, B)."""
     first, colon, second = text.partition(":")
     if not (first and colon and second):
-        raise UserError("is no pair of recipes", option="--pair", value=text, remedy="write RECIPE:OTHER_RECIPE")
+        problem = "expected two recipes with a colon between them"
+        raise UserError(problem, option="--pair", value=text, remedy="write RECIPE:OTHER_RECIPE")
     return first, second
 
 
 def trained_on(runs: Sequence[Path]) -> dict[str, Any]:
-    """The machine of the runs; where they were made on several, a field lists all its values."""
+    """Return the machine of the runs; if there are several machines, a field lists all its values."""
     versions = [json.loads((run / "versions.json").read_text()) for run in runs]
     machine: dict[str, Any] = {}
     for name, source in MACHINE.items():
@@ -59,7 +65,7 @@ def trained_on(runs: Sequence[Path]) -> dict[str, Any]:
 
 
 def short_rows(rows: Sequence[Mapping[str, Any]], suffix: str = "") -> list[dict[str, Any]]:
-    """What fits a terminal: the recipes, the number of seeds, and two metrics with their intervals."""
+    """Return the recipes, the number of seeds, and two metrics with their intervals, for a terminal."""
     short = []
     for row in rows:
         recipe = f"{row['recipe']}\n- {row['against']}" if "against" in row else row["recipe"]
@@ -69,7 +75,7 @@ def short_rows(rows: Sequence[Mapping[str, Any]], suffix: str = "") -> list[dict
 
 
 def write_page(path: Path, frame: Mapping[str, Any]) -> None:
-    """Put the tables into a page; what stands around them is kept."""
+    """Write the tables into a page and preserve the text around them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(quality_page(frame, path.read_text() if path.exists() else None))
 
@@ -86,22 +92,22 @@ def _is_run(path: Path) -> bool:
 
 
 @config
-class QualityBench:
+class QualityBenchConfig:
     runs: tuple[str, ...] = ()
-    """tested runs, or folders of them"""
+    """Evaluated runs, or folders of them."""
     pair: tuple[str, ...] = ()
-    """RECIPE:OTHER, compared user by user"""
+    """Recipes to compare user by user, as RECIPE:OTHER."""
 
 
-def _measure(bench: QualityBench) -> Generator[Row, None, More]:
+def _measure(bench: QualityBenchConfig) -> Generator[Row, None, ExtraFields]:
     frame = quality_frame([Path(run) for run in bench.runs], bench.pair, command="")
     yield from frame["rows"]
     return {name: frame[name] for name in ("hardware", "comparisons")}
 
 
-def _show(rows: Sequence[Row], more: More) -> list[Shown]:
+def _show(rows: Sequence[Row], more: ExtraFields) -> list[OutputPart]:
     means = "quality, mean of seeds [95% interval over users]", short_rows(rows)
     return [means, ("paired differences", short_rows(more["comparisons"], "_difference"))]
 
 
-BENCH = Bench(config=QualityBench, measure=_measure, show=_show, page=write_page, argument="runs")
+BENCH = Bench(config=QualityBenchConfig, measure=_measure, show=_show, page=write_page, argument="runs")

@@ -1,1 +1,1 @@
-"""Schedules over limited links or an emulated fabric."""
+"""Benchmarks of pipeline schedules over limited links or an emulated fabric."""

@@ -1,4 +1,4 @@
-"""Rounds of contestants by turns: on real ranks, or in this process as one rank of an emulated fabric."""
+"""Rounds in which contestants take turns, on real ranks or in this process as one rank of an emulated fabric."""
 
 import itertools
 import statistics
@@ -26,37 +26,37 @@ from nestrec_bench.schedules.torchrec_tokens import PREFIX, TorchRecContestant
 
 _WARM_UP_ROUNDS = 1
 _TRAFFIC = {
-    "all_to_all_ms": ("train.embedding.vectors", "train.embedding.gradients"),
-    "replica_sync_ms": ("train.embedding.replicas",),
+    "all_to_all_ms": ("train.embedding.exchange_vectors", "train.embedding.exchange_gradients"),
+    "replica_sync_ms": ("train.embedding.sync_replicas",),
 }
-_DENSE = "train.dense.reduce"
+_DENSE = "train.dense.all_reduce"
 
 Entry = tuple[str, int, bool]
-"""Schedule, micro-batches, window cache."""
+"""Schedule, number of micro-batches, and whether the window cache is used."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """What the contestants train, and under what."""
+    """The job of the contestants, and the ranks, links and tables with which they train it."""
 
     job: JobConfig
     ranks: int
-    """processes"""
+    """Number of processes."""
     device: str
     link: EmulatedLink
-    is_timed: bool
-    """the link is timed, not real"""
+    is_emulated: bool
+    """Whether the link is emulated by waiting."""
     pace: Pace
     shares_table: bool
-    """one table for all contestants"""
+    """Whether all contestants use one table."""
     groups: ParallelConfig
-    """replica groups of the ranks"""
+    """Replica groups of the ranks."""
     replica_sync: ReplicaSyncConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Length:
-    """How long the contestants run."""
+class RoundLimits:
+    """Number of rounds and steps, and the time limit."""
 
     rounds: int
     num_steps: int
@@ -64,85 +64,93 @@ class Length:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """What some rounds have shown, by entry."""
+class Measurements:
+    """Results of some rounds, by entry."""
 
     rounds: dict[Entry, list[dict[str, float]]]
-    """parts of a step, of each round"""
+    """Parts of a step, per round."""
     bytes_sent: dict[Entry, float]
-    """vectors and gradients of a step; of TorchRec all that it sends"""
+    """Bytes of vectors and gradients that a step sends; for TorchRec, all bytes that it sends."""
     bytes_on_link: dict[Entry, float]
-    """all that a step sends over a real link, as the link counts"""
+    """All bytes that a step sends over a real link, as counted by the link."""
     difference: dict[Entry, float | None]
-    """from the weights of serial at the same partition; none where tables are shared"""
+    """Largest difference from the weights of serial at the same partition; None if tables are shared."""
     replica_bytes: dict[Entry, float]
-    """gradients or rows that a step sends to other holders"""
+    """Bytes of gradients or rows that a step sends to other replicas."""
     collision_rate: float
-    """part of the distinct keys of a rank's batch that its batch before holds too"""
+    """Fraction of the distinct keys of a rank's batch that its previous batch contains too."""
 
 
 def run_rounds(
     conditions: Conditions, entries: Sequence[Entry], rounds: int, num_steps: int, max_s: float = float("inf")
-) -> Measured:
-    """All entries by turns. max_s: no round begins later than this, but the first."""
-    given = (conditions, list(entries), Length(rounds, num_steps, max_s))
+) -> Measurements:
+    """Measure all entries, which take turns.
+
+    Args:
+        conditions: Job, ranks, links and tables.
+        entries: Entries to measure.
+        rounds: Maximum number of rounds.
+        num_steps: Number of steps per round.
+        max_s: Seconds after which no further round starts, except the first one.
+    """
+    arguments = (conditions, list(entries), RoundLimits(rounds, num_steps, max_s))
     if conditions.link.num_ranks > 1:
-        answers = [_rank(Topology.single(conditions.device), *given)]
-    elif conditions.is_timed:
-        answers = run_on_ranks(conditions.ranks, _rank, *given)
+        results = [_rank(Topology.single(conditions.device), *arguments)]
+    elif conditions.is_emulated:
+        results = run_on_ranks(conditions.ranks, _rank, *arguments)
     else:
         with limited_links(conditions.ranks, conditions.link.mbit) as links:
-            answers = run_on_ranks(conditions.ranks, _rank, *given, enter=links.enter)
-    return Measured(
+            results = run_on_ranks(conditions.ranks, _rank, *arguments, enter=links.enter)
+    return Measurements(
         {
-            e: [_parts(spans) for spans in zip(*(answer["spans"][e] for answer in answers), strict=True)]
+            e: [_parts(spans) for spans in zip(*(result["spans"][e] for result in results), strict=True)]
             for e in entries
         },
-        {e: max(answer["bytes"][e] for answer in answers) for e in entries},
-        {e: max(answer["on_link"][e] for answer in answers) for e in entries},
-        {e: _largest([answer["difference"][e] for answer in answers]) for e in entries},
-        {e: max(answer["replica_bytes"].get(e, 0.0) for answer in answers) for e in entries},
-        statistics.fmean(answer["collision_rate"] for answer in answers),
+        {e: max(result["bytes"][e] for result in results) for e in entries},
+        {e: max(result["on_link"][e] for result in results) for e in entries},
+        {e: _largest([result["difference"][e] for result in results]) for e in entries},
+        {e: max(result["replica_bytes"].get(e, 0.0) for result in results) for e in entries},
+        statistics.fmean(result["collision_rate"] for result in results),
     )
 
 
-def _rank(topology: Topology, conditions: Conditions, entries: list[Entry], length: Length) -> dict[str, Any]:
-    """All contestants by turns on one rank."""
-    num_steps = length.num_steps
-    if conditions.groups.replicas > 1:
+def _rank(topology: Topology, conditions: Conditions, entries: list[Entry], limits: RoundLimits) -> dict[str, Any]:
+    """Run all contestants on one rank, taking turns."""
+    num_steps = limits.num_steps
+    if conditions.groups.num_replicas > 1:
         topology = Topology.of_process_group(topology.device, conditions.groups)
-    if conditions.is_timed:
+    if conditions.is_emulated:
         topology = with_emulated_links(topology, conditions.link)
     contestants = _contestants(topology, conditions, entries, num_batches=num_steps + 3)
     spans: dict[Entry, list[list[Span]]] = {entry: [] for entry in entries}
     on_link = dict.fromkeys(entries, 0.0)
-    next_step = 1  # one count for all: a shared table sees the steps of each of them
+    next_step = 1  # counted over all contestants, because a shared table receives the steps of each
     start_s = time.monotonic()
-    for turn in range(_WARM_UP_ROUNDS + length.rounds):
-        is_late = turn > _WARM_UP_ROUNDS and time.monotonic() - start_s > length.max_s
+    for turn in range(_WARM_UP_ROUNDS + limits.rounds):
+        is_late = turn > _WARM_UP_ROUNDS and time.monotonic() - start_s > limits.max_s
         if broadcast_json(topology.control, is_late):
             break
         for entry, contestant in contestants.items():
             barrier(topology.control)
             before = bytes_on_link()
-            taken = contestant.round(num_steps, next_step)
+            round_spans = contestant.round(num_steps, next_step)
             next_step += num_steps
             if turn >= _WARM_UP_ROUNDS:
-                spans[entry].append(taken)
+                spans[entry].append(round_spans)
                 on_link[entry] = (bytes_on_link() - before) / num_steps
     ours = {entry: c for entry, c in contestants.items() if isinstance(c, Contestant)}
-    sent = {e: c.bytes_a_step(conditions.link.num_ranks) for e, c in ours.items()}
-    answer = {
+    sent = {e: c.bytes_per_step(conditions.link.num_ranks) for e, c in ours.items()}
+    result = {
         "spans": spans,
         "bytes": {entry: sent.get(entry, on_link[entry]) for entry in entries},
         "on_link": on_link,
-        "replica_bytes": {e: c.replica_bytes_a_step() for e, c in ours.items()},
+        "replica_bytes": {e: c.replica_bytes_per_step() for e, c in ours.items()},
         "collision_rate": _collision_rate(make_batches(conditions.job, topology, num_steps, 1)),
         "difference": dict.fromkeys(entries) | ({} if conditions.shares_table else _differences(ours)),
     }
     for contestant in ours.values():
         contestant.close()
-    return answer
+    return result
 
 
 def _contestants(
@@ -173,8 +181,8 @@ def _differences(contestants: dict[Entry, Contestant]) -> dict[Entry, float]:
     return {e: _difference(w, weights.get(("serial", e[1], e[2]), w)) for e, w in weights.items()}
 
 
-def _difference(mine: torch.Tensor, serial: torch.Tensor) -> float:
-    return float((mine - serial).abs().max()) if len(mine) == len(serial) else float("inf")
+def _difference(weights: torch.Tensor, serial: torch.Tensor) -> float:
+    return float((weights - serial).abs().max()) if len(weights) == len(serial) else float("inf")
 
 
 def _largest(differences: Sequence[float | None]) -> float | None:
@@ -183,43 +191,50 @@ def _largest(differences: Sequence[float | None]) -> float | None:
 
 
 def _parts(spans_of_ranks: Sequence[Sequence[Span]]) -> dict[str, float]:
-    """Mean milliseconds of the middle steps of a round, on the rank whose steps took longest."""
-    everything = [span for spans in spans_of_ranks for span in spans]
-    timeline = Timeline(everything)
-    steps = sorted({span.step for span in everything if span.kind == "step" and span.step is not None})[1:-1]
+    """Return the mean milliseconds of the middle steps of a round, on the rank with the longest steps."""
+    all_spans = [span for spans in spans_of_ranks for span in spans]
+    timeline = Timeline(all_spans)
+    steps = sorted({span.step for span in all_spans if span.kind == "step" and span.step is not None})[1:-1]
     ranks = []
     for rank in range(len(spans_of_ranks)):
-        whole = [timeline.parts(step, rank) for step in steps]
+        parts = [timeline.parts(step, rank) for step in steps]
         raw = [timeline.raw(step, rank) for step in steps]
         dense = [timeline.exposed(step, "communication", rank).get(_DENSE, 0) for step in steps]
-        copies = [s.duration_ns for s in spans_of_ranks[rank] if s.name == "train.embedding.copy" and s.step in steps]
+        copies = [
+            s.duration_ns
+            for s in spans_of_ranks[rank]
+            if s.name == "train.embedding.copy_shared_rows" and s.step in steps
+        ]
         ranks.append(
             {
-                "step_ms": _mean_ms([p.step_ns for p in whole]),
-                "compute_ms": _mean_ms([p.compute_ns for p in whole]),
+                "step_ms": _mean_ms([p.step_ns for p in parts]),
+                "compute_ms": _mean_ms([p.compute_ns for p in parts]),
                 "raw_lookup_ms": _mean_ms([r.lookup_ns for r in raw]),
-                "exposed_lookup_ms": _mean_ms([p.exposed_lookup_ns for p in whole]),
+                "exposed_lookup_ms": _mean_ms([p.exposed_lookup_ns for p in parts]),
                 "raw_comm_ms": _mean_ms([r.communication_ns for r in raw]),
-                "exposed_comm_ms": _mean_ms([p.exposed_communication_ns for p in whole]),
+                "exposed_comm_ms": _mean_ms([p.exposed_communication_ns for p in parts]),
                 "exposed_dense_ms": _mean_ms(dense),
-                "exposed_rows_ms": _mean_ms([p.exposed_communication_ns for p in whole]) - _mean_ms(dense),
-                "idle_ms": _mean_ms([p.idle_ns for p in whole]),
+                "exposed_rows_ms": _mean_ms([p.exposed_communication_ns for p in parts]) - _mean_ms(dense),
+                "idle_ms": _mean_ms([p.idle_ns for p in parts]),
                 "copy_ms": sum(copies) * 1e-6 / len(steps),
             }
         )
-    collectives = {name: _collective_ms(everything, names, len(steps) + 2) for name, names in _TRAFFIC.items()}
+    collectives = {name: _collective_ms(all_spans, names, len(steps) + 2) for name, names in _TRAFFIC.items()}
     return {**max(ranks, key=lambda parts: parts["step_ms"]), **collectives}
 
 
 def _collective_ms(spans: Sequence[Span], names: Sequence[str], num_steps: int) -> float:
-    """Mean milliseconds a step; the rank that enters a collective last waits for nobody, so the shortest counts."""
+    """Return the mean milliseconds of collectives per step.
+
+    The shortest span of a collective counts, because the rank that enters it last does not wait for others.
+    """
     shortest: dict[tuple[Any, ...], int] = {}
     number: Counter[tuple[Any, ...]] = Counter()  # an exchange in two halves has two spans of one name
     for span in sorted(spans, key=lambda span: span.start_ns):
         if span.name in names:
-            place = span.name, span.step, span.micro_batch
-            nth = (*place, number[span.rank, *place])
-            number[span.rank, *place] += 1
+            stage = span.name, span.step, span.micro_batch
+            nth = (*stage, number[span.rank, *stage])
+            number[span.rank, *stage] += 1
             shortest[nth] = min(shortest.get(nth, span.duration_ns), span.duration_ns)
     return sum(shortest.values()) * 1e-6 / num_steps
 

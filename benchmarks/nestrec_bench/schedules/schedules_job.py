@@ -1,4 +1,4 @@
-"""The job of `nestrec bench schedules` on one rank: a large table, tokens through a small dense network."""
+"""Job of `nestrec bench schedules` on one rank: a large table, and a small dense network applied to each token."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,36 +31,36 @@ RATES = LearningRates(dense=1e-3, tables=0.05)
 @config
 class JobConfig:
     num_rows: int = 1_000_000
-    """rows of the table"""
+    """Number of rows of the table."""
     dim: int = 128
-    """elements of a vector"""
+    """Embedding dimension."""
     samples: int = 1024
-    """samples of a rank in a step"""
+    """Number of samples per rank and step."""
     tokens: int = 32
-    """keys of a sample"""
+    """Number of keys per sample."""
     repeat: float = 0.3
-    """part of the keys that come from the hottest thousandth of the rows; the others are uniform"""
+    """Fraction of the keys that come from the hottest thousandth of the rows; the others are uniform."""
     collision: float | None = None
-    """instead of `repeat`: this part of the keys of a batch are keys of the batch before; the others are in neither of
-    the batches beside it"""
+    """Fraction of the keys of a batch that the previous batch contains too; neither of the two neighboring batches
+    contains the other keys. Replaces `repeat`."""
     hidden: int = 192
-    """width of the dense network, which sets the time of computation"""
+    """Width of the dense network, which determines the computation time."""
     layers: int = 2
-    """hidden layers of it; many narrow ones make many short kernels where few wide ones make few long ones"""
+    """Number of hidden layers; many narrow layers run many short kernels, few wide layers run few long ones."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """of the dense network; bf16 is for a GPU"""
+    """Precision of the dense network; bf16 is for a GPU."""
     store: str = "dram"
-    """where rows are kept"""
+    """Kind of the row store."""
     is_filled: bool = False
-    """every row is made before the first step, not at its first use (store dram)"""
+    """Whether all rows are created before the first step instead of at their first use (store dram)."""
     optimizer: str = "rowwise_adagrad"
-    """row optimiser of the table, by name"""
+    """Name of the row optimizer of the table."""
     seed: int = 0
-    """of keys and first weights; the same seed repeats a run"""
+    """Seed of keys and initial weights; the same seed repeats a run."""
 
 
 class TokenNetwork(nn.Module):
-    """Layers on each token, summed to a score of each sample."""
+    """Linear layers applied to each token, and averaged to a score per sample."""
 
     def __init__(self, cfg: JobConfig) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class TokenNetwork(nn.Module):
 
 
 def token_loss(network: nn.Module) -> Loss:
-    """The loss of a micro-batch."""
+    """Return the loss function of a micro-batch."""
 
     def loss(
         micro_batch: MicroBatch, rows: Mapping[str, torch.Tensor], index: Mapping[str, torch.Tensor]
@@ -87,18 +87,18 @@ def token_loss(network: nn.Module) -> Loss:
 
 
 def make_batches(cfg: JobConfig, topology: Topology, num_steps: int, num_micro_batches: int) -> list[Batch]:
-    """The batches of a rank, the same samples for every number of parts."""
+    """Create the batches of a rank, with the same samples for every number of micro-batches."""
     keys = _hot_keys(cfg, topology, num_steps) if cfg.collision is None else colliding_keys(cfg, topology, num_steps)
-    return [_batch(cfg, topology, step, num_micro_batches, of_step) for step, of_step in enumerate(keys)]
+    return [_batch(cfg, topology, step, num_micro_batches, step_keys) for step, step_keys in enumerate(keys)]
 
 
 def _batch(cfg: JobConfig, topology: Topology, step: int, num_micro_batches: int, keys: NDArray[np.int64]) -> Batch:
     draw = np.random.default_rng([cfg.seed, topology.rank, step, 1])
     label = torch.from_numpy(draw.integers(0, 2, cfg.samples).astype(np.float32))
     parts = []
-    for mine in np.array_split(np.arange(cfg.samples), num_micro_batches):
-        tensors = {"label": label[torch.from_numpy(mine)]}
-        parts.append(MicroBatch(mine, {TABLE: keys[mine]}, tensors, cfg.tokens, len(mine) * cfg.tokens))
+    for group in np.array_split(np.arange(cfg.samples), num_micro_batches):
+        tensors = {"label": label[torch.from_numpy(group)]}
+        parts.append(MicroBatch(group, {TABLE: keys[group]}, tensors, cfg.tokens, len(group) * cfg.tokens))
     samples = np.arange(cfg.samples * topology.world)
     tokens = np.full(cfg.samples, cfg.tokens)
     return Batch(BatchPosition(0, step), float(len(samples)), samples, tuple(parts), tokens=tokens)
@@ -113,7 +113,7 @@ def _hot_keys(cfg: JobConfig, topology: Topology, num_steps: int) -> Iterator[ND
 
 
 def colliding_keys(cfg: JobConfig, topology: Topology, num_steps: int) -> Iterator[NDArray[np.int64]]:
-    """Keys of each step of a rank; fresh ones of neighbouring steps are of different classes, so they never meet."""
+    """Yield the keys of each step of a rank; new keys of neighboring steps have different residues, so they differ."""
     shape = (cfg.samples, cfg.tokens)
     before = None
     for step in range(num_steps):
@@ -130,7 +130,7 @@ def colliding_keys(cfg: JobConfig, topology: Topology, num_steps: int) -> Iterat
 def make_engine(
     cfg: JobConfig, topology: Topology, pace: Pace | None = None, replica_sync: ReplicaSyncConfig | None = None
 ) -> PacedEngine:
-    """The job's table."""
+    """Create the embedding engine with the table of the job."""
     table = TableConfig(
         name=TABLE,
         dim=cfg.dim,
@@ -146,14 +146,14 @@ def make_engine(
 
 
 class Contestant:
-    """One schedule with a network of its own, and a table that others may train too, round by round."""
+    """A schedule with its own network, and a table that other contestants may train too."""
 
     def __init__(
         self, cfg: JobConfig, engine: EmbeddingEngine, options: PipelineConfig, batches: Sequence[Batch]
     ) -> None:
         self.engine = engine
         topology = engine.topology
-        with engine.device:  # large ones are slow to draw on a host
+        with engine.device:  # because large networks are slow to initialize on the host
             network = TokenNetwork(cfg)
         self.dense = DenseOptimizer(network, OptimizerConfig(), topology, engine.device)
         compute = LossCompute(token_loss(network), engine.device, cfg.precision)
@@ -163,34 +163,40 @@ class Contestant:
         self._rows_sent = self._bytes_sent = 0
 
     def round(self, num_steps: int, first_step: int | None = None) -> list[Span]:
-        """Some steps from an empty pipeline to an empty pipeline; the spans of all of them.
+        """Train some steps, from an empty pipeline to an empty pipeline, and return their spans.
 
-        first_step: its number; none: the next of this contestant.
+        Args:
+            num_steps: Number of steps.
+            first_step: Number of the first step. None: the next one of this contestant.
         """
         first_step = self._done + 1 if first_step is None else first_step
         feed = LookaheadIterator(self._upcoming(num_steps))
-        before = self._crossed()
+        before = self._sent()
         for i in range(num_steps):
             self._done += 1
             step = TrainingStep(number=first_step + i, batch=next(feed), rates=RATES, is_fence=i + 1 == num_steps)
             self.pipeline.schedule.advance(step, feed)
-        after = self._crossed()
+        after = self._sent()
         self._rows_sent += after[0] - before[0]
         self._bytes_sent += after[1] - before[1]
         return self.pipeline.tracer.take()
 
-    def bytes_a_step(self, num_ranks: int) -> float:
-        """Vectors and gradients that leave this rank; num_ranks: those of an emulated fabric, or 1."""
+    def bytes_per_step(self, num_ranks: int) -> float:
+        """Return the bytes of vectors and gradients that this rank sends per step.
+
+        Args:
+            num_ranks: Number of ranks of an emulated fabric, or 1.
+        """
         if num_ranks == 1:
             return self._bytes_sent / self._done
         return self._rows_sent / self._done * self.engine.tables[TABLE].dim * 4 * (num_ranks - 1) / num_ranks
 
-    def replica_bytes_a_step(self) -> float:
-        """Gradients or rows that leave this rank for other holders of its shard."""
+    def replica_bytes_per_step(self) -> float:
+        """Return the bytes of gradients or rows that this rank sends to other replicas of its shard per step."""
         return self.engine.statistics.replicas.bytes_sent / self._done
 
     def weights(self) -> torch.Tensor:
-        """All weights of this rank in one vector: rows in order of key, then the dense ones."""
+        """Return all weights of this rank in one vector: rows in order of key, then dense weights."""
         rows = [chunk["weight"].flatten() for chunk in self.engine.snapshot(TABLE)]
         tensors = self.dense.tensors().items()
         dense = [tensor.flatten().float().cpu() for name, tensor in tensors if name.startswith("model/")]
@@ -199,8 +205,8 @@ class Contestant:
     def close(self) -> None:
         self.pipeline.close()
 
-    def _crossed(self) -> tuple[int, int]:
-        """Rows and bytes that the table, which others may train too, has sent so far."""
+    def _sent(self) -> tuple[int, int]:
+        """Return the rows and bytes that the table has sent, also for other contestants."""
         legs = self.engine.statistics.vectors, self.engine.statistics.gradients
         return sum(leg.rows for leg in legs), sum(leg.bytes_sent for leg in legs)
 

@@ -1,8 +1,8 @@
-"""Rows shared by consecutive batches and by replica groups: exposed communication, All2All, sync and memory.
+"""Measure the effects of rows that consecutive batches or replica groups share: exposed communication, sync and memory.
 
-collisions    serial, priority, semi_async and nested while the share of rows in two consecutive batches grows
-replicas      the same ranks in more and more replica groups: All2All inside groups against sync between them
-memory        bytes that a rank holds, against the formula S (M - 1) / T for what replication adds
+collisions    serial, priority, semi_async and nested with a growing share of rows in two consecutive batches
+replicas      the same ranks in a growing number of replica groups: All2All inside groups against sync between them
+memory        bytes per rank, compared with the formula S (M - 1) / T for the bytes that replication adds
 
     nestrec bench sparse --collisions 0,0.12,0.6 --replicas 1,2,4 --job.dim 64
 """
@@ -16,10 +16,10 @@ from nestrec.distributed import Topology
 from nestrec.distributed.topology import ParallelConfig
 from nestrec.embedding.routing.replica_key_union import ReplicaSyncConfig
 from nestrec.embedding.row_optimizer import RowLayout
-from nestrec_bench.bench import Bench, Shown
+from nestrec_bench.bench import Bench, OutputPart
 from nestrec_bench.harness.links import can_limit
 from nestrec_bench.harness.local_ranks import run_on_ranks
-from nestrec_bench.schedules.schedules_bench import SchedulesBench, measure_schedules
+from nestrec_bench.schedules.schedules_bench import SchedulesBenchConfig, measure_schedules
 from nestrec_bench.schedules.schedules_job import TABLE, JobConfig, make_engine
 
 _JOB = JobConfig(num_rows=1_600_000, dim=64, samples=1024, tokens=32, hidden=192)
@@ -27,44 +27,44 @@ _LESS = ("exposed_comm", "exposed_rows")
 
 
 @config
-class SparseBench:
+class SparseBenchConfig:
     experiments: tuple[str, ...] = ("memory", "collisions", "replicas")
-    """which experiments are run"""
+    """Experiments to run."""
     collisions: tuple[float, ...] = (0.0, 0.06, 0.12, 0.3, 0.6)
-    """shares of a batch's keys that are in the batch before"""
+    """Fractions of a batch's keys that the previous batch contains too."""
     replicas: tuple[int, ...] = (1, 2, 4)
-    """replica groups of `replica_ranks` ranks; the first is what the others are compared with"""
+    """Numbers of replica groups of `replica_ranks` ranks; the others are compared with the first number."""
     ranks: int = 2
-    """processes, for collisions"""
+    """Number of processes of the collisions experiment."""
     replica_ranks: int = 4
-    """processes, for replica groups"""
+    """Number of processes of the replicas and memory experiments."""
     micro_batches: int = 4
-    """micro-batches of a batch, measured besides 1"""
+    """Number of micro-batches per batch; collisions are also measured with 1."""
     comm_share: float = 0.7
-    """raw communication of serial as a part of its computation, which sets the links"""
+    """Total communication of serial as a fraction of its computation, which determines the bandwidth."""
     link_mbit: float | None = None
-    """megabits a second of each rank's link, each way; none: what comm_share asks for"""
+    """Bandwidth of each rank's link in Mbit/s, each way. None: according to comm_share."""
     emulated: bool = False
-    """time the links instead of limiting them"""
+    """Whether to emulate the links by waiting instead of limiting real ones."""
     rounds: int = 5
-    """rounds of each schedule"""
+    """Number of rounds per schedule."""
     steps: int = 8
-    """steps of a round"""
+    """Number of steps per round."""
     job: JobConfig = _JOB
-    """what is trained"""
+    """Options of the training job."""
 
 
-def measure_sparse(bench: SparseBench) -> Iterator[dict[str, Any]]:
-    """Rows as they are measured."""
+def measure_sparse(bench: SparseBenchConfig) -> Iterator[dict[str, Any]]:
+    """Yield the rows of all experiments as they are measured."""
     for name in bench.experiments:
         yield from {"memory": _memory, "collisions": _collisions, "replicas": _replicas}[name](bench)
 
 
-def _collisions(bench: SparseBench) -> Iterator[dict[str, Any]]:
+def _collisions(bench: SparseBenchConfig) -> Iterator[dict[str, Any]]:
     link_mbit = bench.link_mbit
     for rate in bench.collisions:
         rows = measure_schedules(
-            SchedulesBench(
+            SchedulesBenchConfig(
                 ranks=bench.ranks,
                 link_mbit=link_mbit,
                 comm_share=bench.comm_share,
@@ -86,14 +86,14 @@ def _collisions(bench: SparseBench) -> Iterator[dict[str, Any]]:
             yield {"experiment": "collisions", "collision": rate, **less, **row}
 
 
-def _replicas(bench: SparseBench) -> Iterator[dict[str, Any]]:
+def _replicas(bench: SparseBenchConfig) -> Iterator[dict[str, Any]]:
     link_mbit = bench.link_mbit
     first: dict[str, float] = {}
     for replicas in bench.replicas:
         for mode in ("gradients", "weights") if replicas > 1 else ("gradients",):
             sync = ReplicaSyncConfig(mode=mode)
             rows = measure_schedules(
-                SchedulesBench(
+                SchedulesBenchConfig(
                     ranks=bench.replica_ranks,
                     replicas=replicas,
                     replica_sync=sync,
@@ -116,47 +116,47 @@ def _replicas(bench: SparseBench) -> Iterator[dict[str, Any]]:
                 yield {"experiment": "replicas", **found, **row}
 
 
-def _all_rows_mb(bench: SparseBench, replicas: int) -> float:
-    """Megabytes that a rank sends where every row of its shard is averaged, touched or not."""
+def _all_rows_mb(bench: SparseBenchConfig, replicas: int) -> float:
+    """Return the megabytes that a rank sends if all rows of its shard are averaged, not only those used."""
     layout = _layout(bench.job)
-    of_shard = (
+    shard_bytes = (
         bench.job.num_rows * replicas / bench.replica_ranks * sum(c.width * c.dtype.itemsize for c in layout.columns)
     )
-    return round(of_shard * 2 * (replicas - 1) / replicas * 1e-6, 3)
+    return round(shard_bytes * 2 * (replicas - 1) / replicas * 1e-6, 3)
 
 
 def _layout(job: JobConfig) -> RowLayout:
     return make_engine(replace(job, num_rows=1), Topology.single()).shards[TABLE].layout
 
 
-def _memory(bench: SparseBench) -> Iterator[dict[str, Any]]:
-    """Measured on a table that is filled, in the memory of the device."""
+def _memory(bench: SparseBenchConfig) -> Iterator[dict[str, Any]]:
+    """Measure the memory of a table with all rows, in device memory."""
     job = replace(bench.job, store="device", num_rows=min(bench.job.num_rows, 400_000))
-    whole = job.num_rows * _layout(job).row_bytes
-    alone = 0
+    table_bytes = job.num_rows * _layout(job).row_bytes
+    first = 0.0
     for replicas in bench.replicas:
-        answers = run_on_ranks(bench.replica_ranks, _bytes_held, job, replicas)
-        held = sum(answers) / len(answers)
+        by_rank = run_on_ranks(bench.replica_ranks, _store_bytes, job, replicas)
+        mean = sum(by_rank) / len(by_rank)
         ranks = bench.replica_ranks
-        alone = alone or held
-        formula = whole * (replicas - 1) / ranks
-        row = {"ranks": ranks, "replicas": replicas, "table_mb": whole * 1e-6, "held_mb": held * 1e-6}
-        error = round((held - alone) / formula - 1, 5) if formula else None
-        yield {"experiment": "memory", **row, "extra_mb": (held - alone) * 1e-6, "formula_mb": formula * 1e-6,
+        first = first or mean
+        formula = table_bytes * (replicas - 1) / ranks
+        row = {"ranks": ranks, "replicas": replicas, "table_mb": table_bytes * 1e-6, "held_mb": mean * 1e-6}
+        error = round((mean - first) / formula - 1, 5) if formula else None
+        yield {"experiment": "memory", **row, "extra_mb": (mean - first) * 1e-6, "formula_mb": formula * 1e-6,
                "extra_over_formula_less_1": error}  # fmt: skip
 
 
-def _bytes_held(topology: Topology, job: JobConfig, replicas: int) -> int:
-    groups = Topology.of_process_group(topology.device, ParallelConfig(replicas=replicas))
+def _store_bytes(topology: Topology, job: JobConfig, replicas: int) -> int:
+    groups = Topology.of_process_group(topology.device, ParallelConfig(num_replicas=replicas))
     engine = make_engine(job, groups)
     shard = engine.shards[TABLE]
-    shard.store.reserve(shard.residency.num_slots)
+    shard.store.reserve(shard.key_index.num_slots)
     statistics = shard.store.statistics()
     return statistics["host_bytes"] + statistics["device_bytes"]
 
 
 def short_rows(rows: list[dict[str, Any]], experiment: str) -> list[dict[str, Any]]:
-    """What fits a terminal."""
+    """Return the main columns of an experiment, for a terminal."""
     return [{name: row[name] for name in _SHOWN[experiment]} for row in rows if row["experiment"] == experiment]
 
 
@@ -170,7 +170,7 @@ _SHOWN = {
 }  # fmt: skip
 
 
-def _show(rows: Sequence[Mapping[str, Any]], more: Mapping[str, Any]) -> list[Shown]:
+def _show(rows: Sequence[Mapping[str, Any]], more: Mapping[str, Any]) -> list[OutputPart]:
     return [
         (experiment, short_rows([dict(row) for row in rows], experiment))
         for experiment in ("collisions", "replicas", "memory")
@@ -178,7 +178,7 @@ def _show(rows: Sequence[Mapping[str, Any]], more: Mapping[str, Any]) -> list[Sh
 
 
 BENCH = Bench(
-    config=SparseBench,
+    config=SparseBenchConfig,
     measure=measure_sparse,
     show=_show,
     is_emulated=lambda bench: bench.emulated or not can_limit(),

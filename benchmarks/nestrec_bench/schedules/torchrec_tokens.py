@@ -1,6 +1,6 @@
-"""The job of `nestrec bench schedules` through TorchRec: one table sharded by rows, the same network and batches.
+"""Job of `nestrec bench schedules` with TorchRec: one table sharded by rows, the same network and batches.
 
-TorchRec is imported inside functions only: nothing else here needs it.
+TorchRec is imported inside functions, because it is optional.
 """
 
 import itertools
@@ -13,18 +13,18 @@ from torch import nn
 
 from nestrec.data.batch_loader import Batch
 from nestrec.trace import Span, Tracer
-from nestrec_bench.external.torchrec_job import make_progress, shard_by_rows, sharders
+from nestrec_bench.external.torchrec_job import make_progress, make_sharders, shard_by_rows
 from nestrec_bench.schedules.schedules_job import TABLE, JobConfig, TokenNetwork
 
-_TABLE = "t_items"  # `items` is taken by the dictionary that TorchRec keeps tables in
+_TABLE = "t_items"  # `items` is a method of the ModuleDict in which TorchRec stores tables
 PREFIX = "torchrec_"
 TORCHREC_SCHEDULES = ("torchrec_plain", "torchrec_sparse_dist")
-"""A plain loop, and its pipeline. Its deduplication at the source has no kernel for a CPU (1.8.0)."""
+"""A plain loop, and TorchRec's pipeline. Its input deduplication does not have a CPU kernel (1.8.0)."""
 
 
 @dataclass(frozen=True, slots=True)
 class _KeyedBatch:
-    """What TorchRec's pipelines move: its interface Pipelineable."""
+    """Batch for TorchRec's pipelines, which implements their interface Pipelineable."""
 
     keyed: Any
     label: torch.Tensor
@@ -34,11 +34,11 @@ class _KeyedBatch:
         return _KeyedBatch(*(part.to(device=device, non_blocking=non_blocking) for part in parts))
 
     def record_stream(self, stream: Any) -> None:
-        """Nothing to keep alive: a CPU has no streams."""
+        """Do nothing, because a CPU does not have streams."""
 
 
 class _TokenModel(nn.Module):
-    """A collection of one table, and the network."""
+    """An embedding collection with one table, and the network."""
 
     def __init__(self, cfg: JobConfig) -> None:
         from torchrec import EmbeddingCollection, EmbeddingConfig
@@ -56,17 +56,17 @@ class _TokenModel(nn.Module):
 
 
 class TorchRecContestant:
-    """TorchRec on one rank; of its steps only the whole time is known."""
+    """TorchRec on one rank; only the duration of its steps is measured, not their parts."""
 
     def __init__(self, cfg: JobConfig, schedule: str, batches: Sequence[Batch], rank: int) -> None:
         model = _TokenModel(cfg)
-        sharded, optimizer = shard_by_rows(model, [model.rows], sharders(), [_TABLE], cfg.samples)
+        sharded, optimizer = shard_by_rows(model, [model.rows], make_sharders(), [_TABLE], cfg.samples)
         self._batches = _endless(batches)
         self._progress = make_progress(schedule.removeprefix(PREFIX), sharded, optimizer)
         self._tracer = Tracer(rank=rank)
 
     def round(self, num_steps: int, first_step: int) -> list[Span]:
-        """Some steps; a pipeline of TorchRec's stays full between rounds."""
+        """Train some steps; TorchRec's pipeline remains filled between rounds."""
         for number in range(first_step, first_step + num_steps):
             with self._tracer.span("train.step", kind="step", lane="compute", step=number):
                 self._progress(self._batches)

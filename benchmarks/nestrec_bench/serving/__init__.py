@@ -1,1 +1,1 @@
-"""Serving under load."""
+"""Benchmarks of serving under load."""

@@ -1,6 +1,6 @@
-"""A server under 2, 5 and 10 times its capacity: goodput, latency of the accepted, time to refuse, memory.
+"""Measure a server under 2, 5 and 10 times its capacity: goodput, latency of accepted and rejected requests, memory.
 
-The model is slow on purpose (by its length), so that neither the front nor the generator is what saturates.
+The model is intentionally slow (long histories), so that neither the frontend nor the load generator saturates.
 
     nestrec bench overload --duration_s 30 --multiples 2,5,10
 """
@@ -25,67 +25,71 @@ from nestrec.exporters.servable_writer import write_servable
 from nestrec.models.hstu import HSTUConfig
 from nestrec_bench.bench import Bench
 from nestrec_bench.harness.random_model import random_ranking
-from nestrec_bench.load_test.load_test import LoadTestConfig, made_up_request, reads_of
+from nestrec_bench.load_test.load_test import LoadTestConfig, fetch_required_inputs, synthetic_request
 from nestrec_bench.load_test.open_loop import HttpClient
-from nestrec_bench.load_test.server_under_load import ServedLoadResult, made_up_load, quantile, serve_load, server
+from nestrec_bench.load_test.server_under_load import ServedLoadResult, quantile, serve_load, server, synthetic_load
 
 _NUM_ITEMS = 1000
 _WORKERS = 4
-_WARM_S, _MOST_CAPACITY_S, _MOST_AFTER_S = 3.0, 10.0, 20.0
+_WARM_S = 3.0
+_MAX_CAPACITY_S = 10.0
+_MAX_RECOVERY_S = 20.0
 _PAUSE_S = 0.02
 
 
 @config
-class OverloadBench:
+class OverloadBenchConfig:
     encoder: HSTUConfig = HSTUConfig(dim=64, num_layers=4, num_heads=2, head_dim=32, time_bias=True)
-    """the model; max_length follows the history"""
+    """Encoder of the model; max_length is set according to the history."""
     history: int = 512
-    """events of a user; no user returns, so that nothing is cached"""
+    """Number of events per user; users do not return, so that no prefix is reused."""
     candidates: int = 64
-    """items of a request"""
+    """Number of candidates per request."""
     multiples: tuple[float, ...] = (2.0, 5.0, 10.0)
-    """loads, as multiples of the measured capacity"""
+    """Loads as multiples of the measured capacity."""
     duration_s: float = 30.0
-    """how long each load lasts in a run, half of it on the way up and half on the way back: a machine that changes its
-    pace does so for all of them"""
+    """Duration of each load in a run, in seconds: half of it while loads increase and half while they decrease, so that
+    a change of the machine's speed affects all of them."""
     runs: int = 1
-    """in a row, each with a peak of its own"""
+    """Number of consecutive runs, each with its own peak."""
     slo_ms: float = 500.0
-    """what the 99th percentile of accepted requests must meet; their deadline"""
+    """Latency objective at the 99th percentile of accepted requests, and their deadline."""
     max_queue_s: float = 0.25
-    """device seconds of work that may wait"""
+    """Maximum queue delay in device seconds."""
     seed: int = 0
-    """of arrivals and users"""
+    """Seed of arrivals and users."""
 
 
-def measure_overload(bench: OverloadBench) -> Iterator[dict[str, Any]]:
-    """A row for half the capacity, those of each run, and one for the load after them."""
+def measure_overload(bench: OverloadBenchConfig) -> Iterator[dict[str, Any]]:
+    """Yield one row for half of the capacity, the rows of each run, and one for the load after them."""
     encoder = replace(bench.encoder, max_length=2 * (bench.history + 1))
     with tempfile.TemporaryDirectory() as root:
         folder = Path(root) / "model"
         write_servable(random_ranking(encoder, num_items=_NUM_ITEMS, seed=bench.seed), folder)
         with server(folder, *_engine_options(bench)) as (port, process):
             load = partial(_load, port, process, bench)
-            first = asyncio.run(_capacity(port, bench, 0, _WARM_S))  # meanwhile the server learns what requests cost
-            half = load("half", rate=first / 2, duration_s=min(bench.duration_s, _MOST_AFTER_S) / 2)
+            first = asyncio.run(_capacity(port, bench, 0, _WARM_S))  # the server also learns the cost of requests
+            half = load("half", rate=first / 2, duration_s=min(bench.duration_s, _MAX_RECOVERY_S) / 2)
             yield {"round": 0} | _row("half", [half], bench)
             for run in range(1, bench.runs + 1):
                 yield from _run(port, load, bench, run)
-            # The recovery begins at once: whatever the overload left behind is felt here.
-            after = load("after", rate=first / 2, duration_s=min(bench.duration_s, _MOST_AFTER_S))
+            # There is no pause before the recovery, so that the effects of the overload are measured.
+            after = load("after", rate=first / 2, duration_s=min(bench.duration_s, _MAX_RECOVERY_S))
             row = {"round": bench.runs} | _row("after", [after], bench)
-            yield row | {"normal_after_s": normal_after_s(after, 2.0 * float(quantile(half.answered_ms, 99) or 0.0))}
+            yield row | {"normal_after_s": normal_after_s(after, 2.0 * float(quantile(half.completed_ms, 99) or 0.0))}
 
 
-def _run(port: int, load: Callable[..., ServedLoadResult], bench: OverloadBench, run: int) -> list[dict[str, Any]]:
-    """All loads up and back, and what each is of the best of them."""
+def _run(
+    port: int, load: Callable[..., ServedLoadResult], bench: OverloadBenchConfig, run: int
+) -> list[dict[str, Any]]:
+    """Measure increasing and then decreasing loads, and the fraction of the peak goodput that each achieves."""
     capacities = list[float]()
     loads = {m: list[ServedLoadResult]() for m in bench.multiples}
-    for way, multiples in enumerate((bench.multiples, bench.multiples[::-1])):
-        seconds = min(_MOST_CAPACITY_S, bench.duration_s) / 2
-        capacities.append(asyncio.run(_capacity(port, bench, 2 * run + way, seconds)))
+    for direction, multiples in enumerate((bench.multiples, bench.multiples[::-1])):
+        seconds = min(_MAX_CAPACITY_S, bench.duration_s) / 2
+        capacities.append(asyncio.run(_capacity(port, bench, 2 * run + direction, seconds)))
         for m in multiples:
-            name = f"{m:g}x {run} {way}"
+            name = f"{m:g}x {run} {direction}"
             loads[m].append(load(name, rate=m * capacities[0], duration_s=bench.duration_s / 2))
     rows = [{"round": run} | _row(f"{m:g}x", served, bench) for m, served in loads.items()]
     capacity = float(np.mean(capacities))
@@ -93,77 +97,79 @@ def _run(port: int, load: Callable[..., ServedLoadResult], bench: OverloadBench,
     return [row | {"capacity": round(capacity, 1), "of_peak": round(row["goodput"] / peak, 3)} for row in rows]
 
 
-def normal_after_s(served: ServedLoadResult, usual_ms: float) -> int | None:
-    """The second from which on 99% of all later requests were answered as fast as usual; none where that never was."""
-    is_usual = served.trial.latency_ms <= usual_ms
+def normal_after_s(served: ServedLoadResult, normal_ms: float) -> int | None:
+    """Return the first second after which 99% of all requests have a normal latency; None if there is no such
+    second."""
+    is_normal = served.trial.latency_ms <= normal_ms
     for second in range(math.ceil(served.at_s[-1]) if len(served.at_s) else 0):
-        if is_usual[served.at_s >= second].mean() >= 0.99:
+        if is_normal[served.at_s >= second].mean() >= 0.99:
             return second
     return None
 
 
-def _engine_options(bench: OverloadBench) -> list[str]:
-    """Caches that are full after the first seconds, so that growth of memory would be a leak."""
+def _engine_options(bench: OverloadBenchConfig) -> list[str]:
+    """Return options with caches that are full after the first seconds, so that a growth of memory would be a leak."""
     engine = "--service.engine"
-    sizes = [f"{engine}.tiers.cache_bytes", str(64 << 20), f"{engine}.tiers.dram_bytes", "0"]
-    budget = [f"{engine}.trigger.budget_ms", str(bench.slo_ms)]
-    return [f"{engine}.max_queue_s", str(bench.max_queue_s), *budget, *sizes]
+    sizes = [f"{engine}.prefix_cache.device_bytes", str(64 << 20), f"{engine}.prefix_cache.host_bytes", "0"]
+    budget = [f"{engine}.preinfer.latency_budget_ms", str(bench.slo_ms)]
+    return [f"{engine}.max_queue_delay_s", str(bench.max_queue_s), *budget, *sizes]
 
 
-async def _capacity(port: int, bench: OverloadBench, number: int, seconds: float) -> float:
-    """Answers a second with a few requests always under way."""
+async def _capacity(port: int, bench: OverloadBenchConfig, number: int, seconds: float) -> float:
+    """Return the number of responses per second with a few requests always in flight."""
     client = HttpClient("127.0.0.1", port)
     ends_s = list[float]()
     start_s = time.perf_counter()
-    cfg = LoadTestConfig(candidates=bench.candidates, seed=bench.seed)
-    reads = reads_of(f"http://127.0.0.1:{port}")
+    cfg = LoadTestConfig(num_candidates=bench.candidates, seed=bench.seed)
+    reads = fetch_required_inputs(f"http://127.0.0.1:{port}")
 
-    async def worker(place: int) -> None:
-        user = (_WORKERS * number + place + 1) << 32
+    async def worker(index: int) -> None:
+        user = (_WORKERS * number + index + 1) << 32
         while time.perf_counter() < start_s + seconds:
             rng = np.random.default_rng(user)
-            _, body = made_up_request(user, bench.history, cfg, rng, reads, items=range(1, _NUM_ITEMS + 1))
+            _, body = synthetic_request(user, bench.history, cfg, rng, reads, items=range(1, _NUM_ITEMS + 1))
             if (await client.post("/v1/rank", orjson.dumps(body))).status == 200:
                 ends_s.append(time.perf_counter())
             else:
                 await asyncio.sleep(_PAUSE_S)
             user += 1
 
-    await asyncio.gather(*(worker(place) for place in range(_WORKERS)))
+    await asyncio.gather(*(worker(index) for index in range(_WORKERS)))
     await client.close()
     return len(ends_s) / (max(ends_s) - start_s)
 
 
 def _load(
-    port: int, process: psutil.Process, bench: OverloadBench, load: str, *, rate: float, duration_s: float
+    port: int, process: psutil.Process, bench: OverloadBenchConfig, load: str, *, rate: float, duration_s: float
 ) -> ServedLoadResult:
-    arrivals = made_up_load(
+    arrivals = synthetic_load(
         rate, duration_s, first_user=zlib.crc32(load.encode()) << 32, history=bench.history,
         candidates=bench.candidates, items=_NUM_ITEMS, timeout_ms=round(bench.slo_ms), seed=bench.seed,
-        reads=reads_of(f"http://127.0.0.1:{port}"),
+        reads=fetch_required_inputs(f"http://127.0.0.1:{port}"),
     )  # fmt: skip
     return serve_load(port, process, *arrivals)
 
 
-def _row(load: str, parts: list[ServedLoadResult], bench: OverloadBench) -> dict[str, Any]:
-    """Of a load that came in parts. Its seconds end with the last answer: until then the server was at work."""
+def _row(load: str, parts: list[ServedLoadResult], bench: OverloadBenchConfig) -> dict[str, Any]:
+    """Return the row of a load that was sent in parts; its duration ends with the last response."""
     latency_ms = np.concatenate([part.trial.latency_ms for part in parts])
-    answered, refused = (np.sort(np.concatenate([getattr(p, f"{name}_ms") for p in parts]))
-                         for name in ("answered", "refused"))  # fmt: skip
+    completed = np.sort(np.concatenate([part.completed_ms for part in parts]))
+    rejected = np.sort(np.concatenate([part.rejected_ms for part in parts]))
     ended_s = [np.max((p.at_s + p.trial.latency_ms / 1e3)[np.isfinite(p.trial.latency_ms)], initial=0) for p in parts]
     seconds = sum(max(float(p.at_s[-1]), float(end_s)) for p, end_s in zip(parts, ended_s, strict=True))
     before, after = parts[0].rss_before, parts[-1].rss_after
     return {
         "load": load, "rate": round(float(np.mean([p.trial.rate for p in parts])), 1), "requests": len(latency_ms),
-        "answered": len(answered), "refused": len(refused), "failed": len(latency_ms) - len(answered) - len(refused),
+        "answered": len(completed), "refused": len(rejected),
+        "failed": len(latency_ms) - len(completed) - len(rejected),
         "without_retry_after": sum(p.num_without_retry for p in parts),
         "goodput": round(float((latency_ms <= bench.slo_ms).sum()) / seconds, 1),
-        "p50_ms": quantile(answered, 50), "p99_ms": quantile(answered, 99), "slo_ms": bench.slo_ms,
-        "refusal_p50_ms": quantile(refused, 50), "refusal_p99_ms": quantile(refused, 99),
+        "p50_ms": quantile(completed, 50), "p99_ms": quantile(completed, 99), "slo_ms": bench.slo_ms,
+        "refusal_p50_ms": quantile(rejected, 50), "refusal_p99_ms": quantile(rejected, 99),
         "rss_mb": round(after / 1e6), "rss_growth_mb": round((after - before) / 1e6),
         "server_cores": round(float(np.mean([p.server_cores for p in parts])), 2),
         "generator_late_p99_ms": round(max(p.trial.lateness_ms for p in parts), 2),
     }  # fmt: skip
 
 
-BENCH = Bench(config=OverloadBench, measure=measure_overload)
+BENCH = Bench(config=OverloadBenchConfig, measure=measure_overload)

@@ -1,12 +1,12 @@
-"""Largest rate that meets a P99: full inference, prefixes from DRAM, relay on the device, relay with DRAM.
+"""Find the largest rate that meets a P99, with full inference, prefixes from DRAM, and relay without and with DRAM.
 
     full        every request computes history and candidates
-    dram_fetch  prefixes of earlier visits wait in DRAM and are fetched when the ranking request is there
-    relay       a signal precedes the request, the prefix is computed ahead and kept on the device
-    relay_dram  the same, with DRAM behind the device
+    dram_fetch  prefixes of earlier visits are cached in DRAM and fetched when the ranking request arrives
+    relay       a pre-infer request (signal) precedes the ranking request; the prefix is prefilled ahead on the device
+    relay_dram  relay with DRAM as the second tier
 
-and the ablations of `relay_modes`. All use the same kernels, batches and engine. Requests go straight to the engine:
-the front is measured by `nestrec bench front`.
+and the ablations of `relay_modes`. All use the same kernels, batches and engine. Requests are passed to the engine
+without HTTP, whose cost `nestrec bench front` measures.
 
     nestrec bench relay --history 512 --candidates 64 --returning 0,0.3 --duration_s 8
 """
@@ -25,12 +25,12 @@ from nestrec_bench.load_test.engine_load import RelayLoad, RelayOutcome
 from nestrec_bench.load_test.open_loop import Trial, largest
 from nestrec_bench.pages.relay_page import short_rows, summary, write_page
 from nestrec_bench.serving.relay_modes import RequestCosts, mode_named
-from nestrec_bench.serving.relay_setup import LONGEST, RelayBed, RelayBench, TrialBed
+from nestrec_bench.serving.relay_setup import LONGEST, RelayBed, RelayBenchConfig, TrialBed
 from nestrec_bench.serving.relay_simulated import SimulatedBed
 
 
-def measure_relay(bench: RelayBench) -> Iterator[dict[str, Any]]:
-    """Rows, as they are ready."""
+def measure_relay(bench: RelayBenchConfig) -> Iterator[dict[str, Any]]:
+    """Yield the rows as they are measured."""
     if bench.model:
         from nestrec_bench.serving.relay_http import measure_over_http
 
@@ -43,7 +43,7 @@ def measure_relay(bench: RelayBench) -> Iterator[dict[str, Any]]:
     try:
         bed = SimulatedBed(bench) if bench.costs_of else RelayBed(bench)
         gc.collect()
-        gc.freeze()  # what is there by now is never garbage, and looking through it again would stall requests
+        gc.freeze()  # objects that exist now are never garbage, and scanning them again would delay requests
         sizes = list(zip(bench.history, bench.candidates, strict=True) if bench.is_paired
                      else itertools.product(bench.history, bench.candidates))  # fmt: skip
         first = Size(bed, *sizes[0])
@@ -59,28 +59,28 @@ def measure_relay(bench: RelayBench) -> Iterator[dict[str, Any]]:
 
 
 class Size:
-    """Everything about one history and one number of candidates."""
+    """Measurements of one history length and one number of candidates."""
 
     def __init__(self, bed: TrialBed, history: int, candidates: int):
         self._bed = bed
         self._history = history
         self._candidates = candidates
-        self._best: dict[tuple[str, float, float], float] = {}  # by mode, share of returning users and SLO
-        self._sweeps: dict[tuple[str, float, float], Sweep] = {}  # by mode, share and budget
+        self._best: dict[tuple[str, float, float], float] = {}  # by mode, fraction of returning users and SLO
+        self._sweeps: dict[tuple[str, float, float], Sweep] = {}  # by mode, fraction and budget
         load = replace(self._load(0.0), lengths=())
         self._costs = bed.costs(load)
         self._unloaded_ms = bed.unloaded_ms(load)
         self._slo_ms = bed.bench.slo_factor * self._unloaded_ms
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """The largest rate of each mode for each share of returning users."""
+        """Yield the largest rate of each mode for each fraction of returning users."""
         bench = self._bed.bench
         for factor, returning in itertools.product((bench.slo_factor, *bench.more_slo_factors), bench.returning):
             for name in bench.modes:
                 yield self._row(name, returning, factor * self._unloaded_ms)
 
     def more(self) -> Iterator[dict[str, Any]]:
-        """Latency over load, other SLOs, and other modes."""
+        """Yield latency over load, further SLOs, and further modes."""
         bench = self._bed.bench
         for name in bench.modes if bench.curve else ():
             sweep = self._sweep(name, bench.returning[0], self._slo_ms)
@@ -92,10 +92,10 @@ class Size:
             yield self._row(name, bench.returning[-1], self._slo_ms)
 
     def longest(self) -> Iterator[dict[str, Any]]:
-        """The longest history of each mode at one rate and one SLO."""
+        """Yield the longest history of each mode at one rate and one SLO."""
         bench = self._bed.bench
         load = self._load(self._bed.bench.returning[0])
-        most = LONGEST * max(bench.history)
+        max_length = LONGEST * max(bench.history)
         rate = self._best[bench.modes[0], load.returning, self._slo_ms] / 2
         baseline = 0
         for name in bench.modes if rate else ():
@@ -105,7 +105,7 @@ class Size:
                 return self._bed.trial(mode_named(name), longer, rate, self._slo_ms).trial
 
             start = 1.5 * (baseline or load.history)
-            found, best = largest(measure, self._slo_ms, start=start, rounds=bench.rounds, factor=1.2, most=most)
+            found, best = largest(measure, self._slo_ms, start=start, rounds=bench.rounds, factor=1.2, most=max_length)
             length = round(found)
             baseline = baseline or length
             yield {
@@ -116,7 +116,8 @@ class Size:
             }  # fmt: skip
 
     def _row(self, name: str, returning: float, slo_ms: float) -> dict[str, Any]:
-        """A rate that does not depend on who returns, or that must be nothing, is not measured again."""
+        """Return the row of a mode; rates that do not depend on returning users, or must be 0, are not measured
+        again."""
         others = [self._best[key] for key in self._best if (key[0], key[2]) == (name, slo_ms)]
         known = others[0] if others and not mode_named(name).keeps_prefix else None
         if name == "full" and slo_ms < self._unloaded_ms:
@@ -129,7 +130,7 @@ class Size:
         return {**row, "speedup": speedup, "full_p50_ms": round(self._unloaded_ms, 3)}
 
     def _sweep(self, name: str, returning: float, slo_ms: float) -> "Sweep":
-        """Trials; an SLO is of no concern to a mode that has no trigger, which serves all of them with the same."""
+        """Return the trials of a mode; a mode without a trigger does not depend on the SLO, so it shares its trials."""
         mode = mode_named(name)
         deadline = self._bed.bench.deadline_factor
         budget_ms = slo_ms if mode.sends_signals or deadline else self._slo_ms
@@ -145,7 +146,7 @@ class Size:
 
 
 class Sweep:
-    """Trials of one mode under one load; a rate is tried once."""
+    """Trials of one mode under one load; each rate is measured once."""
 
     def __init__(self, bed: TrialBed, name: str, load: RelayLoad, costs: RequestCosts, budget_ms: float):
         self._bed = bed
@@ -162,8 +163,14 @@ class Sweep:
         return self._outcomes[rate].trial
 
     def row(self, slo_ms: float, known: float | None, first: float) -> dict[str, Any]:
-        """The largest rate that meets an SLO; `known` where another load has given it already. first: that of the first
-        mode, which is tried before any other: whether this one is ever worse is then one trial."""
+        """Return the row with the largest rate that meets an SLO.
+
+        Args:
+            slo_ms: Latency objective at the 99th percentile.
+            known: Result if another load has determined it already. None: search for it.
+            first: Largest rate of the first mode, with which the search starts, so that one trial shows whether this
+                mode is worse; 0 if unknown.
+        """
         bound = self._costs.bound_qps(self._mode, self.load.returning)
         bench = self._bed.bench
         best: Trial | None = None
@@ -196,7 +203,7 @@ class Sweep:
             goodput = trial.goodput(slo_ms)
             yield {
                 **self._labels(), "slo_ms": round(slo_ms, 3), "load": share, "rate": round(share * capacity, 2),
-                **_percentiles(trial), "refused": trial.num_refused, "requests": len(trial.latency_ms),
+                **_percentiles(trial), "refused": trial.num_rejected, "requests": len(trial.latency_ms),
                 "goodput": round(goodput, 2), "of_largest": round(goodput / capacity, 3),
             }  # fmt: skip
 
@@ -212,23 +219,24 @@ class Sweep:
         }  # fmt: skip
 
 
-def _simulated(bench: RelayBench) -> dict[str, Any]:
-    """What a row in simulated time says of its device."""
+def _simulated(bench: RelayBenchConfig) -> dict[str, Any]:
+    """Return the fields of a row that describe the device in simulated time."""
     if not bench.costs_of:
         return {}
     return {"device": "simulated", "costs_of": bench.costs_of, "costs_of_model": bench.costs_of_model,
             "host_ms": bench.host_ms, "way_ms": bench.way_ms}  # fmt: skip
 
 
-def _biases(bench: RelayBench) -> str:
+def _biases(bench: RelayBenchConfig) -> str:
     found = [name for name in ("position", "time") if getattr(bench.encoder, f"{name}_bias")]
     return " and ".join(found) or "none"
 
 
 def _tried(rate: float, outcome: RelayOutcome) -> dict[str, Any]:
     shares = {name: share for name, share in _shares(outcome.counts).items() if name != "dram_hits"}
-    counts = {f"{kind}s": {name.removeprefix(f"{kind}_"): count for name, count in sorted(outcome.counts.items())
-                           if name.startswith(f"{kind}_")} for kind in ("signal", "rank")}  # fmt: skip
+    kinds = (("signals", "preinfer_"), ("ranks", "rank_"))
+    counts = {key: {name.removeprefix(prefix): count for name, count in sorted(outcome.counts.items())
+                    if name.startswith(prefix)} for key, prefix in kinds}  # fmt: skip
     return {"rate": round(rate, 2), **_percentiles(outcome.trial), **shares, **outcome.parts, **counts}
 
 
@@ -246,12 +254,12 @@ def _percentiles(trial: Trial | None) -> dict[str, float | None]:
 def _shares(counts: dict[str, int]) -> dict[str, float | None]:
     if not counts:
         return {"hit_rate": None, "dram_hits": None, "admitted": None}
-    ranked = {source: counts.get(f"rank_{source}", 0) for source in ("none", "device", "dram")}
+    ranked = {source: counts.get(f"rank_{source}", 0) for source in ("none", "device", "host")}
     total = max(1, sum(ranked.values()))
-    signals = max(1, sum(counts.get(f"signal_{reason}", 0) for reason in _DECISIONS))
+    signals = max(1, sum(counts.get(f"preinfer_{reason}", 0) for reason in _DECISIONS))
     return {
-        "hit_rate": round(1 - ranked["none"] / total, 3), "dram_hits": round(ranked["dram"] / total, 3),
-        "admitted": round(counts.get("signal_admitted", 0) / signals, 3),
+        "hit_rate": round(1 - ranked["none"] / total, 3), "dram_hits": round(ranked["host"] / total, 3),
+        "admitted": round(counts.get("preinfer_admitted", 0) / signals, 3),
     }  # fmt: skip
 
 
@@ -259,9 +267,9 @@ _DECISIONS = ("admitted", "short", "safe", "live_cap", "rate_cap", "never")
 
 
 BENCH = Bench(
-    config=RelayBench,
+    config=RelayBenchConfig,
     measure=measure_relay,
     show=lambda rows, more: [(f"relay: {title}", shown) for title, shown in short_rows(rows).items()],
-    said=summary,
+    progress_line=summary,
     page=write_page,
 )

@@ -1,9 +1,9 @@
-"""Ways of serving that `nestrec bench relay` compares: same kernels, batches and engine, other rules for prefixes.
+"""Serving modes that `nestrec bench relay` compares: same kernels, batches and engine, different rules for prefixes.
 
-What a request costs the device and the link, measured alone, and the rates that follow from it by arithmetic.
+The costs of a request on the device and the link are measured alone; they imply upper bounds of the request rate:
 
 full    1 / t_full
-signals 1 / (t_rank + (1 - r) t_prefix + r t_extend)              r: share of returning users
+signals 1 / (t_rank + (1 - r) t_prefix + r t_extend)              r: fraction of returning users
 none    min(1 / ((1 - r) t_full + r t_rank), link / (r S_kv))    prefixes of earlier visits only, S_kv bytes each
 """
 
@@ -23,19 +23,19 @@ from nestrec_bench.load_test.engine_load import RelayLoad, bank_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mode:
-    """Where prefixes are kept, when they are computed, and what is wrong with an ablation."""
+    """A serving mode: cache tiers of prefixes, time of their prefill, and the change that an ablation makes."""
 
     policy: Literal["never", "at_risk", "all"] = "never"
-    """of the trigger; `never` sends no signals"""
+    """Policy of the trigger; `never` sends no signals."""
     keeps_prefix: bool = True
     keeps_on_device: bool = True
     uses_dram: bool = False
     fetches_always: bool = False
-    """what DRAM has is fetched even where computing it would be sooner"""
+    """Whether prefixes in DRAM are fetched even if prefilling them is faster."""
     strays: float = 0.0
-    """share of ranking requests that reach another instance than their signal did"""
+    """Fraction of ranking requests that reach a different instance than their signal."""
     fetch_gb_per_s: float = 0.0
-    """emulated network between an instance and its second tier; 0: memory of the same machine"""
+    """Bandwidth of an emulated network between an instance and its second tier; 0 for memory of the same machine."""
 
     @property
     def sends_signals(self) -> bool:
@@ -56,41 +56,41 @@ ABLATIONS = {
         policy="at_risk", keeps_on_device=False, uses_dram=True, fetches_always=True, fetch_gb_per_s=12.5
     ),
 }
-"""no_affinity: one of two instances between which requests are shared out at random. remote_fetch: what ranking has
-consumed is kept by another machine behind 100 Gbit/s, and every return fetches it from there."""
+"""Ablations. no_affinity: one of two instances to which requests are assigned at random. remote_fetch: after ranking,
+prefixes are cached by another machine over a link of 100 Gbit/s, from which every return of a user fetches them."""
 
 
 def mode_named(name: str) -> Mode:
     known = {**MODES, **ABLATIONS}
     if name not in known:
-        raise UserError("is no way of serving", option="modes", value=name, remedy=did_you_mean(name, known))
+        raise UserError("unknown serving mode", option="modes", value=name, remedy=did_you_mean(name, known))
     return known[name]
 
 
 _REPEATS = 9
 _WARM_S = 0.3
 BATCH = 8
-"""requests of a batch that ranks, or extends prefixes"""
+"""Number of requests in a batch that ranks, or extends prefixes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestCosts:
-    """Milliseconds of one request alone."""
+    """Costs of one request without load."""
 
     full_ms: float
-    """history and candidates"""
+    """Milliseconds of history and candidates."""
     prefix_ms: float
-    """history"""
+    """Milliseconds of the history."""
     rank_ms: float
-    """candidates against a kept history, in a batch of such requests"""
+    """Milliseconds of the candidates with a cached history, in a batch of such requests."""
     extend_ms: float
-    """the events since the last visit, in a batch of such signals"""
+    """Milliseconds of the events since the last visit, in a batch of such signals."""
     reload_ms: float
-    """copy of a prefix from host memory"""
+    """Milliseconds of the copy of a prefix from host memory."""
     prefix_mb: float
 
     def bound_qps(self, mode: Mode, returning: float) -> float:
-        """Requests a second that neither device nor link can exceed."""
+        """Return the upper bound of requests/s that device and link allow."""
         if not mode.keeps_prefix:
             return 1e3 / self.full_ms
         if mode.sends_signals:
@@ -100,12 +100,12 @@ class RequestCosts:
 
 
 def measure_costs(runner: BatchRunner, load: RelayLoad) -> RequestCosts:
-    """Of a history and a number of candidates."""
-    form = runner.form
+    """Measure the costs of a request with the history and the candidates of a load."""
+    adapter = runner.adapter
     pool = runner.pool
     history, candidates = bank_of(load.seed).request(load, 0, 1)
-    tokens = form.tokens(history, candidates.now_ms)
-    last = load.history * form.tokens_an_event
+    tokens = adapter.tokens(history, candidates.now_ms)
+    last = load.history * adapter.tokens_per_event
     pages = list(range(-(-tokens.length // pool.page_tokens)))
 
     def milliseconds(first: int, end: int, *, ranks: bool, batch: int = 1) -> float:
@@ -120,14 +120,14 @@ def measure_costs(runner: BatchRunner, load: RelayLoad) -> RequestCosts:
         return round(_median_ms(lambda: runner.launch([part] * batch).wait()[1]) / batch, 4)
 
     host = HostPages(pool, max_bytes=len(pages) * pool.page_bytes)
-    held = host.take(host.bytes_of(last))
-    host.copy_out(pages, held)
+    host_pages = host.allocate(host.bytes_of(last))
+    host.copy_out(pages, host_pages)
     return RequestCosts(
         full_ms=milliseconds(0, last, ranks=True),
         prefix_ms=milliseconds(0, last, ranks=False),
         rank_ms=milliseconds(last, last, ranks=True, batch=BATCH),
         extend_ms=milliseconds(last, tokens.length, ranks=False, batch=BATCH),
-        reload_ms=_median_ms(lambda: _seconds_of(lambda: host.copy_in(pages, held))),
+        reload_ms=_median_ms(lambda: _seconds_of(lambda: host.copy_in(pages, host_pages))),
         prefix_mb=host.bytes_of(last) / 1e6,
     )
 
@@ -142,7 +142,7 @@ def _seconds_of(action: Callable[[], None]) -> float:
 
 def _median_ms(seconds: Callable[[], float]) -> float:
     end_s = time.perf_counter() + _WARM_S
-    seconds()  # compiles, allocates
-    while time.perf_counter() < end_s:  # until clocks are those of a device at work
+    seconds()  # compiles and allocates
+    while time.perf_counter() < end_s:  # until the device has reached its clock rate under load
         seconds()
     return round(float(np.median([seconds() for _ in range(_REPEATS)])) * 1e3, 4)

@@ -1,4 +1,4 @@
-"""What `nestrec bench relay` measures, and the model with its memory and graphs that all modes run on in turn."""
+"""Options of `nestrec bench relay`, and the test bed on which its modes take turns: model, KV cache and CUDA graphs."""
 
 import gc
 from collections.abc import Callable
@@ -14,152 +14,154 @@ from nestrec.base.config_values import NonNegative
 from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.engine.batch_scheduler import EngineConfig
 from nestrec.serving.engine.serving_engine import Engine, make_runner
-from nestrec.serving.kv_cache.kv_page_pool import PrefixDtype, pool_for
+from nestrec.serving.kv_cache.kv_page_pool import KVCacheDtype, pool_for
 from nestrec.serving.kv_cache.preinfer_trigger import TriggerConfig
 from nestrec.serving.kv_cache.tiered_prefix_cache import Copier, PrefixCacheConfig
-from nestrec.serving.model.model_adapter import ModelAdapter, make_form
+from nestrec.serving.model.model_adapter import ModelAdapter, make_adapter
 from nestrec_bench.harness.random_model import random_ranking
 from nestrec_bench.load_test.engine_load import NUM_ITEMS, RelayLoad, RelayOutcome, run_in_turn, run_trial
 from nestrec_bench.serving.relay_modes import MODES, Mode, RequestCosts, measure_costs
 from nestrec_bench.serving.slow_copier import SlowCopier
 
-_MOST_VISITS = 64
+_MAX_VISITS = 64
 _WARM_S = 0.7
-"""of a trial where nobody returns"""
+"""Warm-up seconds of a trial without returning users."""
 LONGEST = 3
-"""times the longest history: how far `longest` looks"""
+"""Limit of the search for the longest history, as a multiple of the longest one of the options."""
 
 
 @config
-class RelayBench:
-    """What is measured. The defaults suit two CPU cores."""
+class RelayBenchConfig:
+    """Options of the relay benchmark. The defaults suit two CPU cores."""
 
     encoder: HSTUConfig = HSTUConfig(dim=64, num_layers=2, num_heads=2, head_dim=32, time_bias=True)
-    """the model; max_length follows the history"""
+    """Encoder of the model; max_length is set according to the history."""
     model: str = ""
-    """folder of an exported model, which is then measured over HTTP as `nestrec serve` serves it; empty: a model with
-    random weights, inside this process, for the limits of the engine itself"""
+    """Folder of an exported model to measure over HTTP with `nestrec serve`. Empty: a model with random weights runs in
+    this process, to measure the engine alone."""
     instances: int = 1
-    """servers behind a gateway (over HTTP)"""
-    front_processes: int | None = None
-    """of each server (over HTTP); none: as it chooses"""
+    """Number of servers behind a gateway (over HTTP)."""
+    frontend_workers: int | None = None
+    """Number of frontend workers of each server (over HTTP). None: the default of the server."""
     asks_first: bool = True
-    """users tell the number of their events, and send them where they are wanted (over HTTP); false: they are sent at
-    once, and the server decides"""
+    """Whether clients first send the number of events, and the events only if the server requests them (over HTTP). If
+    false, they send the events immediately, and the server decides whether to use them."""
     history: tuple[int, ...] = (512,)
-    """events of a user; two tokens each"""
+    """Numbers of events per user; an event has two tokens."""
     lengths: tuple[int, ...] = ()
-    """events of users by turns, mixed in one load; `history` is then the size that costs and the SLO are taken of"""
+    """Numbers of events of users, mixed in one load; `history` is then used to determine costs and SLO."""
     candidates: tuple[int, ...] = (64,)
-    """items of a ranking request"""
+    """Numbers of candidates per ranking request."""
     returning: tuple[float, ...] = (0.0, 0.3, 0.6)
-    """shares of requests of users who were here before"""
+    """Fractions of requests that come from returning users."""
     recent_users: int = 64
-    """a returning user is one of so many latest ones"""
+    """Number of most recent users among which a returning user is drawn."""
     new_events: int = 4
-    """of a user between two visits"""
+    """Number of events of a user between two visits."""
     modes: tuple[str, ...] = tuple(MODES)
-    """ways of serving; also reactive, relay_all, no_affinity and remote_fetch"""
+    """Serving modes; also available are reactive, relay_all, no_affinity and remote_fetch."""
     more_modes: tuple[str, ...] = ()
-    """measured at the first size and the last share of returning users only, after everything else"""
+    """Serving modes that are measured last, at the first size and the last fraction of returning users only."""
     longest: bool = False
-    """also find the longest history that meets the first size's SLO at half the largest rate of the first mode"""
+    """Whether to search for the longest history that meets the SLO of the first size at half the largest rate of the
+    first mode."""
     curve: tuple[float, ...] = ()
-    """also latency and goodput at these multiples of each mode's largest rate, at the first size and share that
-    returns"""
+    """Multiples of each mode's largest rate at which latency and goodput are measured, at the first size and fraction
+    of returning users."""
     slo_factor: float = 3.0
-    """SLO over the unloaded P50 of full inference"""
+    """SLO as a multiple of the unloaded P50 of full inference."""
     more_slo_factors: tuple[float, ...] = ()
-    """further ones, each at every size and share of returning users"""
+    """Further SLO factors, measured at every size and fraction of returning users."""
     slo_ms: tuple[float, ...] = ()
-    """SLOs beside that one, at the first size and share of returning users"""
+    """Further SLOs in milliseconds, measured at the first size and fraction of returning users."""
     deadline_factor: float = 0.0
-    """deadline of ranking requests over the SLO, as of clients who would not wait for longer: what cannot be in time is
-    refused (inside this process); 0: ten seconds"""
+    """Deadline of ranking requests as a multiple of the SLO; the engine rejects requests that cannot meet it (in this
+    process). 0: the deadline is ten seconds."""
     body_bytes: int = 0
-    """of a ranking request: where there is no room for so many it is refused unread, as by a front (inside this
-    process)"""
+    """Body size of a ranking request; the request is rejected unread if the queue does not have capacity for it, as in
+    a frontend (in this process)."""
     signal_ms: float = 150.0
-    """from signal to ranking request"""
+    """Milliseconds between a signal and its ranking request."""
     warm_s: float = 2.0
-    """of a trial before requests are counted, where users return: in its first half second nobody can"""
+    """Seconds of a trial before requests are counted, with returning users: none can return in the first half
+    second."""
     duration_s: float = 8.0
-    """of a trial after that"""
+    """Seconds of a trial after its warm-up."""
     fewest: int = 150
-    """requests of a trial, however short"""
+    """Minimum number of requests of a trial."""
     factor: float = 1.3
-    """between two rates that are tried, until one meets the SLO and the next does not"""
+    """Factor between two measured rates, until one meets the SLO and the next one does not."""
     starts: tuple[float, ...] = ()
-    """where searches begin, over the largest rate of full inference, for each share of returning users (over HTTP);
-    none: at 2.5 times and more"""
+    """Rates at which searches start, as multiples of the largest rate of full inference, one per fraction of returning
+    users (over HTTP). Empty: 2.5 and more."""
     at_least: float = 0.0
-    """no search for other modes than the first: whether they carry its largest rate, and if not, this share of it; for
-    sweeps over many sizes (inside this process). 0: a search"""
+    """Fraction of the first mode's largest rate. If it is not 0, other modes are not searched: they are measured at
+    that largest rate, and, if they do not meet the SLO, at this fraction of it; for sweeps over many sizes (in this
+    process)."""
     search_s: float = 60.0
-    """seconds after which a search for a largest rate ends with the best so far"""
+    """Seconds after which a search for a largest rate ends with the best rate that was found."""
     rounds: int = 2
-    """halvings of the interval between these two"""
+    """Number of bisections of the interval between the last two rates."""
     cache_bytes: int = 256 << 20
-    """device memory for prefixes"""
+    """Device memory for prefixes."""
     dram_bytes: int = 1 << 30
-    """host memory for prefixes"""
+    """Host memory for prefixes."""
     max_batch_tokens: int = 4096
-    """new tokens of requests in a batch; signals may add as many"""
+    """Maximum number of new tokens of ranking requests in a batch; signals may add as many again."""
     chunk_ms: float | None = None
-    """device milliseconds of a batch up to which signals fill it; none: a quarter of the SLO, 0: the tokens alone bound
-    them"""
+    """Device milliseconds up to which signals fill a batch. None: a quarter of the SLO; 0: only the number of tokens
+    limits them."""
     is_paired: bool = False
-    """each history with the candidates at its place only, instead of with all"""
+    """Whether to pair each history with the number of candidates at the same index instead of with all numbers."""
     device: str = "cpu"
-    """cpu or cuda"""
+    """Device of the model, cpu or cuda."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """of weights and products"""
-    prefix_dtype: PrefixDtype = "model"
-    """of prefixes"""
+    """Data type of weights and matrix products."""
+    prefix_dtype: KVCacheDtype = "model"
+    """Data type of the KV cache."""
     costs_of: str = ""
-    """file that `nestrec bench engine --json` has written on some device: the engine runs in simulated time, its
-    batches take as long as they would there, and nothing is computed; for the sizes of its `encoder`, and modes
-    without DRAM (`full`, `relay`)"""
+    """Result file of `nestrec bench engine` on some device. The engine then runs in simulated time with the batch times
+    of that device, without computing; for the sizes of its `encoder`, and for modes without DRAM (`full`, `relay`)."""
     costs_of_model: str = "tables"
-    """model of that file"""
+    """Model in the file of `costs_of`."""
     host_ms: NonNegative = 0.25
-    """of each batch, from its plan until the device has it (in simulated time)"""
+    """Milliseconds of each batch between its scheduling and its start on the device (in simulated time)."""
     way_ms: NonNegative = 0.0
-    """from a client to the engine and back (in simulated time)"""
+    """Milliseconds of the network between client and engine, both ways together (in simulated time)."""
     seed: int = 0
-    """of weights, arrivals and histories"""
+    """Seed of weights, arrivals and histories."""
 
 
 class TrialBed(Protocol):
-    """On which engines of all modes run one after the other."""
+    """A test bed on which the engines of all modes run one after another."""
 
-    bench: RelayBench
+    bench: RelayBenchConfig
 
     def load(self, history: int, candidates: int, returning: float) -> RelayLoad: ...
 
     def costs(self, load: RelayLoad) -> RequestCosts: ...
 
     def unloaded_ms(self, load: RelayLoad) -> float:
-        """Median of full inference with one request at a time."""
+        """Return the median latency of full inference with one request at a time."""
         ...
 
     def trial(self, mode: Mode, load: RelayLoad, rate: float, slo_ms: float) -> RelayOutcome:
-        """By an engine of its own with empty caches."""
+        """Run a load on a new engine with empty caches."""
         ...
 
 
 class RelayBed:
-    """A model with its memory and graphs."""
+    """Test bed in this process: a model with its KV cache and CUDA graphs."""
 
-    def __init__(self, bench: RelayBench):
+    def __init__(self, bench: RelayBenchConfig):
         self.bench = bench
-        self.form = form_of(bench)
-        servable = self.form.servable
+        self.adapter = make_bench_adapter(bench)
+        servable = self.adapter.servable
         pool = pool_for(
             servable, cache_bytes=bench.cache_bytes, page_tokens=PrefixCacheConfig().page_tokens,
-            prefix_dtype=bench.prefix_dtype,
+            kv_cache_dtype=bench.prefix_dtype,
         )  # fmt: skip
-        self.runner = make_runner(self.form, pool, EngineConfig(max_batch_tokens=bench.max_batch_tokens))
+        self.runner = make_runner(self.adapter, pool, EngineConfig(max_batch_tokens=bench.max_batch_tokens))
 
     def load(self, history: int, candidates: int, returning: float) -> RelayLoad:
         return load_of(self.bench, history, candidates, returning)
@@ -169,7 +171,7 @@ class RelayBed:
 
     def unloaded_ms(self, load: RelayLoad) -> float:
         full = MODES["full"]
-        engine = Engine(self.form, engine_config(full, self.bench, 1e3), runner=self.runner)
+        engine = Engine(self.adapter, engine_config(full, self.bench, 1e3), runner=self.runner)
         try:
             return float(np.median(run_in_turn(engine, load, self.bench.fewest)))
         finally:
@@ -177,8 +179,8 @@ class RelayBed:
 
     def trial(self, mode: Mode, load: RelayLoad, rate: float, slo_ms: float) -> RelayOutcome:
         config = engine_config(mode, self.bench, slo_ms)
-        engine = Engine(self.form, config, runner=self.runner, make_copier=copier_of(mode))
-        gc.disable()  # the garbage is the generator's, and collecting it would stall the engine for milliseconds
+        engine = Engine(self.adapter, config, runner=self.runner, make_copier=copier_of(mode))
+        gc.disable()  # collecting the garbage of the load generator would delay the engine by milliseconds
         try:
             return run_trial(engine, load, rate, sends_signals=mode.sends_signals, strays=mode.strays)
         finally:
@@ -188,20 +190,20 @@ class RelayBed:
 
 
 def copier_of(mode: Mode) -> Callable[[torch.device], Copier]:
-    """Returns what makes the copiers of a mode: those of this machine, or of an emulated slower link."""
+    """Return the copier class of a mode: that of this machine, or one with an emulated slower link."""
     return partial(SlowCopier, gb_per_s=mode.fetch_gb_per_s) if mode.fetch_gb_per_s else Copier
 
 
-def form_of(bench: RelayBench) -> ModelAdapter:
-    """The model of a bench, with room for its longest histories."""
+def make_bench_adapter(bench: RelayBenchConfig) -> ModelAdapter:
+    """Create a model with random weights whose maximum length suffices for the longest histories."""
     events = max((*bench.history, *bench.lengths)) * (LONGEST if bench.longest else 1)
-    events += _MOST_VISITS * bench.new_events
+    events += _MAX_VISITS * bench.new_events
     encoder = replace(bench.encoder, max_length=2 * (events + 1))
     dtype = getattr(torch, bench.dtype)
-    return make_form(random_ranking(encoder, num_items=NUM_ITEMS, seed=bench.seed, device=bench.device, dtype=dtype))
+    return make_adapter(random_ranking(encoder, num_items=NUM_ITEMS, seed=bench.seed, device=bench.device, dtype=dtype))
 
 
-def load_of(bench: RelayBench, history: int, candidates: int, returning: float) -> RelayLoad:
+def load_of(bench: RelayBenchConfig, history: int, candidates: int, returning: float) -> RelayLoad:
     return RelayLoad(
         history=history, candidates=candidates, returning=returning, new_events=bench.new_events,
         recent_users=bench.recent_users, signal_s=bench.signal_ms / 1e3, duration_s=bench.duration_s,
@@ -210,15 +212,15 @@ def load_of(bench: RelayBench, history: int, candidates: int, returning: float) 
     )  # fmt: skip
 
 
-def engine_config(mode: Mode, bench: RelayBench, slo_ms: float) -> EngineConfig:
-    """The engine of a mode."""
+def engine_config(mode: Mode, bench: RelayBenchConfig, slo_ms: float) -> EngineConfig:
+    """Return the engine config of a mode."""
     tiers = PrefixCacheConfig(
-        cache_bytes=bench.cache_bytes, dram_bytes=bench.dram_bytes if mode.uses_dram else 0,
-        keeps_prefix=mode.keeps_prefix, keeps_on_device=mode.keeps_on_device,
-        reload="always" if mode.fetches_always else "worth",
+        device_bytes=bench.cache_bytes, host_bytes=bench.dram_bytes if mode.uses_dram else 0,
+        enabled=mode.keeps_prefix, keep_on_device=mode.keeps_on_device,
+        reload_policy="always" if mode.fetches_always else "when_faster",
     )  # fmt: skip
-    trigger = TriggerConfig(policy=mode.policy, budget_ms=slo_ms)
+    trigger = TriggerConfig(policy=mode.policy, latency_budget_ms=slo_ms)
     return EngineConfig(
-        tiers=tiers, trigger=trigger, max_queue_s=max(1.0, 4 * slo_ms / 1e3), chunk_ms=bench.chunk_ms,
-        max_batch_tokens=bench.max_batch_tokens,
+        prefix_cache=tiers, preinfer=trigger, max_queue_delay_s=max(1.0, 4 * slo_ms / 1e3),
+        preinfer_chunk_ms=bench.chunk_ms, max_batch_tokens=bench.max_batch_tokens,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""A copier of prefixes whose link to host memory is slower than this machine's own."""
+"""Copier of prefixes with an emulated link to host memory that is slower than the link of this machine."""
 
 import time
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from nestrec.serving.kv_cache.tiered_prefix_cache import Copier
 
 
 class SlowCopier(Copier):
-    """Makes each copy, then waits until a link of the given speed would have carried its bytes."""
+    """Copier that waits after each copy until a link of the given speed would have transferred its bytes."""
 
     def __init__(self, device: torch.device, gb_per_s: float) -> None:
         super().__init__(device)

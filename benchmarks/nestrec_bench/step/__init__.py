@@ -1,1 +1,1 @@
-"""Whole training steps: time, memory, negatives."""
+"""Benchmarks of complete training steps: time, memory and negatives."""

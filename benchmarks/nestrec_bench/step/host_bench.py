@@ -1,10 +1,10 @@
-"""What the host of one rank does in a step, by the number of ranks: does it grow with them?
+"""Measure the host time of one rank in a training step, as a function of the number of ranks.
 
-One real rank: real keys, real routing, rows and sums. The others are a loopback: what they would ask this rank for is
-drawn and packed as they would, before the clock runs, and handed over when an exchange asks for it. What the loopback
-itself takes, and the model's computation, do not count. One thread, which waits for nobody: its processor time, to
-which others on the machine add little. Rounds are interleaved over the numbers of ranks; a figure is the median of its
-rounds, and least the quickest of them.
+One rank is real, with real keys, routing, rows and sums. A loopback replaces the others: their requests to this rank
+are drawn and packed before the measurement, and returned by the exchange of keys. The time of the loopback and of the
+model does not count. The processor time of a single thread is measured, which never waits, so that other processes have
+little effect. Rounds are interleaved over the numbers of ranks. Figures are medians over rounds; `host_ms_least` is the
+fastest round.
 
     nestrec bench host --ranks 8,64,512,1536 --json host.json
 """
@@ -41,7 +41,7 @@ from nestrec.pipeline import (
     StepTotals,
     TrainingStep,
 )
-from nestrec_bench.bench import Bench, More, Row, Shown
+from nestrec_bench.bench import Bench, ExtraFields, OutputPart, Row
 
 Model = Literal["retrieval", "tables"]
 _COUNT_BYTES = 8 * (ERROR_WORDS + 1)
@@ -51,42 +51,42 @@ _DIMS = (8, 16, 32, 64)
 PARTS = {
     "deduplicate": ["deduplicate"],
     "keys": ["exchange_keys"],
-    "arrange": ["arrange"],
-    "fetch": ["fetch"],
+    "arrange": ["build_exchange_plan"],
+    "fetch": ["fetch_rows"],
     "vectors": ["exchange_vectors"],
     "gradients": ["exchange_gradients", "add_gradients"],
     "update": ["update_rows"],
     "write_back": ["write_back"],
 }
-"""Part of a step to the operations of the engine that it is made of."""
+"""Part of a step to the operations of the engine that it consists of."""
 OTHER = "other"
-"""What the schedule and its window do beside them."""
+"""Part of a step that consists of the schedule and its window."""
 
 
 @config
-class HostBench:
-    """What is measured."""
+class HostBenchConfig:
+    """Options of the host benchmark."""
 
     ranks: tuple[Count, ...] = (8, 64, 512, 1536)
-    """numbers of ranks, of which one is real"""
+    """Numbers of ranks, one of which is real."""
     models: tuple[Model, ...] = ("retrieval", "tables")
-    """retrieval: one table, histories; tables: many tables of several widths, one key a sample in each"""
+    """Models. retrieval: one table, histories; tables: many tables of several widths, each with one key per sample."""
     num_tables: Count = 40
-    """tables of the model of many"""
+    """Number of tables of the model with many tables."""
     micro_batches: Count = 8
-    """parts of a rank's batch"""
+    """Number of micro-batches of a rank's batch."""
     samples: Count = 512
-    """samples of a rank's batch; retrieval: an eighth of them, each with 128 events"""
+    """Number of samples of a rank's batch; retrieval uses an eighth of them, each with 128 events."""
     table_rows: Count = 100_000
-    """rows of a table; retrieval: ten times as many"""
+    """Number of rows of a table; retrieval uses ten times as many."""
     rounds: Count = 12
-    """timed steps, after four that are not counted"""
+    """Number of timed steps, after four steps of warm-up."""
     window_cache: bool = False
-    """as --pipeline.window_cache"""
+    """Whether to use the window cache, as with --pipeline.window_cache."""
 
 
 class Loopback(Transport):
-    """Answers as the other ranks would. What it takes for that is none of this rank's time."""
+    """Transport that responds as the other ranks would, and measures its own time to exclude it."""
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
@@ -94,9 +94,13 @@ class Loopback(Transport):
         self._counts = np.zeros(num_ranks, np.int64)
         self._records = torch.empty(0, dtype=torch.uint8)
 
-    def ask(self, counts: NDArray[np.int64], records: NDArray[Any]) -> None:
-        """What the others will ask for in the next exchange of keys, source by source; of this rank, the first,
-        nothing."""
+    def set_requests(self, counts: NDArray[np.int64], records: NDArray[Any]) -> None:
+        """Set the requests of the other ranks in the next exchange of keys.
+
+        Args:
+            counts: Number of records per source; 0 for this rank, which is the first one.
+            records: Records, ordered by source.
+        """
         self._counts = counts
         self._records = torch.from_numpy(records.view(np.uint8).reshape(-1))
 
@@ -109,37 +113,37 @@ class Loopback(Transport):
             message[:, -1] = torch.from_numpy(self._counts)
         elif len(into) - own == len(self._records):
             into[own:] = self._records
-        else:  # vectors or gradients, of which any will do
+        else:  # vectors or gradients, whose values do not matter
             into.zero_()
         into[:own] = sent[:own]
         self.seconds += time.thread_time() - start
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """All others have zeros."""
+        """Do nothing, because all others contribute zeros."""
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        """All have the same."""
+        """Do nothing, because all ranks have the same values."""
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         return [tensor] * self.num_ranks
 
 
 class _Rank:
-    """The real one among so many, and its steps under `serial`."""
+    """The real rank, and its steps with the schedule `serial`."""
 
-    def __init__(self, bench: HostBench, model: Model, num_ranks: int) -> None:
+    def __init__(self, bench: HostBenchConfig, model: Model, num_ranks: int) -> None:
         self._bench = bench
         self.model = model
         self.num_ranks = num_ranks
         self._loopback = Loopback(num_ranks)
         alone = Topology.single()
-        carried = {n: replace(getattr(alone, n), size=num_ranks, transport=self._loopback) for n in ("keys", "vectors")}
-        self._topology = replace(alone, world=num_ranks, **carried)
+        groups = {n: replace(getattr(alone, n), size=num_ranks, transport=self._loopback) for n in ("keys", "vectors")}
+        self._topology = replace(alone, world=num_ranks, **groups)
         self.tables = _tables(bench, model)
         self._spent = dict.fromkeys(PARTS, 0.0)
         engine = EmbeddingEngine(self.tables, self._topology)
-        for shard in engine.shards.values():  # tables that have been trained: every row is there
-            shard.fetch(shard.keys(), 1)
+        for shard in engine.shards.values():  # all rows exist, as in trained tables
+            shard.fetch_rows(shard.keys(), 1)
         for part, operations in PARTS.items():
             for name in operations:
                 setattr(engine, name, self._timed(part, getattr(engine, name)))
@@ -151,9 +155,13 @@ class _Rank:
         self.exchanges = 0
 
     def run(self, watch: Callable[[Callable[[], object]], None] | None = None) -> None:
-        """One step, its parts timed. watch: calls it in its own way."""
+        """Run one step and time its parts.
+
+        Args:
+            watch: Function that calls the step under some instrumentation. None: call it directly.
+        """
         self._step += 1
-        keys = self._prepared()
+        keys = self._prepare_keys()
         before = self._topology.log.count
         parts = tuple(MicroBatch(np.arange(1), k, {}, 1, 1) for k in keys)
         batch = Batch(
@@ -162,7 +170,7 @@ class _Rank:
         step = TrainingStep(number=self._step, batch=batch, rates=LearningRates(dense=0.1, tables=0.1))
         self._spent.update(dict.fromkeys(PARTS, 0.0))
         start = time.thread_time() - self._loopback.seconds - self._compute.seconds
-        (watch or _plainly)(lambda: self._pipeline.schedule.advance(step, LookaheadIterator(iter(()))))
+        (watch or _call)(lambda: self._pipeline.schedule.advance(step, LookaheadIterator(iter(()))))
         total = time.thread_time() - self._loopback.seconds - self._compute.seconds - start
         self.rounds.append({**self._spent, OTHER: total - sum(self._spent.values())})
         self.exchanges = self._topology.log.count - before
@@ -176,17 +184,17 @@ class _Rank:
 
         return timed
 
-    def _prepared(self) -> list[dict[str, NDArray[np.int64]]]:
-        """The keys of this rank's batch; what the others ask for goes to the loopback."""
+    def _prepare_keys(self) -> list[dict[str, NDArray[np.int64]]]:
+        """Return the keys of this rank's batch, and pass the requests of the others to the loopback."""
         num_tables = len(self.tables)
         others = []
         for rank in range(1, self.num_ranks):
-            drawn = _drawn(self._bench, self.model, [self._step, rank])
+            drawn = _draw_keys(self._bench, self.model, [self._step, rank])
             segments = np.repeat(np.arange(self._bench.micro_batches * num_tables), drawn.shape[-1])
             flat = drawn.reshape(-1)
-            mine = owner_of(flat, self.num_ranks) == 0
-            bounds = np.searchsorted(segments[mine], np.arange(self._bench.micro_batches * num_tables + 1))
-            found = dedup_segments(flat[mine], bounds)
+            is_owned = owner_of(flat, self.num_ranks) == 0
+            bounds = np.searchsorted(segments[is_owned], np.arange(self._bench.micro_batches * num_tables + 1))
+            found = dedup_segments(flat[is_owned], bounds)
             record = np.empty(len(found.keys), _record_type(self._bench, num_tables))
             record["key"] = found.keys
             if "segment" in (record.dtype.names or ()):
@@ -194,13 +202,13 @@ class _Rank:
             if "last" in (record.dtype.names or ()):
                 record["last"] = self._bench.micro_batches - 1
             others.append(record)
-        self._loopback.ask(np.array([0, *map(len, others)]), np.concatenate(others))
-        own = _drawn(self._bench, self.model, [self._step, 0])
+        self._loopback.set_requests(np.array([0, *map(len, others)]), np.concatenate(others))
+        own = _draw_keys(self._bench, self.model, [self._step, 0])
         return [{t.name: own[p, i] for i, t in enumerate(self.tables)} for p in range(len(own))]
 
 
 class _Compute:
-    """No model: gradients are zeros, and take no time."""
+    """Compute stage without a model: gradients are zeros, and their time does not count."""
 
     couples_samples: Coupling = "micro_batch"
 
@@ -224,28 +232,28 @@ class _Compute:
 
 
 class _Dense:
-    """No dense weights."""
+    """Dense optimizer without weights."""
 
-    def early_sums(self, submit: Callable[[Callable[[], None]], None]) -> contextlib.AbstractContextManager[None]:
+    def overlap_backward(self, submit: Callable[[Callable[[], None]], None]) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def reduce(self, loss: torch.Tensor, wants_stop: bool) -> torch.Tensor:
+    def reduce(self, loss: torch.Tensor, stop_requested: bool) -> torch.Tensor:
         return torch.zeros(2)
 
     def apply(self, sums: torch.Tensor, learning_rate: float) -> StepTotals:
-        return StepTotals(loss=sums[0], gradient_norm=sums[0], wants_stop=sums[1])
+        return StepTotals(loss=sums[0], gradient_norm=sums[0], stop_requested=sums[1])
 
 
-def _plainly(step: Callable[[], object]) -> None:
+def _call(step: Callable[[], object]) -> None:
     step()
 
 
-def _record_type(bench: HostBench, num_tables: int) -> np.dtype[Any]:
+def _record_type(bench: HostBenchConfig, num_tables: int) -> np.dtype[Any]:
     fields = [("key", "<i8")] + ([("segment", "<u2")] if bench.micro_batches * num_tables > 1 else [])
     return np.dtype(fields + ([("last", "<i2")] if bench.window_cache else []))
 
 
-def _tables(bench: HostBench, model: Model) -> list[TableConfig]:
+def _tables(bench: HostBenchConfig, model: Model) -> list[TableConfig]:
     if model == "retrieval":
         return [TableConfig(name="items", dim=64, num_rows=10 * bench.table_rows)]
     return [
@@ -254,20 +262,20 @@ def _tables(bench: HostBench, model: Model) -> list[TableConfig]:
     ]
 
 
-def _drawn(bench: HostBench, model: Model, seed: list[int]) -> NDArray[np.int64]:
-    """(micro-batch, table, key) of a rank's batch; popularity falls as one over the rank of a key."""
-    is_one = model == "retrieval"
+def _draw_keys(bench: HostBenchConfig, model: Model, seed: list[int]) -> NDArray[np.int64]:
+    """Draw the keys of a rank's batch, with dimensions (micro-batch, table, key), by Zipf's law with exponent 1."""
+    is_retrieval = model == "retrieval"
     parts = bench.micro_batches
-    shape = (
-        (parts, 1, bench.samples // 8 * 128 // parts) if is_one else (parts, bench.num_tables, bench.samples // parts)
-    )
-    rows = bench.table_rows * (10 if is_one else 1)
+    shape = (parts, bench.num_tables, bench.samples // parts)
+    if is_retrieval:
+        shape = (parts, 1, bench.samples // 8 * 128 // parts)
+    rows = bench.table_rows * (10 if is_retrieval else 1)
     popular = np.exp(np.random.default_rng(seed).random(shape) * np.log(rows)).astype(np.int64)
     keys: NDArray[np.int64] = popular * _SPREAD % rows
     return keys
 
 
-def _measure(bench: HostBench) -> Generator[Row, None, More]:
+def _measure(bench: HostBenchConfig) -> Generator[Row, None, ExtraFields]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     for model in bench.models:
@@ -281,7 +289,7 @@ def _measure(bench: HostBench) -> Generator[Row, None, More]:
     return {}
 
 
-def _row(rank: _Rank, bench: HostBench) -> Row:
+def _row(rank: _Rank, bench: HostBenchConfig) -> Row:
     timed = rank.rounds[_WARM_UP:]
     totals = sorted(1e3 * sum(spent.values()) for spent in timed)
     parts = {part: 1e3 * statistics.median(spent[part] for spent in timed) for part in (*PARTS, OTHER)}
@@ -302,7 +310,7 @@ def _row(rank: _Rank, bench: HostBench) -> Row:
 
 
 def _python_calls(rank: _Rank) -> int:
-    """Functions that a step enters, of Python and of C."""
+    """Count the calls of Python and C functions in a step."""
     count = 0
 
     def note(frame: object, event: str, argument: object) -> None:
@@ -319,7 +327,7 @@ def _python_calls(rank: _Rank) -> int:
 
 
 def _peak_mib(rank: _Rank) -> float:
-    """Most memory of the host that a step holds beside its rows: keys, orders, lists."""
+    """Measure the peak host memory of a step without its rows: keys, permutations and lists."""
     peak = 0
 
     def watch(step: Callable[[], object]) -> None:
@@ -333,9 +341,9 @@ def _peak_mib(rank: _Rank) -> float:
     return peak / 2**20
 
 
-def _show(rows: Sequence[Row], more: More) -> Iterable[Shown]:
+def _show(rows: Sequence[Row], more: ExtraFields) -> Iterable[OutputPart]:
     flat = [{k: v for k, v in row.items() if k not in ("parts", "host_ms_spread")} | row["parts"] for row in rows]
     yield "host", flat
 
 
-BENCH = Bench(config=HostBench, measure=_measure, show=_show)
+BENCH = Bench(config=HostBenchConfig, measure=_measure, show=_show)

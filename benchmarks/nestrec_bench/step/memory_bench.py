@@ -1,12 +1,12 @@
-"""Peak memory of forward and backward, jagged against padded: the same model, the same valid tokens.
+"""Measure the peak memory of forward and backward passes, jagged against padded, with equal models and valid tokens.
 
-impl               tokens                       attention
-jagged             valid ones                   kernels
-jagged recompute   valid ones                   kernels; norms, activations and gates are not kept
-padded kernels     every sequence the longest   kernels
-padded torch       every sequence the longest   plain operators of torch on (sequences, heads, N, N) blocks
+impl               tokens                  attention
+jagged             valid tokens            kernels
+jagged recompute   valid tokens            kernels; norms, activations and gates are recomputed
+padded kernels     padded to the longest   kernels
+padded torch       padded to the longest   plain torch operators on (sequences, heads, N, N) blocks
 
-The last is what a user of plain PyTorch has, and what TurboGR compares with (47.77 GB against 14.31 GB).
+The last one is plain PyTorch, with which TurboGR compares (47.77 GB against 14.31 GB).
 """
 
 import gc
@@ -23,36 +23,36 @@ from nestrec.models.hstu import HSTULayer
 from nestrec_bench.kernels.layer_bench import eager_layer, info_of
 
 SHARES = (1.0, 0.5, 1 / 3, 1 / 6)
-"""Lengths over the longest: half of a padded batch is padding, as TurboGR says of its data."""
+"""Lengths as fractions of the longest: half of a padded batch is padding, as TurboGR reports for its data."""
 
 
 def measure_memory(cfg: HSTUConfig, device: str) -> Iterator[dict[str, Any]]:
-    """A row for each implementation; `cfg.max_length` is the longest length."""
+    """Yield one row per implementation; `cfg.max_length` is the longest length."""
     lengths = np.array([round(share * cfg.max_length) for share in SHARES])
     padded = np.full_like(lengths, cfg.max_length)
     runs = {
         "jagged": (cfg, lengths),
-        "jagged recompute": (replace(cfg, recompute=True), lengths),
+        "jagged recompute": (replace(cfg, activation_checkpointing=True), lengths),
         "padded kernels": (cfg, padded),
         "padded torch": (cfg, padded),
     }
-    for impl, (own, tokens_of) in runs.items():
+    for impl, (own, own_lengths) in runs.items():
         row = {
             "model": f"hstu-{cfg.num_heads}x{cfg.head_dim}",
             "impl": impl,
             "longest": cfg.max_length,
             "valid_tokens": int(lengths.sum()),
-            "computed_tokens": int(tokens_of.sum()),
+            "computed_tokens": int(own_lengths.sum()),
         }
         try:
-            row["peak_gib"] = round(_peak_bytes(own, tokens_of, device, plain=impl == "padded torch") / 2**30, 2)
+            row["peak_gib"] = round(_peak_bytes(own, own_lengths, device, plain=impl == "padded torch") / 2**30, 2)
         except torch.OutOfMemoryError:
             row["error"] = "out of memory"
         yield row
 
 
 def _peak_bytes(cfg: HSTUConfig, lengths: NDArray[np.int64], device: str, *, plain: bool) -> int:
-    """Peak of what is allocated beyond what was there, weights and gradients included."""
+    """Measure the peak of the newly allocated bytes, including weights and gradients."""
     before = _allocated(device)
     torch.manual_seed(0)
     model = HSTU(cfg).to(device)
@@ -66,7 +66,7 @@ def _peak_bytes(cfg: HSTUConfig, lengths: NDArray[np.int64], device: str, *, pla
 
 
 def _allocated(device: str) -> int:
-    """Bytes, from which peaks are counted from now on."""
+    """Reset the peak statistics and return the allocated bytes."""
     if device != "cuda":
         return 0
     gc.collect()

@@ -1,4 +1,4 @@
-"""What papers print about many devices, beside what the simulator says with few of their numbers given to it."""
+"""Results that papers published for many devices, compared with simulations that use few of the published numbers."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""A published number and ours for the same thing."""
+"""Published figures and their simulated counterparts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,26 +9,27 @@ from nestrec.planning.simulator.program_replay import Cost, Scope
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishedResult:
-    """A cell of a table in a paper."""
+    """A table cell of a paper, and its prediction."""
 
     table: str
-    """which table, at which scale"""
+    """Name of the table, with its scale."""
     quantity: str
-    """what, with its unit"""
+    """Measured quantity with its unit."""
     method: str
-    """of whom"""
+    """Name of the method."""
     published: float
-    """as printed"""
+    """Value in the paper."""
     predicted: float
-    """by the simulator"""
+    """Value from the simulator."""
     bound: float | None = None
-    """largest difference that counts as agreement; none where the number was used to fit, or nothing is claimed"""
+    """Largest difference that counts as agreement; None if the figure was used for fitting, or agreement is not
+    claimed."""
     is_relative: bool = True
-    """the bound is a part of the published number, else in its own unit"""
+    """Whether difference and bound are fractions of the published figure; otherwise, they have its unit."""
 
     @property
     def difference(self) -> float:
-        """A part of the published number, or in its unit."""
+        """Predicted minus published figure; relative to the published one if `is_relative`."""
         return (self.predicted - self.published) / (self.published if self.is_relative else 1.0)
 
     @property
@@ -51,25 +52,30 @@ class PublishedResult:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A paper."""
+    """All compared figures of a paper."""
 
     rows: tuple[PublishedResult, ...]
     assumptions: tuple[str, ...]
-    """what the paper does not say and had to be taken as given"""
+    """Assumptions about facts that the paper does not state."""
 
 
 _SCOPES: dict[str, Scope] = {
     "exchange_keys": "shards",
     "exchange_vectors": "shards",
     "exchange_gradients": "shards",
-    "sum_over_holders": "replicas",
-    "average_over_holders": "replicas",
+    "all_reduce_replica_gradients": "replicas",
+    "average_replicas": "replicas",
     "dense_reduce": "all",
 }
 
 
 class UniformCosts:
-    """Costs that depend on the operation alone. shared: part of the rows that the neighbouring batch uses too."""
+    """Costs that depend on the operation only.
+
+    Args:
+        seconds: Operation to its duration.
+        shared: Fraction of the rows that the neighboring batch uses too.
+    """
 
     def __init__(self, seconds: Mapping[str, float], *, shared: float = 0.0) -> None:
         self._seconds = seconds

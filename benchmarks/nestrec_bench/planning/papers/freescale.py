@@ -1,7 +1,7 @@
-"""FreeScale (arXiv 2604.24073): exposed embedding communication cut by 90.3% at 256 GPUs, shown with assumptions.
+"""FreeScale (arXiv 2604.24073): reduction of exposed embedding communication by 90.3% on 256 GPUs, with assumptions.
 
-The paper gives neither the share of communication in the step nor the collision rate of that run; with them the cut
-follows from the schedule `priority`: what is left is the part of the rows that consecutive batches share.
+The paper states neither the share of communication in the step nor the collision rate of that run. Given both, the
+reduction follows from the schedule `priority`: the exchange of rows that consecutive batches share stays exposed.
 """
 
 from nestrec.pipeline import PipelineConfig
@@ -18,22 +18,23 @@ SHARES = {
     "collision share 14% (P99)": 0.14,
 }
 COMMUNICATION = 0.35
-"""raw, as a part of the computation"""
+"""Total communication time, as a fraction of the computation time."""
 EXPOSED_MS = (111.0, 13.0)
-"""of the synthetic test with histories of 8K"""
+"""Exposed communication of the synthetic test with histories of 8K, before and after."""
 
 ASSUMPTIONS = (
-    "the collision share is not known for the run of the headline: low single digits in one source, 12% with a P99 of "
-    "14% in another; the cut is shown for each",
-    f"raw embedding communication is {COMMUNICATION:.0%} of the computation; the cut does not depend on it as long as "
-    "the deferred exchanges fit beside the computation",
-    "lookups, dense sums and stragglers take no time: the headline is about exposed communication alone",
-    "vectors and gradients take equal times",
+    "the collision share of the main result's run is not published: one source has low single digits, another 12% with "
+    "a P99 of 14%; the reduction is computed for each",
+    f"total embedding communication is {COMMUNICATION:.0%} of the computation; the reduction does not depend on it as "
+    "long as the deferred exchanges can overlap with the computation",
+    "lookups, dense all-reduce and stragglers take no time, because the main result is about exposed communication "
+    "only",
+    "the exchanges of vectors and of gradients take the same time",
 )
 
 
 def freescale() -> Comparison:
-    """The headline, and the synthetic test, for each collision share that a source gives."""
+    """Simulate the main result and the synthetic test for each published collision share."""
     rows = []
     before = exposed("serial", 0.0)
     for method, share in SHARES.items():
@@ -62,7 +63,7 @@ def freescale() -> Comparison:
 
 
 def exposed(schedule: ScheduleName, shared: float) -> float:
-    """Exposed communication of a step, with the computation as the unit of time."""
+    """Return the exposed communication of a step, in units of the computation time."""
     seconds = {"exchange_vectors": COMMUNICATION / 2, "exchange_gradients": COMMUNICATION / 2, "forward_backward": 1.0}
     program = rehearse(PipelineConfig(schedule=schedule), micro_batches=1, steps=8)
     done = replay(program, UniformCosts(seconds, shared=shared), Mesh(1, GPUS))

@@ -1,8 +1,8 @@
-"""NestPipe (arXiv 2604.06956), main table at 1,536 workers, from TorchRec's two ends alone.
+"""NestPipe (arXiv 2604.06956): main table at 1,536 workers, simulated from TorchRec's figures at two scales.
 
-Lookup and communication of the synchronous baseline are shares of its step at 128 and at 1,536 workers. With the
-computation as the unit, two ends fix a line for each: what a rank pays, and what it pays for each worker of the domain.
-Everything else follows from the schedules.
+For the synchronous baseline, the paper states lookup and communication as shares of the step at 128 and at 1,536
+workers. With the computation as the unit of time, the two scales determine a line for each: a fixed cost per rank, and
+a cost per worker of the domain. All other figures follow from the schedules.
 """
 
 from dataclasses import dataclass
@@ -19,49 +19,50 @@ LOOKUP_SHARE = {FEW: 0.244, MANY: 0.496}
 COMMUNICATION_SHARE = {FEW: 0.092, MANY: 0.208}
 TORCHREC_STEP_MS = 5793.83
 COMPUTE_MS = TORCHREC_STEP_MS * (1.0 - LOOKUP_SHARE[MANY] - COMMUNICATION_SHARE[MANY])
-"""of a step, the unit of time"""
+"""Computation of a step, the unit of time."""
 REPLICAS = 4
 TWO_D_EXPOSED_MS = 438.36
-"""communication of 2D-SP at MANY workers"""
+"""Exposed communication of 2D-SP at MANY workers."""
 MICRO_BATCHES = 8
 VECTOR_BYTES = 512 * 4
 KEY_BYTES = 8
 STORE_PART = 0.5
-"""of the lookup"""
+"""Fraction of the lookup that the store takes."""
 STEPS = 8
 
 ASSUMPTIONS = (
-    "computation of a rank does not depend on the number of workers: the batch of a worker is fixed (512)",
-    "lookup and communication grow with a straight line in the number of workers of their domain, through TorchRec's "
-    "two ends; the digests give 20.5% and 20.8% for communication at 1,536 (20.8% is 1,207.85 / 5,793.83)",
-    "the domain of the All2All is the replica group; lookup grows with all workers, since 2D treats only communication",
-    f"2D has {REPLICAS} replica groups, as in its own paper's main setting; NestPipe's text does not say",
-    "averaging weights over the replicas costs, in each step, what 2D-SP's published exposed communication leaves "
-    "beside the All2All of its domain (25 ms); the line's own part, 150 ms, is what a rank pays for the rows of its "
-    "whole batch, and taken for the average it would make NestPipe + 2D-SP slower than NestPipe",
+    "the computation of a rank does not depend on the number of workers, because the batch of a worker is fixed (512)",
+    "lookup and communication grow linearly with the number of workers of their domain, on the line through TorchRec's "
+    "two scales; the digests state 20.5% and 20.8% for communication at 1,536 (20.8% is 1,207.85 / 5,793.83)",
+    "the domain of the All2All is the replica group; lookup grows with all workers, since 2D changes only "
+    "communication",
+    f"2D has {REPLICAS} replica groups, as in the main setting of its own paper; NestPipe does not state the number",
+    "averaging weights over the replicas costs, in each step, 2D-SP's published exposed communication minus the "
+    "All2All of its domain (25 ms); the fixed cost of the line, 150 ms, is the cost of a rank for the rows of its full "
+    "batch: used for the average, it would make NestPipe + 2D-SP slower than NestPipe",
     f"N = {MICRO_BATCHES}: batch 512 in micro-batches of 64, as the published exposed ratios of 12 to 13% suggest; the "
-    "time of all exchanges together does not depend on N (published: 1,185 ms at N = 8, 1,208 ms at N = 1)",
-    "half of the lookup is preparation of keys (transfer lane), half is the store (lookup lane: three parts of four "
-    "reading, one writing); any split in which neither half exceeds a nested step gives the same",
-    f"keys cross in {KEY_BYTES} / {VECTOR_BYTES} of the time of vectors (dimension 512)",
-    "UniEmb is the schedule `stale`, TorchRec is `serial`; every worker is the same: no imbalance is published",
+    "total time of the exchanges does not depend on N (published: 1,185 ms at N = 8, 1,208 ms at N = 1)",
+    "half of the lookup is preparation of keys (transfer lane), half is the store (lookup lane: three quarters "
+    "reading, one quarter writing); any split in which neither half exceeds a nested step has the same result",
+    f"the key exchange takes {KEY_BYTES} / {VECTOR_BYTES} of the time of the vector exchange (dimension 512)",
+    "UniEmb is the schedule `stale`, TorchRec is `serial`; all workers are equal, because no imbalance is published",
 )
 
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """Time in units of the computation, by number of workers."""
+    """Time by number of workers, in units of the computation time."""
 
-    own: float
-    each: float
+    fixed: float
+    per_worker: float
 
     def at(self, workers: int) -> float:
-        return self.own + self.each * workers
+        return self.fixed + self.per_worker * workers
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A row of the table."""
+    """A row of the published table."""
 
     name: str
     schedule: ScheduleName
@@ -69,7 +70,7 @@ class Method:
     replicas: int
     speedup: float
     efficiency: float
-    """percent"""
+    """Published efficiency in percent."""
     exposed_lookup_ms: float | None
     exposed_communication_ms: float | None
 
@@ -87,7 +88,7 @@ _CLAIMED = ("2D-SP", "UniEmb", "NestPipe", "NestPipe + 2D-SP")
 
 
 def nestpipe() -> Comparison:
-    """Rows of the main table and of the ablation."""
+    """Simulate the rows of the main table and of the ablation."""
     unit_ms = COMPUTE_MS
     baseline = simulated(METHODS[0], MANY)
     rows = []
@@ -99,7 +100,7 @@ def nestpipe() -> Comparison:
 
 
 def simulated(method: Method, workers: int) -> Replay:
-    """The steps of a method, with the computation of a batch as the unit of time."""
+    """Simulate the steps of a method, with the computation of a batch as the unit of time."""
     lookup, exchange = line_of(LOOKUP_SHARE).at(workers), line_of(COMMUNICATION_SHARE)
     domain = workers // method.replicas
     part = exchange.at(domain) / (2 * method.micro_batches)
@@ -108,13 +109,13 @@ def simulated(method: Method, workers: int) -> Replay:
     seconds = {
         "deduplicate": rest * (1 - STORE_PART),
         "exchange_keys": keys,
-        "fetch": rest * STORE_PART * 0.75,
-        "read_ahead": rest * STORE_PART * 0.75,
+        "fetch_rows": rest * STORE_PART * 0.75,
+        "prefetch_rows": rest * STORE_PART * 0.75,
         "write_back": rest * STORE_PART * 0.25,
         "exchange_vectors": part,
         "exchange_gradients": part,
         "forward_backward": 1.0 / method.micro_batches,
-        "average_over_holders": averaging() if method.replicas > 1 else 0.0,
+        "average_replicas": averaging() if method.replicas > 1 else 0.0,
     }
     sync = ReplicaSyncConfig(mode="weights") if method.replicas > 1 else None
     options = PipelineConfig(schedule=method.schedule)
@@ -123,15 +124,15 @@ def simulated(method: Method, workers: int) -> Replay:
 
 
 def averaging() -> float:
-    """Copies of rows replaced by their mean, in units of the computation."""
+    """Return the time of averaging the replicas of rows, in units of the computation time."""
     return TWO_D_EXPOSED_MS / COMPUTE_MS - line_of(COMMUNICATION_SHARE).at(MANY // REPLICAS)
 
 
 def line_of(share: dict[int, float]) -> _Line:
-    """Through both ends of the baseline."""
+    """Return the line through the two published scales of the baseline."""
     times = {n: share[n] / (1.0 - LOOKUP_SHARE[n] - COMMUNICATION_SHARE[n]) for n in (FEW, MANY)}
-    each = (times[MANY] - times[FEW]) / (MANY - FEW)
-    return _Line(times[FEW] - each * FEW, each)
+    per_worker = (times[MANY] - times[FEW]) / (MANY - FEW)
+    return _Line(times[FEW] - per_worker * FEW, per_worker)
 
 
 def _rows(method: Method, speedup: float, efficiency: float) -> list[PublishedResult]:

@@ -1,7 +1,7 @@
-"""TurboGR (arXiv 2605.13433): linearity 0.97 of FuXi-long on up to 128 NPUs, shown with assumptions.
+"""TurboGR (arXiv 2605.13433): linearity 0.97 of FuXi-long on up to 128 NPUs, with assumptions.
 
-Its table of overlaps gives computation and communication of a step at one scale; how communication grows with devices
-is not published, so the growth is borrowed from NestPipe's baseline on the same maker's devices.
+Its table of overlaps contains computation and communication of a step at one scale. The growth of communication with
+the number of devices is not published, so that of NestPipe's baseline is used, which ran on devices of the same vendor.
 """
 
 from nestrec.pipeline import PipelineConfig
@@ -17,11 +17,12 @@ TABLE = {
     "FuXi-long": {"compute": 1712.00, "communication": 436.71, "exposed": 97.88, "linearity": 0.97},
 }
 SPARSE_PART = (0.22 + 0.25) / 0.53
-"""of communication: embedding and gradient out of all, at a length of 2k"""
+"""Fraction of communication that is embedding vectors and gradients, at a length of 2k."""
 
 ASSUMPTIONS = (
-    f"linearity is the throughput of {MANY} devices over {MANY // FEW} times that of {FEW}; the paper does not say",
-    f"the overlap table was measured on {MANY} devices: the paper does not say",
+    f"linearity is the throughput of {MANY} devices over {MANY // FEW} times that of {FEW}; the paper does not define "
+    "it",
+    f"the overlap table was measured on {MANY} devices; the paper does not state the number",
     f"{SPARSE_PART:.0%} of communication is embedding vectors and gradients (22 + 25 of 53% at 2k), the rest is dense",
     "all communication grows with devices as NestPipe's baseline does between 128 and 1,536 workers",
     "lookup takes no time: tables are on the device; ranks are balanced",
@@ -29,7 +30,7 @@ ASSUMPTIONS = (
 
 
 def turbogr() -> Comparison:
-    """Linearity and exposed communication of the two models of the overlap table."""
+    """Simulate linearity and exposed communication of the two models of the overlap table."""
     rows = []
     for model, published in TABLE.items():
         many = simulated(model, MANY)
@@ -57,7 +58,7 @@ def turbogr() -> Comparison:
 
 
 def simulated(model: str, devices: int, schedule: ScheduleName = "semi_async") -> Replay:
-    """Steps in seconds."""
+    """Simulate the steps of a model, in seconds."""
     growth = line_of(COMMUNICATION_SHARE)
     communication = TABLE[model]["communication"] * 1e-3 * growth.at(devices) / growth.at(MANY)
     sparse = communication * SPARSE_PART / 2
