@@ -2,14 +2,18 @@
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# For the interpreter of Triton, which tests kernels without a GPU. It is not in requirements.txt, because builds of torch
+# for CUDA require another version.
+TRITON := triton==3.6.0
 
-.PHONY: setup demo count test all-tests test-quick test-slow test-gpu check docs results format mutants torchrec test-torchrec ray test-ray clean
+.PHONY: setup demo count test all-tests test-quick test-slow test-gpu check docs tutorials results format mutants torchrec test-torchrec ray test-ray clean
 
 setup: $(READY)
 
 $(READY): requirements.txt pyproject.toml benchmarks/pyproject.toml
 	test -x $(BIN)/python || python3 -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --requirement requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(TRITON)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable . --editable benchmarks
 	touch $(READY)
 
@@ -19,6 +23,8 @@ demo: setup
 check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/codespell nestrec benchmarks tests tools examples deploy docs *.md
+	$(BIN)/python tools/check_language.py
 	$(BIN)/mypy
 
 # Modules, lines and median lines per folder.
@@ -28,9 +34,15 @@ count:
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
-# Tables of pages, written anew from the result files that they name.
+# Executes the tutorial notebooks and stores their outputs; DATASETS is the folder with the unpacked datasets.
+DATASETS := .
+tutorials: setup
+	$(BIN)/python docs/run_tutorials.py --data $(DATASETS)
+
+# Tables and charts of pages, from the result files.
 results: setup
 	$(BIN)/python docs/result_tables.py
+	$(BIN)/python docs/charts.py
 
 # File by file, the longest (tests/conftest.py), then those that start processes: what is left over at the end is short.
 # Four at a time on two cores: many tests wait for processes, signals and limits. The checks and the docs, a core each,
