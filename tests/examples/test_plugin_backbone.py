@@ -1,4 +1,4 @@
-"""The cached forward of the example's backbone gives the states of whole passes."""
+"""The cached forward pass of the example backbone equals full passes."""
 
 import sys
 from pathlib import Path
@@ -6,15 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from nestrec.models.sequence import NewTokenSegment, whole_forward
+from nestrec.models.sequence import NewTokenSegment, uncached_forward
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("num_prefix", [0, 2])
-def test_new_tokens_against_a_kept_prefix_are_those_of_a_whole_pass(
-    monkeypatch: pytest.MonkeyPatch, num_prefix: int
-) -> None:
+def test_plugin_backbone_cached_forward_equals_full_pass(monkeypatch: pytest.MonkeyPatch, num_prefix: int) -> None:
     monkeypatch.syspath_prepend(ROOT / "examples" / "plugin")
     from nestrec_plugin.backbone import Linear, LinearConfig, cached_forward
 
@@ -36,17 +34,17 @@ def test_new_tokens_against_a_kept_prefix_are_those_of_a_whole_pass(
     def none(layer: int, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.empty(2, 0, 4), torch.empty(2, 0, 4)
 
-    whole, _ = whole_forward(model, torch.cat(x), [segment(0, 5, 2), segment(0, 3, 0)], none)
-    firsts = torch.cat([one[:num_prefix] for one in x])
-    _, kept = cached_forward(model, firsts, [segment(0, num_prefix, 0)] * 2, none)
+    full, _ = uncached_forward(model, torch.cat(x), [segment(0, 5, 2), segment(0, 3, 0)], none)
+    prefixes = torch.cat([states[:num_prefix] for states in x])
+    _, cached = cached_forward(model, prefixes, [segment(0, num_prefix, 0)] * 2, none)
 
     def prefix(layer: int, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
         rows = slice(sequence * num_prefix, (sequence + 1) * num_prefix)
-        return tuple(part[rows].transpose(0, 1) for part in kept[layer])
+        return tuple(part[rows].transpose(0, 1) for part in cached[layer])
 
-    rest = torch.cat([one[num_prefix:] for one in x])
+    rest = torch.cat([states[num_prefix:] for states in x])
     found, _ = cached_forward(
         model, rest, [segment(num_prefix, 5 - num_prefix, 2), segment(num_prefix, 3 - num_prefix, 0)], prefix
     )
-    torch.testing.assert_close(found, torch.cat([whole[num_prefix:7], whole[7 + num_prefix :]]), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found, torch.cat([full[num_prefix:7], full[7 + num_prefix :]]), rtol=1e-4, atol=1e-5)
     sys.modules.pop("nestrec_plugin.backbone"), sys.modules.pop("nestrec_plugin")

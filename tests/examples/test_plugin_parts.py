@@ -1,4 +1,4 @@
-"""The parts of the example package do what they say, each in a moment; test_plugin.py goes the whole way with them."""
+"""Tests of each plugin of the example package; test_plugin.py uses all of them together."""
 
 import asyncio
 import itertools
@@ -27,37 +27,37 @@ from nestrec_bench.bench import BENCHES
 from nestrec_bench.harness.random_model import random_retrieval
 
 PLUGIN = Path(__file__).resolve().parents[2] / "examples" / "plugin"
-SEAMS = (BACKBONES, TASKS, ROW_OPTIMIZERS, SCHEDULES, FORMATS, ENDPOINTS, BENCHES)
+REGISTRIES = (BACKBONES, TASKS, ROW_OPTIMIZERS, SCHEDULES, FORMATS, ENDPOINTS, BENCHES)
 
 
-def forget() -> None:
-    """What the seams have found: entry points are looked for once in a process."""
-    for one in SEAMS:
-        one.__dict__.pop("_foreign", None)
+def clear_registries() -> None:
+    """Discard the discovered plugins: registries search entry points once per process."""
+    for registry in REGISTRIES:
+        registry.__dict__.pop("_external", None)
 
 
 @pytest.fixture(autouse=True)
 def entries(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, dict[str, str]]]:
-    """The entry points of the package, as if it were installed."""
+    """Provide the entry points of the package, as if it were installed."""
     found = tomllib.loads((PLUGIN / "pyproject.toml").read_text())["project"]["entry-points"]
     points = [EntryPoint(name, value, group) for group, named in found.items() for name, value in named.items()]
     monkeypatch.syspath_prepend(PLUGIN)
     monkeypatch.setattr(plugins, "entry_points", lambda group: [point for point in points if point.group == group])
-    forget()
+    clear_registries()
     yield found
-    for one in SEAMS:
-        for name in found[one.group]:
-            one._loaded.pop(name, None)
-    forget()
+    for registry in REGISTRIES:
+        for name in found[registry.group]:
+            registry._loaded.pop(name, None)
+    clear_registries()
     for name in [name for name in sys.modules if name.partition(".")[0] == "nestrec_plugin"]:
         del sys.modules[name]
 
 
-def test_every_seam_finds_its_member(entries: dict[str, dict[str, str]]) -> None:
-    assert {one.group for one in SEAMS} == set(entries)
-    for one in SEAMS:
-        [name] = entries[one.group]
-        one.find(name)
+def test_plugin_registries_find_their_members(entries: dict[str, dict[str, str]]) -> None:
+    assert {registry.group for registry in REGISTRIES} == set(entries)
+    for registry in REGISTRIES:
+        [name] = entries[registry.group]
+        registry.find(name)
 
 
 class Sum(torch.nn.Module):
@@ -69,8 +69,8 @@ class Sum(torch.nn.Module):
         return (vectors["t"] * self.scale * batch["sign"][:, None]).sum(), len(batch["sign"])
 
 
-def test_its_schedule_is_serial_rearranged_and_its_row_optimiser_steps_by_signs() -> None:
-    def trained(schedule: str) -> tuple[str, torch.Tensor]:
+def test_plugin_schedule_equals_serial_with_plugin_optimizer() -> None:
+    def train(schedule: str) -> tuple[str, torch.Tensor]:
         table = nestrec.Table("t", rows=9, dim=2, optimizer="lion")
         adam = torch.optim.Adam(model.parameters(), lr=0.1)
         pipeline = nestrec.TrainingPipeline(
@@ -88,16 +88,16 @@ def test_its_schedule_is_serial_rearranged_and_its_row_optimiser_steps_by_signs(
     for schedule in ("serial", "lanes"):
         torch.manual_seed(0)
         model = Sum()
-        digest, moved = trained(schedule)
+        digest, moved = train(schedule)
         digests.append(digest)
     assert digests[0] == digests[1]
-    torch.testing.assert_close(moved[0], torch.full((2,), -0.5))  # one step, against a positive gradient
+    torch.testing.assert_close(moved[0], torch.full((2,), -0.5))  # one step with a positive gradient
     torch.testing.assert_close(moved[7], torch.full((2,), 0.5))
 
 
-def test_its_format_reads_baskets_and_sets_lines_without_items_aside(tmp_path: Path) -> None:
+def test_plugin_format_reads_baskets_and_quarantines_bad_lines(tmp_path: Path) -> None:
     (tmp_path / "baskets.txt").write_text("ann: a b\nbob: c\nnobody\nann: c\n")
-    card = nestrec.prepare("baskets", tmp_path / "baskets.txt", tmp_path / "data", max_bad_share=0.5)
+    card = nestrec.prepare("baskets", tmp_path / "baskets.txt", tmp_path / "data", max_bad_fraction=0.5)
     assert (card.counts.users, card.counts.items, card.counts.events) == (2, 3, 4)
     assert card.counts.quarantined == {"no items": 1}
     dataset = Dataset.open(tmp_path / "data")
@@ -107,18 +107,18 @@ def test_its_format_reads_baskets_and_sets_lines_without_items_aside(tmp_path: P
     assert sorted(users) == [["a", "b", "c"], ["c"]]
 
 
-def test_its_endpoint_finds_the_nearest_items() -> None:
+def test_plugin_endpoint_finds_nearest_items() -> None:
     servable = random_retrieval(HSTUConfig(dim=4, num_layers=1, num_heads=1, head_dim=4, max_length=4), num_items=20)
-    front = SimpleNamespace(service=SimpleNamespace(fleet=lambda role: SimpleNamespace(servable=servable)))
+    context = SimpleNamespace(service=SimpleNamespace(deployment=lambda role: SimpleNamespace(servable=servable)))
     similar = ENDPOINTS.find("similar")
-    answer = asyncio.run(similar.handle(front, similar.request(item="3", k=2)))
+    response = asyncio.run(similar.handle(context, similar.request(item="3", k=2)))
     vectors = servable.index.rows(torch.arange(20))
     expected = (vectors @ vectors[2]).index_fill(0, torch.tensor([2]), -torch.inf).topk(2)
-    assert answer["items"] == [str(i + 1) for i in expected.indices.tolist()]
-    assert answer["scores"] == pytest.approx(expected.values.tolist())
+    assert response["items"] == [str(i + 1) for i in expected.indices.tolist()]
+    assert response["scores"] == pytest.approx(expected.values.tolist())
 
 
-def test_its_bench_compares_two_row_optimisers() -> None:
+def test_plugin_bench_compares_row_optimizers() -> None:
     bench = BENCHES.find("lion")
     rows = list(bench.measure(bench.config(rows=10, dim=2, rounds=1)))
     assert [row["op"] for row in rows] == ["sgd", "lion"]

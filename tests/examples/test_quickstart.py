@@ -1,4 +1,4 @@
-"""The notebook runs from its first cell to its last, in an empty folder."""
+"""The quickstart notebook runs completely in an empty folder."""
 
 import ast
 import json
@@ -10,8 +10,8 @@ import pytest
 NOTEBOOK = Path(__file__).resolve().parents[2] / "examples" / "quickstart.ipynb"
 
 
-@pytest.mark.timeout(300)  # four seconds alone, more where others run too
-def test_the_quickstart_runs_and_says_what_it_found(
+@pytest.mark.timeout(300)  # four seconds alone, more if other tests run at the same time
+def test_quickstart_notebook_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
