@@ -8,7 +8,7 @@ ROOTS = ("nestrec/", "benchmarks/nestrec_bench/", "tests/support/")
 
 
 def folder_of(path: str) -> str:
-    """Returns the folder that a file is counted in: the children of `nestrec`, and the other roots as a whole."""
+    """Return the folder to which a file is counted: the children of `nestrec`, and the other roots completely."""
     if not path.startswith("nestrec/"):
         return next(root for root in ROOTS if path.startswith(root)).rstrip("/")
     parts = path.split("/")

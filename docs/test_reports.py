@@ -1,10 +1,10 @@
-"""Writes what long tests and those on a GPU gave into a file of results/, from the reports that pytest leaves.
+"""Writes the results of slow tests and GPU tests to a file of results/, from the JUnit reports of pytest.
 
     python docs/test_reports.py slow-tests.json test-slow.xml ... ["command that wrote them"] [--by-test]
 
-`make test-slow` and `make test-gpu` call it. A row is a test file, or, where only some tests of files ran, with
---by-test a test. What ran again replaces what was known of it, a file that of its tests too; the others keep their
-rows, with the run that they are of: how long all of it took by the clock, and of which commit it was.
+`make test-slow` and `make test-gpu` call it. A row is a test file, or with --by-test a test, if only some tests of a
+file ran. New results replace older ones of the same files and tests; other rows stay. Each row refers to its run:
+command, date, hardware, duration and commit.
 """
 
 import json
@@ -23,20 +23,22 @@ Row = dict[str, Any]
 
 
 def rows_of(*reports: str, by_test: bool = False) -> list[Row]:
-    """A row for each file of JUnit reports, or for each test: cases, how they ended, seconds."""
+    """Return one row per test file, or per test, of JUnit reports: number of cases, outcomes and seconds."""
     counts: dict[str, Counter[str]] = {}
     seconds: dict[str, float] = {}
     for case in (case for xml in reports for case in ElementTree.fromstring(xml).iter("testcase")):
-        ended = {child.tag for child in case}
-        inside = case.get("classname")
-        words = (inside or case.get("name", "")).split(".")
+        tags = {child.tag for child in case}
+        classname = case.get("classname")
+        words = (classname or case.attrib.get("name", "")).split(".")
         module = next((n for n, word in enumerate(words, 1) if word.startswith("test_")), 0)
-        if module == 0 or not (inside or ended & {"failure", "error"}):
-            continue  # a test that was cut short, a file that has nothing for this machine
+        if module == 0 or not (classname or tags & {"failure", "error"}):
+            continue  # an interrupted test, or a file without tests for this machine
         file = "/".join(words[:module]) + ".py"
-        if by_test and inside:
+        if by_test and classname:
             file += "::" + case.attrib["name"].partition("[")[0]
-        outcome = "skipped" if "skipped" in ended else "failed" if ended & {"failure", "error"} else "passed"
+        outcome = "failed" if tags & {"failure", "error"} else "passed"
+        if "skipped" in tags:
+            outcome = "skipped"
         counts.setdefault(file, Counter())[outcome] += 1
         seconds[file] = seconds.get(file, 0.0) + float(case.attrib.get("time", 0.0))
     return [
@@ -53,33 +55,33 @@ def rows_of(*reports: str, by_test: bool = False) -> list[Row]:
 
 
 def joined(known: dict[str, Any], rows: list[Row], run: dict[str, Any]) -> dict[str, Any]:
-    """What is known, with the rows of a new run in the place of older ones of the same files."""
-    again = {row["file"] for row in rows}
-    said = {row["file"]: {"what": row["what"]} for row in known["rows"] if "what" in row}
-    kept = [row for row in known["rows"] if not {row["file"], row["file"].partition("::")[0]} & again]
-    used = sorted({row["run"] for row in kept})
-    kept = [{**row, "run": used.index(row["run"])} for row in kept]
-    new = [{"file": row["file"], **said.get(row["file"], {}), **row, "run": len(used)} for row in rows]
-    found = sorted(kept + new, key=lambda row: row["file"])
-    return {**known, **run, "rows": found, "runs": [*(known["runs"][number] for number in used), run]}
+    """Return the known results, in which the rows of a new run replace older ones of the same files."""
+    replaced = {row["file"] for row in rows}
+    subjects = {row["file"]: {"what": row["what"]} for row in known["rows"] if "what" in row}
+    older = [row for row in known["rows"] if not {row["file"], row["file"].partition("::")[0]} & replaced]
+    used = sorted({row["run"] for row in older})
+    older = [{**row, "run": used.index(row["run"])} for row in older]
+    new = [{"file": row["file"], **subjects.get(row["file"], {}), **row, "run": len(used)} for row in rows]
+    merged = sorted(older + new, key=lambda row: row["file"])
+    return {**known, **run, "rows": merged, "runs": [*(known["runs"][number] for number in used), run]}
 
 
 def wall_of(*reports: str) -> int:
-    """Seconds by the clock, all reports together: tests of one report may have run side by side."""
+    """Return the total wall-clock time of all reports in seconds; tests of one report may have run in parallel."""
     suites = (suite for xml in reports for suite in ElementTree.fromstring(xml).iter("testsuite"))
     return round(sum(float(suite.attrib.get("time", 0.0)) for suite in suites))
 
 
 def commit() -> str:
-    """Of the tree that the tests ran on, with a word where it was changed; nothing where there is no repository."""
-    asked = ["git", "-C", str(DOCS), "describe", "--always", "--dirty=, changed"]
-    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+    """Return the commit of the working tree, marked if it has changes; empty outside of a repository."""
+    command = ["git", "-C", str(DOCS), "describe", "--always", "--dirty=, changed"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def main(words: list[str]) -> None:
-    name, *given = (word for word in words if word != "--by-test")
-    reports = [Path(word).read_text() for word in given if word.endswith(".xml")]
-    command = next((word for word in given if not word.endswith(".xml")), COMMANDS[name])
+    name, *others = (word for word in words if word != "--by-test")
+    reports = [Path(word).read_text() for word in others if word.endswith(".xml")]
+    command = next((word for word in others if not word.endswith(".xml")), COMMANDS[name])
     frame = make_frame(bench=name.removesuffix(".json").replace("-", " "), command=command, rows=[])
     note = ", ".join(part for part in (f"{wall_of(*reports)} s in all", f"commit {commit()}") if part != "commit ")
     run = {name: frame[name] for name in ("command", "date", "hardware")} | {"note": note}
